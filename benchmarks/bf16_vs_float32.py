@@ -31,8 +31,8 @@ STAGES = ("generate", "compute_logprobs", "optimizer_step")
 def measure(name: str, *, bf16: bool) -> dict[str, float]:
     """CPU seconds of each stage in this process."""
     from kedge import PPOConfig, PPOTrainer
-    from kedge.backends.hf.learner import HFLearner
-    from kedge.backends.hf.rollout import EmbeddedEngine
+    from kedge.learner.learner import HFLearner
+    from kedge.rollout.embedded.engine import EmbeddedEngine
 
     torch.set_num_threads(1)
     case, seconds = CASES[name], {}

@@ -31,11 +31,11 @@ from benchmarks.ppo_vs_trl.__main__ import processor
 from benchmarks.ppo_vs_trl.cases import CASES, EPOCHS, RESPONSE, Case, models, prompts, tokenizer
 from benchmarks.ppo_vs_trl.side import common
 from kedge import PPOConfig, PPOTrainer
-from kedge.backends.hf.learner import HFLearner
-from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.backends.rewards.model import RewardModel
-from kedge.cli.planning.memory import Shape, read_shape
+from kedge.cli.planning.memory import ModelDims, read_dims
+from kedge.learner.learner import HFLearner
 from kedge.ops.cpu.matmul import input_gradient, outer, product
+from kedge.rewards.model import RewardModel
+from kedge.rollout.embedded.engine import EmbeddedEngine
 
 RESULTS = Path(__file__).parent / "results" / "cost_model.json"
 STAGES = {
@@ -78,7 +78,7 @@ class Job:
     """
 
     body: int
-    shape: Shape
+    shape: ModelDims
     rows: int
     prompt: float
     response: float
@@ -99,13 +99,13 @@ def operations(job: Job) -> dict[str, dict[str, float]]:
     head = job.forward(0, context=0, logits=answered)
     prefill = job.forward(job.rows * job.prompt, context=job.prompt / 2)
     decode = job.forward(answered, context=job.prompt + job.response / 2)
-    trunks = job.epochs * 2 * once
-    backward = {"input_gradient": trunks, "weight_gradient": trunks}
+    backbones = job.epochs * 2 * once
+    backward = {"input_gradient": backbones, "weight_gradient": backbones}
     return {
         "generate": {"forward": prefill + decode, "vocabulary": head},
         "reward": {"forward": once},
         "annotate": {"forward": 2 * once, "vocabulary": head},
-        "train": {"forward": trunks, **backward, "vocabulary": job.epochs * 3 * head},
+        "train": {"forward": backbones, **backward, "vocabulary": job.epochs * 3 * head},
     }
 
 
@@ -193,7 +193,7 @@ def one(name: str, updates: int, clock: Clock) -> dict[str, Any]:
     policy, *_ = models(case)
     job = Job(
         body=sum(p.numel() for n, p in policy.named_parameters() if ".layers." in n),
-        shape=read_shape(policy.config),
+        shape=read_dims(policy.config),
         rows=case.batch,
         prompt=sum(map(len, given)) / len(given),
         response=RESPONSE,

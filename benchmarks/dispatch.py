@@ -4,10 +4,11 @@
     python -m benchmarks.dispatch bounds  # what no drain, and the longest response, would permit
     python -m benchmarks.dispatch vllm    # requests one by one against whole batches, in vLLM
 
-The scheduling is Kedge's (``kedge.engine.rollout.dispatch``); engines are pretended.  A token step
-of an engine takes one unit of time, however many of its slots are used, as where decoding is bound
-by reading the weights.  Lengths are lognormal with median 600, cut at 8,192 tokens.  Training takes
-as long as sampling at full slots, which is the ideal; every figure is ideal time / time.
+The scheduling is Kedge's (``kedge.rollout.scheduler.dispatch``); engines are pretended.  A token
+step of an engine takes one unit of time, however many of its slots are used, as where decoding is
+bound by reading the weights.  Lengths are lognormal with median 600, cut at 8,192 tokens.  Training
+takes as long as sampling at full slots, which is the ideal;
+every figure is ideal time / time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kedge.engine.rollout.dispatch import Dispatcher
+from kedge.rollout.scheduler.dispatch import Dispatcher
 from kedge.types import PromptBatch, Sampling, group_rows
 
 RESULTS = Path(__file__).parent / "results" / "dispatch.json"

@@ -71,12 +71,12 @@ def sampler(engine: str, model: Any) -> Any:
 
 def made(engine: str, model: Any) -> Any:
     """One of Kedge's engines."""
-    from kedge.backends.hf.fingerprint import policy_weights
-    from kedge.backends.hf.rollout import EmbeddedEngine
+    from kedge.models.fingerprint import policy_weights
+    from kedge.rollout.embedded.engine import EmbeddedEngine
 
     if engine == "embedded":
         return EmbeddedEngine(model, pad_id=1, chunk_rows=256)
-    from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
+    from kedge.rollout.vllm import InProcess, PolicySpec, VLLMEngine
 
     spec = PolicySpec.of(model)
     arguments = {"max_num_seqs": 256, "max_num_batched_tokens": 256 * PROMPT}

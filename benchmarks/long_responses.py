@@ -68,8 +68,8 @@ class Clock(TrainerCallback):
 
 def stage_seconds() -> dict[str, list[float]]:
     """CPU seconds of every call of a stage of Kedge, filled while it runs."""
-    from kedge.backends.hf.learner import HFLearner
-    from kedge.backends.hf.rollout import EmbeddedEngine
+    from kedge.learner.learner import HFLearner
+    from kedge.rollout.embedded.engine import EmbeddedEngine
 
     spent: dict[str, list[float]] = defaultdict(list)
     for stage, name in STAGES.items():

@@ -137,7 +137,7 @@ def trl(folder: str, *, value_adapter: bool = False) -> None:
     value = Qwen2ForSequenceClassification(settings)
     if value_adapter:
         wrapped = get_peft_model(value, lora("SEQ_CLS"))
-        value = wrapped.get_base_model()  # TRL reads its trunk and its score layer
+        value = wrapped.get_base_model()  # TRL reads its backbone and its score layer
     rows = Dataset.from_list(prompts())
     PPOTrainer(
         args=PPOConfig(**options(folder)),

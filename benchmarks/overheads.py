@@ -78,7 +78,7 @@ def dataset_side(rows: int) -> dict[str, Any]:
     from datasets import load_dataset
 
     from benchmarks.ppo_vs_trl.cases import CASES, tokenizer
-    from kedge.backends.data import DatasetPrompts
+    from kedge.data import DatasetPrompts
 
     words = tokenizer(CASES["stories260k"])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -104,8 +104,8 @@ def run_side(updates: int) -> dict[str, Any]:
     from benchmarks.ppo_vs_trl.cases import CASES, models, prompts, tokenizer
     from benchmarks.ppo_vs_trl.side import common
     from kedge import PPOConfig, PPOTrainer
-    from kedge.backends.hf.rollout import EmbeddedEngine
-    from kedge.trainers.reporting.token_log import TokenLog
+    from kedge.reporting.token_log import TokenLog
+    from kedge.rollout.embedded.engine import EmbeddedEngine
 
     spent: dict[str, list[Seconds]] = {"log rows": [], "token rows": []}
     samples: list[Seconds] = []

@@ -21,8 +21,8 @@ import torch
 from tests.property.test_as_completed import Batches, Judge, Wide, writing
 from tests.property.test_staleness import Run, Sampler, engine
 
-from kedge.engine.rollout.joining import joined
-from kedge.types import PromptBatch, Rollout, Sampling, group_rows
+from kedge.rollout.scheduler.joining import join_groups
+from kedge.types import PromptBatch, Rollout, Sample, Sampling, group_rows
 
 RESULTS = Path(__file__).parent / "results" / "overlap.json"
 UPDATES, SECONDS = 7, 1.0
@@ -73,8 +73,8 @@ class Engines:
                 self.engines,
                 shares,
             )
-            found = [(part, Judge().score(part), {}) for part in parts]
-        return joined(found, prompts)[0]
+            found = [Sample(rollout=part, reward_output=Judge().score(part)) for part in parts]
+        return join_groups(found, prompts).rollout
 
 
 class Uneven(Wide):

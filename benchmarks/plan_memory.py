@@ -25,6 +25,7 @@ import torch
 
 from benchmarks import lora_memory
 from benchmarks.lora_memory import peak_mib
+from benchmarks.ppo_vs_trl.cases import LAYERS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_memory.json"
@@ -32,7 +33,7 @@ CASES: dict[str, list[str]] = {
     "pythia-14m": ["--per_device_train_batch_size", "16", "--reward_model_path", "REWARD"],
     "pythia-160m": ["--per_device_train_batch_size", "8", "--reward_model_path", "REWARD"],
     "qwen2.5-0.5b-lora": [
-        *("--use_peft", "--lora_target_modules", *lora_memory.TARGETS, "--value_adapter", "True"),
+        *("--use_peft", "--lora_target_modules", *LAYERS, "--value_adapter", "True"),
         *("--reward_adapter", "REWARD", "--per_device_train_batch_size", "8"),
     ],
 }
@@ -78,10 +79,10 @@ def reset_peak() -> None:
 
 def measure(case: str, folder: Path) -> dict[str, float]:
     """Train in this process: the peak of each phase in MiB, the largest of all calls."""
-    from kedge.backends.hf.learner import HFLearner
-    from kedge.backends.hf.rollout import EmbeddedEngine
-    from kedge.backends.rewards import RewardModel
     from kedge.cli.main import main as run
+    from kedge.learner.learner import HFLearner
+    from kedge.rewards import RewardModel
+    from kedge.rollout.embedded.engine import EmbeddedEngine
 
     peaks: dict[str, float] = {}
 
@@ -111,14 +112,11 @@ def measure(case: str, folder: Path) -> dict[str, float]:
 def predict(case: str, folder: Path) -> dict[str, float]:
     """The plan's prediction for each phase, in MiB."""
     from kedge.cli.arguments import parse
-    from kedge.cli.planning.memory import peaks
-    from kedge.cli.planning.plan import plan, process_memory
+    from kedge.cli.planning.memory import peaks, process_bytes
+    from kedge.cli.planning.plan import plan
 
-    options = parse(flags(case, folder), prog="kedge ppo")
-    *_, needs = plan(options)
-    checkpointing = bool(options.config.gradient_checkpointing)
-    sizes = peaks(needs, process_memory(options), checkpointing=checkpointing)
-    return {n: size / 2**20 for n, size in sizes.items()}
+    *_, models = plan(parse(flags(case, folder), prog="kedge ppo"))
+    return {n: size / 2**20 for n, size in peaks(models, process_bytes()).items()}
 
 
 def child(action: str, case: str, folder: Path) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.ppo_vs_trl.cases import CASES, models
-from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.types import PromptBatch, Sampling
 
 RESULTS = Path(__file__).parent / "results" / "prefix_sharing.json"

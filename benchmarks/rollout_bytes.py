@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kedge.backends.ray import LaunchLimits, cluster, launch
+from kedge.ray import LaunchLimits, cluster, launch
 from kedge.types import PromptBatch, Rollout, Sampling
 
 RESULTS = Path(__file__).parent / "results"
@@ -44,7 +44,7 @@ class RandomEngine:
         self, prompts: PromptBatch, sizes: list[int], *, sampling: Sampling, seed: int
     ) -> tuple[Any, ...]:
         """The versions, and the rows of each share."""
-        from kedge.backends.ray.rollout_store import pack_shares
+        from kedge.ray.rollout_store import pack_shares
 
         shape = len(prompts), sampling.max_new_tokens
         mask = torch.ones(shape, dtype=torch.bool)
@@ -127,8 +127,8 @@ class Job:
 
     def measure(self, counter: Counter, *, references: bool) -> list[dict[str, float]]:
         """Figures of one way."""
-        from kedge.backends.ray.rollout_store import exchange_of_launch
-        from kedge.backends.rollout import build_shared_engine
+        from kedge.ray.rollout_store import exchange_of_launch
+        from kedge.rollout.shared import build_shared_engine
 
         ranks = dist.get_world_size()
         engine = build_shared_engine(
@@ -169,12 +169,12 @@ class Job:
 
     def make(self) -> Any:
         """Engines in actors, without a model."""
-        from kedge.backends.ray import engine
-        from kedge.backends.ray.actor import ActorLimits
-        from kedge.backends.ray.resources import SharedArgument
-        from kedge.backends.ray.weight_store import SharedWeights
-        from kedge.backends.rollout import ShardedEngine, start_all
-        from kedge.backends.vllm.weight_payload import WeightPayload
+        from kedge.ray import engine
+        from kedge.ray.actor import ActorLimits
+        from kedge.ray.resources import SharedArgument
+        from kedge.ray.weight_store import SharedWeights
+        from kedge.rollout.sharded import ShardedEngine, start_all
+        from kedge.rollout.vllm.weight_payload import WeightPayload
 
         engine.HostedEngine = RandomEngine
         payload = WeightPayload((("w", torch.zeros(1)),))

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from kedge.algorithms import ppo
-from kedge.engine.rollout.as_completed import AsCompletedScheduler
-from kedge.engine.rollout.collector import RolloutCollector
-from kedge.engine.rollout.weight_sync import WeightUpdate
+from kedge.rollout.scheduler.as_completed import AsCompletedScheduler
+from kedge.rollout.scheduler.collector import RolloutCollector
+from kedge.rollout.scheduler.weight_sync import WeightUpdate
 from kedge.types import PromptBatch, Receipt, RewardOutput, Rollout, Sampling
 
 from .dispatch import RESULTS

@@ -65,7 +65,7 @@ def work(folder: Path, name: str, iterations: int) -> None:
     from transformers import TrainerCallback
 
     from kedge import PPOConfig, PPOTrainer
-    from kedge.backends.hf.learner import HFLearner
+    from kedge.learner.learner import HFLearner
 
     assert HFLearner  # torch, transformers and accelerate are loaded
     world, rank = int(os.environ["WORLD_SIZE"]), os.environ["RANK"]

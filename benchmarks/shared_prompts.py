@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cached_trunk import ROOT, processor
+from benchmarks.cached_backbone import ROOT, processor
 
 RESULTS = ROOT / "benchmarks" / "results" / "shared_prompts.json"
 ROWS, RESPONSE, UPDATES = 16, 64, 3
@@ -35,9 +35,9 @@ def one(side: str, algorithm: str, prompt: int, k: int) -> dict[str, Any]:
     """Train in this process."""
     import kedge
     from benchmarks.ppo_vs_trl.cases import CASES, models, tokenizer
-    from kedge.backends.hf import packing
-    from kedge.backends.hf.learner import HFLearner
-    from kedge.engine.updater import Updater
+    from kedge.learner.learner import HFLearner
+    from kedge.loop.updater import Updater
+    from kedge.models import packing
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

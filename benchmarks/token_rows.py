@@ -22,7 +22,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kedge import PPOConfig, PPOTrainer
-from kedge.trainers.reporting import token_log
+from kedge.reporting import token_log
 
 RESULTS = Path(__file__).parent / "results" / "token_rows.json"
 UPDATES = 12

@@ -26,11 +26,11 @@ from safetensors import safe_open
 from tests.private_bytes import PrivateBytes
 from torch import Tensor
 
-from kedge.backends.hf.fingerprint import WeightsCopy
-from kedge.backends.ray import cluster
-from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
-from kedge.backends.vllm.weight_files import WeightFolder
-from kedge.backends.vllm.weight_payload import WeightPayload
+from kedge.models.fingerprint import WeightsCopy
+from kedge.ray import cluster
+from kedge.ray.weight_store import SharedWeights, StoredWeights
+from kedge.rollout.vllm.weight_files import WeightFolder
+from kedge.rollout.vllm.weight_payload import WeightPayload
 
 RESULTS = Path(__file__).parent / "results"
 TENSORS = 64

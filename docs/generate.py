@@ -1,39 +1,32 @@
 """Writes the generated pages and tables of the documentation.
 
-python docs/generate.py        rewrites docs/reference, the tables in docs/algorithms and the help
-                               of the commands that train (src/kedge/cli/help)
+python docs/generate.py        rewrites docs/reference and the tables in docs/algorithms
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import io
-import os
 import re
 from collections.abc import Callable
-from dataclasses import Field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import transformers
 from transformers import TrainingArguments
 
 from kedge.algorithms import BUILTIN
-from kedge.cli.flags import FOLDER
-from kedge.cli.main import load_command
+from kedge.cli.arguments import FIRST
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
-from kedge.config.compat.transformers4 import TRANSFORMERS4
+from kedge.config.compat.training_arguments import TRANSFORMERS4
 from kedge.config.declare import Alias, NoEffect, Unsupported, default_of, status
 from kedge.config.grpo import GRPOConfig
 from kedge.config.options import foreign
 from kedge.config.ppo import PPOConfig
 from kedge.config.rloo import RLOOConfig
-from kedge.engine.metrics import (
+from kedge.loop.metrics import (
     NAMES,
-    OF_ALGORITHM,
     OF_ALL_ALGORITHMS,
     PREFIXES,
     SEED_NAMES,
@@ -41,6 +34,9 @@ from kedge.engine.metrics import (
     TRL_NAMES,
     TRL_NOTES,
 )
+
+Row = tuple[str, ...]  # a name, and the words after the columns
+Cells = dict[str, str]  # trainer -> its cell
 
 METRICS_HEAD = """# Metrics
 
@@ -114,7 +110,7 @@ def described(rule: Callable[..., Any]) -> dict[str, str]:
 
 def metrics_table(rule: str) -> str:
     """Every metric that a rule logs of an update: name, what it means."""
-    names = [*OF_ALL_ALGORITHMS, *OF_ALGORITHM[rule]]
+    names = [*OF_ALL_ALGORITHMS, *BUILTIN[rule]().metrics]
     rows = [
         f"| `{name}` | {NAMES[name].replace('|', chr(92) + '|')} |"
         for name in NAMES
@@ -147,22 +143,29 @@ def write_algorithm_pages(folder: str) -> None:
 
 
 OPTIONS_HEAD = """\
-# Options of {trainer}
+# Options
 
-Every field of `kedge.{config}`, which is `transformers.TrainingArguments` with those of {name}, and
-the names of other libraries and releases that it accepts. Names that are not supported may be given
-with their default; away from it they are refused. Names without effect are accepted with a line in
-the log. On the command line a field `name` is `--name VALUE`; a yes-or-no field is `--name` and
-`--no_name`. `max_steps`, `logging_steps`, `save_steps`, `eval_steps` and `warmup_steps` count
+Every field of `kedge.PPOConfig`, `AsyncPPOConfig`, `RLOOConfig` and `GRPOConfig`, which are
+`transformers.TrainingArguments` with more fields, and the names of other libraries and releases
+that they accept. A column holds the default in that config; a dash means that the config does not
+have the field. On the command line a field `name` is `--name VALUE`; a yes-or-no field is `--name`
+and `--no_name`. `max_steps`, `logging_steps`, `save_steps`, `eval_steps` and `warmup_steps` count
 iterations: one batch of responses each.
 
 This page is made by `python docs/generate.py`,
 here with transformers {version}.
 """
 
+REFUSED_TEXT = """\
+These names may be given with their default; away from it they are refused."""
+
+IGNORED_TEXT = """\
+These names are accepted, with a line in the log."""
+
 
 # Sections of the page in order, and how ``acts_in`` begins for their fields.
 SECTIONS: dict[str, tuple[str, ...]] = {
+    "What most runs set": (),  # the fields that `kedge ppo --help` shows
     "Learning": ("algorithm", "KL controller", "value model", "learner"),
     "Batches and length of the run": ("batch sizes",),
     "Sampling": ("sampling", "rows at a time"),
@@ -176,53 +179,70 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 
 CONFIGS: dict[str, type[OnPolicyConfig]] = {
-    "ppo_config.md": PPOConfig,
-    "async_ppo_config.md": AsyncPPOConfig,
-    "rloo_config.md": RLOOConfig,
-    "grpo_config.md": GRPOConfig,
+    "PPO": PPOConfig,
+    "async PPO": AsyncPPOConfig,
+    "RLOO": RLOOConfig,
+    "GRPO": GRPOConfig,
 }
 
 
 # Commands whose flags take seconds to import.
-HELP = ("async-ppo", "grpo", "plan", "ppo", "reward", "rloo", "sft")
 
 
-def options_page(config: type[OnPolicyConfig]) -> str:
-    """The whole page of one config, in Markdown."""
-    name = config.__name__.removesuffix("Config")
+def options_page() -> str:
+    """The page of all configs, in Markdown."""
+    acting: dict[str, dict[Row, Cells]] = {title: {} for title in SECTIONS}
+    named: dict[type, dict[Row, Cells]] = {kind: {} for kind in (Unsupported, NoEffect, Alias)}
     inherited = {f.name for f in fields(TrainingArguments)}
-    acting: dict[str, list[str]] = {title: [] for title in SECTIONS}
-    names: dict[str, Any] = {}
-    for field in sorted(fields(config), key=lambda f: f.name in inherited):
-        where = status(config, field.name)
-        if isinstance(where, str):
-            acting[_section_reference(where)].append(_option_reference(field, where))
-        else:
-            names[field.name] = where
-    names |= sorted(foreign(config).items(), key=lambda item: item[0] in TRANSFORMERS4)
-    older = [f"| `{n}` | `{x.target}` |" for n, x in names.items() if isinstance(x, Alias)]
-    ignored = [f"| `{n}` | {x.reason} |" for n, x in names.items() if isinstance(x, NoEffect)]
-    refused = [
-        f"| `{n}` | {x.reason} | {x.way_out} |"
-        for n, x in names.items()
-        if isinstance(x, Unsupported)
-    ]
+    for column, config in CONFIGS.items():
+        names: dict[str, Any] = {}
+        for field in sorted(fields(config), key=lambda f: f.name in inherited):
+            where = status(config, field.name)
+            if not isinstance(where, str):
+                names[field.name] = where
+                continue
+            first = field.name in FIRST and not where.startswith("command line")
+            title = "What most runs set" if first else _section_reference(where)
+            text = " ".join(str(field.metadata.get("help", "")).split())
+            shown = default_of(field)
+            shown = f"`{getattr(shown, 'value', shown)!r}`"
+            acting[title].setdefault((field.name, text, where), {})[column] = shown
+        names |= sorted(foreign(config).items(), key=lambda item: item[0] in TRANSFORMERS4)
+        for name, entry in names.items():
+            row = {
+                Alias: lambda x: (f"`{x.target}`",),
+                NoEffect: lambda x: (x.reason,),
+                Unsupported: lambda x: (x.reason, x.way_out),
+            }[type(entry)](entry)
+            named[type(entry)].setdefault((name, *row), {})[column] = "yes"
+    first_rows = acting["What most runs set"]
+    acting["What most runs set"] = dict(
+        sorted(first_rows.items(), key=lambda item: FIRST.index(item[0][0]))
+    )
+    columns = " | ".join(CONFIGS)
     return "\n".join(
         [
-            OPTIONS_HEAD.format(
-                trainer=name + "Trainer",
-                config=config.__name__,
-                name=name,
-                version=transformers.__version__,
-            ),
+            OPTIONS_HEAD.format(version=transformers.__version__),
             *(
                 line
                 for title, rows in acting.items()
-                for line in _table_reference(title, "| field | default | meaning | acts in |", rows)
+                for line in _table_reference(
+                    title, f"| field | {columns} | meaning | acts in |", rows
+                )
             ),
-            *_table_reference("Names that are not supported", "| name | why | instead |", refused),
-            *_table_reference("Names without effect", "| name | why |", ignored),
-            *_table_reference("Other names", "| name | acts as |", older),
+            *_table_reference(
+                "Names that are not supported",
+                f"| name | {columns} | why | instead |",
+                named[Unsupported],
+                REFUSED_TEXT,
+            ),
+            *_table_reference(
+                "Names without effect",
+                f"| name | {columns} | why |",
+                named[NoEffect],
+                IGNORED_TEXT,
+            ),
+            *_table_reference("Other names", f"| name | {columns} | acts as |", named[Alias]),
         ]
     )
 
@@ -231,34 +251,24 @@ def _section_reference(where: str) -> str:
     return next(title for title, begins in SECTIONS.items() if where.startswith(begins))
 
 
-def _option_reference(field: Field[Any], where: str) -> str:
-    text = " ".join(str(field.metadata.get("help", "")).split()).replace("|", "\\|")
-    shown = default_of(field)
-    return f"| `{field.name}` | `{getattr(shown, 'value', shown)!r}` | {text} | {where} |"
-
-
-def _table_reference(title: str, head: str, rows: list[str]) -> list[str]:
-    return [f"## {title}", "", head, "|---" * (head.count("|") - 1) + "|", *rows, ""]
-
-
-def help_text(command: str) -> str:
-    """What ``kedge COMMAND --help`` prints, on lines of at most 80 characters."""
-    text = io.StringIO()
-    with mock.patch.dict(os.environ, COLUMNS="80"), contextlib.redirect_stdout(text):
-        load_command(command)(["--help"])
-    return text.getvalue()
+def _table_reference(
+    title: str, head: str, rows: dict[Row, Cells], text: str | None = None
+) -> list[str]:
+    lines = []
+    for (name, *rest), cells in rows.items():
+        columns = (cells.get(column, "-") for column in CONFIGS)
+        words = (word.replace("|", "\\|") for word in rest)
+        lines.append(f"| `{name}` | " + " | ".join([*columns, *words]) + " |")
+    opening = [f"## {title}", ""] + ([text, ""] if text else [])
+    return [*opening, head, "|---" * (head.count("|") - 1) + "|", *lines, ""]
 
 
 def main() -> None:
     """Rewrite everything that is generated, in place."""
     docs = Path(__file__).parent
     (docs / "reference" / "metrics.md").write_text(metrics_page(), encoding="utf-8")
-    for file, config in CONFIGS.items():
-        (docs / "reference" / file).write_text(options_page(config), encoding="utf-8")
+    (docs / "reference" / "options.md").write_text(options_page(), encoding="utf-8")
     write_algorithm_pages(str(docs / "algorithms"))
-    FOLDER.mkdir(exist_ok=True)
-    for command in HELP:
-        (FOLDER / f"{command}.txt").write_text(help_text(command), encoding="utf-8")
 
 
 if __name__ == "__main__":

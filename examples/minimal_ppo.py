@@ -23,17 +23,17 @@ from transformers import (
     TrainingArguments,
 )
 
-from kedge.backends.data.prompts import DatasetPrompts
-from kedge.backends.hf.learner import HFLearner
-from kedge.backends.hf.reference import FrozenModel
-from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.backends.hf.settings import LearnerSettings
-from kedge.backends.hf.value_head import scalar_model
-from kedge.backends.rewards.model import RewardModel
+from kedge.data.prompts import DatasetPrompts
+from kedge.learner.learner import HFLearner
+from kedge.learner.reference import FrozenModel
+from kedge.learner.settings import LearnerSettings
 from kedge.math.advantage import gae
 from kedge.math.losses import clipped_policy_loss, clipped_value_loss
 from kedge.math.masked import whiten
 from kedge.math.rewards import place_score
+from kedge.models.value_head import scalar_model
+from kedge.rewards.model import RewardModel
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.types import Experience, Loss, MicroBatch, PolicyOutput, Sampling
 
 EPOCHS, MICRO_BATCH = 4, 16  # passes over a batch; rows of one forward and backward pass

@@ -39,6 +39,6 @@ def _own_precision() -> None:
 @pytest.fixture
 def curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """With this fixture, runs draw their curves."""
-    from kedge.backends.trackers import draw_curves
+    from kedge.reporting.curves import draw_curves
 
     monkeypatch.setattr("kedge.trainers.run.run.draw_curves", draw_curves)

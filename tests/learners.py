@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from transformers import TrainingArguments
 
 from kedge.algorithms import ppo
-from kedge.backends.hf.learner import HFLearner
-from kedge.backends.hf.reference import frozen_copy
-from kedge.backends.hf.settings import LearnerSettings
-from kedge.backends.hf.value_head import load_value
-from kedge.engine.micro_batches import cut
+from kedge.learner.learner import HFLearner
+from kedge.learner.reference import frozen_copy
+from kedge.learner.settings import LearnerSettings
+from kedge.loop.batch_metrics import batch_metrics
+from kedge.loop.micro_batches import micro_batches
+from kedge.loop.stages import make_experience
+from kedge.models.value_head import load_value
 from kedge.testing import tiny_policy, tiny_reward_model
-from kedge.types import Experience, PromptBatch, Rollout
+from kedge.types import Experience, PromptBatch, RewardOutput, Rollout
 
 VOCAB = 64
 SLOTS = 9  # of the response, where no padding is added
@@ -118,14 +120,16 @@ def one_rank(x):
     return x
 
 
-def gradient(batch: Experience, algorithm, *, micro_rows=100, order=None, cutter=cut, make=learner):
+def gradient(
+    batch: Experience, algorithm, *, micro_rows=100, order=None, split=micro_batches, make=learner
+):
     """Every gradient of one optimizer step over the batch, as one vector, and the metrics."""
     found = make()
     recorder = Recorder([p for p in found.module.parameters() if p.requires_grad])
     found.optimizer = recorder
     index = torch.arange(len(batch)) if order is None else order
     metrics = found.optimizer_step(
-        cutter(batch, index, algorithm, micro_rows, one_rank), algorithm.loss
+        split(batch, index, algorithm, micro_rows, one_rank), algorithm.loss
     )
     flat = [g.flatten() for g in recorder.seen[0] if g is not None]
     return torch.cat(flat), metrics
@@ -134,11 +138,13 @@ def gradient(batch: Experience, algorithm, *, micro_rows=100, order=None, cutter
 def take_step(found, batch=None, *, algo=None, **options):
     batch, algo = experience(rollout()) if batch is None else batch, algo or ppo()
     return found.optimizer_step(
-        cut(batch, torch.arange(len(batch)), algo, 3, one_rank), algo.loss, **options
+        micro_batches(batch, torch.arange(len(batch)), algo, 3, one_rank), algo.loss, **options
     )
 
 
-def drop_rows(r: Rollout, rows) -> Rollout:
-    mask = r.loss_mask.clone()
-    mask[rows] = False
-    return replace(r, loss_mask=mask)
+def with_metrics(
+    rollout: Rollout, reward_output: RewardOutput, learner: Any, *rest: Any
+) -> tuple[Experience, dict[str, float]]:
+    """``make_experience``, and the metrics of the batch."""
+    experience, terms = make_experience(rollout, reward_output, learner, *rest)
+    return experience, batch_metrics(experience, terms, learner)

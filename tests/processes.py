@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PRELOADED = (
     *("pytest", "peft", "kedge.cli.main", "kedge.trainers.ppo", "kedge.trainers.rloo"),
-    *("kedge.trainers.grpo", "kedge.backends.hf.sharding", "kedge.backends.hf.learner_state"),
+    *("kedge.trainers.grpo", "kedge.learner.sharding", "kedge.learner.learner_state"),
     *("tests.e2e.test_resume", "tests.environments.toys", "torch.distributed.checkpoint"),
 )
 
@@ -35,12 +35,12 @@ PRELOADED = (
 class Process:
     """A started process, with the methods of ``subprocess.Popen`` that the tests use."""
 
-    def __init__(self, server: Server, pid: int, files: tuple[str, str]) -> None:
-        self.pid, self._server, self._files = pid, server, files
+    def __init__(self, server: Server, pid: int, codes: list[int], files: tuple[str, str]) -> None:
+        self.pid, self._server, self._codes, self._files = pid, server, codes, files
 
     @property
     def returncode(self) -> int | None:
-        return self._server.codes.get(self.pid)
+        return self._codes[0] if self._codes else None
 
     def poll(self) -> int | None:
         self._server.receive(0)
@@ -73,7 +73,6 @@ class Server:
     """The process that forks, as the tests see it."""
 
     def __init__(self) -> None:
-        self.codes: dict[int, int] = {}
         self._folder = tempfile.TemporaryDirectory()
         self._count = 0
         replies, theirs = os.pipe()
@@ -85,7 +84,8 @@ class Server:
         os.close(theirs)
         self._replies = os.fdopen(replies, "rb", buffering=0)
         self._rest = b""
-        self._pids: list[int] = []
+        self._running: dict[int, list[int]] = {}  # pid -> filled with its exit code at its end
+        self._started: list[tuple[int, list[int]]] = []
         atexit.register(self.close)
 
     def start(self, arguments: list[str], env: dict[str, str], cwd: str) -> Process:
@@ -95,9 +95,9 @@ class Server:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
         self._process.stdin.flush()
-        while not self._pids:
+        while not self._started:
             self.receive(300)
-        return Process(self, self._pids.pop(), (out, err))
+        return Process(self, *self._started.pop(), (out, err))
 
     def receive(self, seconds: float | None) -> None:
         """Read what the server reports: ``[pid]`` has started, ``[pid, code]`` has ended."""
@@ -107,10 +107,11 @@ class Server:
         assert read, "the process that forks is gone"
         *lines, self._rest = (self._rest + read).split(b"\n")
         for pid, *code in map(json.loads, lines):
-            if code:
-                self.codes[pid] = code[0]
+            if code:  # from here on the system may give the pid to another process
+                self._running.pop(pid).append(code[0])
             else:
-                self._pids.append(pid)
+                self._running[pid] = codes = []
+                self._started.append((pid, codes))
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -29,9 +29,9 @@ CUDA = torch.cuda.is_available()
 
 
 def build_engine(name: str, policy: Any) -> Any:
-    from kedge.backends.hf.fingerprint import policy_weights
-    from kedge.backends.hf.rollout import EmbeddedEngine
-    from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
+    from kedge.models.fingerprint import policy_weights
+    from kedge.rollout.embedded.engine import EmbeddedEngine
+    from kedge.rollout.vllm import InProcess, PolicySpec, VLLMEngine
 
     dtype = torch.bfloat16 if CUDA else torch.float32
     if name == "embedded":
@@ -68,7 +68,7 @@ def seconds(work: Any) -> float:
 
 
 def side(name: str, shape: str, batches: list[int], response: int) -> dict[str, Any]:
-    from kedge.backends.hf.fingerprint import policy_weights
+    from kedge.models.fingerprint import policy_weights
     from kedge.types import Sampling
 
     policy = build_models(shape, all_four=False)["policy"]

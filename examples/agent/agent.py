@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,15 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 # Models this small gain little from a second thread, and slow down a lot on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
 from model import load, save_untrained
 
 from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
-from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.cli.tools.generate import generate_completions
 from kedge.cli.train import sft
-from kedge.environments import EnvironmentRollouts
+from kedge.config.common import EnvironmentArguments
 from kedge.environments.experts import expert_episodes
 from kedge.environments.games import Calculator, TextWorld
-from kedge.types import PromptBatch, Sampling
-
-PROMPT = [{"role": "user", "content": ""}]  # the environment's first observation follows
+from kedge.environments.success import measure_success
 
 
 @dataclass(frozen=True)
@@ -144,58 +140,35 @@ def train(
             learning_rate=5e-4,
             kl_coef=0.0,
             gradient_checkpointing=False,
-            logging_steps=max(1, sizes.iterations // 20),
             save_strategy="no",
             overwrite_output_dir=True,
             num_sample_generations=0,
             use_cpu=True,
             disable_tqdm=True,
             seed=seed,
-            **options,
+            **{"logging_steps": max(1, sizes.iterations // 20)} | options,
         ),
     )
     trainer.train()
     trainer.save_model()
 
 
-def evaluate(task: Task, folder: Path, episodes: int, seed: int) -> dict[str, float]:
+def evaluate(task: Task, folder: Path, episodes: int, seed: int) -> dict[str, Any]:
     """Success of the model in a folder on seeds that training does not use, at temperature 1."""
-    model, tokenizer = load(folder)
-    text = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, tokenize=False)
-    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]] * episodes)
-    order = torch.arange(episodes)
-    prompts = PromptBatch(
-        ids=ids,
-        mask=torch.ones_like(ids, dtype=torch.bool),
-        group=order,
-        row=order,
-        columns={"prompt": [PROMPT] * episodes},
-    )
-    stop = (tokenizer.eos_token_id,)
-    sampling = Sampling(max_new_tokens=task.max_tokens, temperature=1.0, stop_ids=stop)
-    engine = EnvironmentRollouts(
-        EmbeddedEngine(model, pad_id=tokenizer.pad_token_id),
-        task.make,
-        tokenizer,
+    options = EnvironmentArguments(
+        environment=task.environment,
+        environment_kwargs=task.options,
         max_turns=task.max_turns,
         max_turn_tokens=task.max_turn_tokens,
     )
-    rollout = engine.generate(prompts, sampling=sampling, seed=10**9 + seed)
-    totals = {name: total for name, (total, _) in rollout.episodes.metrics.items()}
-    successes = totals.get("environment/success", 0.0)
-    low, high = wilson(int(successes), episodes)
-    return {
-        "success": successes / episodes,
-        "low": low,
-        "high": high,
-        "turns": totals["environment/turns"] / episodes,
-        "illegal": totals.get("environment/illegal", 0.0) / episodes,
-    }
-
-
-def wilson(successes: int, count: int) -> tuple[float, float]:
-    """The 95% confidence interval of a share (Wilson 1927)."""
-    z, share = 1.96, successes / count
-    middle = share + z * z / (2 * count)
-    half = z * sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return (middle - half) / (1 + z * z / count), (middle + half) / (1 + z * z / count)
+    played = generate_completions(
+        str(folder),
+        None,
+        environment=options,
+        episodes=episodes,
+        temperature=1.0,
+        batch_size=episodes,
+        max_new_tokens=task.max_tokens,
+        seed=seed,
+    )
+    return measure_success(played)

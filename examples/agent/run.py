@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 from agent import TASKS, Sizes, evaluate, supervise, train
 from rich.console import Console
@@ -27,14 +28,16 @@ QUICK = Sizes(expert_episodes=64, batch=8, iterations=3, evaluated=16)
 console = Console()
 
 
-def show_result(before: dict[str, float], after: dict[str, float], episodes: int) -> None:
+def show_result(before: dict[str, Any], after: dict[str, Any], episodes: int) -> None:
     """Print the results in one table."""
     both = (before, after)
     shares = [f"{x['success']:.1%}  ({x['low']:.1%} .. {x['high']:.1%})" for x in both]
     result = Table("", "supervised", "PPO", title="result", title_justify="left")
     result.add_row(f"success on {episodes} new worlds", *shares)
     result.add_row("turns per episode", *(f"{x['turns']:.1f}" for x in both))
-    result.add_row("impossible actions per episode", *(f"{x['illegal']:.1f}" for x in both))
+    result.add_row(
+        "impossible actions per episode", *(f"{x['metrics'].get('illegal', 0):.1f}" for x in both)
+    )
     console.print(result)
 
 

@@ -31,7 +31,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kedge import GRPOConfig, GRPOTrainer
-from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.types import PromptBatch, Sampling
 from kedge.verifiers import exact_match
 

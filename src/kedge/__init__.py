@@ -5,76 +5,46 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kedge.trainers import TRAINERS
+
+if TYPE_CHECKING:  # for type checkers; at run time a name is imported when it is first used
+    __version__: str
+    from kedge.algorithms import Algorithm as Algorithm
+    from kedge.algorithms import grpo as grpo
+    from kedge.algorithms import ppo as ppo
+    from kedge.algorithms import reinforce_pp as reinforce_pp
+    from kedge.algorithms import remax as remax
+    from kedge.algorithms import rloo as rloo
+    from kedge.config.async_ppo import AsyncPPOConfig as AsyncPPOConfig
+    from kedge.config.grpo import GRPOConfig as GRPOConfig
+    from kedge.config.ppo import PPOConfig as PPOConfig
+    from kedge.config.ppo import PPOv2Config as PPOv2Config
+    from kedge.config.rloo import RLOOConfig as RLOOConfig
+    from kedge.trainers.async_ppo import AsyncPPOTrainer as AsyncPPOTrainer
+    from kedge.trainers.grpo import GRPOTrainer as GRPOTrainer
+    from kedge.trainers.ppo import PPOTrainer as PPOTrainer
+    from kedge.trainers.ppo import PPOv2Trainer as PPOv2Trainer
+    from kedge.trainers.rloo import RLOOTrainer as RLOOTrainer
+    from kedge.trl_scripts import ModelConfig as ModelConfig
+    from kedge.trl_scripts import ScriptArguments as ScriptArguments
+    from kedge.trl_scripts import TrlParser as TrlParser
+    from kedge.trl_scripts import get_kbit_device_map as get_kbit_device_map
+    from kedge.trl_scripts import get_peft_config as get_peft_config
+    from kedge.trl_scripts import get_quantization_config as get_quantization_config
+
+_OF_TRL = ("get_kbit_device_map", "get_peft_config", "get_quantization_config")
 _MODULES = {
-    "PPOTrainer": "kedge.trainers.ppo",
-    "PPOConfig": "kedge.config.ppo",
-    "AsyncPPOTrainer": "kedge.trainers.async_ppo",
-    "AsyncPPOConfig": "kedge.config.async_ppo",
+    **dict.fromkeys(("grpo", "ppo", "reinforce_pp", "remax", "rloo"), "kedge.algorithms"),
+    **dict.fromkeys(("ModelConfig", "ScriptArguments", "TrlParser", *_OF_TRL), "kedge.trl_scripts"),
+    "Algorithm": "kedge.algorithms",
     "PPOv2Trainer": "kedge.trainers.ppo",
     "PPOv2Config": "kedge.config.ppo",
-    "RLOOTrainer": "kedge.trainers.rloo",
-    "RLOOConfig": "kedge.config.rloo",
-    "GRPOTrainer": "kedge.trainers.grpo",
-    "GRPOConfig": "kedge.config.grpo",
-    "ModelConfig": "kedge.trl_scripts",
-    "ScriptArguments": "kedge.trl_scripts",
-    "TrlParser": "kedge.trl_scripts",
-    "get_kbit_device_map": "kedge.trl_scripts",
-    "get_peft_config": "kedge.trl_scripts",
-    "get_quantization_config": "kedge.trl_scripts",
-    "Algorithm": "kedge.algorithms",
-    "grpo": "kedge.algorithms",
-    "ppo": "kedge.algorithms",
-    "reinforce_pp": "kedge.algorithms",
-    "remax": "kedge.algorithms",
-    "rloo": "kedge.algorithms",
 }
+for _module, _trainer in (path.split(":") for path, _ in TRAINERS.values()):
+    _MODULES[_trainer] = _module
+    _MODULES[_trainer.replace("Trainer", "Config")] = _module.replace(".trainers.", ".config.")
 
-__all__ = [
-    "Algorithm",
-    "AsyncPPOConfig",
-    "AsyncPPOTrainer",
-    "GRPOConfig",
-    "GRPOTrainer",
-    "ModelConfig",
-    "PPOConfig",
-    "PPOTrainer",
-    "PPOv2Config",
-    "PPOv2Trainer",
-    "RLOOConfig",
-    "RLOOTrainer",
-    "ScriptArguments",
-    "TrlParser",
-    "__version__",
-    "get_kbit_device_map",
-    "get_peft_config",
-    "get_quantization_config",
-    "grpo",
-    "ppo",
-    "reinforce_pp",
-    "remax",
-    "rloo",
-]
-
-if TYPE_CHECKING:
-    __version__: str
-    from kedge.algorithms import Algorithm, grpo, ppo, reinforce_pp, remax, rloo
-    from kedge.config.async_ppo import AsyncPPOConfig
-    from kedge.config.grpo import GRPOConfig
-    from kedge.config.ppo import PPOConfig, PPOv2Config
-    from kedge.config.rloo import RLOOConfig
-    from kedge.trainers.async_ppo import AsyncPPOTrainer
-    from kedge.trainers.grpo import GRPOTrainer
-    from kedge.trainers.ppo import PPOTrainer, PPOv2Trainer
-    from kedge.trainers.rloo import RLOOTrainer
-    from kedge.trl_scripts import (
-        ModelConfig,
-        ScriptArguments,
-        TrlParser,
-        get_kbit_device_map,
-        get_peft_config,
-        get_quantization_config,
-    )
+__all__ = sorted([*_MODULES, "__version__"])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
@@ -91,11 +61,13 @@ def _version() -> str:
     """The installed version; "0+unknown" for sources that were never installed."""
     from importlib.metadata import PackageNotFoundError, version
 
+    from kedge.errors import DISTRIBUTION
+
     try:
-        return version("kedge")
+        return version(DISTRIBUTION)
     except PackageNotFoundError:
         return "0+unknown"
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -23,9 +23,14 @@ from __future__ import annotations
 import errno
 import re
 
+from kedge.redaction import clean
+
 
 class KedgeError(Exception):
-    """Base of all errors that Kedge raises on purpose."""
+    """Base of all errors that Kedge raises on purpose; its message holds no secret."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*map(clean, args))
 
 
 class ConfigError(KedgeError, ValueError):
@@ -86,6 +91,14 @@ class JudgeError(KedgeError, RuntimeError):
 
 class HubError(KedgeError, RuntimeError):
     """The Hugging Face Hub refused, or cannot be reached."""
+
+
+DISTRIBUTION = "kedge-rl"  # on the package index, where `kedge` is another project
+
+
+def install_command(extra: str) -> str:
+    """The command that installs what `extra` needs."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 _WAYS_OUT = {

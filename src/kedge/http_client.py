@@ -14,6 +14,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from kedge.redaction import redact, remember
+
 MAX_REPLY = 64 << 20  # bytes
 RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # may succeed later
 
@@ -58,6 +60,7 @@ def post(
     """
     import httpx
 
+    remember(headers.get("Authorization", "").removeprefix("Bearer "))
     job = _post(url, body, {"Content-Type": "application/json", **headers}, most, proxies)
     try:
         return _run(asyncio.wait_for(job, seconds))
@@ -104,8 +107,8 @@ def retried(
 
 
 def excerpt(body: bytes, most: int = 200) -> str:
-    """The start of a reply's body as one line of text, without control characters."""
-    text = " ".join(body[: 8 * most].decode(errors="replace").split())
+    """The start of a reply's body as one line of text, without control characters or secrets."""
+    text = " ".join(str(redact(body[: 8 * most].decode(errors="replace"))).split())
     text = "".join(c if c.isprintable() else "\ufffd" for c in text)
     return text if len(text) <= most else text[:most] + "..."
 
@@ -126,11 +129,12 @@ async def _post(
             if len(data) > most:
                 return Reply(problem=f"answered with more than {most} bytes")
     status = response.status_code
+    reason = excerpt(response.reason_phrase.encode(errors="replace"))
     redirect = " (redirects are not followed)" if 300 <= status < 400 else ""
     return Reply(
         status=status,
         body=bytes(data),
-        problem=f"answered {status} {response.reason_phrase}: {excerpt(bytes(data))}{redirect}",
+        problem=f"answered {status} {reason}: {excerpt(bytes(data))}{redirect}",
         retry=status in RETRIED,
         retry_after=_seconds(response.headers.get("Retry-After", "")),
     )

@@ -1,4 +1,4 @@
-"""Interfaces between the engine and the backends.  Backends implement them structurally."""
+"""Interfaces between the loop and what it drives.  Classes implement them structurally."""
 
 from __future__ import annotations
 
@@ -38,11 +38,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume exactly from here."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from ``state``."""
-        ...
 
 
 class PromptSource(Protocol):
@@ -50,7 +48,6 @@ class PromptSource(Protocol):
 
     def batch(self, step: int) -> PromptBatch:
         """This rank's prompts of iteration ``step``; a pure function without state to save."""
-        ...
 
 
 class RolloutEngine(Protocol):
@@ -59,23 +56,19 @@ class RolloutEngine(Protocol):
     @property
     def shares_weights(self) -> bool:
         """True if it samples from the learner's modules, so that no weights are copied."""
-        ...
 
     @property
     def logprobs(self) -> Literal["sampled", "raw", "none"]:
         """Whether ``behavior_logprobs`` are of the sampled distribution, the raw one, or absent."""
-        ...
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row, which depends only on (weights, prompt, row, seed)."""
-        ...
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
         """Sample with these weights from now on.  ``weights`` is empty if ``shares_weights``.
 
         Returns None if the engine has no weights at all (scripted responses).
         """
-        ...
 
 
 class ContinuousEngine(RolloutEngine, Protocol):
@@ -84,7 +77,6 @@ class ContinuousEngine(RolloutEngine, Protocol):
     @property
     def slots(self) -> int:
         """How many responses it samples at once; 0: only ``generate`` can be used."""
-        ...
 
     @property
     def updates_in_flight(self) -> bool:
@@ -92,16 +84,13 @@ class ContinuousEngine(RolloutEngine, Protocol):
 
         They continue with the new weights; ``Rollout.token_version`` has the version of each token.
         """
-        ...
 
     @property
     def unfinished(self) -> int:
         """How many of the responses that it holds are not complete."""
-        ...
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
         """Hold these rows as well: whole groups, whose ids differ from those that it holds."""
-        ...
 
     def advance(self) -> Rollout | None:
         """Sample on for a short time; the groups that are complete, with the given prompts.
@@ -109,11 +98,9 @@ class ContinuousEngine(RolloutEngine, Protocol):
         Raises:
             LostRequestsError: the engine was restarted, and holds nothing.
         """
-        ...
 
     def cancel(self) -> None:
         """Drop all requests."""
-        ...
 
 
 class StoringEngine(RolloutEngine, Protocol):
@@ -136,21 +123,6 @@ class StoringEngine(RolloutEngine, Protocol):
         Raises:
             RolloutError: as for ``generate``.
         """
-        ...
-
-
-class StagingEngine(RolloutEngine, Protocol):
-    """A rollout engine that reads weights from a store, where they may wait for it."""
-
-    @property
-    def stage_weights(
-        self,
-    ) -> Callable[[Iterable[tuple[str, Tensor]]], Mapping[str, Tensor]] | None:
-        """Puts weights into the store as they come; returns those for ``load_weights``.
-
-        None: the engine has no store.
-        """
-        ...
 
 
 # Text (a user message), chat messages, or token ids; None: nothing to say.
@@ -172,9 +144,9 @@ class Environment(Protocol):
 
         Returns:
             What the policy reads first, after the prompt, and information.  Numbers under
-            ``info["metrics"]`` are summed over an episode and logged as ``environment/NAME``.
+            ``info["metrics"]`` are summed over an episode and logged as ``environment/NAME``;
+            other numbers in it are logged as they are at the end of the episode.
         """
-        ...
 
     def step(self, response: Response) -> Step | Awaitable[Step]:
         """Take one turn of the policy.
@@ -183,7 +155,6 @@ class Environment(Protocol):
             Observation, reward of the turn, whether the episode ended by itself, whether it was
             cut off, and information.
         """
-        ...
 
 
 class RewardSource(Protocol):
@@ -191,7 +162,6 @@ class RewardSource(Protocol):
 
     def score(self, rollout: Rollout) -> RewardOutput:
         """The rewards of all rows; raises RewardError and never returns None."""
-        ...
 
 
 class Learner(Stateful, Protocol):
@@ -202,28 +172,23 @@ class Learner(Stateful, Protocol):
     @property
     def rank(self) -> int:
         """Rank of this training process, from 0."""
-        ...
 
     @property
     def world_size(self) -> int:
         """Number of training processes."""
-        ...
 
     @property
     def low_precision(self) -> bool:
         """Whether models run in bf16 or fp16."""
-        ...
 
     @property
     def shares_prompts(self) -> bool:
         """Whether a prompt of several rows of a micro-batch is computed only once."""
-        ...
 
     def compute_logprobs(
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
     ) -> ModelOutputs:
         """Policy and reference log-probabilities and values of a rollout, without gradient."""
-        ...
 
     def optimizer_step(
         self,
@@ -237,34 +202,27 @@ class Learner(Stateful, Protocol):
 
         The step is applied if ``should_apply(metrics)``; otherwise the gradient is discarded.
         """
-        ...
 
     def forward_no_grad(self, rows: Experience, *, values: bool = True) -> PolicyOutput:
         """The forward pass of ``optimizer_step`` (train mode, autocast), without gradient or step.
 
         The output is on the device of ``rows``; without ``values`` it has none.
         """
-        ...
 
     def advance_version(self) -> None:
         """End an iteration: increment the version and step the learning-rate schedule."""
-        ...
 
     def weights(self) -> Mapping[str, Tensor]:
         """The policy's weights, to be loaded before training continues unless they are a copy."""
-        ...
 
     def fingerprint(self) -> str:
         """A short hash of the policy's weights that changes if any weight changes."""
-        ...
 
     def total(self, x: Tensor) -> Tensor:
         """Sum of ``x`` over all ranks."""
-        ...
 
     def all_gather(self, local: Experience) -> Experience:
         """The rows of all ranks, in rank order; every rank passes the same number."""
-        ...
 
 
 class KLController(Stateful, Protocol):
@@ -274,7 +232,6 @@ class KLController(Stateful, Protocol):
 
     def update(self, kl: float, episodes: int) -> None:
         """Adapt to the KL (nats per response) measured over ``episodes`` responses."""
-        ...
 
 
 class Tracker(Protocol):
@@ -282,12 +239,9 @@ class Tracker(Protocol):
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record one row of metrics."""
-        ...
 
     def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
         """Record a table, one mapping per row, all with the same keys."""
-        ...
 
     def close(self) -> None:
         """Flush and release."""
-        ...

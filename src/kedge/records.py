@@ -7,14 +7,15 @@ A record is a frozen dataclass of row-indexed fields.  The type of a field and t
     another record            the same, recursively
     Mapping[str, Tensor]      the same for each name; NaN where a record lacks the name
     Mapping[str, Sequence]    one value per row; None where a record lacks the name
-    Mapping of (sum, count)   metadata ``totals``: sums and counts add
+    Mapping of metrics        metadata ``total`` joins it; it does not belong to single rows
     None                      the field is absent; metadata ``absent`` decides
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -35,7 +36,8 @@ def rows_field(
     left: bool = False,
     fill: float = 0,
     absent: Literal["error", "fill", "drop"] = "error",
-    totals: bool = False,
+    wide_as: str | None = None,
+    total: Callable[[Sequence[Any]], Any] | None = None,
     default: Any = MISSING,
     default_factory: Any = MISSING,
 ) -> Any:
@@ -46,25 +48,22 @@ def rows_field(
         fill: padding value.
         absent: if only some records have the field: raise an error, use ``fill`` for the rows of
             the others, or drop the field.
-        totals: the field maps names to (sum, count).
+        wide_as: an earlier field with the same columns, as "field" or "field.of_the_record"; this
+            one is padded to them, since the widest record may lack it.
+        total: joins values of the field, which does not belong to single rows.
         default: as for ``dataclasses.field``.
         default_factory: as for ``dataclasses.field``.
     """
-    metadata = {"left": left, "fill": fill, "absent": absent, "totals": totals}
+    metadata = {"left": left, "fill": fill, "absent": absent, "wide_as": wide_as, "total": total}
     return field(metadata=metadata, default=default, default_factory=default_factory)
 
 
-def widened(x: Tensor, wide: Sequence[int], *, left: bool = False, fill: float = 0) -> Tensor:
-    """``x`` with the axes after the first padded to the lengths ``wide``, on one side."""
+def widen_field(f: Field[Any], x: Tensor, wide: Sequence[int]) -> Tensor:
+    """``x`` with the axes after the first padded to the lengths ``wide``, as its field says."""
     padding: list[int] = []
     for have, want in reversed(list(zip(x.shape[1:], wide, strict=True))):
-        padding += [want - have, 0] if left else [0, want - have]
-    return pad(x, padding, value=fill) if any(padding) else x
-
-
-def widen_field(f: Field[Any], x: Tensor, wide: Sequence[int]) -> Tensor:
-    """``x`` padded to the lengths ``wide`` according to the metadata of its field."""
-    return widened(x, wide, left=f.metadata.get("left", False), fill=f.metadata.get("fill", 0))
+        padding += [want - have, 0] if f.metadata.get("left") else [0, want - have]
+    return pad(x, padding, value=f.metadata.get("fill", 0)) if any(padding) else x
 
 
 _FIELDS: dict[Any, tuple[Field[Any], ...]] = {}  # of each class; looking them up takes longer
@@ -95,10 +94,16 @@ class Record:
     def trim(self, size: int) -> Self:
         """A copy with the first ``size`` columns of all tensors that have columns."""
 
-        def cut(_: Field[Any], x: Any) -> Any:
+        def cut(f: Field[Any], x: Any) -> Any:
+            if isinstance(x, Record) and f.metadata.get("wide_as"):
+                return x.trim(size)
             return x[:, :size].clone() if isinstance(x, Tensor) and x.ndim > 1 else x
 
         return self._mapped(cut)
+
+    def widen(self, size: int) -> Self:
+        """A copy with ``size`` columns in all tensors that have columns, padded as in ``cat``."""
+        return self._mapped(lambda f, x: _widen(f, x, size))
 
     @classmethod
     def cat(cls, parts: Sequence[Self], *, names: Sequence[str] = ()) -> Self:
@@ -112,10 +117,13 @@ class Record:
             RolloutError: only some records have a field that has no default.
         """
         sizes = [len(part) for part in parts]
-        changed = {
-            f.name: _join(f, [getattr(part, f.name) for part in parts], sizes, names)
-            for f in _fields(cls)
-        }
+        changed: dict[str, Any] = {}
+        for f in _fields(cls):
+            joined = _join(f, [getattr(part, f.name) for part in parts], sizes, names)
+            if like := f.metadata.get("wide_as"):
+                name, *inner = like.split(".")
+                joined = _widen(f, joined, reduce(getattr, inner, changed[name]).shape[1])
+            changed[f.name] = joined
         return _changed(parts[0], changed)
 
     def put_rows(self, index: Tensor, other: Self, *, names: Sequence[str] = ()) -> Self:
@@ -141,12 +149,20 @@ def _changed(record: Any, values: Mapping[str, Any]) -> Any:
     return replace(record, **values)
 
 
+def _widen(f: Field[Any], x: Any, columns: int) -> Any:
+    if isinstance(x, Record) and f.metadata.get("wide_as"):
+        return x.widen(columns)
+    if isinstance(x, Tensor) and x.ndim > 1:
+        return widen_field(f, x, [columns, *x.shape[2:]])
+    return x
+
+
 def _take_rows(f: Field[Any], x: Any, index: Index) -> Any:
     if isinstance(x, Record):
         return x.rows(index)
     if isinstance(x, Tensor):
         return x[index].clone() if isinstance(index, slice) else x[index.to(x.device)]
-    if isinstance(x, Mapping) and not f.metadata.get("totals"):
+    if isinstance(x, Mapping) and not f.metadata.get("total"):
         return {name: _take_rows(f, values, index) for name, values in x.items()}
     if x is None or isinstance(x, Mapping):
         return x
@@ -175,8 +191,8 @@ def _join(f: Field[Any], values: list[Any], sizes: list[int], names: Sequence[st
         return type(first).cat(values, names=names)
     if isinstance(first, Tensor):
         return _join_tensors(f, values, sizes, like=first)
-    if f.metadata.get("totals"):
-        return add_totals(values)
+    if total := f.metadata.get("total"):
+        return total(values)
     keys = dict.fromkeys(key for x in values for key in x)
     return {key: _join_named(f, [x.get(key) for x in values], sizes) for key in keys}
 
@@ -212,7 +228,7 @@ def _join_named(f: Field[Any], values: list[Any], sizes: list[int]) -> Any:
 def add_totals(
     values: Sequence[Mapping[str, tuple[float, float]]],
 ) -> dict[str, tuple[float, float]]:
-    """Sums and counts of each name, added."""
+    """(sum, count) of each name, added."""
     sums: dict[str, tuple[float, float]] = {}
     for totals in values:
         for name, (total, count) in totals.items():

@@ -13,7 +13,10 @@ from kedge.errors import OptionError
 # Names of the same option in Kedge and in current and older releases of other libraries.
 ALIASES = (
     ("num_ppo_epochs", "ppo_epochs", "num_iterations", "noptepochs", "update_epochs"),
-    ("num_generations", "rloo_k", "number_samples_per_prompt", "n_samples_per_prompt"),
+    ("num_generations", "rloo_k", "number_samples_per_prompt", "n_samples_per_prompt", "rollout.n"),
+    ("num_train_epochs", "epochs"),
+    ("learning_rate", "lr"),
+    ("lora_r", "lora_rank"),
     ("total_episodes", "episodes", "steps", "num_episodes"),
     ("kl_coef", "init_kl_coef", "beta"),
     ("kl_estimator", "kl_penalty"),
@@ -34,7 +37,7 @@ ALIASES = (
     ("project", "tracker_project_name"),
     ("eval_strategy", "evaluation_strategy"),
     ("torch_empty_cache_steps", "optimize_device_cache", "optimize_cuda_cache"),
-    ("value_learning_rate", "critic_learning_rate"),
+    ("value_learning_rate", "critic_learning_rate", "critic_lr"),
     ("value_warmup_steps", "freezing_actor_steps"),
     ("vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
     ("processing_class", "tokenizer"),
@@ -68,21 +71,21 @@ def hint(name: str, known: Collection[str], *, dashes: str = "") -> str:
 
 
 def named(
-    kind: str, *, config: type | None = None, older: Collection[str] = ()
+    kind: str, *, config: type | None = None, also: Collection[str] = ()
 ) -> Callable[[Class], Class]:
     """Class decorator: unknown keywords raise an OptionError with a suggestion.
 
     Args:
         kind: what the class calls its keywords: "option" or "argument".
         config: the class that holds the options, for arguments that belong there.
-        older: keywords accepted in addition to those of the signature.
+        also: keywords accepted in addition to those of the signature.
     """
     options = frozenset(inspect.signature(config).parameters) if config is not None else frozenset()
 
     def decorate(cls: Class) -> Class:
         init: Callable[..., None] = cls.__init__  # type: ignore[misc]
         parameters = inspect.signature(init).parameters.values()
-        known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"self"} | {*older}
+        known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"self"} | {*also}
 
         @functools.wraps(init)
         def checked(self: Any, /, *args: Any, **kwargs: Any) -> None:

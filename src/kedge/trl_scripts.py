@@ -20,7 +20,7 @@ from transformers import BitsAndBytesConfig
 
 from kedge.config.compat.parser import ConfigParser
 from kedge.config.declare import option
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, install_command
 
 
 @dataclass
@@ -95,7 +95,7 @@ def get_peft_config(model_args: ModelConfig) -> Any:
         from peft import LoraConfig
     except ImportError as error:
         raise ConfigError(
-            f"use_peft=True needs PEFT: pip install 'kedge[peft]' ({error})"
+            f"use_peft=True needs PEFT: {install_command('peft')} ({error})"
         ) from error
     targets: Any = model_args.lora_target_modules
     if isinstance(targets, list) and len(targets) == 1:

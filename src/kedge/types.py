@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kedge.records import Record, add_totals, rows_field, widened
+from kedge.records import Record, add_totals, rows_field
 
 T = TypeVar("T")
 
@@ -51,6 +51,13 @@ class PromptBatch(Record):
     row: Tensor  # int64 [B]; index in the global batch, which selects the row's random stream
     # Dataset columns, one value per row.
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    # int64 [B]; most tokens of the response, at most max_new_tokens; None: max_new_tokens
+    limit: Tensor | None = None
+
+    def limits(self, sampling: Sampling) -> Tensor:
+        """Most tokens of each response, int64 [B]."""
+        limit = torch.full_like(self.row, sampling.max_new_tokens)
+        return limit if self.limit is None else limit.minimum(self.limit)
 
 
 def group_rows(prompts: PromptBatch) -> tuple[list[int], Sequence[Tensor]]:
@@ -109,8 +116,9 @@ class Episodes(Record):
     rewards: Tensor  # float32 [B, R]; the reward of a turn, at its last token
     valid: Tensor  # bool [B]; False: the environment failed, the row is not trained on
     # Metrics of the episodes: (sum, count).
-    metrics: Mapping[str, tuple[float, float]] = rows_field(totals=True, default_factory=dict)
-    # "observations": per row, the chat messages between one turn and the next.
+    metrics: Mapping[str, tuple[float, float]] = rows_field(total=add_totals, default_factory=dict)
+    # Per row: "observations", the chat messages between one turn and the next; "metrics", those of
+    # the episode; "error", why its environment failed.
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
 
@@ -129,10 +137,11 @@ class Rollout(Record):
     behavior_logprobs: Tensor | None = None  # float32 [B, R]; recorded while sampling
     # int64 [B, R, K]; tokens that could be sampled, -1: unused slot
     allowed_tokens: Tensor | None = rows_field(fill=-1, default=None)
-    episodes: Episodes | None = None  # of tasks of many turns
+    # of tasks of many turns
+    episodes: Episodes | None = rows_field(wide_as="ids", default=None)
     # int64 [B, R]; policy version that sampled the token, -1: that of the row; ``version`` is then
     # the oldest of the row
-    token_version: Tensor | None = rows_field(fill=-1, absent="fill", default=None)
+    token_version: Tensor | None = rows_field(fill=-1, absent="fill", wide_as="ids", default=None)
 
     @property
     def token_versions(self) -> Tensor:
@@ -155,15 +164,30 @@ class RewardOutput(Record):
     # float32 [B]; score of the greedy response to the same prompt
     greedy_scores: Tensor | None = rows_field(absent="drop", default=None)
     # Metrics that reward functions log: (sum, count).
-    metrics: Mapping[str, tuple[float, float]] = rows_field(totals=True, default_factory=dict)
+    metrics: Mapping[str, tuple[float, float]] = rows_field(total=add_totals, default_factory=dict)
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)  # one value per row
 
-    def widened_to(self, rollout: Rollout) -> RewardOutput:
-        """The same, with ``token_rewards`` padded to the response width of ``rollout``."""
-        if self.token_rewards is None:
-            return self
-        dense = widened(self.token_rewards, [rollout.ids.shape[1]])
-        return replace(self, token_rewards=dense)
+
+SYNC_GAP = "rollout/sync_gap"
+
+
+def add_times(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds and counts add; of the gaps of weight syncs it is the largest."""
+    times: dict[str, float] = {}
+    for part in parts:
+        for name, x in part.items():
+            before = times.get(name, 0.0)
+            times[name] = max(before, x) if name == SYNC_GAP else before + x
+    return times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(Record):
+    """Responses, their scores, and what it took to get them."""
+
+    rollout: Rollout
+    reward_output: RewardOutput = rows_field(wide_as="rollout.ids")
+    times: Mapping[str, float] = rows_field(total=add_times, default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +213,7 @@ class AdvantageOutput:
     value_mask: Tensor | None = None  # bool [B, R]; where the value model trains; None: the mask
     # bool [B, R]; where the policy trains; None: the rollout's mask
     loss_mask: Tensor | None = None
+    deviation: Tensor | None = None  # float32 []; of the advantages before they were scaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

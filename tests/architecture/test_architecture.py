@@ -1,10 +1,11 @@
-"""The rules of the layout: who may import whom, and how large things may grow."""
+"""The rules of the layout: who may import whom."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,65 +14,77 @@ SRC = Path(__file__).parents[2] / "src" / "kedge"
 FILES = sorted(SRC.rglob("*.py"))
 STDLIB = sys.stdlib_module_names
 
+# Packages in the order of the loop; each may import what stands in its set, and itself.
+RECORDS = {"records", "types", "protocols", "errors"}
 KEDGE_RULES = {
-    "errors": set(),
+    "redaction": set(),
+    "errors": {"redaction"},
+    "chat_template": {"errors"},
     "suggestions": {"errors"},
     "records": {"errors"},
     "types": {"records"},
     "protocols": {"types"},
-    "math": {"math"},
-    "ops": {"ops", "math"},
-    "algorithms": {"types", "math", "algorithms"},
-    "config": {"config", "errors", "suggestions", "types"},
-    "engine": {"types", "math", "protocols", "algorithms", "engine", "errors"},
-    "backends": {"records", "types", "math", "ops", "protocols", "config", "backends", "errors"},
-    "classic": {
-        *(
-            "types",
-            "math",
-            "ops",
-            "protocols",
-            "algorithms",
-            "engine",
-            "backends",
-            "errors",
-            "classic",
-        ),
-        *("suggestions", "config"),
-    },
-    "compat": {"compat", "config", "errors"},  # and names of "kedge" itself
-    "testing": {"types", "errors"},
-    "http_client": set(),
+    "http_client": {"redaction"},
     "output": {"errors"},
-    "verifiers": {"verifiers", "errors", "http_client"},
-    "environments": {"environments", "types", "protocols", "math", "errors"},
-    "insight": {"insight", "errors"},
-    "judges": {"judges", "errors", "http_client"},
+    "math": set(),
+    "ops": {"math", "ops/cpu"},
+    "ops/cpu": {"ops"},
+    "algorithms": {"types", "math"},
+    "config": {"errors", "suggestions", "types", "redaction"},
+    "data": RECORDS | {"chat_template"},
+    "models": RECORDS | {"ops", "ops/cpu", "rewards", "rollout/embedded"},
+    "learner": RECORDS | {"ops", "ops/cpu", "models"},
+    "rewards": RECORDS | {"math", "ops/cpu", "models", "data", "chat_template"},
+    "rollout": RECORDS,
+    "rollout/embedded": RECORDS | {"ops/cpu", "models", "rollout"},
+    "rollout/scheduler": RECORDS | {"math", "algorithms", "loop"},
+    "rollout/vllm": RECORDS | {"config", "models", "rollout", "rollout/embedded"},
+    "checkpoint": RECORDS,
+    "loop": RECORDS | {"math", "algorithms", "checkpoint", "rollout/scheduler"},
+    "environments": RECORDS | {"math", "chat_template"},
+    "ray": RECORDS
+    | {*("config", "learner", "loop", "models", "ops/cpu", "rewards"), "rollout"}
+    | {"rollout/embedded", "rollout/vllm"},
+    "pretrain": RECORDS | {"models", "ops/cpu", "reporting", "rewards"},
+    "verifiers": {"errors", "http_client"},
+    "judges": {"errors", "http_client"},
+    "testing": {"types", "errors"},
+    "classic": RECORDS
+    | {*("math", "algorithms", "loop", "checkpoint", "models", "learner", "reporting")}
+    | {*("suggestions", "config", "ops", "rollout/embedded")},
+    "compat": {"config", "errors"},  # and names of "kedge" itself
 }
 THIRD_PARTY = {
     "errors": set(),
+    "redaction": set(),
+    "chat_template": set(),
     "suggestions": set(),
     "records": {"torch"},
     "types": {"torch"},
     "protocols": {"torch"},
     "math": {"torch"},
     "ops": {"torch", "transformers"},
+    "ops/cpu": {"torch", "transformers"},
     "algorithms": {"torch"},
-    "config": {"transformers"},
-    "engine": {"torch", "safetensors"},
+    "config": {"transformers", "pydantic", "annotated_types"},
+    "loop": {"torch"},
+    "checkpoint": {"torch", "safetensors"},
+    "rollout/scheduler": {"torch"},
     "compat": {"torch", "transformers", "datasets"},
     "http_client": {"httpx"},
     "output": set(),
-    "insight": set(),
-    "judges": set(),
-    "verifiers": {"math_verify", "py3langid", "regex"},  # imported when first used
+    "judges": {"numpy"},
+    # imported when first used; the last two by the server alone
+    "verifiers": {"math_verify", "py3langid", "regex", "starlette", "uvicorn"},
 }
 LAZY = {"peft", "wandb", "trl", "vllm", "ray", "deepspeed", "matplotlib", "trackio", "bitsandbytes"}
 LAZY |= {"gymnasium", "textarena", "openenv", "verifiers", "aiohttp"}
 
 
-def layer(path: Path) -> str:
-    return path.relative_to(SRC).parts[0].removesuffix(".py")
+def layer(parts: Sequence[str]) -> str:
+    """The name in `KEDGE_RULES` of a module: its package, or one within ``ops`` and ``rollout``."""
+    inner = "/".join(parts[:2])
+    return inner if inner in KEDGE_RULES else parts[0]
 
 
 def imports(tree: ast.AST) -> list[tuple[str, int]]:
@@ -86,11 +99,11 @@ def imports(tree: ast.AST) -> list[tuple[str, int]]:
 
 def violations(path: Path, text: str) -> list[str]:
     """Imports of one file that its layer may not have."""
-    own, bad = layer(path), []
+    own, bad = layer(path.relative_to(SRC).with_suffix("").parts), []
     for name, line in imports(ast.parse(text)):
         top, *rest = name.split(".")
         if top == "kedge":
-            if own in KEDGE_RULES and rest and rest[0] not in KEDGE_RULES[own]:
+            if own in KEDGE_RULES and rest and layer(rest) not in {own, *KEDGE_RULES[own]}:
                 bad.append(f"{path.relative_to(SRC)}:{line} imports {name}")
         elif top not in STDLIB and own in THIRD_PARTY and top not in THIRD_PARTY[own]:
             bad.append(f"{path.relative_to(SRC)}:{line} imports {name}")
@@ -102,36 +115,8 @@ def test_import_rules() -> None:
 
 
 def test_import_rules_notice_a_breach() -> None:
-    bad = "from kedge.engine.batch_sizes import BatchSizes\nimport numpy\n"
+    bad = "from kedge.loop.batch_sizes import BatchSizes\nimport numpy\n"
     assert len(violations(SRC / "math" / "kl.py", bad)) == 2
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
-def test_sizes(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= 400
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            body = node.body
-            start = body[1].lineno if len(body) > 1 and ast.get_docstring(node) else body[0].lineno
-            lines = (node.end_lineno or start) - start + 1
-            assert lines <= 60 or node.name == factory(path), f"{node.name}: {lines} lines"
-        if isinstance(node, ast.ClassDef):
-            public = [
-                n
-                for n in node.body
-                if isinstance(n, ast.FunctionDef)
-                and not n.name.startswith("_")
-                and not any(
-                    isinstance(d, ast.Name) and d.id == "property" for d in n.decorator_list
-                )
-            ]
-            assert len(public) <= 12, f"{node.name}: {len(public)} public methods"
-
-
-def factory(path: Path) -> str:
-    """An algorithm's factory holds its two functions, so its length is theirs together."""
-    return path.stem if layer(path) == "algorithms" else ""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The rules of the layout: sizes of files and folders, and words that are not used."""
+"""Words that are not used, and the name under which Kedge is installed."""
 
 from __future__ import annotations
 
@@ -9,27 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SRC = ROOT / "src" / "kedge"
-
-MAX_LINES = 400
-MIN_LINES = 40
-MAX_MODULES = 16
-LARGE_FOLDERS = {SRC / "backends" / "hf"}
-
-# Public shells: what users import or call, however short.
-SHELLS = {
-    "__main__.py",
-    "cli/train/rloo.py",  # `kedge rloo`
-    "cli/train/grpo.py",  # `kedge grpo`
-    "cli/tools/doctor.py",  # `kedge doctor`
-    "demo/prefer.py",  # a stage of `kedge demo`
-    "trainers/async_ppo.py",  # `kedge.AsyncPPOTrainer`
-    "cli/tools/report.py",  # `kedge report`
-    # one formula or one record each, where the layout looks for it
-    "engine/seeds.py",
-    "engine/early_stopping.py",
-    "math/rewards.py",
-}
 
 COMPARED = "longer|more|less|other|fewer|greater|larger|smaller|better|worse|doubt"
 # Words with another word in their place; (word, what is written instead).
@@ -66,36 +45,6 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def code_lines(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
-
-
-def too_long() -> list[str]:
-    return [name(p) for p in tracked("*.py", "src/*.js") if code_lines(p) > MAX_LINES]
-
-
-def too_full() -> list[str]:
-    folders: dict[Path, int] = {}
-    for path in SRC.rglob("*.py"):
-        if path.name != "__init__.py":
-            folders[path.parent] = folders.get(path.parent, 0) + 1
-    return [
-        f"{name(folder)}: {count} modules"
-        for folder, count in sorted(folders.items())
-        if count > MAX_MODULES and folder not in LARGE_FOLDERS
-    ]
-
-
-def too_short() -> list[str]:
-    return [
-        f"{name(path)}: {code_lines(path)} lines"
-        for path in sorted(SRC.rglob("*.py"))
-        if path.name != "__init__.py"
-        and str(path.relative_to(SRC)) not in SHELLS
-        and code_lines(path) < MIN_LINES
-    ]
-
-
 def prose(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
@@ -122,18 +71,6 @@ def banned_in_files() -> list[str]:
     ]
 
 
-def test_files_are_short() -> None:
-    assert too_long() == []
-
-
-def test_folders_are_small() -> None:
-    assert too_full() == []
-
-
-def test_modules_are_worth_a_file() -> None:
-    assert too_short() == []
-
-
 def test_words() -> None:
     assert banned_in_files() == []
 
@@ -149,3 +86,56 @@ def test_words() -> None:
 )
 def test_words_are_noticed(text: str, count: int) -> None:
     assert len(banned_words(text)) == count
+
+
+# `kedge` on the package index is another project: as a requirement, or as what is installed.
+BARE_NAME = re.compile(
+    r"(?<![\w/.-])kedge(?:\[|\s*[=<>~!]=|\s+@\s)"
+    r"|(?:install|add|--from|uvx|pipx run)(?:\s+-\S+)*\s+\\?[\"']?kedge(?![\w.-])"
+)
+
+
+def test_no_line_installs_the_other_kedge() -> None:
+    suffixes = ("py", "md", "ipynb", "toml", "yaml", "yml", "txt", "sh")
+    files = tracked("Makefile", "Dockerfile", ".ci/*", *(f"*.{suffix}" for suffix in suffixes))
+    assert [
+        f"{name(path)}:{number}: {match[0]!r}, write: kedge-rl"
+        for path in files
+        if path.name not in (*WORDS_ALLOWED, Path(__file__).name)
+        for number, line in enumerate(prose(path).split("\n"), 1)
+        for match in BARE_NAME.finditer(line)
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("pip install 'kedge[demo]'", True),
+        ('%pip install -q \\"kedge[demo]\\"', True),
+        ("pip install kedge", True),
+        ('uvx --from "kedge" kedge demo', True),
+        ("kedge>=0.1", True),
+        ("pip install -e '.[demo]'  # and the command `kedge`", False),
+        ("uvx --from 'kedge-rl[demo] @ git+https://host/kedge' kedge demo", False),
+        ('pip install "/kedge[peft]"', False),
+    ],
+)
+def test_an_install_line_is_noticed(line: str, wrong: bool) -> None:
+    assert bool(BARE_NAME.search(line)) == wrong
+
+
+def test_extras_that_are_named_exist() -> None:
+    from kedge.errors import DISTRIBUTION
+
+    project = prose(ROOT / "pyproject.toml")
+    assert f'\nname = "{DISTRIBUTION}"' in project
+    extras = re.findall(r"^(\w+) = \[", project.split("[project.optional-dependencies]")[1], re.M)
+    named = re.compile(r"install_command\('(\w+)'\)|(?:\.|kedge-rl)\[([a-z,]+)\]")
+    found = [
+        extra
+        for path in tracked("src/*.py", "docs/*.md", "README.md", "Makefile", "*.ipynb")
+        for match in named.finditer(prose(path))
+        for extra in (match[1] or match[2]).split(",")
+    ]
+    assert len(found) > 25
+    assert set(found) <= set(extras)

@@ -8,10 +8,10 @@ import importlib.util
 import pytest
 import torch
 
-from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.backends.ray.resources import RayCluster
-from kedge.backends.rollout import EngineInputs
 from kedge.config.rollout_engines import find_engine, load_function
+from kedge.ray.resources import RayCluster
+from kedge.rollout.embedded.engine import EmbeddedEngine
+from kedge.rollout.sharded import EngineInputs
 from kedge.testing import ScriptedRollouts, tiny_policy
 from kedge.trainers.spec import shared_kwargs
 from tests.on_ray.clusters import local, needs_ray
@@ -63,7 +63,7 @@ def vllm_of(family="llama", **config):
 
 @functools.cache
 def _vllm_of(family, **config):
-    from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
+    from kedge.rollout.vllm import InProcess, PolicySpec, VLLMEngine
 
     model = policy(family, **config)
     spec = PolicySpec.of(model)
@@ -73,10 +73,10 @@ def _vllm_of(family, **config):
 @functools.cache
 def server_of():
     """A server of our own, ended with the tests."""
-    from kedge.backends.vllm import PolicySpec, VLLMEngine
-    from kedge.backends.vllm.server import Server
+    from kedge.rollout.vllm import PolicySpec, VLLMEngine
+    from kedge.rollout.vllm.server import Server
 
-    model = policy()
+    model = policy(max_positions=1024)  # long enough to receive weights while it samples
     spec = PolicySpec.of(model)
     return VLLMEngine(Server(spec, trained(model), heartbeat=0.5, patience=5.0), spec, pad_id=PAD)
 

@@ -24,8 +24,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferInitInfo,
 )
 
-from kedge.backends.vllm import InProcess
-from kedge.backends.vllm.nccl_transfer import free_port
+from kedge.rollout.vllm import InProcess
+from kedge.rollout.vllm.nccl_transfer import free_port
 
 SPOILT: list[str] = []  # weights that get lost on the way
 

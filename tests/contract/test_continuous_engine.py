@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.backends.hf.fingerprint import policy_weights
-from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.models.fingerprint import policy_weights
+from kedge.rollout.embedded.engine import EmbeddedEngine
+from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Rollout, Sampling
 
 from .embedded import FAMILIES, PAD, full_logits, logprobs_of, policy, prompts
@@ -111,6 +112,23 @@ def test_requests_of_different_lengths_and_distributions_are_held_together() -> 
     got = drained(engine)
     for n, expected in enumerate(want):
         assert_same(got.rows(slice(12 * n, 12 * n + 12)), expected)
+
+
+def test_rows_may_end_at_the_last_position_of_the_model() -> None:
+    """One row ends there, in a batch that goes on; GPT-2 has no position after it."""
+    engine = embedded(tiny_policy("gpt2", max_positions=64), slots=8)
+    ids, lengths = torch.randint(8, 64, (8, 54)), torch.tensor([54] + [5] * 7)
+    batch = PromptBatch(
+        ids=ids,
+        mask=torch.arange(54) >= 54 - lengths[:, None],
+        group=torch.arange(8),
+        row=torch.arange(8),
+        limit=64 - lengths,
+    )
+    sampling = Sampling(max_new_tokens=50)
+    engine.submit(batch, sampling=sampling, seed=1)
+    assert_same(drained(engine), want := engine.generate(batch, sampling=sampling, seed=1))
+    assert want.response_mask.sum(1).tolist() == [10] + [50] * 7
 
 
 def test_a_group_that_is_held_is_refused() -> None:

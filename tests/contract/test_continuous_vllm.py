@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.backends.vllm import InProcess
+from kedge.rollout.vllm import InProcess
 from kedge.types import PromptBatch, Rollout, Sampling
 
 from .embedded import prompts
@@ -40,6 +40,7 @@ def drained(engine: Any) -> Rollout:
     return whole.rows(whole.prompts.group.argsort(stable=True))
 
 
+@pytest.mark.smoke
 def test_requests_one_by_one_give_the_responses_of_whole_batches(engine: Any) -> None:
     batch = prompts(copies=3)
     want = engine.generate(batch, sampling=SAMPLING, seed=3)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.types import Sampling
 
 from .embedded import FAMILIES, PAD, VOCAB, full_logits, logprobs_of, policy, prompts
@@ -156,7 +156,7 @@ class TestWhatChangesNothing:
 
     def test_a_broken_variant_fails(self, llama, want, monkeypatch):
         """Draws from a shared generator depend on the batch, which the tests above would see."""
-        from kedge.backends.hf import rollout
+        from kedge.rollout.embedded import engine as rollout
 
         generator = torch.Generator().manual_seed(0)
         monkeypatch.setattr(

@@ -10,9 +10,9 @@ from torch import is_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kedge.backends.hf.fingerprint import fingerprint, policy_weights
-from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.errors import ConfigError, RolloutError, SyncError
+from kedge.models.fingerprint import fingerprint, policy_weights
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.types import Sampling
 
 from .embedded import FAMILIES, PAD, VOCAB, full_logits, logprobs_of, policy, prompts
@@ -185,7 +185,7 @@ class TestMemory:
         assert self.generate(**options) <= 4 * self.vocab
 
     def test_the_watch_sees_logits_of_whole_prompts(self, monkeypatch):
-        from kedge.backends.hf import decode
+        from kedge.rollout.embedded import decode
 
         real = decode.CausalStepper.__init__
 
@@ -239,67 +239,9 @@ class TestRefusals:
         model = MiniMaxForCausalLM(MiniMaxConfig(vocab_size=VOCAB, **shape))
         self.refused(model, prompts(), ConfigError, "MiniMaxForCausalLM a special cache class")
 
+    def test_an_encoder_decoder(self):
+        from transformers import T5Config, T5ForConditionalGeneration
 
-def seq2seq(family):
-    from transformers import (
-        BartConfig,
-        BartForConditionalGeneration,
-        T5Config,
-        T5ForConditionalGeneration,
-    )
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        if family == "t5":
-            shape = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-            config = T5Config(
-                vocab_size=VOCAB, decoder_start_token_id=0, tie_word_embeddings=False, **shape
-            )
-            made = T5ForConditionalGeneration(config)
-            made.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 32) * 0.5)
-            return made
-        shape = {f"{part}_layers": 2 for part in ("encoder", "decoder")}
-        shape |= {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
-        shape |= {f"{part}_ffn_dim": 64 for part in ("encoder", "decoder")}
-        config = BartConfig(
-            vocab_size=VOCAB, d_model=32, max_position_embeddings=40, init_std=0.2, **shape
-        )
-        return BartForConditionalGeneration(config)
-
-
-@pytest.mark.parametrize("family", ["t5", "bart"])
-class TestEncoderDecoder:
-    def test_greedy_is_the_greedy_of_transformers(self, family):
-        model, batch = seq2seq(family).eval(), prompts()
-        sampling = Sampling(max_new_tokens=12, temperature=0.0)
-        rollout = EmbeddedEngine(model, pad_id=PAD).generate(batch, sampling=sampling, seed=0)
-        generation = model.generation_config
-        generation.forced_eos_token_id = generation.forced_bos_token_id = None
-        for row, (ids, mask) in enumerate(zip(batch.ids, batch.mask, strict=True)):
-            want = model.generate(
-                ids[mask][None],
-                do_sample=False,
-                num_beams=1,
-                max_new_tokens=12,
-                eos_token_id=None,
-                pad_token_id=PAD,
-            )
-            assert rollout.ids[row].tolist() == want[0, 1:].tolist()
-        assert len(rollout.ids.unique()) > 3
-
-    def test_recorded_logprobs_are_those_of_a_full_forward_pass(self, family):
-        model = seq2seq(family)
-        sampling = Sampling(max_new_tokens=12, temperature=0.7, stop_ids=tuple(range(5, 20)))
-        rollout = EmbeddedEngine(model, pad_id=PAD, chunk_rows=7).generate(
-            prompts(copies=2), sampling=sampling, seed=0
-        )
-        assert len(rollout.response_mask.sum(1).unique()) > 2
-        start = torch.full((len(rollout), 1), model.config.decoder_start_token_id)
-        decoder = torch.cat([start, rollout.ids[:, :-1]], 1)
-        for row, (ids, mask) in enumerate(
-            zip(rollout.prompts.ids, rollout.prompts.mask, strict=True)
-        ):
-            out = model.eval()(input_ids=ids[mask][None], decoder_input_ids=decoder[row : row + 1])
-            picked = (out.logits[0] / 0.7).log_softmax(-1).gather(-1, rollout.ids[row][:, None])
-            want = picked[:, 0].masked_fill(~rollout.response_mask[row], 0.0)
-            assert (rollout.behavior_logprobs[row] - want).abs().max() < 1e-5
+        shape = {"d_model": 8, "d_kv": 8, "d_ff": 8, "num_layers": 1, "num_heads": 1}
+        model = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **shape))
+        self.refused(model, prompts(), ConfigError, "is an encoder-decoder")

@@ -88,6 +88,19 @@ class TestRolloutEngine:
         assert rollout.ids.shape == (6, 1)
         assert rollout.response_mask.all()
 
+    def test_rows_have_limits(self, engine):
+        if isinstance(engine, ScriptedRollouts):
+            pytest.skip("a script answers by its own count")
+        batch, limits = prompts(), [3, 10, 1, 7, 20, 5]
+        whole = engine.generate(batch, sampling=self.sampling, seed=3)
+        short = replace(batch, limit=torch.tensor(limits))
+        rollout = engine.generate(short, sampling=self.sampling, seed=3)
+        lengths = whole.response_mask.sum(1).minimum(torch.tensor(limits))
+        assert rollout.response_mask.sum(1).tolist() == lengths.tolist()
+        for i, length in enumerate(lengths.tolist()):
+            assert rollout.ids[i, :length].tolist() == whole.ids[i, :length].tolist()
+            assert bool(rollout.terminated[i]) == (int(rollout.ids[i, length - 1]) in STOP)
+
     def test_tensors_can_be_constants_of_an_autograd_graph(self, engine):
         rollout = engine.generate(prompts(), sampling=self.sampling, seed=0)
         weight = torch.ones(64, requires_grad=True)

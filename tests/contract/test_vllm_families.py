@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kedge.backends.hf.sampling import restrict
 from kedge.errors import ConfigError, SyncError
+from kedge.rollout.embedded.sampling import restrict
 from kedge.types import Sampling
 from tests.contract.engines import PAD, needs_vllm, policy, server_of, trained
 from tests.contract.test_rollout_engine import prompts
@@ -26,7 +26,7 @@ KINDS = {
 
 
 def engine_for(model, **options):
-    from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
+    from kedge.rollout.vllm import InProcess, PolicySpec, VLLMEngine
 
     spec = PolicySpec.of(model)
     weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
@@ -99,7 +99,7 @@ def with_lora(**options):
 
 @pytest.mark.parametrize("place", ["here", "server"])
 def test_an_adapter_is_sent_as_an_adapter(place):
-    from kedge.backends.vllm import PolicySpec, Server, VLLMEngine
+    from kedge.rollout.vllm import PolicySpec, Server, VLLMEngine
 
     model = with_lora()
     if place == "here":
@@ -132,8 +132,8 @@ def test_two_workers_of_one_vllm_are_sent_weights():
 
 
 def test_an_adapter_on_a_base_in_bfloat16():
-    from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
-    from kedge.backends.vllm.engine import LOW_PRECISION
+    from kedge.rollout.vllm import InProcess, PolicySpec, VLLMEngine
+    from kedge.rollout.vllm.engine import LOW_PRECISION
 
     model = with_lora()
     for p in model.parameters():
@@ -151,14 +151,14 @@ def test_an_adapter_on_a_base_in_bfloat16():
     assert gap < LOW_PRECISION
     engine.load_weights(shaken(model), 2)
     assert not first.exists()  # no adapter of an earlier version is kept
-    assert [x.name for x in Path(service._folder.name).glob("*.safetensors")] == []
+    assert [x.name for x in service._folder.path.glob("*.safetensors")] == []
     engine.close()
     assert not first.parent.exists()
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])
 def test_adapters_that_vllm_computes_otherwise_are_refused(options):
-    from kedge.backends.vllm import PolicySpec
+    from kedge.rollout.vllm import PolicySpec
 
     with pytest.raises(ConfigError, match=f"the policy's adapter has {next(iter(options))}"):
         PolicySpec.of(with_lora(target_modules=["q_proj"], **options))
@@ -167,7 +167,7 @@ def test_adapters_that_vllm_computes_otherwise_are_refused(options):
 def test_the_head_sizes_are_those_of_vllm():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    from kedge.backends.vllm.build import CPU_HEAD_SIZES
+    from kedge.rollout.vllm.build import CPU_HEAD_SIZES
 
     assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
 

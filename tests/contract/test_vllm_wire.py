@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ class Sent:
     """A vLLM in this process, which is sent its weights."""
 
     def __init__(self, model):
-        from kedge.backends.vllm import PolicySpec, VLLMEngine
-        from kedge.backends.vllm.nccl_transfer import NcclTransfer
+        from kedge.rollout.vllm import PolicySpec, VLLMEngine
+        from kedge.rollout.vllm.nccl_transfer import NcclTransfer
         from tests.contract.relay import Relayed, info
 
         spec = PolicySpec.of(model)
@@ -83,10 +83,6 @@ class TestTransfer:
         monkeypatch.setattr(relay, "SPOILT", ["lm_head.weight"])
         with pytest.raises(SyncError, match="after loading version 3"):
             sent.engine.load_weights(shaken(model), 3)
-        sent.engine.close()
-
-    def test_what_it_cannot_do_is_an_error_of_the_exchange(self):
-        sent = Sent(policy())
         with pytest.raises(
             SyncError, match=r"vLLM failed at update_weights.*must be called before"
         ):
@@ -96,7 +92,7 @@ class TestTransfer:
     def test_the_group_of_gpus_is_named_as_vllm_wants_it(self):
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        from kedge.backends.vllm.nccl_transfer import nccl
+        from kedge.rollout.vllm.nccl_transfer import nccl
 
         info = nccl(address="10.0.0.1", workers=4)
         assert WeightTransferTrainerFactory._registry[info.backend]().init_info_cls is type(info)
@@ -106,22 +102,22 @@ class TestTransfer:
 
 
 def test_what_takes_too_long_is_left_behind():
-    from kedge.backends.vllm.nccl_transfer import run_with_timeout
+    from kedge.rollout.vllm.nccl_transfer import run_with_timeout
 
-    begin = time.monotonic()
+    end = threading.Event()
     with pytest.raises(RolloutError, match=r"sending took longer than 0.1 s .* latest checkpoint"):
-        run_with_timeout(0.1, lambda: time.sleep(2), "sending")
-    assert time.monotonic() - begin < 1
+        run_with_timeout(0.1, end.wait, "sending")
+    end.set()
     with pytest.raises(ZeroDivisionError):
-        run_with_timeout(1, lambda: 1 / 0, "sending")
-    assert run_with_timeout(1, lambda: 3, "sending") == 3
+        run_with_timeout(60, lambda: 1 / 0, "sending")
+    assert run_with_timeout(60, lambda: 3, "sending") == 3
 
 
 @pytest.mark.parametrize(
     ("device", "gpus", "want"), [("cpu", 1, False), ("cuda", 0.5, False), ("cuda", 2, True)]
 )
 def test_nccl_needs_gpus_of_their_own_on_both_sides(device, gpus, want):
-    from kedge.backends.vllm.nccl_transfer import can_use_nccl
+    from kedge.rollout.vllm.nccl_transfer import can_use_nccl
 
     class Weight(torch.Tensor):
         is_cuda = device == "cuda"

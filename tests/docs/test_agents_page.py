@@ -11,7 +11,7 @@ import pytest
 from kedge.environments import Response
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
-GAME, LAKE, TIC_TAC_TOE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+GAME, TOOL, LAKE, TIC_TAC_TOE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 def test_a_game_by_hand() -> None:
@@ -24,7 +24,7 @@ def test_gymnasium() -> None:
     exec(LAKE, names)
     lake = names["frozen_lake"]()
     assert "Walk from S to G" in lake.reset(seed=0, options={})[0]
-    assert lake.step(Response("down"))[4] == {}
+    assert lake.step(Response("down"))[4]["prob"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -39,6 +39,14 @@ def test_textarena() -> None:
 
 def test_all_extras_exist() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    extras = re.findall(r"kedge\[(\w+)\]", PAGE)
+    extras = re.findall(r"install -e '\.\[(\w+)\]'", PAGE)
     assert len(extras) == 4
     assert all(f"\n{extra} = [" in project for extra in extras)
+
+
+def test_a_tool() -> None:
+    names: dict[str, Any] = {}
+    exec(TOOL, names)
+    game = names["Doubling"]()
+    assert game.reset(seed=21, options={})[0] == "What is twice 21?"
+    assert game.step(Response("42"))[1:4] == (1.0, True, False)

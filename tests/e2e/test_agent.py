@@ -53,4 +53,3 @@ def test_what_the_model_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     said = [m["content"] for m in rows[0]["messages"] if m["role"] == "assistant"]
     assert tokenizer.decode(actions) == "".join(f"{action}<end>" for action in said)
-    assert agent.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)

@@ -34,7 +34,7 @@ def test_the_careless_never_carry() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the pipeline extra")
 def test_from_at_most_two_in_five_to_nine_in_ten(tmp_path: Path) -> None:
     run = ["-W", "ignore", str(EXAMPLE / "run.py"), "--output_dir", str(tmp_path)]
-    run += ["--iterations", "60"]
+    run += ["--iterations", "30"]
     done = processes.run(*run)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "summary.json").read_text())

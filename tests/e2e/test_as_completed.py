@@ -71,7 +71,9 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None
         small(**(OPTIONS | changes))
 
 
-def test_weights_in_flight_bound_the_age_of_every_trained_token(tmp_path: Path) -> None:
+def test_weights_in_flight_bound_the_age_of_every_trained_token(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = small(
         output_dir=str(tmp_path),
         in_flight_weight_updates=True,
@@ -79,6 +81,7 @@ def test_weights_in_flight_bound_the_age_of_every_trained_token(tmp_path: Path) 
         stop_token=None,
         **(OPTIONS | {"max_lag": 1}),
     )
+    assert "max_lag=1: tokens older than 1 iterations do not train" in caplog.text
     trainer.train()
     logged = rows(trainer)
     assert [row["episode"] for row in logged] == [4, 8, 12, 16, 20, 24]
@@ -104,7 +107,7 @@ def test_groups_that_depend_on_scores_complete_one_by_one(
     if kind == "dynamic sampling":
         trainer = make(GRPOTrainer, GRPOConfig, dynamic_sampling=2, num_generations=2, **options)
     else:
-        options |= {"top_k": 8, "keep_sampling_mask": True, "algorithm": remax()}
+        options |= {"top_k": 8, "algorithm": remax()}
         options["num_generations"] = 2
         trainer = make(RLOOTrainer, RLOOConfig, **options)
     assert trainer.engine.rollout_engine.slots > 0

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kedge import AsyncPPOConfig, AsyncPPOTrainer, PPOConfig
-from kedge.engine.metrics import SEED_NAMES
 from kedge.errors import ConfigError
+from kedge.loop.metrics import SEED_NAMES
 from kedge.testing import tiny_policy
 from tests.unit.text_toys import word_tokenizer
 
@@ -60,6 +60,7 @@ def run_script(name: str, folder: Path, *flags: str) -> list[dict[str, Any]]:
         [
             *("bash", str(script), "--rollout_engine", "embedded"),
             *("--model_name_or_path", model, "--reward_model_path", model, "--use_cpu"),
+            "--dummy_reward",
             *("--dataset_mixer_list", data, "1.0", "--dataset_mixer_eval_list", data, "16"),
             *("--response_length", "8", "--output_dir", str(folder / "out"), "--disable_tqdm"),
             *flags,

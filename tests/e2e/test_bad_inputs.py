@@ -168,8 +168,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     ),
     "reward model with two labels": (
         lambda: run(
-            reward_model=neox_reward(vocab=VOCAB, labels=2),
-            value_model=neox_reward(vocab=VOCAB),
+            reward_model=neox_reward(vocab=VOCAB, labels=2), value_model=neox_reward(vocab=VOCAB)
         ),
         KedgeError,
         ["2"],
@@ -258,11 +257,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         lambda: small(reward_model=None, reward_funcs=length_reward, value_source="reward"),
         ConfigError,
         ["value_source", "value_model"],
-    ),
-    "bf16 weights that train": (
-        lambda: small(model=tiny_policy("gpt_neox", vocab_size=VOCAB).to(torch.bfloat16)),
-        ConfigError,
-        ["bfloat16", "1/256", "allow_low_precision_weights"],
     ),
     "nothing trains": (
         lambda: small(

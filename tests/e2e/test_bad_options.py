@@ -93,16 +93,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         KedgeError,
         ["999"],
     ),
-    "top-k without the same mask in training": (
-        lambda: small(top_k=5),
-        ConfigError,
-        ["top_k", "keep_sampling_mask"],
-    ),
-    "top-p out of range": (
-        lambda: small(top_p=1.5, keep_sampling_mask=True),
-        ConfigError,
-        ["top_p"],
-    ),
+    "top-p out of range": (lambda: small(top_p=1.5), ConfigError, ["top_p"]),
     "two penalties": (
         lambda: small(missing_eos_penalty=1.0, non_eos_penalty=True),
         ConfigError,
@@ -123,11 +114,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         KedgeError,
         ["/no/such/recording"],
     ),
-    "longer than the model's positions": (
-        lambda: run(response_length=200),
-        KedgeError,
-        ["128"],
-    ),
+    "longer than the model's positions": (lambda: run(response_length=200), KedgeError, ["128"]),
     "resume without a checkpoint": (
         lambda: small().train(resume_from_checkpoint=True),
         CheckpointError,

@@ -43,11 +43,8 @@ def by_the_trainer(data: list[Any], folder: Path) -> tuple[Any, list[dict[str, f
         learning_rate=1e-3,
         lr_scheduler_type="constant",
         kl_coef=0.2,
-        kl_estimator="abs",
         adaptive_kl=True,
         kl_horizon=100.0,
-        lam=0.9,
-        cliprange=0.1,
         max_grad_norm=0.5,
         seed=0,
         stop_token_id=0,
@@ -70,6 +67,7 @@ def by_the_trainer(data: list[Any], folder: Path) -> tuple[Any, list[dict[str, f
         train_dataset=[{"input_ids": q.tolist()} for queries, _, _ in data for q in queries],
         reward_funcs=reward,
         rollout_engine=ScriptedRollouts([responses for _, responses, _ in data]),
+        algorithm=kedge.ppo(kl_estimator="abs", lam=0.9, cliprange=0.1, whiten_advantages="batch"),
     )
     found.train()
     return found, [row for row in found.state.log_history if "objective/kl" in row]

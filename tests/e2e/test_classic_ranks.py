@@ -84,10 +84,7 @@ def one_row(found: PPOTrainer) -> dict[str, Any]:
     return (
         {"scores": torch.ones(1), "queries": row, "responses": row}
         | shared
-        | {
-            "masks": one,
-            "train_stats": stats,
-        }
+        | {"masks": one, "train_stats": stats}
     )
 
 

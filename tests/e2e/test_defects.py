@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from kedge import PPOConfig, PPOTrainer
-from kedge.engine.seeds import seed_for
+from kedge.loop.seeds import seed_for
 from kedge.testing import tiny_policy
 from tests.unit.text_toys import (
     BertConfig,
@@ -94,22 +94,24 @@ def test_d4_bf16_means_autocast_over_float32_weights() -> None:
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
-def test_d5_max_grad_norm_clips_and_the_norm_is_logged() -> None:
+def test_d5_max_grad_norm_clips_each_model_and_the_norm_is_logged() -> None:
     ends = {}
     for limit in (0.0, 1e-4):
         # SGD, for Adam's steps do not depend on the size of a gradient.
         trainer = small(
             max_grad_norm=limit, optim="sgd", learning_rate=1.0, total_episodes=4, num_ppo_epochs=1
         )
-        trained = [*trainer.model.parameters(), *trainer.value_model.parameters()]  # type: ignore[union-attr]
-        before = [p.detach().clone() for p in trained]
+        models = {"policy": trainer.model, "value": trainer.value_model}
+        before = {n: [p.detach().clone() for p in m.parameters()] for n, m in models.items()}  # type: ignore[union-attr]
         trainer.train()
-        pairs = zip(trained, before, strict=True)
-        moved = math.sqrt(sum(float(((p.detach() - q) ** 2).sum()) for p, q in pairs))
-        ends[limit] = (moved, rows(trainer)[0]["grad_norm"])
-    assert ends[0.0][1] == pytest.approx(ends[1e-4][1])  # the norm before clipping
-    assert ends[0.0][0] == pytest.approx(ends[0.0][1], rel=1e-3)
-    assert ends[1e-4][0] == pytest.approx(1e-4, rel=1e-2)
+        for name, model in models.items():
+            pairs = zip(model.parameters(), before[name], strict=True)  # type: ignore[union-attr]
+            moved = math.sqrt(sum(float(((p.detach() - q) ** 2).sum()) for p, q in pairs))
+            ends[name, limit] = (moved, rows(trainer)[0][f"grad_norm/{name}"])
+    for name in ("policy", "value"):
+        assert ends[name, 0.0][1] == pytest.approx(ends[name, 1e-4][1])  # before clipping
+        assert ends[name, 0.0][0] == pytest.approx(ends[name, 0.0][1], rel=1e-3)
+        assert ends[name, 1e-4][0] == pytest.approx(1e-4, rel=1e-2)
 
 
 def test_d11_the_stop_token_is_trained_when_pad_is_eos() -> None:
@@ -296,7 +298,7 @@ def test_d25_statistics_do_not_see_padding() -> None:
             assert rows(wide)[0][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
-def test_d30_dense_rewards_and_a_shared_trunk() -> None:
+def test_d30_dense_rewards_and_a_shared_backbone() -> None:
     def dense(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
         return [[0.1 * (token % 3) for token in ids] for ids in completion_ids]
 

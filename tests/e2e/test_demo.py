@@ -39,12 +39,10 @@ def test_the_demo_says_what_it_needs(
 ) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name == "trl" else real(name, *rest),
+        "importlib.util.find_spec", lambda name, *_: None if name == "trl" else real(name, *_)
     )
     assert main(["demo"]) == 2
-    assert "pip install 'kedge[demo]'" in capsys.readouterr().err
+    assert "pip install 'kedge-rl[demo]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -56,13 +54,15 @@ def test_quick_demo(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert set(summary) >= {
         *("score_start", "score_end", "kl", "win_rate_start", "win_rate"),
-        *("episodes_per_second", "seconds"),
+        *("episodes_per_second", "seconds", "win_rate_perfect"),
     }
     assert (tmp_path / "ppo" / "model.safetensors").is_file()
     assert (tmp_path / "ppo" / "value_model" / "model.safetensors").is_file()
     assert (tmp_path / "ppo" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len((tmp_path / "completions.jsonl").read_text().splitlines()) == 32
     assert "gold win rate" in done.stdout
+    seen = json.loads((tmp_path / "exchanges" / "exchanges.json").read_text())
+    assert f"misses {sum(s <= 0.5 for s in seen.values())} of 334 wrong values" in done.stdout
     again = processes.run(*run, "--output_dir", str(tmp_path))
     assert "stage ppo is done" in again.stdout
     assert json.loads((tmp_path / "summary.json").read_text()) == summary

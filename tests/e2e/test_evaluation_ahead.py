@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from tests.e2e.small import PROMPTS, VOCAB, small
 

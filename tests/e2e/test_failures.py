@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kedge import PPOTrainer
-from kedge.engine.checkpoint import checkpoint
+from kedge.checkpoint import checkpoint
 from kedge.errors import DataError, RewardError, RolloutError
 
 from .small import PROMPTS, length_reward, rows, small
@@ -47,7 +47,8 @@ def test_a_failing_part_costs_no_update(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str, method: str, error: Exception
 ) -> None:
     failing = trainer(tmp_path)
-    break_at(failing, part, method, 4 + 3 * (part == "learner"), error)  # the preflight asks, too
+    before = {"learner": 3, "reward": 1}.get(part, 0)  # calls of the checks of the first batch
+    break_at(failing, part, method, 4 + before, error)
     with pytest.raises(type(error), match=str(error)):
         failing.train()
     assert saved(tmp_path) == [3, 4]
@@ -157,7 +158,7 @@ def test_who_asked_for_no_checkpoints_gets_none(
     made = small(**({"output_dir": str(tmp_path), "total_episodes": 24} | options))
     if options:
         made.args.output_dir = None
-    break_at(made, "reward", "score", 2, RewardError("the judge is out"))
+    break_at(made, "reward", "score", 3, RewardError("the judge is out"))
     with pytest.raises(RewardError):
         made.train()
     assert saved(tmp_path) == []
@@ -170,7 +171,7 @@ def test_models_alone_are_saved_for_who_wants_no_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = trainer(tmp_path, save_only_model=True)
-    break_at(made, "reward", "score", 4, RewardError("the judge is out"))
+    break_at(made, "reward", "score", 5, RewardError("the judge is out"))
     with pytest.raises(RewardError):
         made.train()
     assert saved(tmp_path) == [3, 4]
@@ -181,7 +182,7 @@ def test_the_error_stays_what_it_was_when_nothing_can_be_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = trainer(tmp_path)
-    break_at(made, "reward", "score", 4, RewardError("the judge is out"))
+    break_at(made, "reward", "score", 5, RewardError("the judge is out"))
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -198,7 +199,7 @@ def test_the_error_stays_what_it_was_when_nothing_can_be_saved(
 
 def test_a_reward_that_cannot_score_anything_is_asked_again(tmp_path: Path, monkeypatch) -> None:
     """None of the scores is a number: the responses are kept, the scores are not."""
-    monkeypatch.setattr("kedge.engine.updater.MOST_UNSCORED", 1)
+    monkeypatch.setattr("kedge.loop.updater.MOST_UNSCORED", 1)
     calls = itertools.count()
 
     def out(completions: list[str], **_: Any) -> list[Any]:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from kedge.backends.trackers import Jsonl
-from kedge.engine.checkpoint import checkpoint
+from kedge.checkpoint import checkpoint
 from kedge.errors import CheckpointError, ConfigError
+from kedge.reporting.base import JsonlTracker
 
 from .small import PROMPTS, rows, small
 from .test_resume import assert_same, trainer, whole_run
@@ -58,7 +58,7 @@ def logged(file: Path) -> list[int]:
 
 
 def test_rows_wait_until_there_is_room(tmp_path: Path) -> None:
-    tracker, file = Jsonl(tmp_path), tmp_path / "metrics.jsonl"
+    tracker, file = JsonlTracker(tmp_path), tmp_path / "metrics.jsonl"
     tracker.log({"n": 1.0}, step=1)
     with no_file_above(file.stat().st_size + 7):  # part of the next row would fit
         for step in (2, 3):
@@ -70,7 +70,7 @@ def test_rows_wait_until_there_is_room(tmp_path: Path) -> None:
 
 
 def test_a_table_is_whole_or_as_before(tmp_path: Path) -> None:
-    tracker, file = Jsonl(tmp_path), tmp_path / "completions" / "step-000001.jsonl"
+    tracker, file = JsonlTracker(tmp_path), tmp_path / "completions" / "step-000001.jsonl"
     tracker.table("completions", [{"query": "q"}], step=1)
     full(file.with_suffix(".part"))
     with pytest.raises(OSError, match="No space left"):

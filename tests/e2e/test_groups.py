@@ -57,6 +57,23 @@ def make(trainer: Any, config: Any, **changes: Any) -> Any:
     return trainer(**parts | given)
 
 
+def test_groups_of_equal_scores_are_dropped_whatever_their_kl() -> None:
+    trainer = make(
+        GRPOTrainer,
+        GRPOConfig,
+        reward_funcs=lambda completions, **_: [1.0] * len(completions),
+        ref_model=tiny_policy("gpt_neox", vocab_size=VOCAB, seed=4),
+        drop_uniform_groups=True,
+        kl_coef=0.1,
+        max_steps=1,
+    )
+    trainer.train()
+    (row,) = rows(trainer)
+    assert abs(row["objective/kl"]) > 1e-3
+    assert row["rollout/untrained_rows"] == 8
+    assert row["grad_norm"] == 0
+
+
 def rloo(**changes: Any) -> RLOOTrainer:
     return make(RLOOTrainer, RLOOConfig, **changes)
 

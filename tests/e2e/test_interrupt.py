@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from kedge.engine.checkpoint import checkpoint
-from kedge.engine.rollout.threads import Worker, interrupt, working
+from kedge.checkpoint import checkpoint
+from kedge.rollout.scheduler.threads import interrupt, working
 from tests import processes
 
 from .small import rows, small
@@ -143,25 +143,18 @@ def test_an_update_that_was_broken_off_is_told_of(tmp_path: Path) -> None:
     assert made.engine.state_consistent
 
 
-def test_a_worker_keeps_the_order_and_hands_errors_over() -> None:
-    worker, seen = Worker("rollout"), []
-    found = [worker.submit(seen.append, n) for n in range(100)]
-    failed = worker.submit(divmod, 1, 0)
-    assert failed.exception().__class__ is ZeroDivisionError
-    assert worker.submit(max, 1, 2).result() == 2
-    assert seen == list(range(100))
-    assert all(future.result() is None for future in found)
-    worker.close()
-    worker.threads[0].join(5)
-    assert not worker.threads[0].is_alive()
-
-
 def test_what_was_asked_is_done_when_no_one_interrupts() -> None:
     done: list[int] = []
-    worker = Worker("rollout")
-    with working(worker.threads, close=worker.close, drop=lambda: done.append(-1)):
-        for n in range(3):
-            worker.submit(lambda n=n: (time.sleep(0.05), done.append(n)))
+    closed = threading.Event()
+
+    def work() -> None:
+        closed.wait()
+        done.extend(range(3))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    with working([thread], close=closed.set, drop=lambda: done.append(-1)):
+        pass
     assert done == [0, 1, 2]
 
 
@@ -171,23 +164,23 @@ def test_an_interrupt_breaks_off_and_drops(error: type[BaseException]) -> None:
 
     def loop() -> None:
         begun.set()
-        for _ in range(10_000):
-            time.sleep(0.01)
-        done.append("finished")
+        with contextlib.suppress(KeyboardInterrupt):
+            for _ in range(10_000):
+                time.sleep(0.01)
+            done.append("finished")
 
-    worker = Worker("rollout")
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
 
     def run() -> None:
-        with working(worker.threads, close=worker.close, drop=lambda: done.append("dropped")):
-            worker.submit(loop)
-            worker.submit(done.append, "next")
+        with working([thread], close=lambda: None, drop=lambda: done.append("dropped")):
             begun.wait()
             raise error
 
     with pytest.raises(error):
         run()
     assert done == ["dropped"]
-    assert not worker.threads[0].is_alive()
+    assert not thread.is_alive()
 
 
 def test_a_library_that_does_not_come_back_is_left_behind() -> None:

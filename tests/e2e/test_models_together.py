@@ -12,10 +12,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from kedge.backends.hf.value_head import ScalarHead
+from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from kedge.errors import ConfigError, DataError, KedgeError
+from kedge.models.value_head import ScalarHead
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.small import PROMPTS, VOCAB, length_reward, rows, small
+from tests.e2e.test_groups import make
 from tests.unit.text_toys import EOS, bert_reward, neox_reward, word_tokenizer
 
 LORA = {"r": 2, "target_modules": "all-linear"}
@@ -39,7 +41,7 @@ def test_a_value_model_that_is_the_reward_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("role", ["ref_model", "reward_model"])
-def test_a_trunk_that_trains_is_in_no_model_that_must_not(role: str) -> None:
+def test_a_backbone_that_trains_is_in_no_model_that_must_not(role: str) -> None:
     model = policy()
     other = policy() if role == "ref_model" else neox_reward(vocab=VOCAB)
     other.gpt_neox = model.gpt_neox
@@ -179,10 +181,9 @@ def test_a_model_whose_files_lack_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lacks 1 of its weights .(lm_head|embed_out)\.weight"):
         small(model=str(tmp_path / "judge"))
     headless = without(tmp_path / "judge", "score.weight")
-    with pytest.raises(ConfigError, match=r"lacks 1 of its weights .score\.weight"):
-        small(reward_model=headless)
-    with pytest.raises(ConfigError, match=r"lacks 1 of its weights .score\.weight"):
-        small(value_model=headless)
+    for role in ("reward_model", "value_model"):
+        with pytest.raises(ConfigError, match=r"has no score head .*without score\.weight"):
+            small(**{role: headless})
 
 
 def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
@@ -209,18 +210,68 @@ def test_a_run_goes_on_from_the_adapter_that_another_left(tmp_path: Path) -> Non
     assert trained
     assert all("lora_" in name for name in trained)
     second.train()
-    assert rows(second)[0]["objective/kl2"] > 1e-3  # from the base: not from where it starts
+    assert rows(second)[0]["objective/kl2"] < 1e-10  # from where it starts
     assert rows(second)[0]["val/ratio"] == pytest.approx(1.0, abs=0.2)
 
 
-def test_an_adapter_that_has_trained_before_passes_the_preflight() -> None:
-    model: Any = get_peft_model(policy(), LoraConfig(**LORA))
+def ppo_on(**parts: Any) -> Any:
+    return small(**parts)
+
+
+def ppo_with_a_value_adapter(**parts: Any) -> Any:
+    options = {"value_adapter": True, "reward_model": None, "reward_funcs": length_reward}
+    return small(**options, **parts)
+
+
+def grpo_on(**parts: Any) -> Any:
+    return make(GRPOTrainer, GRPOConfig, beta=0.1, **parts)
+
+
+def rloo_on(**parts: Any) -> Any:
+    return make(RLOOTrainer, RLOOConfig, **parts)
+
+
+def trained_adapter(**options: Any) -> Any:
+    """A policy that is far from its base, as after SFT with LoRA."""
+    model: Any = get_peft_model(policy(), LoraConfig(**LORA | options))
     for name, p in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "modules_to_save" in name:
             nn.init.normal_(p, std=0.3)
-    trainer = small(model=model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (ppo_on, {}),
+        (ppo_with_a_value_adapter, {}),
+        (grpo_on, {}),
+        (rloo_on, {}),
+        (rloo_on, {"modules_to_save": ["embed_out"], "target_modules": ["query_key_value"]}),
+        (rloo_on, {"bias": "all"}),  # the reference is a copy of its own
+    ],
+    ids=["ppo", "value adapter", "grpo", "rloo", "saved modules", "biases"],
+)
+def test_the_reference_of_a_trained_adapter_is_that_adapter(
+    build: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
+    adapted = trained_adapter(**options)
+    before = adapted.state_dict()
+    trainer = build(model=copy.deepcopy(adapted), **sizes)
     trainer.train()
-    assert rows(trainer)[0]["objective/kl2"] > 1e-3
+    kl = [row["objective/kl2"] for row in rows(trainer)]
+    assert kl[0] < 1e-10  # rounding of float32
+    assert kl[1] > 1e-6
+    saved = [file.name for file in tmp_path.rglob("kedge_reference*")]
+    assert saved == []
+    copies = {n: p for n, p in trainer.model.named_parameters() if "kedge_reference" in n}
+    assert bool(copies) == ("bias" not in options)
+    for name, p in copies.items():
+        assert torch.equal(p, before[name.replace("kedge_reference", "default")])
+    resumed = build(model=adapted, **sizes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert rows(resumed)[1]["objective/kl2"] == kl[1]
 
 
 @pytest.mark.filterwarnings("ignore:Could not find a config file")  # peft 0.18

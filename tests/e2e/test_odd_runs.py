@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from kedge import PPOTrainer
 from kedge.errors import KedgeError
-from kedge.testing import tiny_policy
+from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Rollout, Sampling
 from tests.unit.text_toys import word_tokenizer
 
@@ -138,3 +139,89 @@ def test_a_warmup_of_the_value_that_never_ends_is_said(caplog: pytest.LogCapture
     caplog.clear()
     small(value_warmup_steps=1)
     assert "value_warmup_steps" not in caplog.text
+
+
+def test_schedules_begin_with_the_policy() -> None:
+    trainer = small(
+        total_episodes=32,
+        value_warmup_steps=4,
+        warmup_steps=2,
+        num_ppo_epochs=1,
+        adaptive_kl=True,
+        kl_target=100.0,
+    )
+    trainer.train()
+    log, rate = rows(trainer), 3e-3
+    assert [row["lr"] for row in log] == pytest.approx([0, 0, 0, 0, 0, rate / 2, rate, rate / 2])
+    assert [row["lr/value"] for row in log][:4] == pytest.approx([0, rate / 2, rate, rate * 5 / 6])
+    coefficients = [row["objective/kl_coef"] for row in log]
+    assert coefficients[:5] == [coefficients[0]] * 5
+    assert coefficients[5] < coefficients[4]
+
+
+@pytest.mark.parametrize("position", ["last", "after_last"])
+def test_a_batch_with_nothing_to_teach_is_not_scaled_up(position: str, tmp_path: Path) -> None:
+    """Whitened by its own deviation, noise would have a deviation of 1, as with TRL's rule."""
+    batches = itertools.count()
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        spread = 0.05 if next(batches) else 10.0
+        return [1.0 + spread * (-1) ** i for i in range(len(completions))]
+
+    trainer = small(
+        output_dir=str(tmp_path),
+        reward_model=None,
+        reward_funcs=[reward],
+        score_position=position,
+        learning_rate=1e-6,
+        kl_coef=0.0,
+    )
+    trainer.train()
+    raw, used = (
+        [row[f"val/{name}advantage_std"] for row in rows(trainer)] for name in ("raw_", "")
+    )
+    assert raw[0] > 1
+    assert raw[1] < 0.5
+    expected = [1.0, raw[1] if position == "last" else 1.0]
+    assert used == pytest.approx(expected, rel=0.03)
+
+
+def test_a_reward_model_that_prefers_unfinished_texts_is_named_at_the_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def warnings(**changes: Any) -> list[str]:
+        caplog.clear()
+        model = tiny_reward_model(vocab_size=VOCAB)
+        small(reward_model=model, reward_funcs=None, response_length=8, **changes).train()
+        return [text for text in caplog.messages if "score higher cut in half" in text]
+
+    (text,) = warnings()
+    share = int(text.split("%")[0].rsplit(" ", 1)[1])
+    assert 25 <= share <= 100
+    assert warnings(non_eos_penalty=True, penalty_reward_value=-100.0) == []
+    assert warnings(missing_eos_penalty=0.0) == [text]
+
+
+def test_fewer_ends_at_a_rising_score_are_named_while_it_happens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def longer(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
+    sizes = {"per_device_train_batch_size": 16, "total_episodes": 320, "response_length": 24}
+    trainer = small(reward_funcs=longer, reward_model=None, kl_coef=0.0, **sizes)
+    seen: list[int] = []
+    handler = caplog.handler
+    emit = handler.emit
+
+    def note(record: Any) -> None:
+        if "fewer responses end" in record.getMessage():
+            seen.append(trainer.state.global_step)
+        emit(record)
+
+    handler.emit = note  # type: ignore[method-assign]
+    trainer.train()
+    cut = [row["completions/truncated_ratio"] for row in rows(trainer)]
+    assert cut[-1] > cut[0] + 0.2, cut
+    assert len(seen) == 1
+    assert seen[0] < len(cut)

@@ -103,3 +103,25 @@ def test_five_thousand_responses_make_few_elements(
     document = opened(browser, folder / "report.html", "tokens", tmp_path / "profile")
     assert "5,000 of 5,000 responses" in document
     assert document.count('role="option"') < 60
+
+
+def test_episodes_and_prompts_that_were_sampled_once(browser: str, tmp_path: Path) -> None:
+    log = Path(__file__).parents[1] / "data" / "doctor" / "good.jsonl"
+    shutil.copy(log, tmp_path / "metrics.jsonl")
+    played = {"tokens": ["go", "wall", "left"], "turn": [0, -1, 1], "turn_rewards": [0, 1]}
+    for folder, row in (
+        ("tokens", {"prompt": "a maze", "score": 1, "metrics": {"success": 1}} | played),
+        ("completions", {"model response": "an answer", "score": 0.5}),
+    ):
+        (tmp_path / folder).mkdir()
+        for step in (1, 2):
+            rows = [json.dumps(row | {"query": f"question {step} {i}"}) + "\n" for i in range(3)]
+            (tmp_path / folder / f"step-{step:06d}.jsonl").write_text("".join(rows))
+    assert main(["report", str(tmp_path)]) == 0
+    page = tmp_path / "report.html"
+    overview = opened(browser, page, "overview", tmp_path / "chrome")
+    assert "Won 3 of 3" in overview
+    assert "Nothing found." in overview
+    beside = opened(browser, page, "completions", tmp_path / "chrome")
+    assert "2 of 2 steps, 6 responses" in beside
+    assert all(f"question {step} 0" in beside for step in (1, 2))

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from kedge import PPOConfig, PPOTrainer
-from kedge.engine.checkpoint import checkpoint
-from kedge.engine.checkpoint.folders import write_manifest
+from kedge.checkpoint import checkpoint
+from kedge.checkpoint.checkpoint import write_manifest
 from kedge.errors import CheckpointError
 from kedge.testing import tiny_policy
 from tests import processes
@@ -44,6 +44,7 @@ def trainer(
     *callbacks: Any,
     eval_dataset: Any = None,
     seed_of_policy: int = 3,
+    width: int = 16,
     prompts: Any = PROMPTS,
     **changes: Any,
 ) -> PPOTrainer:
@@ -67,7 +68,7 @@ def trainer(
     return PPOTrainer(
         PPOConfig(**options | changes),
         word_tokenizer(),
-        tiny_policy("llama", vocab_size=32, hidden_size=16, seed=seed_of_policy),
+        tiny_policy("llama", vocab_size=32, hidden_size=width, seed=seed_of_policy),
         reward_model=reward,
         train_dataset=prompts,
         eval_dataset=eval_dataset,
@@ -203,20 +204,24 @@ def policy_in(folder: Path) -> torch.Tensor:
 
 def test_other_settings_are_listed_on_resume(tmp_path: Path) -> None:
     trainer(tmp_path, StopAt(3)).train()
-    changed = trainer(tmp_path, learning_rate=1e-3)
+    changed = trainer(tmp_path, learning_rate=1e-3, weight_decay=0.1, logging_steps=1)
     with pytest.warns(UserWarning, match=r"learning_rate: 0.003 in the checkpoint, 0.001 now"):
         changed.train(resume_from_checkpoint=True)
+    rates = [row["lr"] for row in changed.state.log_history if "lr" in row]
+    assert rates[-3:] == pytest.approx([1e-3 * left / 6 for left in (3, 2, 1)])  # the new ones
+    groups = changed.engine.learner.optimizer.param_groups
+    assert max(group["weight_decay"] for group in groups) == 0.1
 
 
 def test_another_reference_and_other_prompts_are_noticed_on_resume(tmp_path: Path) -> None:
     """A run that goes on with the trained model as `model` would be held to that."""
     trainer(tmp_path, StopAt(3)).train()
     other = trainer(tmp_path, seed_of_policy=9)
-    with pytest.warns(UserWarning, match=r'reference: "\w+" in the checkpoint, "\w+" now'):
+    with pytest.warns(UserWarning, match="reference: not that of the checkpoint, so the KL"):
         other.train(resume_from_checkpoint=True)
     trainer(tmp_path / "b", StopAt(3)).train()
     fewer = trainer(tmp_path / "b", prompts=PROMPTS[:-1])
-    with pytest.warns(UserWarning, match=r'prompts: "\w+" in the checkpoint, "\w+" now'):
+    with pytest.warns(UserWarning, match="prompts: not those of the checkpoint"):
         fewer.train(resume_from_checkpoint=True)
 
 
@@ -228,7 +233,8 @@ def test_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr()
     assert shown.err == ""  # no bars of other libraries in between
     *table, last = shown.out.splitlines()
-    assert [line.split()[:2] for line in table] == [["step", f"{n}/6"] for n in (2, 4, 6)]
+    table = [line for line in table if not line.startswith("kedge: ")]
+    assert [line.split()[:2] for line in table] == [["step", f"{n}/6"] for n in (1, 2, 4, 6)]
     assert "kedge report" in last
     made.save_model()
     made.create_model_card()
@@ -243,6 +249,16 @@ def test_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "## Results" in (folder / "README.md").read_text()
     assert not [p for p in folder.rglob("*") if p.suffix in (".pt", ".pth", ".bin", ".pkl")]
+    log = folder / "metrics.jsonl"  # killed after the last checkpoint, before the last row
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+    trainer(folder, save_total_limit=1).train(resume_from_checkpoint=True)
+    again = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["step"] for row in again] == [2, 4, 6, 6]
+    assert again[-1]["train_loss"] == rows[-1]["train_loss"]
+    assert again[-1].keys() == rows[-1].keys()
+    said = r"checkpoint-6: weight 0 of .* policy has shape \(32, 16\), this run's has \(32, 32\)"
+    with pytest.raises(CheckpointError, match=said), pytest.warns(UserWarning, match="resum"):
+        trainer(folder, width=32).train(resume_from_checkpoint=True)
 
 
 def test_a_replayed_run_ends_where_the_recorded_one_did(tmp_path: Path) -> None:
@@ -257,9 +273,9 @@ KILLED = """
     import os, signal
     from pathlib import Path
     from tests.e2e.test_resume import StopAt, trainer
-    from kedge.engine.checkpoint import folders as checkpoint_folders
+    from kedge.checkpoint import checkpoint
 
-    real, calls = checkpoint_folders.write_manifest, []
+    real, calls = checkpoint.write_manifest, []
 
     def dying(folder):
         calls.append(folder)
@@ -267,7 +283,6 @@ KILLED = """
             os.kill(os.getpid(), signal.SIGKILL)
         real(folder)
 
-    from kedge.engine.checkpoint import checkpoint
     checkpoint.write_manifest = dying
     trainer(Path(os.environ["RUN"]), save_steps=2).train()
 """

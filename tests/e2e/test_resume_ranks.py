@@ -25,9 +25,9 @@ class StopOnOneRank(TrainerCallback):
 
 def work(mode: str, folder: str, out: str) -> None:
     """What each process does."""
-    from kedge.backends.hf.fingerprint import WeightsCopy
-    from kedge.backends.hf.learner_state import WeightCopier
     from kedge.errors import RewardError, RolloutError, SyncError
+    from kedge.learner.learner_state import WeightCopier
+    from kedge.models.fingerprint import WeightsCopy
     from tests.e2e.test_failures import break_at
     from tests.e2e.test_resume import outcome, trainer
 
@@ -41,7 +41,7 @@ def work(mode: str, folder: str, out: str) -> None:
     )
     said = ""
     if mode == "broken" and not made.is_world_process_zero():
-        break_at(made, "reward", "score", 4, RewardError("out of order"))
+        break_at(made, "reward", "score", 5, RewardError("out of order"))
     if mode == "unstaged":
         copies = itertools.count()
 

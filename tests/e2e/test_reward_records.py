@@ -26,14 +26,7 @@ def counting() -> Any:
     return reward
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_lag": 0},
-        {"max_lag": 1},
-        {"max_lag": 3},
-    ],
-)
+@pytest.mark.parametrize("options", [{"max_lag": 0}, {"max_lag": 1}, {"max_lag": 3}])
 def test_a_row_of_metrics_has_the_records_of_its_own_batch(
     options: dict[str, Any], tmp_path: Path
 ) -> None:

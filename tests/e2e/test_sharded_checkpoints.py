@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from kedge.engine.checkpoint import checkpoint
+from kedge.checkpoint import checkpoint
 from kedge.errors import CheckpointError
 from tests.e2e.test_ranks import launch
 from tests.ranks import leave
@@ -145,7 +145,7 @@ def test_a_rank_that_cannot_write_leaves_the_older_checkpoint(folder: Path) -> N
     assert "rank 1" in rows[0] or "checkpoint-3" in rows[0]
     output = folder / "full-disk" / "run"
     assert [x.name for x in checkpoint.checkpoints(output)] == ["checkpoint-3"]
-    assert checkpoint.latest_good(output) == output / "checkpoint-3"
+    assert checkpoint.load_latest(output) == output / "checkpoint-3"
     assert not list(output.glob(".saving-*"))
 
 

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from kedge import PPOConfig, PPOTrainer
-from kedge.backends.hf import learner_state, sharding
+from kedge.learner import learner_state, sharding
+from kedge.models.fingerprint import checksum
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.test_ranks import launch
 from tests.ranks import leave
@@ -73,6 +74,7 @@ class Peaks:
 
 def work(folder: str, out: str) -> None:
     """What each rank does: two iterations of PPO with value model and reference, and a save."""
+    checksum(torch.zeros(1))  # makes its table of 1 MiB, which is no weight
     models, peaks = Path(out).parent / "models", Peaks()
     sharding.fully_shard = peaks.around(sharding.fully_shard)  # type: ignore[assignment]
     made = PPOTrainer(
@@ -145,7 +147,7 @@ def test_no_rank_holds_the_models_whole(tmp_path: Path) -> None:
     for peaks in (one, two):
         assert 1.5 < peaks["annotate 0"] < 1.5 + 0.5
         assert 2.5 < peaks["sample 0"] < 1.5 + 1 + 0.7  # with the cache of keys and values
-        assert 4.5 < peaks["train 0"] < 4.5 + 0.4
+        assert 4.4 < peaks["train 0"] < 4.5 + 0.4
         assert peaks["annotate 1"] < 3.5 + 0.5  # the gradients are freed
         assert peaks["sample 1"] < 3.5 + 1 + 0.7
         assert max(peaks.values()) < 0.6 * (3 + 2 + 4)  # of one process with whole models

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kedge.engine import micro_batches
+from kedge.loop import micro_batches
 from tests.e2e.strict_runs import (
     FLAGS,
     SGD,

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kedge import PPOConfig, PPOTrainer
-from kedge.backends.hf.end_tokens import eos_token_ids
-from kedge.backends.vllm.remote import Remote
-from kedge.backends.vllm.server import Process
 from kedge.errors import ConfigError, SyncError
+from kedge.models.end_tokens import eos_token_ids
+from kedge.rollout.vllm.remote import Remote
+from kedge.rollout.vllm.server import Process
 from tests.contract.engines import needs_vllm
 
 pytestmark = needs_vllm
@@ -127,6 +127,8 @@ def test_every_eos_token_of_the_generation_config_ends_a_response(shared, tmp_pa
     made = trainer(shared, tmp_path, updates=1, engine=begun.engine.rollout_engine)
     stops = made.engine.sampling.stop_ids
     free = replace(made.engine.sampling, stop_ids=())
+    weights = dict(begun.engine.learner.weights())  # again, after the sync that failed above
+    begun.engine.rollout_engine.load_weights(weights, 3)
     prompts = made.engine.source.batch(0)
     sampled = begun.engine.rollout_engine.generate(prompts, sampling=free, seed=1)
     common = int(sampled.ids.flatten().mode().values)

@@ -31,7 +31,7 @@ def needs(package: str) -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kedge\[textarena\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'kedge-rl\[textarena\]'"):
         TextArena("Chess-v0")
     with pytest.raises(AttributeError, match="it has Gymnasium, OpenEnv, TextArena, Verifiers"):
         _ = adapters.TextWorld

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.backends.hf.fingerprint import policy_weights
-from kedge.backends.hf.slots import SlotStepper
 from kedge.environments import EnvironmentRollouts
 from kedge.errors import LostRequestsError, RolloutError
+from kedge.models.fingerprint import policy_weights
+from kedge.rollout.embedded.slots import SlotStepper
 from kedge.types import Rollout
-from tests.environments.toys import Echo, engine, policy, prompts, rollouts, sampling
+from tests.environments.toys import CHAT, Echo, engine, policy, prompts, rollouts, sampling
 
 
-def drained(played: EnvironmentRollouts, *, unsorted: bool = False) -> Rollout:
+def drained(played: EnvironmentRollouts) -> Rollout:
     """Everything that is held, in the order of the rows."""
     parts = []
     while played.unfinished:
         part = played.advance()
         parts += [] if part is None else [part]
     whole = Rollout.cat(parts)
-    return whole if unsorted else whole.rows(whole.prompts.row.argsort())
+    return whole.rows(whole.prompts.row.argsort())
 
 
 class Cut(Echo):
@@ -37,12 +37,14 @@ class Cut(Echo):
 class Slow(Echo):
     """Takes its time if its seed is odd."""
 
+    seconds = 0.3
+
     def reset(self, *, seed: int, options: Any) -> Any:
         self.slow = seed % 2
         return super().reset(seed=seed, options=options)
 
     def step(self, response: Any) -> Any:
-        time.sleep(0.3 * self.slow)
+        time.sleep(self.seconds * self.slow)
         return super().step(response)
 
 
@@ -87,10 +89,26 @@ def test_held_episodes_are_those_of_whole_batches(limits: dict[str, int]) -> Non
 
 
 def test_slow_environments_do_not_delay_other_episodes() -> None:
-    played = rollouts(Slow, engine(chunk_rows=16))
+    others_ended = threading.Event()
+
+    class Waiting(Echo):
+        def reset(self, *, seed: int, options: Any) -> Any:
+            self.waits = options["prompt"] == CHAT[0]
+            return super().reset(seed=seed, options=options)
+
+        def step(self, response: Any) -> Any:
+            assert not self.waits or others_ended.wait(60)
+            return super().step(response)
+
+    played, order = rollouts(Waiting, engine(chunk_rows=16)), list[int]()
     played.submit(prompts(8), sampling=sampling(max_new_tokens=60), seed=5)
-    order = drained(played, unsorted=True).prompts.row.tolist()
-    assert sorted(order) == list(range(8)) != order
+    while played.unfinished:
+        part = played.advance()
+        order += [] if part is None else part.prompts.row.tolist()
+        if len(order) == 6:
+            others_ended.set()
+    assert sorted(order[:6]) == [1, 2, 3, 4, 5, 7]
+    assert sorted(order[6:]) == [0, 6]
 
 
 def test_groups_are_complete_with_their_last_episode() -> None:
@@ -156,7 +174,10 @@ def test_an_engine_that_is_slow_does_not_truncate_episodes() -> None:
 
 
 def test_an_environment_that_is_slow_is_truncated() -> None:
-    played = rollouts(Slow, engine(), max_seconds=0.2, max_turn_tokens=4)
+    class Slower(Slow):
+        seconds = 1.2
+
+    played = rollouts(Slower, engine(), max_seconds=1.0, max_turn_tokens=4)
     played.submit(prompts(8), sampling=sampling(max_new_tokens=60), seed=5)
     terminated = drained(played).terminated
     assert terminated.any()
@@ -195,7 +216,7 @@ def test_dropped_episodes_give_their_environments_back() -> None:
 
     class Waiting(Echo):
         def step(self, response: Any) -> Any:
-            gate.wait(10)
+            gate.wait(60)
             return super().step(response)
 
     def make() -> Echo:
@@ -209,7 +230,8 @@ def test_dropped_episodes_give_their_environments_back() -> None:
             played.advance()
         played.cancel()
         gate.set()
-        time.sleep(0.1)  # until the calls have returned
+        while sum(map(len, played._environments._idle.values())) < 4:  # the calls return
+            time.sleep(0.001)
         gate.clear()
     assert len(made) == 4
     gate.set()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.backends.hf import prefix_cache
-from kedge.backends.hf.prefix_cache import common_length
+from kedge.rollout.embedded import prefix_cache
+from kedge.rollout.embedded.prefix_cache import common_length
 from kedge.testing import tiny_policy
 from tests.environments.toys import VOCAB, Echo, engine, prompts, rollouts, sampling
 

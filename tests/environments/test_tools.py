@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
-from typing import Any
+import threading
+from functools import partial
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch
 from kedge.environments import EnvironmentRollouts, Response, ToolEnvironment, tool_environments
 from kedge.environments.function import FunctionRollouts
 from kedge.environments.tool_calls import parse_any, tool_parser
+from kedge.environments.tools import check_arguments, tool_schema
 from kedge.errors import ConfigError, RolloutError
 from kedge.testing import ScriptedRollouts
 from kedge.types import PromptBatch, Sampling, ToolCall
@@ -146,7 +150,12 @@ def test_a_tool_answers_in_the_format_of_the_template(family: str) -> None:
     ("call", "answer", "invalid"),
     [
         ('{"name": "compute"}', "Error: there is no tool 'compute'; the tools are: calculator", 0),
-        ('{"name": "calculator", "arguments": {"a": 1}}', "Error: TypeError: calculator()", 0),
+        ('{"name": "calculator", "arguments": {"a": 1}}',
+         "Error: calculator needs the argument 'b'", 0),
+        ('{"name": "calculator", "arguments": {"a": 1, "b": 2, "c": 3}}',
+         "Error: calculator has no argument 'c'; it has: a, b, operation", 0),
+        ('{"name": "calculator", "arguments": {"a": "2", "b": 3}}',
+         'Error: the argument \'a\' of calculator must match {"type": "number"}, got "2"', 0),
         ('{"name": "calculator", "arguments": {"a": 1, "b": 2, "operation": "x"}}',
          "Error: KeyError: 'x'", 0),
         ("{1}", "Error: the tool call is not valid JSON", 1),
@@ -159,6 +168,100 @@ def test_wrong_calls_are_answered_in_words(call: str, answer: str, invalid: int)
     metrics = rollout.episodes.metrics
     assert metrics["environment/tool_errors"] == (1.0, 1.0)
     assert metrics["environment/invalid_calls"] == (float(invalid), 1.0)
+
+
+class Lookup:
+    """A tool with a state."""
+
+    def __call__(self, key: str) -> str:
+        """Look a word up.
+
+        Args:
+            key: The word.
+        """
+        return f"value of {key}"
+
+
+def test_partials_and_objects_are_tools() -> None:
+    double = partial(calculator, operation="multiply", b=2)
+    (schema,) = ToolEnvironment([double]).tools
+    assert schema["function"]["name"] == "calculator"
+    assert list(schema["function"]["parameters"]["properties"]) == ["a"]
+    calls = "".join(
+        f'<tool_call>{{"name": "{name}", "arguments": {{{arguments}}}}}</tool_call>'
+        for name, arguments in (("calculator", '"a": 21'), ("Lookup", '"key": "door"'))
+    )
+    _, read = played("qwen2.5", [calls, "done"], tool_environments([double, Lookup()]))
+    assert "42" in read[1]
+    assert "value of door" in read[1]
+
+
+def test_tools_of_a_turn_run_together() -> None:
+    """Of eight calls, the four in threads are at work at once, and so are the four async ones."""
+    four, began, all_began = threading.Barrier(4, timeout=60), list[str](), asyncio.Event()
+
+    def slow(word: str) -> str:
+        """Wait.
+
+        Args:
+            word: Any.
+        """
+        four.wait()
+        return word
+
+    async def later(word: str) -> str:
+        """Wait.
+
+        Args:
+            word: Any.
+        """
+        began.append(word)
+        if len(began) == 4:
+            all_began.set()
+        await asyncio.wait_for(all_began.wait(), 60)
+        return word
+
+    call = '<tool_call>{{"name": "{}", "arguments": {{"word": "w{}"}}}}</tool_call>'
+    turn = "".join(call.format(("slow", "later")[i % 2], i) for i in range(8))
+    _, read = played("qwen2.5", [turn, "done"], tool_environments([slow, later]))
+    answers = read[1][len(read[0]) + len(turn) :]
+    assert [answers.count(f"w{i}") for i in range(8)] == [1] * 8
+    assert [answers.index(f"w{i}") for i in range(8)] == sorted(
+        answers.index(f"w{i}") for i in range(8)
+    )
+
+
+@pytest.mark.parametrize(
+    ("hint", "right", "wrong"),
+    [
+        (int, [3, 3.0], [3.5, "3", True, None]),
+        (bool, [True], [1, "true"]),
+        (str | None, ["a", None], [1, ["a"]]),
+        (list[int], [[], [1, 2]], [["a"], "a", {"a": 1}]),
+        (dict[str, float], [{}, {"a": 1}], [{"a": "b"}, [1]]),
+        (Literal["up", "down"], ["up"], ["left", 1, None]),
+        (int | list[str], [1, ["a"]], ["a", [1]]),
+        (tuple[int, str], [[1, "a"]], [[1], ["a", 1]]),
+        (Any, [1, "a", None, []], []),
+    ],
+)
+def test_arguments_match_their_hints(hint: Any, right: list[Any], wrong: list[Any]) -> None:
+    def tool(x):  # type: ignore[no-untyped-def]
+        """Do.
+
+        Args:
+            x: It.
+        """
+
+    tool.__annotations__ = {"x": hint}
+    tool.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter("x", inspect.Parameter.KEYWORD_ONLY, annotation=hint)]
+    )
+    schema = tool_schema(tool)
+    for value in right:
+        assert check_arguments(tool, schema, {"x": value}) == ""
+    for value in wrong:
+        assert "must match" in check_arguments(tool, schema, {"x": value})
 
 
 def test_async_tools() -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 
-from kedge import GRPOConfig, GRPOTrainer, PPOConfig, RLOOConfig, RLOOTrainer
+from kedge import GRPOConfig, GRPOTrainer, PPOConfig, RLOOConfig, RLOOTrainer, reinforce_pp, rloo
 from kedge.cli.main import main
 from kedge.environments import EnvironmentRollouts
+from kedge.environments.success import measure_success, wilson
 from kedge.errors import ConfigError
+from kedge.loop import updater
+from kedge.reporting.report import gather
 from kedge.testing import tiny_policy
 from tests.e2e.small import length_reward, rows, small
 from tests.e2e.test_groups import make
 from tests.environments.families import tokenizer
 from tests.environments.test_tools import Counter, calculator
-from tests.environments.toys import CHAT, Echo, chat_tokenizer, policy
+from tests.environments.toys import CHAT, Echo, Odd, chat_tokenizer, policy
 
 PROMPTS = [{"prompt": p} for p in CHAT]
 TOOL_PROMPTS = [
@@ -90,6 +95,22 @@ def test_ppo_plays(given: dict[str, Any]) -> None:
     assert isinstance(made.engine.rollout_engine, EnvironmentRollouts)
 
 
+def test_a_resumed_run_must_play_the_same_episodes(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"output_dir": str(tmp_path), "save_strategy": "steps"}
+    options |= {"save_steps": 1, "environment": "tests.environments.toys:Echo"}
+    played(max_turns=2, **options).train()
+    other = options | {"environment": "tests.environments.toys:Odd", "env_error_score": -1.0}
+    with pytest.warns(UserWarning, match="with other settings") as warned:
+        played(max_turns=3, **other).train(resume_from_checkpoint=True)
+    (text,) = (str(w.message) for w in warned if "with other settings" in str(w.message))
+    assert text.partition("settings: ")[2].split("; ") == [
+        "env_error_score: 0.0 in the checkpoint, -1.0 now",
+        'environment: "tests.environments.toys:Echo" in the checkpoint,'
+        ' "tests.environments.toys:Odd" now',
+        "max_turns: 2 in the checkpoint, 3 now",
+    ]
+
+
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_episodes_that_are_done_first(in_flight: bool, tmp_path: Path) -> None:
     schedule: dict[str, Any] = {
@@ -104,6 +125,54 @@ def test_episodes_that_are_done_first(in_flight: bool, tmp_path: Path) -> None:
     assert [row["episode"] for row in found] == [4, 8, 12, 16, 20, 24]
     assert all(row["environment/turns"] > 1 for row in found)
     assert all(row["rollout/lag_max" if in_flight else "rollout/lag"] <= 2 for row in found)
+
+
+class FirstTurnPays(Echo):
+    """Some episodes get 100 in their first turn, all the same in the second."""
+
+    later = 30.0
+
+    def step(self, response: Any) -> Any:
+        observation, _, done, truncated, info = super().step(response)
+        paid = 100.0 * (response.ids[0] % 2) if self.turn == 1 else self.later
+        return observation, paid, done, truncated, info
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"credit": "turn", "normalize_reward": True},
+        {"credit": "turn", "reward_clip_range": 1.0},
+        {"baseline": True},
+        {"baseline": True, "normalize_reward": True},
+    ],
+    ids=str,
+)
+def test_turns_of_equal_rewards_have_no_advantage_however_scores_are_shaped(
+    shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    real = updater.make_experience
+
+    def watched(rollout: Any, *rest: Any) -> Any:
+        experience, metrics = real(rollout, *rest)
+        seen.append((rollout.episodes.turn, experience.advantages))
+        return experience, metrics
+
+    monkeypatch.setattr(updater, "make_experience", watched)
+    if "reward_clip_range" in shape:  # the share of a turn in a clipped sum depends on the others
+        monkeypatch.setattr(FirstTurnPays, "later", 0.0)
+    options = {"reference": False} | shape
+    if "baseline" in shape:
+        algorithm = reinforce_pp(normalize_advantage=False, **options)
+    else:
+        algorithm = rloo(**options)
+    sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "kl_coef": 0.0}
+    played(environment=lambda: FirstTurnPays(2), algorithm=algorithm, **sizes).train()
+    ((turn, advantages),) = seen
+    assert float(advantages[turn == 0].abs().max()) > 0.5
+    assert float(advantages[:, 0].sum()) == pytest.approx(0.0, abs=1e-4)  # groups have mean 0
+    assert float(advantages[turn == 1].abs().max()) < 1e-5
 
 
 def test_rows_without_a_prompt_are_those_with_an_empty_message() -> None:
@@ -190,10 +259,7 @@ def bare(x):  # type: ignore[no-untyped-def]
         ({"environment": "tests.environments.toys:Nothing"}, "does not define 'Nothing'"),
         ({"environment": "nowhere:Echo"}, "cannot import 'nowhere'"),
         ({"environment": "Echo"}, "must be module:Class or file.py:Class"),
-        (
-            {"environment": "x.y:Z", "environment_kwargs": "[1]"},
-            "must be a mapping of names to values",
-        ),
+        ({"environment": "x.y:Z", "environment_kwargs": "[1]"}, "must be a dictionary"),
         (
             {"environment_kwargs": '{"turns": 2}', "reward_funcs": length_reward},
             "needs environment",
@@ -202,6 +268,10 @@ def bare(x):  # type: ignore[no-untyped-def]
         ({"tools": [bare], "reward_funcs": length_reward}, "the tool bare needs type hints"),
         ({"environment_factory": object}, "object must have a method reset"),
         ({"environment": Echo, "stop_token": None, "max_turn_tokens": None}, "turns that end"),
+        (
+            {"environment": Echo, "min_new_tokens": 20, "max_turn_tokens": 4},
+            "min_new_tokens=20 must be at most max_turn_tokens=4",
+        ),
         (
             {"environment": {"a": Echo}, "train_dataset": None},
             "several environments need a train_dataset",
@@ -230,18 +300,34 @@ def test_options_of_the_config() -> None:
         PPOConfig(output_dir="x", use_cpu=True, max_turns=0)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, out = tmp_path / "model", tmp_path / "run"
-    policy().save_pretrained(folder)
-    chat_tokenizer().save_pretrained(folder)
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    """A folder with a policy and a tokenizer."""
+    policy().save_pretrained(tmp_path / "model")
+    chat_tokenizer().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+LIMITS = {
+    "environment_kwargs": '{"turns": 2}',
+    "response_length": 30,
+    "max_turn_tokens": 5,
+    "on_env_error": "drop",
+}
+
+
+def words(options: dict[str, Any]) -> list[str]:
+    return [text for name, value in options.items() for text in (f"--{name}", str(value))]
+
+
+def test_the_command(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """PPO on an environment, then its success on new seeds, with the same options."""
+    out, game = tmp_path / "run", {"environment": "tests.environments.toys:Odd"} | LIMITS
     arguments = {
-        "model_name_or_path": folder,
-        "environment": "tests.environments.toys:Echo",
-        "environment_kwargs": '{"turns": 2}',
+        "model_name_or_path": saved,
+        **game,
         "output_dir": out,
         "stop_token": "eos",
-        "response_length": 30,
-        "max_turn_tokens": 5,
         "per_device_train_batch_size": 4,
         "total_episodes": 8,
         "logging_steps": 1,
@@ -251,7 +337,70 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "gradient_checkpointing": False,
         "disable_tqdm": True,
     }
-    flags = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
-    assert main(["ppo", *flags]) in (0, None)
+    Odd.seeds.clear()
+    assert main(["ppo", *words(arguments)]) in (0, None)
     assert '"environment/turns": 2.0' in (out / "metrics.jsonl").read_text()
+    trained = {*Odd.seeds}
+    page = gather(out, meanings={}, prefixes={})
+    for table, length in zip(
+        page["tokens"], page["series"]["completions/mean_length"]["y"], strict=True
+    ):
+        scored = [row for row in table["rows"] if row["score"] is not None]
+        assert length == pytest.approx(mean(sum(row["trained"]) for row in scored))
+        assert {tuple(row["turn_rewards"]) for row in scored} <= {(0.5, 0.5), (0.5, 1.5)}
+    assert page["played"]["won_by"] == "metric success"
     assert "dummy reward" not in capsys.readouterr().out
+
+    Odd.seeds.clear()
+    file, measured = (
+        tmp_path / "episodes.jsonl",
+        {"episodes": 40, "batch_size": 16, "temperature": 1},
+    )
+    assert main(["generate", str(out), *words(game | measured), "--output", str(file)]) in (0, None)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    seeds = [row["seed"] for row in rows]
+    assert len({*seeds} & {*Odd.seeds}) == 40
+    assert not {*seeds} & trained
+    sound = [seed for seed in seeds if seed % 5]
+    won = sum(seed % 2 for seed in sound)
+    low, high = wilson(won, len(sound))
+    printed = capsys.readouterr().out.splitlines()[-5:]
+    assert printed == [
+        f"  success      {won / len(sound):.1%} (95%: {low:.1%} to {high:.1%}; metric success)",
+        f"  score        {1 + won / len(sound):.4g}",
+        "  turns        2",
+        "  truncated    0.0%",
+        f"  failed       {40 - len(sound)} episodes",
+    ]
+    assert [bool(row["error"]) for row in rows] == [seed % 5 == 0 for seed in seeds]
+    i = seeds.index(sound[0])
+    assert rows[i]["rewards"] == [0.5, 0.5 + sound[0] % 2]
+    assert rows[i]["metrics"] == {"success": sound[0] % 2}
+    roles = [message["role"] for message in rows[i]["completion"]]
+    assert roles == ["assistant", "user", "assistant"]
+
+
+def test_success_by_hand() -> None:
+    """Without a metric a success is a score from the threshold; Wilson's interval of 8 in 10."""
+    assert wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    rows = [
+        {"score": x, "turns": n, "terminated": n < 4, "error": "", "metrics": {"moves": n}}
+        for x, n in ((1.0, 2), (0.5, 4), (2.0, 3), (0.0, 3))
+    ]
+    result = measure_success([*rows, {"error": "broken"}], 1.0)
+    assert result["success"] == 0.5
+    assert result["truncated"] == 0.25
+    assert (result["turns"], result["failed"]) == (3, 1)
+    assert result["metrics"] == {"moves": 3}
+    assert measure_success(rows, 0.4)["success"] == 0.75
+
+
+def test_episodes_that_cannot_be_played(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, text in (
+        ({"environment": "tests.environments.toys:Odd"}, "--response_length"),
+        ({"max_turns": 3}, "needs PROMPTS or --environment"),
+    ):
+        assert main(["generate", saved, *words(given)]) == 2
+        assert text in capsys.readouterr().err
+    assert main(["generate", saved, "prompts.jsonl", "--max_turns", "3"]) == 2
+    assert "--max_turns has no effect without --environment" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -190,3 +191,20 @@ def test_first_observations() -> None:
 )
 def test_names_of_tools(tool: Any, name: str) -> None:
     assert _tool_name(tool) == name
+
+
+def test_observations_that_cannot_be_rendered_are_said() -> None:
+    tok = tokenizer("qwen2.5")
+    tokens, prompt = TurnTokens(tok), TALK[:1]
+    stop = tok.convert_tokens_to_ids("<|im_end|>")
+    between = partial(tokens.between, prompt, last=stop, stopped=True)
+    assert between([]) == between(None)  # an empty user message
+    assert tok.decode(between([])).count("user") == 1
+    parts = [{"type": "text", "text": "a red"}, {"type": "text", "text": "door"}]
+    whole = between([{"role": "user", "content": "a red\ndoor"}])
+    assert between([{"role": "user", "content": parts}]) == whole
+    for content in ([{"type": "image", "image": "x.png"}], [*parts, {"type": "image_url"}]):
+        with pytest.raises(RolloutError, match=r"part of type 'image.*images are not supported"):
+            between([{"role": "user", "content": content}])
+    with pytest.raises(RolloutError, match="must be text, messages or token ids, got b'door'"):
+        between(b"door")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kedge import PPOConfig, PPOTrainer
@@ -27,14 +26,13 @@ class MoreStory:
         return " Then", response.text.count("e") / 10, self.turns == 3, False, {}
 
 
-@pytest.mark.parametrize("engine", ["vllm", pytest.param("vllm_server", marks=pytest.mark.slow)])
-def test_vllm_samples_turns(engine: str, shared: Path, tmp_path: Path) -> None:
+def test_vllm_samples_turns(shared: Path, tmp_path: Path) -> None:
     place = shared / "data" / "stories-head32"
     made = PPOTrainer(
         args=PPOConfig(
             output_dir=str(tmp_path), total_episodes=32, per_device_train_batch_size=16,
             response_length=40, max_turn_tokens=8, num_ppo_epochs=1, stop_token="eos",
-            num_sample_generations=0, logging_steps=1, rollout_engine=engine, credit="turn",
+            num_sample_generations=0, logging_steps=1, rollout_engine="vllm", credit="turn",
             save_strategy="no",
         ),
         processing_class=AutoTokenizer.from_pretrained(place, padding_side="left"),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.environments import EnvironmentRollouts, EpisodeReward, Response
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling
 from tests.e2e.small import small
@@ -39,6 +39,24 @@ class Echo:
         done = self.turn >= self.turns
         observation = f"w{self.random.randint(3, 31)} w5"
         return observation, 0.1 * len(words), done, False, {"metrics": {"words": len(words)}}
+
+
+class Odd(Echo):
+    """Won where the seed is odd; the environment of every fifth seed fails in its second turn."""
+
+    seeds: ClassVar[list[int]] = []  # of all episodes
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.seed = seed
+        self.seeds.append(seed)
+        return super().reset(seed=seed, options=options)
+
+    def step(self, response: Response) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self.turn and self.seed % 5 == 0:
+            raise RuntimeError("broken")
+        observation, _, done, truncated, _ = super().step(response)
+        won = float(done and self.seed % 2)
+        return observation, 0.5 + won, done, truncated, {"metrics": {"success": won}}
 
 
 def chat_tokenizer() -> Any:

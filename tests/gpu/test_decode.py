@@ -14,9 +14,9 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kedge.backends.hf import decode_graph
-from kedge.backends.hf.kv_cache import GrowingLayer
-from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.rollout.embedded import decode_graph
+from kedge.rollout.embedded.engine import EmbeddedEngine
+from kedge.rollout.embedded.kv_cache import GrowingLayer
 from kedge.types import Rollout, Sampling
 from tests.contract.embedded import policy, prompts
 

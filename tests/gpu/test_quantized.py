@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 
 from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
-from kedge.backends.hf.peft import quantization
+from kedge.models.peft import quantization
 from kedge.testing import tiny_policy
 from tests.unit.text_toys import neox_reward, word_tokenizer
 

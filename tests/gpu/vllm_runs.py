@@ -85,11 +85,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "grpo, graphs": (grpo, COLOCATED | {"vllm_engine_args": SMALL}, {}),
     "grpo, float32": (grpo, COLOCATED | FULL | {"vllm_engine_args": EAGER}, {}),
     "grpo, LoRA": (grpo, COLOCATED | {"vllm_engine_args": EAGER}, {"peft_config": LORA}),
-    "grpo, top-k": (
-        grpo,
-        COLOCATED | {"vllm_engine_args": EAGER, "top_k": 5, "keep_sampling_mask": True},
-        {},
-    ),
+    "grpo, top-k": (grpo, COLOCATED | {"vllm_engine_args": EAGER, "top_k": 5}, {}),
     "ppo, graphs, sleep": (
         ppo,
         {"rollout_engine": "vllm", "vllm_sleep": CUDA, "vllm_engine_args": SMALL},

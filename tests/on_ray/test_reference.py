@@ -37,6 +37,7 @@ def workers():
 class TestOnRay:
     pytestmark = needs_ray
 
+    @pytest.mark.smoke
     def test_a_run_has_the_numbers_of_one_without_ray(self, workers):
         want = numbers(small(**OPTIONS))
         assert workers.engine.learner.reference is None
@@ -78,7 +79,7 @@ class TestOnRay:
     ],
 )
 def test_workers_without_work_are_refused(changes, said, monkeypatch):
-    monkeypatch.setattr("kedge.config.ray.installed", lambda name: True)
+    monkeypatch.setattr("kedge.config.rollout.installed", lambda name: True)
     model = tiny_policy("gpt_neox", vocab_size=VOCAB)
     if "peft_config" in changes:
         lora = pytest.importorskip("peft").LoraConfig

@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 
-from kedge.backends.ray.rewards import between_groups
 from kedge.errors import ConfigError, RewardError
+from kedge.ray.rewards import between_groups
 from tests.e2e.small import VOCAB, small
 from tests.on_ray.clusters import local, needs_ray
 from tests.on_ray.test_engines import numbers
 from tests.unit.text_toys import neox_reward
 
 PROMPTS = [{"prompt": f"w{i} w{i + 1}", "wanted": f"w{i % 5}"} for i in range(3, 16)]
-DEADLY = "KEDGE_TEST_DEADLY"
 
 
 def wanted(completions, wanted, trainer_state, log_metric, log_extra, **_):
@@ -32,22 +31,14 @@ def wanted(completions, wanted, trainer_state, log_metric, log_extra, **_):
     return scores
 
 
-def deadly(completions, **_):
+def deadly(completions, flag, **_):
     """Dies with its process as long as a file says so."""
-    flag = Path(os.environ.get("TMPDIR", "/tmp")) / DEADLY
     if flag.exists():
         how = flag.read_text()
         if how == "once":
             flag.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
     return [float(len(text)) for text in completions]
-
-
-@pytest.fixture
-def flag():
-    file = Path(os.environ.get("TMPDIR", "/tmp")) / DEADLY
-    yield file
-    file.unlink(missing_ok=True)
 
 
 def made(workers=2, **options):
@@ -92,9 +83,13 @@ class TestOnRay:
             }
         assert "log/words" in want[0]
 
-    def test_a_worker_that_dies_scores_its_share_once_more_or_ends_the_run(self, flag, monkeypatch):
-        here = small(reward_model=None, reward_funcs=[deadly], train_dataset=PROMPTS)
-        there = made(workers=1, reward_model=None, reward_funcs=[deadly])
+    def test_a_worker_that_dies_scores_its_share_once_more_or_ends_the_run(
+        self, tmp_path, monkeypatch
+    ):
+        flag = tmp_path / "deadly"
+        reward = partial(deadly, flag=flag)
+        here = small(reward_model=None, reward_funcs=[reward], train_dataset=PROMPTS)
+        there = made(workers=1, reward_model=None, reward_funcs=[reward])
         rollout = here.engine.rollout_engine.generate(
             here.engine.source.batch(0), sampling=here.engine.sampling, seed=0
         )
@@ -104,12 +99,10 @@ class TestOnRay:
         assert there.engine.reward._source.workers[0].restarts == 1
         assert torch.equal(found.scores, want.scores)
         struck = there.engine.reward._source.workers[0].pid
-        timer = threading.Timer(0.1, os.kill, [struck, signal.SIGKILL])
-        timer.start()
-        timer.join()
+        os.kill(struck, signal.SIGKILL)
         assert torch.equal(there.engine.reward.score(rollout).scores, want.scores)
         assert there.engine.reward._source.workers[0].restarts == 2
-        monkeypatch.setattr("kedge.backends.ray.actor._MAX_RESTARTS", 0)
+        monkeypatch.setattr("kedge.ray.actor._MAX_RESTARTS", 0)
         flag.write_text("always")
         with pytest.raises(RewardError, match="reward worker 0 was lost 1 times in a row"):
             there.train()

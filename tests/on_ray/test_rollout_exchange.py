@@ -17,7 +17,7 @@ pytestmark = needs_ray
 def test_a_dead_rank_0_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from kedge.backends.ray.rollout_store import RankExchange
+    from kedge.ray.rollout_store import RankExchange
 
     take: Any = SimpleNamespace(options=lambda **_: take, remote=lambda ticket: ticket)
 

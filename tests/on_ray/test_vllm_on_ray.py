@@ -53,7 +53,7 @@ def stories(shared, folder, **changes):
 def test_two_learners_and_vllm_one_update_apart_learn_what_the_synchronous_trainer_does(
     shared, tmp_path
 ):
-    from kedge.backends.ray import LaunchLimits, launch
+    from kedge.ray import LaunchLimits, launch
 
     want = stories(shared, tmp_path / "here")
     apart = {**ON_RAY, "max_lag": 1, "sampler_correction": "truncate"}
@@ -74,8 +74,8 @@ def test_two_learners_and_vllm_one_update_apart_learn_what_the_synchronous_train
 
 def send_to_the_second(monkeypatch):
     """The first engine gets weights from the object store, the second by vLLM's own transfer."""
-    from kedge.backends.ray import service
-    from kedge.backends.vllm.nccl_transfer import EngineGroup, NcclTransfer
+    from kedge.ray import service
+    from kedge.rollout.vllm.nccl_transfer import EngineGroup, NcclTransfer
     from tests.contract.relay import Relayed, info
 
     plain = service.RayService

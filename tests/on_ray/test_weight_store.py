@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.backends.hf.fingerprint import fingerprint, policy_weights
-from kedge.backends.hf.learner_state import WeightCopier
-from kedge.backends.ray import engine as ray_engine
-from kedge.backends.ray import service as ray_service
-from kedge.backends.ray.actor import ActorLimits
-from kedge.backends.ray.engine import RayEngine
-from kedge.backends.ray.resources import SharedArgument
-from kedge.backends.ray.service import RayService
-from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
-from kedge.backends.vllm import weight_payload
-from kedge.backends.vllm.policy_spec import PolicySpec
-from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import SyncError
+from kedge.learner.learner_state import WeightCopier
+from kedge.models.fingerprint import fingerprint, policy_weights
+from kedge.ray import engine as ray_engine
+from kedge.ray import service as ray_service
+from kedge.ray.actor import ActorLimits
+from kedge.ray.engine import RayEngine
+from kedge.ray.resources import SharedArgument
+from kedge.ray.service import RayService
+from kedge.ray.weight_store import SharedWeights, StoredWeights
+from kedge.rollout.vllm import weight_payload
+from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.weight_payload import WeightPayload
 from kedge.testing import tiny_policy
 from kedge.types import Receipt
 from tests.on_ray.clusters import local, needs_ray

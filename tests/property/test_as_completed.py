@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.engine.hooks import StepReport
-from kedge.engine.rollout.collector import Sample
-from kedge.engine.rollout.dispatch import Dispatcher
-from kedge.engine.rollout.fifo import FifoScheduler
-from kedge.engine.rollout.joining import joined
 from kedge.errors import CheckpointError, LostRequestsError, SyncError
+from kedge.loop.hooks import StepReport
+from kedge.rollout.scheduler.dispatch import Dispatcher
+from kedge.rollout.scheduler.fifo import FifoScheduler
+from kedge.rollout.scheduler.joining import join_groups
 from kedge.trainers.run.evaluation import Evaluator
-from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
+from kedge.types import PromptBatch, Receipt, Rollout, Sample, Sampling, group_rows
 
 from .test_staleness import Broken, Checkpoints, Learner, Rescue, Run, Sampler, engine
 
@@ -201,9 +200,8 @@ class Writing(Run):
 
     newest: list[int]  # age of the newest token of each response
 
-    def train_on(
-        self, rollout: Rollout, reward_output: Any, times: Any, *, begin: Any = None
-    ) -> Any:
+    def train_on(self, sample: Sample, *, begin: float | None = None) -> dict[str, float]:
+        rollout = sample.rollout
         assert rollout.prompts.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
         assert rollout.prompts.row.tolist() == list(range(12))
         for prompt, answer, version in zip(
@@ -327,15 +325,17 @@ def test_joined_pieces_are_the_batch() -> None:
     batch = Batches().batch(4)
     sampler = Wide(random.Random(1), 0.0)
     parts: list[Sample] = [collector.draw(4, sampler, rows) for rows in thirds(batch)]
-    rollout, reward_output, times = joined(parts, batch)
+    whole = join_groups(parts, batch)
+    rollout = whole.rollout
     assert rollout.prompts.ids.tolist() == batch.ids.tolist()
     assert rollout.loss_mask.sum(1).tolist() == [
-        part[0].loss_mask.shape[1] for part in parts for _ in range(4)
+        part.rollout.loss_mask.shape[1] for part in parts for _ in range(4)
     ]
-    assert len(reward_output.scores) == 12
-    assert times["time/rollout"] == pytest.approx(sum(p[2]["time/rollout"] for p in parts))
+    assert len(whole.reward_output.scores) == 12
+    seconds = sum(part.times["time/rollout"] for part in parts)
+    assert whole.times["time/rollout"] == pytest.approx(seconds)
     with pytest.raises(ValueError, match="got 4 groups for an iteration of 6"):
-        joined(parts[:2], batch)
+        join_groups(parts[:2], batch)
 
 
 def test_a_lane_that_keeps_old_weights_is_caught() -> None:
@@ -381,10 +381,7 @@ def test_samples_of_another_size_or_lag_are_refused_on_resume() -> None:
     sampler.version = 2
     collector = run.scheduler.collector  # type: ignore[attr-defined]
     flight = [collector.draw(2, sampler, rows) for rows in thirds(batch)]
-    single = [
-        (rollout.rows(torch.tensor([0, 1, 2])), rewards.rows(torch.tensor([0, 1, 2])), times)
-        for rollout, rewards, times in flight[:1]
-    ]
+    single = [flight[0].rows(torch.tensor([0, 1, 2]))]
     other = writing(2, [Wide(random.Random(0), 0.0)], 6)
     other.step = 2
     with pytest.raises(CheckpointError, match="must have 2 responses per prompt, got 1"):

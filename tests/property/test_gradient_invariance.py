@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kedge.algorithms import ppo
-from kedge.engine.micro_batches import cut
+from kedge.loop.micro_batches import micro_batches
 from tests.learners import experience, gradient, learner, one_rank, rollout
 
 ROWS = 6
@@ -78,7 +78,7 @@ def test_rows_without_loss_change_nothing(dropped):
 
 def mean_of_means(experience, index, algorithm, micro_rows, total):
     """Broken: every micro-batch is averaged by itself, then the averages are."""
-    parts = list(cut(experience, index, algorithm, micro_rows, total))
+    parts = list(micro_batches(experience, index, algorithm, micro_rows, total))
     for part in parts:
         token = part.token_weight / part.token_weight.sum().clamp(min=1e-9) / len(parts)
         value = part.value_weight / part.value_weight.sum().clamp(min=1e-9) / len(parts)
@@ -87,44 +87,44 @@ def mean_of_means(experience, index, algorithm, micro_rows, total):
 
 def mean_over_slots(experience, index, algorithm, micro_rows, total):
     """Broken: padding counts in the mean."""
-    for part in cut(experience, index, algorithm, micro_rows, total):
+    for part in micro_batches(experience, index, algorithm, micro_rows, total):
         weight = part.rows.loss_mask / (experience.loss_mask.numel() / len(experience) * len(index))
         yield replace(part, token_weight=weight)
 
 
 def shifted(experience, index, algorithm, micro_rows, total):
     """Broken: rows keep the weights of the order they came in, not of the order they are in."""
-    parts = list(cut(experience, index, algorithm, micro_rows, total))
+    parts = list(micro_batches(experience, index, algorithm, micro_rows, total))
     weights = [p.token_weight.flip(0) * torch.arange(1, len(p.rows) + 1)[:, None] for p in parts]
     return [replace(p, token_weight=w) for p, w in zip(parts, weights, strict=True)]
 
 
 def test_a_mean_of_means_is_seen():
-    a, _ = gradient(batch(), ALGORITHM, cutter=mean_of_means)
-    b, _ = gradient(batch(), ALGORITHM, cutter=mean_of_means, micro_rows=2)
+    a, _ = gradient(batch(), ALGORITHM, split=mean_of_means)
+    b, _ = gradient(batch(), ALGORITHM, split=mean_of_means, micro_rows=2)
     assert not same(a, b, 1e-2)
 
 
 def test_a_mean_over_padding_is_seen():
-    a, _ = gradient(batch(), ALGORITHM, cutter=mean_over_slots)
-    b, _ = gradient(batch(extra_padding=9), ALGORITHM, cutter=mean_over_slots)
+    a, _ = gradient(batch(), ALGORITHM, split=mean_over_slots)
+    b, _ = gradient(batch(extra_padding=9), ALGORITHM, split=mean_over_slots)
     assert not same(a, b, 1e-2)
 
 
 def test_weights_tied_to_positions_are_seen():
-    a, _ = gradient(batch(), ALGORITHM, cutter=shifted)
-    b, _ = gradient(batch(), ALGORITHM, cutter=shifted, micro_rows=3)
+    a, _ = gradient(batch(), ALGORITHM, split=shifted)
+    b, _ = gradient(batch(), ALGORITHM, split=shifted, micro_rows=3)
     assert not same(a, b, 1e-2)
 
 
 def test_left_padding_taken_for_tokens_is_seen():
     def careless(experience, index, algorithm, micro_rows, total):
-        for part in cut(experience, index, algorithm, micro_rows, total):
+        for part in micro_batches(experience, index, algorithm, micro_rows, total):
             everything = torch.ones_like(part.rows.prompt_mask)
             yield replace(part, rows=replace(part.rows, prompt_mask=everything))
 
-    a, _ = gradient(batch(), ALGORITHM, cutter=careless)
-    b, _ = gradient(batch(extra_padding=9), ALGORITHM, cutter=careless)
+    a, _ = gradient(batch(), ALGORITHM, split=careless)
+    b, _ = gradient(batch(extra_padding=9), ALGORITHM, split=careless)
     assert not same(a, b, 1e-2)
 
 
@@ -132,8 +132,8 @@ def test_accumulating_in_one_backward_or_many_is_the_same():
     """Micro-batches of one row, against the loss of all rows in a single backward."""
     found = learner()
     full = batch()
-    (part,) = cut(full, torch.arange(ROWS), ALGORITHM, ROWS, one_rank)
-    with found._plan.active():
+    (part,) = micro_batches(full, torch.arange(ROWS), ALGORITHM, ROWS, one_rank)
+    with found._passes():
         output = found._output(part.rows, only_value=False)
         ALGORITHM.loss(output, part).total.backward()
     flat = [p.grad.flatten() for p in found.module.parameters() if p.grad is not None]

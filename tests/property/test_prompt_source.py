@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.backends.data import DatasetPrompts
+from kedge.data import DatasetPrompts
 from tests.unit.text_toys import word_tokenizer
 
 TOKENIZER = word_tokenizer()

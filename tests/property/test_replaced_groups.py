@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.engine.rollout.dynamic_sampling import spare_step
-from kedge.types import RewardOutput, Rollout, group_rows
+from kedge.rollout.scheduler.dynamic_sampling import spare_step
+from kedge.types import RewardOutput, Rollout, Sample, group_rows
 
 from .test_as_completed import Writing, threads
 
@@ -39,15 +39,16 @@ def expected(rollout: Rollout) -> torch.Tensor:
 class Checking(Writing):
     """Looks at the scores, too."""
 
-    def train_on(self, rollout: Rollout, reward_output: Any, times: Any, **begin: Any) -> Any:
+    def train_on(self, sample: Sample, **begin: Any) -> Any:
+        rollout, reward_output = sample.rollout, sample.reward_output
         if self.algorithm.needs_greedy:
             assert reward_output.greedy_scores.tolist() == expected(rollout).tolist()
         if self.algorithm.resample:
             uniform = reward_output.scores[::2] == reward_output.scores[1::2]
             last = [number_of(int(x))[1] == ROUNDS for x in rollout.prompts.ids[::2, 0]]
             assert all(ended for equal, ended in zip(uniform.tolist(), last, strict=True) if equal)
-            assert times["rollout/resampled_groups"] >= 0
-        return super().train_on(rollout, reward_output, times, **begin)
+            assert sample.times["rollout/resampled_groups"] >= 0
+        return super().train_on(sample, **begin)
 
 
 def number_of(prompt: int) -> tuple[int, int]:

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.backends.hf.sampling import allowed_tokens, restrict, sample_tokens, uniforms
+from kedge.rollout.embedded.engine import EmbeddedEngine
+from kedge.rollout.embedded.sampling import allowed_tokens, restrict, sample_tokens, uniforms
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling
 

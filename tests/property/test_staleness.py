@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.engine.hooks import Hooks, StepReport
-from kedge.engine.loop import Engine
-from kedge.engine.rollout.collector import Sample
-from kedge.types import PromptBatch, Receipt, RewardOutput, Rollout, Sampling
+from kedge.loop.hooks import Hooks, StepReport
+from kedge.loop.loop import Engine
+from kedge.types import PromptBatch, Receipt, RewardOutput, Rollout, Sample, Sampling
 
 ONE = torch.ones(1, 1, dtype=torch.bool)
 SCHEDULES = 2_500  # 10,000 pass, too, in four times the time
@@ -106,14 +105,8 @@ class Run(Engine):
 
     log: list[tuple[int, int, int]]
 
-    def train_on(
-        self,
-        rollout: Rollout,
-        reward_output: RewardOutput,
-        times: dict[str, float],
-        *,
-        begin: float | None = None,
-    ) -> dict[str, float]:
+    def train_on(self, sample: Sample, *, begin: float | None = None) -> dict[str, float]:
+        rollout = sample.rollout
         self.log.append((self.step, int(rollout.prompts.ids), int(rollout.version)))
         assert isinstance(self.learner, Learner)
         self.learner.version += 1

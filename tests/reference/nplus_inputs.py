@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms import AdvantageInputs
-from kedge.types import (
-    Experience,
-    MicroBatch,
-    ModelOutputs,
-    PromptBatch,
-    RewardOutput,
-    Rollout,
-)
+from kedge.types import Experience, MicroBatch, ModelOutputs, PromptBatch, RewardOutput, Rollout
 
 LENGTHS = [3, 5, 1, 4]
 

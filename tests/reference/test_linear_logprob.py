@@ -5,7 +5,7 @@ import torch
 from torch.distributions import Categorical, kl_divergence
 from transformers import AutoModelForCausalLM
 
-from kedge.backends.hf.model import causal_parts, trunk
+from kedge.models.model import causal_parts, run_backbone
 from kedge.ops.linear_logprob import linear_kl, linear_logprob
 from kedge.ops.logit_tiles import TokenConstraints
 
@@ -29,7 +29,7 @@ def test_against_torch_distributions_in_float64(models, temperature):
             logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
             wide.append(Categorical(logits=logits.double() / temperature))
             parts.append(causal_parts(model))
-            hidden.append(trunk(parts[-1].backbone, ids)[:, :-1].flatten(0, 1))
+            hidden.append(run_backbone(parts[-1].backbone, ids)[:, :-1].flatten(0, 1))
     targets = ids[:, 1:].flatten()
     logp, entropy = linear_logprob(hidden[0], parts[0].head(), targets, constraints=constraints)
     torch.testing.assert_close(logp.double(), wide[0].log_prob(targets), atol=2e-5, rtol=1e-5)
@@ -45,7 +45,7 @@ def test_the_loss_equals_transformers_own(models):
     ids = torch.randint(3, 500, (3, 30), generator=torch.Generator().manual_seed(1))
     want = model(input_ids=ids, labels=ids).loss
     parts = causal_parts(model)
-    hidden = trunk(parts.backbone, ids)[:, :-1].flatten(0, 1)
+    hidden = run_backbone(parts.backbone, ids)[:, :-1].flatten(0, 1)
     logp, _ = linear_logprob(hidden, parts.head(), ids[:, 1:].flatten())
     torch.testing.assert_close(-logp.mean(), want)
     mine, theirs = (torch.autograd.grad(x, list(model.parameters())) for x in (-logp.mean(), want))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from kedge.engine.metrics import NAMES, OF_ALGORITHM, OF_ALL_ALGORITHMS
+from kedge.algorithms import ppo
+from kedge.loop.metrics import NAMES, OF_ALL_ALGORITHMS
 from kedge.testing import tiny_policy
 from tests.e2e.small import PROMPTS, VOCAB, rows
 
@@ -85,12 +86,14 @@ def of_tokens(b: Batch, models: list[tuple[Any, Any]]) -> dict[str, float]:
         reward[-1] += b.score(row)
     raw = [advantage(r, v, 1.0, 0.95) for r, v in zip(rewards, values, strict=True)]
     returns = [a + v for a, v in zip(raw, values, strict=True)]
-    advantages = torch.cat(whitened(raw))
+    advantages = torch.cat(whitened(raw, up=False))
     old = torch.cat([b.logprobs(b.policy, row)[1] for row in b.rows]).detach()
     start, wanted = torch.cat(values), torch.cat(returns)
     gone = {
         "val/value_mean": float(start.mean()),
         "val/return_mean": float(wanted.mean()),
+        "val/raw_advantage_std": float(torch.cat(raw).std()),
+        "val/advantage_std": float(advantages.std(correction=0)),
         "val/explained_variance": 1
         - float((wanted - start).var(correction=0) / wanted.var(correction=0)),
     }
@@ -160,6 +163,6 @@ def test_every_metric_is_what_its_line_in_the_table_says(monkeypatch: pytest.Mon
     assert want["rollout/dropped_rows"] > 0
     assert 0 < want["completions/truncated_ratio"] < 1
     assert set(row) - TIMED == set(want)
-    assert {*OF_ALL_ALGORITHMS, *OF_ALGORITHM["ppo"]} - set(want) == set()
+    assert {*OF_ALL_ALGORITHMS, *ppo().metrics} - set(want) == set()
     for name, value in want.items():
         assert row[name] == pytest.approx(value, rel=2e-4, abs=2e-6), name

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms import ppo
-from kedge.engine.kl_control import AdaptiveKL
+from kedge.loop.kl_control import AdaptiveKL
 from kedge.math.advantage import gae
 from kedge.math.masked import extend, whiten
-from kedge.types import (
-    PolicyOutput,
-)
+from kedge.types import PolicyOutput
 from tests.e2e.small import PROMPTS, small
 from tests.reference.nplus_inputs import LENGTHS, evidence, experience
 
@@ -72,7 +70,7 @@ def test_row_44_45_clipped_losses_over_their_masks() -> None:
 
 
 def test_row_46_four_passes_in_fresh_order_and_one_normalizer() -> None:
-    from kedge.engine import stages
+    from kedge.loop import stages
 
     seen: list[list[int]] = []
 

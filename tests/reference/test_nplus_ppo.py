@@ -12,11 +12,7 @@ import pytest
 import torch
 
 from kedge.algorithms import ppo
-from kedge.types import (
-    PolicyOutput,
-    PromptBatch,
-    Rollout,
-)
+from kedge.types import PolicyOutput, PromptBatch, Rollout
 from tests.e2e.small import VOCAB, rows, small
 from tests.reference.nplus_inputs import LENGTHS, evidence, experience
 from tests.unit.text_toys import EOS, neox_reward, word_tokenizer
@@ -73,7 +69,7 @@ def test_row_13_linear_schedule_to_zero() -> None:
 
 
 def test_row_14_a_row_draws_the_same_on_any_rank() -> None:
-    from kedge.backends.hf.sampling import uniforms
+    from kedge.rollout.embedded.sampling import uniforms
 
     whole = uniforms(7, torch.arange(8), 3)
     assert torch.equal(torch.cat([uniforms(7, torch.arange(4), 3), whole[4:]]), whole)
@@ -82,7 +78,7 @@ def test_row_14_a_row_draws_the_same_on_any_rank() -> None:
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_row_16_17_30_the_score_is_that_of_the_last_real_token(finished: bool) -> None:
-    from kedge.backends.rewards import reward_source
+    from kedge.rewards import reward_source
 
     model = neox_reward(vocab=VOCAB)
     source = reward_source(model, policy_tokenizer=word_tokenizer())

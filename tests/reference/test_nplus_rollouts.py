@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kedge import PPOConfig
-from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling
 

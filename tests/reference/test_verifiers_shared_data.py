@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
-from kedge.verifiers import Sandbox, code, code_verifier, gsm8k, ifeval, math, math_verifier
+from kedge.verifiers import Sandbox, code_verifier, gsm8k, ifeval, math, math_verifier
 from kedge.verifiers.constraint_checks import CHECKS
+from tests.unit.sandbox_attacks import ISOLATION
 from tests.unit.test_verifiers_constraints import TEXTS
+
+code = code_verifier(sandbox=ISOLATION)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -211,7 +214,7 @@ def test_humaneval_broken_solutions_fail(
     shared: Path, write: Callable[[dict[str, Any]], str]
 ) -> None:
     rows = humaneval(shared)
-    verify = code_verifier(sandbox=Sandbox(seconds=1.0))
+    verify = code_verifier(sandbox=Sandbox(seconds=1.0, isolation=ISOLATION))
     scores = verify([write(row) for row in rows], ground_truth=rows)
     assert [row["task_id"] for row, s in zip(rows, scores, strict=True) if s != 0.0] == []
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +18,12 @@ from torch import Tensor
 
 from kedge import GRPOConfig, GRPOTrainer
 from kedge.algorithms import reinforce_pp, rloo
-from kedge.engine import updater
+from kedge.loop import updater
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import RewardOutput, Rollout
 from tests.e2e.small import PROMPTS, VOCAB, length_reward, small
-from tests.unit.text_toys import neox_reward, word_tokenizer
+from tests.unit.text_toys import EOS, PAD, neox_reward, word_tokenizer
 
 RATE = 0.1
 DESCENT: dict[str, Any] = {
@@ -46,6 +48,7 @@ class Batch:
     rollout: Rollout
     reward_output: RewardOutput
     temperature: float
+    correction: tuple[str, str, float, float] | None = None  # kind, level, low, high
     rows: list[int] = field(default_factory=list)
 
     def tokens(self, row: int) -> tuple[list[int], list[int]]:
@@ -80,14 +83,34 @@ class Batch:
             states = self.policy(input_ids=ids, output_hidden_states=True).hidden_states[-1][0]
             found = self.value.summary(states)[:, 0]
         else:
-            trunk = getattr(self.value, self.value.base_model_prefix)
-            found = self.value.score(trunk(input_ids=ids).last_hidden_state[0])[:, 0]
+            backbone = getattr(self.value, self.value.base_model_prefix)
+            found = self.value.score(backbone(input_ids=ids).last_hidden_state[0])[:, 0]
         return found[len(prompt) - 1 : -1]
 
     def dense(self, row: int) -> Tensor:
         own = self.reward_output.token_rewards
         count = len(self.tokens(row)[1])
         return torch.zeros(count).double() if own is None else own[row, :count].double()
+
+    def weights(self, row: int) -> Tensor:
+        """Importance weights of a row's tokens; 0 where they are rejected or too old."""
+        count = len(self.tokens(row)[1])
+        if self.correction is None:
+            return (~self.too_old(row)).double()
+        kind, level, low, high = self.correction
+        with torch.no_grad():
+            own = self.logprobs(self.policy, row)[1]
+        gap = own - self.rollout.behavior_logprobs[row, :count].double()
+        if level == "sequence":
+            gap = gap.sum().expand(count)
+        weight = gap.exp()
+        if kind == "truncate":
+            return weight.clamp(low, high)
+        return weight * ((weight >= low) & (weight <= high))
+
+    def too_old(self, row: int) -> Tensor:
+        newest = self.rollout.version[row]
+        return self.rollout.token_versions[row, : len(self.tokens(row)[1])] < newest - 1
 
     def groups(self) -> Iterator[list[int]]:
         group = self.rollout.prompts.group.tolist()
@@ -101,9 +124,13 @@ class Batch:
 Objective = Callable[[Batch], Tensor]
 
 
-def whitened(parts: list[Tensor], *, shift: bool = True) -> list[Tensor]:
+def whitened(
+    parts: list[Tensor], *, shift: bool = True, up: bool = True, counted: list[Tensor] | None = None
+) -> list[Tensor]:
     whole = torch.cat(parts)
-    mean, scale = whole.mean(), (whole.var() + 1e-8).rsqrt()
+    if counted is not None:
+        whole = whole[torch.cat(counted) > 0]
+    mean, scale = whole.mean(), (whole.var().clamp(min=0.0 if up else 1.0) + 1e-8).rsqrt()
     return [(x - mean) * scale + (0 if shift else mean) for x in parts]
 
 
@@ -117,13 +144,15 @@ def ppo_loss(
     whiten_rewards: bool = False,
 ) -> Objective:
     def loss(batch: Batch) -> Tensor:
-        rewards, values, logprobs = [], [], []
+        rewards, values, logprobs, weights, valued = [], [], [], [], []
         for row in batch.rows:
             reward = batch.dense(row) - 0.3 * batch.kl(row, kind)
             reward[-1] += batch.score(row)
             rewards.append(reward)
             values.append(batch.values(row))
             logprobs.append(batch.logprobs(batch.policy, row)[1])
+            weights.append(batch.weights(row))
+            valued.append((weights[-1] > 0) | batch.too_old(row))
         if whiten_rewards:
             rewards = whitened(rewards, shift=False)
         advantages = [advantage(r, v, gamma, lam) for r, v in zip(rewards, values, strict=True)]
@@ -131,13 +160,17 @@ def ppo_loss(
         returns = [
             advantage(r, v, gamma, pull) + v.detach() for r, v in zip(rewards, values, strict=True)
         ]
-        advantages = whitened(advantages) if whiten else advantages
-        count = sum(map(len, logprobs))
+        advantages = whitened(advantages, up=False, counted=weights) if whiten else advantages
+        count = sum(int((w > 0).sum()) for w in weights)
         policy = sum(
-            -(a * (x - x.detach()).exp()).sum() for a, x in zip(advantages, logprobs, strict=True)
+            -(w * a * (x - x.detach()).exp()).sum()
+            for w, a, x in zip(weights, advantages, logprobs, strict=True)
         )
-        value = sum(0.5 * ((v - r) ** 2).sum() for v, r in zip(values, returns, strict=True))
-        return (policy + 0.1 * value) / count
+        value = sum(
+            (0.5 * (v - r) ** 2 * keep).sum()
+            for v, r, keep in zip(values, returns, valued, strict=True)
+        )
+        return policy / count + 0.1 * value / sum(int(keep.sum()) for keep in valued)
 
     return loss
 
@@ -154,19 +187,22 @@ def grpo_loss(how: str, *, beta: float = 0.0, scale: str = "group") -> Objective
     def loss(batch: Batch) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
         every = torch.tensor([batch.score(row) for row in batch.rows]).double()
-        tokens = sum(len(batch.tokens(row)[1]) for row in batch.rows)
+        weights = {row: batch.weights(row) for row in batch.rows}
+        tokens = sum(int((w > 0).sum()) for w in weights.values())
         for group in batch.groups():
             scores = torch.tensor([batch.score(row) for row in group]).double()
             spread = {"group": scores.std(), "batch": every.std(), "none": torch.ones(()) - 1e-4}
             for row, score in zip(group, scores, strict=True):
                 own = batch.logprobs(batch.policy, row)[1]
                 ratio = (own - own.detach()).exp()
-                per_token = -(score - scores.mean()) / (spread[scale] + 1e-4) * ratio
+                gain = (score - scores.mean()) / (spread[scale] + 1e-4)
+                per_token = -weights[row] * gain * ratio
                 if beta:
                     with torch.no_grad():
                         theirs = batch.logprobs(batch.reference, row)[1]
                     gap = theirs - own
-                    per_token = per_token + beta * (gap.exp() - 1 - gap) * ratio
+                    kl = (gap.exp() - 1 - gap) * ratio * (weights[row] > 0)
+                    per_token = per_token + beta * kl
                 rows = len(batch.rows)
                 share = {
                     "dapo": 1 / tokens,
@@ -188,7 +224,8 @@ def rloo_loss(batch: Batch) -> Tensor:
             others = [x[other] for other in group if other != row]
             gain = x[row] - sum(others) / len(others) if others else 0.0
             own = batch.logprobs(batch.policy, row)[1]
-            total = total - gain * (own - own.detach()).sum().exp() / len(batch.rows)
+            ratios = batch.weights(row) * (own - own.detach()).exp()  # 1: the gradient of a sum
+            total = total - gain * ratios.sum() / len(batch.rows)
     return total
 
 
@@ -214,20 +251,54 @@ def per_token(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
     return [[0.1 * t + 0.01 * token for t, token in enumerate(row)] for row in completion_ids]
 
 
+class Shifted(EmbeddedEngine):
+    """Reports log-probabilities that are too small for some tokens, more so in every third row."""
+
+    def generate(self, *given: Any, **options: Any) -> Rollout:
+        rollout = super().generate(*given, **options)
+        shift = 0.1 + 1.5 * (rollout.ids % 4 == 0) + 0.4 * (torch.arange(8) % 3 == 0)[:, None]
+        assert rollout.behavior_logprobs is not None
+        return replace(rollout, behavior_logprobs=rollout.behavior_logprobs - shift)
+
+
+class Old(EmbeddedEngine):
+    """The first four tokens of responses of six are two iterations older than the others."""
+
+    def generate(self, *given: Any, **options: Any) -> Rollout:
+        rollout = super().generate(*given, **options)
+        versions = rollout.version[:, None].expand_as(rollout.ids).clone()
+        versions[rollout.response_mask.sum(1) == 6, :4] -= 2
+        return replace(rollout, token_version=versions)
+
+
+def shifted(make: Callable[..., Any], **options: Any) -> Any:
+    policy = tiny_policy("gpt_neox", vocab_size=VOCAB, eos_token_id=EOS)
+    engine = options.pop("engine", Shifted)(policy, pad_id=PAD)
+    return make(model=policy, rollout_engine=engine, preflight=False, **options)
+
+
+def old_tokens() -> Any:
+    """What in-flight updates with max_lag=1 do, without their timing."""
+    trainer = shifted(made, engine=Old)
+    trainer.engine.learner.version, trainer.engine.max_token_lag = 3, 1
+    return trainer
+
+
 def grouped(**options: Any) -> GRPOTrainer:
     plain = small(**DESCENT).args
     kept = ("output_dir", "gradient_checkpointing", "use_cpu", "disable_tqdm")
     made = {name: getattr(plain, name) for name in kept} | DESCENT
     del made["kl_coef"], made["num_ppo_epochs"]
     made |= {"num_generations": 4, "max_completion_length": 6, "save_strategy": "no"}
-    reference = {} if "beta" not in options else {"ref_model": other()}
+    parts = {} if "beta" not in options else {"ref_model": other()}
+    parts |= {"model": tiny_policy("gpt_neox", vocab_size=VOCAB)}
+    parts |= {name: options.pop(name) for name in ("model", "rollout_engine") if name in options}
     return GRPOTrainer(
         args=GRPOConfig(**made | options),
-        model=tiny_policy("gpt_neox", vocab_size=VOCAB),
         reward_funcs=neox_reward(vocab=VOCAB),
         processing_class=word_tokenizer(),
         train_dataset=PROMPTS,
-        **reference,
+        **parts,
     )
 
 
@@ -261,10 +332,7 @@ CASES: dict[str, tuple[Callable[[], Any], Objective]] = {
     ),
     "ppo, raw advantages": (lambda: made(whiten_advantages=False), ppo_loss(whiten=False)),
     "ppo, whitened rewards": (lambda: made(whiten_rewards=True), ppo_loss(whiten_rewards=True)),
-    "ppo, dropped rows": (
-        lambda: made(**DROPS, **copy.deepcopy(JUDGED_BY_VALUE)),
-        ppo_loss(),
-    ),
+    "ppo, dropped rows": (lambda: made(**DROPS, **copy.deepcopy(JUDGED_BY_VALUE)), ppo_loss()),
     "ppo, rewards per token": (lambda: made(reward_funcs=per_token), ppo_loss()),
     "ppo, a head on the policy": (lambda: made(value_source="policy"), ppo_loss()),
     "ppo, a value of another family": (
@@ -303,11 +371,25 @@ CASES: dict[str, tuple[Callable[[], Any], Objective]] = {
     "grpo, unscaled": (lambda: grouped(scale_rewards="none"), grpo_loss("dapo", scale="none")),
     "grpo, beta": (lambda: grouped(beta=0.3), grpo_loss("dapo", beta=0.3)),
     "rloo": (lambda: made(algorithm=rloo(), num_generations=4), rloo_loss),
-    "rloo, dropped rows": (
-        lambda: made(algorithm=rloo(), num_generations=2, **DROPS),
-        rloo_loss,
-    ),
+    "rloo, dropped rows": (lambda: made(algorithm=rloo(), num_generations=2, **DROPS), rloo_loss),
     "reinforce++": (lambda: made(algorithm=reinforce_pp()), reinforce_loss),
+}
+
+
+# sampler_correction, its level and bounds; some tokens or responses are beyond them.
+CORRECTED: dict[str, tuple[Callable[..., Any], Objective, tuple[str, str, float, float]]] = {
+    "ppo, rejected tokens": (made, ppo_loss(), ("mask", "token", 0.5, 2.0)),
+    "ppo, rejected responses": (made, ppo_loss(), ("mask", "sequence", 0.2, 5.0)),
+    "grpo, rejected responses": (
+        partial(grouped, beta=0.3),
+        grpo_loss("dapo", beta=0.3),
+        ("mask", "sequence", 0.2, 5.0),
+    ),
+    "rloo, weights per token": (
+        partial(made, algorithm=rloo(), num_generations=4),
+        rloo_loss,
+        ("truncate", "token", 0.0, 2.0),
+    ),
 }
 
 
@@ -339,12 +421,7 @@ def one_step(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[
     return trainer, before
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_weights_after_a_step_are_those_of_the_formula(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make, objective = CASES[name]
-    trainer, batch = one_step(make, monkeypatch)
+def check_step(name: str, trainer: Any, batch: Batch, objective: Objective) -> None:
     objective(batch).backward()
     models = [(trainer.model, batch.policy), (trainer.value_model, batch.value)]
     largest = 0.0
@@ -357,6 +434,43 @@ def test_the_weights_after_a_step_are_those_of_the_formula(
             found = weight.detach().double() - old[where].detach()
             torch.testing.assert_close(found, step, rtol=2e-5, atol=2e-6, msg=f"{name}: {where}")
     assert largest > 1e-3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_weights_after_a_step_are_those_of_the_formula(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, objective = CASES[name]
+    check_step(name, *one_step(make, monkeypatch), objective)
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_what_is_rejected_leaves_every_mean_and_the_rest_is_weighted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, objective, correction = CORRECTED[name]
+    kind, level, _, high = correction
+    options = {"sampler_correction": kind, "sampler_correction_level": level}
+    options |= {"sampler_correction_high": high}
+    trainer, batch = one_step(lambda: shifted(make, **options), monkeypatch)
+    batch.correction = correction
+    weights = torch.cat([batch.weights(row) for row in batch.rows])
+    if kind == "mask":
+        assert 0.1 < float((weights == 0).double().mean()) < 0.9
+    else:
+        assert len(weights.unique()) > 1
+        assert float(weights.max()) == high
+    check_step(name, trainer, batch, objective)
+
+
+def test_tokens_that_are_too_old_keep_their_value_target_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, batch = one_step(old_tokens, monkeypatch)
+    old = torch.cat([batch.too_old(row) for row in batch.rows]).double()
+    assert 0.3 < float(old.mean()) < 0.7
+    assert caplog.text.count("of the sampled tokens do not train") == 1
+    check_step("too old", trainer, batch, ppo_loss())
 
 
 def test_another_formula_would_show(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,10 +101,7 @@ def micro_batch(
     )
     weight = WEIGHTINGS[algorithm.weighting](mask, one_rank)
     return MicroBatch(
-        rows=rows,
-        token_weight=weight,
-        value_weight=weight,
-        row_weight=row_mean(mask, one_rank),
+        rows=rows, token_weight=weight, value_weight=weight, row_weight=row_mean(mask, one_rank)
     )
 
 

@@ -1,15 +1,14 @@
 """A loop without models for tests of callbacks, and callbacks that watch or stop it."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 from transformers import TrainerCallback, TrainingArguments
 
-from kedge.backends.trackers import Memory
-from kedge.engine.checkpoint import checkpoint
-from kedge.engine.hooks import StepReport
+from kedge.checkpoint import checkpoint
+from kedge.loop.hooks import StepReport
+from kedge.reporting.base import Memory
+from kedge.trainers.run import run
 from kedge.trainers.run.hf_callbacks import Callbacks
-from kedge.trainers.run.hooks import RunHooks
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
@@ -43,30 +42,26 @@ def args(folder, **kwargs):
     return TrainingArguments(output_dir=str(folder), **(defaults | kwargs))
 
 
-class Run:
+class Run(run.Run):
     """A loop without models: the score is the step, evaluations return ``evals`` in turn."""
 
     def __init__(self, arguments, callbacks=(), *, max_steps=4, steps_per_epoch=2.0, evals=()):
-        self.args, self.memory, self.max_steps = arguments, Memory(), max_steps
-        self.callbacks = Callbacks(arguments, callbacks, tracker=self.memory)
+        self.memory, self.max_steps = Memory(), max_steps
+        sizes = SimpleNamespace(iterations_per_epoch=steps_per_epoch)
+        super().__init__(
+            trainer=self,
+            args=arguments,
+            engine=SimpleNamespace(batch_sizes=sizes),
+            learner=SimpleNamespace(world_size=1, total=lambda x: x),
+            callbacks=Callbacks(arguments, callbacks, tracker=self.memory),
+            evaluator=SimpleNamespace(sets=[1]),
+            tokenizer=None,
+            fresh_reference=True,
+            metric_names=lambda row: {},
+            clock=iter(range(1000)).__next__,
+        )
         self.callbacks.start(model="the model")
         self.evals, self.saved, self.evaluated_at = iter(evals), [], []
-        self.iterations_per_epoch = steps_per_epoch
-        self.evaluator = SimpleNamespace(sets=[1], evaluate=self.evaluate)
-        self.learner = SimpleNamespace(world_size=1, total=lambda x: x)
-
-    def metric_names(self, row):
-        return {}
-
-    def check_first_batch(self, rollout, reward_output):
-        pass
-
-    def root(self):
-        return Path(self.args.output_dir)
-
-    @property
-    def state(self):
-        return self.callbacks.state
 
     def evaluate(self):
         self.evaluated_at.append(self.state.global_step)
@@ -83,28 +78,30 @@ class Run:
             write_models=self.callbacks.write_state,
         )
 
+    def begin(self, max_steps):
+        epochs = max_steps / self.iterations_per_epoch
+        self.callbacks.begin(max_steps=max_steps, epochs=epochs, batch_size=8)
+        self.start()
+
     def train(self, resume=None):
         if resume is not None:
             self.callbacks.restore(resume)
-        self.callbacks.begin(
-            max_steps=self.max_steps,
-            epochs=self.max_steps / self.iterations_per_epoch,
-            batch_size=8,
-        )
-        hooks = RunHooks(self, clock=iter(range(1000)).__next__)
-        hooks.evaluate_at_start()
+        self.begin(self.max_steps)
+        if self.args.eval_on_start:
+            self.evaluate()
         for step in range(self.state.global_step, self.max_steps):
-            hooks.on_step_begin(step)
-            hooks.on_sample(step, None, None)
-            hooks.on_optimizer_step()
+            self.on_step_begin(step)
+            self.on_optimizer_step()
             metrics = {
                 "objective/scores": float(step + 1),
                 "episode": (step + 1) * 8.0,
                 "lr": 1 / 2**step,
             }
             report = StepReport(step=step + 1, metrics=metrics, rollout=None, reward_output=None)
-            if hooks.on_step_end(report):
+            if self.on_step_end(report):
                 break
-        hooks.end_pass()
+        self.end_epoch()
+        if row := self.take_pending():
+            self.callbacks.log(row)
         self.callbacks.fire("on_train_end")
         return self

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from kedge.engine.checkpoint import checkpoint
+from kedge.checkpoint import checkpoint
 
 
 def state(step: int = 0) -> dict:

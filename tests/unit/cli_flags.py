@@ -5,6 +5,7 @@ import json
 SMALL = [
     *("--per_device_train_batch_size", "4", "--num_ppo_epochs", "1", "--response_length", "5"),
     *("--logging_steps", "1", "--num_sample_generations", "0", "--disable_tqdm"),
+    "--dummy_reward",
 ]
 
 

@@ -7,10 +7,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-QUICK: dict[str, Any] = {"backoff": 0.001, "timeout": 5.0, "time_limit": 20.0}
+QUICK: dict[str, Any] = {"backoff": 0.001, "timeout": 60.0, "time_limit": 100.0}
 
 
 def length(completions: list[str]) -> list[float]:
@@ -32,15 +32,13 @@ def raw_server(reply: Callable[[int, str], bytes | None]) -> Iterator[tuple[str,
             except TimeoutError:
                 continue
             with client:
-                client.settimeout(5)
-                requests.append(_request(client))
-                for piece in _pieces(reply(len(requests), requests[-1])):
-                    if stop.is_set():
-                        break
-                    try:
+                client.settimeout(60)
+                with suppress(OSError):
+                    requests.append(_request(client))
+                    for piece in _pieces(reply(len(requests), requests[-1])):
+                        if stop.is_set():
+                            break
                         client.sendall(piece)
-                    except OSError:
-                        break
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -55,12 +53,18 @@ def raw_server(reply: Callable[[int, str], bytes | None]) -> Iterator[tuple[str,
 def _request(client: socket.socket) -> str:
     data = b""
     while b"\r\n\r\n" not in data:
-        data += client.recv(65536)
+        data += _received(client)
     head, _, body = data.partition(b"\r\n\r\n")
     size = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
     while len(body) < size:
-        body += client.recv(65536)
+        body += _received(client)
     return (head + b"\r\n\r\n" + body).decode()
+
+
+def _received(client: socket.socket) -> bytes:
+    if data := client.recv(65536):
+        return data
+    raise ConnectionError("the client has left")
 
 
 def _pieces(answer: bytes | None) -> Iterator[bytes]:

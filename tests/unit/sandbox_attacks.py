@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from kedge.verifiers.sandbox.seccomp import CLONE, CLONE3, REFUSED, SOCKETPAIR, TGKILL
+from kedge.errors import ConfigError
+from kedge.verifiers import Sandbox
+from kedge.verifiers.sandbox.seccomp import CLONE, CLONE3, FCNTL, REFUSED, SOCKETPAIR, TGKILL
+
+try:
+    Sandbox().prepare()
+    ISOLATION, WHY_NOT = "bubblewrap", ""
+except ConfigError as error:  # tests of verdicts run all the same
+    ISOLATION, WHY_NOT = "none", str(error)
 
 # Bodies of functions.  A true result means that the attack got what it wanted.  Each has a folder
 # of the user's, OUTSIDE, with a file MARK; PARENT is the process that trains, PORT one that listens
@@ -192,6 +200,20 @@ PRIVILEGED = {
     "a terminal": "return open('/dev/tty', 'w') or C.ioctl(0, 0x5412, b'x') == 0",
     "the name of the machine": "return os.uname().nodename != 'sandbox'",
     "the user": "return os.getuid() != 65534 or os.getgid() != 65534",
+    "mode of a device": "os.chmod('/dev/null', 0o666); return True",
+    "owner of a device": "return any(C.chown(d.encode(), 65534, 65534) == 0 for d in DEVICES)",
+    "times of the devices": "[os.utime(d) for d in DEVICES]; return True",
+    "space of a disk": "zero, size = ctypes.c_long(0), ctypes.c_long(1 << 20)\n"
+    "return any(C.fallocate(fd, 1, zero, size) == 0 for fd in range(9) if fd != FD)",
+    "a storm of sync": "return reached('sync') or reached('syncfs', 1)",
+    "a lock on the runtime": "import fcntl as f; f.flock(open(os.__file__), f.LOCK_SH); return 1",
+    "a lease on the runtime": "return reached('fcntl', os.open(os.__file__, os.O_RDONLY), 1024, 0)",
+    "large pipes": "return reached('fcntl', os.pipe()[0], 1031, 1 << 20)",
+    "large socket buffers": "a, b = socket.socketpair()\n"
+    "a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30); return True",
+    "sockets inside sockets": "a, b = socket.socketpair()\nreturn socket.send_fds(a, [b'x'], [0])",
+    "timers": "return reached('timer_create', 0, 0, 0)",
+    "watches": "return reached('inotify_init1', 0)",
     "variables": "return set(os.environ) & {'KEDGE_SECRET', 'USER', 'VIRTUAL_ENV'}",
 }  # fmt: skip
 
@@ -200,6 +222,7 @@ import ctypes, ctypes.util, errno, json, os, socket, sys
 C = ctypes.CDLL(None, use_errno=True)
 ARGUMENTS = json.loads(sys.stdin.read())
 NUMBERS, PARENT, PORT = ARGUMENTS["numbers"], ARGUMENTS["parent"], ARGUMENTS["port"]
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 LOCAL, NAME, TGKILL, CAPSET = ARGUMENTS["local"], ARGUMENTS["name"], NUMBERS["tgkill"], 126
 def reached(name, *arguments):
     number = NUMBERS[name]
@@ -227,6 +250,7 @@ for name, (body, OUTSIDE) in ARGUMENTS["attacks"].items():
 """
 NUMBERS = REFUSED | {
     "clone": CLONE, "clone3": CLONE3, "tgkill": TGKILL, "socketpair": SOCKETPAIR,
+    "fcntl": FCNTL,
 }  # fmt: skip
 ORDINARY = FILES | PROCESSES | NETWORK
 ATTACKS = ORDINARY | PRIVILEGED

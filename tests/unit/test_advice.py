@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kedge import GRPOConfig, PPOConfig, RLOOConfig
-from kedge.trainers.build.advice import LARGE, advise
+from kedge.trainers.assembly.run import LARGE, advise
 from tests.e2e.small import small
 
 
@@ -50,6 +50,20 @@ def test_a_batch_of_eight_is_small_for_a_large_model():
     assert given(PPOConfig, learning_rate=3e-6, batch_size=17) == ""
 
 
+def test_a_learning_rate_of_one_is_too_high_for_any_model():
+    assert "learning_rate=1 is far too high" in given(PPOConfig, learning_rate=1.0, trained=10)
+    assert given(PPOConfig, learning_rate=1e-2, trained=10) == ""
+
+
+def test_episodes_that_do_not_fill_the_last_batch_are_named():
+    text = given(PPOConfig, total_episodes=4, batch_size=8, trained=10)
+    assert (
+        text == "total_episodes=4 is not a multiple of the 8 responses of an iteration: the"
+        " run has 8"
+    )
+    assert given(PPOConfig, total_episodes=16, batch_size=8, trained=10) == ""
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_clip_of_gspo():
     assert given(GRPOConfig) == ""
@@ -61,7 +75,7 @@ def test_the_clip_of_gspo():
 
 
 def test_a_trainer_says_it_once(caplog, monkeypatch):
-    monkeypatch.setattr("kedge.trainers.build.advice.LARGE", 1)
+    monkeypatch.setattr("kedge.trainers.assembly.run.LARGE", 1)
     with caplog.at_level(logging.WARNING):
         trainer = small(max_steps=2)
         trainer.train()
@@ -71,3 +85,18 @@ def test_a_trainer_says_it_once(caplog, monkeypatch):
     monkeypatch.undo()
     small()
     assert not [r for r in caplog.records if "recommended:" in r.getMessage()]
+
+
+def test_the_first_iteration_is_reported_whatever_is_logged(tmp_path, capsys, caplog):
+    rate = {"learning_rate": 0.3, "num_ppo_epochs": 4, "save_strategy": "steps", "save_steps": 3}
+    options = {"output_dir": str(tmp_path), "total_episodes": 12, "logging_steps": 10} | rate
+    small(**options).train()
+    lines = capsys.readouterr().out.splitlines()
+    assert "kedge: preflight passed; 3 iterations of 4 responses, 4 optimizer steps each" in lines
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/3", "3/3"]
+    (warning,) = [r.getMessage() for r in caplog.records if "first iteration" in r.getMessage()]
+    assert int(warning.split("clipped ")[1].split("%")[0]) >= 25
+    assert "lower learning_rate=0.3, or num_ppo_epochs=4" in warning
+    small(**options).train(resume_from_checkpoint=True)
+    out = capsys.readouterr().out
+    assert "(iteration 3 of 3); nothing is left to train\n" in out

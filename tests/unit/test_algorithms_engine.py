@@ -10,9 +10,8 @@ from torch import Tensor
 
 from kedge.algorithms import BUILTIN, grpo
 from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.engine.micro_batches import cut, rows_within
-from kedge.engine.rollout.sampling import collect
-from kedge.engine.stages import make_experience
+from kedge.loop.micro_batches import micro_batches, rows_within
+from kedge.rollout.scheduler.collector import collect
 from kedge.types import (
     AdvantageOutput,
     Experience,
@@ -22,6 +21,7 @@ from kedge.types import (
     Rollout,
     Sampling,
 )
+from tests.learners import with_metrics
 from tests.unit.advantage_inputs import one_rank, prefix
 from tests.unit.toys import ToyLearner
 
@@ -75,10 +75,10 @@ class Judge:
 
 def gather(group: list[int], judge: Judge) -> tuple[RewardOutput, Answers]:
     engine = Answers()
-    _, reward_output, _ = collect(
+    sample = collect(
         prompts(group), engine, judge, sampling=SAMPLING, seed=0, clock=lambda: 0.0, greedy=True
     )
-    return reward_output, engine
+    return sample.reward_output, engine
 
 
 def test_one_greedy_response_per_prompt_is_the_baseline_of_its_group() -> None:
@@ -118,13 +118,13 @@ def batch() -> tuple[Rollout, RewardOutput]:
 def test_rows_left_out_by_credit_have_no_weight() -> None:
     rollout, reward_output = batch()
     rule = grpo(mask_truncated_completions=True, drop_uniform_groups=True)
-    experience, metrics = make_experience(rollout, reward_output, ToyLearner(), rule, 0.0)
+    experience, metrics = with_metrics(rollout, reward_output, ToyLearner(), rule, 0.0)
     # Truncated; equal scores; alone in its group, where no two scores differ; not valid.
     assert experience.loss_mask.any(1).tolist() == [True, False, False, False, False, False]
     assert experience.value_mask is experience.loss_mask
     assert metrics["rollout/untrained_rows"] == 4
     assert metrics["objective/uniform_groups"] == pytest.approx(2 / 4)
-    (whole,) = cut(experience, torch.arange(6), rule, 6, one_rank)
+    (whole,) = micro_batches(experience, torch.arange(6), rule, 6, one_rank)
     assert whole.token_weight.sum().item() == pytest.approx(1)
     assert whole.row_weight.tolist().count(1.0) == 1
 
@@ -133,7 +133,7 @@ def test_metrics_about_groups_are_absent_without_groups() -> None:
     rollout, reward_output = batch()
     rollout = replace(rollout, prompts=replace(rollout.prompts, group=torch.arange(6)))
     algorithm = BUILTIN["reinforce_pp"]()
-    _, metrics = make_experience(rollout, reward_output, ToyLearner(), algorithm, 0.0)
+    _, metrics = with_metrics(rollout, reward_output, ToyLearner(), algorithm, 0.0)
     assert "objective/uniform_groups" not in metrics
     assert "rollout/untrained_rows" not in metrics
 
@@ -181,7 +181,7 @@ def test_cutting_a_step_changes_no_gradient(name: str) -> None:
         logp = new.clone().requires_grad_()
         values = whole.rewards.clone().requires_grad_()
         total = torch.zeros(())
-        for mb in cut(whole, index, rule, micro_rows, one_rank, max_tokens=max_tokens):
+        for mb in micro_batches(whole, index, rule, micro_rows, one_rank, max_tokens=max_tokens):
             at = mb.rows.ids[:, 0]  # the row's number
             mask = mb.rows.loss_mask
             found = PolicyOutput(
@@ -242,5 +242,5 @@ def test_a_mask_of_credit_never_adds_rows() -> None:
 
     rollout, reward_output = batch()
     rule = replace(BUILTIN["rloo"](), compute_advantages=compute_advantages)
-    found, _ = make_experience(rollout, reward_output, ToyLearner(), rule, 0.0)
+    found, _ = with_metrics(rollout, reward_output, ToyLearner(), rule, 0.0)
     assert torch.equal(found.loss_mask, rollout.loss_mask & reward_output.valid[:, None])

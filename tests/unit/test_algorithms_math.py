@@ -17,13 +17,8 @@ from kedge.math.advantage import (
     rewards_to_go,
 )
 from kedge.math.importance import Correction, importance_weights
-from kedge.math.losses import (
-    Clip,
-    clipped_policy_loss,
-    policy_is_clipped,
-    weighted_policy_loss,
-)
-from kedge.math.masked import first_true, moments, standardize
+from kedge.math.losses import Clip, clipped_policy_loss, policy_is_clipped, weighted_policy_loss
+from kedge.math.masked import moments, standardize
 from kedge.math.ratios import mean_over_tokens, ratios
 from kedge.math.rewards import overlong_penalty
 from tests.unit.advantage_inputs import one_rank, prefix
@@ -118,12 +113,6 @@ def test_rewards_to_go_steps_over_tokens_off_the_mask() -> None:
 def test_length_adaptive_lambda() -> None:
     found = length_adaptive_lambda(prefix([40, 200, 4], 200), alpha=0.05)
     assert found.tolist() == pytest.approx([0.5, 0.9, 0.0])
-
-
-def test_first_true() -> None:
-    x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    mask = torch.tensor([[True, True], [False, True], [False, False]])
-    assert first_true(x, mask).tolist() == [1.0, 4.0, 0.0]
 
 
 def test_overlong_penalty() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from kedge.backends.hf.packing import Packed
-from kedge.backends.rewards import RewardModel
-from kedge.backends.rewards.heads import SHIFT
 from kedge.cli.main import main
+from kedge.models.packing import Packed
+from kedge.rewards import RewardModel
+from kedge.rewards.heads import SHIFT
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Rollout
 
@@ -46,9 +47,10 @@ def place(tmp_path: Path) -> Path:
 
 
 def flags(place: Path, data: str, out: str, *more: str) -> list[str]:
+    whole = ["--num_held_out", "0"] if out == "reward" else []
     return [
         *("--model_name_or_path", str(place / "model"), "--output_dir", str(place / out)),
-        *("--dataset_name", str(place / f"{data}.jsonl"), *SMALL, *more),
+        *("--dataset_name", str(place / f"{data}.jsonl"), *SMALL, *whole, *more),
     ]
 
 
@@ -110,11 +112,11 @@ def test_references_score_nothing_on_average_wherever_the_model_is_loaded(place:
 def test_an_adapter_keeps_the_shift_of_its_scores(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kedge.backends.hf.peft import with_adapter
-    from kedge.backends.hf.shared_base import AdapterRewardModel, value_adapter
-    from kedge.backends.hf.value_head import load_value
-    from kedge.backends.rewards.load import load_model
     from kedge.cli.tools.judge import load_scores
+    from kedge.models.peft import with_adapter
+    from kedge.models.shared_base import AdapterRewardModel, value_adapter
+    from kedge.models.value_head import load_value
+    from kedge.rewards.build import load_model
 
     assert main(["reward", *flags(place, "pairs", "reward", "--use_peft", "--lora_r", "4")]) == 0
     reward = str(place / "reward")
@@ -166,7 +168,7 @@ def test_a_judge_reads_what_the_reward_model_was_trained_to_read(
     monkeypatch.setattr(RewardTrainer, "train", watched)
     assert main(["reward", *flags(place, "pairs", "reward")]) == 0
     read: list[list[int]] = []
-    from kedge.backends.rewards.model import RewardModel
+    from kedge.rewards.model import RewardModel
 
     scores = RewardModel._scores
     monkeypatch.setattr(
@@ -183,22 +185,6 @@ def test_a_judge_reads_what_the_reward_model_was_trained_to_read(
     assert sorted(read) == sorted(seen)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["sft", "reward"])
-def test_progress_is_in_rows(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = {"sft": "sft", "reward": "pairs"}[command]
-    assert main([command, *flags(place, data, "out", "--logging_steps", "1")]) == 0
-    out = capsys.readouterr().out
-    rows = [line for line in out.splitlines() if line.startswith("step ")]
-    assert [row.split("  ")[0] for row in rows] == ["step 1/3", "step 2/3", "step 3/3"]
-    accuracy = "token accuracy" if command == "sft" else "accuracy"
-    number = r"-?[\d.]+(e-\d+)?"
-    middle = f"  {accuracy} {number}" + (f"  margin {number}" if command == "reward" else "")
-    for row in rows:
-        assert re.search(f"  loss {number}{middle}  lr {number}", row)
-    assert "{" not in out
-
-
 def test_the_reward_of_training_has_the_shift() -> None:
     model = tiny_reward_model(vocab_size=32)
     plain = RewardModel(model).score(batch())
@@ -207,7 +193,7 @@ def test_the_reward_of_training_has_the_shift() -> None:
 
 
 def test_a_value_model_made_of_a_reward_model_starts_from_its_scores(tmp_path: Path) -> None:
-    from kedge.backends.hf.value_head import load_value, save_value
+    from kedge.models.value_head import load_value, save_value
 
     model = tiny_reward_model(vocab_size=32)
     setattr(model.config, SHIFT, 2.5)
@@ -245,7 +231,7 @@ def batch() -> Rollout:
 
 
 def test_the_head_starts_with_the_deviation_of_the_source() -> None:
-    from kedge.backends.trl.reward import init_head
+    from kedge.pretrain.reward import init_head
 
     model = tiny_reward_model(vocab_size=32, hidden_size=256)
     init_head(model, seed=1)
@@ -256,7 +242,7 @@ def test_the_head_starts_with_the_deviation_of_the_source() -> None:
 
 
 def test_the_shift_is_in_the_configuration_and_starts_anew(tmp_path: Path) -> None:
-    from kedge.backends.trl.reward import shift_scores
+    from kedge.pretrain.reward import shift_scores
 
     model, tokenizer = tiny_reward_model(vocab_size=32), word_tokenizer()
     texts = ["w3 w4 w5", "w6", "w7 w8"]
@@ -297,3 +283,100 @@ def test_missing_columns_are_named(place: Path, capsys: pytest.CaptureFixture[st
     assert "chosen, rejected is missing" in capsys.readouterr().err
     assert main(["reward", *flags(place, "pairs", "out", "--reference_column", "gold")]) == 2
     assert "--reference_column gold does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_reward_model_is_checked_on_held_out_pairs_by_kind(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coin, rows = random.Random(0), []
+    for i in range(600):
+        chosen, rejected, kind = " w5 w6 w7", " w8 w6 w7", "word"
+        if i % 2:  # nobody can tell which of these is better
+            chosen, rejected = coin.sample([" w5 w21 w7", " w5 w22 w7"], 2)
+            kind = "coin"
+        prompt = f"w{9 + i % 12} w4"
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected, "kind": kind})
+    (place / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    more = ["--max_steps", "40", "--num_held_out", "500"]
+    assert main(["reward", *flags(place, "pairs", "reward", *more)]) == 0
+    check = json.loads((place / "reward" / "held_out.json").read_text())
+    assert check["pairs"] == 60  # a tenth, which training does not see
+    assert check["kinds"]["word"]["accuracy"] == 1.0
+    assert check["blind"] == ["coin"]
+    printed = capsys.readouterr().out
+    assert re.search(r"coin +30 pairs +\d+\.\d%  not better than chance", printed)
+    value = f"--non_eos_penalty --penalty_reward_value {math.floor(check['lowest_score'])}"
+    assert (value in printed) == (check["unfinished_higher"] > 0.1)
+
+
+CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}w30 {{ tool.function.name }} {% endfor %}"
+    "{% for m in messages %}{{ {'user': 'w3 ', 'tool': 'w31 ', 'assistant': 'w4 '}[m.role] }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}w29 {{ call.function.name }}{% endfor %}{{ ' <eos>' }}"
+    "{% endgeneration %} w28 {% else %}{{ m.content + ' ' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}w4 {% endif %}"
+)
+MARKS = re.compile(r"\{% (end)?generation %\}")
+
+
+def chats(place: Path, template: str) -> list[str]:
+    """Flags for conversations with a tool call; the tokenizer gets the template."""
+    tokenizer = word_tokenizer(chat_template=template)
+    tokenizer.save_pretrained(place / "model")
+    call = {"type": "function", "function": {"name": "w20", "arguments": {"a": 1}}}
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"w{i} w9"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "w10"},
+                {"role": "assistant", "content": "w11 w12"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "w20"}}],
+        }
+        for i in range(13, 19)
+    ]
+    (place / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return flags(place, "chats", "out", "--assistant_only_loss", "True")
+
+
+@pytest.mark.slow
+def test_assistant_tokens_are_found_without_marks(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens and labels are those of the same template with marks, and bf16 runs on a CPU."""
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    seen, train = [], SFTTrainer.train
+
+    def watched(self: SFTTrainer, *args: object, **kwargs: object) -> object:
+        seen.append([(row["input_ids"], row["labels"]) for row in self.train_dataset])
+        return train(self, *args, **kwargs)
+
+    monkeypatch.setattr(SFTTrainer, "train", watched)
+    for template in (CHAT_TEMPLATE, MARKS.sub("", CHAT_TEMPLATE)):
+        words = [*chats(place, template), "--bf16", "True", "--max_steps", "1"]
+        words.remove("--use_cpu")
+        assert main(["sft", *words]) == 0
+    marked, found = seen
+    assert found == marked
+    ids, labels = found[0]
+    assert ids[:2] == [30, 20]  # the template shows the tool
+    learned = [i for i in labels if i != -100]
+    assert learned == [29, 20, 0, 11, 12, 0]  # both turns with their ends, nothing in between
+
+
+def test_a_template_in_which_turns_cannot_be_found_is_named(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forgets = MARKS.sub("", CHAT_TEMPLATE).replace(
+        "{{ m.content or '' }}", "{{ (m.content or '') if loop.last else 'w27' }}"
+    )
+    assert main(["sft", *chats(place, forgets)]) == 2
+    said = capsys.readouterr().err
+    assert "message 1 of a conversation cannot be found" in said
+    assert str(place / "model") in said
+    assert "{% generation %}" in said
+    assert "--chat_template_path FILE.jinja" in said

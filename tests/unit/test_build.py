@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from kedge import GRPOConfig, PPOConfig, PPOTrainer
-from kedge.algorithms import grpo as grpo_algorithm
+from kedge import PPOConfig, PPOTrainer
 from kedge.algorithms import ppo
 from kedge.config.rollout import RolloutArguments
 from kedge.config.rollout_engines import ENGINE_NAMES, ROLLOUT_ENGINES, load_function
 from kedge.errors import ConfigError, KedgeError
 from kedge.testing import ScriptedRollouts, tiny_policy
+from kedge.trainers import load_trainer
 from kedge.trainers.spec import shared_kwargs
 from tests.e2e.small import VOCAB, length_reward, small
 from tests.e2e.test_groups import grpo, rloo
@@ -48,6 +48,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         "whiten_advantages=True needs a batch of at least 2 tokens",
     ),
     (small, {"credit": "turn", "score_position": "after_last"}, "credit='turn' needs every rew"),
+    (small, {"credit": "turn", "lam_alpha": 0.05}, "would be 0 up to 20 turns"),
     (rloo, {"credit": "turn", "ratio_level": "sequence"}, "use ratio_level='token'"),
     # models
     (small, {"model": POLICY, "ref_model": POLICY}, "must not be the same object"),
@@ -68,11 +69,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (small, {**URL, "min_new_tokens": 2}, "min_new_tokens=2 is not supported with the server"),
     (small, {**AS_COMPLETED, "num_partial_batches": 3}, "must divide the 4 prompts"),
     (
-        rloo,
-        {"sampler_correction": "mask", "sampler_correction_level": "token"},
-        "sampler_correction_level='token' needs token-level advantages",
+        small,
+        {"sampler_correction": "off", "sampler_correction_high": 3.0},
+        "sampler_correction_high=3.0 has no effect with sampler_correction='off'",
     ),
-    (grpo, {**URL, "vllm_importance_sampling_mode": "x"}, "must be one of 'token_truncate'"),
     (small, {"replay_rollouts": "."}, "has no recorded samples"),
     (small, {"max_turns": 3}, "max_turns=3 has no effect without an environment"),
     (small, {"on_env_error": "drop"}, "on_env_error='drop' has no effect"),
@@ -89,9 +89,9 @@ def test_what_is_refused_is_refused_before_any_weights_are_loaded(
     def load(*_: Any, **__: Any) -> Any:
         raise AssertionError("weights are loaded")
 
-    for name in ("load_policy", "load_value", "value_from_trunk", "frozen_copy"):
-        monkeypatch.setattr(f"kedge.trainers.build.models.{name}", load)
-    monkeypatch.setattr("kedge.backends.rewards.build.load_model", load)
+    for name in ("load_policy", "load_value", "build_value_head", "frozen_copy"):
+        monkeypatch.setattr(f"kedge.trainers.assembly.models.{name}", load)
+    monkeypatch.setattr("kedge.rewards.build.load_model", load)
     with pytest.raises(KedgeError) as refused:
         build(**arguments)
     assert words in str(refused.value)
@@ -122,20 +122,11 @@ def test_the_trainer_leaves_the_config_as_it_is(tmp_path: Any) -> None:
     assert (made.args.num_total_batches, made.args.batch_size, made.args.world_size) == (2, 4, 1)
 
 
-def test_options_reach_the_function_that_names_them() -> None:
-    args = GRPOConfig(output_dir="unused", use_cpu=True, max_completion_length=7, beta=0.1)
-    taken = shared_kwargs(args, grpo_algorithm)
-    assert (taken["response_length"], taken["beta"], taken["epsilon"]) == (7, 0.1, 0.2)
-    # All that the algorithm takes but whether there is a reference.
-    assert set(inspect.signature(grpo_algorithm).parameters) - set(taken) == {"reference"}
-
-
 @pytest.mark.parametrize("kind", ["ppo", "rloo", "grpo"])
 def test_every_parameter_of_an_algorithm_is_an_option(kind: str) -> None:
-    from kedge.cli.planning.plan import CONFIGS, find_spec
-
-    args = CONFIGS[kind](output_dir="unused", use_cpu=True)
-    factory = find_spec(args).algorithm
+    spec = load_trainer(kind).SPEC
+    args = spec.command_config(output_dir="unused", use_cpu=True)
+    factory = spec.algorithm
     missing = set(inspect.signature(factory).parameters) - set(shared_kwargs(args, factory))
     assert missing == {"reference"}
 
@@ -155,7 +146,7 @@ def test_an_engine_reads_the_options_that_its_builder_takes(name: str) -> None:
     spec = ROLLOUT_ENGINES[name]
     taken = set(inspect.signature(load_function(spec.build)).parameters)
     if spec.actors:
-        from kedge.backends.ray.resources import RayCluster
+        from kedge.ray.resources import RayCluster
 
         assert "cluster" in taken
         taken |= set(inspect.signature(RayCluster).parameters)

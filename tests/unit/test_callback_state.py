@@ -7,12 +7,11 @@ import torch
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from kedge.backends.trackers import Memory
-from kedge.engine.hooks import StepReport
 from kedge.errors import CheckpointError, ConfigError
-from kedge.trainers.reporting.trackers import build_tables
+from kedge.loop.hooks import StepReport
+from kedge.reporting.base import Memory
+from kedge.reporting.trackers import build_tables
 from kedge.trainers.run.hf_callbacks import Callbacks, reporting_callbacks
-from kedge.trainers.run.hooks import RunHooks
 from kedge.types import PromptBatch, Rollout
 from tests.unit.callback_runs import Run, StopAt, args
 
@@ -46,13 +45,12 @@ def rollout_of(prompt_lengths, response_lengths):
 )
 def test_tokens_are_counted_over_all_ranks(tmp_path, include, want):
     run = Run(args(tmp_path, include_num_input_tokens_seen=include))
-    run.callbacks.begin(max_steps=4, epochs=2, batch_size=2)
+    run.begin(4)
     run.learner.world_size, run.learner.total = 2, lambda x: 2 * x
-    hooks = RunHooks(run)
     for step in (1, 2):
-        hooks.on_step_begin(step - 1)
+        run.on_step_begin(step - 1)
         rollout = rollout_of([1, 3], [2, 3])
-        hooks.on_step_end(StepReport(step=step, metrics={}, rollout=rollout, reward_output=None))
+        run.on_step_end(StepReport(step=step, metrics={}, rollout=rollout, reward_output=None))
     assert run.state.num_input_tokens_seen == (want or 0)
     assert run.memory.rows[-1].get("num_input_tokens_seen") == want
 
@@ -174,7 +172,7 @@ def test_report_to_all_takes_what_is_installed():
 
 
 def test_a_missing_package_is_named_with_its_extra():
-    with pytest.raises(ConfigError, match=r"pip install 'kedge\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'kedge-rl\[wandb\]'"):
         reporting_callbacks(["wandb"])
 
 

@@ -8,12 +8,11 @@ import transformers
 from packaging.version import Version
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
-from kedge.engine.checkpoint import checkpoint
-from kedge.engine.hooks import StepReport
+from kedge.checkpoint import checkpoint
 from kedge.errors import ConfigError
+from kedge.loop.hooks import StepReport
 from kedge.trainers.run.hf_callbacks import Callbacks, merge_rows
-from kedge.trainers.run.hooks import RunHooks
-from tests.unit.callback_runs import Run, Spy, StopAt, args
+from tests.unit.callback_runs import Run, Spy, args
 
 # Since 5.4, transformers evaluates after the last step of seven, too.
 LAST = (7,) if Version(transformers.__version__) >= Version("5.4") else ()
@@ -74,11 +73,6 @@ def test_a_dataset_smaller_than_a_batch_ends_a_pass_every_step(tmp_path):
 # -------------------------------------------------------------------------------- control
 
 
-def test_should_training_stop_stops(tmp_path):
-    run = Run(args(tmp_path), [StopAt(1)], max_steps=8).train()
-    assert run.state.global_step == 1
-
-
 def test_callbacks_can_ask_for_log_evaluation_and_save(tmp_path):
     class Ask(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -87,7 +81,7 @@ def test_callbacks_can_ask_for_log_evaluation_and_save(tmp_path):
 
     run = Run(args(tmp_path, logging_strategy="no"), [Ask]).train()
     assert (run.evaluated_at, run.saved) == ([2], [2])
-    assert [row["step"] for row in run.memory.rows] == [2, 2]
+    assert [row["step"] for row in run.memory.rows] == [2, 2, 4]
 
 
 def test_a_returned_control_is_used(tmp_path):
@@ -112,12 +106,11 @@ def test_should_epoch_stop_is_refused_aloud(tmp_path):
 
 def test_a_flag_set_on_another_rank_counts_here(tmp_path):
     run = Run(args(tmp_path))
-    run.callbacks.begin(max_steps=4, epochs=2, batch_size=8)
+    run.begin(4)
     run.learner.world_size, run.learner.total = 2, lambda x: x + torch.tensor([1.0, 0, 0, 0])
-    hooks = RunHooks(run)
-    hooks.on_step_begin(0)
+    run.on_step_begin(0)
     report = StepReport(step=1, metrics={}, rollout=None, reward_output=None)
-    assert hooks.on_step_end(report) is True
+    assert run.on_step_end(report) is True
 
 
 # -------------------------------------------------------------------------------- cadence
@@ -131,7 +124,7 @@ def test_a_flag_set_on_another_rank_counts_here(tmp_path):
         ({"logging_steps": 3, "logging_first_step": True}, [1, 3, 6, 7]),
         ({"logging_steps": 0.5}, [4, 7]),
         ({"logging_strategy": "epoch"}, [2, 4, 6, 7]),
-        ({"logging_strategy": "no"}, []),
+        ({"logging_strategy": "no"}, [7]),
     ],
 )
 def test_logging_cadence(tmp_path, kwargs, steps):
@@ -186,6 +179,8 @@ def test_merging_rows_keeps_extremes_and_skips_what_is_absent():
         "lr": 1.0,
         "lr/value": 3.0,
     }
+    ages = [{"rollout/lag_max": 1.0}, {"rollout/lag_max": 2.0}, {"rollout/lag_max": 1.0}]
+    assert merge_rows(ages) == {"rollout/lag_max": 2.0}
     assert merge_rows(rows) == {
         "completions/min_length": 2.0,
         "completions/max_length": 9.0,

@@ -1,6 +1,5 @@
 """Checkpoints come back bit for bit."""
 
-import json
 import math
 from enum import Enum
 from pathlib import Path
@@ -8,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
-from kedge.engine.checkpoint import checkpoint
-from kedge.engine.checkpoint.serialization import join, split
+from kedge.checkpoint import checkpoint
+from kedge.checkpoint.serialization import join, split
 from kedge.errors import CheckpointError
 from tests.unit.checkpoint_state import same, state
 
@@ -111,28 +109,6 @@ def test_models_are_written_into_the_same_folder_and_checked_too(tmp_path):
     (folder / "value_model" / "config.json").write_text("{ }")
     with pytest.raises(CheckpointError, match=r"value_model/config.json must have 2 bytes, got 3"):
         checkpoint.verify(folder)
-
-
-def test_what_the_models_hold_is_not_written_again(tmp_path):
-    draw = torch.Generator().manual_seed(0)
-    shared = torch.randn(64, 32, generator=draw)
-    almost = shared.clone()
-    almost[63, 31] += 1  # not among the numbers that are looked at first
-    zeros = torch.zeros(2048)
-    parts = {"learner": {"weights": [shared, almost, -zeros], "small": torch.ones(3)}}
-
-    def write(folder: Path) -> None:
-        (folder / "value_model").mkdir()
-        save_file(
-            {"w": shared.clone(), "z": zeros, "small": torch.ones(3)},
-            str(folder / "value_model" / "model.safetensors"),
-        )
-
-    folder = checkpoint.save(tmp_path, 1, parts, write_models=write)
-    twins = json.loads((folder / "state.json").read_text())["duplicates"]
-    assert twins == {"state/learner/weights/0": ["value_model/model.safetensors", "w"]}
-    assert len(load_file(str(folder / "state-learner.weights.safetensors"))) == 2
-    assert same(checkpoint.load(folder).parts, parts)
 
 
 @pytest.mark.parametrize(

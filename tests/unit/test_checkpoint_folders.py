@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-from kedge.engine.checkpoint import checkpoint
+from kedge.checkpoint import checkpoint
 from kedge.errors import CheckpointError
 from tests import processes
 from tests.unit.checkpoint_state import steps
@@ -123,9 +123,8 @@ KILLS = """
     import json, os, shutil, signal, sys
     from pathlib import Path
     import torch
-    from kedge.engine.checkpoint import checkpoint
-    from kedge.engine.checkpoint import folders as checkpoint_folders
-    from kedge.engine.checkpoint import serialization as tree
+    from kedge.checkpoint import checkpoint
+    from kedge.checkpoint import serialization as tree
 
     root = Path(sys.argv[1])
     state = lambda step: {"m": {"a": {"w": torch.full((300,), float(step))}}, "n": step}
@@ -142,8 +141,8 @@ KILLS = """
         for owner, name in [(os, "mkdir"), (os, "rename"), (os, "fsync"), (os, "unlink"),
                             (os, "rmdir"), (Path, "write_text"), (tree, "save_file")]:
             setattr(owner, name, dying(getattr(owner, name)))
-        half = checkpoint_folders.zlib.crc32
-        checkpoint_folders.zlib = type("Z", (), {"crc32": staticmethod(dying(half))})
+        half = checkpoint.zlib.crc32
+        checkpoint.zlib = type("Z", (), {"crc32": staticmethod(dying(half))})
 
     def in_child(job):
         pid = os.fork()
@@ -168,7 +167,7 @@ KILLS = """
             checkpoint.tidy(root)
             for folder in checkpoint.checkpoints(root):
                 checkpoint.verify(folder)
-            good = checkpoint.latest_good(root)
+            good = checkpoint.load_latest(root)
             read = checkpoint.load(good)
             w = read.parts["m"]["a"]["w"]
             report.append({
@@ -210,7 +209,7 @@ ENDLESS = """
     import sys
     from pathlib import Path
     import torch
-    from kedge.engine.checkpoint import checkpoint
+    from kedge.checkpoint import checkpoint
     root = Path(sys.argv[1])
     for step in range(1, 10**6):
         checkpoint.save(root, step, {"w": torch.full((20000,), float(step)), "n": step})
@@ -232,6 +231,6 @@ def test_a_kill_at_a_random_time_leaves_a_whole_checkpoint(tmp_path):
         checkpoint.tidy(root)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nothing damaged, nothing passed over
-            read = checkpoint.load(checkpoint.latest_good(root))
+            read = checkpoint.load(checkpoint.load_latest(root))
         assert (read.parts["w"] == read.parts["n"]).all()
         assert 1 <= len(checkpoint.checkpoints(root)) <= 3

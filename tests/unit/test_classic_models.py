@@ -256,8 +256,8 @@ def test_reward_adapter(tmp_path: Path) -> None:
     mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
     scores = model.compute_reward_score(IDS, mask)
     with torch.no_grad():
-        trunk = judge.get_base_model().transformer(IDS, attention_mask=mask).last_hidden_state
-        want = judge.get_base_model().score(trunk)
+        backbone = judge.get_base_model().transformer(IDS, attention_mask=mask).last_hidden_state
+        want = judge.get_base_model().score(backbone)
     assert scores.shape == (2, 4, want.shape[-1])
     torch.testing.assert_close(scores, want)
     assert all(torch.equal(a, b) for a, b in zip(said(model), before, strict=True))

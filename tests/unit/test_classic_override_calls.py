@@ -12,7 +12,7 @@ import torch
 
 from kedge.classic import PPOTrainer
 from kedge.classic.stats_recorder import KEYS
-from kedge.classic.step_parts import STEPS
+from kedge.classic.steps import STEPS
 from tests.classic_models import gpt2, moved, samples, t5, watching
 
 pytestmark = pytest.mark.filterwarnings("ignore:the KL to the reference")

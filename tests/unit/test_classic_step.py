@@ -188,7 +188,7 @@ def test_start_tokens_of_decoders_may_be_there_or_not() -> None:
         (lambda q, r, s: ([x[None] for x in q], r, s), r"queries\[0\] must have .* got \(1, 3\)"),
         (
             lambda q, r, s: ([*q[:1], q[0][:0], *q[2:]], r, s),
-            r"queries must have at least one token each; empty: \[1\]",
+            r"queries\[1\] must have at least one token",
         ),
         (
             lambda q, r, s: (q, r, s, [torch.ones(2)] * 8),

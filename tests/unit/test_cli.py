@@ -29,6 +29,11 @@ def test_help_names_every_command(capsys):
     assert all(f"  {name}" in out for name in COMMANDS)
 
 
+def test_recipes_is_another_name_of_init(tmp_path, capsys):
+    assert main(["recipes", "verifier", "--output", str(tmp_path / "a.yaml")]) == 0
+    assert (tmp_path / "a.yaml").is_file()
+
+
 def test_version(capsys):
     from kedge import __version__
 
@@ -44,7 +49,7 @@ def test_an_unknown_command_names_the_nearest(capsys):
 def test_help_loads_nothing_heavy():
     code = (
         "import sys; from kedge.cli.main import main;"
-        "[main(x) for x in (['--help'], ['ppo', '--help'], ['async-ppo', '-h'])];"
+        "main(['--help']);"
         "print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
     )
     begin = time.perf_counter()
@@ -90,10 +95,14 @@ def test_errors_are_one_line_and_exit_code_2(capsys, monkeypatch):
         main(["ppo", "--lerning_rate", "1"])
 
 
-@pytest.mark.parametrize("command", ["ppo", "rloo", "grpo", "async-ppo", "sft", "reward"])
+TRAINING = ["ppo", "plan ppo", "rloo", "grpo", "async-ppo", "sft", "reward"]
+
+
+@pytest.mark.parametrize("command", TRAINING)
 def test_help_of_a_command_shows_what_matters_first(command, capsys):
-    assert main([command, "--help"]) == 0
+    assert main([*command.split(), "--help"]) == 0
     out = capsys.readouterr().out
+    assert out.startswith(f"usage: kedge {command} ")
     flags = re.findall(r"^  --(\w+)", out, re.MULTILINE)
     assert flags[:2] == ["model_name_or_path", "dataset_name"]
     assert 9 < len(flags) < 26
@@ -113,7 +122,12 @@ def test_help_of_a_command_lists_what_works_and_hides_what_does_not(flags, capsy
 
 
 def test_a_plan_without_prompts_says_so(capsys, tiny):
-    assert main(["plan", "ppo", "--model_name_or_path", str(tiny)]) != 0
+    command = ["plan", "ppo", "--model_name_or_path", str(tiny)]
+    assert main(command) == 2
+    assert "no reward is given: add --reward_model_path" in capsys.readouterr().err
+    assert main([*command, "--reward_model_path", str(tiny), "--max_steps", "1"]) == 2
+    assert "has no score head (it is LlamaForCausalLM)" in capsys.readouterr().err
+    assert main([*command, "--dummy_reward"]) != 0
     assert "the length of the run is unknown" in capsys.readouterr().err
 
 
@@ -136,7 +150,9 @@ def test_the_older_command_line():
     made = options(*SEED_000.split())
     assert made.config.non_eos_penalty is True
     assert made.config.per_device_train_batch_size == 64
-    names = model_names(made)
+    with pytest.raises(ConfigError, match=r"no reward is given: .* --dummy_reward"):
+        model_names(made)
+    names = model_names(options(*SEED_000.split(), "--dummy_reward"))
     assert (names.policy, names.tokenizer, names.reward) == ("m", "m", "m")
 
 
@@ -153,7 +169,7 @@ def test_reward_functions_alone_need_no_reward_model(capsys):
     assert made.script.reward_funcs == ["a.py:f", "b:g"]
     assert model_names(made).reward is None
     assert "dummy" not in capsys.readouterr().err
-    assert model_names(options(*MODEL)).reward == "m"
+    assert model_names(options(*MODEL, "--dummy_reward")).reward == "m"
     assert "using a dummy reward" in capsys.readouterr().err
 
 

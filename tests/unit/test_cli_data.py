@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +42,26 @@ def test_prompts_from_a_file(tmp_path, rows, suffix):
     train, test = load_prompts(options(*MODEL, "--dataset_name", str(file)))
     assert test is None
     assert list(train["prompt"]) == [f"Day {i}" for i in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.jsonl", ""), ("b.jsonl", "\n\n"), ("c.csv", ""), ("d.csv", "prompt\n"), ("e.json", "[]")],
+)
+def test_an_empty_file_has_no_rows(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=rf"{name} has no rows$"):
+        Splits(str(tmp_path / name)).load("train")
+
+
+def test_evaluation_prompts_from_another_file(tmp_path, rows, capsys):
+    (tmp_path / "held.jsonl").write_text('{"prompt": "Night 1"}\n')
+    flags = [*MODEL, "--dataset_name", str(rows), "--eval_dataset_name", f"{tmp_path}/held.jsonl"]
+    train, test = load_prompts(options(*flags, "--eval_strategy", "steps", "--eval_steps", "5"))
+    assert (len(train), list(test["prompt"])) == (30, ["Night 1"])
+    assert "has only the split" not in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"held.jsonl needs an evaluation: add --eval_strategy"):
+        load_prompts(options(*flags))
 
 
 def test_prompts_from_folders(tmp_path, rows):
@@ -120,7 +141,7 @@ def test_a_missing_model_is_named(tiny, rows):
     with pytest.raises(ConfigError, match="--model_name_or_path is required"):
         model_names(options("--dataset_name", str(rows)))
     with pytest.raises(ConfigError, match="cannot load the model '/no/such'"):
-        plan(options("--model_name_or_path", "/no/such", "--total_episodes", "8"))
+        plan(options("--model_name_or_path", "/no/such", "--dummy_reward"))
 
 
 def test_an_algorithm_from_a_file(tmp_path):
@@ -283,10 +304,13 @@ def test_resume_alone_means_the_newest():
         ("train/ppo.py --x 1", "python train/ppo.py --x 1"),
         ("kedge ppo --hub_token hf_123", None),
         ("/usr/bin/pytest -q", None),
+        ("/kedge/__main__.py ppo --x 1", "python -m kedge ppo --x 1"),
     ],
 )
 def test_the_command_that_resumes(monkeypatch, typed, want):
     monkeypatch.setattr(sys, "argv", shlex.split(typed))
+    module = SimpleNamespace(origin="/kedge/__main__.py", name="kedge.__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", module)
     assert command_to_repeat(without="resume_from_checkpoint") == want
     monkeypatch.setenv("RANK", "0")
     assert command_to_repeat(without="resume_from_checkpoint") is None  # a launcher's words

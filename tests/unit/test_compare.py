@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kedge.cli.main import main
-from kedge.insight.compare import band, ends
-from kedge.insight.log import RunLog
+from kedge.reporting.compare import band, ends
+from kedge.reporting.log import RunLog
 
 RUNS = Path(__file__).parents[1] / "data" / "doctor"
 

@@ -159,3 +159,23 @@ def test_scores_of_all_labels_in_their_order(monkeypatch: pytest.MonkeyPatch) ->
     assert options["top_k"] is None
     assert "_legacy" not in options  # the labels are not sorted by score
     assert "top_k" not in pipeline._sanitize_parameters()[2]
+
+
+def test_options_of_ms_swift_reach_the_trainer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kedge.compat.hf_trainer import PPOConfig, passed_on
+
+    given = {
+        **{"data_seed": 7, "ddp_timeout": 99, "load_best_model_at_end": True, "save_steps": 2},
+        **{"metric_for_best_model": "reward", "save_only_model": True, "eval_on_start": True},
+        **{"eval_strategy": "steps", "eval_steps": 2, "torch_compile_mode": "default"},
+        **{"hub_private_repo": True, "greater_is_better": True, "temperature": 0.5},
+    }
+    swift = {"remove_unused_columns": False, "accelerator_config": {"dispatch_batches": False}}
+    args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, **given, **swift)
+    passed = passed_on(args)
+    assert {name: getattr(passed, name) for name in given} == given
+    assert "does not read" not in caplog.text
+    passed_on(PPOConfig(output_dir=str(tmp_path), use_cpu=True, neftune_noise_alpha=1.0))
+    assert "Kedge does not read these options: neftune_noise_alpha" in caplog.text

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from kedge.reporting.completions import completion_rows
 from kedge.testing import ConstantReward
-from kedge.trainers.reporting.completions import completion_rows
 
 from .text_toys import rollout_of, word_tokenizer
 

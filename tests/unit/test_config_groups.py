@@ -12,12 +12,12 @@ from transformers import HfArgumentParser
 
 from kedge import GRPOConfig, RLOOConfig
 from kedge.algorithms import grpo, rloo
-from kedge.backends.hf.compatibility import check_length
 from kedge.config.declare import Alias
 from kedge.config.options import foreign
 from kedge.config.ppo import PPOConfig
 from kedge.config.rloo import DEFAULTS, PAIRS, reward_bounds
 from kedge.errors import ConfigError
+from kedge.models.compatibility import check_length
 from kedge.testing import tiny_policy
 from kedge.trainers.spec import shared_kwargs
 
@@ -102,11 +102,6 @@ def test_reward_clip_range(given: Any, bounds: Any, out: dict[str, Any]) -> None
 def test_reward_clip_range_that_cannot_be(given: Any, out: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="reward_clip_range="):
         RLOOConfig(**out, reward_clip_range=given)
-
-
-def test_one_ratio_for_many_advantages_is_refused(out: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="ratio_level='token'"):
-        RLOOConfig(**out, token_level_kl=True, ratio_level="sequence")
 
 
 def test_options_reach_the_algorithm(out: dict[str, Any]) -> None:
@@ -200,7 +195,7 @@ def test_grpo_options_reach_the_algorithm(out: dict[str, Any]) -> None:
         ({"epsilon": 0.0}, "epsilon=0.0"),
         ({"beta": -1.0}, "beta=-1.0"),
         ({"disable_dropout": False}, "disable_dropout=False"),
-        ({"vllm_server_port": 1}, "vllm_server_port=1 has no effect without use_vllm=True"),
+        ({"generation_kwargs": {"stop": "a", "top_a": 1}}, "generation_kwargs={'top_a': 1}"),
         ({"response_length": 5, "max_completion_length": 6}, "another name of response_length"),
     ],
 )

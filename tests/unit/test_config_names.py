@@ -15,11 +15,8 @@ from transformers import HfArgumentParser, TrainingArguments
 import kedge
 from kedge import AsyncPPOConfig, GRPOConfig, RLOOConfig
 from kedge.algorithms import grpo, ppo, rloo
-from kedge.backends.ray.resources import RayCluster
-from kedge.backends.rewards import reward_source
 from kedge.config.compat.parser import ConfigParser
-from kedge.config.compat.training_arguments import INHERITED
-from kedge.config.compat.transformers4 import TRANSFORMERS4
+from kedge.config.compat.training_arguments import INHERITED, TRANSFORMERS4
 from kedge.config.declare import (
     Alias,
     NoEffect,
@@ -32,13 +29,14 @@ from kedge.config.declare import (
 from kedge.config.options import elsewhere, foreign
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.rollout_engines import ROLLOUT_ENGINES, load_function
-from kedge.engine.batch_sizes import compute_batch_sizes
 from kedge.errors import ConfigError
+from kedge.loop.batch_sizes import compute_batch_sizes
+from kedge.ray.resources import RayCluster
+from kedge.rewards import reward_source
 
 PRINTED = json.loads((Path(__file__).parent / "ppo_config_defaults.json").read_text())
 FIELDS = {f.name: f for f in fields(PPOConfig)}
 CONFIGS = [PPOv2Config, RLOOConfig, GRPOConfig, AsyncPPOConfig]
-BASE = {"output_dir": "out", "use_cpu": True}
 
 
 @pytest.fixture(autouse=True)
@@ -124,14 +122,15 @@ def test_only_fields_of_transformers_may_do_nothing():
 ELSEWHERE = {
     **dict.fromkeys(("tf32", "log_on_each_node", "ddp_backend", "ddp_timeout"), "training_args.py"),
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), "training_args.py"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "trainer.py"),
     "accelerator_config": "training_args.py",
-    "eval_strategy": "trainer_callback.py",
+    **dict.fromkeys(("eval_strategy", "logging_strategy"), "trainer_callback.py"),
     "project": "integrations/integration_utils.py",
     "trackio_space_id": "integrations/integration_utils.py",
     "trackio_bucket_id": "integrations/integration_utils.py",
     "trackio_static_space_id": "integrations/integration_utils.py",
     "logging_dir": "integrations/integration_utils.py",
-    **dict.fromkeys(("local_rank", "keep_sampling_mask", "remap_verifier"), None),
+    **dict.fromkeys(("local_rank", "remap_verifier"), None),
     **dict.fromkeys(("num_total_batches", "local_batch_size", "local_mini_batch_size"), None),
 }
 
@@ -157,6 +156,7 @@ def test_every_field_that_acts_is_read_somewhere(cls):
                 where is None
                 or f.name in by_signature
                 or re.search(rf"\b(args|_args|config|self|c|options)\.{f.name}\b", text)
+                or re.search(rf'getattr\((config|self\.args), "{f.name}"', text)
             )
         if not read:
             missing.append(f.name)
@@ -207,11 +207,13 @@ def test_a_field_of_a_newer_transformers_is_refused_when_changed(tmp_path):
 def test_one_declaration_is_enough_for_a_new_option(config, tmp_path):
     @dataclass(repr=False)
     class Mine(PPOConfig):
-        steps_ahead: int = option(2, "Steps.", acts_in="engine", ge=0, alias="lookahead")
+        steps_ahead: int = option(
+            2, "Steps.", acts_in="engine", ge=0, alias="lookahead", resume=True
+        )
 
     assert config(Mine, lookahead=3).steps_ahead == 3
     assert resume_values(config(Mine))["steps_ahead"] == 2
-    with pytest.raises(ConfigError, match="lookahead=-1 must be an integer of at least 0"):
+    with pytest.raises(ConfigError, match="lookahead=-1 must be at least 0"):
         config(Mine, lookahead=-1)
     (made,) = HfArgumentParser((Mine,)).parse_args_into_dataclasses(
         ["--lookahead", "5", "--output_dir", str(tmp_path)]
@@ -254,7 +256,7 @@ def test_two_names_of_an_option_must_agree(config):
     with pytest.raises(ConfigError, match="is another name of warmup_steps, but warmup_steps=5 is"):
         config(warmup_ratio=0.1, warmup_steps=5)
     assert config(warmup_ratio=0.1, warmup_steps=0.1).warmup_steps == 0.1
-    with pytest.raises(ConfigError, match=r"warmup_ratio=1\.5 must be a number of at least 0 and"):
+    with pytest.raises(ConfigError, match=r"warmup_ratio=1\.5 must be below 1"):
         config(warmup_ratio=1.5)
 
 
@@ -268,9 +270,8 @@ def test_an_alias_can_be_read_and_set(config):
         made.max_completion_length = 0
     with pytest.raises(ConfigError, match="disable_dropout=False is not supported"):
         made.disable_dropout = False
-    made.use_vllm = True
     with pytest.raises(ConfigError, match="use_vllm=True is only read on construction"):
-        made.checked()
+        made.use_vllm = True
     for other in (copy.deepcopy(config(GRPOConfig)), pickle.loads(pickle.dumps(config()))):
         assert not hasattr(other, "no_such_name")
 
@@ -354,20 +355,10 @@ def test_names_of_transformers_4_are_not_in_the_help(capsys):
 def test_a_resumed_run_must_share_what_changes_the_numbers(config):
     same = resume_values(config())
     assert {"learning_rate", "kl_coef", "lam", "temperature", "seed", "max_lag"} <= same.keys()
-    assert {
-        "shuffle_dataset",
-        "value_learning_rate",
-        "rollout_engine",
-        "reward_weights",
-    } <= same.keys()
-    may_change = {
-        "output_dir",
-        "logging_steps",
-        "save_steps",
-        "eval_steps",
-        "max_steps",
-        "run_name",
-    }
+    assert {"shuffle_dataset", "value_learning_rate", "rollout_engine"} <= same.keys()
+    assert {"environment", "max_turns", "on_env_error", "train_layers", "tf32"} <= same.keys()
+    may_change = {"output_dir", "logging_steps", "save_steps", "max_steps", "run_name"}
     may_change |= {"dataset_num_proc", "preflight", "save_rollouts", "worker_timeout", "report_to"}
+    may_change |= {"environment_timeout", "environment_concurrency", "cache_trunk"}
     may_change |= {"per_device_train_batch_size", "local_rollout_forward_batch_size"}
     assert may_change & same.keys() == set()

@@ -7,7 +7,7 @@ import pytest
 
 from kedge import AsyncPPOConfig, GRPOConfig, PPOConfig, RLOOConfig
 from kedge.config.schedule import build_schedule
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, OptionError
 
 BASES = {AsyncPPOConfig: {"rollout_engine": "embedded"}, RLOOConfig: {"token_level_kl": True}}
 
@@ -73,10 +73,16 @@ def test_the_checked_copy_leaves_the_config_alone(tmp_path):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
 def test_copies_remember_what_construction_read(tmp_path, copied):
     config = copied(AsyncPPOConfig(output_dir=str(tmp_path), rollout_engine="embedded"))
-    config.checked()
-    config.async_mode = False
     with pytest.raises(ConfigError, match="only read on construction"):
-        config.checked()
+        config.async_mode = False
+
+
+def test_an_unknown_name_is_an_error_when_it_is_set(tmp_path):
+    config = PPOConfig(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(OptionError, match="no option 'lam_vale'; the nearest is lam_value"):
+        config.lam_vale = 0.9
+    config._mine = 1
+    assert config.device.type == "cpu"  # transformers keeps what it computes
 
 
 def test_eval_strategy_set_later_evaluates_with_every_log_row(changed):

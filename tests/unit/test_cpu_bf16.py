@@ -7,10 +7,10 @@ from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
-from kedge.backends.trl.progress import train_with_progress
 from kedge.ops.cpu import low_precision, matmul
 from kedge.ops.cpu.low_precision import SHORT_ATTENTION, float32_attention
 from kedge.ops.cpu.patch import Kernels
+from kedge.pretrain.supervised import train_with_kernels
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
@@ -121,7 +121,7 @@ def test_supervised_training_uses_the_weights_of_each_step(tmp_path, monkeypatch
         options |= {"max_steps": 6, "logging_steps": 1, "learning_rate": 1e-2, "disable_tqdm": True}
         args = TrainingArguments(str(tmp_path), save_strategy="no", **options)
         trainer = Trainer(Squared(), args, train_dataset=rows)
-        train_with_progress(trainer)
+        train_with_kernels(trainer)
         losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
     assert losses[1][-1] < 0.7 * losses[1][0]
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)

@@ -9,12 +9,12 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from kedge.algorithms import ppo
-from kedge.backends.hf.model import checkpoint_activations
-from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.backends.rewards import RewardModel
-from kedge.engine.micro_batches import cut
+from kedge.loop.micro_batches import micro_batches
+from kedge.models.model import checkpoint_activations
 from kedge.ops.cpu import matmul, patch
 from kedge.ops.cpu.patch import Kernels
+from kedge.rewards import RewardModel
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import Sampling
 from tests.learners import VOCAB, experience, learner, one_rank, rollout
@@ -55,11 +55,11 @@ def test_the_learner_uses_them_and_the_numbers_stay(family, checkpointing, monke
         how = {"gradient_checkpointing": checkpointing, "max_grad_norm": 1.0}
         found = learner(family, policy=tiny_policy(family, vocab_size=VOCAB), **how)
         if not quick:
-            found._plan.kernels = Kernels([])
+            found._kernels = Kernels([])
         before = dict(seen)
         note = found.compute_logprobs(rollout(), values=True, reference=True, full_kl=False)
         batch, algo = experience(rollout()), ppo()
-        step = cut(batch, torch.arange(6), algo, 2, one_rank)
+        step = micro_batches(batch, torch.arange(6), algo, 2, one_rank)
         metrics = found.optimizer_step(step, algo.loss)
         assert all((seen[f] > before[f]) == quick for f in seen)
         results.append((note, metrics, [p.detach() for p in found.module.parameters()]))

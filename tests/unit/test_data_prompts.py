@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from tokenizers import processors
 
-from kedge.backends.data import DatasetPrompts
+from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError, DataError
 from tests.e2e.small import length_reward, small
 
@@ -212,6 +212,7 @@ CHAT = [{"role": "user", "content": "w5"}]
         (["w3"], {}, "row 0 of the dataset .list. must be a dict .*, got str"),
         ({"prompt": "w3"}, {}, "column 'prompt' must be a list, got str"),
         ({"prompt": ["w3"], "n": [1, 2]}, {}, "columns must have the same length"),
+        ([{"prompt": "w3", 3: 4}], {}, "column names must be text, got 3"),
         ([{"prompt": "w3"}, {"prompt": None}], {}, "row 1: expected text, got NoneType None"),
         ([{"prompt": 3}], {}, "row 0: expected text, got int 3"),
         ([{"prompt": "w3"}, {"prompt": ""}], {}, r"row 1 of the dataset is an empty prompt"),
@@ -285,6 +286,26 @@ def test_sizes_that_cannot_work(options, message):
         make(**options)
 
 
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        ("{% for m in messages %}", ", line 1.* TemplateSyntaxError: Unexpected end"),
+        ("{{ raise_exception('no \x1b[2J') }}", r"TemplateError: no \\x1b\[2J"),
+        ("{{ nothing.x }}", "UndefinedError: 'nothing' is undefined"),
+        ("{{ messages[0]['content'] + 1 }}", "TypeError: can only concatenate str"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "OverflowError: Range too big"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
+    ],
+)
+def test_a_template_that_fails_is_named_with_column_row_and_file(template, error):
+    tokenizer = word_tokenizer(chat_template=template)
+    tokenizer.name_or_path = "models/mine"
+    chats = [{"prompt": [{"role": "user", "content": "w3 w4"}]}] * 4
+    said = rf"column 'prompt', row 0: the chat template of 'models/mine' \(chat_template.*{error}"
+    with pytest.raises(DataError, match=said):
+        small(processing_class=tokenizer, train_dataset=chats)
+
+
 @pytest.mark.parametrize("given", [{"thinking": True}, '{"thinking": true}'])
 def test_the_chat_template_gets_what_the_config_says(given):
     tokenizer = word_tokenizer()
@@ -322,7 +343,7 @@ def test_a_text_that_begins_with_bos_keeps_one(caplog):
 
 @pytest.mark.parametrize("special", [True, False])
 def test_token_ids_are_those_of_the_tokenizer(special):
-    from kedge.backends.data.encode import _token_ids
+    from kedge.data.encode import _token_ids
 
     tokenizer, texts = eos_adding_tokenizer(), ["once upon", "once", "once upon a time"]
     tokenizer(texts, truncation=True, max_length=2, padding=True)  # leaves its state behind

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.backends.hf import decode
-from kedge.backends.hf.decode_graph import DecodeGraph
-from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.rollout.embedded import decode
+from kedge.rollout.embedded.decode_graph import DecodeGraph
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.types import Rollout, Sampling
 from tests.contract.embedded import policy, prompts
 

@@ -6,15 +6,16 @@ The runs were made by tests/data/doctor/record.py; good_demo_N are those of the 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kedge.cli.main import main
-from kedge.engine.metrics import NAMES
 from kedge.errors import DataError
-from kedge.insight import RunLog, examine, read_log
-from kedge.insight.doctor import RULES
+from kedge.loop.metrics import NAMES
+from kedge.reporting.doctor import RULES, examine
+from kedge.reporting.log import RunLog, read_log
 
 RUNS = Path(__file__).parents[1] / "data" / "doctor"
 GOOD = sorted(RUNS.glob("good*.jsonl"))
@@ -41,6 +42,22 @@ def log(**series: list[float]) -> RunLog:
     return RunLog("made", [{name: v[i] for name, v in names.items()} for i in range(count)])
 
 
+def test_length_and_precision_of_agents() -> None:
+    """Success in fewer turns is no hack of the length, longer turns are; bf16 rounds log-probs."""
+    shorter = [69.0 - 3 * i for i in range(10)]
+    fewer = {"completions__mean_length": shorter, "environment__turns": [x / 7 for x in shorter]}
+    assert rules(scored(0.5, 1.0, completions__mean_length=shorter)) == [
+        "the score follows the length"
+    ]
+    assert rules(scored(0.5, 1.0, **fewer)) == []
+    longer = {"completions__mean_length": [30.0 + 6 * i for i in range(10)]}
+    (finding,) = examine(scored(0.5, 1.0, **longer, environment__turns=[5.0] * 10))
+    assert "mean length 7 to 16 tokens a turn" in finding.seen
+    gap = scored(0.5, 1.0, rollout__logprob_gap=[0.028] * 10)
+    assert rules(gap) == ["sampler and learner disagree"]
+    assert rules(replace(gap, bf16=True)) == []
+
+
 def test_there_are_ten_bad_and_four_good_runs() -> None:
     assert (len(BAD), len(GOOD)) == (10, 4)
 
@@ -59,6 +76,7 @@ def test_nothing_is_said_of_a_good_run(file: Path) -> None:
     ("made", "rule"),
     [
         (log(objective__kl=[-1.0] * 8, completions__mean_length=[10.0] * 8), "the KL is negative"),
+        (log(rollout__too_old_tokens=[0.1, 0.1]), "tokens too old to train on"),
         (log(grad_norm=[1.0, 1.1, 0.9, 1.0, 80.0, 1.0]), "gradients spike"),
         (log(grad_norm=[1.0, 1.0], skipped_steps=[0.0, 1.0]), "gradients spike"),
         (
@@ -70,6 +88,10 @@ def test_nothing_is_said_of_a_good_run(file: Path) -> None:
             "nothing ends",
         ),
         (scored(1.0, 0.1), "the score falls"),
+        (
+            scored(1.0, 2.0, completions__truncated_ratio=[0.02 * i for i in range(10)]),
+            "fewer responses end",
+        ),
         (
             log(environment__tool_calls=[0.0] * 8, environment__invalid_calls=[0.0] * 8),
             "tools are never called",
@@ -102,6 +124,16 @@ def test_a_reward_of_one_turn_is_blamed_where_the_score_stays() -> None:
     assert rule not in rules(scored(1.0, 1.05, **one_turn | {"environment__turns": [1.0] * 10}))
 
 
+def test_a_fall_after_noise_was_scaled_up_is_named() -> None:
+    scores = [0.5, 0.7, 0.9, 1.0, 1.0, 0.3, 0.0, 0.0, 0.0, 0.0]
+    raw = [0.3, 0.3, 0.2, 0.05, 0.02, 0.3, 0.1, 0.1, 0.1, 0.1]
+    made = {"objective__scores": scores, "val__raw_advantage_std": raw}
+    found = examine(log(**made, val__advantage_std=[1.0] * 10))
+    assert [finding.rule for finding in found] == ["fell after it was solved"]
+    assert "from a deviation of 0.02, 15 times as much" in found[0].seen
+    assert rules(log(**made, val__advantage_std=[x / 0.3 for x in raw])) == []
+
+
 def test_healthy_environments_are_not_blamed() -> None:
     healthy = log(
         environment__tool_calls=[2.0] * 8,
@@ -115,6 +147,8 @@ def test_healthy_environments_are_not_blamed() -> None:
 
 def test_runs_that_rise_or_have_one_length_on_purpose() -> None:
     assert rules(scored(1.0, 1.2)) == []
+    some_cut = [0.01 * i for i in range(10)]
+    assert rules(scored(1.0, 2.0, completions__truncated_ratio=some_cut)) == []
     cut = {"completions/truncated_ratio": 1.0, "val/num_eos_tokens": 0.0}
     assert rules(RunLog("made", [cut] * 4, fixed_length=True)) == []
     assert rules(RunLog("made", [*[cut] * 3, cut | {"val/num_eos_tokens": 1.0}])) == [
@@ -162,6 +196,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     out = capsys.readouterr().out
     assert "dead reward: all scores of a batch are equal" in out
     assert "good.jsonl: 24 rows of metrics up to iteration 24, nothing found" in out
+    assert "only whether the reward says so" in out
     assert main(["doctor", str(GOOD[0])]) == 0
     assert main(["doctor"]) == 2
     assert main(["doctor", str(tmp_path / "nowhere")]) == 2

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kedge import GRPOConfig, GRPOTrainer
-from kedge.engine.rollout.dynamic_sampling import resample_uniform_groups, spare_step
+from kedge.rollout.scheduler.dynamic_sampling import resample_uniform_groups, spare_step
 from kedge.testing import tiny_policy
-from kedge.types import PromptBatch, RewardOutput, Rollout
+from kedge.types import PromptBatch, RewardOutput, Rollout, Sample
 from tests.unit.text_toys import word_tokenizer
 
 
@@ -24,7 +24,7 @@ def batch(names: list[str], width: int) -> PromptBatch:
     )
 
 
-def answer(prompts: PromptBatch, scores: list[float], width: int) -> tuple[Rollout, RewardOutput]:
+def answer(prompts: PromptBatch, scores: list[float], width: int) -> Sample:
     rows = len(prompts)
     mask = torch.ones(rows, width, dtype=torch.bool)
     rollout = Rollout(
@@ -41,27 +41,28 @@ def answer(prompts: PromptBatch, scores: list[float], width: int) -> tuple[Rollo
     judged = RewardOutput(
         scores=found, valid=torch.ones(rows, dtype=torch.bool), components={"part": found * 2}
     )
-    return rollout, judged
+    return Sample(rollout=rollout, reward_output=judged)
 
 
 def test_by_hand() -> None:
     first = answer(batch(["a", "bb", "ccc"], 1), [0.0, 1.0, 1.0, 1.0, 0.0, 0.0], 2)
     asked: list[tuple[int, list[int], list[object]]] = []
 
-    def draw(prompts: PromptBatch, turn: int) -> tuple[Rollout, RewardOutput]:
+    def draw(prompts: PromptBatch, turn: int) -> Sample:
         asked.append((turn, prompts.row.tolist(), list(prompts.columns["name"])))
         scores = [0.0, 1.0, 1.0, 1.0] if turn == 0 else [1.0, 0.0]
         return answer(prompts, scores, 3 if turn == 0 else 1)
 
-    rollout, judged, count = resample_uniform_groups(
-        *first,
+    sample = resample_uniform_groups(
+        first,
         prompts=lambda turn: batch([f"{turn}{'x' * i}" for i in range(3)], 2),
         draw=draw,
         rounds=5,
     )
     # Groups bb and ccc are replaced in the first round, what stands in for ccc in the second.
     assert asked == [(0, [2, 3, 4, 5], ["0x", "0x", "0xx", "0xx"]), (1, [4, 5], ["1xx", "1xx"])]
-    assert count == 3
+    rollout, judged = sample.rollout, sample.reward_output
+    assert sample.times == {"rollout/resampled_groups": 3}
     assert rollout.prompts.columns["name"] == ["a", "a", "0x", "0x", "1xx", "1xx"]
     assert rollout.prompts.ids.tolist() == [[0, 1], [0, 1], [0, 2], [0, 2], [0, 3], [0, 3]]
     assert rollout.prompts.group.tolist() == [10, 10, 11, 11, 12, 12]
@@ -77,20 +78,18 @@ def test_it_gives_up_after_its_rounds_and_asks_for_nothing_without_need() -> Non
     same = answer(batch(["a"], 1), [1.0, 1.0], 1)
     turns: list[int] = []
 
-    def draw(prompts: PromptBatch, turn: int) -> tuple[Rollout, RewardOutput]:
+    def draw(prompts: PromptBatch, turn: int) -> Sample:
         turns.append(turn)
         return answer(prompts, [0.0, 0.0], 1)
 
-    _, _, count = resample_uniform_groups(
-        *same, prompts=lambda turn: batch(["b"], 1), draw=draw, rounds=2
-    )
-    assert (turns, count) == ([0, 1], 2)
-    good = answer(batch(["a"], 1), [1.0, 0.0], 1)
-    assert (
-        resample_uniform_groups(*good, prompts=lambda turn: batch(["b"], 1), draw=draw, rounds=2)[2]
-        == 0
-    )
-    assert turns == [0, 1]
+    def replaced(sample: Sample) -> float:
+        others = resample_uniform_groups(
+            sample, prompts=lambda turn: batch(["b"], 1), draw=draw, rounds=2
+        )
+        return others.times["rollout/resampled_groups"]
+
+    assert (replaced(same), turns) == (2, [0, 1])
+    assert (replaced(answer(batch(["a"], 1), [1.0, 0.0], 1)), turns) == (0, [0, 1])
 
 
 def test_spare_prompts_are_those_of_no_step_and_of_no_other_round() -> None:

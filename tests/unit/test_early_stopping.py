@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kedge.algorithms import ppo
-from kedge.engine import stages
-from kedge.engine.early_stopping import KL, RATIO, StepLimits
+from kedge.loop import stages
+from kedge.loop.early_stopping import KL, RATIO, StepLimits
 from kedge.types import Experience
 
 

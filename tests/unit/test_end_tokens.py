@@ -18,10 +18,10 @@ from kedge import (
     RLOOConfig,
     RLOOTrainer,
 )
-from kedge.backends.hf.end_tokens import eos_token_ids
 from kedge.cli.tools.generate import generate_completions
-from kedge.engine.preflight import _find_warnings
 from kedge.errors import ConfigError
+from kedge.loop.preflight import _find_warnings
+from kedge.models.end_tokens import eos_token_ids
 from kedge.testing import ConstantReward, tiny_policy
 from kedge.types import Sampling
 
@@ -137,10 +137,7 @@ def test_kedge_generate_ends_at_them(tmp_path, caplog) -> None:
     from datasets import Dataset
 
     found = generate_completions(
-        saved(tmp_path, *range(32)),
-        Dataset.from_list(PROMPTS),
-        max_new_tokens=8,
-        temperature=1.0,
+        saved(tmp_path, *range(32)), Dataset.from_list(PROMPTS), max_new_tokens=8, temperature=1.0
     )
     assert [row["finished"] for row in found] == [True] * 4
     assert all(len(row["completion"].split()) <= 1 for row in found)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from kedge.engine.evaluation import pass_at_k, solved, win_rate
+from kedge.loop.evaluation import pass_at_k, solved, win_rate
 
 NAN = math.nan
 

@@ -7,10 +7,9 @@ import pytest
 import yaml
 from transformers import TrainingArguments
 
-from kedge.backends.hub import Hub, repo_name
 from kedge.errors import HubError, KedgeError
-from kedge.trainers.reporting.hub import PushOnSave, build_hub
-from kedge.trainers.reporting.model_card import model_card, write_model_card
+from kedge.reporting.hub import Hub, PushOnSave, build_hub, repo_name
+from kedge.reporting.model_card import model_card, write_model_card
 from kedge.trainers.run.hf_callbacks import Callbacks
 
 
@@ -218,7 +217,7 @@ def test_a_repository_is_private_unless_it_is_said_not_to_be(given, private):
 
 @pytest.mark.usefixtures("curves")
 def test_a_run_links_hub_trackers_and_card(tmp_path, monkeypatch):
-    from kedge.trainers.reporting import hub as publishing
+    from kedge.reporting import hub as publishing
     from tests.e2e.small import small
 
     api = FakeApi()
@@ -239,7 +238,7 @@ def test_a_run_links_hub_trackers_and_card(tmp_path, monkeypatch):
 
 
 def test_save_model_with_arguments_of_the_hub_uploads(tmp_path, monkeypatch):
-    from kedge.trainers.reporting import hub as publishing
+    from kedge.reporting import hub as publishing
     from tests.e2e.small import small
 
     api = FakeApi()

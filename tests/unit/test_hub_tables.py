@@ -12,9 +12,9 @@ import huggingface_hub
 import pytest
 
 from kedge import GRPOConfig, PPOConfig
-from kedge.backends.hub import Hub
-from kedge.backends.trackers import HubTables
 from kedge.errors import ConfigError, HubError
+from kedge.reporting.hub import Hub
+from kedge.reporting.tables import HubTables
 from tests.e2e.small import PROMPTS, rows, small
 
 

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
-from kedge.algorithms import grpo, ppo
+from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer, TrlParser
+from kedge.algorithms import ppo
+from kedge.compat import trl_trainers
 from kedge.config.rollout_engines import find_engine
-from kedge.engine.stages import make_experience
 from kedge.errors import ConfigError, RolloutError
 from kedge.math.importance import Correction, importance_weights
 from kedge.testing import ScriptedRollouts, tiny_policy
-from kedge.trainers.build.correction import build_correction
+from kedge.trainers.assembly.rollout import build_correction
 from kedge.types import RewardOutput, Rollout
+from tests.learners import with_metrics
 from tests.unit.text_toys import word_tokenizer
 from tests.unit.toys import ToyEngine, ToyLearner, ToyPrompts
 
@@ -50,8 +51,8 @@ def learner_at(version: int) -> ToyLearner:
 def test_advantages_are_weighed_by_learner_against_sampler(shift: float, weight: float) -> None:
     learner = learner_at(0)
     rollout, judged = sample(learner, shift=shift, version=0)
-    plain, _ = make_experience(rollout, judged, learner, ppo(), 0.0)
-    found, metrics = make_experience(
+    plain, _ = with_metrics(rollout, judged, learner, ppo(), 0.0)
+    found, metrics = with_metrics(
         rollout, judged, learner, ppo(), 0.0, Correction(kind="truncate", high=2.0)
     )
     expected = math.exp(shift) if weight is None else weight
@@ -63,19 +64,23 @@ def test_advantages_are_weighed_by_learner_against_sampler(shift: float, weight:
 def test_whole_responses_share_one_weight_and_masks_drop_them() -> None:
     learner = learner_at(0)
     rollout, judged = sample(learner, shift=math.log(1.1), version=0)
-    plain, _ = make_experience(rollout, judged, learner, ppo(), 0.0)
+    plain, _ = with_metrics(rollout, judged, learner, ppo(), 0.0)
     lengths = rollout.loss_mask.sum(1, keepdim=True)
     how = Correction(kind="truncate", level="sequence", high=100.0)
-    found, _ = make_experience(rollout, judged, learner, ppo(), 0.0, how)
+    found, _ = with_metrics(rollout, judged, learner, ppo(), 0.0, how)
     assert torch.allclose(found.advantages, 1.1**lengths * plain.advantages, rtol=1e-4)
     how = Correction(kind="mask", level="sequence", high=1.1**2.5)
-    found, metrics = make_experience(rollout, judged, learner, ppo(), 0.0, how)
+    raw, _ = with_metrics(rollout, judged, learner, ppo(whiten_advantages=False), 0.0)
+    algorithm = ppo(whiten_advantages=False)
+    found, metrics = with_metrics(rollout, judged, learner, algorithm, 0.0, how)
     kept = lengths <= 2
-    assert torch.allclose(found.advantages, (1.1**lengths * kept) * plain.advantages, rtol=1e-4)
+    assert torch.allclose(found.advantages, (1.1**lengths * kept) * raw.advantages, rtol=1e-4)
+    assert torch.equal(found.loss_mask, rollout.loss_mask & kept)
+    assert torch.equal(found.value_mask, found.loss_mask)
     share = float((~kept * rollout.loss_mask).sum() / rollout.loss_mask.sum())
     assert metrics["rollout/correction_bounded"] == pytest.approx(share)
     how = Correction(kind="mask", level="sequence_mean", high=1.09)
-    found, _ = make_experience(rollout, judged, learner, ppo(), 0.0, how)
+    found, _ = with_metrics(rollout, judged, learner, ppo(), 0.0, how)
     assert not found.advantages.any()
 
 
@@ -83,11 +88,11 @@ def test_stale_rows_are_anchored_at_their_sampler_or_decoupled_from_it() -> None
     learner = learner_at(2)
     rollout, judged = sample(learner, shift=0.3, version=1)
     own = learner.logits.detach().log_softmax(0)[rollout.ids]
-    anchored, metrics = make_experience(rollout, judged, learner, ppo(), 0.0)
+    anchored, metrics = with_metrics(rollout, judged, learner, ppo(), 0.0)
     assert torch.allclose(anchored.old_logprobs, own - 0.3)
     assert metrics["rollout/stale_gap"] == pytest.approx(0.3, rel=1e-4)
     assert metrics["rollout/lag"] == 1
-    decoupled, _ = make_experience(rollout, judged, learner, ppo(), 0.0, Correction(high=2.0))
+    decoupled, _ = with_metrics(rollout, judged, learner, ppo(), 0.0, Correction(high=2.0))
     assert torch.allclose(decoupled.old_logprobs, own)
     assert torch.allclose(decoupled.advantages, math.exp(0.3) * anchored.advantages, rtol=1e-4)
 
@@ -97,7 +102,7 @@ def test_without_recorded_log_probabilities_there_is_nothing_to_weigh() -> None:
     rollout, judged = sample(learner, shift=0.1, version=0)
     rollout = replace(rollout, behavior_logprobs=None)
     with pytest.raises(RolloutError, match="which records none"):
-        make_experience(rollout, judged, learner, ppo(), 0.0, Correction())
+        with_metrics(rollout, judged, learner, ppo(), 0.0, Correction())
 
 
 def run_of(kind: str, folder: Any, **options: Any) -> Any:
@@ -154,13 +159,16 @@ def test_runs_ahead_are_corrected_in_every_trainer(kind: str, tmp_path: Any) -> 
     [
         ("grpo", {"max_lag": 1}, None),
         ("ppo", {"max_lag": 2}, Correction(kind="truncate", level="token", high=2.0)),
-        ("rloo", {"max_lag": 2}, Correction(kind="truncate", level="sequence", high=5.0)),
+        ("rloo", {"max_lag": 2}, Correction(kind="truncate", level="token", high=2.0)),
         ("ppo", {"max_lag": 3, "sampler_correction": "off"}, None),
         ("ppo", {"max_lag": 3, "sampler_correction": None}, None),
+        ("ppo", {"max_lag": 1, "sampler_correction_level": "token"}, Correction(high=2.0)),
+        ("ppo", {"sampler_correction_high": 3.0}, Correction(high=3.0)),
+        ("ppo", {"sampler_correction_low": 0.5}, Correction(high=2.0, low=0.5)),
         (
             "grpo",
             {"sampler_correction": "mask", "sampler_correction_level": "sequence_mean"},
-            Correction(kind="mask", level="sequence_mean", high=1.01),
+            Correction(kind="mask", level="sequence_mean", high=1.01, low=1 / 1.01),
         ),
     ],
 )
@@ -170,7 +178,7 @@ def test_when_weights_are_on_and_their_bounds(kind, options, want, tmp_path, cap
     said = [
         r.getMessage() for r in caplog.records if "importance weights of learner over" in r.message
     ]
-    assert len(said) == (want is not None and "sampler_correction" not in options)
+    assert len(said) == (want is not None and "sampler_correction" not in "".join(options))
 
 
 VLLM = {"rollout_engine": "http://127.0.0.1:1"}
@@ -178,41 +186,64 @@ VLLM = {"rollout_engine": "http://127.0.0.1:1"}
 
 def correction_of(args: Any) -> Correction | None:
     vllm = find_engine(args).vllm
-    return build_correction(args, grpo(), engine="it", vllm=vllm, logprobs="sampled")
+    return build_correction(args, engine="it", vllm=vllm, logprobs="sampled")
 
 
 @pytest.mark.parametrize(
     ("options", "want"),
     [
-        ({}, ("mask", "sequence", 3.0, 0.0)),
+        ({}, ("truncate", "token", 2.0, 0.0)),
+        ({"vllm_importance_sampling_mode": "sequence_mask"}, ("mask", "sequence", 3.0, 0.0)),
         ({"vllm_importance_sampling_mode": "token_truncate"}, ("truncate", "token", 3.0, 0.0)),
-        ({"vllm_importance_sampling_clip_min": 0.5}, ("mask", "sequence", 3.0, 0.5)),
-        ({"vllm_importance_sampling_cap": 2.5}, ("mask", "sequence", 2.5, 0.0)),
-        ({"vllm_importance_sampling_clip_max": None}, ("mask", "sequence", math.inf, 0.0)),
+        ({"vllm_importance_sampling_clip_min": 0.5}, ("truncate", "token", 2.0, 0.5)),
+        ({"vllm_importance_sampling_cap": 2.5}, ("truncate", "token", 2.5, 0.0)),
+        (
+            {
+                "vllm_importance_sampling_mode": "sequence_mask",
+                "vllm_importance_sampling_clip_max": math.inf,
+            },
+            ("mask", "sequence", math.inf, 0.0),
+        ),
         ({"vllm_importance_sampling_correction": False}, None),
         ({"sampler_correction": "off"}, None),
         ({"sampler_correction": "truncate"}, ("truncate", "token", 2.0, 0.0)),
-        ({"max_lag": 2}, ("truncate", "token", 2.0, 0.0)),
+        ({"sampler_correction_level": "sequence"}, ("truncate", "sequence", 5.0, 0.0)),
     ],
 )
-def test_grpo_with_vllm_has_the_weights_of_trl(options, want, tmp_path) -> None:
-    found = correction_of(GRPOConfig(output_dir=str(tmp_path), **VLLM, **options))
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def test_with_vllm_what_is_set_acts_at_every_lag(options, want, max_lag, tmp_path, caplog) -> None:
+    lag = {"max_lag": max_lag}
+    found = correction_of(GRPOConfig(output_dir=str(tmp_path), **VLLM, **lag, **options))
     if want is None:
         assert found is None
     else:
         assert found is not None
         assert (found.kind, found.level, found.high, found.low) == want
+    caplog.clear()
     without = {k: v for k, v in options.items() if k.startswith("vllm")}
-    assert correction_of(GRPOConfig(output_dir=str(tmp_path), **without)) is None
+    found = correction_of(GRPOConfig(output_dir=str(tmp_path), **lag, **without))
+    assert found == (Correction() if max_lag == 2 else None)
+    assert ("has no effect: vLLM does not sample" in caplog.text) == bool(without)
+
+
+def test_a_script_of_trl_keeps_the_weights_of_trl(tmp_path: Any) -> None:
+    options = {"output_dir": str(tmp_path), "use_vllm": True, "vllm_mode": "server"}
+    flags = ["--use_vllm", "True", "--vllm_mode", "server", "--output_dir", str(tmp_path)]
+    (parsed,) = TrlParser(trl_trainers.GRPOConfig).parse_args_and_config(flags)
+    for args in (trl_trainers.GRPOConfig(**options), parsed):
+        assert correction_of(args) == Correction(kind="mask", level="sequence", high=3.0)
+    found = correction_of(trl_trainers.GRPOConfig(sampler_correction_high=3.0, **options))
+    assert found == Correction(high=3.0)
+    assert correction_of(GRPOConfig(**options)) == Correction()
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"mode": "tokens"}, "mode='tokens' must be one of 'token_truncate'"),
-        ({"clip_min": 3.0}, "clip_min=3 must be less than vllm_importance_sampling_clip_max=3"),
-        ({"mode": "token_truncate", "clip_max": None}, "needs a bound"),
-        ({"clip_max": float("nan")}, "clip_max=nan must be a finite number"),
+        ({"clip_min": 3.0}, "clip_min=3 must be less than vllm_importance_sampling_clip_max=2"),
+        ({"mode": "token_truncate", "clip_max": math.inf}, "needs a bound"),
+        ({"clip_max": float("nan")}, "clip_max=nan must be"),
     ],
 )
 def test_weights_of_trl_that_cannot_be(options, words, tmp_path) -> None:
@@ -229,14 +260,17 @@ def test_truncation_has_a_lower_bound_too() -> None:
 
 
 def test_what_cannot_be_weighed_is_refused(tmp_path: Any) -> None:
-    with pytest.raises(ConfigError, match="sampler_correction_level='token'"):
-        run_of("rloo", tmp_path, sampler_correction="truncate", sampler_correction_level="token")
+    with pytest.raises(ConfigError, match="has no effect with sampler_correction='off'"):
+        run_of("rloo", tmp_path, sampler_correction="off", sampler_correction_level="token")
+    both = {"sampler_correction": "mask", "vllm_importance_sampling_mode": "token_mask"}
+    with pytest.raises(ConfigError, match="both set the importance weights"):
+        run_of("grpo", tmp_path, **both)
     with pytest.raises(ConfigError, match="ScriptedRollouts records none"):
         run_of("ppo", tmp_path, sampler_correction="mask", engine=ScriptedRollouts([[[3, 1]] * 4]))
 
 
 def test_what_an_engine_of_ones_own_records_is_checked_and_not_believed(tmp_path: Any) -> None:
-    from kedge.backends.hf.rollout import EmbeddedEngine
+    from kedge.rollout.embedded.engine import EmbeddedEngine
     from tests.unit.text_toys import EOS
 
     class Wrong(EmbeddedEngine):

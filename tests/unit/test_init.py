@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from kedge.cli.main import main
-from kedge.cli.tools.recipes import RECIPES, SIZES, SOURCES
+from kedge.cli.tools.init import RECIPES, SIZES, SOURCES
 from kedge.testing import tiny_policy
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
@@ -42,22 +42,25 @@ def tiny(file, **more):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("task", RECIPES)
-def test_the_file_passes_plan(task, size, models, capsys):
-    assert main(["init", task, "--model_size", size, "--num_processes", "8"]) == 0
+@pytest.mark.parametrize(("task", "algorithm"), RECIPES)
+def test_the_file_passes_plan(task, algorithm, size, models, capsys):
+    processes = "1" if size == "135m" else "8"
+    words = ["init", task, "--algorithm", algorithm, "--model_size", size]
+    assert main([*words, "--num_processes", processes]) == 0
     file = models / f"{task}.yaml"
     tiny(file)
     command = re.findall(r"^# kedge (plan .*)$", file.read_text(), flags=re.MULTILINE)[0]
-    assert command.split()[-2:] == ["--num_processes", "8"]
+    assert (command.split()[-2:] == ["--num_processes", "8"]) == (size != "135m")
     assert main(command.split()) == 0
     printed = capsys.readouterr().out
-    assert re.search(rf"batch\s+│ {RECIPES[task].batch:,} ", printed)
+    batch = RECIPES[task, algorithm].batches[SIZES.index(size)]
+    assert re.search(rf"batch\s+│ {batch:,} ", printed)
     assert re.search(r"^gradient_accumulation_steps: [1-9]", file.read_text(), flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("task", RECIPES)
-def test_every_number_has_a_source_and_no_name_is_unknown(task, models):
-    assert main(["init", task]) == 0
+@pytest.mark.parametrize(("task", "algorithm"), RECIPES)
+def test_every_number_has_a_source_and_no_name_is_unknown(task, algorithm, models):
+    assert main(["init", task, "--algorithm", algorithm]) == 0
     text = (models / f"{task}.yaml").read_text()
     sources = re.findall(r"^# ([\w+ ]+): ", text, flags=re.MULTILINE)
     assert sources
@@ -68,9 +71,9 @@ def test_every_number_has_a_source_and_no_name_is_unknown(task, models):
     assert isinstance(values["learning_rate"], float)  # YAML reads 1e-06 as a string
 
 
-@pytest.mark.parametrize("task", RECIPES)
-def test_every_value_names_its_source_or_that_it_is_a_guess(task):
-    for _, settings in RECIPES[task].settings("1b")[1:4]:
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.title)
+def test_every_value_names_its_source_or_that_it_is_a_guess(recipe):
+    for _, settings in recipe.settings("1b")[1:4]:
         for name, _, comment in settings:
             named = any(source in comment for source in (*SOURCES, "a guess"))
             assert named or name == "value_source", name
@@ -81,6 +84,8 @@ def test_files_are_not_overwritten_and_the_batch_must_divide(models, capsys):
     assert main(["init", "environment", "--output", "e.yaml"]) == 2
     assert "--force" in capsys.readouterr().err
     assert main(["init", "environment", "--output", "e.yaml", "--force"]) == 0
+    assert main(["init", "preference", "--algorithm", "grpo"]) == 2
+    assert "kedge init preference --algorithm grpo must be ppo" in capsys.readouterr().err
     assert main(["init", "preference", "--num_processes", "3"]) == 2
     assert "--num_processes must divide 16" in capsys.readouterr().err
     assert not (models / "preference.yaml").exists()

@@ -8,10 +8,10 @@ from transformers import Gemma3Config, Gemma3Model, Gemma3TextConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kedge.algorithms import ppo
-from kedge.backends.hf.joined_rows import JoinedAttention, joins_rows, run_joined
-from kedge.backends.hf.packing import pack
-from kedge.backends.hf.trunk import trunk
-from kedge.engine.micro_batches import cut
+from kedge.loop.micro_batches import micro_batches
+from kedge.models.backbone import run_backbone
+from kedge.models.joined_rows import JoinedAttention, joins_rows, run_joined
+from kedge.models.packing import pack
 from kedge.testing import tiny_policy
 from tests.learners import SLOTS, VOCAB, experience, learner, one_rank, rollout
 
@@ -38,7 +38,7 @@ def test_joined_rows_have_the_states_and_gradients_of_separate_rows(family):
     for joined in (True, False):
         packed = pack(r.prompts.ids, r.prompts.mask, r.ids, r.response_mask, joined=joined)
         with JoinedAttention([backbone]).active():
-            states = trunk(backbone, packed.ids, packed.groups).flatten(0, 1)
+            states = run_backbone(backbone, packed.ids, packed.groups).flatten(0, 1)
             states = states[torch.cat([packed.states(slots), packed.ends])]
             (states * weight).sum().backward()
         grads = [p.grad.clone() for p in backbone.parameters() if p.grad is not None]
@@ -67,7 +67,7 @@ def test_gradients_of_joined_and_padded_rows_agree(checkpointing, shared):
         before = {n: p.detach().clone() for n, p in module.named_parameters()}
         grads = {}
         rows = torch.arange(len(r))
-        batch = cut(experience(r), rows, ppo(), 4, one_rank, by_prompt=joined)
+        batch = micro_batches(experience(r), rows, ppo(), 4, one_rank, by_prompt=joined)
 
         def keep(_, grads=grads):
             grads |= {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
@@ -96,7 +96,7 @@ def test_outputs_of_shared_prompts_are_those_of_separate_rows(value):
 def test_rows_of_a_prompt_are_cut_together():
     e = experience(grouped())
     plain, by_prompt = (
-        [mb.rows for mb in cut(e, torch.arange(9), ppo(), 3, one_rank, by_prompt=x)]
+        [mb.rows for mb in micro_batches(e, torch.arange(9), ppo(), 3, one_rank, by_prompt=x)]
         for x in (False, True)
     )
     lengths = [int((x.prompt_mask.sum(1) + x.response_mask.sum(1)).max()) for x in by_prompt]
@@ -112,7 +112,7 @@ def test_rows_of_a_prompt_are_cut_together():
     assert tokens(by_prompt) < tokens(plain)
     e = experience(rollout())  # of other prompts each
     plain, by_prompt = (
-        [mb.rows.ids for mb in cut(e, torch.arange(6), ppo(), 2, one_rank, by_prompt=x)]
+        [mb.rows.ids for mb in micro_batches(e, torch.arange(6), ppo(), 2, one_rank, by_prompt=x)]
         for x in (False, True)
     )
     assert all(map(torch.equal, plain, by_prompt))

@@ -64,21 +64,21 @@ def test_texts_with_braces_and_places_are_passed_on_as_they_are(serve: Any) -> N
 
 
 def test_requests_run_at_the_same_time_but_no_more_than_allowed(serve: Any) -> None:
-    running, most, turn = 0, 0, threading.Lock()
+    running, most, turn, three = 0, 0, threading.Lock(), threading.Barrier(3, timeout=60)
 
     def slow(number: int, body: dict[str, Any]) -> Any:
         nonlocal running, most
         with turn:
             running += 1
             most = max(most, running)
-        time.sleep(0.03)
+        three.wait()
         with turn:
             running -= 1
         return honest(number, body)
 
     judge, _ = endpoint(serve(slow), concurrency=3)
     match(PROMPTS[:12], GOOD[:12], BAD[:12], judge)
-    assert 1 < most <= 3
+    assert most == 3
 
 
 def test_rate_limits_and_server_errors_are_tried_again(serve: Any) -> None:
@@ -103,12 +103,13 @@ def test_rate_limits_and_server_errors_are_tried_again(serve: Any) -> None:
 
 
 def test_a_time_out_is_tried_again(serve: Any) -> None:
+    asked_again = threading.Event()
+
     def hangs(number: int, body: dict[str, Any]) -> Any:
-        if number == 0:
-            time.sleep(0.6)
+        asked_again.wait(60) if number == 0 else asked_again.set()
         return honest(number, body)
 
-    judge, waits = endpoint(serve(hangs), timeout=0.2)
+    judge, waits = endpoint(serve(hangs), timeout=1.0)
     assert match(PROMPTS[:1], GOOD[:1], BAD[:1], judge).win_rate == 1.0
     assert len(waits) == 1
 
@@ -125,7 +126,7 @@ def test_a_refusal_ends_at_once_and_never_shows_the_key(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    server = serve(lambda number, body: (401, {}, {"error": "bad key"}))
+    server = serve(lambda number, body: (401, {}, {"error": "bad key sk-secret"}))
     judge, waits = endpoint(server, concurrency=2)
     with pytest.raises(JudgeError, match=r"answered 401 .*bad key.*OPENAI_API_KEY") as caught:
         match(PROMPTS, GOOD, BAD, judge)
@@ -194,7 +195,7 @@ def test_a_request_ends_in_time_however_the_reply_drips(start: bytes, drip: byte
         began = time.monotonic()
         with pytest.raises(JudgeError, match=r"after 1 requests; the last: no answer after 0\.2 s"):
             Endpoint(url, "m", timeout=0.2, retries=0).judge([Pair("p", "a", "b")])
-        assert 0.15 < time.monotonic() - began < 2  # every read takes 0.03 s
+        assert 0.15 < time.monotonic() - began < 60  # every read takes 0.03 s
 
 
 def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

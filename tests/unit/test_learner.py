@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from kedge.algorithms import ppo
-from kedge.backends.hf.fingerprint import fingerprint
-from kedge.backends.hf.learner_state import WeightCopier
-from kedge.backends.hf.model import no_dropout
-from kedge.backends.hf.reference import FrozenModel
-from kedge.backends.hf.value_head import ScalarHead, load_value
-from kedge.engine.micro_batches import cut
 from kedge.errors import ConfigError, DataError, KedgeError
+from kedge.learner.learner_state import WeightCopier
+from kedge.learner.reference import FrozenModel
+from kedge.loop.micro_batches import micro_batches
+from kedge.models.fingerprint import fingerprint
+from kedge.models.model import no_dropout
+from kedge.models.value_head import ScalarHead, load_value
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.learners import (
     VOCAB,
@@ -108,7 +108,9 @@ def test_update_equals_one_written_out():
     policy, value = tiny_policy(vocab_size=VOCAB), load_value(tiny_reward_model(vocab_size=VOCAB))
     names = [p for m in (found.policy, found.value) for p in m.parameters()]
     found.optimizer = torch.optim.SGD(names, lr=0.5)
-    metrics = found.optimizer_step(cut(batch, torch.arange(6), algo, 2, one_rank), algo.loss)
+    metrics = found.optimizer_step(
+        micro_batches(batch, torch.arange(6), algo, 2, one_rank), algo.loss
+    )
 
     ids = torch.cat([r.prompts.ids, r.ids], 1)
     mask = torch.cat([r.prompts.mask, r.response_mask], 1)
@@ -138,20 +140,29 @@ def test_update_equals_one_written_out():
     assert found.version == 0  # updates, not optimizer steps: end_batch counts
 
 
-def test_gradients_are_clipped_and_the_norm_is_the_one_before():
-    free = learner()
-    recorder = free.optimizer = Recorder([p for p in free.module.parameters() if p.requires_grad])
-    before = take_step(free)
-    raw = torch.cat([g.flatten() for g in recorder.seen[0] if g is not None])
-    assert before["grad_norm"] == pytest.approx(float(raw.norm()), rel=1e-5)
-    parts = (before["grad_norm/policy"], before["grad_norm/value"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_are_clipped_per_model_and_the_norm_is_the_one_before(shared):
+    def run(limit):
+        torch.manual_seed(0)
+        value = ScalarHead(32, init="normal") if shared else "model"
+        found = learner(value=value, max_grad_norm=limit)
+        trained = found._trained()
+        recorder = found.optimizer = Recorder([p for ps in trained.values() for p in ps])
+        metrics, grads = take_step(found), iter(recorder.seen[0])
+        sides = ([next(grads) for _ in ps] for ps in trained.values())
+        return metrics, [torch.cat([g.flatten() for g in side if g is not None]) for side in sides]
+
+    before, raw = run(0.0)
+    parts = [before["grad_norm/policy"], before["grad_norm/value"]]
+    assert parts == pytest.approx([float(x.norm()) for x in raw], rel=1e-5)
     assert before["grad_norm"] == pytest.approx(math.hypot(*parts), rel=1e-6)
-    held = learner(max_grad_norm=before["grad_norm"] / 10)
-    recorder = held.optimizer = Recorder([p for p in held.module.parameters() if p.requires_grad])
-    after = take_step(held)
-    clipped = torch.cat([g.flatten() for g in recorder.seen[0] if g is not None])
+    limit = max(parts) / 10
+    after, clipped = run(limit)
     assert after["grad_norm"] == pytest.approx(before["grad_norm"])
-    torch.testing.assert_close(clipped, raw / 10, rtol=1e-4, atol=1e-8)
+    if shared:  # one network, one norm
+        parts = [before["grad_norm"]] * 2
+    for x, y, norm in zip(raw, clipped, parts, strict=True):
+        torch.testing.assert_close(y, x * min(1.0, limit / norm), rtol=1e-4, atol=1e-8)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -177,7 +188,7 @@ def test_only_value_with_clipped_gradients():
     assert fingerprint(dict(found.value.named_parameters())) != value
 
 
-def test_shared_trunk_learns_from_both():
+def test_shared_backbone_learns_from_both():
     found = learner(value=ScalarHead(32, init="normal"))
     recorder = found.optimizer = Recorder([found.policy.model.layers[0].mlp.up_proj.weight])
     take_step(found)
@@ -348,8 +359,8 @@ def test_low_precision_weights_are_refused_with_the_reason():
 def test_autocast_keeps_float32_weights():
     from accelerate import Accelerator
 
-    from kedge.backends.hf.learner import HFLearner
-    from kedge.backends.hf.settings import LearnerSettings
+    from kedge.learner.learner import HFLearner
+    from kedge.learner.settings import LearnerSettings
 
     exact = learner()
     low = HFLearner(

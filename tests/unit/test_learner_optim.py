@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kedge.algorithms import ppo
-from kedge.backends.hf.optim import TFAdamW, build_optimizer, parameter_groups
-from kedge.backends.hf.value_head import load_value
-from kedge.engine.micro_batches import cut
 from kedge.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from kedge.learner.optim import build_optimizer, parameter_groups
+from kedge.loop.micro_batches import micro_batches
+from kedge.models.value_head import load_value
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.learners import VOCAB, arguments, experience, learner, one_rank, rollout
 
@@ -17,7 +17,7 @@ from tests.learners import VOCAB, arguments, experience, learner, one_rank, roll
 def step(found, size=1.0):
     algo, batch = ppo(), experience(rollout())
     batch = replace(batch, returns=batch.returns * size)
-    return found.optimizer_step(cut(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
+    return found.optimizer_step(micro_batches(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,6 @@ def step(found, size=1.0):
         ({"optim": "sgd"}, torch.optim.SGD),
         ({"optim": "rmsprop"}, torch.optim.RMSprop),
         ({"optim": "adagrad"}, torch.optim.Adagrad),
-        ({"optim_args": "style=tf"}, TFAdamW),
     ],
 )
 def test_the_optimizer_is_the_one_named(options, kind):
@@ -40,44 +39,10 @@ def test_the_optimizer_is_the_one_named(options, kind):
 
 
 def test_adam_gets_its_betas_and_epsilon():
-    for options in ({}, {"optim_args": "style=tf"}):
-        args = arguments(adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-5, **options)
-        group = learner(args=args).optimizer.param_groups[0]
-        assert group["betas"] == (0.8, 0.9)
-        assert group["eps"] == 1e-5
-
-
-def test_tf_adam_by_hand():
-    """One weight, gradients 3 then 1: the formula, written out."""
-    w = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
-    optimizer = TFAdamW([w], lr=0.1, betas=(0.9, 0.99), eps=1e-2, weight_decay=0.5)
-    m = v = 0.0
-    want = 1.0
-    for t, g in enumerate((3.0, 1.0), start=1):
-        w.grad = torch.tensor([g], dtype=torch.float64)
-        optimizer.step()
-        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
-        want *= 1 - 0.1 * 0.5
-        want -= 0.1 * (1 - 0.99**t) ** 0.5 / (1 - 0.9**t) * m / (v**0.5 + 1e-2)
-        assert w.item() == pytest.approx(want, rel=1e-12)
-
-
-def test_tf_adam_takes_smaller_first_steps_where_gradients_are_small():
-    moved = []
-    for kind in (TFAdamW, torch.optim.AdamW):
-        w = torch.nn.Parameter(torch.zeros(1))
-        w.grad = torch.full((1,), 1e-5)
-        kind([w], lr=1.0, eps=1e-5, weight_decay=0.0).step()
-        moved.append(-w.item())
-    assert moved[1] == pytest.approx(0.5)  # g / (g + eps)
-    assert moved[0] == pytest.approx(1 / (1 + 0.001**-0.5), rel=1e-3)  # ... eps / sqrt(1 - b2)
-
-
-def test_tf_style_of_another_optimizer_is_refused():
-    with pytest.raises(ConfigError, match="style is torch or tf"):
-        learner(args=arguments(optim="sgd", optim_args="style=tf"))
-    with pytest.raises(ConfigError, match="style is torch or tf"):
-        learner(args=arguments(optim_args="style=jax"))
+    args = arguments(adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-5)
+    group = learner(args=args).optimizer.param_groups[0]
+    assert group["betas"] == (0.8, 0.9)
+    assert group["eps"] == 1e-5
 
 
 def test_integers_as_betas_mean_the_numbers():
@@ -113,7 +78,7 @@ def test_an_optimizer_and_schedule_of_your_own():
 
 
 @pytest.mark.slow
-def test_compiled_trunks_give_the_same_numbers():
+def test_compiled_backbones_give_the_same_numbers():
     args = arguments(torch_compile=True, torch_compile_backend="aot_eager")
     plain, compiled = (
         learner(
@@ -136,24 +101,11 @@ def test_compiled_trunks_give_the_same_numbers():
     torch.testing.assert_close(a.values, b.values, atol=1e-4, rtol=1e-4)
 
 
-def test_resume_of_tf_adam_is_bit_exact():
-    def make():
-        return learner(args=arguments(optim_args="style=tf"))
-
-    whole, first, second = make(), make(), make()
-    for _ in range(2):
-        step(whole)
-    step(first)
-    second.load_state_dict(first.state_dict())
-    step(second)
-    assert second.fingerprint() == whole.fingerprint()
-
-
 @pytest.mark.parametrize(
     "options",
     [
         *({}, {"optim": "adamw_torch"}, {"optim": "adafactor"}, {"optim": "rmsprop"}),
-        *({"optim": "adagrad"}, {"optim_args": "style=tf"}, {"optim": "sgd"}),
+        *({"optim": "adagrad"}, {"optim": "sgd"}),
     ],
 )
 def test_a_sound_optimizer_state_is_loaded(options):
@@ -163,7 +115,7 @@ def test_a_sound_optimizer_state_is_loaded(options):
     assert second.fingerprint() == first.fingerprint()
 
 
-@pytest.mark.parametrize("options", [{}, {"optim": "adamw_torch"}, {"optim_args": "style=tf"}])
+@pytest.mark.parametrize("options", [{}, {"optim": "adamw_torch"}])
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -7,11 +7,11 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from kedge.algorithms import ppo
-from kedge.backends.hf.model import causal_parts
-from kedge.backends.hf.peft import quantization, with_adapter
-from kedge.backends.hf.reference import AdapterReference, FrozenModel
-from kedge.engine.micro_batches import cut
 from kedge.errors import ConfigError
+from kedge.learner.reference import AdapterReference, FrozenModel
+from kedge.loop.micro_batches import micro_batches
+from kedge.models.model import causal_parts
+from kedge.models.peft import quantization, with_adapter
 from kedge.testing import tiny_policy
 from tests.learners import VOCAB, experience, learner, one_rank, rollout
 
@@ -24,7 +24,7 @@ def lora(targets=("q_proj", "v_proj"), **options):
 
 def step(found):
     algo, batch = ppo(), experience(rollout())
-    return found.optimizer_step(cut(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
+    return found.optimizer_step(micro_batches(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
 
 
 HEADS = {

@@ -10,14 +10,14 @@ from accelerate import Accelerator
 from peft import LoraConfig
 
 from kedge.algorithms import ppo
-from kedge.backends.hf import optim
-from kedge.backends.hf.fingerprint import fingerprint, full, policy_weights
-from kedge.backends.hf.load import load_policy
-from kedge.backends.hf.peft import with_adapter
-from kedge.backends.hf.reference import AdapterReference, frozen_copy
-from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.backends.hf.value_head import ScalarHead
-from kedge.engine.micro_batches import cut
+from kedge.learner import optim
+from kedge.learner.reference import AdapterReference, frozen_copy
+from kedge.loop.micro_batches import micro_batches
+from kedge.models.fingerprint import fingerprint, full, policy_weights
+from kedge.models.load import load_policy
+from kedge.models.peft import with_adapter
+from kedge.models.value_head import ScalarHead
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling
 from tests.learners import VOCAB, arguments, experience, learner, rollout
@@ -94,7 +94,7 @@ def run(mode: str, out: str) -> None:
         said = found.compute_logprobs(drawn, values=True, reference=True, full_kl=True)
         sums = [said.logprobs, said.ref_logprobs, said.values, said.full_kl, drawn.ids.double()]
         note.append({str(j): float(found.total(x.sum())) for j, x in enumerate(sums)})
-        step = cut(batch, torch.arange(len(batch)), algo, 1, found.total)
+        step = micro_batches(batch, torch.arange(len(batch)), algo, 1, found.total)
         note.append(found.optimizer_step(step, algo.loss, only_value=i == 0))
         found.advance_version()
     receipt = engine.load_weights({}, found.version)

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kedge.backends import liveness
-from kedge.backends.liveness import HungCheck, is_stopped, reporting_silence, watch_group
-from kedge.backends.ray import cluster, stop_probe
-from kedge.backends.ray.actor import Actor, ActorLimits, LostActorError
-from kedge.backends.ray.cluster import cause
-from kedge.backends.ray.stop_probe import ActorProcess, StopProbe
+from kedge.ray import cluster, stop_probe
+from kedge.ray.actor import Actor, ActorLimits, LostActorError
+from kedge.ray.cluster import cause
+from kedge.ray.stop_probe import ActorProcess, StopProbe
+from kedge.rollout import liveness
+from kedge.rollout.liveness import HungCheck, is_stopped, reporting_silence, watch_group
 
 BUSY = "while True: pass"
 LEADER = (  # prints the process id of its child, and ends with its standard input
@@ -54,7 +54,7 @@ def test_a_stopped_process_is_told_from_a_busy_one_and_from_none():
     try:
         assert not is_stopped(child)
         os.kill(child, signal.SIGSTOP)
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while not is_stopped(child) and time.monotonic() < until:
             time.sleep(0.01)
         assert is_stopped(child)
@@ -65,7 +65,7 @@ def test_a_stopped_process_is_told_from_a_busy_one_and_from_none():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Sets the time that ``kedge.backends.liveness`` reads, in seconds."""
+    """Sets the time that ``kedge.rollout.liveness`` reads, in seconds."""
     now = [1000.0]
     monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
 
@@ -151,12 +151,14 @@ def test_only_running_time_counts_towards_the_limit_of_a_call(suspended, limit, 
         assert len(steps) == 5
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.2])
-def test_only_a_long_silence_is_reported(seconds, caplog, monkeypatch):
-    monkeypatch.setattr(liveness, "WARN_AFTER", 0.1)
+@pytest.mark.parametrize("long", [True, False])
+def test_only_a_long_silence_is_reported(long, caplog, monkeypatch):
+    monkeypatch.setattr(liveness, "WARN_AFTER", 0.1 if long else 30.0)
     with reporting_silence("the vLLM server", 60.0):
-        time.sleep(seconds)
-    assert len(caplog.records) == (seconds > 0)
+        until = time.monotonic() + 60
+        while long and not caplog.records and time.monotonic() < until:
+            time.sleep(0.01)
+    assert len(caplog.records) == long
 
 
 def test_a_server_with_a_stopped_process_is_killed(caplog):
@@ -165,7 +167,7 @@ def test_a_server_with_a_stopped_process_is_killed(caplog):
         os.kill(child, signal.SIGSTOP)
         watch_group(leader, every=0.1)
         assert f"its process {child} was stopped" in caplog.text
-        assert leader.wait(5) == -signal.SIGKILL
+        assert leader.wait(60) == -signal.SIGKILL
     finally:
         end(leader)
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from kedge import GRPOConfig, GRPOTrainer
-from kedge.backends.hf import load
 from kedge.errors import ConfigError
+from kedge.models import load
 from kedge.testing import tiny_policy
-from kedge.trainers.build import loading
-from kedge.trainers.build.inputs import TrainerInputs
-from kedge.trainers.build.learner import check_reference_workers
+from kedge.trainers.assembly import setup
+from kedge.trainers.assembly.models import check_reference_workers
+from kedge.trainers.spec import TrainerInputs
 from tests.e2e.small import VOCAB, rows
 from tests.e2e.test_groups import grpo, rloo
 from tests.unit.text_toys import word_tokenizer
@@ -54,18 +54,18 @@ def test_everything_of_from_pretrained_is_handed_on(
     make: Any, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, Any] = {}
-    real, tokenizer = load.load_whole, loading._load_tokenizer
+    real, tokenizer = load.load_whole, setup.load_tokenizer
 
     def spy(kind: Any, what: str, source: str, **options: Any) -> Any:
         seen.update(options)
         return real(kind, what, source, dtype="float32")
 
-    def tokens(name: str, trust: bool, revision: str | None) -> Any:
+    def tokens(name: str, *, trust_remote_code: bool, revision: str | None) -> Any:
         seen["tokenizer"] = revision
-        return tokenizer(name, trust, None)
+        return tokenizer(name, trust_remote_code=trust_remote_code)
 
     monkeypatch.setattr(load, "load_whole", spy)
-    monkeypatch.setattr(loading, "_load_tokenizer", tokens)
+    monkeypatch.setattr(setup, "load_tokenizer", tokens)
     wanted = {"revision": "v2", "torch_dtype": "float32", "low_cpu_mem_usage": True}
     make(model=folder, processing_class=None, model_init_kwargs=wanted)
     assert seen == {
@@ -87,9 +87,8 @@ def test_everything_of_from_pretrained_is_handed_on(
             {"model_init_kwargs": {"use_safetensors": False}},
             "pickled weights can run arbitrary code",
         ),
-        ({"model_init_kwargs": "[1]"}, "must be a mapping of names to values"),
-        ({"model_init_kwargs": "{"}, "must be a mapping of names to values"),
-        ({"model_init_kwargs": {"dtype": "bfloat16"}}, "float32"),
+        ({"model_init_kwargs": "[1]"}, "must be a dictionary"),
+        ({"model_init_kwargs": "{"}, "must be a dictionary"),
         ({"quantization_config": object()}, "freezes the weights; pass a peft_config"),
         ({"quantization_config": object(), "model": None}, "the model is already loaded"),
         (
@@ -147,10 +146,7 @@ def test_workers_on_ray_take_a_reference_by_name_without_options_for_loading() -
         inputs = TrainerInputs(spec=GRPOTrainer.SPEC, args=args, model="policy", ref_model="base")
         check_reference_workers(
             SimpleNamespace(
-                inputs=inputs,
-                args=args,
-                algorithm=algorithm,
-                loading=loading.loading_options(inputs),
+                inputs=inputs, args=args, algorithm=algorithm, loading=setup.loading_options(inputs)
             )
         )
 

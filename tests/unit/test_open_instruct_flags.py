@@ -77,6 +77,7 @@ def test_the_scripts_can_be_planned(
     local = ("--dataset_mixer_list", str(chats), "1.0", "--dataset_mixer_eval_list", str(chats))
     models = ("--model_name_or_path", str(model), "--reward_model_path", str(model))
     flags = [*flags_of(SCRIPTS / name, tmp_path), *local, "2", *models, "--use_cpu"]
+    flags.append("--dummy_reward")
     assert main(["plan", "async-ppo", *flags, "--output_dir", str(tmp_path / "out")]) == 0
     rows = [line.strip(" │").split() for line in capsys.readouterr().out.splitlines()]
     assert ["prompts", "│", "6", "│"] in rows or ["prompts", "│", "6"] in rows

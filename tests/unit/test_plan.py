@@ -2,8 +2,8 @@
 
 import pytest
 
-from kedge.engine.batch_sizes import compute_batch_sizes
 from kedge.errors import ConfigError
+from kedge.loop.batch_sizes import compute_batch_sizes
 
 
 def test_the_sizes_of_a_run():
@@ -132,10 +132,7 @@ BAD = [
     ),
     ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 must be at least 1"),
     (
-        {
-            "per_device_train_batch_size": 8,
-            "total_episodes": 0,
-        },
+        {"per_device_train_batch_size": 8, "total_episodes": 0},
         "total_episodes=0 must be at least 1",
     ),
     (

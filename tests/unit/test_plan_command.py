@@ -9,17 +9,19 @@ import pytest
 from kedge.cli.arguments import parse
 from kedge.cli.main import main
 from kedge.cli.planning import memory
-from kedge.cli.planning.plan import CONFIGS, plan
-from kedge.cli.planning.sizes import human, short, sync_row
+from kedge.cli.planning.plan import plan
+from kedge.cli.planning.sharding import sharded_peaks, verdict
+from kedge.cli.planning.sizes import human, short, size_rows, sync_rows
+from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.options import elsewhere
-from kedge.ops.cpu import patch
 from kedge.testing import tiny_reward_model
+from kedge.trainers import load_trainer
 
 ROOT = Path(__file__).parents[2]
 
 
 def options(*flags):
-    return parse(flags, prog="kedge ppo")
+    return parse((*flags, "--dummy_reward"), prog="kedge ppo")
 
 
 def test_a_plan_needs_no_weights(tiny):
@@ -30,45 +32,51 @@ def test_a_plan_needs_no_weights(tiny):
         "--no_gradient_checkpointing"
     )
     made = options(*flags.split())
-    _, batches, facts, needs = plan(made, processes=2)
+    batches, facts, models = plan(made, processes=2)
     assert (batches.batch_size, batches.iterations, batches.local_mini_rows) == (8, 3, 2)
     assert facts == {"longest prompt, assumed": 3}
-    policy, reference, value, reward = needs
+    policy, reference, value, reward = models
     # embed 40x16, head 16x40, 2 layers of q16x16 kv2x16x8 o16x16 mlp 3x16x24 2 norms; 1 norm
     per_layer = 16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16
     want = 2 * 40 * 16 + 2 * per_layer + 16
-    assert (policy.parameters, policy.trained) == (want, want)
+    assert (policy.count.total, policy.count.trained) == (want, want)
     assert (policy.weights, policy.gradients, policy.optimizer) == (want * 4, want * 4, 0)
     assert reference.resident == want * 4
-    assert value.trained == want - 40 * 16 + 16
-    assert reward.resident == value.parameters * 4
+    assert value.count.trained == want - 40 * 16 + 16
+    assert reward.resident == value.count.total * 4
     # a block keeps 10 x 16 + 4 x 24 numbers per token, 2 blocks; 4 x 16 at the end
     tokens, logits = 2 * 8, 3 * (2 * 5 * 40 * 4)  # two tiles, and those that are kept
     assert policy.training == tokens * (2 * 256 + 64) * 4 + logits
     assert policy.generation == 4 * (8 * 2 * (2 * 2 * 4) * 4 + 40 * 8)
 
 
-def test_packed_weights_are_planned_where_they_are_used(tiny, monkeypatch):
-    flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8", "--use_cpu"]
-    generation = []
-    for faster, tokens in ((True, "16"), (False, "16"), (True, "15"), (False, "15")):
-        monkeypatch.setattr(patch, "by_packed_weights", lambda _, faster=faster: faster)
-        policy = plan(options(*flags, "--response_length", tokens))[3][0]
-        generation.append(policy.generation)
-    weights = policy.parameters - 40 * 16  # without the embedding
-    assert generation[0] - generation[1] == 4 * weights
-    assert generation[2] == generation[3]
+def test_operations_of_an_iteration(tiny):
+    flags = f"--model_name_or_path {tiny} --max_steps 1 --response_length 5 --num_generations 2"
+    made = options(
+        *flags.split(), "--no_gradient_checkpointing", "--per_device_train_batch_size", "4"
+    )
+    batches, _, models = plan(made)
+    policy, value = models[0].count.total, models[2].count.total
+    prompt = 10**12
+    *_, (name, total, note) = size_rows(made, batches, {"longest prompt": prompt}, models)
+    sampling, training = 2 * policy * prompt * 2, 4 * 3 * 2 * (policy + value) * 4 * prompt
+    whole = 2 * sum(m.count.total for m in models) * 4 * prompt
+    assert (name, float(total)) == (
+        "TFLOP per iteration",
+        pytest.approx((sampling + whole + training) / 1e12, rel=0.05),
+    )
+    assert "training in 4 passes" in note
 
 
 def test_checkpointing_optimizer_and_adapters_change_the_plan(tiny):
     flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8"]
-    plain = plan(options(*flags, "--no_gradient_checkpointing"))[3][0]
-    saving = plan(options(*flags))[3][0]
+    plain = plan(options(*flags, "--no_gradient_checkpointing"))[2][0]
+    saving = plan(options(*flags))[2][0]
     assert saving.training < plain.training
-    assert plain.optimizer == plain.trained * 8
-    lora = plan(options(*flags, "--use_peft", "--lora_r", "2"))[3]
-    assert lora[0].trained < lora[0].parameters
-    assert lora[0].optimizer == lora[0].trained * 8
+    assert plain.optimizer == plain.count.trained * 8
+    lora = plan(options(*flags, "--use_peft", "--lora_r", "2"))[2]
+    assert lora[0].count.trained < lora[0].count.total
+    assert lora[0].optimizer == lora[0].count.trained * 8
     assert [n.role for n in lora] == ["policy", "value", "reward"]  # the base is the reference
 
 
@@ -82,44 +90,66 @@ def test_one_base_model_is_planned_once(tiny, tmp_path):
     adapted.save_pretrained(tmp_path / "reward", save_embedding_layers=False)
     flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8", "--use_peft"]
     flags += ["--lora_r", "2", "--lora_target_modules", "all-linear", "--value_adapter", "True"]
-    policy, value, reward = plan(options(*flags, "--reward_adapter", str(tmp_path / "reward")))[3]
+    policy, value, reward = plan(options(*flags, "--reward_adapter", str(tmp_path / "reward")))[2]
     assert (value.role, reward.role) == ("value adapter", "reward adapter")
-    assert value.parameters == value.trained == policy.trained + 16
-    assert value.weights == value.trained * 4
-    assert reward.parameters == 2 * 2 * (2 * 16) + 16  # two layers of q: A 2x16, B 16x2; the head
-    assert policy.weights == policy.parameters * 4
-    half = plan(options(*flags, "--bf16", "--use_cpu"))[3][0]
-    assert half.weights == (policy.parameters - policy.trained) * 2 + policy.trained * 4
+    assert value.count.total == value.count.trained == policy.count.trained + 16
+    assert value.weights == value.count.trained * 4
+    assert reward.count.total == 2 * 2 * (2 * 16) + 16  # two layers of q: A 2x16, B 16x2; the head
+    assert policy.weights == policy.count.total * 4
+    half = plan(options(*flags, "--bf16", "--use_cpu"))[2][0]
+    assert (
+        half.weights == (policy.count.total - policy.count.trained) * 2 + policy.count.trained * 4
+    )
 
 
 def test_a_budget_of_tokens_limits_the_activations(tiny):
     flags = ["--model_name_or_path", str(tiny), "--total_episodes", "64"]
     flags += ["--per_device_train_batch_size", "64", "--max_prompt_length", "8"]
     flags += ["--response_length", "8"]
-    rows = plan(options(*flags))[3][0]
-    budget = plan(options(*flags, "--max_tokens_per_micro_batch", "64"))[3][0]
+    rows = plan(options(*flags))[2][0]
+    budget = plan(options(*flags, "--max_tokens_per_micro_batch", "64"))[2][0]
     assert budget.training == pytest.approx(rows.training / 16)
     assert budget.resident == rows.resident
 
 
 def test_peak_of_each_phase(tiny):
-    needs = plan(options("--model_name_or_path", str(tiny), "--total_episodes", "8"))[3]
-    policy, _, value, reward = needs
-    resident, training = sum(n.resident for n in needs), policy.training + value.training
-    assert memory.peaks(needs) == {
+    models = plan(options("--model_name_or_path", str(tiny), "--total_episodes", "8"))[2]
+    policy, _, value, reward = models
+    resident = 7.0 + sum(m.resident for m in models)
+    assert memory.peaks(models, 7.0) == {
         "sampling": resident + policy.generation,
         "scoring": resident + reward.forward,
         "log-probabilities": resident + policy.forward,
-        "training": resident + training,
+        "training": resident + policy.training + value.training,
     }
-    assert training < 256 << 20  # so the heap of the process keeps it
-    kept = {name: 7 + resident + training for name in memory.peaks(needs)}
-    assert memory.peaks(needs, 7.0) == pytest.approx(kept)
-    large = [replace(policy, training=1e9)]
-    assert memory.peaks(large, 7.0)["sampling"] == 7 + policy.resident + (256 << 20)
-    kept_whole = memory.peaks(large, 7.0, checkpointing=False)["sampling"]
-    assert kept_whole == 7 + policy.resident + 1e9
     assert memory.process_bytes() > 50e6  # torch alone
+
+
+STAGE, ROWS = "--deepspeed_stage 3", "--per_device_train_batch_size 1"
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "words"),
+    [
+        *((3, 20, "fits a GPU of 79.0 GiB"), (2, 30, f"does not fit a GPU of .*; set {STAGE}$")),
+        *((3, 80, f"; set {ROWS}$"), (2, 80, f"; set {STAGE} {ROWS}$")),
+        (3, 800, "; use more GPUs or adapters"),
+    ],
+)
+def test_flags_that_fit_a_sharded_run(tiny, monkeypatch, stage, size, words):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with elsewhere():
+        given = ["--model_name_or_path", str(tiny), "--use_cpu", "--ray_engine", "embedded"]
+        made = parse(given, prog="kedge plan", config=AsyncPPOConfig)
+    count = memory.Parameters(total=8 * 2**30, trained=8 * 2**30, layer=2**28, root=2**28)
+    policy = memory.ModelMemory(role="policy", count=count, training=size * 2.0**30)
+    run = {"ranks": 8, "stage": stage}
+    phases = sharded_peaks([policy], made.config, **run)
+    # A pass gathers two layers and the root, or all 32 GiB of weights; gradients of one layer and
+    # the root.
+    gathered = 3 if stage == 3 else 32
+    assert phases["training"] - phases["sampling"] == (gathered + 2 + size) * 2**30
+    assert re.search(words, verdict([policy], made.config, **run, rows=8), re.MULTILINE)
 
 
 def test_turns_are_planned(tiny, capsys):
@@ -135,7 +165,7 @@ def test_turns_are_planned(tiny, capsys):
 
 def test_no_kl_no_reference(tiny):
     flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8", "--kl_coef", "0"]
-    assert [n.role for n in plan(options(*flags))[3]] == ["policy", "value", "reward"]
+    assert [n.role for n in plan(options(*flags))[2]] == ["policy", "value", "reward"]
 
 
 @pytest.mark.parametrize(
@@ -148,36 +178,54 @@ def test_optimizer_state(optim, size):
 
 def test_sizes_that_do_not_divide_are_found_by_the_plan(tiny, capsys):
     flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8", "--num_mini_batches", "3"]
-    assert main(["plan", "ppo", *flags]) == 2
+    assert main(["plan", "ppo", "--dummy_reward", *flags]) == 2
     assert "num_mini_batches=3 does not divide" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("kind", "roles"),
-    [("rloo", ["policy", "reference", "reward"]), ("grpo", ["policy", "reward"])],
+    ("kind", "roles"), [("rloo", ["policy", "reference", "reward"]), ("grpo", ["policy", "reward"])]
 )
 def test_runs_without_a_value_model_are_planned(tiny, kind, roles):
     made = parse(
         [
             *("--model_name_or_path", str(tiny), "--per_device_train_batch_size", "8"),
             *("--num_generations", "4", "--max_steps", "2", "--reward_model_path", str(tiny)),
+            "--dummy_reward",
         ],
         prog="kedge plan",
-        config=CONFIGS[kind],
+        config=load_trainer(kind).SPEC.command_config,
     )
-    _, batches, _, needs = plan(made)
+    batches, _, models = plan(made)
     assert batches.group == 4
-    assert [n.role for n in needs] == roles
+    assert [m.role for m in models] == roles
 
 
 def test_the_plan_is_printed(tiny, capsys):
     flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8"]
-    assert main(["plan", "ppo", "--num_processes", "4", *flags]) == 0
+    assert main(["plan", "ppo", "--dummy_reward", "--num_processes", "4", *flags]) == 0
     out = capsys.readouterr().out
     assert "policy" in out
     assert "peak about" in out
     assert main(["plan", "dpo"]) == 2
     assert main(["plan", "ppo", "--num_processes", "none", *flags]) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")
+def test_a_measured_plan_trains_on_full_responses(folders, tmp_path, capsys):
+    flags = ["--model_name_or_path", str(folders / "policy"), "--use_cpu", "--response_length", "6"]
+    flags += ["--dataset_name", str(folders / "data"), "--total_episodes", "40", "--stop_token"]
+    flags += ["eos", "--reward_funcs", f"{folders}/rewards.py:long", "--output_dir"]
+    flags += [str(tmp_path / "run"), "--per_device_train_batch_size", "2"]
+    flags += ["--gradient_accumulation_steps", "8", "--num_generations", "4"]
+    assert main(["plan", "rloo", "--measure", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "episode 4 " in out  # one group, of two micro-batches
+    peak = re.search(r"measured peak: ([\d.]+) (MiB|GiB) resident", out)
+    assert peak is not None
+    assert float(peak[1]) * (1 if peak[2] == "MiB" else 1024) > 100  # torch alone
+    assert not (tmp_path / "run").exists()
+    assert main(["plan", "async-ppo", "--measure"]) == 2
+    assert "cannot --measure" in capsys.readouterr().err
 
 
 def test_the_asynchronous_run_is_planned_for_all_its_learners(tiny, tmp_path, capsys):
@@ -198,25 +246,23 @@ def test_the_asynchronous_run_is_planned_for_all_its_learners(tiny, tmp_path, ca
             2,
             "all weights in 16 bits, up to 2 copies in host memory; rollout engines: 3",
         ),
-        (
-            ["--rollout_engine", "vllm_server", "--max_lag", "4"],
-            4,
-            "all weights in float32, up to 5 copies in host memory; rollout engines: 3",
-        ),
+        (["--rollout_engine", "vllm_server", "--max_lag", "4"], 4, "float32, up to 5 copies"),
     ],
 )
 def test_a_weight_sync_is_planned(tiny, flags, size, note):
     with elsewhere():
         given = ["--model_name_or_path", str(tiny), "--vllm_num_engines", "3", "--use_cpu", *flags]
-        made = parse(given, prog="kedge plan", config=CONFIGS["async-ppo"])
-    policy = replace(memory.frozen("policy", 1000), trained=1000)
-    found = sync_row(made.config, policy)
-    assert found[1] == human(1000.0 * size)
-    assert note in found[2]
-    assert "the adapter" in sync_row(made.config, replace(policy, trained=10))[2]
+        made = parse(given, prog="kedge plan", config=AsyncPPOConfig)
+    count = memory.Parameters(total=1000, trained=1000)
+    policy = memory.ModelMemory(role="policy", count=count)
+    [row] = sync_rows(made.config, policy)
+    assert row[1] == human(1000.0 * size)
+    assert note in row[2]
+    adapter = replace(policy, count=replace(count, trained=10))
+    assert "the adapter" in sync_rows(made.config, adapter)[0][2]
     here = ["--model_name_or_path", str(tiny), "--rollout_engine", "embedded"]
-    made = parse(here, prog="kedge plan", config=CONFIGS["async-ppo"])
-    assert sync_row(made.config, policy) is None
+    made = parse(here, prog="kedge plan", config=AsyncPPOConfig)
+    assert not sync_rows(made.config, policy)
 
 
 def test_a_plan_fails_where_the_run_would(tiny, tmp_path, capsys):
@@ -244,22 +290,10 @@ def test_a_plan_fails_where_the_run_would(tiny, tmp_path, capsys):
 
 
 def test_units():
-    assert [human(x) for x in (0, 512, 2048, 3 * 2**20, 5 * 2**30)] == [
-        "-",
-        "512 B",
-        "2.0 KiB",
-        "3.0 MiB",
-        "5.0 GiB",
-    ]
-    assert [short(x) for x in (12, 1500, 260_000, 162_322_944)] == [
-        "12",
-        "1.5k",
-        "260.0k",
-        "162.3M",
-    ]
-
-
-# -- files beside the package ---------------------------------------------------------------------
+    sizes = [human(x) for x in (0, 512, 2048, 3 * 2**20, 5 * 2**30)]
+    assert sizes == ["-", "512 B", "2.0 KiB", "3.0 MiB", "5.0 GiB"]
+    counts = [short(x) for x in (12, 1500, 260_000, 162_322_944)]
+    assert counts == ["12", "1.5k", "260.0k", "162.3M"]
 
 
 @pytest.mark.parametrize(

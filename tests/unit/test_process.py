@@ -9,7 +9,7 @@ from transformers.utils import logging as transformers_logging
 from kedge.config.ppo import PPOConfig
 from kedge.errors import CheckpointError
 from kedge.trainers.base import configure_process
-from kedge.trainers.run.checkpoint import earlier_run
+from kedge.trainers.run.files import earlier_run
 from kedge.trainers.run.hf_callbacks import Callbacks
 
 

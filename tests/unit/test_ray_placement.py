@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.backends.ray.placement import plan_seats
-from kedge.backends.ray.resources import from_launch
-from kedge.backends.ray.rollout_store import pack_shares
-from kedge.backends.ray.worker import Failure, failure
-from kedge.backends.rollout import ShardedEngine, start_all
-from kedge.backends.rollout.rows import join_rollouts, slice_rollout, split_rows, stack_prompts
 from kedge.errors import ConfigError, LostNodeError, SyncError
+from kedge.ray.placement import plan_seats
+from kedge.ray.resources import from_launch
+from kedge.ray.rollout_store import pack_shares
+from kedge.ray.worker import Failure, failure
+from kedge.rollout.embedded.engine import EmbeddedEngine
+from kedge.rollout.rows import join_rollouts, slice_rollout, split_rows, stack_prompts
+from kedge.rollout.sharded import ShardedEngine, start_all
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Receipt, Sampling
 from tests.contract.test_rollout_engine import prompts
@@ -65,7 +65,7 @@ class TestPlan:
 
         def seats(rank, role, count, **about):
             at = SimpleNamespace(rank=rank, world_size=2, placement=placement)
-            monkeypatch.setattr("kedge.backends.ray.resources.get_context", lambda: at)
+            monkeypatch.setattr("kedge.ray.resources.get_context", lambda: at)
             found = from_launch(role, count=count, option="ray_ref_workers", **about)
             return None if found is None else [seat.index for seat in found.seats]
 

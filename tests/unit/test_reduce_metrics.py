@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from kedge.engine.metrics import reduce_metrics
+from kedge.loop.metrics import reduce_metrics
 
 
 class Board:
@@ -43,9 +43,7 @@ def over(*said: dict[str, tuple[float, float]]) -> list[dict[str, float]]:
 
 def test_names_of_all_ranks_and_means_over_all_calls() -> None:
     found = over(
-        {"gsm8k_reward": (3.0, 4.0)},
-        {"gsm8k_reward": (0.0, 1.0), "größe": (5.0, 2.0)},
-        {},
+        {"gsm8k_reward": (3.0, 4.0)}, {"gsm8k_reward": (0.0, 1.0), "größe": (5.0, 2.0)}, {}
     )
     assert found == [{"gsm8k_reward": pytest.approx(3 / 5), "größe": 2.5}] * 3
 

@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from kedge.engine.checkpoint import checkpoint
-from kedge.engine.checkpoint.replay import Recorder, Replay, Replayed, pack, unpack
+from kedge.checkpoint import checkpoint
+from kedge.checkpoint.replay import Recorder, Replay, Replayed, pack, unpack
 from kedge.errors import CheckpointError, RolloutError
 from kedge.types import ModelOutputs, PromptBatch, RewardOutput, Rollout, Sampling
 
@@ -209,7 +209,7 @@ def test_a_kill_while_rewriting_a_step_leaves_no_mixed_pair(tmp_path, monkeypatc
     def killed(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kedge.engine.checkpoint.replay.write_tensors", killed)
+    monkeypatch.setattr("kedge.checkpoint.replay.write_tensors", killed)
     with pytest.raises(KeyboardInterrupt):
         recorder.write(1, *sample(5))
     assert Replay(tmp_path).steps == [0]

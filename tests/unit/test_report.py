@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from kedge.cli.main import main
-from kedge.engine.metrics import NAMES, PREFIXES
 from kedge.errors import DataError
-from kedge.insight.page import page, unpack
-from kedge.insight.report import gather, meaning
-from kedge.insight.story import vocabulary
+from kedge.loop.metrics import NAMES, PREFIXES
+from kedge.reporting.page import page, unpack
+from kedge.reporting.report import gather, meaning
+from kedge.reporting.story import episodes, vocabulary
 
 NASTY = "</script><b>bold</b> ü \u2028 <!--script--> $&"
-ASSETS = Path(__file__).parents[2] / "src" / "kedge" / "insight" / "assets"
+ASSETS = Path(__file__).parents[2] / "src" / "kedge" / "reporting" / "assets"
 
 
 def write(folder: Path, name: str, rows: list[dict[str, object]]) -> None:
@@ -114,6 +114,37 @@ def test_words_by_hand() -> None:
     assert found["less"] == [["a", 900.0, 500.0]]
     assert found["praised"] == [["b", 2.0, 5]]
     assert found["blamed"] == [["a", -1.0, 5]]
+    for row in (*early["rows"], *late["rows"]):  # what an environment says does not count
+        row["trained"] = [1] * 10 + [0] * 20
+        row["tokens"] += ["b"] * 20 if row in early["rows"] else ["a"] * 20
+        row["advantage"] += [0.0] * 20
+    assert vocabulary([early, late]) == found
+
+
+def test_episodes_by_hand() -> None:
+    """Three turns, the environment between them; the last third of the run is its last table."""
+
+    def row(score: float, *rewards: float, **metrics: float) -> dict[str, object]:
+        turn = [t for k in range(len(rewards)) for t in (k, -1)]
+        advantage = [1.0 * (k + 1) if t >= 0 else 0.0 for k, t in enumerate(turn)]
+        told = {"tokens": ["x"] * len(turn), "turn": turn, "advantage": advantage}
+        return told | {"score": score, "turn_rewards": list(rewards), "metrics": metrics}
+
+    early = [row(0.0, 0.0, 0.0, 0.0), row(1.0, 0.0, 1.0)]
+    late = [row(0.2, 0.2), row(0.0, 0.0, 0.0, 0.0), row(1.0, 0.0, 1.0)]
+    tables = [{"step": i, "rows": rows} for i, rows in enumerate((early, early, late))]
+    found = episodes(tables)
+    assert found["won_by"] == "score above 0.5"
+    assert (found["won"], found["lost"]) == ([[2, 2]], [[2, 1], [2, 0]])
+    assert (found["won_turns"], found["lost_turns"]) == (2, 2)
+    assert found["turns"] == [
+        [1, 1.0, 0.0, pytest.approx(0.2 / 3), 1.0],
+        [2, pytest.approx(2 / 3), 0.5, 0.5, 3.0],
+        [3, pytest.approx(1 / 3), 0.0, 0.0, 5.0],
+    ]
+    late[0]["metrics"] = {"success": 1.0}  # the environment's own word comes first
+    assert episodes(tables)["won"] == [[2, 0]]
+    assert episodes([{"step": 1, "rows": [{"tokens": ["a"], "score": 1.0}]}]) == {}
 
 
 def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

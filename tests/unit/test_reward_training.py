@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from kedge.backends.trl.joined_pairs import JoinedPairs
-from kedge.backends.trl.reward import train_reward
+from kedge.pretrain.reward import train_reward
 from kedge.testing import tiny_reward_model
 
 from .text_toys import EOS, word_tokenizer
@@ -24,7 +23,6 @@ START = "w9 w10 w11 w12"
 ROWS = [
     {"prompt": START, "chosen": " w5" * (i % 3 + 1), "rejected": " w8" * (i % 4)} for i in range(8)
 ]
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def train(
@@ -48,12 +46,8 @@ def losses(trainer: Any) -> list[float]:
     return [row[name] for row in logs for name in ("loss", "eval_loss") if name in row]
 
 
-@pytest.mark.parametrize("kernels", ["0", "1"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_padding_with_the_end_token_changes_nothing(
-    family: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KEDGE_CPU_KERNELS", kernels)
+def test_padding_with_the_end_token_changes_nothing(family: str, tmp_path: Path) -> None:
     expected = losses(train(tmp_path / "apart", tiny_reward_model(family, vocab_size=32)))
     assert expected[-1] < expected[0]
     for name in ("eos", "none"):
@@ -77,29 +71,3 @@ def test_a_column_may_be_named_as_if_it_held_tokens(ids: Any, tmp_path: Path) ->
     expected = train(tmp_path / "without", tiny_reward_model(vocab_size=32))
     found = train(tmp_path / "with", tiny_reward_model(vocab_size=32), rows)
     assert losses(found) == losses(expected)
-
-
-@pytest.mark.parametrize("kind", ["all", "residual", "adapter"])
-def test_each_answer_has_a_dropout_mask(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rates = dict.fromkeys(NO_DROPOUT, 0.5) if kind == "all" else {"resid_pdrop": 0.5}
-    rates = NO_DROPOUT | ({} if kind == "adapter" else rates)
-    same = [{"chosen": START, "rejected": START}] * 8
-    found = []
-    for name in ("0", "1"):
-        peft = None
-        if kind == "adapter":
-            library = pytest.importorskip("peft")
-            options = {"lora_dropout": 0.5, "target_modules": ["c_attn"], "fan_in_fan_out": True}
-            peft = library.LoraConfig(task_type="SEQ_CLS", r=4, **options)
-        monkeypatch.setenv("KEDGE_CPU_KERNELS", name)
-        model = tiny_reward_model("gpt2", vocab_size=32, **rates)
-        found.append(losses(train(tmp_path / name, model, same, peft=peft, disable_dropout=False)))
-    assert len(set(found[0])) > 2  # identical answers differ by dropout alone
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
-
-
-def test_dropout_that_the_configuration_disables_does_not_keep_rows_apart(tmp_path: Path) -> None:
-    trainer = train(tmp_path, tiny_reward_model("gpt2", vocab_size=32))  # its rates are 0.1
-    assert JoinedPairs(trainer.model).acts

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 
-from kedge.backends.rewards import RewardModel, TextCache
+from kedge.rewards import RewardModel, TextCache
 
 from .text_toys import EOS, eos_adding_tokenizer, rollout_of, word_tokenizer
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 import torch
 
-from kedge.backends.rewards import (
+from kedge.errors import ConfigError, RewardError
+from kedge.rewards import (
     EosPenalty,
     FunctionOptions,
     Mixture,
@@ -18,7 +18,6 @@ from kedge.backends.rewards import (
     TextCache,
     reward_source,
 )
-from kedge.errors import ConfigError, RewardError
 from kedge.testing import ConstantReward
 
 from .text_toys import EOS, neox_reward, rollout_of, word_tokenizer
@@ -90,16 +89,14 @@ def test_asynchronous_sources_wait_at_the_same_time():
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.01)
         running -= 1
         return [1.0] * len(prompts)
 
     texts = TextCache(TOKENIZER)
     mixed = Mixture([(f"s{i}", RewardFunction(slow, texts), 1.0) for i in range(4)])
-    begin = time.perf_counter()
     assert mixed.score(rollout_of(PAIRS)).scores.tolist() == [4.0] * 3
     assert most == 4
-    assert time.perf_counter() - begin < 0.19
 
 
 def test_a_penalty_subtracts_from_or_replaces_the_score_of_cut_off_rows():
@@ -190,12 +187,12 @@ def test_models_by_path_bring_their_tokenizer(tmp_path):
     assert torch.allclose(given.scores, want.scores + 2, atol=1e-5)
 
 
-def test_a_checkpoint_without_a_head_gets_one_label(tmp_path, caplog):
+def test_a_checkpoint_without_a_head_is_refused(tmp_path):
     from transformers import GPTNeoXForCausalLM
 
     GPTNeoXForCausalLM(neox_reward().config).save_pretrained(tmp_path / "base")
-    assert build(str(tmp_path / "base")).score(rollout_of(PAIRS)).valid.all()
-    assert "has no sequence-classification head (it is GPTNeoXForCausalLM)" in caplog.text
+    with pytest.raises(ConfigError, match=r"has no score head .*GPTNeoXForCausalLM"):
+        build(str(tmp_path / "base"))
 
 
 @pytest.mark.parametrize(

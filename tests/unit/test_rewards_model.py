@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from kedge.backends.hf.packing import Packed
-from kedge.backends.hf.value_head import scalar_model
-from kedge.backends.rewards import RewardModel, TextCache
 from kedge.errors import ConfigError, RewardError
+from kedge.models.packing import Packed
+from kedge.models.value_head import scalar_model
+from kedge.rewards import RewardModel, TextCache
 
 from .text_toys import (
     EOS,

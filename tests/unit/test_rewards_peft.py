@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kedge.backends.rewards import RewardModel
+from kedge.rewards import RewardModel
 
 from .text_toys import EOS, neox_reward, rollout_of
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.backends.rewards import Mixture, RewardFunction, RewardModel, TextCache
-from kedge.backends.rewards.batching import chunks, packed
+from kedge.rewards import Mixture, RewardFunction, RewardModel, TextCache
+from kedge.rewards.model import chunks, packed
 
 from .text_toys import EOS, bert_reward, neox_reward, rollout_of, word_tokenizer
 

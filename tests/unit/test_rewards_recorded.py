@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kedge.backends.rewards import EosPenalty, RewardModel
+from kedge.rewards import EosPenalty, RewardModel
 
 from .text_toys import EOS, rollout_of
 

@@ -3,14 +3,14 @@ import math
 import pytest
 import torch
 
-from kedge.backends.hf.sampling import (
+from kedge.errors import ConfigError, RolloutError
+from kedge.rollout.embedded.sampling import (
     allowed_tokens,
     check_sampling,
     restrict,
     sample_tokens,
     uniforms,
 )
-from kedge.errors import ConfigError, RolloutError
 from kedge.types import Sampling
 
 NO_STOP = torch.tensor([], dtype=torch.int64)

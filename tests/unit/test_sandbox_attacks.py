@@ -1,4 +1,4 @@
-"""Attacks on the sandbox: none reads, writes, scores or outlives, at both levels of the kernel."""
+"""Attacks on the sandbox: none reads, writes, scores or outlives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,23 @@ import pytest
 
 from kedge.errors import ConfigError
 from kedge.verifiers import Sandbox, by_column, code_verifier
+from kedge.verifiers.sandbox.sandbox import DEVICES, _find_problem
 from kedge.verifiers.sandbox.seccomp import ARCHITECTURES
 from tests.unit.sandbox_attacks import (
     ATTACKS,
     BATCH,
     BOMBS,
+    ISOLATION,
     NUMBERS,
     ORDINARY,
     SCORES,
     STAYING,
     TESTS,
+    WHY_NOT,
     YES,
 )  # fmt: skip
 
+isolated = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 SECRET = "the user's own words"
 
 
@@ -115,31 +118,21 @@ def read_results(output: str) -> dict[str, tuple[bool, str]]:
     return {name: (done, why) for name, done, why in lines}
 
 
-def available(level: str) -> Sandbox:
-    sandbox = Sandbox(seconds=20.0, isolation=level)
-    try:
-        sandbox.level()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    return sandbox
-
-
-LEVELS = (pytest.param("bubblewrap", marks=pytest.mark.slow), "namespaces")
-
-
-@pytest.mark.parametrize("level", ["bubblewrap", "namespaces"])
+@isolated
 def test_attacks_get_nothing(
-    level: str, build_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+    build_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(ATTACKS) >= 40
     monkeypatch.setenv("KEDGE_SECRET", SECRET)
-    sandbox, world = available(level), build_world(ATTACKS)
+    sandbox, world = Sandbox(seconds=20.0), build_world(ATTACKS)
+    devices = [Path(path).stat() for path in DEVICES]
     outcome = sandbox.run(BATCH, world.arguments())
     results = read_results(outcome.output)
     assert list(results) == list(ATTACKS), outcome  # none ended the process, none is missing
     assert {name: why for name, (done, why) in results.items() if done} == {}
     assert SECRET not in outcome.output
     assert world.files() == world.before
+    assert [Path(path).stat() for path in DEVICES] == devices
     assert world.calls() == []
     assert not list(Path("/dev/shm").glob(f"*kx{os.getpid()}x*"))
 
@@ -163,9 +156,9 @@ def test_the_same_attacks_work_without_a_sandbox(
     assert world.calls() == ["tcp", "udp", "local", "abstract"]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_nothing_but_a_solution_scores(level: str) -> None:
-    sandbox = replace(available(level), seconds=2.0)
+@isolated
+def test_nothing_but_a_solution_scores() -> None:
+    sandbox = Sandbox(seconds=2.0)
     passed = {name: sandbox.test(program, TESTS).passed for name, program in SCORES.items()}
     assert {name: got for name, got in passed.items() if any(got)} == {}
     right = YES + "def add(a, b): return a + b"
@@ -176,13 +169,16 @@ def test_nothing_but_a_solution_scores(level: str) -> None:
 
 def test_the_prefix_says_what_is_a_function() -> None:
     claims = YES.replace("Yes", "add").replace(":\n", ":\n    __init__ = lambda *a: None\n", 1)
-    prefix, sandbox = "def add(a, b):\n    '''A sum.'''\n", Sandbox(seconds=2.0)
+    prefix, sandbox = (
+        "def add(a, b):\n    '''A sum.'''\n",
+        Sandbox(seconds=2.0, isolation=ISOLATION),
+    )
     assert not any(sandbox.test(claims, TESTS, entry_point="add", prefix=prefix).passed)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_nothing_outlives_the_sandbox(level: str) -> None:
-    sandbox = replace(available(level), seconds=0.3)
+@isolated
+def test_nothing_outlives_the_sandbox() -> None:
+    sandbox = Sandbox(seconds=0.3)
     name = f"kx{time.time_ns() % 10**12}"
     head = (
         "import ctypes, os, signal, time\nC = ctypes.CDLL(None)\n"
@@ -205,9 +201,9 @@ def processes_named(name: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_bombs_meet_limits(level: str) -> None:
-    sandbox = replace(available(level), seconds=10.0, memory_mb=128)
+@isolated
+def test_bombs_meet_limits() -> None:
+    sandbox = Sandbox(seconds=10.0, memory_mb=128)
     for what, (body, error) in BOMBS.items():
         inner = body.replace("\n", "\n    ")
         caught = f"import os\ntry:\n    {inner}\nexcept BaseException as e: print(type(e).__mro__)"
@@ -216,12 +212,11 @@ def test_bombs_meet_limits(level: str) -> None:
 
 
 def test_the_program_is_refused_where_nothing_isolates_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kedge.verifiers.sandbox.isolation._chosen", {})
-    monkeypatch.setattr("kedge.verifiers.sandbox.sandbox._attempt", lambda level: f"no {level}")
     monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("kedge.verifiers.sandbox.sandbox._find_problem", _find_problem.__wrapped__)
     verify = code_verifier()
     truth = [{"tests": ["assert add(1, 2) == 3"]}]
-    ways = r"bwrap is not installed; namespaces: no namespaces.*apt-get install bubblewrap.*audit"
+    ways = "bwrap is not installed.*apt-get install bubblewrap.*serve-reward.*none"
     with pytest.raises(ConfigError, match=ways):
         verify(["def add(a, b): return a + b"], ground_truth=truth)
     with pytest.raises(ConfigError, match=ways):
@@ -229,10 +224,10 @@ def test_the_program_is_refused_where_nothing_isolates_it(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=ways):
         by_column().check(["gsm8k", "code"])
     by_column().check(["gsm8k"])
-    weaker = code_verifier(sandbox="audit")
+    weaker = code_verifier(sandbox="none")
     assert weaker(["def add(a, b): return a + b"], ground_truth=truth) == [1.0]
-    with pytest.raises(ConfigError, match="isolation='none' must be auto, bubblewrap"):
-        code_verifier(sandbox="none")
+    with pytest.raises(ConfigError, match="isolation='audit' must be bubblewrap, or none"):
+        code_verifier(sandbox="audit")
 
 
 CONFINED = """
@@ -250,22 +245,22 @@ def confined():
 """  # fmt: skip
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_both_processes_are_confined(level: str) -> None:
+@isolated
+def test_both_processes_are_confined() -> None:
     wanted = {
         "dumpable": 0, "seccomp": 2, "no new privileges": 1, "capabilities": False, "user": 65534,
         "process": 1, "processes": 64, "other": 0,
     }  # fmt: skip
     tests = [f"{CONFINED}\nassert confined() == {wanted}", f"assert candidate() == {wanted}"]
-    outcome = available(level).test(CONFINED, tests, entry_point="confined")
+    outcome = Sandbox(seconds=20.0).test(CONFINED, tests, entry_point="confined")
     assert outcome.passed == (True, True), outcome
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_tests_share_the_folder_and_nothing_else(level: str) -> None:
+@isolated
+def test_tests_share_the_folder_and_nothing_else() -> None:
     program = "open('own.py', 'w').write('x = 3')\ndef add(a, b): return a + b\n"
     tests = ["assert open('own.py').read() == 'x = 3'", "import own", "import os; os.fork()"]
-    assert available(level).test(program, tests).passed == (True, False, False)
+    assert Sandbox(seconds=20.0).test(program, tests).passed == (True, False, False)
 
 
 def test_a_garbage_line_is_a_failed_solution(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,5 +271,5 @@ def test_a_garbage_line_is_a_failed_solution(monkeypatch: pytest.MonkeyPatch) ->
         return b'\xff{]\n[1]\n"x"\n{"test": 0, "passed": true}\n', b""
 
     monkeypatch.setattr("subprocess.Popen.communicate", garbage)
-    outcome = Sandbox(isolation="audit").test("def add(a, b): return a + b", ["assert add(1, 2)"])
+    outcome = Sandbox(isolation="none").test("def add(a, b): return a + b", ["assert add(1, 2)"])
     assert (outcome.passed, outcome.stopped) == ((False,), "crashes")

@@ -10,22 +10,22 @@ from safetensors.torch import load_file
 from torch import nn
 
 from kedge.algorithms import ppo
-from kedge.backends.hf.model import checkpoint_activations
-from kedge.backends.hf.peft import (
+from kedge.errors import ConfigError
+from kedge.learner.reference import AdapterReference, FrozenModel
+from kedge.loop.micro_batches import micro_batches
+from kedge.models.model import checkpoint_activations
+from kedge.models.peft import (
     REWARD_ADAPTER,
     VALUE_ADAPTER,
     AdapterSwitch,
     adapter_parameters,
     with_adapter,
 )
-from kedge.backends.hf.reference import AdapterReference, FrozenModel
-from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.backends.hf.shared_base import AdapterRewardModel, AdapterValue, value_adapter
-from kedge.backends.hf.value_head import ScalarModel
-from kedge.backends.rewards import RewardModel
-from kedge.backends.vllm.policy_spec import PolicySpec
-from kedge.engine.micro_batches import cut
-from kedge.errors import ConfigError
+from kedge.models.shared_base import AdapterRewardModel, AdapterValue, value_adapter
+from kedge.models.value_head import ScalarModel
+from kedge.rewards import RewardModel
+from kedge.rollout.embedded.engine import EmbeddedEngine
+from kedge.rollout.vllm.policy_spec import PolicySpec
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.learners import VOCAB, Recorder, experience, learner, one_rank, rollout
 
@@ -71,18 +71,18 @@ def separate_models(policy, value):
         for name, p in adapter_parameters(policy, adapter).items():
             copies[name.replace(f".{adapter}.", ".default.")].data.copy_(p.data)
         models.append(model)
-    trunk = models[1].get_base_model()
-    trunk.lm_head.requires_grad_(False)
-    head = nn.Linear(trunk.config.hidden_size, 1, bias=False, dtype=torch.float64)
+    backbone = models[1].get_base_model()
+    backbone.lm_head.requires_grad_(False)
+    head = nn.Linear(backbone.config.hidden_size, 1, bias=False, dtype=torch.float64)
     head.weight.data.copy_(value.head.summary.weight.data)
     models[1].score = head
-    return models[0], ScalarModel(models[1], trunk.model, head), FrozenModel(base)
+    return models[0], ScalarModel(models[1], backbone.model, head), FrozenModel(base)
 
 
 def gradients(found, *, only_value=False):
     found.optimizer = Recorder([p for ps in found._trained().values() for p in ps])
     algo, batch = ppo(), experience(rollout())
-    step = cut(batch, torch.arange(6), algo, 3, one_rank)
+    step = micro_batches(batch, torch.arange(6), algo, 3, one_rank)
     metrics = found.optimizer_step(step, algo.loss, only_value=only_value)
     return found.optimizer.seen[0], metrics
 
@@ -102,10 +102,7 @@ def test_equal_to_four_models(checkpointing):
         gradient_checkpointing=checkpointing,
     )
     four = learner(
-        policy=own_policy,
-        value=own_value,
-        reference=base,
-        gradient_checkpointing=checkpointing,
+        policy=own_policy, value=own_value, reference=base, gradient_checkpointing=checkpointing
     )
     r, exact = rollout(), {"rtol": 1e-5, "atol": 1e-7}  # log-probabilities are float32
     options = {"values": True, "reference": True, "full_kl": True}
@@ -139,7 +136,7 @@ def test_gradient_is_the_finite_difference(checkpointing):
 
     def loss():
         total = 0.0
-        for micro_batch in cut(batch, torch.arange(6), algo, 6, one_rank):
+        for micro_batch in micro_batches(batch, torch.arange(6), algo, 6, one_rank):
             with torch.no_grad():
                 output = found._output(micro_batch.rows, False)
                 total += float(algo.loss(output, micro_batch).total)
@@ -283,7 +280,7 @@ def test_value_starts_from_the_reward_adapter_and_is_saved_as_one(tmp_path):
     gradients_before = [p.clone() for p in adapter_parameters(policy, REWARD_ADAPTER).values()]
     algo, batch = ppo(), experience(rollout())
     for _ in range(2):
-        found.optimizer_step(cut(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
+        found.optimizer_step(micro_batches(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
     after = [*adapter_parameters(policy, REWARD_ADAPTER).values()]
     assert all(torch.equal(p, q) for p, q in zip(gradients_before, after, strict=True))
     torch.testing.assert_close(RewardModel(shared).score(r).scores, scores)
@@ -311,7 +308,7 @@ def test_state_resumes_exactly():
 
     def step(found):
         algo, batch = ppo(), experience(rollout())
-        found.optimizer_step(cut(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
+        found.optimizer_step(micro_batches(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
 
     first = make()
     step(first)

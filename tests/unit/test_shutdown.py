@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kedge.backends.shutdown import GracefulShutdown
+from kedge.loop.shutdown import GracefulShutdown
 
 
 def test_a_signal_is_recorded_although_nobody_reads_the_screen():
@@ -63,7 +63,7 @@ def test_what_a_launcher_adds_is_no_second_wish():
 def test_an_actor_ends_with_the_process_that_started_it() -> None:
     """Ray leaves an actor running whose raylet was killed."""
     actor = (
-        "import os; from kedge.backends.shutdown import exit_with; parent = os.getppid();"
+        "import os; from kedge.loop.shutdown import exit_with; parent = os.getppid();"
         "print(os.getpid(), flush=True); exit_with(parent, every=0.05)"
     )
     raylet = (
@@ -79,7 +79,7 @@ def test_an_actor_ends_with_the_process_that_started_it() -> None:
     started.wait()
     begin = time.monotonic()
     while Path(f"/proc/{pid}").exists() and not zombie(pid):
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 50
         time.sleep(0.05)
     started.stdout.close()
 

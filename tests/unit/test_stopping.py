@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.backends.hf.stopping import Stopper, StopStrings
 from kedge.errors import ConfigError
+from kedge.rollout.embedded.engine import EmbeddedEngine
+from kedge.rollout.embedded.stopping import Stopper, StopStrings
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling
 

@@ -9,10 +9,10 @@ import pytest
 
 from kedge import PPOConfig
 from kedge.errors import ConfigError
-from kedge.insight import RunLog
-from kedge.insight.story import story
+from kedge.reporting.log import RunLog
+from kedge.reporting.story import story
 
-ASSETS = Path(__file__).parents[2] / "src" / "kedge" / "insight" / "assets"
+ASSETS = Path(__file__).parents[2] / "src" / "kedge" / "reporting" / "assets"
 
 
 def sentences(**series: list[float]) -> dict[str, str]:

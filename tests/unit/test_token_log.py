@@ -12,7 +12,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from kedge.trainers.reporting.token_log import token_texts
+from kedge.errors import ConfigError, RewardError
+from kedge.reporting.report import gather
+from kedge.reporting.token_log import token_texts
 from tests.e2e.small import PROMPTS, rows, small
 from tests.unit.text_toys import blank_swallowing_tokenizer, word_tokenizer
 
@@ -109,3 +111,33 @@ def test_run_json_says_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "kl_coef" in about["changed"]  # set, if only to its default
     assert not {"vf_coef", "bf16", "batch_size", "world_size"} & {*about["changed"]}
     assert about["options"]["response_length"] == 6
+
+
+def test_no_file_and_no_message_holds_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (
+        "kedge grpo --hub-token hf_CANARY0 --hub-token=hf_CANARY0 --hub_token --x hf_CANARY0"
+        ' --environment_kwargs {"api_key":"CANARY1CANARY1"} --model_init_kwargs={"token":"CANARY2"}'
+        " --rollout_engine http://u:CANARY3@h:1 --reward_funcs http://h/score?key=CANARY4"
+    )
+    monkeypatch.setattr("sys.argv", words.split())
+    options = {"hub_token": "hf_CANARY5", "run_name": "http://u:CANARY6@h"}
+    trainer = small(output_dir=str(tmp_path), **options)
+    trainer.train()
+    trainer.create_model_card()
+    page = json.dumps(gather(tmp_path, meanings={}, prefixes={}))
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    held = [path.name for path in files if b"CANARY" in path.read_bytes()]
+    assert (held, "README.md" in {path.name for path in files}) == ([], True)
+    assert "CANARY" not in f"{page}{trainer.args}"
+    for wrong in (
+        {"rollout_engine": "http://u:CANARY7@h:1"},
+        {"lr_scheduler_kwargs": {"api_key": "CANARY8CANARY8"}},
+    ):
+        with pytest.raises(ConfigError) as error:
+            small(output_dir=str(tmp_path), **options, **wrong).train()
+        assert "CANARY" not in str(error.value)
+    shown = str(RewardError("\x1b[2J hf_CANARY5 https://u:p@h " + "x" * 100_000))
+    assert shown.startswith("\\x1b[2J ... https://...@h")
+    assert len(shown) < 5_000

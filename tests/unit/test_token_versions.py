@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms import ppo
-from kedge.engine.stages import make_experience
 from kedge.math.importance import Correction
 from kedge.types import PromptBatch, RewardOutput, Rollout
+from tests.learners import with_metrics
 
 from .toys import VOCAB, ToyLearner, prefix
 
@@ -61,53 +61,57 @@ def test_the_version_of_a_row_stands_for_tokens_without_one() -> None:
 
 def test_the_anchor_of_a_stale_token_is_the_policy_that_sampled_it() -> None:
     rollout, reward_output, learner = sample()
-    experience, _ = make_experience(rollout, reward_output, learner, ppo(), 0.0)
+    experience, _ = with_metrics(rollout, reward_output, learner, ppo(), 0.0)
     stale, fresh = CURRENT - 0.1, CURRENT
     anchors = experience.old_logprobs
     close(anchors, [[stale, stale, fresh], [fresh, fresh, anchors[1, 2].item()], [stale] * 3])
 
 
-def test_weights_are_per_token() -> None:
+def test_tokens_above_the_bound_leave_the_loss_and_keep_their_value_target() -> None:
     rollout, reward_output, learner = sample()
-    plain, _ = make_experience(rollout, reward_output, learner, ppo(), 0.0, Correction(high=1.0))
-    weighted, metrics = make_experience(
-        rollout, reward_output, learner, ppo(), 0.0, Correction(high=2.0)
-    )
-    mask = rollout.loss_mask
-    ratio = (weighted.advantages / plain.advantages)[mask]
-    torch.testing.assert_close(ratio, torch.full_like(ratio, math.exp(0.1)), rtol=1e-5, atol=0)
-    assert metrics["rollout/correction_weight"] == pytest.approx(math.exp(0.1), rel=1e-5)
-
-
-def test_tokens_above_the_bound_are_left_out_and_the_others_do_not_change() -> None:
-    rollout, reward_output, learner = sample()
-    whole, free = make_experience(rollout, reward_output, learner, ppo(), 0.0)
-    bound, metrics = make_experience(rollout, reward_output, learner, ppo(), 0.0, None, 1)
+    whole, free = with_metrics(rollout, reward_output, learner, ppo(), 0.0)
+    bound, metrics = with_metrics(rollout, reward_output, learner, ppo(), 0.0, None, 1)
     assert bound.loss_mask.tolist() == [
         [False, True, True],  # the first token is 2 iterations old
         [True, True, False],
         [True, True, True],
     ]
-    assert bound.value_mask.tolist() == bound.loss_mask.tolist()
-    assert torch.equal(bound.advantages, whole.advantages)
+    assert torch.equal(bound.value_mask, whole.value_mask)
+    assert torch.equal(bound.returns, whole.returns)
+    raw, _ = with_metrics(rollout, reward_output, learner, ppo(whiten_advantages=False), 0.0)
+    trained = raw.advantages[bound.loss_mask]
+    expected = (trained - trained.mean()) / trained.std()
+    torch.testing.assert_close(bound.advantages[bound.loss_mask], expected)
     assert metrics["rollout/too_old_tokens"] == pytest.approx(1 / 8)
     assert "rollout/too_old_tokens" not in free
     assert whole.loss_mask.sum() == 8
 
 
+def test_weights_of_responses_are_those_of_the_tokens_that_train() -> None:
+    rollout, reward_output, learner = sample()
+    how = Correction(level="sequence", high=5.0)
+    _, all_train = with_metrics(rollout, reward_output, learner, ppo(), 0.0, how)
+    _, bound = with_metrics(rollout, reward_output, learner, ppo(), 0.0, how, 1)
+    # Weights e^(0.1 n) of n tokens: rows of 3, 2 and 3 tokens, the first of which is too old.
+    expected = [(3, 3), (2, 2), (3, 3)], [(2, 2), (2, 2), (3, 3)]
+    for metrics, rows in zip((all_train, bound), expected, strict=True):
+        mean = sum(n * math.exp(0.1 * k) for n, k in rows) / sum(n for n, _ in rows)
+        assert metrics["rollout/correction_weight"] == pytest.approx(mean, rel=1e-5)
+
+
 def test_metrics_have_the_largest_age_and_the_share_of_each() -> None:
     rollout, reward_output, learner = sample()
-    _, metrics = make_experience(rollout, reward_output, learner, ppo(), 0.0)
+    _, metrics = with_metrics(rollout, reward_output, learner, ppo(), 0.0)
     # Ages of the eight tokens: 2, 1, 0; 0, 0; 1, 1, 1.
     assert metrics["rollout/lag_max"] == 2
     assert metrics["rollout/token_lag/0"] == pytest.approx(3 / 8)
     assert metrics["rollout/token_lag/1"] == pytest.approx(4 / 8)
     assert metrics["rollout/token_lag/2"] == pytest.approx(1 / 8)
     assert metrics["rollout/lag"] == pytest.approx((2 + 0 + 1) / 3)
-    _, metrics = make_experience(rollout, reward_output, learner, ppo(), 0.0, None, 1)
+    _, metrics = with_metrics(rollout, reward_output, learner, ppo(), 0.0, None, 1)
     assert metrics["rollout/lag_max"] == 1  # of the tokens that are trained on
     assert metrics["rollout/token_lag/1"] == pytest.approx(4 / 7)
     of_one_age = replace(rollout, version=torch.full((3,), 4), token_version=None)
-    _, metrics = make_experience(of_one_age, reward_output, learner, ppo(), 0.0)
+    _, metrics = with_metrics(of_one_age, reward_output, learner, ppo(), 0.0)
     assert metrics["rollout/lag_max"] == 0
     assert not any(name.startswith("rollout/token_lag/") for name in metrics)

@@ -17,8 +17,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from kedge.backends.trackers import Jsonl, Many, Memory, Screen, Tables, draw_curves
-from kedge.backends.trackers.links import run_links
+from kedge.reporting.base import CompositeTracker, JsonlTracker, Memory
+from kedge.reporting.curves import draw_curves
+from kedge.reporting.progress import ConsoleTracker
+from kedge.reporting.tables import TableLogger
+from kedge.reporting.trackers import run_links
 from kedge.trainers.run.evaluation import InitialPolicyScores
 from tests import processes
 
@@ -34,7 +37,7 @@ def lines(file):
 
 def test_many_passes_everything_to_all():
     a, b = Memory(), Memory()
-    many = Many([a, b])
+    many = CompositeTracker([a, b])
     many.log({"lr": 0.5}, step=3)
     many.table("completions", [{"query": "q", "score": 1.0}], step=3)
     many.close()
@@ -48,7 +51,7 @@ def test_many_passes_everything_to_all():
 
 
 def test_jsonl_writes_rows_at_once_and_tables_apart(tmp_path):
-    tracker = Jsonl(tmp_path / "run")
+    tracker = JsonlTracker(tmp_path / "run")
     tracker.log({"loss/policy_avg": 0.1 + 0.2, "val/ratio": math.nan}, step=1)
     want = [{"step": 1, "loss/policy_avg": 0.30000000000000004, "val/ratio": None}]
     assert lines(tmp_path / "run" / "metrics.jsonl") == want  # before close
@@ -63,11 +66,11 @@ def test_jsonl_writes_rows_at_once_and_tables_apart(tmp_path):
 def test_jsonl_sets_tables_of_an_earlier_run_aside(tmp_path):
     row = {"query": "q", "score": 1.0}
     for run in range(3):
-        tracker = Jsonl(tmp_path)
+        tracker = JsonlTracker(tmp_path)
         assert not (tmp_path / "completions").exists()
         tracker.table("completions", [row | {"score": run}], step=1)
         tracker.log({"n": run}, step=1)
-    Jsonl(tmp_path, history=[{"n": 2, "step": 1}])  # the same run goes on
+    JsonlTracker(tmp_path, history=[{"n": 2, "step": 1}])  # the same run goes on
     kept = [
         lines(tmp_path / name / "step-000001.jsonl")[0]["score"]
         for name in ("completions.1", "completions.2", "completions")
@@ -76,7 +79,7 @@ def test_jsonl_sets_tables_of_an_earlier_run_aside(tmp_path):
 
 
 def test_jsonl_goes_on_without_losing_or_doubling_rows(tmp_path):
-    first = Jsonl(tmp_path)
+    first = JsonlTracker(tmp_path)
     for step in (1, 2, 3):
         first.log({"n": step / 3, "bad": math.inf}, step=step)
     first.close()
@@ -84,26 +87,26 @@ def test_jsonl_goes_on_without_losing_or_doubling_rows(tmp_path):
         f.write(b'\xff\n{"step": 4, "n"')  # damaged, and killed in mid-line
     history = [{"bad": math.inf, "n": step / 3, "step": step} for step in (1, 2)]
     for _ in range(2):  # going on twice from the same checkpoint
-        second = Jsonl(tmp_path, history=history)
+        second = JsonlTracker(tmp_path, history=history)
         second.log({"n": 30}, step=3)
         second.close()
         rows = lines(tmp_path / "metrics.jsonl")
         assert [(r["step"], r["n"]) for r in rows] == [(1, 1 / 3), (2, 2 / 3), (3, 30)]
     assert (tmp_path / "metrics.1.jsonl").read_bytes().count(b"\n") == 4
     reordered = [dict(sorted(row.items(), reverse=True)) for row in history]
-    Jsonl(tmp_path, history=[*reordered, {"n": 30, "step": 3}]).close()
+    JsonlTracker(tmp_path, history=[*reordered, {"n": 30, "step": 3}]).close()
     assert not (tmp_path / "metrics.3.jsonl").exists()  # nothing in it that is not kept
 
 
 def test_jsonl_holds_half_a_surrogate_pair(tmp_path):
-    tracker, row = Jsonl(tmp_path), {"query": "half \ud800 \u00fc", "score": 1.0}
+    tracker, row = JsonlTracker(tmp_path), {"query": "half \ud800 \u00fc", "score": 1.0}
     tracker.table("completions", [row], step=1)
     assert lines(tmp_path / "completions" / "step-000001.jsonl") == [row]
 
 
 def test_a_new_run_in_an_old_folder_keeps_the_old_rows_aside(tmp_path):
     for n in (1, 2, 3):
-        tracker = Jsonl(tmp_path)
+        tracker = JsonlTracker(tmp_path)
         tracker.log({"n": n}, step=1)
         tracker.close()
     names = ["metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"]
@@ -134,7 +137,7 @@ def screen(terminal=False, **kwargs):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=100, color_system=None)
     clock = Clock()
-    return Screen(10, console=console, clock=clock, **kwargs), out, clock
+    return ConsoleTracker(10, console=console, clock=clock, **kwargs), out, clock
 
 
 def test_without_a_terminal_one_plain_line_per_row():
@@ -152,13 +155,6 @@ def test_disable_tqdm_gives_plain_lines_on_a_terminal_too():
     shown, out, _ = screen(terminal=True, bar=False)
     shown.log({"objective/scores": 1.0}, step=1)
     assert out.getvalue() == "step 1/10  score 1  0:00:00 left\n"
-
-
-def test_labels_choose_the_metrics_of_a_row():
-    shown, out, _ = screen(labels={"loss": "loss", "eval_accuracy": "eval accuracy"})
-    metrics = {"loss": 1.23, "objective/scores": 1.0, "eval_accuracy": 0.5}
-    shown.log(metrics, step=10)
-    assert out.getvalue() == "step 10/10  loss 1.23  eval accuracy 0.5\n"
 
 
 def test_on_a_terminal_a_bar_moves_with_every_update():
@@ -179,8 +175,8 @@ def test_rows_stay_in_the_history_of_a_real_terminal():
     import pty
 
     code = (
-        "from kedge.backends.trackers import Screen\n"
-        "s = Screen(3)\n"
+        "from kedge.reporting.progress import ConsoleTracker\n"
+        "s = ConsoleTracker(3)\n"
         "for i in (1, 2, 3):\n"
         "    s.advance(i, {})\n"
         "    s.log({'objective/scores': i / 2}, step=i)\n"
@@ -280,7 +276,7 @@ def test_tables_go_to_wandb_and_trackio(monkeypatch):
     wandb, trackio = FakeService("wandb"), FakeService("trackio")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "trackio", trackio)
-    tables = Tables(["comet_ml", "wandb", "trackio"])
+    tables = TableLogger(["comet_ml", "wandb", "trackio"])
     tables.log({"lr": 1.0}, step=3)
     tables.table("completions", ROWS, step=3)
     tables.table("completions", [], step=4)
@@ -316,10 +312,10 @@ def test_links_of_runs(monkeypatch):
 def test_tables_go_to_tensorboard_as_text():
     texts = []
     writer = SimpleNamespace(add_text=lambda *args: texts.append(args))
-    Tables(["tensorboard"], tensorboard=lambda: writer).table("completions", ROWS, step=3)
+    TableLogger(["tensorboard"], tensorboard=lambda: writer).table("completions", ROWS, step=3)
     want = "| query | score |\n| --- | --- |\n| q | 1.5 |\n| r&#124;&lt;b><br> | 2 |"
     assert texts == [("completions", want, 3)]
-    Tables(["tensorboard"]).table("completions", ROWS, step=3)  # no writer yet
+    TableLogger(["tensorboard"]).table("completions", ROWS, step=3)  # no writer yet
 
 
 def test_histograms_go_to_tensorboard_and_wandb(monkeypatch):
@@ -328,8 +324,10 @@ def test_histograms_go_to_tensorboard_and_wandb(monkeypatch):
     wandb = SimpleNamespace(run=object(), Histogram=tuple, log=logged.append)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     lengths = torch.tensor([3, 5])
-    Tables(["tensorboard", "wandb"], tensorboard=lambda: writer).histogram("n", lengths, step=0)
-    Tables(["mlflow"]).histogram("n", lengths, step=0)
+    TableLogger(["tensorboard", "wandb"], tensorboard=lambda: writer).histogram(
+        "n", lengths, step=0
+    )
+    TableLogger(["mlflow"]).histogram("n", lengths, step=0)
     assert sent == [("n", lengths, 0)]
     assert logged == [{"n": (3, 5), "train/global_step": 0}]
 

@@ -8,7 +8,7 @@ from peft import LoraConfig
 from kedge.cli.arguments import parse
 from kedge.cli.planning.plan import plan
 from kedge.config.ppo import PPOv2Config
-from kedge.errors import ConfigError, OptionError
+from kedge.errors import CheckpointError, ConfigError, OptionError
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.small import VOCAB, rows, small
 
@@ -71,12 +71,23 @@ def test_the_plan_counts_what_trains(tmp_path):
     flags = ["--model_name_or_path", str(tmp_path), "--total_episodes", "8", "--kl_coef", "0.1"]
     flags += ["--reward_funcs", "tests/e2e/small.py:length_reward", "--output_dir", str(tmp_path)]
 
-    def needs(*more):
-        return plan(parse([*flags, *more], prog="kedge plan", config=PPOv2Config))[3]
+    def models(*more):
+        return plan(parse([*flags, *more], prog="kedge plan", config=PPOv2Config))[2]
 
-    (whole, reference, *_), (top, small_reference, *_) = needs(), needs("--train_layers", "1")
-    assert whole.trained == whole.parameters == reference.parameters == top.parameters
-    assert top.trained == small_reference.parameters < whole.trained / 2
+    (whole, reference, *_), (top, small_reference, *_) = models(), models("--train_layers", "1")
+    total = whole.count.total
+    assert whole.count.trained == reference.count.total == top.count.total == total
+    assert top.count.trained == small_reference.count.total < total / 2
     assert top.optimizer < whole.optimizer / 2
-    kept = top.training - needs("--train_layers", "1", "--cache_trunk", "False")[0].training
+    kept = top.training - models("--train_layers", "1", "--cache_trunk", "False")[0].training
     assert kept > 0
+
+
+def test_a_resumed_run_must_train_the_same_layers(tmp_path):
+    options = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
+    small(train_layers=1, **options).train()
+    with (
+        pytest.warns(UserWarning, match="train_layers: 1 in the checkpoint, null now"),
+        pytest.raises(CheckpointError, match="the checkpoint's policy has 15 trained weights"),
+    ):
+        small(**options).train(resume_from_checkpoint=True)

@@ -8,13 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
+from transformers import TrainerCallback
 
 from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from kedge.backends.hf.value_head import scalar_model
-from kedge.engine.metrics import TRL_NAMES
+from kedge.loop.metrics import TRL_NAMES
 from kedge.testing import tiny_policy
-from kedge.trainers.build.models import in_float32
 from kedge.trainers.metric_names import trl_names
 from tests.unit.text_toys import word_tokenizer
 
@@ -56,8 +54,8 @@ def made(kind: str, folder: Path, **options: Any) -> Any:
 def test_a_run_and_its_evaluation_have_trls_names(kind: str, tmp_path: Path) -> None:
     trainer = made(kind, tmp_path)
     done = trainer.train()
-    rows, last = trainer.state.log_history[:-1], trainer.state.log_history[-1]
-    assert [row["step"] for row in rows] == [2, 3]
+    rows, last = trainer.state.log_history, trainer.state.log_history[-1]
+    assert [row["step"] for row in rows] == [2, 3]  # the last interval is unfinished
     for row in rows:
         assert {*OF_TRL, "kl"} <= row.keys()
         assert row["reward"] == row["rewards/long/mean"] == row["objective/scores"]
@@ -67,11 +65,9 @@ def test_a_run_and_its_evaluation_have_trls_names(kind: str, tmp_path: Path) -> 
     assert rows[1]["num_tokens"] > rows[0]["num_tokens"] > 2 * 4 * 3
     loss = (2 * rows[0]["loss"] + rows[1]["loss"]) / 3
     assert last["train_loss"] == done.training_loss == pytest.approx(loss)
-    assert last.keys() == {
-        *("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second"),
-        *("epoch", "step"),
-    }
-    assert last.items() - {("step", 3)} <= done.metrics.items()
+    totals = {k: x for k, x in last.items() if k.startswith("train_") or k == "epoch"}
+    assert len(totals) == 5
+    assert totals.items() <= done.metrics.items()
     assert last["train_samples_per_second"] == pytest.approx(12 / last["train_runtime"])
     logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert logged["train_loss"] == last["train_loss"]
@@ -123,6 +119,9 @@ def test_cosmetic_options_never_stop_a_run(tmp_path: Path, caplog: Any) -> None:
     assert len(rows) == len(shown[0]) == 2
     trainer._run.evaluator._show([rows[0], rows[1], rows[0]], "x")
     assert shown[1] == rows
+    trainer.args.log_unique_prompts = False
+    trainer._run.evaluator._show([rows[0], rows[0], rows[1]], "x", most=2)
+    assert shown[2] == rows  # another prompt before another answer
     assert trainer.aux_loss_enabled is False
     assert trainer.reward_processing_classes == [None]
 
@@ -134,7 +133,7 @@ def test_a_batch_without_any_reward_teaches_nothing_and_ends_nothing(
 
     def sometimes(completions: Any, **_: Any) -> list[float | None]:
         calls.append(1)
-        if len(calls) in (1, 3):
+        if len(calls) > 1:
             return [None] * len(completions)
         return [float(len(text)) for text in completions]
 
@@ -152,21 +151,8 @@ def test_a_batch_without_any_reward_teaches_nothing_and_ends_nothing(
 
     trainer.add_callback(Watch)
     trainer.train()
-    assert Watch.moved == [False, True, False]
+    assert Watch.moved == [True, False, False]
     rows = trainer.state.log_history[:3]
-    assert [row["rollout/dropped_rows"] for row in rows] == [4, 0, 4]
-    assert ["reward" in row for row in rows] == [False, True, False]
+    assert [row["rollout/dropped_rows"] for row in rows] == [0, 4, 4]
+    assert ["reward" in row for row in rows] == [True, False, False]
     assert caplog.text.count("could be scored; it is skipped") == 2
-
-
-def test_a_value_model_in_bfloat16_trains_in_float32(caplog: Any) -> None:
-    def value() -> Any:
-        config = LlamaConfig(
-            **{"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_labels": 1},
-            **{"num_hidden_layers": 1, "num_attention_heads": 1, "pad_token_id": 0},
-        )
-        return LlamaForSequenceClassification(config).bfloat16()
-
-    made = in_float32(scalar_model(value()))
-    assert {p.dtype for p in made.parameters()} == {torch.float32}
-    assert caplog.text.count("value_model has weights in bfloat16; converting them to float32") == 1

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
 
 from kedge.errors import ConfigError, RewardError
-from kedge.verifiers import Sandbox, code, code_verifier
+from kedge.verifiers import Sandbox, code_verifier
 from kedge.verifiers.programs import extract_code
+from tests.unit.sandbox_attacks import ISOLATION
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the sandbox needs fork")
 
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 VERDICT = '{"test": 0, "passed": true}\n{"test": 1, "passed": true}\n'
-QUICK = Sandbox(seconds=1.0)
+QUICK = Sandbox(seconds=1.0, isolation=ISOLATION)
+code = code_verifier(sandbox=ISOLATION)
 
 
 def solves(program: str, tests: list[str] | None = None) -> bool:
@@ -86,8 +90,8 @@ def test_tests_that_passed_before_the_time_was_up_count() -> None:
 
 def test_memory_is_limited() -> None:
     hungry = "x = bytearray(200 << 20)\n" + ADD
-    assert "MemoryError" in Sandbox(memory_mb=128).test(hungry, TESTS).error
-    assert Sandbox(memory_mb=512).test(hungry, TESTS).passed == (True, True)
+    assert "MemoryError" in Sandbox(isolation=ISOLATION, memory_mb=128).test(hungry, TESTS).error
+    assert Sandbox(isolation=ISOLATION, memory_mb=512).test(hungry, TESTS).passed == (True, True)
 
 
 def test_the_environment_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +104,7 @@ def test_the_environment_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> No
 def test_installed_packages_on_request() -> None:
     program = "import numpy\ndef add(a, b): return int(numpy.add(a, b))\n"
     assert "ModuleNotFoundError" in QUICK.test(program, TESTS).error
-    ample = Sandbox(packages=True, memory_mb=4096, seconds=30)
+    ample = Sandbox(isolation=ISOLATION, packages=True, memory_mb=4096, seconds=30)
     assert ample.test(program, TESTS).passed == (True, True)
 
 
@@ -159,7 +163,9 @@ def test_an_object_equals_itself_alone(test: str) -> None:
 
 def test_a_function_cannot_answer_with_an_object() -> None:
     program = STACK + "def add(a, b): return Stack(a)\n"
-    assert "cannot leave the sandbox" in QUICK.test(program, TESTS).error
+    outcome = QUICK.test(program, TESTS)
+    assert (outcome.passed, outcome.stopped) == ((False, False), "untestable")
+    assert "a Stack cannot leave its process" in outcome.error
     yes = "class Yes:\n    def __getattr__(self, name): return lambda *a: True\n"
     assert not solves(yes + "def add(a, b): return Yes()\n", ["assert add(1, 2).issubset({3})"])
 
@@ -178,8 +184,11 @@ def test_time_is_that_of_the_solution_alone(monkeypatch: pytest.MonkeyPatch) -> 
         raise AssertionError("the sandbox waited longer, for the time that Python has to start")
 
     monkeypatch.setattr("kedge.verifiers.sandbox.sandbox._kill", killed)
-    assert Sandbox(seconds=0.2).test("while True: pass", TESTS).stopped == "timeouts"
-    assert Sandbox(seconds=0.2).run("while True: pass").stopped == "timeouts"
+    assert (
+        Sandbox(isolation=ISOLATION, seconds=0.2).test("while True: pass", TESTS).stopped
+        == "timeouts"
+    )
+    assert Sandbox(isolation=ISOLATION, seconds=0.2).run("while True: pass").stopped == "timeouts"
 
 
 def test_a_test_that_is_no_python_is_a_mistake_in_the_dataset() -> None:
@@ -195,21 +204,131 @@ def test_values_cross_unchanged() -> None:
     assert not solves("def gen(n):\n    yield from range(n)\n", ["assert gen(3) == [0, 1, 2]"])
 
 
-def test_arguments_changed_in_place_and_named_arguments() -> None:
-    program = "def sort(x, *, reverse=False): x.sort(reverse=reverse)\n"
-    assert solves(program, ["x = [1, 3, 2]; y = x\nsort(x, reverse=True)\nassert y == [3, 2, 1]"])
+# Program and test; plain Python says whether it passes.
+AS_IN_PLAIN_PYTHON = [
+    ("def f(n): return range(n)", "assert f(3) == [0, 1, 2]"),
+    ("from collections import Counter\ndef f(s): return Counter(s)",
+     "assert type(f('ab')) is dict"),
+    ("def f(x): return x", "x = [1]\ny = f(x)\nassert y == x and y is not x"),
+    ("def f(x): return list(x)", "x = [[1]]\ny = f(x)\ny[0].append(2)\nassert x == [[1]]"),
+    ("def f(): return bytearray(b'a')", "assert {f(): 1}"),
+    ("def f(): x = []; return [x, x]", "a, b = f()\na.append(1)\nassert b == []"),
+    ("def f(): return (i for i in [1, 2])", "g = f()\nassert list(g) == [1, 2] and list(g) == []"),
+    ("def f(n): return 7 ** n", "assert f(9000) == 7 ** 9000"),
+    ("def f(x, *, back): x.sort(reverse=back)",
+     "x = [1, 3]; y = x\nf(x, back=True)\nassert y == [3, 1]"),
+    ("def f(xs): xs.append(1)", "x = []\nf(xs=x)\nassert x == [1]"),
+    ("def f(m): m[0].reverse()", "r = [1, 2]\nf([r])\nassert r == [2, 1]"),
+    ("def f(n): return lambda x: x + n", "assert f(3)(4) == 7"),
+    ("from fractions import Fraction\ndef f(): return Fraction(1, 2)", "assert f() == 0.5"),
+    ("from decimal import Decimal as D\ndef f(): return D('.1') * 3", "assert str(f()) == '0.3'"),
+    ("import datetime as d\ndef f(x): return x + d.timedelta(1)",
+     "import datetime as d\nassert f(d.datetime(2024, 2, 28, 5)) == d.datetime(2024, 2, 29, 5)"),
+    ("from collections import deque\ndef f(): return deque([1], 1)",
+     "d = f()\nd.append(2)\nassert [*d] == [2]"),
+    ("def f(d): d['k'] += 1",
+     "from collections import defaultdict as D\nd = D(int)\nf(d)\nassert d == {'k': 1}"),
+    ("import itertools\ndef f(): return itertools.count()", "assert next(f()) == 0"),
+    ("def f(n): yield from range(n)", "assert sum(f(1000)) == 499500"),
+    ("class E(ValueError):\n    def __init__(s, c): s.code = c\ndef f(): raise E(3)",
+     "try: f(); assert False\nexcept ValueError as e: assert e.code == 3"),
+    ("def f(d): return d['x']",
+     "try: f({}); assert False\nexcept KeyError as e: assert e.args == ('x',)"),
+    ("class V:\n    def __init__(s, x): s.x = x\n    def __add__(s, o): return V(s.x + o.x)",
+     "assert (V(1) + V(2)).x == 3"),
+    ("class V:\n    n = 3\n    @classmethod\n    def make(c): return c()",
+     "assert V.n == 3 and isinstance(V(), V)"),
+    ("class V:\n    def f(s): return 1", "class W(V): pass\nassert W().f() == 1"),
+    ("N = None\ndef f(): return N", "assert f() is N"),
+    ("class V:\n    def __enter__(s): return 3\n    def __exit__(s, *a): pass",
+     "with V() as x: assert x == 3"),
+    ("def f(): print('hi')", "import io, contextlib\nb = io.StringIO()\n"
+     "with contextlib.redirect_stdout(b): f()\nassert b.getvalue() == 'hi\\n'"),
+    ("def f(a, b): return a + b",
+     "from solution import f as g\ndef test_sum():\n    assert g(1, 2) == 3"),
+    ("def f(a, b): return a - b", "def test_sum():\n    assert f(1, 2) == 3\ntest_sum()"),
+]  # fmt: skip
+
+
+def test_programs_pass_where_they_pass_in_plain_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = []
+    for program, test in AS_IN_PLAIN_PYTHON:
+        module = types.ModuleType("solution")
+        monkeypatch.setitem(sys.modules, "solution", module)
+        exec(program, module.__dict__)
+        try:
+            exec(test, dict(module.__dict__))
+        except Exception:
+            verdicts.append(0.0)
+        else:
+            verdicts.append(1.0)
+    texts = [program for program, _ in AS_IN_PLAIN_PYTHON]
+    truths = [{"tests": [test]} for _, test in AS_IN_PLAIN_PYTHON]
+    assert code(texts, ground_truth=truths) == verdicts
+    assert verdicts.count(0.0) == 7
+
+
+NEVER_CALLED = {
+    "check without entry_point": {"test": "def check(candidate):\n    assert candidate(1, 2) == 3"},
+    "another name": {"entry_point": "add", "test": "def helper(f):\n    assert f(1, 2) == 3"},
+    "no code": {"entry_point": "add", "test": "METADATA = {}"},
+    "a comment": {"tests": ["", "# add(1, 2) == 3"]},
+    "not the main program": {"tests": ["if __name__ == '__main__':\n    assert add(1, 2) == 3"]},
+    "no assert": {"tests": ["add(1, 2) == 3"]},
+}
+CALLED_FOR_THEM = {
+    "pytest": {"tests": ["def test_add():\n    assert add(1, 2) == 3"]},
+    "a class of pytest": {"tests": ["class TestAdd:\n    def test(self): assert add(1, 2) == 3"]},
+    "unittest": {"tests": ["import unittest\nclass T(unittest.TestCase):\n"
+                           "    def test(self): self.assertEqual(add(1, 2), 3)"]},
+    "HumanEval": {"entry_point": "add",
+                  "test": "def check (candidate):\n    assert candidate(1, 2) == 3"},
+    "KodCode": {"tests": ["from solution import add\ndef test_add():\n    assert add(1, 2) == 3"]},
+}  # fmt: skip
+
+
+def test_tests_that_no_program_can_fail_are_a_mistake_in_the_dataset() -> None:
+    for truth in NEVER_CALLED.values():
+        with pytest.raises(RewardError, match=r"no test calls|compares without assert"):
+            code([ADD], ground_truth=[truth])
+    truths = [*CALLED_FOR_THEM.values()]
+    assert code([ADD] * 5, ground_truth=truths) == [1.0] * 5
+    assert code(["def add(a, b): return 0"] * 5, ground_truth=truths) == [0.0] * 5
+
+
+def test_what_the_processes_cannot_carry_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    pairs = [
+        ("def f(g, x): return g(x)", "assert f(lambda x: x + 1, 3) == 4"),
+        ("async def f(): return 3", "import asyncio\nassert asyncio.run(f()) == 3"),
+        ("def f(): return 3", "import a_package_that_is_absent\nassert f() == 3"),
+    ]
+    seen: dict[str, float] = {}
+    scores = code_verifier(sandbox=ISOLATION, name="carried")(
+        [program for program, _ in pairs],
+        ground_truth=[{"tests": [test]} for _, test in pairs],
+        log_metric=seen.__setitem__,
+    )
+    assert (scores, seen) == ([0.0] * 3, {"untestable/carried": 3.0})
+    assert "its rows score 0 and are counted in untestable/carried" in caplog.text
 
 
 def test_errors_cross() -> None:
-    program = (
-        "def f(x):\n    if x: raise KeyError('k')\n"
-        "    class Own(Exception): pass\n    raise Own('o')\n"
-    )
-    tests = [
-        "try:\n    f(1)\nexcept KeyError: pass\nelse: assert 0",
-        "try:\n    f(0)\nexcept RuntimeError as e: assert 'Own' in str(e)\nelse: assert 0",
-    ]
-    assert solves(program, tests)
+    program = "def f(x):\n    class Own(Exception): pass\n    raise Own('o')\n"
+    test = "try:\n    f(0)\nexcept RuntimeError as e: assert 'Own' in str(e)\nelse: assert 0"
+    assert solves(program, [test])
+
+
+def test_an_unfinished_prompt_defines_its_helpers() -> None:
+    truth = {
+        "prompt": "import math\ndef close(a, b):\n    return abs(a - b) < 1e-6\n\ndef half(x):\n",
+        "tests": ["assert close(half(1), 0.5) and math.isclose(half(3), 1.5)"],
+    }
+    programs = ["    return x / 2\n", "    return 0\ndef close(a, b): return True\n"]
+    assert code(programs, ground_truth=[truth] * 2) == [1.0, 0.0]
+    said = {"prompt": 'def add(a, b):\n    """Add."""\n', "entry_point": "add"}
+    test = "def check(candidate):\n    assert candidate(1, 2)\n    assert str(candidate(3)) == '3'"
+    exception = ["```python\nclass add(Exception): pass\n```"]
+    assert code(exception, ground_truth=[said | {"test": test}]) == [0.0]
 
 
 def test_tests_trust_their_own_names_alone() -> None:
@@ -228,6 +347,32 @@ def test_programs_with_input_and_output() -> None:
     endless = QUICK.run("while True: print('x' * 1000)")
     assert len(endless.output) <= 1 << 20
     assert QUICK.run("import os\nos.remove('stdout')\nprint('x')").output in ("", "x\n")
+
+
+def test_a_program_that_fails_after_its_output_is_wrong() -> None:
+    truth = {"inputs": ["1"], "outputs": ["1"]}
+    programs = ["print(1)", "print(1)\nraise SystemExit(1)", "print(1)\n1/0"]
+    assert code(programs, ground_truth=[truth] * 3) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import math, collections, itertools, functools, re, heapq, bisect, string, random",
+        "import hashlib; hashlib.md5(b'x').hexdigest()",
+        "import datetime, decimal, fractions, statistics, json, typing, dataclasses, enum",
+        "open('x', 'w').write('1'); assert open('x').read() == '1'",
+        "import tempfile, shutil, os; tempfile.TemporaryFile().write(b'x'); os.chmod('.', 0o700)",
+        "import asyncio; asyncio.run(asyncio.sleep(0))",
+        "import threading; t = threading.Thread(target=len, args=('',)); t.start(); t.join()",
+        "import sqlite3; sqlite3.connect('x.db').execute('create table if not exists t (x)')",
+        "from collections import namedtuple; namedtuple('P', 'x')(1)",
+        "print('x' * 10_000_000)",
+        "import numbers, code, zoneinfo, calendar, unicodedata, copy, operator, subprocess",
+    ],
+)
+def test_ordinary_programs_are_not_hindered(body: str) -> None:
+    assert solves(f"def add(a, b):\n    {body}\n    return a + b\n")
 
 
 def test_hash_order_is_fixed() -> None:
@@ -260,7 +405,7 @@ def test_verifier() -> None:
     wrong = answer.replace("+", "-")
     truth = {"tests": TESTS}
     assert code([answer, wrong], ground_truth=[truth, json.dumps(truth)]) == [1.0, 0.0]
-    share = code_verifier(partial_credit=True, column="t")
+    share = code_verifier(sandbox=ISOLATION, partial_credit=True, column="t")
     assert share([answer.replace("a + b", "3")], t=[truth]) == [0.5]
     io = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7 \n"]}
     program = "print(sum(map(int, input().split())))"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from kedge.backends.data.mixer import Part, choose_rows, mix, parse_mixer
 from kedge.cli.arguments import parse
 from kedge.cli.data import load_prompts
+from kedge.data.mixer import Part, choose_rows, mix, parse_mixer
 from kedge.errors import ConfigError, DataError, RewardError
 from kedge.verifiers import VERIFIERS, ByColumn, by_column, gsm8k, r1_style_format, reward_mix
 
@@ -97,7 +97,7 @@ def test_bad_verifiers_are_errors() -> None:
     with pytest.raises(ConfigError, match="unknown verifier 'maths'"):
         by_column(weights={"maths": 2.0})
     short = ByColumn({"x": lambda completions: [1.0]})
-    with pytest.raises(RewardError, match="1 scores for 2"):
+    with pytest.raises(RewardError, match="1 rewards for 2"):
         short(["a", "b"], dataset=["x", "x"], ground_truth=[0, 0])
     odd = ByColumn({"x": lambda completions: [float("nan")]})
     with pytest.raises(RewardError, match="returned nan"):

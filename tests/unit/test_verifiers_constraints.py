@@ -287,7 +287,7 @@ def test_a_missing_identifier_is_an_error_that_names_the_way_out(
 ) -> None:
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
     load_identifier.cache_clear()
-    with pytest.raises(ConfigError, match=r"pip install 'kedge\[ifeval\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'kedge-rl\[ifeval\]'"):
         followed("some text", "language:response_language", {"language": "en"}, "ifeval")
     with pytest.raises(ConfigError, match="py3langid"):
         ifeval.prepare()  # a trainer calls it before it loads a model

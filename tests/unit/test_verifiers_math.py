@@ -15,7 +15,7 @@ from kedge.verifiers.mathematics.verifier import SymbolicChecker, equal, final_a
 from kedge.verifiers.worker import WorkerPool
 
 needs_math_verify = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="needs kedge[math]"
+    importlib.util.find_spec("math_verify") is None, reason="needs kedge-rl[math]"
 )
 
 SAME = [
@@ -97,6 +97,10 @@ SAME_FORMULA = [
 ]
 
 DIFFERENT = [
+    ("3", r"\text{3 is wrong}"),
+    ("4", "3 = 4"),
+    ("3", r"3 \bmod 5"),
+    ("3", "[3, 3]"),
     ("9", "-9"),
     ("9", "90"),
     (r"\frac{14}{3}", r"\frac{3}{14}"),
@@ -194,14 +198,15 @@ def test_truth_may_be_a_whole_solution_or_a_number() -> None:
 
 
 @needs_math_verify
-@pytest.mark.parametrize("answer", ["9^{9^{9^{9^{9}}}}", r"(10^{10^{10}})!"])
-def test_formulas_without_end_score_zero_in_time(answer: str) -> None:
-    verify, seen = math_verifier(timeout=1.0, workers=1), []
+def test_formulas_without_end_score_zero_in_time() -> None:
+    verify, seen = math_verifier(timeout=4.0, workers=2), []
     began = time.perf_counter()
-    texts = [rf"\boxed{{{answer}}}", r"\boxed{2(k+1)}"]
-    scores = verify(texts, ground_truth=["k+3", "2k+2"], log_metric=lambda *a: seen.append(a[0]))
-    assert scores == [0.0, 1.0]
-    assert seen in ([], ["timeouts/math"], ["crashes/math"])
+    texts = [r"\boxed{9^{9^{9^{9^{9}}}}}", r"\boxed{(10^{10^{10}})!}", r"\boxed{2(k+1)}"]
+    scores = verify(
+        texts, ground_truth=["k+3", "k+3", "2k+2"], log_metric=lambda *a: seen.append(a[0])
+    )
+    assert scores == [0.0, 0.0, 1.0]
+    assert {*seen} <= {"timeouts/math", "crashes/math"}
     assert time.perf_counter() - began < 120
 
 
@@ -209,7 +214,7 @@ def test_missing_math_verify_is_an_error_that_names_the_way_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"kedge\[math\].*symbolic=False"):
+    with pytest.raises(ConfigError, match=r"kedge-rl\[math\].*symbolic=False"):
         math([r"\boxed{k+1}"], ground_truth=["1+k"])
 
 

@@ -45,7 +45,7 @@ def test_regex_from_a_column() -> None:
 
 def test_catastrophic_backtracking_scores_zero_in_time() -> None:
     seen: list[str] = []
-    verify = regex_reward(r"(x+x+)+y", timeout=0.5)
+    verify = regex_reward(r"(x+x+)+y", timeout=2.0)
     began = time.perf_counter()
     scores = verify(["x" * 5000, "xxy"], log_metric=lambda name, value: seen.append(name))
     assert scores == [0.0, 1.0]

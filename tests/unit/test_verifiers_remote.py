@@ -86,8 +86,8 @@ def test_an_answer_that_was_cut_off_is_asked_for_again() -> None:
 
 
 def test_retries_end() -> None:
-    answer = b"HTTP/1.0 500 Broken\r\n\r\nsecret cause"
-    message = r"500 Broken: secret cause \(3 attempts"
+    answer = b"HTTP/1.0 500 Broken\x1b[2J\r\n\r\nsecret cause"
+    message = r"500 Broken\ufffd\[2J: secret cause \(3 attempts"
     with (
         raw_server(lambda *_: answer) as (url, requests),
         pytest.raises(RewardError, match=message),
@@ -120,7 +120,7 @@ def test_a_server_that_drips_for_ever_is_left_in_time() -> None:
         began = time.perf_counter()
         with pytest.raises(RewardError, match=r"no answer after 0\.3 s"):
             RemoteReward(url, timeout=0.3, retries=0)(["x"])
-        assert time.perf_counter() - began < 10
+        assert time.perf_counter() - began < 60
 
 
 def test_the_time_limit_is_for_all_attempts() -> None:
@@ -128,8 +128,8 @@ def test_the_time_limit_is_for_all_attempts() -> None:
     with raw_server(lambda *_: answer) as (url, requests):
         began = time.perf_counter()
         with pytest.raises(RewardError, match="503 Busy"):
-            RemoteReward(url, retries=100, time_limit=5.0, timeout=5.0)(["x"])
-        assert time.perf_counter() - began < 5
+            RemoteReward(url, retries=100, time_limit=60.0, timeout=60.0)(["x"])
+        assert time.perf_counter() - began < 60
     assert len(requests) == 1
 
 
@@ -137,15 +137,17 @@ def test_the_time_limit_is_for_all_attempts() -> None:
     "answer",
     [b"", b"no json", b"[1]", b'{"rewards": 1}', b'{"rewards": []}', b'{"rewards": [1, 2]}',
      b'{"rewards": ["1"]}', b'{"rewards": [NaN]}', b'{"rewards": [1e999]}', b'{"rewards": [true]}',
-     b'{"rewards": [1' + b"0" * 400 + b"]}", b'{"rewards": ' + b"[" * 100_000],
+     b'{"rewards": [1' + b"0" * 400 + b"]}", b'{"rewards": ' + b"[" * 100_000,
+     b'{"rewards": "' + b"x" * 1_000_000 + b'"}'],
 )  # fmt: skip
 def test_nonsense_is_an_error(answer: bytes) -> None:
     whole = b"HTTP/1.0 200 OK\r\n\r\n" + answer
     with (
         raw_server(lambda *_: whole) as (url, _),
-        pytest.raises(RewardError, match="reward server"),
+        pytest.raises(RewardError, match="reward server") as error,
     ):
         RemoteReward(url, **QUICK)(["x"])
+    assert len(str(error.value)) < 400
 
 
 def test_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,7 @@ import pytest
 from kedge import verifiers
 from kedge.errors import ConfigError, RewardError
 from kedge.verifiers.base import Unanswered, Verifier, parallel
-from kedge.verifiers.formats import has_think_answer
-from kedge.verifiers.strings import f1, normalize
+from kedge.verifiers.texts import f1, has_think_answer, normalize
 
 GOOD = "<think>1 + 1</think> <answer>2</answer>"
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kedge.backends.rewards import RewardFunction, RewardLog, TextCache
-from kedge.backends.rewards.load import load_function
 from kedge.errors import RewardError
+from kedge.rewards import RewardFunction, RewardLog, TextCache
+from kedge.rewards.build import load_function
 from kedge.verifiers import by_column, gsm8k, math_verifier, r1_style_format, regex_reward
 
 from .text_toys import EOS, rollout_of, word_tokenizer
@@ -66,7 +66,7 @@ def test_an_unknown_verifier_stops_training() -> None:
 def test_hostile_responses_do_not_stop_training() -> None:
     log = RewardLog()
     pairs = [([5], [9, EOS]), ([5], [3, EOS])]
-    reward = regex_reward(r"^ (a|a)*4$|4", timeout=0.5)
+    reward = regex_reward(r"^ (a|a)*4$|4", timeout=2.0)
     judged = make(reward, log=log).score(rollout_of(pairs))
     assert judged.scores.tolist() == [0.0, 1.0]
     assert log.drain()[0].means()["timeouts/regex"] == 1.0

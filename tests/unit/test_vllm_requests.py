@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kedge.backends.vllm.requests import (
+from kedge.errors import ConfigError, RolloutError
+from kedge.rollout.vllm.requests import (
     build_requests,
     build_rollout,
     build_sampling_params,
     row_seed,
 )
-from kedge.backends.vllm.service import GenerationResult, allowed_tokens
-from kedge.errors import ConfigError, RolloutError
+from kedge.rollout.vllm.service import GenerationResult, allowed_tokens
 from kedge.types import Sampling
 from tests.contract.test_rollout_engine import prompts
 
@@ -46,7 +46,7 @@ def test_temperatures_that_vllm_would_change_are_refused():
 
 
 def record(answers, sampling, **options):
-    made = {"pad_id": 9, "tokenizer": None, "extra_slot": False} | options
+    made = {"pad_id": 9, "tokenizer": None, "extra_slot": False, "vocabulary": 64} | options
     batch = prompts(rows=len(answers))
     return build_rollout(answers, batch, sampling, **made)
 
@@ -97,7 +97,9 @@ def test_too_little_or_too_much_is_an_error(tokens):
 
 def test_nan_is_an_error_that_names_row_and_version():
     bad = replace(answer([1]), logprobs=np.array([math.nan], np.float32), version=4)
-    with pytest.raises(RolloutError, match="NaN for row 1, sampled by version 4"):
+    with pytest.raises(
+        RolloutError, match="NaN or infinite log-probabilities for row 1, sampled by version 4"
+    ):
         record([answer([1]), bad], Sampling(max_new_tokens=1))
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kedge.backends.hf.fingerprint import fingerprint
-from kedge.backends.hf.learner_state import WeightCopier
-from kedge.backends.vllm.engine import VLLMEngine
-from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.learner.learner_state import WeightCopier
+from kedge.models.fingerprint import fingerprint
+from kedge.rollout.vllm.engine import VLLMEngine
+from kedge.rollout.vllm.policy_spec import PolicySpec
 from tests.contract.engines import policy, trained
 from tests.unit.test_vllm_sync import Rounded
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch.func import functional_call
 
-from kedge.backends.hf.fingerprint import fingerprint
-from kedge.backends.vllm.engine import VLLMEngine
-from kedge.backends.vllm.policy_spec import PolicySpec, weights_dtype
-from kedge.backends.vllm.service import GenerationResult
-from kedge.backends.vllm.weight_payload import max_lora_rank
 from kedge.errors import RolloutError, SyncError
+from kedge.models.fingerprint import fingerprint
+from kedge.rollout.vllm.engine import VLLMEngine
+from kedge.rollout.vllm.policy_spec import PolicySpec, weights_dtype
+from kedge.rollout.vllm.service import GenerationResult
+from kedge.rollout.vllm.weight_payload import max_lora_rank
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
 from tests import processes
@@ -183,7 +183,7 @@ def test_an_adapter_is_a_separate_payload(tmp_path):
 
 
 def test_no_weights_stay_in_shared_memory_of_a_process_that_closed_nothing(tmp_path):
-    code = "import sys; from kedge.backends.vllm.weight_files import WeightFolder; "
+    code = "import sys; from kedge.rollout.vllm.weight_files import WeightFolder; "
     code += "f = WeightFolder(sys.argv[1]); (f.path / 'w').mkdir(); print(f.path)"
     done = processes.run("-W", "ignore", "-c", code, str(tmp_path))
     assert done.stdout.startswith(str(tmp_path))
@@ -275,7 +275,7 @@ def test_a_full_disk_names_the_option(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kedge.backends.vllm.weight_payload.save_file", refuse)
+    monkeypatch.setattr("kedge.rollout.vllm.weight_payload.save_file", refuse)
     model = policy()
     with pytest.raises(SyncError, match=r"weights of 0.00 GB .* No space left.*weight_sync_folder"):
         PolicySpec.of(model).payload(trained(model)).write(tmp_path)

@@ -7,13 +7,13 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from kedge.backends.hf.learner_state import WeightCopier
-from kedge.backends.vllm import Remote, weight_payload
-from kedge.backends.vllm.engine import VLLMEngine
-from kedge.backends.vllm.policy_spec import PolicySpec
-from kedge.backends.vllm.weight_files import StoredOnce, WeightFiles
-from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import SyncError
+from kedge.learner.learner_state import WeightCopier
+from kedge.rollout.vllm import Remote, weight_payload
+from kedge.rollout.vllm.engine import VLLMEngine
+from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.weight_files import StoredOnce, WeightFiles
+from kedge.rollout.vllm.weight_payload import WeightPayload
 from kedge.types import Sampling
 from tests.contract.engines import policy, trained
 from tests.contract.test_rollout_engine import prompts

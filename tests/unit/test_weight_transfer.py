@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from kedge.backends.vllm import policy_spec
-from kedge.backends.vllm.nccl_transfer import EngineGroup, FanOut
-from kedge.backends.vllm.policy_spec import PolicySpec
-from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import RolloutError
+from kedge.rollout.vllm import policy_spec
+from kedge.rollout.vllm.nccl_transfer import EngineGroup, FanOut
+from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.weight_payload import WeightPayload
 from tests.contract.engines import policy, trained
 
 PAYLOAD = WeightPayload((("w", torch.zeros(3)),))

@@ -22,7 +22,9 @@ ENDINGS = ("", " very", " so", " not", " almost", " always", " the", " a")
 
 
 def main(argv: list[str]) -> None:
-    options = parse(argv, prog="ppo.py", defaults={"overwrite_output_dir": True})
+    options = parse(
+        argv, prog="ppo.py", defaults={"overwrite_output_dir": True, "dummy_reward": True}
+    )
     prompts = None
     if options.script.dataset_name is None:
         prompts = [{"prompt": opening + ending} for opening in OPENINGS for ending in ENDINGS]

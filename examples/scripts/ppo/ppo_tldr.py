@@ -19,6 +19,7 @@ from kedge.cli.train.ppo import train
 
 DEFAULTS = {
     "overwrite_output_dir": True,
+    "dummy_reward": True,
     "dataset_name": "trl-lib/tldr",
     "dataset_test_split": "validation",
     "max_prompt_length": 512,  # longer posts are dropped

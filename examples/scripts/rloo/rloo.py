@@ -19,7 +19,7 @@ from kedge.cli.train.ppo import train
 
 
 def main(argv: list[str]) -> None:
-    defaults = {"overwrite_output_dir": True}
+    defaults = {"overwrite_output_dir": True, "dummy_reward": True}
     train(parse(argv, prog="rloo.py", defaults=defaults, config=RLOOConfig))
 
 

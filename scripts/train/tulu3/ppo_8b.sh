@@ -3,9 +3,9 @@
 # one vLLM on four GPUs.  open-instruct's command for Llama-3.1-Tulu-3-8B, with one change of memory and
 # none of the objective, so that it fits GPUs of 80 GB by `kedge plan async-ppo`: deepspeed_stage 3 instead
 # of 2.  Not run by us: the flags were tried with tiny models in one process.
-# Start Ray on both, with RAY_AUTH_MODE=token and the same
-# ~/.ray/auth_token (`ray start --head --port=6379`, `ray start --address=HEAD:6379`; see docs/ray.md),
-# then on the first:
+# Start Ray on both (docs/ray.md): set RAY_AUTH_MODE=token, make a token on the first machine with
+# `ray get-auth-token --generate`, copy ~/.ray/auth_token to the second, then
+# `ray start --head --port=6379` and `ray start --address=HEAD:6379`.  On the first:
 #   bash scripts/train/tulu3/ppo_8b.sh [more flags of kedge async-ppo; the last of a kind wins]
 set -euo pipefail
 exec kedge async-ppo \

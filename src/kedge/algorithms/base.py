@@ -27,13 +27,22 @@ def one_rank(x: Tensor) -> Tensor:
 class AdvantageInputs:
     """Everything known about a batch when advantages are computed.
 
-    ``rollout.loss_mask`` is already False on rows whose reward is not valid.
+    ``rollout.loss_mask`` is already False on rows whose reward is not valid.  Tokens in
+    ``excluded`` have rewards and are part of returns and group baselines, but do not train:
+    statistics of advantages, such as whitening, are those of ``trained``.
     """
 
     rollout: Rollout
     reward_output: RewardOutput
     model_outputs: ModelOutputs
     total: Callable[[Tensor], Tensor] = field(default=one_rank)  # sum over ranks
+    excluded: Tensor | None = None  # bool [B, R]; too old, or rejected by the correction
+
+    @property
+    def trained(self) -> Tensor:
+        """Tokens that train, bool [B, R]."""
+        mask = self.rollout.loss_mask
+        return mask if self.excluded is None else mask & ~self.excluded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +61,8 @@ class Algorithm:
         min_group: smallest number of responses per prompt that the algorithm supports.
         extra_slot: scores are placed one slot after the last token, if there is room.
         needs_greedy: the greedy response to each prompt is also sampled and scored.
-        whole_responses: the loss uses one advantage per response, that of its first token.
         resample: rounds in which groups of equal scores are replaced by other prompts (DAPO).
+        metrics: those that it may log in addition to ``kedge.loop.metrics.OF_ALL_ALGORITHMS``.
     """
 
     name: str
@@ -66,5 +75,5 @@ class Algorithm:
     min_group: int = 1
     extra_slot: bool = False
     needs_greedy: bool = False
-    whole_responses: bool = False
     resample: int = 0
+    metrics: tuple[str, ...] = ()

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs
-from kedge.math.kl import per_token_kl
+from kedge.math.kl import ESTIMATORS, per_token_kl
 from kedge.math.losses import Clip
-from kedge.math.masked import standardize
+from kedge.math.masked import moments, standardize
 from kedge.math.turns import (
     number_turns,
     spread_over_turns,
+    sum_over_turns,
     turn_groups,
     turn_returns,
     turn_starts,
@@ -23,7 +24,16 @@ from kedge.types import MicroBatch, PolicyOutput
 
 Bounds = float | Sequence[float] | None
 CreditLevel = Literal["token", "turn"]
-Compare = Callable[[Tensor, Tensor, Tensor], Tensor]  # scores, group, valid -> advantages, all [n]
+# scores, group, valid, trained -> advantages, all [n]
+Compare = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def check_loss_kl(beta: float, option: str, estimator: str, *, reference: bool) -> None:
+    """Check that the KL in the loss, with weight ``beta``, can be computed."""
+    if beta and not reference:
+        raise ValueError(f"beta={beta} needs a reference policy, got reference=False; set beta=0")
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"{option} must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
 
 
 def turn_numbers(e: AdvantageInputs) -> Tensor:
@@ -33,7 +43,12 @@ def turn_numbers(e: AdvantageInputs) -> Tensor:
 
 
 def group_advantages(
-    e: AdvantageInputs, whole: Tensor, rewards: Tensor, compare: Compare, credit: CreditLevel
+    e: AdvantageInputs,
+    whole: Tensor,
+    rewards: Tensor,
+    trained: Tensor,
+    compare: Compare,
+    credit: CreditLevel,
 ) -> Tensor:
     """Advantages by comparing the responses to a prompt, as a whole or turn by turn.
 
@@ -47,6 +62,7 @@ def group_advantages(
         e: the batch.
         whole: float32 [B]; reward of each response.
         rewards: float32 [B, R]; the same per token.
+        trained: bool [B, R]; tokens that train.
         compare: the group baseline.
         credit: see above.
 
@@ -55,40 +71,68 @@ def group_advantages(
     """
     mask, group = e.rollout.loss_mask, e.rollout.prompts.group
     if credit == "token":
-        return compare(whole, group, e.reward_output.valid)[:, None] * mask
+        return compare(whole, group, e.reward_output.valid, trained.any(1))[:, None] * mask
     turn = turn_numbers(e)
     starts, returns = turn_starts(turn), turn_returns(rewards, turn)
     groups = turn_groups(turn, group)
-    compared = compare(returns[starts], groups, torch.ones_like(groups, dtype=torch.bool))
+    present = torch.ones_like(groups, dtype=torch.bool)
+    compared = compare(returns[starts], groups, present, trained_actions(turn, trained)[starts])
     at_starts = torch.zeros_like(returns).masked_scatter(starts, compared.to(returns.dtype))
     return spread_over_turns(at_starts, turn)
 
 
-def shaped_scores(e: AdvantageInputs, *, normalize: bool, clip: Bounds) -> Tensor:
-    """Scores, optionally normalized over the valid rows of all ranks, then optionally clipped.
+def trained_actions(turn: Tensor | None, trained: Tensor) -> Tensor:
+    """Tokens that train; with turns, the first token of each turn that has one.  bool [B, R]."""
+    if turn is None:
+        return trained
+    return turn_starts(turn) & (sum_over_turns(trained.float(), turn) > 0)
+
+
+def shaped_rewards(
+    e: AdvantageInputs, *, normalize: bool = False, clip: Bounds = None
+) -> tuple[Tensor, Tensor]:
+    """Scores and dense token rewards; their sum per response is normalized, then clipped.
+
+    Dense rewards are scaled by the same factor as the sum, so that they stay in proportion: in
+    episodes they move parts of the score to earlier turns.
 
     Args:
         e: the batch.
-        normalize: (score - mean) / (std + 1e-4).
+        normalize: (sum - mean) / (std + 1e-4) over the valid rows of all ranks.
         clip: bounds ``(low, high)``, or one number c, also as ``(c,)``, for ``(-c, c)``.
 
     Returns:
-        float32 [B], 0 where not valid.
+        Scores float32 [B], 0 where not valid; dense rewards float32 [B, R], 0 if there are none.
     """
-    scores = torch.where(e.reward_output.valid, e.reward_output.scores, 0.0)
+    valid = e.reward_output.valid
+    scores, dense = torch.where(valid, e.reward_output.scores, 0.0), dense_rewards(e)
+    if not normalize and clip is None:
+        return scores, dense
+    whole = scores + dense_totals(dense)
+    factor = torch.ones_like(whole)
     if normalize:
-        scores = standardize(scores, e.reward_output.valid, total=e.total)
-    if clip is None:
-        return scores
-    bounds = [float(clip)] if isinstance(clip, int | float) else [*map(float, clip)]
-    low, high = bounds if len(bounds) == 2 else (-bounds[0], bounds[0])
-    return torch.where(e.reward_output.valid, scores.clamp(low, high), 0.0)
+        _, std = moments(whole, valid, total=e.total)
+        whole, factor = standardize(whole, valid, total=e.total), factor / (std + 1e-4)
+    if clip is not None:
+        bounds = [float(clip)] if isinstance(clip, int | float) else [*map(float, clip)]
+        low, high = bounds if len(bounds) == 2 else (-bounds[0], bounds[0])
+        clipped = whole.clamp(low, high)
+        factor = factor * (clipped / whole).nan_to_num(1.0).clamp(0, 1)
+        whole = clipped
+    dense = factor[:, None] * dense
+    return torch.where(valid, whole - dense_totals(dense), 0.0), dense
 
 
 def dense_rewards(e: AdvantageInputs) -> Tensor:
-    """Dense token rewards on trained tokens, 0 if there are none.  float32 [B, R]."""
-    dense = e.reward_output.token_rewards
-    return e.rollout.loss_mask * (0.0 if dense is None else dense)
+    """Dense token rewards on the policy's tokens, 0 if there are none.  float32 [B, R]."""
+    dense, mask = e.reward_output.token_rewards, e.rollout.loss_mask
+    return torch.zeros(mask.shape, device=mask.device) if dense is None else mask * dense
+
+
+def dense_totals(dense: Tensor) -> Tensor:
+    """Sum of the dense rewards of each row; 0 where they cancel.  [B, R] -> [B]."""
+    totals = dense.sum(1)
+    return torch.where(totals.abs() > 1e-5 * dense.abs().sum(1), totals, 0.0)
 
 
 def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tensor | None:
@@ -97,10 +141,18 @@ def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tens
 
 
 def policy_metrics(
-    new: PolicyOutput, mb: MicroBatch, weight: Tensor, log_ratio: Tensor, ratio: Tensor
+    new: PolicyOutput,
+    mb: MicroBatch,
+    weight: Tensor,
+    log_ratio: Tensor,
+    ratio: Tensor,
+    clipped: Tensor,
+    policy: Tensor,
 ) -> dict[str, Tensor]:
-    """Metrics of a policy loss, with ``weight`` per token [b, R] or per response [b]."""
+    """Metrics of the loss ``policy``, with ``weight`` per token [b, R] or per response [b]."""
     return {
+        "loss/policy_avg": policy,
+        "policy/clipfrac_avg": (weight * clipped).sum(),
         "policy/approxkl_avg": (weight * 0.5 * log_ratio**2).sum(),
         "policy/entropy_avg": (mb.token_weight * new.entropy).sum(),
         "val/ratio": (weight * ratio).sum(),

@@ -7,18 +7,18 @@ Shao et al. 2024 (arXiv:2402.03300); Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.algorithms.common import (
     CreditLevel,
+    check_loss_kl,
     clipped_sides,
-    dense_rewards,
+    dense_totals,
     group_advantages,
     policy_metrics,
     reference_kl,
-    shaped_scores,
+    shaped_rewards,
 )
 from kedge.math.advantage import group_normalize, group_std
 from kedge.math.kl import ESTIMATORS
@@ -79,7 +79,8 @@ def grpo(  # noqa: PLR0913
         response_length: limit of a response in tokens, for "dr_grpo" and ``overlong_buffer``.
         mask_truncated_completions: responses truncated by the length limit count for baselines but
             are not trained on.
-        drop_uniform_groups: exclude groups of equal scores from the loss and its weights.
+        drop_uniform_groups: exclude groups of equal scores (without KL) from the loss and its
+            weights.
         dynamic_sampling: rounds in which such groups are replaced by other prompts (DAPO).
         overlong_buffer: tokens before ``response_length`` over which the score falls by up to 1.
         credit: compare responses ("token": all tokens share the advantage), or "turn" by turn.
@@ -88,7 +89,7 @@ def grpo(  # noqa: PLR0913
     Raises:
         ValueError: inconsistent options.
     """
-    _check_kl(beta, reference, kl_estimator)
+    check_loss_kl(beta, "kl_estimator", kl_estimator, reference=reference)
     high = epsilon if epsilon_high is None else epsilon_high
     if delta is not None and delta <= 1 + high:
         raise ValueError(f"delta={delta} must be above 1 + epsilon_high = {1 + high:g}")
@@ -100,19 +101,27 @@ def grpo(  # noqa: PLR0913
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask, group, valid = e.rollout.loss_mask, e.rollout.prompts.group, e.reward_output.valid
         kl = reference_kl(e, "k1", reference=reference)
-        penalty = dense_rewards(e) - (0.0 if kl is None else kl_coef * kl)
-        scores = shaped_scores(e, normalize=False, clip=None)
+        scores, dense = shaped_rewards(e)
         if overlong_buffer:
-            lengths = e.rollout.response_mask.sum(1)
-            scores = scores + overlong_penalty(lengths, longest=longest, buffer=overlong_buffer)
+            scores = scores + overlong_penalty(mask.sum(1), longest=longest, buffer=overlong_buffer)
+        uniform = group_std(scores + dense_totals(dense), group, valid) == 0
+        penalty = dense if kl is None else dense - kl_coef * kl
         whole = scores + penalty.sum(1)
-        compare = partial(group_normalize, scale=scale_rewards, total=e.total)
         rewards = place_score(scores, mask) + penalty
         trained = e.rollout.terminated | (not mask_truncated_completions)
-        trained &= (group_std(whole, group, valid) > 0) | (not drop_uniform_groups)
+        trained &= ~uniform | (not drop_uniform_groups)
         return AdvantageOutput(
             rewards=rewards,
-            advantages=group_advantages(e, whole, rewards, compare, credit),
+            advantages=group_advantages(
+                e,
+                whole,
+                rewards,
+                mask,
+                lambda x, group, valid, _: group_normalize(
+                    x, group, valid, scale=scale_rewards, total=e.total
+                ),
+                credit,
+            ),
             kl=kl,
             loss_mask=mask & trained[:, None],
         )
@@ -130,11 +139,8 @@ def grpo(  # noqa: PLR0913
             clipped = policy_is_clipped(ratio, x.advantages, clip=clip)
         policy = (w * per_token).sum()
         parts = {"policy": policy}
-        metrics = policy_metrics(new, mb, share, log_ratio, ratio) | {
-            "loss/policy_avg": policy,
-            "policy/clipfrac_avg": (share * clipped).sum(),
-            **({} if loss_type == "cispo" else clipped_sides(ratio, x.advantages, clip, share)),
-        }
+        sides = {} if loss_type == "cispo" else clipped_sides(ratio, x.advantages, clip, share)
+        metrics = sides | policy_metrics(new, mb, share, log_ratio, ratio, clipped, policy)
         if beta:
             kl = ESTIMATORS[kl_estimator](new.logprobs, require(x.ref_logprobs, "reference"))
             kl = (w * (kl * ratio if use_bias_correction_kl else kl)).sum()
@@ -149,16 +155,12 @@ def grpo(  # noqa: PLR0913
         weighting="row_then_token_mean" if loss_type == "grpo" else "token_mean",
         min_group=2,
         resample=dynamic_sampling,
+        metrics=(
+            *("clip_ratio/low_mean", "clip_ratio/high_mean"),
+            *("loss/kl_avg", "objective/uniform_groups"),
+            *("rollout/untrained_rows", "rollout/resampled_groups"),
+        ),
     )
-
-
-def _check_kl(beta: float, reference: bool, kl_estimator: str) -> None:
-    if beta and not reference:
-        raise ValueError(f"beta={beta} needs a reference policy, got reference=False; set beta=0")
-    if kl_estimator not in ESTIMATORS:
-        raise ValueError(
-            f"kl_estimator must be one of {', '.join(ESTIMATORS)}, got {kl_estimator!r}"
-        )
 
 
 def _longest(response_length: int | None, loss_type: str, overlong_buffer: int) -> int:

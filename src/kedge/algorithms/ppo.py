@@ -12,9 +12,15 @@ from typing import Literal
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.algorithms.common import CreditLevel, dense_rewards, turn_numbers
+from kedge.algorithms.common import (
+    CreditLevel,
+    dense_rewards,
+    policy_metrics,
+    reference_kl,
+    trained_actions,
+    turn_numbers,
+)
 from kedge.math.advantage import gae, length_adaptive_lambda
-from kedge.math.kl import per_token_kl
 from kedge.math.losses import (
     Clip,
     clipped_policy_loss,
@@ -22,7 +28,7 @@ from kedge.math.losses import (
     policy_is_clipped,
     value_is_clipped,
 )
-from kedge.math.masked import extend, whiten
+from kedge.math.masked import extend, last_true, moments, whiten
 from kedge.math.rewards import place_score
 from kedge.math.turns import spread_over_turns, sum_over_turns, turn_starts
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
@@ -39,7 +45,7 @@ def ppo(  # noqa: PLR0913
     vf_coef: float = 0.1,
     kl_estimator: str = "k1",
     whiten_rewards: bool = False,
-    whiten_advantages: bool = True,
+    whiten_advantages: bool | Literal["batch"] = True,
     score_position: ScorePosition = "last",
     bootstrap_truncated: bool = False,
     lam_value: float | None = None,
@@ -50,13 +56,16 @@ def ppo(  # noqa: PLR0913
 ) -> Algorithm:
     """PPO: GAE on KL-penalized rewards, clipped policy and value losses.
 
-        r_t = -kl_coef KL_t + [t has the score] score      A = whiten(GAE(r, V))
+        r_t = -kl_coef KL_t + [t has the score] score      A = scale(GAE(r, V))
         L = sum_t w_t (-min(rho_t A_t, clip(rho_t) A_t)) + vf_coef sum_t v_t L_value,t
+
+    scale(x) = (x - mean x) / max(std x, 1).  Whitening would also scale up; where all responses
+    succeed, x is the error of the value model, and the policy would unlearn what it has solved.
 
     With ``credit="turn"`` a turn of an episode is one action: its reward is the sum over its
     tokens, V is that of the state before its first token (the only one the value model is trained
     on), GAE steps from turn to turn, and all tokens of the turn share the advantage.  Advantages
-    are whitened over turns (Turn-PPO, Li et al. 2025, arXiv:2512.17008).
+    are scaled over turns (Turn-PPO, Li et al. 2025, arXiv:2512.17008).
 
     Args:
         gamma: discount per token, or per turn.
@@ -66,52 +75,59 @@ def ppo(  # noqa: PLR0913
         vf_coef: coefficient of the value loss.
         kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.
         whiten_rewards: scale rewards to unit variance, keeping their mean.
-        whiten_advantages: scale advantages to mean 0 and unit variance.
+        whiten_advantages: scale advantages, as above; "batch": always to unit variance, as TRL.
         score_position: "last" puts the score on the last real token; "after_last" one slot later
-            where there is room, as TRL and arXiv:2403.17031 do.
-        bootstrap_truncated: bootstrap responses cut by the length limit from their last value.
-        lam_value: GAE's lambda of the value targets; None: the same as for advantages.  With 1 they
-            are unbiased, which helps long responses (VC-PPO, arXiv:2503.01491).
-        lam_alpha: use lambda 1 - 1 / (lam_alpha length) for advantages instead of ``lam`` (VAPO,
-            arXiv:2504.05118, with 0.05).
+            where there is room, and scales by "batch", as TRL and arXiv:2403.17031 do.
+        bootstrap_truncated: bootstrap truncated responses from the value after their last token;
+            with ``credit="turn"`` those that end with an observation.
+        lam_value: GAE's lambda of the value targets; None: ``lam``, or 1 with ``lam_alpha``, as in
+            VAPO.  With 1 they are unbiased, which helps long responses (VC-PPO, arXiv:2503.01491).
+        lam_alpha: use lambda 1 - 1 / (lam_alpha length) for advantages instead of ``lam``, with the
+            length in tokens (VAPO, arXiv:2504.05118, with 0.05).
         dual_clip: largest ratio of a token with negative advantage (arXiv:1912.09729, with 3).
         credit: what an action is: "token", or "turn" for tasks of many turns.
         reference: whether there is a reference policy for the KL penalty.
 
     Raises:
-        ValueError: ``credit="turn"`` with ``score_position="after_last"``.
+        ValueError: ``credit="turn"`` with ``score_position="after_last"`` or ``lam_alpha``.
     """
-    _check_credit(credit, score_position)
+    _check_credit(credit, score_position, lam_alpha)
+    by_batch = whiten_advantages == "batch" or score_position == "after_last"
+    target_lam = (1.0 if lam_alpha else lam) if lam_value is None else lam_value
     clip = Clip(cliprange, ceiling=dual_clip)
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask = e.rollout.loss_mask
         value_mask = extend(mask) if score_position == "after_last" else mask
-        kl = per_token_kl(e.model_outputs, kl_estimator) * mask if reference else None
+        kl = reference_kl(e, kl_estimator, reference=reference)
         rewards = place_score(e.reward_output.scores, value_mask) + dense_rewards(e)
-        if kl is not None:
-            rewards = rewards - kl_coef * kl
-        turn, actions = None, mask
-        if credit == "turn":
-            turn = turn_numbers(e)
+        rewards = rewards if kl is None else rewards - kl_coef * kl
+        turn, actions = turn_numbers(e) if credit == "turn" else None, mask
+        if turn is not None:
             actions = value_mask = turn_starts(turn)
             rewards = sum_over_turns(rewards, turn) * actions
         if whiten_rewards:
             rewards = whiten(rewards, value_mask, center=False, total=e.total)
         values = require(e.model_outputs.values, "values")
-        advantage_lam = _advantage_lam(actions, lam, lam_alpha)
-        after = _values_after(e) if bootstrap_truncated else None
-        raw = gae(rewards, values, value_mask, gamma=gamma, lam=advantage_lam, after=after)
+        own_lam = lam if lam_alpha is None else length_adaptive_lambda(actions, alpha=lam_alpha)
+        after = _values_after(e, credit) if bootstrap_truncated else None
+        raw = gae(rewards, values, value_mask, gamma=gamma, lam=own_lam, after=after)
         target = raw
-        if lam_value is not None or lam_alpha is not None:
-            target_lam = lam if lam_value is None else lam_value
+        if target_lam != lam or lam_alpha is not None:
             target = gae(rewards, values, value_mask, gamma=gamma, lam=target_lam, after=after)
         returns = (target + values) * value_mask
-        advantages = whiten(raw, actions, total=e.total) if whiten_advantages else raw * actions
+        trained = trained_actions(turn, e.trained)
+        scaled = whiten(raw, trained, total=e.total, least=0.0 if by_batch else 1.0)
+        advantages = scaled if whiten_advantages else raw * actions
         if turn is not None:
             advantages = spread_over_turns(advantages, turn)
         return AdvantageOutput(
-            rewards=rewards, advantages=advantages, returns=returns, kl=kl, value_mask=value_mask
+            rewards=rewards,
+            advantages=advantages,
+            returns=returns,
+            kl=kl,
+            value_mask=value_mask,
+            deviation=moments(raw, trained, total=e.total)[1],
         )
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
@@ -119,24 +135,16 @@ def ppo(  # noqa: PLR0913
         log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
         ratio = log_ratio.exp()
         policy = (w * clipped_policy_loss(ratio, x.advantages, clip=clip)).sum()
-        values, old = require(new.values, "values"), require(x.old_values, "values")
-        returns = require(x.returns, "values")
+        values, old, returns = (require(y, "values") for y in (new.values, x.old_values, x.returns))
         value = (v * clipped_value_loss(values, old, returns, clip=cliprange_value)).sum()
         clipped = policy_is_clipped(ratio, x.advantages, clip=clip)
         value_clipped = value_is_clipped(values, old, returns, clip=cliprange_value)
-        return Loss(
-            parts={"policy": policy, "value": vf_coef * value},
-            metrics={
-                "loss/policy_avg": policy,
-                "loss/value_avg": value,
-                "policy/approxkl_avg": (w * 0.5 * log_ratio**2).sum(),
-                "policy/policykl_avg": -(w * log_ratio).sum(),
-                "policy/clipfrac_avg": (w * clipped).sum(),
-                "policy/entropy_avg": (w * new.entropy).sum(),
-                "val/ratio": (w * ratio).sum(),
-                "val/clipfrac_avg": (v * value_clipped).sum(),
-            },
-        )
+        metrics = policy_metrics(new, mb, w, log_ratio, ratio, clipped, policy) | {
+            "loss/value_avg": value,
+            "policy/policykl_avg": -(w * log_ratio).sum(),
+            "val/clipfrac_avg": (v * value_clipped).sum(),
+        }
+        return Loss(parts={"policy": policy, "value": vf_coef * value}, metrics=metrics)
 
     return Algorithm(
         name="ppo",
@@ -146,21 +154,29 @@ def ppo(  # noqa: PLR0913
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",
         extra_slot=score_position == "after_last",
+        metrics=(
+            *("policy/policykl_avg", "loss/value_avg", "val/clipfrac_avg"),
+            *("val/explained_variance", "val/value_mean", "val/return_mean"),
+            "val/raw_advantage_std",
+        ),
     )
 
 
-def _check_credit(credit: CreditLevel, score_position: ScorePosition) -> None:
+def _check_credit(credit: CreditLevel, score_position: str, lam_alpha: float | None) -> None:
     if credit == "turn" and score_position == "after_last":
         raise ValueError(
             "credit='turn' needs every reward on a token of its turn, but"
             " score_position='after_last' puts the score after the last one; use 'last'"
         )
+    if credit == "turn" and lam_alpha:
+        turns = f"lam_alpha={lam_alpha} counts tokens; lambda would be 0 up to {1 / lam_alpha:.3g}"
+        raise ValueError(f"{turns} turns. With credit='turn' set lam instead")
 
 
-def _advantage_lam(actions: Tensor, lam: float, alpha: float | None) -> float | Tensor:
-    return lam if alpha is None else length_adaptive_lambda(actions, alpha=alpha)
-
-
-def _values_after(e: AdvantageInputs) -> Tensor:
+def _values_after(e: AdvantageInputs, credit: CreditLevel) -> Tensor:
     """V after the last token of truncated responses, 0 for the others.  float32 [B]."""
-    return require(e.model_outputs.last_values, "values") * ~e.rollout.terminated
+    known = ~e.rollout.terminated
+    if credit == "turn":  # V is trained where a turn begins, so only behind an observation
+        last = last_true(e.rollout.response_mask)[:, None]
+        known &= ~e.rollout.loss_mask.gather(1, last)[:, 0]
+    return require(e.model_outputs.last_values, "values") * known

@@ -5,20 +5,25 @@ Hu et al. 2025 (arXiv:2501.03262).
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.algorithms.common import (
     Bounds,
-    dense_rewards,
+    check_loss_kl,
     policy_metrics,
     reference_kl,
-    shaped_scores,
+    shaped_rewards,
+    turn_numbers,
 )
-from kedge.math.advantage import group_mean, rewards_to_go
+from kedge.math.advantage import gae, group_mean, rewards_to_go
 from kedge.math.kl import ESTIMATORS
 from kedge.math.losses import Clip, clipped_policy_loss, policy_is_clipped
 from kedge.math.masked import whiten
 from kedge.math.ratios import RatioLevel, ratios
 from kedge.math.rewards import place_score
+from kedge.math.turns import turn_groups, turn_returns, turn_starts
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 
@@ -39,9 +44,12 @@ def reinforce_pp(
 ) -> Algorithm:
     """REINFORCE++: reward-to-go including the KL of each token, whitened over all tokens.
 
-        r_t = [t is last] (score [- mean score of its group]) - kl_coef KL_t
+        r_t = [t is last] score - kl_coef KL_t [- (b_k - b_{k+1}) at the end of turn k]
         A_t = whiten(sum_{s >= t} gamma^{s - t} r_s)
         L = sum_t w_t (-min(rho_t A_t, clip(rho_t) A_t) + beta KL_t)        w_t = 1 / tokens
+
+    The baseline b_k is the mean, over the responses of the group that have a turn k, of the rewards
+    from turn k on; a response without turns is one turn, and b_0 the mean score of its group.
 
     Args:
         cliprange: ratio clip, epsilon.
@@ -49,7 +57,7 @@ def reinforce_pp(
         gamma: discount per token.
         kl_estimator: estimator of the KL in the reward; only "k1" has the right gradient there.
         ratio_level: clip the ratio of tokens, of responses, or its geometric mean over tokens.
-        baseline: subtract the group's mean score (REINFORCE++-baseline); the paper then puts the
+        baseline: subtract the group's mean (REINFORCE++-baseline); the paper then puts the
             KL into the loss (``kl_coef`` 0, ``beta`` above 0).
         normalize_reward: normalize scores over the batch (mean 0, deviation 1) before clipping.
         reward_clip_range: clip range of the scores: ``(low, high)``, or c for ``(-c, c)``.
@@ -61,27 +69,21 @@ def reinforce_pp(
     Raises:
         ValueError: ``beta`` without a reference, or an unknown estimator.
     """
-    if beta and not reference:
-        raise ValueError(f"beta={beta} needs a reference policy, got reference=False; set beta=0")
-    if loss_kl_estimator not in ESTIMATORS:
-        raise ValueError(
-            f"loss_kl_estimator must be one of {', '.join(ESTIMATORS)}, got {loss_kl_estimator!r}"
-        )
-
+    check_loss_kl(beta, "loss_kl_estimator", loss_kl_estimator, reference=reference)
     clip = Clip(cliprange, cliprange_high)
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask = e.rollout.loss_mask
         kl = reference_kl(e, kl_estimator, reference=reference)
-        scores = shaped_scores(e, normalize=normalize_reward, clip=reward_clip_range)
+        scores, dense = shaped_rewards(e, normalize=normalize_reward, clip=reward_clip_range)
+        rewards = place_score(scores, mask) + dense
         if baseline:
-            scores = scores - group_mean(scores, e.rollout.prompts.group, e.reward_output.valid)
-        rewards = place_score(scores, mask) + dense_rewards(e)
+            rewards = rewards + _turn_baselines(e, rewards)
         if kl is not None:
             rewards = rewards - kl_coef * kl
         advantages = rewards_to_go(rewards, mask, gamma=gamma)
         if normalize_advantage:
-            advantages = whiten(advantages, mask, total=e.total)
+            advantages = whiten(advantages, e.trained, total=e.total)
         return AdvantageOutput(rewards=rewards, advantages=advantages, kl=kl)
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
@@ -92,10 +94,7 @@ def reinforce_pp(
         clipped = policy_is_clipped(ratio, x.advantages, clip=clip)
         policy = (w * per_token).sum()
         parts = {"policy": policy}
-        metrics = policy_metrics(new, mb, w, log_ratio, ratio) | {
-            "loss/policy_avg": policy,
-            "policy/clipfrac_avg": (w * clipped).sum(),
-        }
+        metrics = policy_metrics(new, mb, w, log_ratio, ratio, clipped, policy)
         if beta:
             ref = require(x.ref_logprobs, "reference")
             kl = (w * ESTIMATORS[loss_kl_estimator](new.logprobs, ref)).sum()
@@ -109,4 +108,16 @@ def reinforce_pp(
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",
         min_group=2 if baseline else 1,
+        metrics=("loss/kl_avg", "objective/uniform_groups"),
     )
+
+
+def _turn_baselines(e: AdvantageInputs, rewards: Tensor) -> Tensor:
+    """b_{k+1} - b_k at the last token of each turn k, 0 elsewhere.  float32 [B, R]."""
+    turn = turn_numbers(e)
+    starts, ends = turn_starts(turn), turn_starts(turn.flip(1)).flip(1)
+    groups = turn_groups(turn, e.rollout.prompts.group)
+    present = torch.ones_like(groups, dtype=torch.bool)
+    means = group_mean(turn_returns(rewards, turn)[starts], groups, present)
+    zeros = torch.zeros_like(rewards)
+    return gae(zeros, zeros.masked_scatter(ends, means), ends, gamma=1.0, lam=0.0)

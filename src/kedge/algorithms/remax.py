@@ -48,11 +48,8 @@ def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool =
         per_token = clipped_policy_loss(ratio, x.advantages, clip=cliprange)
         policy = (mb.row_weight[:, None] * x.loss_mask * per_token).sum()
         clipped = policy_is_clipped(ratio, x.advantages, clip=cliprange)
-        return Loss(
-            parts={"policy": policy},
-            metrics=policy_metrics(new, mb, w, log_ratio, ratio)
-            | {"loss/policy_avg": policy, "policy/clipfrac_avg": (w * clipped).sum()},
-        )
+        metrics = policy_metrics(new, mb, w, log_ratio, ratio, clipped, policy)
+        return Loss(parts={"policy": policy}, metrics=metrics)
 
     return Algorithm(
         name="remax",
@@ -61,4 +58,5 @@ def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool =
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",
         needs_greedy=True,
+        metrics=("objective/greedy_scores",),
     )

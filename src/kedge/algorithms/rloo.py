@@ -16,15 +16,15 @@ from kedge.algorithms.common import (
     Bounds,
     CreditLevel,
     clipped_sides,
-    dense_rewards,
     group_advantages,
     policy_metrics,
     reference_kl,
-    shaped_scores,
+    shaped_rewards,
 )
 from kedge.math.advantage import group_count, leave_one_out, rewards_to_go
 from kedge.math.losses import Clip, clipped_policy_loss, policy_is_clipped
-from kedge.math.masked import first_true, standardize, whiten
+from kedge.math.masked import standardize, whiten
+from kedge.math.ratios import ratios
 from kedge.math.rewards import place_score
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput
 
@@ -82,49 +82,51 @@ def rloo(
 
     clip = Clip(cliprange, cliprange_high)
 
-    def compare(e: AdvantageInputs, scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    def compare(
+        e: AdvantageInputs, scores: Tensor, group: Tensor, valid: Tensor, trained: Tensor
+    ) -> Tensor:
         centered = leave_one_out(scores, group, valid)
         if not normalize_advantage:
             return centered
-        compared = valid & (group_count(group, valid) > 1)
+        compared = valid & trained & (group_count(group, valid) > 1)
         return standardize(centered, compared, total=e.total)
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask, group, valid = e.rollout.loss_mask, e.rollout.prompts.group, e.reward_output.valid
         kl = reference_kl(e, kl_estimator, reference=reference)
-        penalty = dense_rewards(e) - (0.0 if kl is None else kl_coef * kl)
-        scores = shaped_scores(e, normalize=normalize_reward, clip=reward_clip_range)
+        scores, dense = shaped_rewards(e, normalize=normalize_reward, clip=reward_clip_range)
+        penalty = dense if kl is None else dense - kl_coef * kl
         rewards = place_score(scores, mask) + penalty
+        trained = e.trained
+        if mask_truncated_completions:
+            trained = trained & e.rollout.terminated[:, None]
         if token_level_kl:
             centered = leave_one_out(scores, group, valid)
             advantages = centered[:, None] * mask + rewards_to_go(penalty, mask, gamma=1.0)
             if normalize_advantage:
-                advantages = whiten(advantages, mask, total=e.total)
+                advantages = whiten(advantages, trained, total=e.total)
         else:
             whole = scores + penalty.sum(1)
-            advantages = group_advantages(e, whole, rewards, partial(compare, e), credit)
-        trained = mask & e.rollout.terminated[:, None] if mask_truncated_completions else None
-        return AdvantageOutput(rewards=rewards, advantages=advantages, kl=kl, loss_mask=trained)
+            advantages = group_advantages(e, whole, rewards, trained, partial(compare, e), credit)
+        loss_mask = trained if mask_truncated_completions else None
+        return AdvantageOutput(rewards=rewards, advantages=advantages, kl=kl, loss_mask=loss_mask)
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
         x = mb.rows
         log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
-        advantages, weight = x.advantages, mb.row_weight[:, None] * x.loss_mask
-        share: Tensor = mb.token_weight
+        ratio = ratios(log_ratio, x.loss_mask, "token" if by_token else "sequence")
+        per_token = clipped_policy_loss(ratio, x.advantages, clip=clip)
+        clipped = policy_is_clipped(ratio, x.advantages, clip=clip)
+        weight, share = mb.row_weight[:, None] * x.loss_mask, mb.token_weight
+        policy = (weight * per_token).sum()
         if not by_token:
-            log_ratio, advantages = log_ratio.sum(1), first_true(x.advantages, x.loss_mask)
-            weight = share = mb.row_weight
-        ratio = log_ratio.exp()
-        per_action = clipped_policy_loss(ratio, advantages, clip=clip)
-        clipped = policy_is_clipped(ratio, advantages, clip=clip)
-        policy = (weight * per_action).sum()
-        metrics = policy_metrics(new, mb, share, log_ratio, ratio)
-        metrics |= clipped_sides(ratio, advantages, clip, share)
-        return Loss(
-            parts={"policy": policy},
-            metrics=metrics
-            | {"loss/policy_avg": policy, "policy/clipfrac_avg": (share * clipped).sum()},
-        )
+            # The gradient is that of the sum over tokens, the value that of the response.
+            share = weight / x.loss_mask.sum(1, keepdim=True).clamp(min=1)
+            policy = policy + ((share * per_token).sum() - policy).detach()
+            log_ratio = log_ratio.sum(1, keepdim=True) * x.loss_mask
+        metrics = policy_metrics(new, mb, share, log_ratio, ratio, clipped, policy)
+        metrics |= clipped_sides(ratio, x.advantages, clip, share)
+        return Loss(parts={"policy": policy}, metrics=metrics)
 
     return Algorithm(
         name="rloo",
@@ -133,7 +135,10 @@ def rloo(
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",
         min_group=2,
-        whole_responses=not by_token,
+        metrics=(
+            *("clip_ratio/low_mean", "clip_ratio/high_mean"),
+            *("objective/uniform_groups", "rollout/untrained_rows"),
+        ),
     )
 
 

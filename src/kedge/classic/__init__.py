@@ -11,14 +11,14 @@ from kedge.classic.core import LengthSampler, respond_to_batch, set_seed
 from kedge.classic.environment import TextEnvironment, TextHistory
 from kedge.classic.models.extras import SUPPORTED_ARCHITECTURES, BestOfNSampler, setup_chat_format
 from kedge.classic.models.reference import create_reference_model
-from kedge.classic.models.value_head import ValueHead
 from kedge.classic.models.wrapper import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     PreTrainedModelWrapper,
+    ValueHead,
     unwrap_model_for_generation,
 )
-from kedge.classic.scores import RunningMoments
+from kedge.classic.samples import RunningMoments
 from kedge.classic.trainer import PPOTrainer
 
 __all__ = [

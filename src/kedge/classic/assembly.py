@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase
 
-from kedge.algorithms.base import Algorithm
-from kedge.algorithms.ppo import ppo
-from kedge.backends.hf.distributed import avoid_cudnn_attention
-from kedge.backends.hf.encoder_decoder import build_parts
-from kedge.backends.hf.learner import HFLearner
-from kedge.backends.hf.reference import AdapterReference, FrozenModel, Reference
-from kedge.backends.hf.settings import BareArguments, LearnerSettings
-from kedge.backends.hf.sharding import sharding_strategy
 from kedge.classic.config import PPOConfig
-from kedge.classic.models.reference import create_reference_model
+from kedge.classic.models.encoder_decoder import build_parts
 from kedge.classic.models.wrapper import PreTrainedModelWrapper
-from kedge.engine.batch_sizes import BatchSizes
-from kedge.engine.early_stopping import StepLimits
 from kedge.errors import ConfigError
-
-ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}
+from kedge.learner.distributed import avoid_cudnn_attention
+from kedge.learner.learner import HFLearner
+from kedge.learner.reference import AdapterReference, FrozenModel, Reference
+from kedge.learner.settings import LearnerSettings
+from kedge.learner.sharding import sharding_strategy
 
 
 def check_arguments(
@@ -109,17 +103,20 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     """Device, precision, processes and trackers; also sets the global batch sizes."""
     options = config.options("accelerator_kwargs")
     options.setdefault("cpu", not torch.accelerator.is_available())
+    folders = config.options("project_kwargs")
+    if not folders.get("logging_dir") and not folders.get("project_dir"):
+        folders["logging_dir"] = "runs"  # TensorBoard needs one
     try:
         avoid_cudnn_attention()
         accelerator = Accelerator(
             log_with=config.log_with,
-            project_config=ProjectConfiguration(**config.options("project_kwargs")),
+            project_config=ProjectConfiguration(**folders),
             **options,
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"accelerator_kwargs={config.options('accelerator_kwargs')!r} or project_kwargs="
-            f"{config.options('project_kwargs')!r} was rejected by accelerate: {error}"
+            f"{folders!r} was rejected by accelerate: {error}"
         ) from error
     asked = options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if accelerator.mixed_precision != str(asked).lower():
@@ -141,19 +138,12 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     return accelerator
 
 
-def make_reference(model: Any, ref_model: Any, num_shared_layers: int | None) -> Any:
-    """The reference model; None for an adapter, whose base is the reference."""
-    if ref_model is not None or model.is_peft_model:
-        return ref_model
-    return create_reference_model(model, num_shared_layers)
-
-
 def frozen_reference(model: Any, ref_model: Any, device: torch.device) -> Reference:
     """The learner's form of a reference, on its device."""
     if ref_model is None:
-        return AdapterReference(model.pretrained_model)
+        return AdapterReference(model.pretrained_model, build_parts=build_parts)
     ref_model.to(device)
-    return FrozenModel(inner_model(ref_model))
+    return FrozenModel(inner_model(ref_model), build_parts)
 
 
 def make_learner(
@@ -172,9 +162,11 @@ def make_learner(
             "the model has no trainable weight; load an adapter with is_trainable=True"
         )
     optimizer = optimizer or torch.optim.Adam(trained, lr=config.learning_rate)
+    # Optimizer, schedule and accelerator are given; this is what else the learner reads.
+    args: Any = SimpleNamespace(torch_compile=False, ddp_bucket_cap_mb=None)
     return HFLearner(
         model.pretrained_model,
-        cast(TrainingArguments, BareArguments()),  # optimizer and schedule are given
+        args,
         LearnerSettings(
             total_iterations=config.total_ppo_epochs,
             max_grad_norm=config.max_grad_norm or 0.0,
@@ -186,39 +178,4 @@ def make_learner(
         accelerator=accelerator,
         optimizers=(optimizer, lr_scheduler or ConstantLR(optimizer, 1.0, 0)),
         parts=build_parts(model.pretrained_model),
-    )
-
-
-def make_algorithm(config: PPOConfig) -> Algorithm:
-    """PPO with the classic options."""
-    return ppo(
-        gamma=config.gamma,
-        lam=config.lam,
-        cliprange=config.cliprange,
-        cliprange_value=config.cliprange_value,
-        vf_coef=config.vf_coef,
-        kl_estimator=ESTIMATORS[config.kl_penalty],
-        whiten_rewards=config.whiten_rewards,
-    )
-
-
-def make_batch_sizes(config: PPOConfig) -> BatchSizes:
-    """The batch sizes for the engine."""
-    return BatchSizes(
-        world_size=config.world_size or 1,
-        micro_rows=config.mini_batch_size,
-        local_rows=config.batch_size,
-        minibatches=config.batch_size // (config.backward_batch_size or config.batch_size),
-        epochs=config.ppo_epochs,
-        group=1,
-        iterations=config.total_ppo_epochs,
-    )
-
-
-def make_step_limits(config: PPOConfig) -> StepLimits:
-    """Limits that skip optimizer steps."""
-    return StepLimits(
-        max_ratio=config.ratio_threshold,
-        max_kl=1.5 * config.target_kl if config.early_stopping else None,
-        keep_last=config.early_stopping_keeps_step,
     )

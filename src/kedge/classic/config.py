@@ -15,8 +15,8 @@ from accelerate.utils import LoggerType
 
 from kedge.config.declare import check_fields, option
 from kedge.config.values import shown
-from kedge.engine.kl_control import AdaptiveKL, FixedKL
 from kedge.errors import ConfigError
+from kedge.loop.kl_control import AdaptiveKL, FixedKL
 from kedge.suggestions import named
 
 JSON = dict[str, Any] | str | None  # a dictionary, or JSON from a command line
@@ -229,7 +229,7 @@ def _deprecated(old: str, new: str) -> None:
 
 
 class AdaptiveKLController(AdaptiveKL):
-    """Adapts the KL coefficient toward ``target``; see ``kedge.engine.kl_control.AdaptiveKL``.
+    """Adapts the KL coefficient toward ``target``; see ``kedge.loop.kl_control.AdaptiveKL``.
 
     Args:
         init_kl_coef: the initial coefficient.

@@ -1,18 +1,117 @@
-"""Converts the arguments of ``step`` (lists of tensors) to the engine's records."""
+"""Queries, responses and scores of ``step``: checks, padding, and the engine's records."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from kedge.classic.inputs import padded
-from kedge.classic.scores import Scores
 from kedge.errors import DataError
-from kedge.types import PromptBatch, RewardOutput, Rollout
+from kedge.types import PromptBatch, Rollout
+
+Total = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class RunningMoments:
+    """Mean and unbiased standard deviation of everything seen so far.
+
+        M = M_1 + M_2 + d^2 n_1 n_2 / (n_1 + n_2)        d = mean_2 - mean_1
+
+    where M is the sum of squared distances from the mean.  Chan et al. 1979, eq. 2.1.
+
+    Args:
+        total: sums a tensor over ranks, so that all ranks have the same moments; None: one rank.
+    """
+
+    total: Total | None = None
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared distances from the mean
+    count: float = 0.0
+
+    @property
+    def var(self) -> float:
+        """Unbiased variance; 1 with fewer than two values."""
+        return self.squares / (self.count - 1) if self.count > 1 else 1.0
+
+    @property
+    def std(self) -> float:
+        """Square root of ``var``."""
+        return self.var**0.5
+
+    def update(self, values: Tensor) -> tuple[float, float]:
+        """Add values float [n] of every rank; returns the mean and deviation of the new values."""
+        x, total = values.double(), self.total or (lambda x: x)
+        added, count = total(torch.stack([x.sum(), x.new_tensor(float(len(x)))])).tolist()
+        if not count:
+            return 0.0, 0.0
+        mean = added / count
+        squares = float(total(((x - mean) ** 2).sum()))
+        both, gap = self.count + count, mean - self.mean
+        self.squares += squares + gap**2 * self.count * count / both
+        self.mean += gap * count / both
+        self.count = both
+        return mean, (squares / (count - 1)) ** 0.5 if count > 1 else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The three numbers."""
+        return {"mean": self.mean, "squares": self.squares, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the numbers of ``state_dict``."""
+        for name in ("mean", "squares", "count"):
+            setattr(self, name, float(state[name]))
+
+    def save_to_json(self, json_path: str | Path) -> None:
+        """Write the numbers to a file."""
+        Path(json_path).write_text(json.dumps(self.state_dict()), encoding="utf-8")
+
+    @classmethod
+    def load_from_json(cls, json_path: str | Path, total: Total | None = None) -> RunningMoments:
+        """Read what ``save_to_json`` wrote."""
+        moments = cls(total)
+        moments.load_state_dict(json.loads(Path(json_path).read_text(encoding="utf-8")))
+        return moments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Scores of responses: one per response, one per token, or both."""
+
+    whole: Tensor  # float32 [B]
+    tokens: Tensor | None = None  # float32 [B, R], 0 for responses without token scores
+
+    @property
+    def sums(self) -> Tensor:
+        """Total score of each response, float32 [B]."""
+        return self.whole if self.tokens is None else self.whole + self.tokens.sum(1)
+
+    def scaled(
+        self, running: RunningMoments, *, scale: bool, norm: bool, clip: float | None
+    ) -> Scores:
+        """Scores divided by the running deviation of their sums, then clipped, if enabled.
+
+            s / (std + eps)    or, with ``norm``, (s - mean) / (std + eps)     then to [-clip, clip]
+
+        The moments are updated with this batch first.  For a response scored per token, the mean
+        is subtracted at its end; the clip applies to each score separately.
+        """
+        whole, tokens = self.whole, self.tokens
+        if scale:
+            running.update(self.sums)
+            factor = running.std + torch.finfo(whole.dtype).eps
+            whole = (whole - running.mean) / factor if norm else whole / factor
+            tokens = None if tokens is None else tokens / factor
+        if clip is not None:
+            whole = whole.clamp(-clip, clip)
+            tokens = None if tokens is None else tokens.clamp(-clip, clip)
+        return Scores(whole=whole, tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +137,6 @@ def check_samples(
         arguments["response_masks"] = masks
     for name, tensors in arguments.items():
         _check_list(name, tensors, batch_size)
-    _check_rows(queries, responses)
     for i, (response, score) in enumerate(zip(responses, scores, strict=True)):
         if masks is not None and masks[i].shape != response.shape:
             raise DataError(
@@ -55,6 +153,23 @@ def check_samples(
             raise DataError(f"scores[{i}] must be finite, got {score.tolist()}")
 
 
+def _check_list(name: str, tensors: Any, batch_size: int) -> None:
+    if not isinstance(tensors, list):
+        raise DataError(f"{name} must be a list of tensors, got {type(tensors).__name__}")
+    for i, x in enumerate(tensors):
+        if not isinstance(x, Tensor):
+            raise DataError(f"{name}[{i}] must be a tensor, got {type(x).__name__}")
+        if x.dim() != 1 and name in ("queries", "responses"):
+            raise DataError(f"{name}[{i}] must have shape (length,), got {tuple(x.shape)}")
+        if not x.numel() and name == "queries":
+            raise DataError(f"queries[{i}] must have at least one token")
+    if len(tensors) != batch_size:
+        raise DataError(
+            f"{name} must have batch_size={batch_size} entries, got {len(tensors)}; pass that "
+            "many, or change PPOConfig.batch_size"
+        )
+
+
 def samples_of(
     queries: Sequence[Tensor],
     responses: Sequence[Tensor],
@@ -69,11 +184,11 @@ def samples_of(
     """
     if masks is None:
         masks = [torch.ones_like(r) for r in responses]
-    whole, tokens, rows, kept_masks = [], [], [], []
+    whole, tokens, rows, row_masks = [], [], [], []
     for response, mask, score in zip(responses, masks, scores, strict=True):
-        cut = int(start is not None and len(response) > 0 and int(response[0]) == start)
+        cut = int(begins_with(response, start))
         rows.append(response[cut:].long().cpu())
-        kept_masks.append(mask[cut:].bool().cpu())
+        row_masks.append(mask[cut:].bool().cpu())
         numbers = score.detach().float().cpu().reshape(-1)
         dense = len(numbers) > 1
         whole.append(numbers.new_zeros(()) if dense else numbers[0])
@@ -81,35 +196,12 @@ def samples_of(
     return Samples(
         queries=[q.long().cpu() for q in queries],
         responses=rows,
-        masks=kept_masks,
+        masks=row_masks,
         scores=Scores(
             whole=torch.stack(whole),
             tokens=padded(tokens) if any(x.numel() > 1 for x in scores) else None,
         ),
     )
-
-
-def _check_list(name: str, tensors: Any, size: int) -> None:
-    if not isinstance(tensors, list):
-        raise DataError(f"{name} must be a list of tensors, got {type(tensors).__name__}")
-    wrong = next((i for i, x in enumerate(tensors) if not isinstance(x, Tensor)), None)
-    if wrong is not None:
-        raise DataError(f"{name}[{wrong}] must be a tensor, got {type(tensors[wrong]).__name__}")
-    if len(tensors) != size:
-        raise DataError(
-            f"{name} must have batch_size={size} entries, got {len(tensors)}; pass that many, or "
-            "change PPOConfig.batch_size"
-        )
-
-
-def _check_rows(queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
-    for name, rows in (("queries", queries), ("responses", responses)):
-        for i, row in enumerate(rows):
-            if row.dim() != 1:
-                raise DataError(f"{name}[{i}] must have shape (length,), got {tuple(row.shape)}")
-    empty = [i for i, q in enumerate(queries) if not len(q)]
-    if empty:
-        raise DataError(f"queries must have at least one token each; empty: {empty}")
 
 
 def build_rollout(
@@ -143,15 +235,6 @@ def build_rollout(
     )
 
 
-def build_reward_output(scores: Scores) -> RewardOutput:
-    """Scores as a ``RewardOutput``."""
-    return RewardOutput(
-        scores=scores.whole,
-        valid=torch.ones_like(scores.whole, dtype=torch.bool),
-        token_rewards=scores.tokens,
-    )
-
-
 def on_grid(x: Tensor, present: Tensor, queries: Sequence[Tensor] | None) -> Tensor:
     """Per-token values float [B, R] on the grid of the statistics.
 
@@ -167,4 +250,52 @@ def on_grid(x: Tensor, present: Tensor, queries: Sequence[Tensor] | None) -> Ten
     out = x.new_zeros(len(x), width)
     for row, numbers, s, n in zip(out, x, starts, lengths, strict=True):
         row[s : s + n] = numbers[:n]
+    return out
+
+
+def pad_id(tokenizer: Any) -> int:
+    """The padding token id; masks never depend on it."""
+    pad = tokenizer.pad_token_id
+    return int(pad if pad is not None else tokenizer.eos_token_id or 0)
+
+
+def padded(rows: Sequence[Tensor], fill: int = 0, *, left: bool = False) -> Tensor:
+    """Rows [n_i] as one tensor [B, max n], filled up on the right or left."""
+    side = "left" if left else "right"
+    return pad_sequence(list(rows), batch_first=True, padding_value=fill, padding_side=side)
+
+
+def begins_with(response: Tensor, start: int | None) -> bool:
+    """Whether a response int64 [R] begins with the decoder's start token."""
+    return start is not None and len(response) > 0 and int(response[0]) == start
+
+
+def with_start(response: Tensor, start: int | None) -> Tensor:
+    """A response int64 [R] that begins with the decoder's start token, if there is one."""
+    if start is None or begins_with(response, start):
+        return response
+    return torch.cat([response.new_tensor([start]), response])
+
+
+def response_mask(
+    inputs: Mapping[str, Tensor],
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    masks: Sequence[Tensor] | None,
+    *,
+    start: int | None,
+) -> Tensor:
+    """Int64 [B, T]: 1 where the token at t + 1 of the (decoder's) inputs is in the response.
+
+    ``inputs`` may be padded on either side; ``masks`` [R_i] select trained tokens, None: all.
+    """
+    whole = inputs["attention_mask" if start is None else "decoder_attention_mask"]
+    out = torch.zeros_like(whole[:, 1:])
+    for i, (row, query, response) in enumerate(zip(whole, queries, responses, strict=True)):
+        first = int(row.argmax())  # left padding
+        skip = int(begins_with(response, start))
+        begin = first + (len(query) - 1 if start is None else 0)
+        count = len(response) - skip
+        trained = torch.ones(count) if masks is None else masks[i][skip:]
+        out[i, begin : begin + count] = trained.to(out)
     return out

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kedge.backends.hf.fingerprint import fingerprint
-from kedge.engine.checkpoint import checkpoint
+from kedge.checkpoint import checkpoint
 from kedge.errors import CheckpointError
+from kedge.models.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from kedge.classic.trainer import PPOTrainer

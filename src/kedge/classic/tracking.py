@@ -13,9 +13,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from kedge.backends.trackers.tables import markdown
 from kedge.classic.config import PPOConfig
 from kedge.errors import DataError
+from kedge.reporting.tables import markdown
 
 TABLE = "game_log"
 

@@ -17,8 +17,8 @@ from transformers.hf_argparser import string_to_bool
 from kedge.cli.flags import Help
 from kedge.config.base import OnPolicyConfig
 from kedge.config.compat.parser import ConfigParser
-from kedge.config.compat.transformers4 import REMOVED
-from kedge.config.declare import Alias, Foreign, Unsupported, check_fields, option, status
+from kedge.config.compat.training_arguments import REMOVED
+from kedge.config.declare import Alias, Foreign, Unsupported, option, status
 from kedge.config.options import ConfigType
 from kedge.config.ppo import PPOv2Config
 from kedge.errors import ConfigError
@@ -36,6 +36,9 @@ class ScriptArguments(metaclass=ConfigType):
     dataset_name: str | None = option(
         None, "Prompts: a json, jsonl, csv, parquet or txt file, a folder, or a hub name."
     )
+    eval_dataset_name: str | None = option(
+        None, "Evaluation prompts from elsewhere: a file, a folder, or a hub name."
+    )
     dataset_mixer_list: list[str] | None = option(
         None, "Instead of dataset_name: pairs of name and amount, such as a.jsonl 0.5 b.jsonl 400."
     )
@@ -47,6 +50,9 @@ class ScriptArguments(metaclass=ConfigType):
     )
     reward_funcs: list[str] | None = option(
         None, "Reward functions: file.py:function or module:function, one or more."
+    )
+    dummy_reward: bool = option(
+        False, "To try a run: without a reward (or a score head), score with a random head."
     )
     reward_model_multiplier: float = option(1.0, "Weight of the reward model; 0: it is not loaded.")
     apply_verifiable_reward: bool = option(
@@ -76,9 +82,6 @@ class ScriptArguments(metaclass=ConfigType):
         ),
     }
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass
 class ModelArguments(ModelConfig, metaclass=ConfigType):
@@ -94,10 +97,6 @@ class ModelArguments(ModelConfig, metaclass=ConfigType):
     )
     trust_remote_code: bool = option(False, "Run code from model repositories.")
     lora_dropout: float = option(0.0, "Must be 0: PPO trains without dropout.", ge=0, lt=1)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        super().__post_init__()
 
 
 @dataclass
@@ -126,8 +125,20 @@ class Options:
 
 # Flags that ``--help`` shows; ``--help all`` shows the others, too.
 FIRST = (
-    *("model_name_or_path", "dataset_name", "reward_model_path", "reward_funcs", "output_dir"),
-    *("total_episodes", "num_train_epochs", "learning_rate", "per_device_train_batch_size"),
+    *(
+        "model_name_or_path",
+        "dataset_name",
+        "eval_dataset_name",
+        "reward_model_path",
+        "reward_funcs",
+    ),
+    *(
+        "output_dir",
+        "total_episodes",
+        "num_train_epochs",
+        "learning_rate",
+        "per_device_train_batch_size",
+    ),
     *("gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs", "num_generations"),
     *("response_length", "max_length", "missing_eos_penalty", "kl_coef", "beta", "loss_type"),
     *("use_peft", "rollout_engine", "max_lag", "report_to", "resume_from_checkpoint"),
@@ -152,6 +163,8 @@ class Parser(ConfigParser):
                 _take_none(action)
             if action.type is string_to_bool and action.nargs is None:
                 action.nargs, action.const = "?", True  # --bf16 alone means True
+            if action.dest in ("sft_model_path", "reward_model_path"):
+                action.default = None  # acts only where it is given
             if action.dest == "resume_from_checkpoint":
                 action.nargs, action.const = "?", "True"  # alone: the newest checkpoint
             if action.dest in idle or action.dest in REMOVED:  # understood, and not listed

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kedge.cli.arguments import Options
-from kedge.config.ppo import PPOv2Config
 from kedge.errors import DataError
 
 KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+_EMPTY = ("corresponds to no data", "No columns", "at least one example")  # errors of datasets
 SANITY_ROWS = 100
 HELD_OUT = 100  # prompts for evaluation without a test split, at most a tenth of all
 
@@ -26,6 +26,14 @@ def load_prompts(options: Options) -> tuple[Any, Any]:
     """Training prompts, and evaluation prompts or None if the run does not evaluate."""
     script, config = options.script, options.config
     evaluates, test = config.do_eval or config.eval_on_start, None
+    if script.eval_dataset_name is not None:
+        if not evaluates:
+            raise DataError(
+                f"--eval_dataset_name {script.eval_dataset_name} needs an evaluation: add"
+                " --eval_strategy steps, --eval_on_start or --do_eval"
+            )
+        held_out = Splits(script.eval_dataset_name, script.dataset_config, quiet=True)
+        test, evaluates = held_out.load(script.dataset_test_split), False
     if script.dataset_mixer_list:
         train = _load_mixture(options)
         if evaluates:
@@ -46,7 +54,7 @@ def load_prompts(options: Options) -> tuple[Any, Any]:
 
 
 def _load_mixture(options: Options) -> Any:
-    from kedge.backends.data.mixer import mix
+    from kedge.data.mixer import mix
 
     script = options.script
     if script.dataset_name is not None:
@@ -64,8 +72,8 @@ def _load_mixture(options: Options) -> Any:
 class Splits:
     """The splits of a dataset: a file, a folder (of files or ``save_to_disk``), or a hub name."""
 
-    def __init__(self, name: str, config: str | None = None) -> None:
-        self.name, self.config = name, config
+    def __init__(self, name: str, config: str | None = None, *, quiet: bool = False) -> None:
+        self.name, self.config, self.quiet = name, config, quiet
         path = Path(name).expanduser()
         self._saved: Any = None
         self._files: dict[str, list[str]] = {}
@@ -129,7 +137,8 @@ class Splits:
                     f"dataset_name={self.name!r} has no split {split!r}; its splits: "
                     f"{', '.join(self.names)}"
                 )
-            note(f"{self.name} has only the split {self.names[0]!r}; using it as {split!r}")
+            if not self.quiet:
+                note(f"{self.name} has only the split {self.names[0]!r}; using it as {split!r}")
             split = self.names[0]
         if self._saved is not None:
             return self._saved[split]
@@ -139,9 +148,14 @@ class Splits:
             raise DataError(f"{files[0]} must be one of {', '.join(KINDS)}")
         try:
             return datasets.load_dataset(KINDS[suffix], data_files=files, split="train")
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
             cause = error.__cause__ or error
-            raise DataError(f"cannot read {files[0]} as {KINDS[suffix]}: {cause}") from error
+            empty = isinstance(cause, StopIteration) or any(x in str(cause) for x in _EMPTY)
+            raise DataError(
+                f"{', '.join(files)} has no rows"
+                if empty
+                else f"cannot read {files[0]} as {KINDS[suffix]}: {cause}"
+            ) from error
 
 
 def hold_out(rows: Any, missing: str) -> tuple[Any, Any]:
@@ -172,6 +186,6 @@ def _select_prompts(rows: Any, options: Options) -> Any:
     elif rows.column_names == ["text"]:
         rows = rows.rename_column("text", "prompt")
     config = options.config
-    if isinstance(config, PPOv2Config) and config.sanity_check:
+    if getattr(config, "sanity_check", False):
         rows = rows.select(range(min(SANITY_ROWS, len(rows))))
     return rows

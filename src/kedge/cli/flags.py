@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from kedge.errors import ConfigError
 
 SHORT = 60  # characters: longer lists of choices are not shown in help
-FOLDER = Path(__file__).with_name("help")  # made by docs/generate.py
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -41,22 +38,3 @@ class Flags(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError."""
         raise ConfigError(message)
-
-
-def stored_help(command: str, argv: Sequence[str]) -> str | None:
-    """The text of ``kedge COMMAND --help`` if ``argv`` asks for it; None if it must be built.
-
-    The flags of the commands that train are fields of transformers' dataclasses, whose import takes
-    seconds.  ``kedge plan ppo --help`` is that of ``kedge ppo``.
-    """
-    if not {"-h", "--help"} & set(argv) or "all" in argv:
-        return None
-    prog = command
-    if command == "plan" and (FOLDER / f"{argv[0]}.txt").is_file():
-        command = argv[0]
-        prog = f"plan {command} [--num_processes N]"
-    file = FOLDER / f"{command}.txt"
-    if not file.is_file():
-        return None
-    text = file.read_text(encoding="utf-8")
-    return text.replace(f"usage: kedge {command}", f"usage: kedge {prog}", 1)

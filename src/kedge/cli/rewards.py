@@ -56,16 +56,6 @@ def check_rewards(options: Options) -> None:
         raise ConfigError("--reward_model_multiplier needs --reward_model_path; add it")
 
 
-def _parse_rename(spec: str | None) -> dict[str, str]:
-    """Parse ``old=new``, two names of verifiers."""
-    if spec is None:
-        return {}
-    old, equals, new = spec.partition("=")
-    if not (old and equals and new):
-        raise ConfigError(f"--remap_verifier must be old=new, two verifier names, got {spec}")
-    return {old: new}
-
-
 def build_sources(options: Options, *, model: bool) -> Sources:
     """Reward functions and weights; ``model`` says whether a reward model comes first."""
     from kedge.verifiers import by_column, r1_style_format
@@ -74,7 +64,13 @@ def build_sources(options: Options, *, model: bool) -> Sources:
     weighted: list[tuple[Any, float]] = [(name, 1.0) for name in script.reward_funcs or []]
     if script.apply_verifiable_reward:
         renamed = getattr(options.config, "remap_verifier", None)
-        weighted.append((by_column(rename=_parse_rename(renamed)), script.verification_reward))
+        old, _, new = (renamed or "").partition("=")
+        if renamed is not None and not (old and new):
+            raise ConfigError(
+                f"--remap_verifier must be old=new, two verifier names, got {renamed}"
+            )
+        verifier = by_column(rename={} if renamed is None else {old: new})
+        weighted.append((verifier, script.verification_reward))
     if script.add_r1_style_format_reward:
         weighted.append((r1_style_format, script.r1_style_format_reward))
     functions = [function for function, _ in weighted]

@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import sys
 
+import transformers
+from transformers import hf_argparser
+
 from kedge.compat import older_transformers
 from kedge.compat.finder import PACKAGE, NameFinder
 from kedge.compat.names import APIS, VERSIONS
+from kedge.config.compat.parser import ConfigParser
 from kedge.errors import ConfigError
 
+_PARSER = hf_argparser.HfArgumentParser
 __all__ = ["APIS", "install", "uninstall"]
 
 
@@ -29,8 +34,10 @@ def install(
 ) -> None:
     """Make ``trl`` importable with the names of an API that Kedge has.
 
-    Names that the installed TRL has stay TRL's, unless ``replace`` is set.  For "trl-0.11" also
-    restores what transformers dropped since (``older_transformers``).
+    Names that the installed TRL has stay TRL's, unless ``replace`` is set.  In a
+    ``HfArgumentParser`` of transformers, flags that a dataclass of the program declares are its
+    own, also where Kedge's config has a field of that name.  For "trl-0.11" also restores what
+    transformers dropped since (``older_transformers``).
 
     Args:
         api: "trl-0.11" (``generate`` and ``step``, 0.4 to 0.11), "trl-1.12" (the trainer with
@@ -59,6 +66,7 @@ def install(
         older_transformers.restore()
     if transformers4:
         older_transformers.restore_template_ids()
+    _use_parser(ConfigParser)
     sys.meta_path.insert(0, finder)
     for name in APIS[api]:
         if name in sys.modules:
@@ -67,6 +75,12 @@ def install(
 
 def uninstall() -> None:
     """Remove the names again; modules of TRL are imported again on the next import."""
+    _use_parser(_PARSER)
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, NameFinder)]
     for name in [n for n in sys.modules if n == PACKAGE or n.startswith(f"{PACKAGE}.")]:
         del sys.modules[name]
+
+
+def _use_parser(kind: type) -> None:
+    for module in (transformers, hf_argparser):
+        vars(module)["HfArgumentParser"] = kind

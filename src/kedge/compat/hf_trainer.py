@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import kedge
-from kedge.config.declare import default_of
+from kedge.compat.trl_trainers import PolicyAndValue
+from kedge.config.declare import default_of, status
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +26,8 @@ _PPO = (  # the fields of TRL's PPOConfig
     *("local_rollout_forward_batch_size", "num_sample_generations", "response_length"),
     *("stop_token", "stop_token_id", "missing_eos_penalty", "dataset_num_proc"),
 )
-_PASSED_ON = (  # of transformers.TrainingArguments
-    *("output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "use_cpu"),
-    *("gradient_accumulation_steps", "num_train_epochs", "max_steps", "learning_rate", "optim"),
-    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "logging_steps"),
-    *("logging_strategy", "logging_first_step", "save_steps", "save_strategy", "save_total_limit"),
-    *("eval_strategy", "eval_steps", "seed", "bf16", "fp16", "gradient_checkpointing"),
-    *("gradient_checkpointing_kwargs", "report_to", "run_name", "push_to_hub", "hub_model_id"),
-)
+# Set by ms-swift for its own loop: for data loaders, and removal of columns that it made.
+_OF_SWIFT = ("accelerator_config", "remove_unused_columns", "dataloader_")
 _TRL_FIELDS = [f for f in fields(kedge.PPOConfig) if f.name in _PPO]
 PPOConfig = make_dataclass(
     "PPOConfig",
@@ -55,29 +48,12 @@ def passed_on(args: Any) -> kedge.PPOConfig:
     plain = TrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
     names = {f.name for f in fields(TrainingArguments) if f.init} - {"output_dir"}
     changed = {name for name in names if getattr(args, name) != getattr(plain, name)}
-    unread = sorted(n for n in changed - set(_PASSED_ON) if not n.startswith("dataloader_"))
-    if unread:
+    changed = {name for name in changed if not name.startswith(_OF_SWIFT)}
+    acting = {name for name in changed if isinstance(status(kedge.PPOConfig, name), str)}
+    if unread := sorted(changed - acting):
         logger.warning("Kedge does not read these options: %s", ", ".join(unread))
-    read = [*_PPO, "output_dir", *(n for n in _PASSED_ON if n in changed)]
+    read = [*_PPO, "output_dir", *acting]
     return kedge.PPOConfig(**{name: getattr(args, name) for name in read})
-
-
-class PolicyAndValue(nn.Module):
-    """The trained models; a program reads ``policy`` and ``value_model``, as in TRL.
-
-    Args:
-        policy: the policy.
-        value_model: the value model.
-    """
-
-    def __init__(self, policy: nn.Module, value_model: nn.Module | None) -> None:
-        super().__init__()
-        self.policy, self.value_model = policy, value_model
-        self.config: Any = policy.config
-
-    def forward(self, **inputs: Any) -> Any:
-        """The policy's output."""
-        return self.policy(**inputs)
 
 
 class PPOTrainer(Trainer):
@@ -90,7 +66,7 @@ class PPOTrainer(Trainer):
         args: a ``PPOConfig`` of this module, or a ``kedge.PPOConfig``.
         processing_class: the tokenizer.
         model: the policy.
-        ref_model: the reference; None: a frozen copy, or the base of an adapter.
+        ref_model: the reference; None: a frozen copy, or the base of a new adapter.
         reward_model: sequence classification with one label.
         train_dataset: prompts, in any form that ``data_collator`` makes ``input_ids`` of.
         value_model: sequence classification with one label.

@@ -23,23 +23,16 @@ from kedge.config.declare import (
     Foreign,
     Inherited,
     Unsupported,
-    check_alias,
-    check_fields,
     default_of,
     flags,
     option,
 )
-from kedge.config.options import (
-    ConfigType,
-    check_inherited,
-    check_unsupported,
-    equal,
-    foreign,
-)
+from kedge.config.options import ConfigType, fields_of, foreign, take
 from kedge.config.rollout import check_rollout
-from kedge.config.validate import check_values
+from kedge.config.validate import check_combinations
 from kedge.config.values import shown
 from kedge.errors import ConfigError
+from kedge.redaction import redact
 
 Config = TypeVar("Config", bound="OnPolicyConfig")
 
@@ -62,8 +55,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
     UNSET: ClassVar[Mapping[str, Any]] = {}  # values of unset fields that differ from the default
     ON_CONSTRUCTION: ClassVar[Sequence[str]] = ()  # options that become others
     given: ClassVar[frozenset[str]] = frozenset()  # on an instance: the options that were set
-    # On an instance: the values of ON_CONSTRUCTION after ``convert``.
-    after_convert: ClassVar[Mapping[str, Any]] = {}
+    changed: ClassVar[bool] = False  # on an instance: options were set since they were checked
 
     # TrainingArguments with other defaults.
     logging_steps: float = option(
@@ -86,8 +78,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
     run_name: str | None = option(None, "Name of the run in trackers. Unset: exp_name, if given.")
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        check_inherited(self, log=True)
+        redact({f.name: getattr(self, f.name) for f in fields(self)})  # remembers secrets
         self._resolve_precision()
         self._fill_defaults()
         self._check()
@@ -126,12 +117,13 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         return f"{', '.join(named or changed.values())} cannot be used: {text}"
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, with access tokens that are set masked."""
+        """All fields, with secrets masked."""
         shown: dict[str, Any] = super().to_dict()
         for name in ("stop_token", "hub_token"):
             if name == "stop_token" or getattr(self, name) is None:
                 shown[name] = getattr(self, name)
-        return shown
+        masked: dict[str, Any] = redact(shown)
+        return masked
 
     def __str__(self) -> str:
         lines = (f"    {name}={value!r},\n" for name, value in sorted(self.to_dict().items()))
@@ -158,14 +150,20 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        entry = foreign(type(self)).get(name)
-        if entry is None:
+        made = "given" in vars(self)  # until then, values come from `translate` or transformers
+        if not made or (name not in fields_of(type(self)) and _is_attribute(self, name)):
             super().__setattr__(name, value)
-        elif isinstance(entry, Alias):
-            value = check_alias(type(self), name, entry, value)
-            setattr(self, entry.target, value if entry.convert is None else entry.convert(value))
-        elif not equal(value, entry.default):
-            check_unsupported(name, value, entry)
+            return
+        target, taken = take(type(self), name, value)
+        if target is None:
+            return
+        if target in self.ON_CONSTRUCTION and taken != getattr(self, target):
+            raise ConfigError(
+                f"{name}={shown(value)} is only read on construction of the config; pass it to the"
+                " constructor"
+            )
+        super().__setattr__(target, taken)
+        vars(self)["changed"] = True
 
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
@@ -177,26 +175,20 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         """
 
     def checked(self: Config) -> Config:
-        """A copy with every value checked, since fields may have been set after construction.
+        """A copy for a trainer; combinations are checked again if an option was set since.
 
         Raises:
-            ConfigError: a value or a combination that cannot work.
+            ConfigError: a combination that cannot work.
         """
         config = copy.copy(self)
-        for name, value in self.after_convert.items():
-            if getattr(self, name) != value:
-                raise ConfigError(
-                    f"{name}={shown(getattr(self, name))} is only read on construction of the"
-                    " config; pass it to the constructor"
-                )
-        check_fields(config)
-        check_inherited(config, log=False)
-        config._fill_defaults()
-        config._check()
+        if self.changed:
+            config._fill_defaults()
+            config._check()
+            vars(config)["changed"] = False
         return config
 
     def validate(self) -> None:
-        """Check every field again.
+        """Check combinations of options that were set after construction.
 
         Raises:
             ConfigError: a value or a combination that cannot work.
@@ -205,10 +197,11 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
 
     def _check(self) -> None:
         """Check values and combinations, on construction and when a trainer gets the config."""
-        check_values(self)
+        check_combinations(self)
         check_rollout(self)
 
     def _resolve_precision(self) -> None:
+        self.bf16_full_eval = self.fp16_full_eval = False  # without effect, and refused on CPUs
         has_bf16 = is_torch_bf16_gpu_available() and not self.use_cpu
         if self.bf16 is None:
             self.bf16 = has_bf16 and not self.fp16
@@ -233,6 +226,11 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         if wants_best and self.metric_for_best_model is None:
             self.metric_for_best_model = "objective/scores"
             self.greater_is_better = True
+
+
+def _is_attribute(config: Any, name: str) -> bool:
+    """Whether transformers or a subclass uses a name for something else than an option."""
+    return name.startswith("_") or name in vars(config) or hasattr(type(config), name)
 
 
 def _has_gpu() -> bool:

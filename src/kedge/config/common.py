@@ -10,23 +10,69 @@ from functools import partial
 from typing import Any, Literal
 
 from kedge.config.declare import option
-from kedge.config.environments import EnvironmentArguments
 from kedge.config.rollout import RolloutArguments
-from kedge.config.values import MOST
+from kedge.config.values import MOST, SECONDS
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "full"]
 
 _batch = partial(option, acts_in="batch sizes and run length")
 _sizes = partial(option, acts_in="batch sizes: filled in; a given value must equal the derived one")
-_models = partial(option, acts_in="models")
+_models = partial(option, acts_in="models", resume=True)
 _script = partial(option, acts_in="command line and scripts")
-_sampling = partial(option, acts_in="sampling")
-_reward = partial(option, acts_in="rewards")
-_kl = partial(option, acts_in="KL controller")
-_prompts = partial(option, acts_in="prompts")
+_sampling = partial(option, acts_in="sampling", resume=True)
+_reward = partial(option, acts_in="rewards", resume=True)
+_kl = partial(option, acts_in="KL controller", resume=True)
+_prompts = partial(option, acts_in="prompts", resume=True)
 _eval = partial(option, acts_in="evaluation")
 _tracker = partial(option, acts_in="trackers")
-_engine = partial(option, acts_in="engine")
+_engine = partial(option, acts_in="engine", resume=True)
+_environment = partial(option, acts_in="environments", resume=True)
+
+
+@dataclass
+class EnvironmentArguments:
+    """Environment options of every config; they act if the policy plays in environments."""
+
+    environment: str | None = _environment(
+        None,
+        "Class or function that makes an environment: module:Class or file.py:Class.",
+    )
+    environment_kwargs: dict[str, Any] | str | None = _environment(
+        None, "Arguments of environment by name; JSON on the command line."
+    )
+    max_turns: int | None = _environment(
+        None, "Turns per episode. Unset: as many as response_length has room for.", ge=1
+    )
+    max_turn_tokens: int | None = _environment(
+        None, "Tokens per turn. Unset: what is left of response_length.", ge=1
+    )
+    max_episode_seconds: float | None = _environment(
+        None,
+        "Seconds that the environment of an episode may work, without sampling, before the episode"
+        " is truncated; in order, those of the whole batch.",
+        gt=0,
+        le=SECONDS,
+    )
+    max_tool_calling_iterations: int | None = _environment(
+        None, "Turns of an episode whose tool calls are made. Unset: no limit.", ge=1
+    )
+    environment_timeout: float = _environment(
+        60.0,
+        "Seconds that a call of an environment may take.",
+        gt=0,
+        le=SECONDS,
+        resume=False,
+    )
+    environment_concurrency: int = _environment(
+        256, "Calls of environments that run at the same time.", ge=1, resume=False
+    )
+    on_env_error: Literal["raise", "drop", "score"] = _environment(
+        "raise",
+        "What an exception or timeout of an environment does: stop, drop the episode, or score it.",
+    )
+    env_error_score: float = _environment(
+        0.0, "Reward of the last turn of an episode whose environment failed, with score."
+    )
 
 
 @dataclass
@@ -89,7 +135,7 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         None,
         "Processes that tokenize the dataset.",
         ge=1,
-        resume="may_change",
+        resume=False,
     )
     world_size: int | None = _sizes(None, "Filled in: number of ranks.", ge=1)
     num_total_batches: int | None = _sizes(None, "Filled in: iterations of the run.", ge=1)
@@ -118,7 +164,8 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
     )
     ref_adapter_name: str | None = _models(
         None,
-        "PEFT adapter used as the reference. Unset: the base model without adapter.",
+        "PEFT adapter used as the reference. Unset: the base model under a new adapter, a frozen "
+        "copy of an adapter that the model has.",
     )
     allow_low_precision_weights: bool = _models(
         False,
@@ -134,7 +181,7 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         True,
         "Where the lower layers are frozen (train_layers, adapters on the top layers only), "
         "compute their output once per batch for all epochs and models that share them.",
-        resume="may_change",
+        resume=False,
     )
 
     # Sampling.
@@ -158,10 +205,6 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         ge=0,
         lt=1,
         accepts=float | None,
-    )
-    keep_sampling_mask: bool = _sampling(
-        False,
-        "Record which tokens top_k, top_p and min_p allowed, and train over those only.",
     )
     stop_token: Literal["eos"] | None = _sampling(
         "eos",
@@ -207,6 +250,7 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         "k1",
         "Estimator of the KL per token; full is exact.",
         acts_in="algorithm: estimate of the KL",
+        resume=True,
     )
     adaptive_kl: bool = _kl(False, "Adapt kl_coef so that the KL approaches kl_target.")
     kl_target: float = _kl(6.0, "Target KL of adaptive_kl, in nats per response.", gt=0)
@@ -238,13 +282,13 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
 
     # Engine.
     save_rollouts: str | None = _engine(
-        None, "Folder to record the rollouts of each iteration in.", resume="may_change"
+        None, "Folder to record the rollouts of each iteration in.", resume=False
     )
     replay_rollouts: str | None = _engine(
-        None, "Folder written by save_rollouts to train from.", resume="may_change"
+        None, "Folder written by save_rollouts to train from.", resume=False
     )
     preflight: bool = _engine(
-        True, "Check models, rewards and masks on one batch before training.", resume="may_change"
+        True, "Check models, rewards and masks on one batch before training.", resume=False
     )
     max_lag: int = _engine(
         0, "Iterations that sampling may run ahead of training; 0 is synchronous.", ge=0
@@ -268,13 +312,12 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
     sampler_correction: Literal["auto", "off", "truncate", "mask"] | None = _engine(
         "auto",
         "Importance weights of the learner against the rollout engine: truncate or mask large "
-        "ones, or off. auto: truncate if max_lag >= 2; in GRPO with vLLM as set by "
-        "vllm_importance_sampling_*; else off.",
+        "ones, or off. auto: truncate with vLLM, from max_lag=2, and if one of the options below "
+        "is set; else off.",
     )
     sampler_correction_level: Literal["token", "sequence", "sequence_mean"] | None = _engine(
         None,
-        "Weights per token, per response, or their geometric mean per response. Unset: token, or "
-        "sequence where the ratio is that of whole responses (RLOO).",
+        "Weights per token, per response, or their geometric mean per response. Unset: token.",
     )
     sampler_correction_high: float | None = _engine(
         None,
@@ -283,4 +326,9 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         gt=0,
         le=math.inf,
     )
-    sampler_correction_low: float = _engine(0.0, "Weights below this are raised or masked.", ge=0)
+    sampler_correction_low: float | None = _engine(
+        None,
+        "Weights below this are raised or masked. Unset: 1 / sampler_correction_high for mask, no "
+        "bound for truncate.",
+        ge=0,
+    )

@@ -19,8 +19,10 @@ from kedge.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_grpo = partial(option, acts_in="algorithm: kedge.algorithms.grpo")
-_vllm_weights = partial(option, acts_in="engine: importance weights of the learner against vLLM")
+_grpo = partial(option, acts_in="algorithm: kedge.algorithms.grpo", resume=True)
+_vllm_weights = partial(
+    option, acts_in="engine: importance weights of the learner against vLLM", resume=True
+)
 
 
 @dataclass(repr=False)
@@ -87,15 +89,19 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
         0, "Tokens before response_length over which the score drops by up to 1 (DAPO).", ge=0
     )
     vllm_importance_sampling_correction: bool = _vllm_weights(
-        True,
-        "With vLLM: importance weights of the learner against vLLM. Overridden by "
-        "sampler_correction if set.",
+        True, "With vLLM: importance weights of the learner against vLLM."
     )
-    vllm_importance_sampling_mode: str = _vllm_weights(
-        "sequence_mask", "{token,sequence}_{truncate,mask}: level of the weights, and the bound."
+    vllm_importance_sampling_mode: (
+        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
+    ) = _vllm_weights(
+        None,
+        "Level of the weights, and the bound. Unset: token_truncate (in TRL sequence_mask).",
     )
     vllm_importance_sampling_clip_max: float | None = _vllm_weights(
-        3.0, "Weights above this are truncated or masked. Unset: no bound.", ge=0
+        None,
+        "Weights above this are truncated or masked; inf: no bound. Unset: 2, or 3 with a mode.",
+        ge=0,
+        le=math.inf,
     )
     vllm_importance_sampling_clip_min: float | None = _vllm_weights(
         None, "Weights below this are raised or masked. Unset: no bound.", ge=0

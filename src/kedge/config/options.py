@@ -13,14 +13,13 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields
+from dataclasses import Field, fields
 from types import SimpleNamespace
 from typing import Any
 
 from kedge.config.declare import (
     Alias,
     Foreign,
-    NoEffect,
     Unsupported,
     aliases,
     check_alias,
@@ -54,7 +53,10 @@ def installed(package: str) -> bool:
 
 
 class ConfigType(type):
-    """Type of the configs: translates the keyword arguments before the config is built."""
+    """Type of the configs: checks and translates the keyword arguments before ``__init__``.
+
+    A metaclass, because ``@dataclass`` gives each subclass a new ``__init__``.
+    """
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         """Build a config.
@@ -63,7 +65,7 @@ class ConfigType(type):
             OptionError: an unknown name.
             ConfigError: a value or a combination that cannot work.
         """
-        names = [f.name for f in fields(cls) if f.init]  # type: ignore[arg-type]
+        names = [*fields_of(cls)]
         options |= dict(zip(names, args, strict=False))
         known = foreign(cls)
         # The arguments of a subclass's own __init__ that are not options.
@@ -74,13 +76,9 @@ class ConfigType(type):
         options = {n: v for n, v in options.items() if n not in extra}
         translated = translate(cls, options)
         config = cls.__new__(cls)  # type: ignore[call-overload]
-        config.given = frozenset(getattr(known.get(name), "target", name) for name in options)
-        config.after_convert = {
-            f.name: translated.get(f.name, default_of(f))
-            for f in fields(cls)  # type: ignore[arg-type]
-            if f.name in getattr(cls, "ON_CONSTRUCTION", ())
-        }
         config.__init__(**extra, **translated)
+        # From here on, assignments are checked.
+        config.given = frozenset(getattr(known.get(name), "target", name) for name in options)
         return config
 
     @property
@@ -88,6 +86,12 @@ class ConfigType(type):
         """The fields; tools would show that of ``__call__``."""
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]
         return signature.replace(parameters=[*signature.parameters.values()][1:])
+
+
+@functools.cache
+def fields_of(cls: type) -> Mapping[str, Field[Any]]:
+    """The fields that are options, by name."""
+    return {f.name: f for f in fields(cls) if f.init}
 
 
 @functools.cache
@@ -108,72 +112,54 @@ def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         OptionError: an unknown name.
         ConfigError: an unsupported name, two names of one option, or a value of a wrong type.
     """
-    known, names = foreign(cls), {f.name for f in fields(cls) if f.init}
-    unknown = [name for name in options if name not in names and name not in known]
-    if unknown:
-        suggestion = hint(unknown[0], {*names, *known})
-        raise OptionError(f"{cls.__name__} has no option {unknown[0]!r}{suggestion}")
-    defaults = {f.name: default_of(f) for f in fields(cls) if f.init}
-    values = {n: check_option(cls, n, v) for n, v in options.items() if n in names}
-    for name, value in options.items():
-        if name not in names:
-            _take_foreign(cls, values, defaults, name, value)
+    defaults = {name: default_of(f) for name, f in fields_of(cls).items()}
+    values: dict[str, Any] = {}
+    for name in sorted(options, key=lambda name: name not in defaults):  # aliases last
+        target, value = take(cls, name, options[name])
+        if target is None or (target != name and equal(options[name], foreign(cls)[name].default)):
+            continue
+        present = values.get(target, defaults[target])
+        if target != name and present not in (defaults[target], value):
+            raise ConfigError(
+                f"{name}={shown(value)} is another name of {target}, but"
+                f" {target}={shown(present)} is set; set only {target}"
+            )
+        values[target] = value
     draft = SimpleNamespace(**(defaults | values))
     if hasattr(cls, "convert"):
         cls.convert(draft, options)
     return {n: v for n, v in vars(draft).items() if n in values or v is not defaults[n]}
 
 
-def _take_foreign(
-    cls: type, values: dict[str, Any], defaults: Mapping[str, Any], name: str, value: Any
-) -> None:
-    entry = foreign(cls)[name]
-    if equal(value, entry.default):
-        return
-    if not isinstance(entry, Alias):
-        check_unsupported(name, value, entry)
-        return
-    value = check_alias(cls, name, entry, value)
-    value = value if entry.convert is None else entry.convert(value)
-    target = values.get(entry.target, defaults[entry.target])
-    if target not in (defaults[entry.target], value):
-        raise ConfigError(
-            f"{name}={shown(value)} is another name of {entry.target}, but"
-            f" {entry.target}={shown(target)} is set; set only {entry.target}"
-        )
-    values[entry.target] = value
-
-
-def check_unsupported(name: str, value: Any, entry: Unsupported | NoEffect) -> None:
-    """Refuse a name that is not supported, or log that it has no effect.
+def take(cls: type, name: str, value: Any) -> tuple[str | None, Any]:
+    """The field that a name stands for and its checked value; None for a name without a field.
 
     Raises:
-        ConfigError: the name is refused at this value.
+        OptionError: an unknown name.
+        ConfigError: the name is not supported, or takes no such value.
     """
-    if any(equal(value, x) for x in entry.also):
-        return
-    if isinstance(entry, NoEffect):
+    entry: Any = foreign(cls).get(name)
+    default = getattr(entry, "default", None)
+    if entry is None:
+        own = fields_of(cls)
+        if name not in own:
+            suggestion = hint(name, {*own, *foreign(cls)})
+            raise OptionError(f"{cls.__name__} has no option {name!r}{suggestion}")
+        where, default = status(cls, name), default_of(own[name])
+        if where is None or isinstance(where, str):
+            return name, check_option(cls, name, value)
+        entry = where
+    if isinstance(entry, Alias):
+        if not equal(value, default):
+            value = check_alias(cls, name, entry, value)
+        return entry.target, value if entry.convert is None else entry.convert(value)
+    if not equal(value, default) and not any(equal(value, x) for x in entry.also):
+        if isinstance(entry, Unsupported):
+            raise ConfigError(
+                f"{name}={shown(value)} is not supported: {entry.reason}; {entry.way_out}"
+            )
         logger.warning("%s=%s has no effect: %s", name, shown(value), entry.reason)
-        return
-    raise ConfigError(f"{name}={shown(value)} is not supported: {entry.reason}; {entry.way_out}")
-
-
-def check_inherited(config: Any, *, log: bool) -> None:
-    """Refuse fields that are not supported and away from their defaults.
-
-    Args:
-        config: the config.
-        log: whether to log fields without effect.
-
-    Raises:
-        ConfigError: naming the field, the reason and what to do.
-    """
-    for f in fields(config):
-        entry, value = status(type(config), f.name), getattr(config, f.name)
-        if entry is None or isinstance(entry, str) or equal(value, default_of(f)):
-            continue
-        if log or isinstance(entry, Unsupported):
-            check_unsupported(f.name, value, entry)
+    return None if name in foreign(cls) else name, value
 
 
 def refuse_unread(config: Any, readers: Collection[str], rule: str) -> None:

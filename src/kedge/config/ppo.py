@@ -10,8 +10,8 @@ from typing import Literal
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import option
 
-_ppo = partial(option, acts_in="algorithm: kedge.algorithms.ppo")
-_value = partial(option, acts_in="value model")
+_ppo = partial(option, acts_in="algorithm: kedge.algorithms.ppo", resume=True)
+_value = partial(option, acts_in="value model", resume=True)
 
 
 @dataclass(repr=False)
@@ -30,7 +30,7 @@ class PPOConfig(OnPolicyConfig):
 
     # PPO.
     whiten_rewards: bool = _ppo(False, "Scale rewards to unit variance, keeping their mean.")
-    whiten_advantages: bool = _ppo(True, "Scale advantages to mean 0 and unit variance.")
+    whiten_advantages: bool = _ppo(True, "Scale advantages to mean 0 and at most unit variance.")
     cliprange: float = _ppo(
         0.2,
         "Clip range of the probability ratio: 1 - cliprange to 1 + cliprange.",
@@ -44,17 +44,20 @@ class PPOConfig(OnPolicyConfig):
     gamma: float = _ppo(1.0, "Discount factor per token.", ge=0, le=1)
     lam: float = _ppo(0.95, "Lambda of generalized advantage estimation.", ge=0, le=1)
     score_position: Literal["last", "after_last"] = _ppo(
-        "last", "Position of the score: the last token, or the slot after it as in TRL."
+        "last", "Position of the score: the last token, or the slot after it, whitened as in TRL."
     )
     bootstrap_truncated: bool = _ppo(
         False, "Bootstrap from the value where the length limit truncated a response."
     )
     lam_value: float | None = _ppo(
-        None, "Lambda of the value targets. Unset: lam; 1 suits long responses.", ge=0, le=1
+        None,
+        "Lambda of the value targets. Unset: lam, or 1 with lam_alpha; 1 suits long responses.",
+        ge=0,
+        le=1,
     )
     lam_alpha: float | None = _ppo(
         None,
-        "Replace lam for the advantages by 1 - 1 / (lam_alpha x length); 0.05 in VAPO.",
+        "Replace lam for the advantages by 1 - 1 / (lam_alpha x tokens); 0.05 in VAPO.",
         gt=0,
     )
     dual_clip: float | None = _ppo(

@@ -17,7 +17,7 @@ from kedge.config.declare import Foreign, option
 from kedge.errors import ConfigError
 
 _RLOO = "algorithm: kedge.algorithms.rloo"
-_rloo = partial(option, acts_in=_RLOO)
+_rloo = partial(option, acts_in=_RLOO, resume=True)
 
 # Older and newer name of the same option.
 PAIRS = (
@@ -125,12 +125,14 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
         le=math.inf,
         alias="epsilon",
         acts_in=_RLOO,
+        resume=True,
     )
     normalize_advantage: bool | None = _named(
         None,
         "Scale advantages to mean 0 and unit variance over the whole batch. Unset: False.",
         alias="normalize_advantages",
         acts_in=_RLOO,
+        resume=True,
     )
 
     # RLOO.
@@ -141,6 +143,7 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
         le=math.inf,
         alias="epsilon_high",
         acts_in=_RLOO,
+        resume=True,
     )
     ratio_level: Literal["sequence", "token"] | None = _rloo(
         None,

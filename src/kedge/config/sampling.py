@@ -32,6 +32,12 @@ def build_sampling(config: Any, eos_token_ids: Sequence[int]) -> Sampling:
             " response has response_length=%d tokens",
             config.response_length,
         )
+    cut = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    if given := [f"{n}={x}" for n, off in cut.items() if (x := getattr(config, n)) != off]:
+        logger.warning(
+            "%s: the tokens that could be sampled are recorded, and training is over those only",
+            ", ".join(given),
+        )
     return Sampling(
         max_new_tokens=config.response_length,
         min_new_tokens=config.min_new_tokens,

@@ -1,61 +1,37 @@
-"""Checks of option values, built from type annotations."""
+"""Checks of option values by type and range, with pydantic."""
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import numbers
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from enum import Enum
-from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
+
+from annotated_types import Interval
+from pydantic import AfterValidator, BeforeValidator, InstanceOf, Strict, ValidationError
 
 FINITE = 1e30  # larger numbers soon overflow in float32
 LARGEST = 2**31 - 1  # sizes, counts and token ids
+TINIEST = 1e-300  # smaller numbers lose their digits
 MOST = 2**53  # responses and iterations of a run; exact in float64
 SECONDS = 1e9  # more than 30 years: longer waits overflow Python's timers
-_LARGE = 1e9  # bounds from here on are only mentioned if they are exceeded
-_MANY = 12  # choices that an error message lists
+_MANY = 400  # characters of choices that an error message lists
 _SHOWN = 100  # characters of a value in an error message
-# A str may also be a file name, or DeepSpeed's base64 form.
-_FILES = ("accelerator_config", "fsdp_config", "deepspeed")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """Bounds of a number, or of each number of a list.
-
-    Infinity is refused unless it is a bound itself: ``le=math.inf``.
-    """
-
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    lt: float | None = None
-
-    def holds(self, value: float) -> bool:
-        """Whether ``value`` is within the bounds."""
-        return (
-            (self.ge is None or value >= self.ge)
-            and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le)
-            and (self.lt is None or value < self.lt)
-        )
-
-    def __str__(self) -> str:
-        low = "" if self.ge is None else f"of at least {_number(self.ge)}"
-        low = low if self.gt is None else f"above {_number(self.gt)}"
-        high = "" if self.le is None or self.le >= _LARGE else f"at most {_number(self.le)}"
-        high = high if self.lt is None else f"below {_number(self.lt)}"
-        return " and ".join(bound for bound in (low, high) if bound)
-
-
-def _number(x: float) -> str:
-    return str(x) if isinstance(x, int) else f"{x:g}"
+_WORDS = {  # of pydantic, and shorter
+    "Input should be ": "",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+    "less than": "below",
+    "valid ": "",
+    "a integer": "an integer",
+}
 
 
 def shown(value: Any) -> str:
@@ -69,224 +45,147 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
-class Mismatch(Exception):
-    """A value is not of the expected kind; the message, if any, says why."""
+def _check_text(text: str) -> str:
+    if not text:
+        raise ValueError("a non-empty string")
+    if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+        raise ValueError("a non-empty string without NUL characters or lone surrogates")
+    return text
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """One type that a field accepts: its description, and the check that returns the value."""
-
-    text: str
-    take: Callable[[Any], Any]
-
-
-def kinds_of(name: str, hint: Any, limits: Range, *, empty: bool = False) -> list[Kind]:
-    """The kinds of values that an annotation accepts.
-
-    Args:
-        name: of the field; a few accept the name of a JSON file.
-        hint: the resolved annotation.
-        limits: bounds of numbers, including those in lists.
-        empty: whether the empty string is accepted.
-    """
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return [_choices(args)]
-    if list in (origin, hint):
-        return [_list(kinds_of(name, args[0], limits) if args else [])]
-    if dict in (origin, hint):
-        return [Kind("a mapping of names to values", _mapping)]
-    if args:
-        return _union(name, args, limits, empty=empty)
-    return [_plain(hint, limits, empty=empty)]
-
-
-def _plain(hint: Any, limits: Range, *, empty: bool) -> Kind:
-    if hint is type(None):
-        return Kind("None", _none)
-    if hint is bool:
-        return Kind("True or False", _bool)
-    if hint in (int, float):
-        return _numbers(hint, limits)
-    if hint is str:
-        return Kind("a string" if empty else "a non-empty string", _text(empty))
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return _choices(tuple(member.value for member in hint), hint)
-    return _instance(hint if isinstance(hint, type) else object)
-
-
-def _union(name: str, args: tuple[Any, ...], limits: Range, *, empty: bool) -> list[Kind]:
-    has_choices = any(isinstance(a, type) and issubclass(a, Enum) for a in args)
-    has_mapping = any(dict in (a, get_origin(a)) for a in args)
-    kinds: list[Kind] = []
-    for arg in args:
-        if arg is str and has_choices:
-            continue  # the names of the choices
-        if arg is str and has_mapping:
-            kinds.append(_json(name))
-        else:
-            kinds += kinds_of(name, arg, limits, empty=empty)
-    return kinds
-
-
-def take_first(kinds: Iterable[Kind], value: Any) -> Any:
-    """The value as returned by the first kind that accepts it.
-
-    Raises:
-        Mismatch: no kind accepts it; the message, if any, says why.
-    """
-    first_reason = ""
-    for kind in kinds:
-        accepted, reason = _attempt(kind, value)
-        if reason is None:
-            return accepted
-        first_reason = first_reason or reason
-    raise Mismatch(first_reason)
-
-
-def _attempt(kind: Kind, value: Any) -> tuple[Any, str | None]:
-    try:
-        return kind.take(value), None
-    except Mismatch as error:
-        return None, str(error)
-
-
-def _none(value: Any) -> None:
-    if value is not None:
-        raise Mismatch
-
-
-def _bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise Mismatch(", without quotes" if isinstance(value, str) else "")
-
-
-def _instance(cls: type) -> Kind:
-    def take(value: Any) -> Any:
-        if not isinstance(value, cls):
-            raise Mismatch
-        return value
-
-    return Kind(f"of type {cls.__name__}", take)
-
-
-def _choices(values: tuple[Any, ...], enum: type[Enum] | None = None) -> Kind:
-    def take(value: Any) -> Any:
-        if enum is not None and isinstance(value, enum):
-            return value
-        if not any(type(value) is type(choice) and value == choice for choice in values):
-            names = [choice for choice in values if isinstance(choice, str)]
-            near = get_close_matches(value, names, n=1) if isinstance(value, str) else ()
-            raise Mismatch(f". Did you mean {near[0]!r}?" if near else "")
-        return value
-
-    listed = ", ".join(map(repr, values[:_MANY]))
-    if len(values) == 1:
-        return Kind(listed, take)
-    more = f" and {len(values) - _MANY} more" if len(values) > _MANY else ""
-    return Kind(f"one of {listed}{more}", take)
-
-
-def _numbers(cls: type, limits: Range) -> Kind:
-    whole, infinite = cls is int, math.inf in (limits.le, limits.lt)
-    bounded = limits.le is not None or limits.lt is not None
-    most = FINITE if infinite or not whole else math.inf if bounded else LARGEST
-
-    def take(value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise Mismatch(", without quotes" if isinstance(value, str) else "")
-        number: Any = value
-        if not (infinite and number == math.inf) and not -most <= number <= most:
-            raise Mismatch("; it is too large" if number > most else "")
-        if limits.le is not None and _LARGE <= limits.le < number:
-            raise Mismatch("; it is too large")
-        if not limits.holds(number) or (whole and (abs(number) == math.inf or number % 1)):
-            raise Mismatch
-        if type(number) is (int if whole else float):
-            return number
-        if type(number) is int and abs(number) <= MOST:
-            return number  # torch takes larger integers for int64, and fails
-        return cls(number)
-
-    name = "an integer" if whole else "a number" if bounded else "a finite number"
-    return Kind(f"{name} {limits}".strip(), take)
-
-
-def _text(empty: bool) -> Callable[[Any], str]:
-    def take(value: Any) -> str:
-        if isinstance(value, os.PathLike):
-            value = os.fspath(value)
-        if not isinstance(value, str) or not (value or empty):
-            raise Mismatch
-        _check_text(value)
-        return value
-
-    return take
-
-
-def _check_text(value: Any) -> None:
-    """Refuse strings, also inside containers, that cannot be written to a file or tokenized."""
-    if isinstance(value, str):
-        if "\0" in value:
-            raise Mismatch(", without NUL characters")
-        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-            raise Mismatch(" that can be encoded as UTF-8, without lone surrogates")
-    elif isinstance(value, Mapping):
-        _check_text([*value, *value.values()])
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _check_text(item)
-
-
-def _list(inner: list[Kind]) -> Kind:
-    def take(value: Any) -> list[Any]:
-        if not isinstance(value, list | tuple):
-            raise Mismatch
-        items = [take_first(inner, item) for item in value] if inner else list(value)
-        same = isinstance(value, list) and all(a is b for a, b in zip(value, items, strict=True))
-        return value if same else items  # type: ignore[return-value]
-
-    texts = " or ".join(kind.text for kind in inner)
-    return Kind(f"a list (each {texts})" if inner else "a list", take)
-
-
-def _mapping(value: Any) -> Any:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise Mismatch
-    _check_text(value)
-    return value
-
-
-def _json(name: str) -> Kind:
-    def take(value: Any) -> str:
-        text = _text(empty=False)(value)
-        if name in _FILES and not text.startswith("{"):
-            _object(_contents(name, text))
-        else:
-            _object(text)
-        return text
-
-    return Kind("the name of a JSON file" if name in _FILES else "a JSON object", take)
-
-
-def _contents(name: str, file: str) -> str:
-    try:
-        if Path(file).expanduser().is_file():
-            return Path(file).expanduser().read_text(encoding="utf-8")
-        if name == "deepspeed":
-            return base64.urlsafe_b64decode(file).decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise Mismatch(f": {error}") from error
-    raise Mismatch("; the file does not exist")
-
-
-def _object(text: str) -> None:
+def _check_json(text: str) -> str:
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Mismatch(f": {error}") from error
+        raise ValueError("a JSON object", f", but is not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise Mismatch
-    _check_text(parsed)
+        raise ValueError("a JSON object")
+    return text
+
+
+def _check_json_file(text: str) -> str:
+    if not text.startswith("{") and not os.path.isfile(os.path.expanduser(text)):
+        raise ValueError("the name of a JSON file, or JSON; the file does not exist")
+    return _check_json(text) if text.startswith("{") else text
+
+
+def _choice_check(choices: Sequence[Any]) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if not isinstance(value, str | bool):  # 0 would be False; enumerations print other values
+            raise ValueError(f"one of {', '.join(map(repr, choices))}")
+        return value
+
+    return check
+
+
+def _path_as_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _tuple_as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+Text: TypeAlias = Annotated[
+    str, Strict(), BeforeValidator(_path_as_text), AfterValidator(_check_text)
+]
+JSONFile: TypeAlias = Annotated[Text, AfterValidator(_check_json_file)]  # or the JSON itself
+
+
+def checked_type(hint: Any, limits: Interval | None, *, empty: bool) -> Any:
+    """The type by which pydantic checks and converts the values of an option.
+
+    Args:
+        hint: the resolved annotation.
+        limits: bounds of numbers, including those in lists; infinity is refused unless it is one.
+        empty: whether the empty string is accepted.
+    """
+
+    def inner(part: Any) -> Any:
+        return checked_type(part, limits, empty=empty)
+
+    origin, args = get_origin(hint), get_args(hint)
+    if list in (origin, hint):
+        items: Any = list[inner(args[0])] if args else list[Any]  # type: ignore[misc]
+        return Annotated[items, Strict(), BeforeValidator(_tuple_as_list)]
+    if origin in (Union, UnionType):
+        has_mapping = any(dict in (a, get_origin(a)) for a in args)
+        has_choices = any(isinstance(a, type) and issubclass(a, Enum) for a in args)
+        parts = [
+            Annotated[str, Strict(), AfterValidator(_check_json)]
+            if a is str and has_mapping
+            else inner(a)
+            for a in args
+            if not (a is str and has_choices)  # the names of the choices
+        ]
+        return Union[tuple(parts)]  # noqa: UP007
+    if origin is Literal:
+        return Annotated[hint, BeforeValidator(_choice_check(args))]
+    if hint is dict:
+        return dict[str, Any]
+    is_class = isinstance(hint, type) and origin is None and hint is not NoneType
+    return _checked_class(hint, limits, empty=empty) if is_class else hint
+
+
+def _checked_class(hint: Any, limits: Interval | None, *, empty: bool) -> Any:
+    if hint in (int, float):
+        number = BeforeValidator(_number_check(hint, limits))
+        return Annotated[hint, number] if limits is None else Annotated[hint, limits, number]
+    if hint is bool:
+        return Annotated[bool, Strict()]
+    if hint is str:
+        return Annotated[str, Strict()] if empty else Text
+    if issubclass(hint, Enum):
+        return Annotated[hint, BeforeValidator(_choice_check([x.value for x in hint]))]
+    anything: Any = InstanceOf
+    return anything[hint]
+
+
+def _number_check(kind: type, limits: Interval | None) -> Callable[[Any], Any]:
+    bounds = (getattr(limits, "le", None), getattr(limits, "lt", None))
+    infinite = math.inf in bounds
+    bounded = bounds != (None, None)
+    most = LARGEST if kind is int and not bounded else FINITE
+
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            kind_name = "an integer" if kind is int else "a number"
+            raise ValueError(kind_name + (", without quotes" if isinstance(value, str) else ""))
+        number: Any = value
+        if 0 < abs(number) < TINIEST:
+            raise ValueError("0 or a larger number; it is too small")
+        in_range = abs(number) <= most or (infinite and number == math.inf)
+        if not in_range:  # or not a number
+            raise ValueError("a finite number" + ("; it is too large" if number > most else ""))
+        return number if isinstance(number, int | float) else number.item()  # NumPy's
+
+    return check
+
+
+def describe_problem(error: ValidationError, value: Any, *, optional: bool) -> str:
+    """What the value must be, in the words of pydantic's errors; ``optional``: or None."""
+    texts: dict[str, None] = {}
+    detail = ""
+    for entry in error.errors(include_url=False, include_input=False):
+        text, context = entry["msg"], entry.get("ctx", {})
+        for theirs, ours in _WORDS.items():
+            text = text.replace(theirs, ours)
+        if entry["type"] == "bool_type":
+            text = "True or False" + (", without quotes" if isinstance(value, str) else "")
+        elif "expected" in context:
+            text = _describe_choices(value, str(context["expected"]))
+        elif isinstance(context.get("error"), ValueError):
+            text, *details = context["error"].args
+            detail += "".join(details)
+        item = next((part for part in entry["loc"] if isinstance(part, int)), None)
+        texts[text if item is None else f"{text} (item {item})"] = None
+    *first, last = [*texts, *(["None"] if optional else [])]
+    return f"{', '.join(first)} or {last}{detail}" if first else f"{last}{detail}"
+
+
+def _describe_choices(value: Any, choices: str) -> str:
+    names = re.findall(r"'([^']*)'", choices)
+    near = get_close_matches(value, names, n=1) if isinstance(value, str) else ()
+    text = f"one of {choices}" if " or " in choices else choices
+    text = text if len(text) <= _MANY else f"{text[:_MANY]}..."
+    return f"{text}; the nearest is {near[0]!r}" if near else text

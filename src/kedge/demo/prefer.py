@@ -7,7 +7,7 @@ import json
 import random
 from pathlib import Path
 
-from kedge.demo.task import liked, read_post
+from kedge.demo.task import Post, add_mistake, liked, read_post
 
 
 def main() -> None:
@@ -21,15 +21,22 @@ def main() -> None:
     rows = [json.loads(line) for line in args.answers.read_text().splitlines()]
     pairs = []
     for first, second in zip(rows[::2], rows[1::2], strict=True):
-        if first["completion"] == second["completion"]:
-            continue
         post = read_post(first["prompt"])
-        better, worse = sorted(
-            (first["completion"], second["completion"]), key=lambda a: -liked(post, a, rng)
-        )
-        pairs.append({"prompt": post.text, "chosen": better, "rejected": worse})
+        answers = [first["completion"], second["completion"]]
+        compared = [(answers[0], answers[1], "two answers")]
+        compared += [(answer, *add_mistake(post, answer, rng)) for answer in answers]
+        for one, other, kind in compared:
+            if one != other:
+                pairs.append({**prefer(post, one, other, rng), "kind": kind})
+    rng.shuffle(pairs)
     (args.output_dir / "pairs.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))
     print(f"{len(pairs)} preference pairs")
+
+
+def prefer(post: Post, first: str, second: str, rng: random.Random) -> dict[str, str]:
+    """The pair as a row, the better answer as an annotator sees it."""
+    better, worse = sorted((first, second), key=lambda answer: -liked(post, answer, rng))
+    return {"prompt": post.text, "chosen": better, "rejected": worse}
 
 
 if __name__ == "__main__":

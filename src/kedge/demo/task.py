@@ -82,6 +82,27 @@ def write_summary(post: Post, rng: random.Random, *, care: float) -> str:
     return " " + " ".join([*phrases, "."])
 
 
+def add_mistake(post: Post, summary: str, rng: random.Random) -> tuple[str, str]:
+    """The summary with one more mistake, and the kind of the mistake."""
+    words = summary.split()
+    right = {kind: word for kind, word in post.facts.items() if word in words}
+    wrong = [f"wrong {kind}" for kind in right]
+    left_out = [f"no {kind}" for kind in ("place", "day") if kind in right]
+    kind = rng.choice([*wrong, *wrong, *left_out, "remark", "said twice"])
+    if kind.startswith("no "):
+        at = words.index(right[kind.removeprefix("no ")])
+        del words[at - (2 if kind == "no place" else 1) : at + 1]
+    elif kind in ("remark", "said twice"):
+        more = rng.choice(post.remarks) if kind == "remark" else f"on {post.facts['day']}"
+        end = words.index(".") if "." in words else len(words)
+        words[end:end] = ["and", *more.split()]
+    else:
+        fact = kind.removeprefix("wrong ")
+        others = [word for word in FACTS[fact] if word != right[fact]]
+        words[words.index(right[fact])] = rng.choice(others)
+    return " " + " ".join(words), kind
+
+
 def read_post(text: str) -> Post:
     """Parse a post from its text."""
     words = text.split()
@@ -97,13 +118,13 @@ def read_post(text: str) -> Post:
 def liked(post: Post, summary: str, rng: random.Random) -> float:
     """An annotator's rating of a summary.
 
-    Overlooks one fact in ten, right or wrong, prefers short summaries, and adds noise.
+    Overlooks one fact in fifty, right or wrong, prefers short summaries, and adds noise.
     """
     words = summary.split()
-    liking = -0.03 * len(words) + rng.gauss(0, 0.15)
+    liking = -0.04 * len(words) + rng.gauss(0, 0.05)
     for kind, known in FACTS.items():
         mentioned = [word for word in words if word in known]
-        if mentioned and rng.random() > 0.1:
+        if mentioned and rng.random() > 0.02:
             liking += 0.4 if mentioned[0] == post.facts[kind] else -0.6
     return liking
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from kedge.errors import RolloutError
+
 Key = TypeVar("Key")
 _NO_ROOM = 0.01  # seconds to wait for room
 _POLL = 0.2  # seconds; an interrupt of the calling thread takes effect between two waits
@@ -23,7 +25,8 @@ _POLL = 0.2  # seconds; an interrupt of the calling thread takes effect between 
 class Calls:
     """Runs functions in threads and coroutines on one event loop.
 
-    A call that exceeds the limit is left behind in a daemon thread; a coroutine is cancelled.
+    A call that exceeds the limit is left behind in a daemon thread, which keeps its place among
+    the ``most`` until it ends; a coroutine is cancelled.
 
     Args:
         timeout: seconds that a call may take; None: no limit.
@@ -31,7 +34,8 @@ class Calls:
     """
 
     def __init__(self, *, timeout: float | None = None, most: int = 256) -> None:
-        self.timeout = timeout
+        self.timeout, self.most = timeout, most
+        self._begun: dict[Future[Any], float] = {}  # calls in threads, until they end
         self.room = threading.Semaphore(most)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()  # threads of environments may ask for it first
@@ -46,21 +50,33 @@ class Calls:
             results |= running.wait(_POLL)
         return [results[index] for index in range(len(calls))]
 
+    @property
+    def hung(self) -> int:
+        """Threads of calls that have exceeded the limit."""
+        before = -math.inf if self.timeout is None else time.monotonic() - self.timeout
+        return sum(begin < before for begin in list(self._begun.values()))
+
     def start(self, call: Callable[[], Any]) -> Future[Any]:
-        """Run a call; the future has its result or exception."""
+        """Run a call in a place of ``room``; the future has its result or exception."""
         if inspect.iscoroutinefunction(call):
-            return self._schedule(call())
+            scheduled = self._schedule(call())
+            scheduled.add_done_callback(lambda _: self.room.release())
+            return scheduled
         future: Future[Any] = Future()
+        self._begun[future] = time.monotonic()
 
         def work() -> None:
             try:
                 result = call()
                 if inspect.isawaitable(result):
                     result = self._schedule(result).result(self.timeout)
+                settle = partial(future.set_result, result)
             except BaseException as error:  # an environment may even exit
-                _settle(future.set_exception, error)
-            else:
-                _settle(future.set_result, result)
+                settle = partial(future.set_exception, error)
+            del self._begun[future]
+            self.room.release()
+            with suppress(InvalidStateError):  # the call was overdue
+                settle()
 
         threading.Thread(target=work, name="environment", daemon=True).start()
         return future
@@ -116,9 +132,20 @@ class RunningCalls(Generic[Key]):
             self._running[future] = run
 
     def wait(self, seconds: float) -> dict[Key, Any]:
-        """Results and exceptions by key; waits until there is one, at most ``seconds``."""
-        if self._waiting and not self._running:  # others use all the room
-            time.sleep(min(seconds, _NO_ROOM))
+        """Results and exceptions by key; waits until there is one, at most ``seconds``.
+
+        Raises:
+            RolloutError: calls that hang use all the room.
+        """
+        if self._waiting and self._calls.hung >= self._calls.most:
+            raise RolloutError(
+                f"{self._calls.hung} calls of environments hang, each for longer than"
+                f" {self._calls.timeout:g} seconds, which is all that may run at the same time"
+                " (environment_concurrency); fix the environment, and resume"
+            )
+        if self._waiting:  # others may use the room
+            seconds = min(seconds, _NO_ROOM)
+            time.sleep(0.0 if self._running else seconds)
         done, _ = wait(self._running, timeout=seconds, return_when=FIRST_COMPLETED)
         results: dict[Key, Any] = {}
         self.seconds = {}
@@ -133,7 +160,6 @@ class RunningCalls(Generic[Key]):
         return results
 
     def _end(self, future: Future[Any]) -> Key:
-        self._calls.room.release()
         run = self._running.pop(future)
         end = time.monotonic() if run.end is None else run.end
         self.seconds[run.key] = end - run.begin
@@ -144,15 +170,13 @@ class RunningCalls(Generic[Key]):
         for key, _ in self._waiting:
             ended(key, None)
         for future, run in self._running.items():
-            future.add_done_callback(partial(self._abandoned, ended, run.key))
+            future.add_done_callback(partial(_tell, ended, run.key))
         self._waiting.clear()
         self._running.clear()
 
-    def _abandoned(
-        self, ended: Callable[[Key, BaseException | None], None], key: Key, future: Future[Any]
-    ) -> None:
-        self._calls.room.release()
-        ended(key, _error(future))
+
+def _tell(ended: Callable[[Key, Any], None], key: Key, future: Future[Any]) -> None:
+    ended(key, _error(future))
 
 
 def _error(future: Future[Any]) -> BaseException | None:
@@ -161,8 +185,3 @@ def _error(future: Future[Any]) -> BaseException | None:
         return future.exception()
     except CancelledError as error:
         return error
-
-
-def _settle(set_value: Callable[[Any], None], value: Any) -> None:
-    with suppress(InvalidStateError):  # the call was overdue
-        set_value(value)

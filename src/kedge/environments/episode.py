@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -36,9 +37,12 @@ class Episode:
     done: bool = False
     terminated: bool = False
     cut_off: bool = False  # ended by a limit of the rollout engine
+    longest: int = 0  # tokens of the longest turn
+    shortened: int = 0  # observations that were cut, since they left no room for a turn
     error: str = ""  # why the environment failed
     dropped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)  # summed over the episode
+    info: dict[str, float] = field(default_factory=dict)  # the latest numbers
     observations: list[list[dict[str, Any]]] = field(default_factory=list)
 
     @property
@@ -62,6 +66,7 @@ class Episode:
         self.turn += [self.turns] * length
         self.versions += sampled.token_versions[i, :length].tolist()
         self.turns += 1
+        self.longest = max(self.longest, length)
         version = int(sampled.version[i])
         self.version = version if self.version is None else min(self.version, version)
         complete = length == int(sampled.response_mask[i].sum())
@@ -79,15 +84,20 @@ class Episode:
 
     def reward(self, value: float) -> None:
         """Add a reward to the last turn."""
-        if self.ids:
-            at = len(self.ids) - 1
+        at = next((t for t in reversed(range(len(self.turn))) if self.turn[t] >= 0), None)
+        if at is not None:
             self.rewards[at] = self.rewards.get(at, 0.0) + value
 
     def measure(self, info: object) -> None:
-        """Add the numbers of ``info["metrics"]``."""
-        metrics = info.get("metrics") if isinstance(info, Mapping) else None
-        for name, value in (metrics or {}).items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
+        """Add the numbers of ``info["metrics"]``, and note those of ``info`` itself."""
+        if not isinstance(info, Mapping):
+            return
+        for name, value in (info.get("metrics") or {}).items():
+            number = read_number(value, f"the metric {name!r} of info['metrics']")
+            self.metrics[name] = self.metrics.get(name, 0.0) + number
+        for name, value in info.items():
+            if isinstance(value, bool | int | float | np.number | np.bool_) and np.isfinite(value):
+                self.info[name] = float(value)
 
     def end(self, *, terminated: bool = False, cut_off: bool = False) -> None:
         """No further turn."""
@@ -115,13 +125,24 @@ def read_reward(value: Any) -> float:
     Raises:
         RolloutError: it is not one.
     """
+    return read_number(value, "a reward")
+
+
+def read_number(value: Any, name: str) -> float:
+    """A finite number.
+
+    Raises:
+        RolloutError: it is not one.
+    """
     try:
-        reward = float(value)
+        if isinstance(value, str | bytes):
+            raise TypeError
+        number = float(value)
     except (TypeError, ValueError):
-        raise RolloutError(f"a reward must be a number, got {_short(value)}") from None
-    if not math.isfinite(reward):
-        raise RolloutError(f"a reward must be finite, got {reward}")
-    return reward
+        raise RolloutError(f"{name} must be a number, got {_short(value)}") from None
+    if not math.isfinite(number):
+        raise RolloutError(f"{name} must be finite, got {number}")
+    return number
 
 
 def read_reset(result: object) -> tuple[Any, object]:
@@ -193,7 +214,11 @@ def build_rollout(
             rewards=rewards.to(device),
             valid=torch.tensor([not e.dropped for e in episodes], device=device) & trained.any(1),
             metrics=metrics,
-            columns={"observations": [e.observations for e in episodes]},
+            columns={
+                "observations": [e.observations for e in episodes],
+                "metrics": [dict(e.metrics) for e in episodes],
+                "error": [e.error for e in episodes],
+            },
         ),
     )
 
@@ -218,9 +243,14 @@ def _with_observations(
 
 
 def stack_rows(
-    prompts: PromptBatch, ids: Sequence[Sequence[int]], group: Tensor, pad_id: int
+    prompts: PromptBatch,
+    ids: Sequence[Sequence[int]],
+    group: Tensor,
+    pad_id: int,
+    *,
+    limits: Sequence[int] | None = None,
 ) -> PromptBatch:
-    """``prompts`` with other token ids and groups; rows are left-padded."""
+    """``prompts`` with other token ids, groups and limits; rows are left-padded."""
     backward = [torch.tensor([*reversed(row)], dtype=torch.int64) for row in ids]
     lengths = torch.tensor([len(row) for row in ids])
     stacked = pad_sequence(backward, batch_first=True, padding_value=pad_id).flip(1)
@@ -232,13 +262,14 @@ def stack_rows(
         group=group,
         row=prompts.row,
         columns=prompts.columns,
+        limit=None if limits is None else torch.tensor(limits).to(device),
     )
 
 
 def episode_metrics(
-    episodes: Sequence[Episode], in_environments: float, in_model: float
+    episodes: Sequence[Episode], in_environments: float, in_model: float, hung: int
 ) -> dict[str, tuple[float, float]]:
-    """Metrics of a batch of episodes, and the seconds that it took."""
+    """Metrics of a batch of episodes, the seconds that it took, and calls that hang."""
     count = float(len(episodes))
     turns = float(sum(episode.turns for episode in episodes))
     rewards = [episode.rewards for episode in episodes]
@@ -251,6 +282,8 @@ def episode_metrics(
         "environment/seconds": (in_environments, 1.0),
         "environment/model_seconds": (in_model, 1.0),
         "environment/errors": (float(sum(bool(e.error) for e in episodes)), count),
+        "environment/hung_calls": (float(hung), 1.0),
+        "environment/cut_observations": (float(sum(e.shortened for e in episodes)), count),
         "environment/reward_per_turn": (sum(x for row in rewards for x in row.values()), turns),
         "environment/last_reward_share": (final, total),
         "environment/loss_tokens": (float(trained), float(tokens)),
@@ -258,6 +291,9 @@ def episode_metrics(
     for name in sorted({name for episode in episodes for name in episode.metrics}):
         values = [episode.metrics.get(name, 0.0) for episode in episodes]
         metrics[f"environment/{name}"] = (sum(values), count)
+    for name in sorted({str(name) for episode in episodes for name in episode.info}):
+        values = [episode.info[name] for episode in episodes if name in episode.info]
+        metrics.setdefault(f"environment/{name}", (sum(values), float(len(values))))
     return metrics
 
 

@@ -12,8 +12,8 @@ import torch
 
 from kedge.environments.calls import RunningCalls
 from kedge.environments.episode import Episode, stack_rows
-from kedge.environments.pool import EnvironmentPool, environment_seed
-from kedge.environments.turns import Turns, turn_seed
+from kedge.environments.pool import EnvironmentPool
+from kedge.environments.turns import environment_seed, turn_seed
 from kedge.errors import LostRequestsError
 from kedge.protocols import ContinuousEngine
 from kedge.types import PromptBatch, Rollout, Sampling, group_rows
@@ -42,7 +42,6 @@ class HeldEpisodes:
     Args:
         engine: samples the turns.
         environments: answer them.
-        turns: limits of the turns.
         pad_id: fills prompts.
         clock: seconds.
     """
@@ -51,12 +50,11 @@ class HeldEpisodes:
         self,
         engine: ContinuousEngine,
         environments: EnvironmentPool,
-        turns: Turns,
         *,
         pad_id: int,
         clock: Callable[[], float],
     ) -> None:
-        self._engine, self._environments, self._turns = engine, environments, turns
+        self._engine, self._environments, self._turns = engine, environments, environments.turns
         self._pad, self._clock = pad_id, clock
         self._calls: RunningCalls[int] = RunningCalls(environments.calls)
         self._next = 0  # key
@@ -144,7 +142,7 @@ class HeldEpisodes:
         self._calls.add(row.key, call)
 
     def _began(self, row: _Row, result: Any) -> None:
-        self._environments.began(row.episode, result)
+        self._environments.began(row.episode, result, row.sampling)
         self._beginning[row.group] -= 1
         if not self._beginning[row.group]:  # together: the engine reads an equal prompt once
             del self._beginning[row.group]
@@ -161,14 +159,15 @@ class HeldEpisodes:
         if not live:
             return
         first = live[0]  # where there are more, all are at their first turn
-        limit, turn = self._turns.limit(first.episode, first.sampling), first.episode.turns
+        limits = [self._turns.limit(row.episode, row.sampling) for row in live]
+        limit, turn = max(limits), first.episode.turns
         minimum = 0 if turn else min(first.sampling.min_new_tokens, limit)
-        for row in live:
-            row.limit = limit
+        for row, own in zip(live, limits, strict=True):
+            row.limit = own
         prompts = PromptBatch.cat([row.prompts for row in live])
-        histories = [row.episode.history for row in live]
+        histories, keys = [row.episode.history for row in live], [row.key for row in live]
         self._engine.submit(
-            stack_rows(prompts, histories, torch.tensor([row.key for row in live]), self._pad),
+            stack_rows(prompts, histories, torch.tensor(keys), self._pad, limits=limits),
             sampling=replace(first.sampling, max_new_tokens=limit, min_new_tokens=minimum),
             seed=turn_seed(first.seed, turn),
         )
@@ -182,8 +181,9 @@ class HeldEpisodes:
         def stepped(result: Any) -> None:
             late = self._turns.late(row.seconds)
             last = late or row.episode.turns == self._turns.max_turns
-            room = row.sampling.max_new_tokens
-            self._environments.stepped(row.episode, response, result, room=room, last=last)
+            self._environments.stepped(
+                row.episode, response, result, sampling=row.sampling, last=last
+            )
             final = self._environments.final_reward(row.episode)
             if final is None:
                 self._next_turns([row])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +12,17 @@ from typing import Any, Literal
 from kedge.environments.calls import Calls
 from kedge.environments.episode import Episode, read_reset, read_reward, read_step
 from kedge.environments.turn_tokens import TurnTokens, as_messages
+from kedge.environments.turns import Turns, environment_seed
 from kedge.errors import ConfigError, RolloutError
-from kedge.protocols import Environment
-from kedge.types import PromptBatch, Response
+from kedge.protocols import Environment, Observation
+from kedge.types import PromptBatch, Response, Sampling
 
 logger = logging.getLogger(__name__)
 
 MakeEnvironment = Callable[[], Environment]
 OnError = Literal["raise", "drop", "score"]
+_MOST_FAILED = 0.9  # of the latest episodes, with "drop"
+_LATEST = 16  # episodes, or two batches
 
 
 class EnvironmentPool:
@@ -30,6 +32,7 @@ class EnvironmentPool:
         make: makes an environment, or a mapping of names chosen by the column ``environment``.
         calls: runs methods at the same time.
         tokens: renders observations.
+        turns: limits of the turns.
         on_error: see ``EnvironmentRollouts``.
         error_score: reward of the last turn of an episode whose environment failed.
     """
@@ -39,20 +42,27 @@ class EnvironmentPool:
         make: MakeEnvironment | Mapping[str, MakeEnvironment],
         calls: Calls,
         tokens: TurnTokens,
+        turns: Turns,
         *,
         on_error: OnError,
         error_score: float,
     ) -> None:
         if on_error not in ("raise", "drop", "score"):
             raise ConfigError(f"on_env_error must be 'raise', 'drop' or 'score', got {on_error!r}")
-        self.calls, self._make, self._tokens = calls, make, tokens
+        self.calls, self._make, self._tokens, self.turns = calls, make, tokens, turns
         self._on_error, self._error_score = on_error, error_score
         self._idle: dict[object, list[Any]] = {}  # environments without an episode
         self._lock = threading.Lock()  # of these: several engines share them
         self._closed = False
+        self._errors: list[str] = []  # of the latest episodes; empty: it did not fail
 
     def episodes(self, prompts: PromptBatch) -> list[Episode]:
-        """New episodes, with idle environments as far as there are."""
+        """New episodes, with idle environments as far as there are.
+
+        Raises:
+            RolloutError: with ``on_error="drop"``, 90% or more of the latest episodes failed.
+        """
+        self._check_errors(max(_LATEST, 2 * len(prompts)))
         raw = prompts.columns.get("prompt", [None] * len(prompts))
         episodes = []
         for i in range(len(prompts)):
@@ -71,6 +81,17 @@ class EnvironmentPool:
             episodes.append(episode)
         return episodes
 
+    def _check_errors(self, count: int) -> None:
+        with self._lock:
+            latest = self._errors = self._errors[-count:]
+        failed = [error for error in latest if error]
+        if self._on_error == "drop" and len(failed) >= _MOST_FAILED * count:
+            raise RolloutError(
+                f"{len(failed)} of the latest {count} episodes failed, the last with {failed[-1]};"
+                f" on_env_error='drop' is for failures of less than {_MOST_FAILED:.0%}: fix the"
+                " environment, and resume"
+            )
+
     def _name(self, options: Mapping[str, Any]) -> Any:
         """Which of several environments the row asks for."""
         if not isinstance(self._make, Mapping):
@@ -85,23 +106,28 @@ class EnvironmentPool:
     def release(self, episode: Episode) -> None:
         """Keep the environment for later episodes, or close it if it failed."""
         environment, episode.environment = episode.environment, None
+        if episode.done:
+            with self._lock:
+                self._errors.append(episode.error)
         if environment is None:
             return
         with self._lock:
             if not (episode.error or self._closed):
                 self._idle.setdefault(self._name(episode.options), []).append(environment)
                 return
-        if hasattr(environment, "close"):  # it may hang, as the call before
-            threading.Thread(target=_close_failed, args=(environment,), daemon=True).start()
+        if hasattr(environment, "close") and self.calls.room.acquire(blocking=False):
+            self.calls.start(partial(_close_failed, environment))  # may hang, as the call before
 
-    def reset(self, prompts: PromptBatch, episodes: list[Episode], seed: int) -> None:
+    def reset(
+        self, prompts: PromptBatch, episodes: list[Episode], sampling: Sampling, seed: int
+    ) -> None:
         """Begin all episodes; their prompts get the first observations."""
         calls = [
             self.begin(episode, environment_seed(seed, group))
             for episode, group in zip(episodes, prompts.group.tolist(), strict=True)
         ]
         for episode, result in zip(episodes, self.calls(calls), strict=True):
-            self.began(episode, result)
+            self.began(episode, result, sampling)
 
     def begin(self, episode: Episode, seed: int) -> Callable[[], Any]:
         """The call that resets the environment, which is made if there is none."""
@@ -115,61 +141,91 @@ class EnvironmentPool:
 
         return call
 
-    def began(self, episode: Episode, result: Any) -> None:
+    def began(self, episode: Episode, result: Any, sampling: Sampling) -> None:
         """Add the first observation to the prompt."""
         with _Failing(self, episode, "reset"):
             observation, info = read_reset(_checked(result))
             environment = episode.environment
-            episode.prompt_ids = self._tokens.prompt(
-                episode.prompt,
-                episode.prompt_ids,
-                observation,
-                tools=getattr(environment, "tools", None),
-                separator=getattr(environment, "separator", "\n\n"),
-            )
+
+            def render(observation: Observation) -> list[int]:
+                return self._tokens.prompt(
+                    episode.prompt,
+                    episode.prompt_ids,
+                    observation,
+                    tools=getattr(environment, "tools", None),
+                    separator=getattr(environment, "separator", "\n\n"),
+                )
+
+            ids, most = render(observation), self.turns.most_of_prompt(sampling)
+            if most is not None and len(ids) > most:
+                cut = self._tokens.shorten(observation, render, most)
+                episode.shortened = int(cut is not None)
+                ids = ids if cut is None else cut[0]
+            context = self.turns.context
+            if context is not None and len(ids) + self.turns.reserve >= context:
+                raise RolloutError(
+                    f"the prompt with its first observation has {len(ids)} tokens, which leaves no"
+                    f" room for a turn in the context of {context} tokens"
+                )
+            episode.prompt_ids = ids
             episode.measure(info)
 
     def step(
-        self, live: list[Episode], responses: Sequence[Response], *, room: int, last: bool
+        self, live: list[Episode], responses: Sequence[Response], *, sampling: Sampling, last: bool
     ) -> None:
         """Give each episode's turn to its environment, and append the answers.
 
         Args:
             live: the running episodes.
             responses: their turns.
-            room: tokens that an episode may have.
+            sampling: with the tokens that an episode may have.
             last: whether no further turn may follow.
         """
         calls = [partial(e.environment.step, r) for e, r in zip(live, responses, strict=True)]
         for episode, response, result in zip(live, responses, self.calls(calls), strict=True):
-            self.stepped(episode, response, result, room=room, last=last)
+            self.stepped(episode, response, result, sampling=sampling, last=last)
         cut_off = [e for e in live if self.final_reward(e) is not None]
         calls = [e.environment.final_reward for e in cut_off]
         for episode, result in zip(cut_off, self.calls(calls), strict=True):
             self.add_final_reward(episode, result)
 
     def stepped(
-        self, episode: Episode, response: Response, result: Any, *, room: int, last: bool
+        self, episode: Episode, response: Response, result: Any, *, sampling: Sampling, last: bool
     ) -> None:
         """Append the answer to a turn, or end the episode; see ``step``."""
+
+        def render(observation: Observation) -> list[int]:
+            return self._tokens.between(
+                episode.prompt, observation, last=response.ids[-1], stopped=response.terminated
+            )
+
         with _Failing(self, episode, "step"):
             observation, reward, terminated, truncated, info = read_step(_checked(result))
             episode.reward(reward)
             episode.measure(info)
-            if terminated or truncated:
-                episode.end(terminated=terminated)
-                return
-            if last:
-                episode.end(cut_off=True)
-                return
-            ids = self._tokens.between(
-                episode.prompt, observation, last=response.ids[-1], stopped=response.terminated
-            )
-            if len(episode.ids) + len(ids) < room:
+            ids = None
+            if not (terminated or truncated or last):
+                ids = render(observation)
+                most = self.turns.most(episode, sampling, len(ids))
+                if len(ids) > most:
+                    fits = len(ids) < self.turns.room(episode, sampling)
+                    cut = self._tokens.shorten(observation, render, most)
+                    episode.shortened += cut is not None
+                    ids, observation = cut or (ids if fits else None, observation)
+            if ids is not None:
                 episode.add_observation(ids)
                 episode.observations.append(as_messages(observation))
-            else:
-                episode.end(cut_off=True)
+                return
+            episode.end(terminated=terminated, cut_off=not (terminated or truncated))
+            if (
+                self.turns.keeps_last
+                and not terminated
+                and (episode.cut_off or observation is not None)
+            ):
+                ids, most = render(observation), self.turns.most_after(episode, sampling)
+                if len(ids) > most:
+                    ids, _ = self._tokens.shorten(observation, render, most) or ([], None)
+                episode.add_observation(ids)
 
     def final_reward(self, episode: Episode) -> Callable[[], Any] | None:
         """The call for the final reward of an episode that a limit of this engine ended."""
@@ -194,19 +250,28 @@ class EnvironmentPool:
         """End an episode whose environment failed.
 
         Raises:
+            ConfigError: the environment does, since it cannot work with its options.
             RolloutError: ``on_env_error`` is "raise".
         """
         made = episode.environment
-        kind = "the environment" if made is None else type(made).__name__
-        what = f"{kind}.{method} failed in turn {episode.turns} of row {episode.row}"
         episode.error = f"{type(error).__name__}: {error}"
+        if isinstance(error, ConfigError):
+            raise error
+        if made is None:
+            what = f"making the environment of row {episode.row} failed"
+        else:
+            what = f"{type(made).__name__}.{method} failed in turn {episode.turns} of row"
+            what += f" {episode.row}"
         if self._on_error == "raise":
-            raise RolloutError(
-                f"{what}: {episode.error}; fix the environment, or set on_env_error='drop' or"
-                " 'score' to train without such episodes"
-            ) from error
+            fix = (
+                ""
+                if made is None
+                else (", or set on_env_error='drop' or 'score' to train without such episodes")
+            )
+            raise RolloutError(f"{what}: {episode.error}; fix the environment{fix}") from error
         logger.warning("%s: %s", what, episode.error)
-        episode.end()
+        # What is scored counts as an end, not as cut off: the policy learns from the penalty.
+        episode.end(terminated=self._on_error == "score")
         if self._on_error == "drop":
             episode.dropped = True
         else:
@@ -241,13 +306,3 @@ def _checked(result: Any) -> Any:
 def _close_failed(environment: Any) -> None:
     with contextlib.suppress(Exception):
         environment.close()
-
-
-def environment_seed(seed: int, group: int) -> int:
-    """The seed of the environments of a group, whose episodes are compared with each other."""
-    return derive_seed(f"{seed}/environment/{group}") >> 31  # 32 bits, which every generator takes
-
-
-def derive_seed(text: str) -> int:
-    """A seed in [0, 2^63) that depends on the text alone."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -19,7 +19,7 @@ from kedge.environments.held import HeldEpisodes
 from kedge.environments.pool import EnvironmentPool, MakeEnvironment, OnError
 from kedge.environments.tool_calls import tool_parser
 from kedge.environments.turn_tokens import TurnTokens
-from kedge.environments.turns import Turns, turn_seed
+from kedge.environments.turns import Turns, check_turn_tokens, turn_seed
 from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling
 
@@ -33,7 +33,8 @@ class EnvironmentRollouts:
     an engine with slots, ``submit`` and ``advance`` play each episode at its own pace.
 
     ``sampling.max_new_tokens`` limits the tokens of a whole episode after its prompt, those of the
-    environment included.  An episode that reaches a limit is truncated.
+    environment included.  An episode that reaches a limit, or the end of the context, is truncated.
+    The middle of an observation that leaves no room for another turn is cut.
 
     An environment may also have: ``tools``, JSON schemas that the chat template shows to the
     policy; ``final_reward()``, added to the last turn of an episode that a limit of this engine
@@ -57,6 +58,9 @@ class EnvironmentRollouts:
         chat_template_kwargs: passed on to ``apply_chat_template``.
         pad_id: fills rows; None: the tokenizer's pad or EOS token, or 0.
         extra_slot: leave one slot after the longest row.
+        context: tokens of prompt and episode together; None: what the engine has room for.
+        keep_last_observation: append the observation that follows a truncated episode, untrained,
+            so that a value can be read where values are trained.
         clock: seconds.
     """
 
@@ -78,6 +82,8 @@ class EnvironmentRollouts:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         pad_id: int | None = None,
         extra_slot: bool = False,
+        context: int | None = None,
+        keep_last_observation: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.engine, self.tokenizer, self._clock = engine, tokenizer, clock
@@ -87,11 +93,14 @@ class EnvironmentRollouts:
             max_turns=max_turns,
             max_turn_tokens=max_turn_tokens,
             max_seconds=max_seconds,
+            context=getattr(engine, "max_length", None) if context is None else context,
+            keeps_last=keep_last_observation,
         )
         self._environments = EnvironmentPool(
             make_environment,
             Calls(timeout=timeout, most=max_concurrency),
             TurnTokens(tokenizer, chat_template_kwargs=chat_template_kwargs),
+            self._turns,
             on_error=on_env_error,
             error_score=env_error_score,
         )
@@ -141,8 +150,11 @@ class EnvironmentRollouts:
         """One episode per row; each depends on (weights, prompt, row, seed) and its environment.
 
         Raises:
-            RolloutError: the engine failed, or an environment with ``on_env_error="raise"``.
+            ConfigError: ``min_new_tokens`` is above ``max_turn_tokens``.
+            RolloutError: the engine failed, an environment with ``on_env_error="raise"``, or with
+                "drop" nearly all of them.
         """
+        check_turn_tokens(sampling, self._turns.max_turn_tokens)
         begin = self._clock()
         episodes = self._environments.episodes(prompts)
         try:
@@ -162,7 +174,7 @@ class EnvironmentRollouts:
             episodes,
             pad_id=self._pad,
             spare=self._spare,
-            metrics=episode_metrics(episodes, *seconds),
+            metrics=episode_metrics(episodes, *seconds, self._environments.calls.hung),
         )
 
     @property
@@ -182,10 +194,11 @@ class EnvironmentRollouts:
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
         """Play these rows as well; an episode continues as soon as its environment has answered."""
+        check_turn_tokens(sampling, self._turns.max_turn_tokens)
         if self._held is None:
             engine: Any = self.engine  # with slots
             self._held = HeldEpisodes(
-                engine, self._environments, self._turns, pad_id=self._pad, clock=self._clock
+                engine, self._environments, pad_id=self._pad, clock=self._clock
             )
         self._held.submit(prompts, sampling=sampling, seed=seed)
 
@@ -209,7 +222,7 @@ class EnvironmentRollouts:
     ) -> float:
         """Play the episodes to their ends; returns the seconds spent in environments."""
         begin = self._clock()
-        self._environments.reset(prompts, episodes, seed)
+        self._environments.reset(prompts, episodes, sampling, seed)
         in_environments = self._clock() - begin
         for turn in itertools.count():
             live = [episode for episode in episodes if not episode.done]
@@ -222,7 +235,7 @@ class EnvironmentRollouts:
             self._environments.step(
                 live,
                 responses,
-                room=sampling.max_new_tokens,
+                sampling=sampling,
                 last=late or turn + 1 == self._turns.max_turns,
             )
             in_environments += self._clock() - ready
@@ -240,7 +253,9 @@ class EnvironmentRollouts:
         minimum = min(sampling.min_new_tokens, most) if turn == 0 else 0
         histories = [episode.history for episode in live]
         sampled = self.engine.generate(
-            stack_rows(prompts, histories, _same_group(prompts, histories), self._pad),
+            stack_rows(
+                prompts, histories, _same_group(prompts, histories), self._pad, limits=limits
+            ),
             sampling=replace(sampling, max_new_tokens=most, min_new_tokens=minimum),
             seed=turn_seed(seed, turn),
         )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 from kedge.environments.pool import MakeEnvironment
 from kedge.errors import ConfigError
@@ -19,11 +23,16 @@ class ToolEnvironment:
     """An environment in which the policy calls functions until it answers without a call.
 
     The chat template shows the functions to the policy; results go back as tool messages.  A call
-    that cannot be read, an unknown name, wrong arguments and an exception become messages to the
-    policy.  The reward is that of ``target.get_reward()`` at the end, 0 without one.
+    that cannot be read, an unknown name, arguments that do not match the schema and an exception
+    become messages to the policy.  An answer that is cut off by a token limit truncates the
+    episode.  The reward is that of ``target.get_reward()`` at the end, 0 without one.
+
+    Calls of one turn run at the same time, async ones on the event loop and others in threads;
+    those of methods of ``target``, which share its state, one after another.
 
     Args:
-        tools: functions with type hints and a Google-style docstring; they may be async.
+        tools: functions with type hints and a Google-style docstring, also async ones, partials and
+            objects with ``__call__``.
         target: an object whose public methods are tools as well, except ``reset(**columns)``, which
             begins an episode and may return text, and ``get_reward()``.  TRL's convention.
         max_iterations: turns whose calls are made; None: no limit.
@@ -39,9 +48,12 @@ class ToolEnvironment:
         max_iterations: int | None = None,
     ) -> None:
         self._target, self._max_iterations = target, max_iterations
-        functions = [*tools, *([] if target is None else _methods(target))]
-        self._functions = {function.__name__: function for function in functions}
-        self.tools = [tool_schema(function) for function in functions]
+        methods = [] if target is None else _methods(target)
+        self._in_order = {method.__name__ for method in methods}
+        self.tools = [tool_schema(function) for function in (*tools, *methods)]
+        names = [schema["function"]["name"] for schema in self.tools]
+        self._functions = dict(zip(names, (*tools, *methods), strict=True))
+        self._schemas = dict(zip(names, self.tools, strict=True))
         self._iterations = 0
 
     @property
@@ -68,12 +80,12 @@ class ToolEnvironment:
         calls = response.tool_calls
         limit = self._max_iterations
         if not calls or (limit is not None and self._iterations >= limit):
-            reward = self.final_reward()
-            return (
-                _ended(reward) if inspect.isawaitable(reward) else (None, reward, True, False, {})
-            )
+            reward, whole = self.final_reward(), response.terminated
+            if inspect.isawaitable(reward):
+                return _ended(reward, whole)
+            return None, reward, whole, not whole, {}
         self._iterations += 1
-        results = [self._call(call) for call in calls]
+        results = self._results(calls)
         if any(inspect.isawaitable(result) for result, _ in results):
             return self._gather(calls, results)
         return self._messages(calls, results)
@@ -89,6 +101,26 @@ class ToolEnvironment:
         if close is not None and "close" not in self._functions:
             close()
 
+    def _results(self, calls: Sequence[ToolCall]) -> list[tuple[Any, bool]]:
+        """What each call returns, perhaps an awaitable, and whether it failed."""
+        results: list[Any] = [None] * len(calls)
+
+        def work(i: int) -> None:
+            results[i] = self._call(calls[i])
+
+        alone = [i for i, call in enumerate(calls) if call.name in self._in_order]
+        together = [i for i in range(len(calls)) if i not in alone]
+        threads = [
+            threading.Thread(target=work, args=(i,), name="tool", daemon=True) for i in together[1:]
+        ]
+        for thread in threads:
+            thread.start()
+        for i in [*alone, *together[:1]]:
+            work(i)
+        for thread in threads:
+            thread.join()
+        return results
+
     def _call(self, call: ToolCall) -> tuple[Any, bool]:
         """The result of a call, and whether it failed."""
         if call.error:
@@ -97,21 +129,30 @@ class ToolEnvironment:
         if function is None:
             names = ", ".join(self._functions)
             return f"Error: there is no tool {call.name!r}; the tools are: {names}", True
+        problem = check_arguments(function, self._schemas[call.name], call.arguments)
+        if problem:
+            return f"Error: {problem}", True
         try:
             return function(**call.arguments), False
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return _error_text(error), True
 
     async def _gather(
         self, calls: Sequence[ToolCall], results: list[tuple[Any, bool]]
     ) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
-        for i, (result, _) in enumerate(results):
-            if inspect.isawaitable(result):
+        one_by_one = asyncio.Lock()  # in the order of the calls
+
+        async def resolve(call: ToolCall, result: tuple[Any, bool]) -> tuple[Any, bool]:
+            if not inspect.isawaitable(result[0]):
+                return result
+            async with one_by_one if call.name in self._in_order else nullcontext():
                 try:
-                    results[i] = await result, False
+                    return await result[0], False
                 except Exception as error:
-                    results[i] = _error_text(error), True
-        return self._messages(calls, results)
+                    return _error_text(error), True
+
+        pairs = zip(calls, results, strict=True)
+        return self._messages(calls, await asyncio.gather(*(resolve(*pair) for pair in pairs)))
 
     def _messages(
         self, calls: Sequence[ToolCall], results: Sequence[tuple[Any, bool]]
@@ -162,7 +203,7 @@ def tool_environments(
     return partial(make, environment_factory)
 
 
-def tool_schema(function: Tool) -> dict[str, Any]:
+def tool_schema(tool: Tool) -> dict[str, Any]:
     """The JSON schema of a function, from its signature and docstring.
 
     Raises:
@@ -171,13 +212,94 @@ def tool_schema(function: Tool) -> dict[str, Any]:
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
-        schema: dict[str, Any] = get_json_schema(function)
+        schema: dict[str, Any] = get_json_schema(_as_function(tool))
     except Exception as error:
         raise ConfigError(
-            f"the tool {getattr(function, '__name__', function)} needs type hints and a docstring"
+            f"the tool {getattr(tool, '__name__', tool)} needs type hints and a docstring"
             f" with a section Args: {error}"
         ) from error
     return schema
+
+
+def _as_function(tool: Tool) -> Tool:
+    """The tool; for a partial or an object a function with its name, hints and documentation."""
+    if inspect.isroutine(tool):
+        return tool
+    bound: Mapping[str, Any] = getattr(tool, "keywords", {})
+    inner: Any = getattr(tool, "func", tool)
+    routine = inner if inspect.isroutine(inner) else inner.__call__
+
+    def call(**arguments: Any) -> Any:
+        return tool(**arguments)
+
+    signature = inspect.signature(tool)
+    free = {name: p for name, p in signature.parameters.items() if name not in bound}
+    hints = get_type_hints(routine)
+    call.__name__ = getattr(inner, "__name__", type(inner).__name__)
+    call.__doc__ = inspect.getdoc(routine) if routine.__doc__ else inspect.getdoc(inner)
+    call.__signature__ = signature.replace(parameters=[*free.values()])  # type: ignore[attr-defined]
+    call.__annotations__ = {name: hint for name, hint in hints.items() if name in free}
+    return call
+
+
+def check_arguments(tool: Tool, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+    """What is wrong with the arguments of a call, in words for the policy; empty if nothing is."""
+    name, expected = schema["function"]["name"], schema["function"]["parameters"]
+    known = expected["properties"]
+    missing = [name for name in expected.get("required", ()) if name not in arguments]
+    if missing:
+        return f"{name} needs the argument {missing[0]!r}"
+    for key, value in arguments.items():
+        if key not in known:
+            if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(tool).parameters.values()):
+                continue
+            return f"{name} has no argument {key!r}; it has: {', '.join(known) or 'none'}"
+        if not _matches(value, known[key]):
+            wanted = {k: v for k, v in known[key].items() if k != "description"}
+            shown = json.dumps(value, ensure_ascii=False, default=str)
+            return (
+                f"the argument {key!r} of {name} must match {json.dumps(wanted)}, got {shown[:80]}"
+            )
+    return ""
+
+
+_TYPES: Mapping[str, Any] = {
+    "number": int | float, "string": str, "array": list | tuple, "object": Mapping,
+    "boolean": bool, "null": type(None),
+}  # fmt: skip
+
+
+def _matches(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a value matches the parts of JSON schema that ``tool_schema`` writes."""
+    if value is None and schema.get("nullable"):
+        return True
+    if "anyOf" in schema:
+        return any(_matches(value, each) for each in schema["anyOf"])
+    if "enum" in schema:
+        return any(value == x and type(value) is type(x) for x in schema["enum"])
+    kinds = schema.get("type", [])
+    if kinds and not any(
+        _is(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)
+    ):
+        return False
+    if isinstance(value, Mapping):
+        values = schema.get("additionalProperties", {})
+        return all(_matches(x, values) for x in value.values())
+    if isinstance(value, list | tuple):
+        first = schema.get("prefixItems")
+        if first is not None and len(first) != len(value):
+            return False
+        return all(map(_matches, value, first or [schema.get("items", {})] * len(value)))
+    return True
+
+
+def _is(value: Any, kind: str) -> bool:
+    """Whether the value is of a type of JSON schema; other types are not checked."""
+    if kind == "integer":
+        return _is(value, "number") and (isinstance(value, int) or value.is_integer())
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, _TYPES.get(kind, object))
 
 
 def _methods(target: Any) -> list[Tool]:
@@ -190,7 +312,7 @@ def _methods(target: Any) -> list[Tool]:
     return [getattr(target, n) for n in names if n not in hidden and not n.startswith("_")]
 
 
-def _error_text(error: Exception) -> str:
+def _error_text(error: BaseException) -> str:
     return f"Error: {type(error).__name__}: {error}"
 
 
@@ -198,5 +320,5 @@ async def _awaited(observation: Any) -> tuple[Any, dict[str, Any]]:
     return await observation, {}
 
 
-async def _ended(reward: Any) -> tuple[None, float, bool, bool, dict[str, Any]]:
-    return None, await reward, True, False, {}
+async def _ended(reward: Any, whole: bool) -> tuple[None, float, bool, bool, dict[str, Any]]:
+    return None, await reward, whole, not whole, {}

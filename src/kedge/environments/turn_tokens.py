@@ -8,11 +8,12 @@ response, and so on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from kedge.chat_template import render_chat
 from kedge.errors import DataError, RolloutError
 from kedge.protocols import Observation
 
@@ -21,6 +22,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 _ANSWER = "KEDGE0ANSWER"  # stands for the response in a rendered conversation
 _RESULT = "KEDGE0RESULT"
+_CUT = "...(truncated)..."  # in the middle of an observation that is cut
 
 
 class TurnTokens:
@@ -101,6 +103,43 @@ class TurnTokens:
         ids = self._encode(self._after_answer(messages))
         return ids[1:] if stopped and ids[:1] == [last] else ids
 
+    def shorten(
+        self, observation: Observation, render: Callable[[Observation], list[int]], most: int
+    ) -> tuple[list[int], Observation] | None:
+        """Cut the middle of an observation so that it fits.
+
+        Args:
+            observation: what an environment returned.
+            render: gives the token ids of an observation.
+            most: tokens that it may have.
+
+        Returns:
+            The token ids and the observation with as much of it as fits; None if nothing does.
+        """
+        best, low, high = None, 1, _length(observation) if most > 0 else 0
+        length = min(4 * most, high)
+        while low <= high:
+            cut = self._shortened(observation, length)
+            ids = render(cut)
+            if len(ids) <= most:
+                best, low = (ids, cut), length + 1
+            else:
+                high = length - 1
+            length = min((low + high) // 2, 2 * length)
+        return best
+
+    def _shortened(self, observation: Observation, length: int) -> Observation:
+        """The observation with at most so many characters, or token ids, of each message."""
+        token_ids = _token_ids(observation)
+        if token_ids is not None:
+            return _without_middle(token_ids, self._encode(_CUT) if self._tokenizer else [], length)
+        if isinstance(observation, str):
+            return _without_middle(observation, _CUT, length)
+        return [
+            {**message, "content": _without_middle(message["content"] or "", _CUT, length)}
+            for message in _messages(observation)
+        ]
+
     def _plain(self, observation: Observation) -> list[int]:
         token_ids = _token_ids(observation)
         if token_ids is not None:
@@ -146,9 +185,8 @@ class TurnTokens:
         return text.partition(_ANSWER)[2]
 
     def _render(self, messages: Messages, **options: Any) -> str:
-        options = {"add_generation_prompt": True, "tokenize": False} | options | self._options
-        text: str = self._tokenizer.apply_chat_template(list(messages), **options)
-        return text
+        options = {"add_generation_prompt": True} | options | self._options
+        return render_chat(self._tokenizer, messages, where="an episode", **options)
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
@@ -172,6 +210,11 @@ def _is_chat(prompt: object) -> bool:
 
 def _token_ids(observation: Observation) -> list[int] | None:
     """The observation as token ids, or None if it is text or messages."""
+    if isinstance(observation, bytes | bytearray):
+        raise RolloutError(
+            f"an observation must be text, messages or token ids, got {observation[:40]!r}; decode"
+            " the bytes"
+        )
     if isinstance(observation, Tensor):
         return [int(i) for i in observation.tolist()]
     if isinstance(observation, Sequence) and not isinstance(observation, str) and observation:
@@ -180,17 +223,53 @@ def _token_ids(observation: Observation) -> list[int] | None:
     return None
 
 
+def _length(observation: Observation) -> int:
+    """Characters of the longest message, or token ids."""
+    token_ids = _token_ids(observation)
+    if token_ids is not None:
+        return len(token_ids)
+    return max((len(message["content"] or "") for message in _messages(observation)), default=0)
+
+
+def _without_middle(whole: Any, mark: Any, length: int) -> Any:
+    """Text or token ids with the middle replaced by the mark, ``length`` without it."""
+    if len(whole) <= length:
+        return whole
+    return whole[: (length + 1) // 2] + mark + whole[len(whole) - length // 2 :]
+
+
 def _messages(observation: object) -> list[Mapping[str, Any]]:
     if observation is None or isinstance(observation, str):
         return [{"role": "user", "content": observation or ""}]
     messages: list[Any] = list(observation) if isinstance(observation, Sequence) else [observation]
+    if not messages:
+        return _messages(None)
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise RolloutError(
                 "a message of an environment must be a mapping with role and content, got"
                 f" {message!r}"
             )
-    return messages
+    return [{**message, "content": plain_text(message["content"])} for message in messages]
+
+
+def plain_text(content: Any) -> Any:
+    """The content of a message, parts of text joined.
+
+    Raises:
+        RolloutError: it has other parts, such as images.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    parts = content if isinstance(content, Sequence) else [content]
+    for part in parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RolloutError(
+                f"the content of a message must be text, got a part of type {kind!r}; images are"
+                " not supported"
+            )
+    return "\n".join(part["text"] for part in parts)
 
 
 def _with_first(

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, get_args
 
+import numpy as np
+
 from kedge.errors import JudgeError
 from kedge.judges.base import Answer, Judge, Pair
 
@@ -65,8 +67,8 @@ class Match:
         spread = math.sqrt(sum(g * g for g in gaps) / max(len(gaps), 1))
         if not spread or len(set(gaps)) < 2:
             return None
-        fit = _logistic([math.tanh(g / spread) for g in gaps], self._worths())
-        return None if fit is None else 1 / (1 + math.exp(-fit[0]))
+        constant = _logistic([math.tanh(g / spread) for g in gaps], self._worths())
+        return None if constant is None else 1 / (1 + math.exp(-constant))
 
     def summary(self) -> dict[str, float | int | str | None]:
         """All statistics, as JSON values."""
@@ -122,7 +124,8 @@ def match(
             f"prompts, ours and theirs must have the same, nonzero length; got {len(prompts)},"
             f" {len(ours)} and {len(theirs)}"
         )
-    swaps = [_coin(seed, i, prompt) for i, prompt in enumerate(prompts)]
+    keys = (f"{seed}/{i}/{x}".encode(errors="surrogatepass") for i, x in enumerate(prompts))
+    swaps = [bool(hashlib.blake2b(key, digest_size=1).digest()[0] & 1) for key in keys]
     pairs = [
         Pair(prompt, b, a) if swap else Pair(prompt, a, b)
         for prompt, a, b, swap in zip(prompts, ours, theirs, swaps, strict=True)
@@ -179,12 +182,6 @@ def rank(
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
-def _coin(seed: int, row: int, prompt: str) -> bool:
-    key = f"{seed}/{row}/{prompt}".encode(errors="surrogatepass")
-    digest = hashlib.blake2b(key, digest_size=1).digest()
-    return bool(digest[0] & 1)
-
-
 def _outcome(answer: Answer, swapped: bool) -> Outcome:
     if answer.prefer in ("tie", "invalid"):
         return answer.prefer
@@ -195,23 +192,18 @@ def _mean(xs: Sequence[float]) -> float:
     return sum(xs) / len(xs)
 
 
-def _logistic(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float] | None:
-    """Constant and slope of a logistic regression by Newton's method; None if it diverges."""
-    constant = slope = 0.0
+def _logistic(xs: Sequence[float], ys: Sequence[float]) -> float | None:
+    """The constant of a logistic regression on x by Newton's method; None if it diverges."""
+    design, fit = np.stack([np.ones(len(xs)), xs], 1), np.zeros(2)
     for _ in range(50):
-        ps = [1 / (1 + math.exp(-max(-30.0, min(30.0, constant + slope * x)))) for x in xs]
-        errors = [y - p for y, p in zip(ys, ps, strict=True)]
-        ws = [p * (1 - p) for p in ps]
-        g0, g1 = sum(errors), sum(e * x for e, x in zip(errors, xs, strict=True))
-        h00, h01 = sum(ws), sum(w * x for w, x in zip(ws, xs, strict=True))
-        h11 = sum(w * x * x for w, x in zip(ws, xs, strict=True))
-        area = h00 * h11 - h01 * h01
-        if area < 1e-12:
+        p = 1 / (1 + np.exp(-(design @ fit).clip(-30, 30)))
+        hessian = (design.T * (p * (1 - p))) @ design
+        if np.linalg.det(hessian) < 1e-12:
             return None
-        step0, step1 = (h11 * g0 - h01 * g1) / area, (h00 * g1 - h01 * g0) / area
-        constant, slope = constant + step0, slope + step1
-        if abs(constant) > 20 or abs(slope) > 40:
+        step = np.linalg.solve(hessian, design.T @ (ys - p))
+        fit += step
+        if (abs(fit) > (20, 40)).any():
             return None  # the outcomes are separated
-        if abs(step0) + abs(step1) < 1e-9:
-            return constant, slope
+        if abs(step).sum() < 1e-9:
+            return float(fit[0])
     return None

@@ -33,10 +33,11 @@ def whiten(
     center: bool = True,
     total: Callable[[Tensor], Tensor] = _one_rank,
     eps: float = 1e-8,
+    least: float = 0.0,
 ) -> Tensor:
     """Scale ``x`` to unit variance over the real tokens of all ranks; ``center`` removes the mean.
 
-        (x - mean) / sqrt(var + eps)  [+ mean]        var = sum (x - mean)^2 / (n - 1)
+        (x - mean) / sqrt(max(var, least^2) + eps)  [+ mean]    var = sum (x - mean)^2 / (n - 1)
 
     The variance is the unbiased one, as in TRL; arXiv:2403.17031 divides by n.  A single real
     token becomes 0 (or its mean).
@@ -47,11 +48,12 @@ def whiten(
         center: whether the mean is removed; False is reward whitening.
         total: sums a tensor over ranks.
         eps: added to the variance.
+        least: smallest standard deviation to divide by.
     """
     mean = masked_mean(x, mask, total=total)
     centered = torch.where(mask, x - mean, 0.0)
     sums = total(torch.stack([(centered**2).sum(), mask.sum().to(x.dtype)]))
-    scaled = centered * (sums[0] / (sums[1] - 1).clamp(min=1) + eps).rsqrt()
+    scaled = centered * ((sums[0] / (sums[1] - 1).clamp(min=1)).clamp(min=least**2) + eps).rsqrt()
     return scaled if center else torch.where(mask, scaled + mean, 0.0)
 
 
@@ -88,12 +90,6 @@ def standardize(
     """
     mean, std = moments(x, mask, total=total)
     return torch.where(mask, (x - mean) / (std + eps), 0.0)
-
-
-def first_true(x: Tensor, mask: Tensor) -> Tensor:
-    """``x`` at each row's first True, 0 for a row without one.  [B, R], bool [B, R] -> [B]."""
-    index = mask.to(torch.uint8).argmax(1, keepdim=True)
-    return torch.where(mask.any(1), x.gather(1, index)[:, 0], 0.0)
 
 
 def last_true(mask: Tensor) -> Tensor:

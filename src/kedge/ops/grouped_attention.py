@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-_OTHER = ("position_bias", "softcap", "s_aux", "cache")  # options that change the result
+OTHER = ("position_bias", "softcap", "s_aux", "cache")  # options that change the result
 
 
 def grouped_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +34,7 @@ def grouped_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
             attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] == 1
         )
         plain = not args and not options.get("dropout")
-        plain = plain and all(options.get(name) is None for name in _OTHER)
+        plain = plain and all(options.get(name) is None for name in OTHER)
         if one_token and same_for_heads and plain:
             assert attention_mask is not None
             return attend_grouped(query, key, value, attention_mask, options.get("scaling")), None

@@ -1,1 +1,36 @@
 """Public trainers: thin shells over the engine."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kedge.trainers.base import TrainerShell
+
+# Command -> its trainer, and what ``kedge --help`` says.
+TRAINERS = {
+    "ppo": ("kedge.trainers.ppo:PPOTrainer", "train a language model with PPO"),
+    "rloo": (
+        "kedge.trainers.rloo:RLOOTrainer",
+        "train with RLOO: several responses per prompt, no value model",
+    ),
+    "grpo": ("kedge.trainers.grpo:GRPOTrainer", "train with GRPO or one of its variants"),
+    "async-ppo": (
+        "kedge.trainers.async_ppo:AsyncPPOTrainer",
+        "train with asynchronous PPO: Ray and vLLM sample while the learners train",
+    ),
+}
+
+
+def load_trainer(command: str) -> type[TrainerShell]:
+    """The trainer of a command."""
+    module, _, name = TRAINERS[command][0].partition(":")
+    trainer: type[TrainerShell] = getattr(importlib.import_module(module), name)
+    return trainer
+
+
+def find_trainer(config: Any) -> type[TrainerShell]:
+    """The trainer whose ``args`` are of the config's class, or of the nearest above it."""
+    trainers = {trainer.SPEC.config: trainer for trainer in map(load_trainer, TRAINERS)}
+    return next(trainers[base] for base in type(config).__mro__ if base in trainers)

@@ -2,53 +2,133 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from transformers import (
+    Trainer,
     TrainerCallback,
     TrainerState,
     TrainingArguments,
     enable_full_determinism,
     set_seed,
 )
+from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
-from kedge.engine.loop import Engine
-from kedge.errors import ConfigError
-from kedge.trainers.build.build import build_run
-from kedge.trainers.build.data import build_eval_sets
-from kedge.trainers.build.inputs import TrainerInputs
-from kedge.trainers.build.loading import own_or
-from kedge.trainers.reporting.best_effort import required_write
-from kedge.trainers.reporting.hub import build_hub, provenance, write_card
-from kedge.trainers.reporting.run_info import read_run_info, write_run_info
-from kedge.trainers.run.checkpoint import write_models
-from kedge.trainers.run.output_lock import claimed
-from kedge.trainers.run.short_errors import short_errors
-from kedge.trainers.spec import TrainerSpec
+from kedge.config.base import OnPolicyConfig
+from kedge.errors import ConfigError, RewardError
+from kedge.loop.loop import Engine
+from kedge.reporting.best_effort import required_write
+from kedge.reporting.model_card import provenance, write_card
+from kedge.reporting.run_info import read_run_info, write_run_info
+from kedge.trainers.assembly.run import assemble_run
+from kedge.trainers.assembly.setup import build_eval_sets, own_or
+from kedge.trainers.run.files import claimed, write_models
+from kedge.trainers.spec import TrainerInputs, TrainerSpec
 
 logger = logging.getLogger(__name__)
+# What scripts read of other libraries' trainers: attributes, and options under TRL's names.
+_ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = {
+    "tokenizer": lambda trainer: trainer.processing_class,
+    "model_wrapped": lambda trainer: trainer.model,
+    "ref_model": lambda trainer: getattr(trainer._run.learner.reference, "model", None),
+    "callback_handler": lambda trainer: trainer.callbacks.handler,
+    "control": lambda trainer: trainer.callbacks.control,
+    "is_deepspeed_enabled": lambda trainer: _has_plugin(trainer, "deepspeed_plugin"),
+    "is_fsdp_enabled": lambda trainer: _has_plugin(trainer, "fsdp_plugin"),
+}
+_OPTIONS = (
+    *("beta", "temperature", "top_p", "top_k", "min_p", "max_completion_length"),
+    *("num_generations", "num_iterations", "reward_weights"),
+)
+# Methods of TRL's trainers that subclasses override, besides those of ``transformers.Trainer``.
+_OF_TRL = (
+    *("_calculate_rewards", "_compute_loss", "_generate", "_generate_and_score_completions"),
+    *("_generate_single_turn", "_get_last_hidden_state", "_get_per_token_logps"),
+    *("_get_per_token_logps_and_entropies", "_log_completions", "_tokenize_prompts"),
+    *("compute_liger_loss", "get_high_entropy_mask", "_forward", "get_reward", "sampling_strategy"),
+)
+_LOSS = "pass algorithm=, such as replace(kedge.algorithms.ppo(), loss=my_loss)"
+_ROWS = "pass the rows as train_dataset, in order with shuffle_dataset=False"
+# A part of the method's name -> what to do instead.
+_WAYS_OUT = {
+    **{"reward": "pass reward_funcs", "loss": _LOSS, "training_step": _LOSS, "logps": _LOSS},
+    **{"generate": "pass rollout_func or rollout_engine", "data": _ROWS, "sampler": _ROWS},
+    **dict.fromkeys(("optimizer", "scheduler"), "pass optimizers=(optimizer, scheduler)"),
+    "save": "override save_model, which checkpoints call too",
+}
+P = ParamSpec("P")
+R = TypeVar("R")
+_PACKAGE = Path(__file__).parents[1]
+_RUNNERS = (os.path.join("concurrent", "futures"), os.sep + "asyncio" + os.sep)
+_MAX_FRAMES = 4  # frames of the user's code that are shown
+
+
+def short_errors(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a method: its RewardError shows the message and the user's frames only.
+
+    ``KEDGE_TRACEBACK=1`` shows every frame instead.
+    """
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except RewardError as error:
+            if os.environ.get("KEDGE_TRACEBACK", "0") not in ("", "0"):
+                raise
+            raise _shortened(error) from None
+
+    return call
+
+
+def _shortened(error: RewardError) -> RewardError:
+    cause = error.__cause__
+    if cause is not None and sys.version_info >= (3, 11):  # notes exist since Python 3.11
+        error.add_note("".join([*_frames(cause), *traceback.format_exception_only(cause)]).rstrip())
+        error.__cause__ = None
+    return error.with_traceback(None)
+
+
+def _frames(cause: BaseException) -> list[str]:
+    """The stack frames of the user's code."""
+    stack = [
+        frame
+        for frame in traceback.extract_tb(cause.__traceback__)
+        if not Path(frame.filename).is_relative_to(_PACKAGE)
+        and not any(part in frame.filename for part in _RUNNERS)
+    ]
+    if len(stack) > _MAX_FRAMES:
+        stack = [stack[0], *stack[1 - _MAX_FRAMES :]]
+    return traceback.format_list(stack)
 
 
 class TrainerShell:
     """The public methods of a trainer; subclasses add ``SPEC`` and the constructor's signature.
 
     Args:
-        arguments: the constructor's arguments by name; see ``kedge.PPOTrainer``.
+        args: the config.
+        arguments: the other fields of ``TrainerInputs``.
     """
 
     SPEC: ClassVar[TrainerSpec]
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        inputs = TrainerInputs.of(self.SPEC, arguments)
+    def __init__(self, args: OnPolicyConfig | None, **arguments: Any) -> None:
+        refuse_overrides(self, TrainerShell)
+        checked = self.SPEC.checked_args(args)
+        inputs = TrainerInputs(spec=self.SPEC, args=checked, trainer=self, **arguments)
         configure_process(inputs.args)
-        self._run = run = build_run(inputs)
+        self._run = run = assemble_run(inputs)
         self.args = inputs.args
         self.processing_class = own_or(inputs.processing_class, run.tokenizer)
         self.train_dataset, self.eval_dataset = inputs.train_dataset, inputs.eval_dataset
@@ -58,9 +138,13 @@ class TrainerShell:
             list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
         )
         self.callbacks = run.callbacks
+        self.callbacks.log = self.log
+        models, functions = inputs.reward_model, inputs.reward_funcs
+        each = [x if isinstance(x, list | tuple) else [x] for x in (models, functions)]
+        self.reward_funcs = [source for part in each for source in part if source is not None]
         self._provenance = provenance(
             self.SPEC.name if inputs.algorithm is None else inputs.algorithm.name,
-            self.model,
+            run.learner.policy,
             inputs.train_dataset,
             inputs.reward_model,
             inputs.reward_funcs,
@@ -161,6 +245,8 @@ class TrainerShell:
         self.create_model_card(**kwargs)
         if not self.accelerator.is_main_process:
             return None
+        from kedge.reporting.hub import build_hub
+
         hub = build_hub(self.args, token=token, revision=revision)
         message = commit_message or "End of training"
         return hub.push(str(self.args.output_dir), message=message, blocking=blocking)
@@ -183,6 +269,21 @@ class TrainerShell:
                 tags=tags,
             )
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add a row to ``state.log_history`` and send it to callbacks and trackers.
+
+        Every row of a run passes here, so that a subclass may override it.
+
+        Args:
+            logs: numbers by name.
+            start_time: not used; ``transformers.Trainer`` has it.
+        """
+        self.callbacks.write_row(logs)
+
+    # Of transformers: they read is_world_process_zero, args.output_dir and state.
+    log_metrics, save_metrics, save_state = log_metrics, save_metrics, save_state
+    metrics_format = staticmethod(metrics_format)
+
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Add a ``transformers.TrainerCallback``, an object or a class."""
         self.callbacks.add(callback)
@@ -198,6 +299,21 @@ class TrainerShell:
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0, which writes files."""
         return bool(self.accelerator.is_main_process)
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return bool(self.accelerator.is_local_main_process)
+
+    def get_num_trainable_parameters(self) -> int:
+        """Number of weights of the policy that train."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ATTRIBUTES:
+            return _ATTRIBUTES[name](self)
+        if name in _OPTIONS and "args" in vars(self):
+            return getattr(self.args, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- what users look at ---------------------------------------------------------------------
 
@@ -238,6 +354,10 @@ class TrainerShell:
         return self._run.learner.scheduler
 
 
+def _has_plugin(trainer: Any, name: str) -> bool:
+    return getattr(trainer.accelerator.state, name, None) is not None
+
+
 def configure_process(args: TrainingArguments) -> None:
     """Seed all generators, and set the verbosity by ``log_level`` and ``log_level_replica``.
 
@@ -252,3 +372,26 @@ def configure_process(args: TrainingArguments) -> None:
         level = args.get_process_log_level()
         transformers_logging.set_verbosity(level)
         logging.getLogger("kedge").setLevel(level)
+
+
+def refuse_overrides(trainer: object, base: type) -> None:
+    """Check that every hook which the trainer's class overrides is called.
+
+    Args:
+        trainer: the trainer; classes of this package are not checked.
+        base: the class of the methods that exist here.
+
+    Raises:
+        ConfigError: naming the method and what to use instead.
+    """
+    hooks = {n for n in (*dir(Trainer), *_OF_TRL) if not n.startswith("__")} - set(dir(base))
+    for kind in type(trainer).__mro__:
+        unused = sorted(hooks & vars(kind).keys())
+        if not unused or kind.__module__.startswith(("kedge.", "transformers.")):
+            continue
+        way = next((way for part, way in _WAYS_OUT.items() if part in unused[0]), None)
+        raise ConfigError(
+            f"{kind.__name__} overrides {', '.join(unused)}, which {base.__name__} never calls, so"
+            f" it would train something else: {way or 'use a transformers.TrainerCallback'}"
+            " instead, or give the method another name if your own code calls it"
+        )

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
+from typing_extensions import Unpack
 
-from kedge.algorithms import Algorithm, grpo
+from kedge.algorithms import grpo
 from kedge.config.grpo import GRPOConfig
-from kedge.protocols import RolloutEngine
 from kedge.suggestions import named
 from kedge.trainers.base import TrainerShell
 from kedge.trainers.metric_names import log_trl_names
-from kedge.trainers.spec import TrainerSpec
+from kedge.trainers.spec import SharedArguments, TrainerSpec
 
 
-@named("argument", config=GRPOConfig)
+@named("argument", config=GRPOConfig, also=SharedArguments.__optional_keys__)
 class GRPOTrainer(TrainerShell):
     """Trains a causal language model with GRPO, or one of its variants, against a reward.
 
@@ -35,20 +35,10 @@ class GRPOTrainer(TrainerShell):
         optimizers: a custom pair ``(optimizer, lr_scheduler)``; None for the default.
         peft_config: trains this adapter on the policy.
         ref_model: the reference of the KL terms.  None: if ``beta`` or ``kl_coef`` is above 0, a
-            frozen copy of the policy, or with PEFT its base without adapter.
-        reward_weights: weight of each source; overrides ``GRPOConfig``'s.
+            frozen copy of the policy; under a new adapter its base, which is the same.
         data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: the built-in one.
-        rollout_engine: a rollout engine instead of the one that the config names.
-        algorithm: a custom algorithm instead of GRPO.
-        environment: a class or function that makes a ``kedge.environments.Environment``, or a dict
-            of them chosen by the column ``environment``; instead of the option of that name.
-        tools: functions that the policy may call, with type hints and a Google-style docstring.
-        environment_factory: makes objects whose methods are tools, with ``reset`` and perhaps
-            ``get_reward``; or a dict of such functions chosen by the column ``environment``.
-        rollout_func: ``f(prompts, trainer)`` that samples by itself; see
-            ``kedge.environments.FunctionRollouts``.
-        quantization_config: transformers' configuration for a policy given by name; needs
-            ``peft_config``.
+        shared: ``reward_weights``, ``algorithm``, ``environment``, ``tools`` and others; see
+            ``SharedArguments``.
 
     Raises:
         ConfigError: invalid or conflicting options, before any weight is loaded where possible.
@@ -57,7 +47,7 @@ class GRPOTrainer(TrainerShell):
 
     SPEC = TrainerSpec(name="GRPO", config=GRPOConfig, algorithm=grpo, metric_names=log_trl_names)
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         model: str | nn.Module | None = None,
         reward_funcs: Any = None,
@@ -71,14 +61,21 @@ class GRPOTrainer(TrainerShell):
         peft_config: Any = None,
         *,
         ref_model: str | nn.Module | None = None,
-        reward_weights: Sequence[float] | None = None,
         data_collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None,
-        rollout_engine: RolloutEngine | None = None,
-        algorithm: Algorithm | None = None,
-        environment: Any = None,
-        tools: Sequence[Callable[..., Any]] | None = None,
-        environment_factory: Any = None,
-        rollout_func: Callable[[list[Any], Any], Mapping[str, Any]] | None = None,
-        quantization_config: Any = None,
+        **shared: Unpack[SharedArguments],
     ) -> None:
-        super().__init__(locals())
+        super().__init__(
+            args,
+            model=model,
+            reward_funcs=reward_funcs,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            ref_model=ref_model,
+            data_collator=data_collator,
+            **shared,
+        )

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from kedge.engine.loop import Engine
-from kedge.engine.metrics import TRL_NAMES
+from kedge.loop.loop import Engine
+from kedge.loop.metrics import TRL_NAMES
 from kedge.trainers.spec import MetricNames
 
 _STD = "/std"

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
+from typing_extensions import Unpack
 
-from kedge.algorithms import Algorithm, ppo
-from kedge.config.ppo import PPOConfig
+from kedge.algorithms import ppo
+from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.errors import ConfigError
-from kedge.protocols import RolloutEngine
 from kedge.suggestions import named
 from kedge.trainers.base import TrainerShell
-from kedge.trainers.spec import TrainerSpec
+from kedge.trainers.spec import SharedArguments, TrainerSpec
 
 _OLDER_NAMES = {
     "config": "args",
@@ -24,7 +24,7 @@ _OLDER_NAMES = {
 }
 
 
-@named("argument", config=PPOConfig)
+@named("argument", config=PPOConfig, also=SharedArguments.__optional_keys__)
 class PPOTrainer(TrainerShell):
     """Trains a causal language model with PPO against a reward.
 
@@ -32,8 +32,8 @@ class PPOTrainer(TrainerShell):
         args: every option; see ``PPOConfig``.
         processing_class: the policy's tokenizer.  None: loaded with a model given by name.
         model: the policy: a model, a folder or a hub name.
-        ref_model: the reference of the KL penalty.  None: a frozen copy of the policy, or with PEFT
-            its base without adapter.
+        ref_model: the reference of the KL penalty.  None: a frozen copy of the policy; under a
+            new adapter its base, which is the same.
         reward_model: a sequence-classification model, a folder or name, or a list of them.
         train_dataset: prompts in a column ``prompt`` or ``query`` (text or chat messages), or
             ``input_ids``.
@@ -45,24 +45,18 @@ class PPOTrainer(TrainerShell):
         peft_config: trains this adapter on the policy.
         reward_funcs: Python functions, ``"module:function"`` strings, models, or a list of these,
             next to or instead of ``reward_model``.
-        reward_weights: weight of each source, models first; overrides ``PPOConfig``'s.
         reward_processing_class: tokenizers of reward models that differ from the policy's.
-        rollout_engine: a rollout engine instead of the one that the config names.
-        algorithm: a custom algorithm instead of PPO.
-        environment: a class or function that makes a ``kedge.environments.Environment``, or a dict
-            of them chosen by the column ``environment``; instead of the option of that name.
-        tools: functions that the policy may call, with type hints and a Google-style docstring.
-        environment_factory: makes objects whose methods are tools, with ``reset`` and perhaps
-            ``get_reward``; or a dict of such functions chosen by the column ``environment``.
-        rollout_func: ``f(prompts, trainer)`` that samples by itself; see
-            ``kedge.environments.FunctionRollouts``.
+        shared: ``reward_weights``, ``algorithm``, ``environment``, ``tools`` and others; see
+            ``SharedArguments``.
 
     Raises:
         ConfigError: invalid or conflicting options, before any weight is loaded where possible.
         DataError: invalid prompts.
     """
 
-    SPEC = TrainerSpec(name="PPO", config=PPOConfig, algorithm=ppo)
+    SPEC = TrainerSpec(
+        name="PPO", config=PPOConfig, algorithm=ppo, flags=PPOv2Config, value_model=True
+    )
 
     def __init__(  # noqa: PLR0913
         self,
@@ -80,16 +74,26 @@ class PPOTrainer(TrainerShell):
         peft_config: Any = None,
         *,
         reward_funcs: Any = None,
-        reward_weights: Sequence[float] | None = None,
         reward_processing_class: Any = None,
-        rollout_engine: RolloutEngine | None = None,
-        algorithm: Algorithm | None = None,
-        environment: Any = None,
-        tools: Sequence[Callable[..., Any]] | None = None,
-        environment_factory: Any = None,
-        rollout_func: Callable[[list[Any], Any], Mapping[str, Any]] | None = None,
+        **shared: Unpack[SharedArguments],
     ) -> None:
-        super().__init__(locals() | {"reward_processing_classes": reward_processing_class})
+        super().__init__(
+            args,
+            processing_class=processing_class,
+            model=model,
+            ref_model=ref_model,
+            reward_model=reward_model,
+            train_dataset=train_dataset,
+            value_model=value_model,
+            data_collator=data_collator,
+            eval_dataset=eval_dataset,
+            optimizers=optimizers,
+            callbacks=callbacks,
+            peft_config=peft_config,
+            reward_funcs=reward_funcs,
+            reward_processing_classes=reward_processing_class,
+            **shared,
+        )
 
 
 class PPOv2Trainer(PPOTrainer):

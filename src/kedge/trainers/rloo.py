@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
+from typing_extensions import Unpack
 
-from kedge.algorithms import Algorithm, rloo
+from kedge.algorithms import rloo
 from kedge.config.rloo import RLOOConfig
 from kedge.errors import ConfigError
-from kedge.protocols import RolloutEngine
 from kedge.suggestions import named
+from kedge.trainers.assembly.setup import find_tokenizer, own_or
 from kedge.trainers.base import TrainerShell
-from kedge.trainers.build.loading import load_tokenizer, own_or
 from kedge.trainers.metric_names import log_trl_names
-from kedge.trainers.spec import TrainerSpec
+from kedge.trainers.spec import SharedArguments, TrainerSpec
 
 # Name in TRL up to 0.21 -> name in TRL 0.22 and later.
 _PAIRS = {
@@ -29,11 +29,8 @@ _PAIRS = {
 _NEWER = ("model", "reward_funcs", "args")
 
 
-@named("argument", config=RLOOConfig, older=_PAIRS)
-class RLOOTrainer(TrainerShell):
-    """Trains a causal language model with RLOO against a reward.
-
-    Arguments are keywords, with the names of TRL up to 0.21 or of TRL 0.22 and later.
+class RLOOArguments(SharedArguments, total=False):
+    """The keyword arguments of ``RLOOTrainer``, in addition to those of every trainer.
 
     Args:
         model: the policy: a model, a folder or a hub name.
@@ -48,24 +45,42 @@ class RLOOTrainer(TrainerShell):
         callbacks: ``transformers.TrainerCallback`` objects or classes.
         optimizers: a custom pair ``(optimizer, lr_scheduler)``; None for the default.
         peft_config: trains this adapter on the policy.
-        ref_model: the reference of the KL penalty.  None: a frozen copy of the policy, or with PEFT
-            its base without adapter.
-        reward_weights: weight of each source; overrides ``RLOOConfig``'s.
+        ref_model: the reference of the KL penalty.  None: a frozen copy of the policy; under a
+            new adapter its base, which is the same.
         data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: the built-in one.
-        rollout_engine: a rollout engine instead of the one that the config names.
-        algorithm: a custom algorithm instead of RLOO.
-        environment: a class or function that makes a ``kedge.environments.Environment``, or a dict
-            of them chosen by the column ``environment``; instead of the option of that name.
-        tools: functions that the policy may call, with type hints and a Google-style docstring.
-        environment_factory: makes objects whose methods are tools, with ``reset`` and perhaps
-            ``get_reward``; or a dict of such functions chosen by the column ``environment``.
-        rollout_func: ``f(prompts, trainer)`` that samples by itself; see
-            ``kedge.environments.FunctionRollouts``.
-        quantization_config: transformers' configuration for a policy given by name; needs
-            ``peft_config``.
-        older: the names of TRL up to 0.21: ``config``, ``tokenizer``, ``policy``, ``ref_policy``
-            and ``reward_model``, which may also be a function of texts (prompt and completion),
+        config, tokenizer, policy, ref_policy, reward_model: the names of TRL up to 0.21;
+            ``reward_model`` may also be a function of texts (prompt and completion),
             ``f(list[str]) -> list[float]``.
+    """
+
+    model: str | nn.Module | None
+    reward_funcs: Any
+    args: RLOOConfig | None
+    train_dataset: Any
+    eval_dataset: Any
+    processing_class: Any
+    reward_processing_classes: Any
+    callbacks: list[TrainerCallback] | None
+    optimizers: tuple[Any, Any]
+    peft_config: Any
+    ref_model: str | nn.Module | None
+    data_collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None
+    config: RLOOConfig | None
+    tokenizer: Any
+    policy: str | nn.Module | None
+    ref_policy: str | nn.Module | None
+    reward_model: Any
+
+
+@named("argument", config=RLOOConfig, also=RLOOArguments.__optional_keys__)
+class RLOOTrainer(TrainerShell):
+    """Trains a causal language model with RLOO against a reward.
+
+    Arguments are keywords, with the names of TRL up to 0.21 or of TRL 0.22 and later.
+
+    Args:
+        unnamed: refused.
+        arguments: see ``RLOOArguments``.
 
     Raises:
         ConfigError: invalid or conflicting options, mixed names of both TRL versions, or positional
@@ -75,70 +90,47 @@ class RLOOTrainer(TrainerShell):
 
     SPEC = TrainerSpec(name="RLOO", config=RLOOConfig, algorithm=rloo, metric_names=log_trl_names)
 
-    def __init__(  # noqa: PLR0913
-        self,
-        *unnamed: Any,
-        model: str | nn.Module | None = None,
-        reward_funcs: Any = None,
-        args: RLOOConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any = None,
-        ref_model: str | nn.Module | None = None,
-        reward_weights: Sequence[float] | None = None,
-        data_collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None,
-        rollout_engine: RolloutEngine | None = None,
-        algorithm: Algorithm | None = None,
-        environment: Any = None,
-        tools: Sequence[Callable[..., Any]] | None = None,
-        environment_factory: Any = None,
-        rollout_func: Callable[[list[Any], Any], Mapping[str, Any]] | None = None,
-        quantization_config: Any = None,
-        **older: Any,
-    ) -> None:
+    def __init__(self, *unnamed: Any, **arguments: Unpack[RLOOArguments]) -> None:
         if unnamed:
             raise ConfigError(
                 f"RLOOTrainer takes keyword arguments only, got {len(unnamed)} positional: their"
                 " order differs between TRL 0.21 and 0.22; use model=, reward_funcs=, args=,"
                 " train_dataset= (or policy=, reward_model=, config=)"
             )
-        arguments = one_spelling(locals(), older)
-        if older.get("reward_model") is not None:
-            processor = arguments["processing_class"]
-            tokenizer = load_tokenizer(processor, arguments["model"], arguments["args"])
-            arguments["processing_class"] = own_or(processor, tokenizer)
-            arguments["reward_funcs"] = of_texts(arguments["reward_funcs"], tokenizer)
-        super().__init__(arguments)
+        newer = one_spelling(arguments)
+        args = newer.pop("args", None)
+        if arguments.get("reward_model") is not None:
+            processor = newer.get("processing_class")
+            tokenizer = find_tokenizer(processor, newer.get("model"), args)
+            newer["processing_class"] = own_or(processor, tokenizer)
+            newer["reward_funcs"] = of_texts(newer["reward_funcs"], tokenizer)
+        super().__init__(args, **newer)
 
 
-def one_spelling(newer: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, Any]:
+def one_spelling(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments under their newer names.
 
     Raises:
         ConfigError: both names of one argument, or names of both TRL versions.
     """
-    arguments = dict(newer)
-    for name, value in older.items():
-        if value is None:
+    newer = {name: value for name, value in arguments.items() if name not in _PAIRS}
+    other = next((name for name in _NEWER if newer.get(name) is not None), None)
+    for older, name in _PAIRS.items():
+        if arguments.get(older) is None:
             continue
-        if arguments[_PAIRS[name]] is not None:
+        if newer.get(name) is not None:
             raise ConfigError(
-                f"{name} and {_PAIRS[name]} are the older and the newer name of the same argument; "
+                f"{older} and {name} are the older and the newer name of the same argument; "
                 "pass only one of them"
             )
-        other = next((n for n in _NEWER if newer.get(n) is not None), None)
-        if other is not None and name != "tokenizer":
+        if other is not None and older != "tokenizer":
             older_name = next(old for old, new in _PAIRS.items() if new == other)
             raise ConfigError(
-                f"{name} is a name of TRL up to 0.21 and {other} of 0.22 and later; use"
-                f" {_PAIRS[name]} for {name}, or {older_name} for {other}"
+                f"{older} is a name of TRL up to 0.21 and {other} of 0.22 and later; use"
+                f" {name} for {older}, or {older_name} for {other}"
             )
-        arguments[_PAIRS[name]] = value
-    return arguments
+        newer[name] = arguments[older]
+    return newer
 
 
 def of_texts(reward: Any, tokenizer: Any) -> Any:

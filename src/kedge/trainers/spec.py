@@ -1,17 +1,25 @@
-"""What distinguishes one trainer from another, and how options reach functions."""
+"""What a trainer is, and what a user gives it: its specification and constructor arguments."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from typing_extensions import TypedDict
 
 from kedge.algorithms import Algorithm
 from kedge.config.base import OnPolicyConfig
 from kedge.config.options import refuse_unread
-from kedge.engine.loop import Engine
+from kedge.data.table import read_table
 from kedge.errors import ConfigError
+from kedge.protocols import RolloutEngine
+
+if TYPE_CHECKING:
+    from kedge.loop.loop import Engine
 
 MetricNames = Callable[[Mapping[str, float]], dict[str, float]]
 _ALGORITHM, _VALUE = "algorithm: ", "value model"  # readers of options in the support tables
@@ -38,12 +46,21 @@ class TrainerSpec:
             ``reference``: whether there is a reference model.
         metric_names: returns the function that adds metrics under other libraries' names to the
             metrics of an iteration or an evaluation.
+        flags: config of the trainer's command, if it has more names than ``config``.
+        value_model: the trainer takes ``value_model``, and ``reward_model`` for its start.
     """
 
     name: str
     config: type[OnPolicyConfig]
     algorithm: Callable[..., Algorithm]
     metric_names: Callable[[Any, Engine], MetricNames] = _no_names
+    flags: type[OnPolicyConfig] | None = None
+    value_model: bool = False
+
+    @property
+    def command_config(self) -> type[OnPolicyConfig]:
+        """Class of the config that the command's flags are parsed into."""
+        return self.flags or self.config
 
     def checked_args(self, args: Any) -> OnPolicyConfig:
         """A checked copy of the config, or of the default one for None.
@@ -98,3 +115,138 @@ def _check_custom(args: OnPolicyConfig, algorithm: Any, value_model: Any) -> Non
             f"value_model is given, but algorithm={algorithm.name} uses none; leave it out"
         )
     refuse_unread(args, [_VALUE], algorithm.name)
+
+
+class SharedArguments(TypedDict, total=False):
+    """Keyword arguments of every trainer.
+
+    Args:
+        reward_weights: weight of each source, models first; overrides the config's.
+        rollout_engine: a rollout engine instead of the one that the config names.
+        algorithm: a custom algorithm instead of the trainer's.
+        environment: a class or function that makes a ``kedge.environments.Environment``, or a dict
+            of them chosen by the column ``environment``; instead of the option of that name.
+        tools: functions that the policy may call, with type hints and a Google-style docstring.
+        environment_factory: makes objects whose methods are tools, with ``reset`` and perhaps
+            ``get_reward``; or a dict of such functions chosen by the column ``environment``.
+        rollout_func: ``f(prompts, trainer)`` that samples by itself; see
+            ``kedge.environments.FunctionRollouts``.
+        quantization_config: transformers' configuration for a policy given by name; needs
+            ``peft_config``.
+    """
+
+    reward_weights: Sequence[float] | None
+    rollout_engine: RolloutEngine | None
+    algorithm: Algorithm | None
+    environment: Any
+    tools: Sequence[Callable[..., Any]] | None
+    environment_factory: Any
+    rollout_func: Callable[[list[Any], Any], Mapping[str, Any]] | None
+    quantization_config: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerInputs:
+    """The constructor arguments of a trainer; see ``kedge.PPOTrainer``."""
+
+    spec: TrainerSpec
+    args: OnPolicyConfig  # the trainer's checked copy
+    processing_class: Any = None
+    model: str | nn.Module | None = None
+    ref_model: str | nn.Module | None = None
+    reward_model: Any = None
+    train_dataset: Any = None
+    value_model: str | nn.Module | None = None
+    data_collator: Any = None
+    eval_dataset: Any = None
+    optimizers: tuple[Any, Any] = (None, None)
+    callbacks: list[Any] | None = None
+    peft_config: Any = None
+    reward_funcs: Any = None
+    reward_weights: Sequence[float] | None = None
+    reward_processing_classes: Any = None
+    rollout_engine: RolloutEngine | None = None
+    algorithm: Any = None
+    quantization_config: Any = None
+    environment: Any = None
+    tools: Sequence[Any] | None = None
+    environment_factory: Any = None
+    rollout_func: Any = None
+    trainer: Any = None  # that these arguments were passed to
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
+        check_verifiers(self)
+
+
+def check_kinds(inputs: TrainerInputs) -> None:
+    """Check the type of each argument before anything is loaded."""
+    pair = inputs.optimizers
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ConfigError(
+            f"optimizers={_shown(pair)} must be a pair (optimizer, scheduler), each may be None"
+        )
+    for name, value, methods in (
+        ("optimizers[0]", pair[0], ("param_groups", "step")),
+        ("optimizers[1]", pair[1], ("step", "state_dict")),
+        (
+            "rollout_engine",
+            inputs.rollout_engine,
+            ("shares_weights", "logprobs", "generate", "load_weights"),
+        ),
+        ("peft_config", inputs.peft_config, ("peft_type",)),
+        ("data_collator", inputs.data_collator, ("__call__",)),
+    ):
+        missing = [method for method in methods if not hasattr(value, method)]
+        if value is not None and (missing or isinstance(value, type)):
+            lacks = f" (missing: {', '.join(missing)})" if missing else ""
+            raise ConfigError(f"{name}={_shown(value)} must be {_WANTED[name]}{lacks}")
+    if not isinstance(inputs.callbacks, list | tuple | None):
+        raise ConfigError(f"callbacks={_shown(inputs.callbacks)} must be a list of callbacks")
+    task = getattr(inputs.peft_config, "task_type", None)
+    task = getattr(task, "value", task)
+    if task not in (None, "CAUSAL_LM"):
+        raise ConfigError(f"peft_config must have task_type='CAUSAL_LM', got {task!r}")
+
+
+def check_verifiers(inputs: TrainerInputs) -> None:
+    """Check that verifiers can run here, and that all verifiers named by dataset rows exist."""
+    functions = inputs.reward_funcs
+    functions = functions if isinstance(functions, list | tuple) else [functions]
+    named = any(isinstance(f, str) and f.startswith("kedge.verifiers:") for f in functions)
+    if not named and "kedge.verifiers" not in sys.modules:  # then none of them is a verifier
+        return
+    from kedge import verifiers
+    from kedge.verifiers.base import Verifier
+    from kedge.verifiers.compose import ByColumn
+
+    for function in functions:
+        builtin = isinstance(function, str) and function.startswith("kedge.verifiers:")
+        verifier = getattr(verifiers, function.rpartition(":")[2], None) if builtin else function
+        if isinstance(verifier, Verifier):
+            verifier.prepare()
+    for verifier in (f for f in functions if isinstance(f, ByColumn)):
+        for dataset in (inputs.train_dataset, inputs.eval_dataset):
+            named = isinstance(dataset, Mapping) and verifier.column not in dataset
+            for part in dataset.values() if named else [dataset]:
+                table = None if part is None else read_table(part)
+                if table is not None and verifier.column in table.names:
+                    rows = table.take(range(len(table)), [verifier.column])
+                    verifier.check(rows[verifier.column])
+
+
+_WANTED = {
+    "optimizers[0]": "a torch.optim.Optimizer instance, not its class",
+    "optimizers[1]": "a torch learning-rate scheduler",
+    "rollout_engine": "a kedge.protocols.RolloutEngine: an object with the properties"
+    " shares_weights and logprobs and the methods generate(prompts, sampling=, seed=) and"
+    " load_weights(weights, version); to choose an engine by name, set it in the config:"
+    " rollout_engine='vllm'",
+    "peft_config": "a PEFT configuration, such as peft.LoraConfig(...)",
+    "data_collator": "a function of a list of {'input_ids', 'attention_mask'}",
+}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"a {type(value).__name__}"

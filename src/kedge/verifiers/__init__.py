@@ -6,24 +6,29 @@ Importing this package loads only the standard library.
 """
 
 from kedge.verifiers.base import Verifier, text_of
-from kedge.verifiers.by_column import ByColumn
-from kedge.verifiers.compose import VERIFIERS, RewardMix, by_column, reward_mix
+from kedge.verifiers.compose import VERIFIERS, ByColumn, RewardMix, by_column, reward_mix
 from kedge.verifiers.constraints import ConstraintVerifier, ifeval
-from kedge.verifiers.formats import (
+from kedge.verifiers.mathematics.arithmetic import gsm8k, number_verifier
+from kedge.verifiers.mathematics.verifier import accuracy_reward, math, math_verifier
+from kedge.verifiers.programs import code, code_verifier
+from kedge.verifiers.remote import RemoteReward
+from kedge.verifiers.sandbox.sandbox import Outcome, Sandbox
+from kedge.verifiers.texts import (
+    exact_match,
     format_reward,
+    length_at_most,
+    length_close_to,
     r1_style_format,
+    regex_match,
+    regex_reward,
+    soft_overlong_punishment,
+    string_contains,
+    string_f1,
+    string_match,
     tag_count_reward,
     think_answer,
     think_format_reward,
 )
-from kedge.verifiers.length import length_at_most, length_close_to, soft_overlong_punishment
-from kedge.verifiers.mathematics.arithmetic import gsm8k, number_verifier
-from kedge.verifiers.mathematics.verifier import accuracy_reward, math, math_verifier
-from kedge.verifiers.programs import code, code_verifier
-from kedge.verifiers.regex import regex_match, regex_reward
-from kedge.verifiers.remote import RemoteReward
-from kedge.verifiers.sandbox.sandbox import Outcome, Sandbox
-from kedge.verifiers.strings import exact_match, string_contains, string_f1, string_match
 
 __all__ = [
     "VERIFIERS",

@@ -126,9 +126,22 @@ def _content(content: Any) -> str:
     return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
 
 
-def is_finite(value: Any) -> bool:
-    """Whether a value is a finite number, and not an integer beyond the range of floats."""
-    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+def read_scores(returned: Any, rows: int) -> list[float | None]:
+    """One finite number or None per row, of what a reward function or server returned.
+
+    Raises:
+        ValueError: anything else; the message belongs after the name of who returned it.
+    """
+    scores = returned.tolist() if hasattr(returned, "tolist") else returned
+    if not isinstance(scores, (list, tuple)):
+        raise ValueError(f"returned {str(scores)[:80]!r}, not a list of {rows} rewards")
+    if len(scores) != rows:
+        raise ValueError(f"returned {len(scores)} rewards for {rows} completions")
+    numbers = [score.item() if hasattr(score, "item") else score for score in scores]
+    for x in numbers:  # an integer may be beyond the range of floats
+        if x is not None and not (isinstance(x, (int, float)) and abs(x) <= sys.float_info.max):
+            raise ValueError(f"returned {str(x)[:80]}, not a finite number or null")
+    return [None if x is None else float(x) for x in numbers]
 
 
 def read_column(columns: Mapping[str, Any], column: str, rows: int, name: str) -> list[Any]:

@@ -20,7 +20,7 @@ class ConstraintVerifier(Verifier):
     A row holds ``instruction_id_list`` and ``kwargs`` (one mapping per instruction) in two columns,
     as in the dataset, or both as a mapping or JSON object in the ground-truth column.  Text before
     ``</think>`` and ``<answer>`` tags are ignored.  A blank response follows no instruction.
-    Instructions about the language of a response need ``pip install 'kedge[ifeval]'``.
+    Instructions about the language of a response need ``pip install 'kedge-rl[ifeval]'``.
 
     Args:
         score: ``"mean"``, the share of instructions followed, or ``"all"``, 1 only if all are.

@@ -1,11 +1,11 @@
-"""Language identification with py3langid (``pip install 'kedge[ifeval]'``)."""
+"""Language identification with py3langid (``pip install 'kedge-rl[ifeval]'``)."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, install_command
 
 MIN_CONFIDENCE = 0.5  # below, a text is too short or too mixed to tell
 MAX_LETTERS = 20_000  # read from a text
@@ -27,7 +27,7 @@ def load_identifier() -> Any:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError as error:
         raise ConfigError(
-            "checking the language of a response needs py3langid; run pip install 'kedge[ifeval]'"
+            f"checking the language of a response needs py3langid; run {install_command('ifeval')}"
         ) from error
     identifier = LanguageIdentifier.from_model_file(
         MODEL_FILE, norm_probs=True, min_confidence=MIN_CONFIDENCE

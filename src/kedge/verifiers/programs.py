@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from typing import Any
 from kedge.errors import RewardError
 from kedge.verifiers.base import Unanswered, Verifier, read_record
 from kedge.verifiers.sandbox.sandbox import Sandbox
+
+logger = logging.getLogger(__name__)
 
 MAX_LETTERS = 200_000  # per program; a longer one scores 0
 EXAMPLE = '{"tests": ["assert add(1, 2) == 3"]} or {"inputs": ["1 2"], "outputs": ["3"]}'
@@ -37,7 +40,8 @@ def code_verifier(
     * ``tests`` (or ``test``): a string or list of strings of Python that raises unless the solution
       is correct.  Functions, classes and constants of the solution are available by name.
     * ``entry_point``: optional; the function or class under test, also available to tests as
-      ``candidate``.  If a test defines ``check``, ``check(candidate)`` is called, as in HumanEval.
+      ``candidate``.  If a test defines ``check``, ``check(candidate)`` is called, as in HumanEval;
+      functions ``test_*`` and classes of unittest are called too.
     * ``prefix`` (or ``prompt``): optional; trusted code placed before that of the response.
     * or ``inputs`` and ``outputs``: lists of strings; the program reads one from standard input and
       must print the other.  Trailing whitespace is ignored.
@@ -45,14 +49,18 @@ def code_verifier(
     Code that times out or crashes its process scores 0 and is counted in ``timeouts/<name>`` or
     ``crashes/<name>``.
 
-    Programs run only under kernel isolation: bubblewrap or user namespaces.  Without it, the first
-    call raises ConfigError, and so does a trainer before it loads a model.
+    Tests that no program could fail are a mistake in the dataset and raise RewardError: they call
+    the solution nowhere, or compare without ``assert``.  A test that fails on what cannot be
+    carried from the solution's process to that of the tests (a function as an argument, ...)
+    scores 0 and is counted in ``untestable/<name>``.
+
+    Programs run only in bubblewrap.  Without it, the first call raises ConfigError, and so does a
+    trainer before it loads a model.
 
     Args:
         column: dataset column with the ground truth.
-        sandbox: limits and isolation, or only the isolation: ``"bubblewrap"``, ``"namespaces"`` or
-            ``"audit"``, which needs no kernel support but does not stop a program that attacks the
-            interpreter.  Default: ``Sandbox()``.
+        sandbox: limits and isolation, or only the isolation: ``"bubblewrap"``, or ``"none"``, for
+            a container or virtual machine that you can lose.  Default: ``Sandbox()``.
         partial_credit: score the share of tests passed.
         workers: solutions run concurrently; default: the number of CPUs.
         name: of the verifier.
@@ -63,7 +71,7 @@ def code_verifier(
         name=name,
         column=column,
         threads=workers or os.cpu_count() or 1,
-        prepare=chosen.level,
+        prepare=chosen.prepare,
     )
 
 
@@ -100,9 +108,14 @@ def _check(text: str, truth: Any, *, sandbox: Sandbox, share: bool, name: str) -
         return 0.0
     joint = "\n" if code is not text else ""  # a bare response continues the prefix directly
     program = f"{prefix}{joint}{code}".replace("\x00", "")
+    passed, stopped = [], ""
     if "inputs" in record:
-        inputs, outputs = _cases(record, name)
-        passed, stopped = _run_cases(program, inputs, outputs, sandbox, stop_early=not share)
+        for stdin, expected in _cases(record, name):
+            outcome = sandbox.run(program, stdin)
+            passed.append(not outcome.error and _lines(outcome.output) == _lines(expected))
+            stopped = stopped or outcome.stopped
+            if not passed[-1] and not share:
+                break
     else:
         outcome = sandbox.test(program, tests, entry_point=entry_point, prefix=prefix)
         passed, stopped = list(outcome.passed), outcome.stopped
@@ -111,8 +124,17 @@ def _check(text: str, truth: Any, *, sandbox: Sandbox, share: bool, name: str) -
     if share:
         return sum(passed) / len(passed)
     if stopped and not all(passed):
+        if stopped == "untestable" and name not in _warned:
+            _warned.add(name)
+            logger.warning(
+                "verifier %s: a test cannot be run in the sandbox (%s); its rows score 0 and are"
+                " counted in untestable/%s", name, outcome.error, name,
+            )  # fmt: skip
         raise Unanswered(stopped)
     return float(all(passed))
+
+
+_warned: set[str] = set()  # names of verifiers
 
 
 def _tests(record: dict[str, Any], entry_point: str, name: str) -> list[str]:
@@ -127,11 +149,10 @@ def _tests(record: dict[str, Any], entry_point: str, name: str) -> list[str]:
         raise RewardError(
             f"verifier {name}: entry_point must be the name of a function, got {entry_point!r}"
         )
-    call = "\ncheck(candidate)" if entry_point else ""
-    return [f"{test}{call if 'def check(' in test else ''}" for test in tests]
+    return tests
 
 
-def _cases(record: dict[str, Any], name: str) -> tuple[list[str], list[str]]:
+def _cases(record: dict[str, Any], name: str) -> list[tuple[str, str]]:
     inputs, outputs = record["inputs"], record.get("outputs")
     lists = isinstance(inputs, list) and isinstance(outputs, list)
     if not lists or not inputs or len(inputs) != len(outputs or ()):
@@ -139,26 +160,9 @@ def _cases(record: dict[str, Any], name: str) -> tuple[list[str], list[str]]:
             f"verifier {name}: inputs and outputs must be non-empty lists of strings of equal"
             f" length, for example {EXAMPLE}"
         )
-    return [str(text) for text in inputs], [str(text) for text in outputs or ()]
-
-
-def _run_cases(
-    program: str,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    sandbox: Sandbox,
-    *,
-    stop_early: bool,
-) -> tuple[list[bool], str]:
-    passed, stopped = [], ""
-    for stdin, expected in zip(inputs, outputs, strict=True):
-        outcome = sandbox.run(program, stdin)
-        correct = not outcome.stopped and _lines(outcome.output) == _lines(expected)
-        passed.append(correct)
-        stopped = stopped or outcome.stopped
-        if stop_early and not correct:
-            break
-    return passed, stopped
+    return [
+        (str(given), str(printed)) for given, printed in zip(inputs, outputs or (), strict=True)
+    ]
 
 
 def _lines(text: str) -> list[str]:

@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kedge.errors import ConfigError, RewardError
-from kedge.http_client import Reply, post, retried
-from kedge.verifiers.base import is_finite, parallel
+from kedge.http_client import Reply, excerpt, post, retried
+from kedge.verifiers.base import parallel, read_scores
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +145,16 @@ class RemoteReward:
 
     def _request(self, body: bytes, rows: int, until: float) -> list[float | None]:
         shown = self._shown
+
+        def send() -> Reply:
+            seconds = min(self._timeout, until - time.monotonic())
+            if seconds <= 0:
+                return Reply(problem="did not answer within the time limit")
+            headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+            return post(self._url, body, headers, seconds=seconds)
+
         reply, attempts = retried(
-            lambda: self._send(body, until),
+            send,
             retries=self._retries,
             backoff=self._backoff,
             longest_wait=LONGEST_WAIT,
@@ -155,20 +163,26 @@ class RemoteReward:
                 "reward server %s %s; retrying", shown, reply.problem
             ),
         )
-        if reply.status == 200:
-            return _parse_rewards(reply.body, rows, shown)
-        hint = f"; pass token= or set {TOKEN_ENV}" if reply.status == 401 else ""
-        elapsed = self._time_limit - (until - time.monotonic())
-        raise RewardError(
-            f"reward server {shown} {reply.problem}{hint} ({attempts} attempts, {elapsed:.1f} s)"
-        )
-
-    def _send(self, body: bytes, until: float) -> Reply:
-        seconds = min(self._timeout, until - time.monotonic())
-        if seconds <= 0:
-            return Reply(problem="did not answer within the time limit")
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        return post(self._url, body, headers, seconds=seconds)
+        if reply.status != 200:
+            hint = f"; pass token= or set {TOKEN_ENV}" if reply.status == 401 else ""
+            elapsed = self._time_limit - (until - time.monotonic())
+            raise RewardError(
+                f"reward server {shown} {reply.problem}{hint} ({attempts} attempts, {elapsed:.1f}"
+                " s)"
+            )
+        try:
+            rewards = json.loads(reply.body)["rewards"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RewardError(
+                f'reward server {shown} must answer {{"rewards": [...]}}, got'
+                f" {excerpt(reply.body)!r}"
+            ) from error
+        try:
+            if isinstance(rewards, list) and bool in map(type, rewards):
+                raise ValueError("returned true or false, not a number or null")
+            return read_scores(rewards, rows)
+        except ValueError as error:
+            raise RewardError(f"reward server {shown} {error}") from error
 
 
 def _parse_url(url: str) -> tuple[str, str]:
@@ -185,23 +199,3 @@ def _parse_url(url: str) -> tuple[str, str]:
     path = parts.path if parts.path not in ("", "/") else "/score"
     shown = f"{parts.scheme}://{parts.netloc}{path}"
     return shown + (f"?{parts.query}" if parts.query else ""), shown
-
-
-def _parse_rewards(body: bytes, rows: int, shown: str) -> list[float | None]:
-    try:
-        rewards = json.loads(body)["rewards"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RewardError(
-            f'reward server {shown} must answer {{"rewards": [...]}}, got {body[:200]!r}'
-        ) from error
-    if not isinstance(rewards, list) or len(rewards) != rows:
-        count = len(rewards) if isinstance(rewards, list) else rewards
-        raise RewardError(
-            f"reward server {shown} returned {count!r} rewards for {rows} completions"
-        )
-    for reward in rewards:
-        if reward is not None and (isinstance(reward, bool) or not is_finite(reward)):
-            raise RewardError(
-                f"reward server {shown} returned {str(reward)[:80]}, not a finite number or null"
-            )
-    return [None if reward is None else float(reward) for reward in rewards]

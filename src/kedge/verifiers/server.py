@@ -1,9 +1,8 @@
-"""Serves reward functions over HTTP, with only the standard library."""
+"""Serves reward functions over HTTP, with Starlette and uvicorn (the extra `serve`)."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import inspect
 import ipaddress
@@ -11,38 +10,34 @@ import json
 import logging
 import socket
 import threading
-import time
-from collections.abc import Callable, Mapping
-from email.message import Message
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
-from kedge.errors import ConfigError
-from kedge.verifiers.base import is_finite
-from kedge.verifiers.by_column import accepted
+from kedge.errors import ConfigError, install_command
+from kedge.verifiers.base import read_scores
+from kedge.verifiers.compose import accepted
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ImportError as error:
+    raise ConfigError(f"serving rewards needs Starlette: run {install_command('serve')}") from error
 
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 120.0  # a request waits for a free worker
+HEAD_SECONDS = 5.0  # a client may take to send its request line and headers
 IDLE_SECONDS = 60.0  # a client may take to send its next bytes
-DRAIN_SECONDS = 5.0  # a rejected client has to send the rest of its request
-MAX_DRAINED = 64 << 20  # bytes of that rest that are read
-MAX_CONNECTIONS = 1024  # concurrent, each with a thread; further ones get 503
-BUSY = (
-    b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: application/json\r\n"
-    b'\r\n{"error": "too many connections; try again later"}'
-)
+MAX_CONNECTIONS = 1024  # concurrent; further ones get 503
 
 
-class Refused(Exception):
-    """A rejected request, with its HTTP status and an error message for the client."""
-
-    def __init__(self, status: int, problem: str) -> None:
-        super().__init__(problem)
-        self.status = status
-
-
-class RewardServer(ThreadingHTTPServer):
+class RewardServer:
     """An HTTP server for reward functions.
 
     ``POST /score`` (if there is one function) or ``/score/<name>``, with the JSON that
@@ -62,9 +57,6 @@ class RewardServer(ThreadingHTTPServer):
         ConfigError: no function, a missing token, or a number out of range.
         OSError: the port is in use.
     """
-
-    daemon_threads = True
-    request_queue_size = MAX_CONNECTIONS  # waiting to be accepted; the default is 5
 
     def __init__(
         self,
@@ -89,116 +81,174 @@ class RewardServer(ThreadingHTTPServer):
                 " 127.0.0.1"
             )
         self.functions, self.host, self.max_bytes = dict(functions), host, max_mb << 20
-        self._token, self._turns = token, threading.BoundedSemaphore(workers)
-        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler)
+        self._token = token
+        self._turns = asyncio.Semaphore(workers)
+        routes = [
+            Route("/health", self._health),
+            Route("/{path:path}", self._score, methods=["GET", "POST"]),
+        ]
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _refuse})
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+        self.port: int = self._socket.getsockname()[1]
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http=_Protocol,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=MAX_CONNECTIONS,
+                limit_concurrency=MAX_CONNECTIONS + 1,
+                timeout_graceful_shutdown=5,
+            )
+        )
 
     @property
     def url(self) -> str:
         """The URL to send requests to."""
-        shown = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{shown}:{self.server_address[1]}/score"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/score"
+
+    def serve_forever(self) -> None:
+        """Serve until the process is interrupted or terminated."""
+        self._server.run(sockets=[self._socket])
 
     def __enter__(self) -> RewardServer:
         self._thread = threading.Thread(
-            target=self.serve_forever, args=(0.1,), name="kedge-reward-server", daemon=True
+            target=self.serve_forever, name="kedge-reward-server", daemon=True
         )
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.shutdown()
+        self._server.should_exit = True
         self._thread.join()
-        self.server_close()
+        self._socket.close()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a connection in a thread, or reject it if there are too many."""
-        if not self._connections.acquire(blocking=False):
-            with contextlib.suppress(OSError):
-                request.sendall(BUSY)
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:  # no thread could be started
-            self._connections.release()
-            raise
+    async def _health(self, request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok", "rewards": list(self.functions)})
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handle a connection."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._connections.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a failed connection."""
-        logger.info("a client disconnected: %s", client_address, exc_info=True)
-
-    def answer(self, path: str, headers: Message, read: Callable[[int], bytes]) -> Any:
-        """The rewards for one request; raises Refused."""
-        self._admit(headers)
-        function = self._function(path)
-        body = self._read_body(headers, read)
-        completions = body.get("completions")
-        columns = body.get("columns", {})
+    async def _score(self, request: Request) -> JSONResponse:
+        self._admit(request)
+        function = self._function(request.url.path.rstrip("/"))
+        body = await self._read_body(request)
+        completions, columns = body.get("completions"), body.get("columns", {})
         if not isinstance(completions, list) or not isinstance(columns, dict):
-            raise Refused(400, "the JSON must have a list 'completions' and an object 'columns'")
+            raise HTTPException(
+                400, "the JSON must have a list 'completions' and an object 'columns'"
+            )
         offered = {**columns, "completions": completions}
         if "prompts" in body:
             offered["prompts"] = body["prompts"]
         rows = len(completions)
         invalid = [key for key, v in offered.items() if not isinstance(v, list) or len(v) != rows]
         if invalid:
-            raise Refused(400, f"{', '.join(invalid)} must be lists of {rows} values")
-        if not self._turns.acquire(timeout=WAIT_SECONDS):
-            raise Refused(503, "too many requests; try again later")
+            raise HTTPException(400, f"{', '.join(invalid)} must be lists of {rows} values")
+        returned = await self._call(function, offered)
         try:
-            returned = _call(function, offered)
-        except Exception as error:
-            logger.exception("a reward function failed")
-            raise Refused(422, f"{type(error).__name__}: {error}") from error
-        finally:
-            self._turns.release()
-        return {"rewards": _check_rewards(returned, rows)}
-
-    def _admit(self, headers: Message) -> None:
-        if self._token:
-            authorization = headers.get("authorization", "").encode()
-            if not hmac.compare_digest(authorization, f"Bearer {self._token}".encode()):
-                raise Refused(401, "the token is missing or wrong")
-            return
-        host = headers.get("host", "")
-        host = (host.rpartition(":")[0] if not host.endswith("]") else host).strip("[]") or host
-        if host not in (self.host, "localhost") and not is_loopback(host):
-            raise Refused(403, f"the host {host!r} is not allowed")  # DNS rebinding by a web page
+            rewards = {"rewards": read_scores(returned, rows)}
+        except ValueError as error:
+            raise HTTPException(422, f"the function {error}") from error
+        return JSONResponse(rewards, headers={"Connection": "close"})
 
     def _function(self, path: str) -> Callable[..., Any]:
-        place = path.partition("?")[0].rstrip("/")
-        if place == "/score" and len(self.functions) == 1:
+        if path == "/score" and len(self.functions) == 1:
             return next(iter(self.functions.values()))
-        name = place.removeprefix("/score/")
-        if not place.startswith("/score/") or name not in self.functions:
+        name = path.removeprefix("/score/")
+        if not path.startswith("/score/") or name not in self.functions:
             known = ", ".join(f"/score/{known_name}" for known_name in self.functions)
-            raise Refused(404, f"unknown path {place}; known: {known}")
+            raise HTTPException(404, f"unknown path {path}; known: {known}")
         return self.functions[name]
 
-    def _read_body(self, headers: Message, read: Callable[[int], bytes]) -> dict[str, Any]:
-        if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise Refused(415, "the Content-Type must be application/json")
-        length = headers.get("content-length", "")
-        if not _is_number(length):
-            raise Refused(411, "the request must have a Content-Length")
-        if int(length) > self.max_bytes:
-            raise Refused(413, f"the request has {length} bytes; the limit is {self.max_bytes}")
+    def _admit(self, request: Request) -> None:
+        if self._token:
+            authorization = request.headers.get("authorization", "").encode()
+            if not hmac.compare_digest(authorization, f"Bearer {self._token}".encode()):
+                raise HTTPException(401, "the token is missing or wrong")
+            return
+        host = request.headers.get("host", "")
+        host = (host.rpartition(":")[0] if not host.endswith("]") else host).strip("[]") or host
+        if host not in (self.host, "localhost") and not is_loopback(host):
+            # DNS rebinding by a web page
+            raise HTTPException(403, f"the host {host!r} is not allowed")
+
+    async def _read_body(self, request: Request) -> dict[str, Any]:
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise HTTPException(415, "the Content-Type must be application/json")
+        data, chunks = bytearray(), request.stream()
+        size = int(request.headers.get("content-length", 0))  # checked by h11
         try:
-            body = json.loads(read(int(length)))
+            while max(size, len(data)) <= self.max_bytes:
+                data += await asyncio.wait_for(anext(chunks), IDLE_SECONDS)
+            size = max(size, len(data))
+            raise HTTPException(413, f"the request has {size} bytes; the limit is {self.max_bytes}")
+        except StopAsyncIteration:
+            pass  # the whole body has arrived
+        except (asyncio.TimeoutError, ClientDisconnect) as error:
+            raise HTTPException(408, "the body did not arrive") from error
+        try:
+            body = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise Refused(400, f"the body is not valid JSON: {error}") from error
+            raise HTTPException(400, f"the body is not valid JSON: {error}") from error
         if not isinstance(body, dict):
-            raise Refused(400, "the body must be a JSON object")
+            raise HTTPException(400, "the body must be a JSON object")
         return body
+
+    async def _call(self, function: Callable[..., Any], offered: dict[str, Any]) -> Any:
+        turns = self._turns
+        try:
+            await asyncio.wait_for(turns.acquire(), WAIT_SECONDS)
+        except asyncio.TimeoutError as error:
+            retry = {"Retry-After": "1"}
+            raise HTTPException(503, "too many requests; try again later", retry) from error
+        try:
+            return await _in_thread(function, offered)
+        except (Exception, SystemExit) as error:
+            logger.exception("a reward function failed")
+            raise HTTPException(422, f"{type(error).__name__}: {error}") from error
+        finally:
+            turns.release()
+
+
+class _Protocol(H11Protocol):
+    """Closes connections that send no head in time, and the oldest where there are too many.
+
+    One whose request was refused counts as well: what it still sends is read, so that it gets the
+    answer, but not for longer.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+        waiting = [c for c in self.connections if isinstance(c, _Protocol) and c.idle]
+        if len(self.connections) > MAX_CONNECTIONS and len(waiting) > 1:
+            min(waiting, key=lambda connection: connection.since).transport.abort()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait_for_head()
+
+    def _wait_for_head(self) -> None:
+        self.since = self.loop.time()
+        self.loop.call_later(HEAD_SECONDS, self._close_late, self.since)
+
+    def _close_late(self, since: float) -> None:
+        if self.idle and self.since == since:
+            self.transport.close()
+
+
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": error.detail}, error.status_code, headers=error.headers)
 
 
 def is_loopback(host: str) -> bool:
@@ -209,77 +259,23 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 20
+async def _in_thread(function: Callable[..., Any], offered: dict[str, Any]) -> Any:
+    answer: Future[Any] = Future()
+    answer.set_running_or_notify_cancel()
 
-
-def _call(function: Callable[..., Any], offered: dict[str, Any]) -> Any:
-    returned = function(**accepted(function, offered))
-    if not inspect.isawaitable(returned):
-        return returned
-
-    async def wait() -> Any:
-        return await returned
-
-    return asyncio.run(wait())
-
-
-def _check_rewards(returned: Any, rows: int) -> list[float | None]:
-    rewards = returned.tolist() if hasattr(returned, "tolist") else returned
-    if not isinstance(rewards, (list, tuple)) or len(rewards) != rows:
-        raise Refused(422, f"the function returned {str(rewards)[:80]!r} for {rows} completions")
-    checked: list[float | None] = []
-    for reward in rewards:
-        value = reward.item() if hasattr(reward, "item") else reward
-        if value is not None and not is_finite(value):
-            raise Refused(
-                422, f"the function returned {str(value)[:80]}, not a finite number or None"
-            )
-        checked.append(None if value is None else float(value))
-    return checked
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: RewardServer
-    timeout = IDLE_SECONDS
-    server_version, sys_version = "kedge", ""
-
-    def do_POST(self) -> None:
-        length = self.headers.get("content-length", "")
-        self._unread = int(length) if _is_number(length) else 0
+    def call() -> None:
         try:
-            self._send(200, self.server.answer(self.path, self.headers, self._read))
-        except Refused as refused:
-            self._send(refused.status, {"error": str(refused)})
-            self.connection.shutdown(socket.SHUT_WR)
-            self.connection.settimeout(DRAIN_SECONDS)
-            self._drain(max(self.server.max_bytes, MAX_DRAINED))
+            returned = function(**accepted(function, offered))
+            if inspect.isawaitable(returned):
+                returned = asyncio.run(_wait_for(returned))
+            answer.set_result(returned)
+        except BaseException as error:
+            answer.set_exception(error)
 
-    def do_GET(self) -> None:
-        if self.path == "/health":
-            self._send(200, {"status": "ok", "rewards": list(self.server.functions)})
-        else:
-            self._send(404, {"error": f"unknown path {self.path}; known: /health"})
+    # A daemon: a function that hangs does not keep a terminated server alive.
+    threading.Thread(target=call, daemon=True).start()
+    return await asyncio.wrap_future(answer)
 
-    def log_message(self, format: str, *arguments: Any) -> None:
-        logger.info("%s %s", self.address_string(), format % arguments)
 
-    def _read(self, size: int) -> bytes:
-        self._unread -= size
-        return self.rfile.read(size)
-
-    def _drain(self, most: int) -> None:
-        """Read the rest of a request: closing earlier would drop the response."""
-        left, until = min(self._unread, most), time.monotonic() + DRAIN_SECONDS
-        while left > 0 and time.monotonic() < until and (data := self.rfile.read1(1 << 16)):
-            left -= len(data)
-
-    def _send(self, status: int, value: Any) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        if status == 503:
-            self.send_header("Retry-After", "1")
-        self.end_headers()
-        self.wfile.write(body)
+async def _wait_for(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable

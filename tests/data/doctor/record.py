@@ -18,7 +18,7 @@ import torch
 from tests.unit.text_toys import EOS, word_tokenizer
 
 from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
-from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Rollout, Sampling
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kedge.backends.hf.decode import get_base_model
-from kedge.backends.hf.model import get_backbone
-from kedge.backends.hf.reference import AdapterReference
+from kedge.classic.models.encoder_decoder import build_parts
 from kedge.errors import ConfigError
+from kedge.learner.reference import AdapterReference
+from kedge.models.model import get_backbone
+from kedge.rollout.embedded.decode import get_base_model
 
 _SCORE = ("score.weight", "score.modules_to_save.weight", "classifier.weight")
 
@@ -28,7 +29,7 @@ class RewardAdapter:
     def __init__(self, policy: Any, name: str, score: Tensor) -> None:
         self.policy, self.name = policy, name
         self.weight = score.to(next(policy.parameters()).device)
-        self._switch = AdapterReference(policy, name)
+        self._switch = AdapterReference(policy, name, build_parts)
 
     @classmethod
     def load(cls, policy: Any, source: str | Path, name: str) -> RewardAdapter:
@@ -66,11 +67,11 @@ class RewardAdapter:
         self.policy.eval()
         try:
             with self._switch.active():
-                trunk = get_backbone(get_base_model(self.policy))
-                assert trunk is not None  # checked by AdapterReference
+                backbone = get_backbone(get_base_model(self.policy))
+                assert backbone is not None  # checked by AdapterReference
                 device = next(self.policy.parameters()).device
                 attention_mask = None if mask is None else mask.to(device)
-                out = trunk(
+                out = backbone(
                     input_ids=ids.to(device), attention_mask=attention_mask, use_cache=False
                 )
         finally:

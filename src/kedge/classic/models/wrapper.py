@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers.utils.hub import cached_file
 
-from kedge.backends.hf.value_head import save_value
-from kedge.classic.models.loading import HUB, load_base
 from kedge.classic.models.reward_adapter import RewardAdapter
-from kedge.classic.models.value_head import PREFIX, ValueHead, read_value_head
 from kedge.errors import ConfigError
+from kedge.models.peft import quantization, with_adapter
+from kedge.models.value_head import HEAD_FILE, ScalarHead, save_value
 
+HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+PREFIX = "v_head."
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
 HEAD_OPTIONS = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
 
 
@@ -36,8 +41,48 @@ def unwrap_model_for_generation(
         yield inner
 
 
+class ValueHead(ScalarHead):
+    """A linear map from hidden states to one number, after dropout, in float32.
+
+    The trainer runs models in evaluation mode, as TRL does: dropout would make the probability
+    ratio of an unchanged policy differ from 1.  It acts if you train the model yourself.
+
+    Args:
+        config: of the model; its ``summary_dropout_prob`` takes precedence over the argument.
+        summary_dropout_prob: dropout rate.
+        v_head_init_strategy: "normal", or None for the usual initialization of a linear layer.
+        v_head_initializer_range: standard deviation of "normal"; the bias is then 0.
+
+    Raises:
+        ConfigError: the config has no hidden size, or the strategy is unknown.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        summary_dropout_prob: float = 0.1,
+        v_head_init_strategy: str | None = None,
+        v_head_initializer_range: float = 0.2,
+    ) -> None:
+        super().__init__(hidden_size(config))
+        rate = getattr(config, "summary_dropout_prob", summary_dropout_prob)
+        self.dropout: nn.Module = nn.Dropout(rate) if rate else nn.Identity()
+        if v_head_init_strategy == "normal":
+            nn.init.normal_(self.summary.weight, std=v_head_initializer_range)
+        elif v_head_init_strategy is None:
+            self.summary.reset_parameters()
+        else:
+            raise ConfigError(
+                f'v_head_init_strategy must be "normal" or None, got {v_head_init_strategy!r}'
+            )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Float [..., H] -> float32 [..., 1]."""
+        return super().forward(self.dropout(hidden))
+
+
 class PreTrainedModelWrapper(nn.Module):
-    """A transformers model, or a PEFT model around one, and a value head on its trunk.
+    """A transformers model, or a PEFT model around one, and a value head on its backbone.
 
     Args:
         pretrained_model: the model.
@@ -236,3 +281,122 @@ class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
 
     transformers_parent_class = AutoModelForSeq2SeqLM
     lm_head_namings = ("lm_head", "embed_out", "output_projection")
+
+
+def find_file(source: str | Path, name: str, hub: dict[str, Any]) -> Path | None:
+    """A file of a folder or hub repository; None: it has none."""
+    file = cached_file(
+        str(source),
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        **hub,
+    )
+    return None if file is None else Path(file)
+
+
+def load_base(
+    loader: Any,
+    source: str | Path | nn.Module,
+    args: tuple[Any, ...],
+    *,
+    peft_config: Any = None,
+    is_trainable: bool = False,
+    **options: Any,
+) -> Any:
+    """The base model for a value head: the given one, from files, or an adapter on its base.
+
+    Raises:
+        ConfigError: an argument of the wrong type, both 8 and 4 bits, or two adapters.
+    """
+    if peft_config is not None and not hasattr(peft_config, "peft_type"):
+        raise ConfigError(
+            "peft_config must be a peft.PeftConfig such as LoraConfig, got "
+            f"{type(peft_config).__name__}"
+        )
+    bits = [n for n in (8, 4) if options.pop(f"load_in_{n}bit", False)]
+    if len(bits) > 1 or (bits and "quantization_config" in options):
+        raise ConfigError("choose one of load_in_8bit, load_in_4bit and quantization_config")
+    if bits:
+        options["quantization_config"] = quantization(8 if bits[0] == 8 else 4)
+    if "use_auth_token" in options:  # the name before transformers 5
+        options["token"] = options.pop("use_auth_token")
+    dtype = options.pop("torch_dtype", None)
+    options.setdefault("dtype", torch.float32 if dtype is None else dtype)
+    hub = {k: options[k] for k in HUB if k in options}
+    if isinstance(source, nn.Module):
+        if not hasattr(source, "get_output_embeddings"):
+            raise ConfigError(
+                "from_pretrained needs a name, a folder, a transformers language model or a PEFT "
+                f"model, got {type(source).__name__}"
+            )
+        model: Any = source
+    elif find_file(source, "adapter_config.json", hub) is None:
+        model = loader.from_pretrained(source, *args, **options)
+    elif peft_config is None:
+        from peft import PeftConfig, PeftModel
+
+        stored = PeftConfig.from_pretrained(str(source), **hub)
+        base = loader.from_pretrained(stored.base_model_name_or_path, *args, **options)
+        return PeftModel.from_pretrained(base, str(source), is_trainable=is_trainable, **hub)
+    else:
+        raise ConfigError(
+            f"{source} is already an adapter, so peft_config would add a second; remove it to "
+            "continue training that adapter (is_trainable=True)"
+        )
+    if peft_config is None or hasattr(model, "peft_config"):
+        return model
+    return with_adapter(model, peft_config)
+
+
+def hidden_size(config: Any) -> int:
+    """Size of the hidden states that the output layer reads."""
+    places = (config, getattr(config, "text_config", None), getattr(config, "decoder", None))
+    for place in places:
+        for name in ("word_embed_proj_dim", "hidden_size"):
+            if getattr(place, name, None):
+                return int(getattr(place, name))
+    raise ConfigError(f"{type(config).__name__} must have a hidden_size for a value head")
+
+
+def read_value_head(source: str | Path, **hub: Any) -> dict[str, Tensor]:
+    """The tensors ``summary.weight`` [1, H] and ``summary.bias`` [1] of a saved model, or {}.
+
+    Reads what Kedge writes, LLaMA-Factory's value_head.safetensors, and the "v_head." entries of
+    TRL in model.safetensors or pytorch_model.bin, whole or sharded.  Only tensors are read from a
+    .bin file, never objects.
+
+    Raises:
+        ConfigError: a file is damaged, or contains other objects than tensors.
+    """
+    head_file = find_file(source, HEAD_FILE, hub)
+    if head_file is not None:
+        return {name.removeprefix(PREFIX): x for name, x in _tensors(head_file, "").items()}
+    for name in _WHOLE:
+        index, files = find_file(source, f"{name}.index.json", hub), {name}
+        if index is not None:
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = {file for key, file in shards.items() if key.startswith(PREFIX)}
+        tensors: dict[str, Tensor] = {}
+        for path in (find_file(source, file, hub) for file in sorted(files)):
+            tensors |= {} if path is None else _tensors(path, PREFIX)
+        if tensors:
+            return tensors
+    return {}
+
+
+def _tensors(file: Path, prefix: str) -> dict[str, Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as tensors:
+                keys = [k for k in tensors.keys() if k.startswith(prefix)]  # noqa: SIM118
+                return {k.removeprefix(prefix): tensors.get_tensor(k) for k in keys}
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
+        raise ConfigError(f"the value head in {file} cannot be read: {error}") from error
+    except Exception as error:  # pickle.UnpicklingError: other objects
+        raise ConfigError(
+            f"{file} contains objects other than tensors, which could run arbitrary code; if you "
+            f"trust it, convert it to safetensors ({error})"
+        ) from error
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kedge.cli.flags import Flags
-from kedge.cli.pipeline.stages import RL, SCRIPT, Pipeline, Stage, read
+from kedge.cli.pipeline.stages import SCRIPT, Pipeline, Stage, read
 from kedge.errors import ConfigError, KedgeError
+from kedge.trainers import TRAINERS
 
 EPILOG = """\
 FILE.yaml:
@@ -68,39 +69,26 @@ def main(argv: Sequence[str]) -> None:
 
 def load_pipelines(flags: argparse.Namespace) -> tuple[Path, list[Pipeline]]:
     """The output folder, and one checked pipeline per seed."""
-    variables = _parse_variables(flags.set)
+    import yaml
+
+    variables: dict[str, Any] = {}
+    for pair in flags.set:
+        name, sign, value = pair.partition("=")
+        if not sign or not name:
+            raise ConfigError(f"--set must be NAME=VALUE, got {pair}")
+        variables[name] = yaml.safe_load(value)  # 3 is a number
     if flags.seeds is not None and "seed" in variables:
         raise ConfigError("--seeds and --set seed=... are both given; set only one")
-    if flags.seeds:
-        seeds = dict.fromkeys(flags.seeds)
-        pipelines = [read(flags.file, {**variables, "seed": seed}) for seed in seeds]
-        base = pipelines[0].folder
-        pipelines = [
-            replace(pipeline, folder=base / f"seed-{seed}")
-            for pipeline, seed in zip(pipelines, seeds, strict=True)
-        ]
-    else:
-        pipelines = [read(flags.file, variables)]
-        base = pipelines[0].folder
-    if flags.only:
-        pipelines = [plan.only(flags.only) for plan in pipelines]
+    pipelines = []
+    for seed in dict.fromkeys(flags.seeds or [None]):
+        pipeline = read(flags.file, variables if seed is None else variables | {"seed": seed})
+        base = pipeline.folder
+        pipeline = pipeline if seed is None else replace(pipeline, folder=base / f"seed-{seed}")
+        pipelines.append(pipeline.only(flags.only) if flags.only else pipeline)
     names = [stage.name for stage in pipelines[0].stages]
     if flags.redo is not None and flags.redo not in names:
         raise ConfigError(f"--redo {flags.redo} must be one of the stages {', '.join(names)}")
     return base, pipelines
-
-
-def _parse_variables(pairs: Sequence[str]) -> dict[str, Any]:
-    """``NAME=VALUE`` words; values are read as YAML, so that 3 is a number."""
-    import yaml
-
-    variables = {}
-    for pair in pairs:
-        name, sign, value = pair.partition("=")
-        if not sign or not name:
-            raise ConfigError(f"--set must be NAME=VALUE, got {pair}")
-        variables[name] = yaml.safe_load(value)
-    return variables
 
 
 def run(pipeline: Pipeline, *, redo: str | None = None, dry: bool = False) -> None:
@@ -109,28 +97,36 @@ def run(pipeline: Pipeline, *, redo: str | None = None, dry: bool = False) -> No
     for stage in pipeline.stages:
         place = pipeline.folder / stage.name
         inputs = {name: marks[name] for name in stage.uses}
-        mark = _done(place, stage, inputs, again=redo == stage.name)
+        mark = None if redo == stage.name else _finished(place, stage, inputs)
         if dry or mark is None:
+            words = command_line(stage, pipeline.folder)
             program = f"kedge {stage.command}" if stage.command != SCRIPT else "python"
-            words = " ".join(_words(stage, pipeline.folder))
-            print(f"kedge: stage {stage.name}: {program} {words}", flush=True)
+            print(f"kedge: stage {stage.name}: {program} {' '.join(words)}", flush=True)
         else:
             print(f"kedge: stage {stage.name} is done", flush=True)
         if mark is None:
-            mark = "" if dry else _run_stage(stage, pipeline.folder, inputs)
+            mark = "" if dry else _run_stage(stage, place, words, inputs)
         marks[stage.name] = mark
 
 
-def _run_stage(stage: Stage, folder: Path, inputs: Mapping[str, str]) -> str:
+def _run_stage(stage: Stage, place: Path, words: list[str], inputs: Mapping[str, str]) -> str:
     from kedge.cli.main import load_command
 
-    place, words = folder / stage.name, _words(stage, folder)
     place.mkdir(parents=True, exist_ok=True)
     (place / DONE).unlink(missing_ok=True)
-    if stage.command == SCRIPT:
-        _start([*(stage.launch or (sys.executable,)), *words], stage)
-    elif stage.launch:
-        _start([*stage.launch, "-m", "kedge.cli.main", stage.command, *words], stage)
+    if stage.command == SCRIPT or stage.launch:
+        module = [] if stage.command == SCRIPT else ["-m", "kedge.cli.main", stage.command]
+        program = [*(stage.launch or (sys.executable,)), *module, *words]
+        try:
+            code = subprocess.run(program, check=False).returncode
+        except OSError as error:
+            raise KedgeError(
+                f"stage {stage.name}: {program[0]!r} cannot be started ({error})"
+            ) from error
+        if code:
+            raise KedgeError(
+                f"stage {stage.name}: {' '.join(program[:3])} ... failed with exit code {code}"
+            )
     else:
         load_command(stage.command)(words)
     mark = uuid.uuid4().hex
@@ -141,63 +137,42 @@ def _run_stage(stage: Stage, folder: Path, inputs: Mapping[str, str]) -> str:
     return mark
 
 
-def _start(words: list[str], stage: Stage) -> None:
-    """Run a program to its end."""
-    try:
-        code = subprocess.run(words, check=False).returncode
-    except OSError as error:
-        raise KedgeError(f"stage {stage.name}: {words[0]!r} cannot be started ({error})") from error
-    if code:
-        raise KedgeError(
-            f"stage {stage.name}: {' '.join(words[:3])} ... failed with exit code {code}"
-        )
-
-
-def _done(place: Path, stage: Stage, inputs: Mapping[str, str], *, again: bool) -> str | None:
+def _finished(place: Path, stage: Stage, inputs: Mapping[str, str]) -> str | None:
     """The marker of a stage that is up to date, else None."""
-    file = place / DONE
-    if again or not file.is_file():
+    if not (place / DONE).is_file():
         return None
-    before = json.loads(file.read_text(encoding="utf-8"))
-    if before["definition"] != stage.definition:
-        changes = _changes(before["definition"], stage.definition)
+    before = json.loads((place / DONE).read_text(encoding="utf-8"))
+    now = stage.definition
+    if before["definition"] != now:
+        changes = []
+        for part in ("options", "programs"):
+            was, is_ = before["definition"].get(part, {}), now[part]
+            for name in sorted(n for n in {*was, *is_} if was.get(n) != is_.get(n)):
+                change = f": {was.get(name)!r} before, {is_.get(name)!r} now"
+                changes.append(f"{name}{change}" if part == "options" else f"{name} has changed")
         raise ConfigError(
-            f"stage {stage.name} in {place} was run with other options ({changes}); run it again"
-            f" with --redo {stage.name}, or set another output_dir"
+            f"stage {stage.name} in {place} was run with other options"
+            f" ({', '.join(changes) or 'another command'}); run it again with --redo {stage.name},"
+            " or set another output_dir"
         )
-    if before["inputs"] != dict(inputs):
-        return None  # an earlier stage ran again
-    return str(before["run"])
+    return str(before["run"]) if before["inputs"] == dict(inputs) else None
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The differences between the options of two runs of a stage."""
-    changes = []
-    for part in ("options", "programs"):
-        was, is_ = before.get(part, {}), now[part]
-        for name in sorted({*was, *is_}):
-            if was.get(name) != is_.get(name):
-                change = f"{was.get(name)!r} before, {is_.get(name)!r} now"
-                changes.append(f"{name}: {change}" if part == "options" else f"{name} has changed")
-    return ", ".join(changes) or "another command"
-
-
-def _words(stage: Stage, folder: Path) -> list[str]:
-    """The words of a stage's command line."""
-    place = folder / stage.name
+def command_line(stage: Stage, folder: Path) -> list[str]:
+    """The words of a stage's command line, with flags that resume what was interrupted."""
+    place, words = folder / stage.name, stage.words(folder)
     if stage.command == "generate":
-        return [*stage.words(folder), "--output", str(place / "completions.jsonl")]
-    return [*stage.words(folder), "--output_dir", str(place), *_resumed(stage, place)]
-
-
-def _resumed(stage: Stage, place: Path) -> list[str]:
-    """Flags that resume an interrupted stage."""
-    if stage.command not in (*RL, "sft", "reward"):
-        return []
-    numbers = [int(p.name.rpartition("-")[2]) for p in place.glob("checkpoint-*[0-9]")]
-    if not numbers or "resume_from_checkpoint" in stage.options:
-        return []
+        return [*words, "--output", str(place / "completions.jsonl")]
+    words += ["--output_dir", str(place)]
+    rl, steps = (
+        stage.command in TRAINERS,
+        [int(p.name.rpartition("-")[2]) for p in place.glob("checkpoint-*[0-9]")],
+    )
+    if not steps or not (rl or stage.command in ("sft", "reward")):
+        return words
+    if "resume_from_checkpoint" in stage.options:
+        return words
     if (place / DONE).is_file():  # it runs again from the start
-        return ["--overwrite_output_dir"] if stage.command in RL else []
-    newest = str(place / f"checkpoint-{max(numbers)}")
-    return ["--resume_from_checkpoint", "True" if stage.command in RL else newest]
+        return [*words, "--overwrite_output_dir"] if rl else words
+    newest = str(place / f"checkpoint-{max(steps)}")
+    return [*words, "--resume_from_checkpoint", "True" if rl else newest]

@@ -24,7 +24,15 @@ def results(runs: Sequence[tuple[Path, Iterable[Stage]]]) -> list[dict[str, Any]
             continue
         places = [folder / stage.name for folder, _ in runs]
         summaries = [json.loads((place / "summary.json").read_text()) for place in places]
-        low, high = interval([_worths(place) for place in places])
+        outcomes = [
+            [
+                worth(json.loads(line)["outcome"])
+                for line in (place / "judgments.jsonl").read_text(encoding="utf-8").split("\n")
+                if line.strip()
+            ]
+            for place in places
+        ]
+        low, high = interval([[x for x in values if x is not None] for values in outcomes])
         rates = [one["win_rate"] for one in summaries]
         controlled = [one["length_controlled_win_rate"] for one in summaries]
         rows.append(
@@ -41,12 +49,6 @@ def results(runs: Sequence[tuple[Path, Iterable[Stage]]]) -> list[dict[str, Any]
             }
         )
     return rows
-
-
-def _worths(place: Path) -> list[float]:
-    lines = (place / "judgments.jsonl").read_text(encoding="utf-8").split("\n")
-    outcomes = (worth(json.loads(line)["outcome"]) for line in lines if line.strip())
-    return [outcome for outcome in outcomes if outcome is not None]
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:

@@ -14,35 +14,43 @@ from typing import Any
 
 from kedge.errors import ConfigError
 from kedge.suggestions import hint
+from kedge.trainers import TRAINERS, load_trainer
 
-RL = ("ppo", "rloo", "grpo", "async-ppo")
-PLACES = {"generate": ("model", "prompts"), "judge": ("ours", "theirs")}  # positional arguments
 SCRIPT = "script"  # a custom program
-COMMANDS = ("sft", "reward", *RL, *PLACES, SCRIPT)
+POSITIONAL = {
+    **dict.fromkeys(("sft", "reward", *TRAINERS), ()),
+    "generate": ("model", "prompts"),
+    "judge": ("ours", "theirs"),
+    SCRIPT: ("path",),
+}  # arguments without a flag, by command
 HERE = "here"  # variable: the folder of the pipeline's file
-_KEYS = {"output_dir", "variables", "stages"}
+_KEYS = ("output_dir", "stages", "variables")
 _REFERENCE = re.compile(r"\$\{([^}]*)\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One command of a pipeline."""
+    """One command of a pipeline.
+
+    Args:
+        name: of the stage and of its folder.
+        command: of ``kedge``, or "script".
+        options: of the command, with references to the folders of other stages.
+        here: folder of the pipeline's file.
+        launch: command that starts it in separate processes.
+        uses: stages whose folders its options name.
+    """
 
     name: str
     command: str
     options: Mapping[str, Any]
-    here: str = "."  # folder of the pipeline's file
-    launch: tuple[str, ...] = ()  # command that starts it in separate processes
-    uses: tuple[str, ...] = ()  # stages whose folders its options name
+    here: str = "."
+    launch: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
 
     @property
     def definition(self) -> dict[str, Any]:
         """Everything that determines its results, as JSON: options and digests of programs."""
-        options = json.loads(json.dumps(dict(self.options)))
-        return {"command": self.command, "options": options, "programs": self._programs()}
-
-    def _programs(self) -> dict[str, str]:
-        """Digests of the Python files that options name, alone or as ``file.py:function``."""
         digests = {}
         for value in self.options.values():
             for word in value if isinstance(value, list) else [value]:
@@ -50,39 +58,36 @@ class Stage:
                 file = Path(name.replace("${here}", self.here))
                 if name.endswith(".py") and file.is_file():
                     digests[name] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
-        return digests
+        options = json.loads(json.dumps(dict(self.options)))
+        return {"command": self.command, "options": options, "programs": digests}
 
     def words(self, folder: Path) -> list[str]:
         """Its command line, without the output folder."""
 
-        def filled(value: Any) -> str:
+        def text(value: Any) -> str:
             text = value if isinstance(value, str) else json.dumps(value)
             return _REFERENCE.sub(
                 lambda match: self.here if match[1] == HERE else str(folder / match[1]), text
             )
 
-        places = ("path",) if self.command == SCRIPT else PLACES.get(self.command, ())
-        switches = self.command in PLACES or self.command == SCRIPT
-        words = [filled(self.options[name]) for name in places]
+        places, nullable = POSITIONAL[self.command], frozenset[str]()
+        if self.command in TRAINERS:
+            from kedge.cli import arguments
+
+            nullable = arguments.nullable([load_trainer(self.command).SPEC.command_config])
+        words = [text(self.options[name]) for name in places]
         for name, value in self.options.items():
             if name in places:
                 continue
             if value is None:
-                words += [f"--{name}=none"] if name in self._nullable() else []
+                words += [f"--{name}=none"] if name in nullable else []
             elif isinstance(value, list):
-                words += [f"--{name}", *map(filled, value)]
-            elif isinstance(value, bool) and switches:
+                words += [f"--{name}", *map(text, value)]
+            elif isinstance(value, bool) and places:  # a command whose flags take no true or false
                 words += [f"--{name}"] if value else []
             else:
-                words.append(f"--{name}={filled(value)}")
+                words.append(f"--{name}={text(value)}")
         return words
-
-    def _nullable(self) -> frozenset[str]:
-        """Options for which null differs from the default."""
-        from kedge.cli.arguments import nullable
-        from kedge.cli.planning.plan import CONFIGS
-
-        return nullable([CONFIGS[self.command]]) if self.command in RL else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +112,26 @@ class Pipeline:
 
 def read(file: str, given: Mapping[str, Any] | None = None) -> Pipeline:
     """Read a pipeline file and check every option; ``given`` overrides its variables."""
-    path = Path(file).expanduser()
+    path, given = Path(file).expanduser(), given or {}
     content = _load(path, file)
-    variables, here = _variables(content, file, given or {}), str(path.resolve().parent)
-    output = str(_filled(content["output_dir"], {**variables, HERE: here}))
+    variables, here = content.get("variables") or {}, str(path.resolve().parent)
+    if not isinstance(variables, dict):
+        raise ConfigError(f"{file}: variables must be name: value, got {variables!r}")
+    for name in given:
+        if name not in variables:
+            raise ConfigError(f"{file}: {_unknown('variable', name, variables)}")
+    variables |= given
+    for name, value in variables.items():
+        if value is None:
+            raise ConfigError(f"{file}: the variable {name} has no value; add --set {name}=VALUE")
     stages: list[Stage] = []
     for number, entry in enumerate(content["stages"], 1):
-        stage = _stage(_filled(entry, variables), f"{file}, stage {number}", stages, here)
+        entry = _substitute(entry, variables)  # noqa: PLW2901
+        stage = _read_stage(entry, f"{file}, stage {number}", stages, here)
         if stage.name in (*variables, HERE):
             raise ConfigError(f"{file}: {stage.name!r} is both a variable and a stage; rename one")
         stages.append(stage)
+    output = str(_substitute(content["output_dir"], {**variables, HERE: here}))
     return Pipeline(Path(output).expanduser(), tuple(stages))
 
 
@@ -131,63 +146,43 @@ def _load(path: Path, file: str) -> dict[str, Any]:
         raise ConfigError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("stages"), list):
         raise ConfigError(f"{file} must have output_dir and a list of stages")
-    unknown = sorted(set(map(str, content)) - _KEYS)
+    unknown = sorted(set(map(str, content)) - {*_KEYS})
     if unknown or not isinstance(content.get("output_dir"), str):
-        raise ConfigError(
-            f"{file}: {f'unknown key {unknown[0]!r}' if unknown else 'output_dir is missing'};"
-            f" a pipeline has {', '.join(sorted(_KEYS))}"
-        )
+        problem = f"unknown key {unknown[0]!r}" if unknown else "output_dir is missing"
+        raise ConfigError(f"{file}: {problem}; a pipeline has {', '.join(_KEYS)}")
     return content
 
 
-def _variables(content: dict[str, Any], file: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    named = content.get("variables") or {}
-    if not isinstance(named, dict):
-        raise ConfigError(f"{file}: variables must be name: value, got {named!r}")
-    for name in given:
-        if name not in named:
-            raise ConfigError(f"{file}: {_unknown('variable', name, named)}")
-    values = {**named, **given}
-    for name, value in values.items():
-        if value is None:
-            raise ConfigError(f"{file}: the variable {name} has no value; add --set {name}=VALUE")
-    return values
-
-
-def _filled(value: Any, variables: Mapping[str, Any]) -> Any:
+def _substitute(value: Any, variables: Mapping[str, Any]) -> Any:
     """Substitute variables; one that is the whole value keeps its type."""
     if isinstance(value, dict):
-        return {key: _filled(item, variables) for key, item in value.items()}
+        return {key: _substitute(item, variables) for key, item in value.items()}
     if isinstance(value, list):
-        return [_filled(item, variables) for item in value]
+        return [_substitute(item, variables) for item in value]
     if not isinstance(value, str):
         return value
     alone = _REFERENCE.fullmatch(value)
     if alone and alone[1] in variables:
         return variables[alone[1]]
-    return _REFERENCE.sub(
-        lambda match: str(variables[match[1]]) if match[1] in variables else match[0], value
-    )
+    return _REFERENCE.sub(lambda match: str(variables.get(match[1], match[0])), value)
 
 
-def _stage(entry: Any, where: str, earlier: Sequence[Stage], here: str) -> Stage:
+def _read_stage(entry: Any, where: str, earlier: Sequence[Stage], here: str) -> Stage:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} must be COMMAND: {{options}}, got {entry!r}")
-    rest = {key: value for key, value in entry.items() if key not in ("name", "launch")}
+    rest = {str(key): value for key, value in entry.items() if key not in ("name", "launch")}
     if len(rest) != 1:
-        raise ConfigError(
-            f"{where} must be one command, got {', '.join(sorted(map(str, rest))) or 'none'}"
-        )
+        raise ConfigError(f"{where} must be one command, got {', '.join(sorted(rest)) or 'none'}")
     ((command, options),) = rest.items()
-    options = _checked(str(command), options or {}, where, here)
-    name = str(entry.get("name", command))
-    names = [stage.name for stage in earlier]
+    options = options or {}
+    _check_options(command, options, where, here)
+    name, names = str(entry.get("name", command)), [stage.name for stage in earlier]
     if name in names or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         raise ConfigError(
             f"{where}: the name {name!r} must be unique and a valid folder name; set `name: other`"
         )
-    references = dict.fromkeys(_REFERENCE.findall(json.dumps(options)))
-    uses = tuple(name for name in references if name != HERE)
+    uses = dict.fromkeys(_REFERENCE.findall(json.dumps(options)))
+    uses.pop(HERE, None)
     for used in uses:
         if used not in names:
             raise ConfigError(
@@ -196,25 +191,23 @@ def _stage(entry: Any, where: str, earlier: Sequence[Stage], here: str) -> Stage
             )
     return Stage(
         name=name,
-        command=str(command),
+        command=command,
         options=options,
         here=here,
         launch=tuple(shlex.split(str(entry.get("launch", "")))),
-        uses=uses,
+        uses=tuple(uses),
     )
 
 
-def _checked(command: str, options: Any, where: str, here: str) -> dict[str, Any]:
-    """Check that the options of a command exist."""
-    if command not in COMMANDS:
-        raise ConfigError(f"{where}: {_unknown('command', command, COMMANDS)}")
+def _check_options(command: str, options: Any, where: str, here: str) -> None:
+    if command not in POSITIONAL:
+        raise ConfigError(f"{where}: {_unknown('command', command, POSITIONAL)}")
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: the options of {command} must be name: value")
-    needed = ("path",) if command == SCRIPT else PLACES.get(command, ())
-    missing = [place for place in needed if place not in options]
+    missing = [place for place in POSITIONAL[command] if place not in options]
     if missing:
         raise ConfigError(f"{where}: {command} needs {' and '.join(missing)}")
-    accepted = {*options} if command == SCRIPT else _options(command)
+    accepted = {*options} if command == SCRIPT else _option_names(command)
     for key in options:
         if key in ("output_dir", "output"):
             raise ConfigError(f"{where}: {key} is set by the pipeline; leave it out")
@@ -225,29 +218,24 @@ def _checked(command: str, options: Any, where: str, here: str) -> dict[str, Any
         raise ConfigError(
             f"{where}: the file {program} does not exist; ${{here}} is the folder of the pipeline"
         )
-    return options
 
 
-def _options(command: str) -> set[str]:
-    """The names of a command's options."""
+def _option_names(command: str) -> set[str]:
     flags: Any
-    if command in RL:
+    if command in TRAINERS:
         from kedge.cli.arguments import parser
-        from kedge.cli.planning.plan import CONFIGS
 
-        flags = parser(command, CONFIGS[command])
-    elif command in PLACES:
+        flags = parser(command, load_trainer(command).SPEC.command_config)
+    elif POSITIONAL[command]:
         flags = importlib.import_module(f"kedge.cli.tools.{command}").parser()
     else:
         from kedge.cli.train.reward import RewardArguments
         from kedge.cli.train.sft import BeforeArguments, build_parser
 
-        reward = command == "reward"
-        flags = (
-            build_parser("reward", RewardArguments)
-            if reward
-            else build_parser("sft", BeforeArguments)
-        )
+        if command == "reward":
+            flags = build_parser("reward", RewardArguments)
+        else:
+            flags = build_parser("sft", BeforeArguments)
     return {action.dest for action in flags._actions} - {"help"}
 
 

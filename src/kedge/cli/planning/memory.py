@@ -1,7 +1,7 @@
 """Estimated memory of a run, from model configurations only.
 
-Estimates per process, in bytes, before any sharding (FSDP, DeepSpeed ZeRO).  Weights, gradients
-and optimizer state follow from parameter counts; activations and caches are approximate, and
+Bytes per process, before any sharding (FSDP, DeepSpeed ZeRO).  Weights, gradients and optimizer
+state follow from parameter counts; activations and caches are approximate, and
 ``benchmarks/plan_memory.py`` compares them with what runs take.
 """
 
@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kedge.algorithms import Algorithm
+from kedge.cli.arguments import Options
+from kedge.cli.train.ppo import Names
 from kedge.errors import ConfigError
-from kedge.ops.cpu.heap import WORTHWHILE
+from kedge.loop.batch_sizes import BatchSizes
+from kedge.models.freezing import train_top_layers
+from kedge.models.load import configuration_source
+from kedge.models.value_head import ScalarHead
+from kedge.trl_scripts import get_peft_config
 
 # Bytes of optimizer state per trained parameter, by the start of the optimizer's name.
 OPTIMIZER_BYTES = {
@@ -26,15 +34,15 @@ OPTIMIZER_BYTES = {
     "sgd": 0.0,
 }  # fmt: skip
 ADAM_BYTES = 8.0  # two moments in float32
-PAGE = 4096
-HEAP_SHARE = 0.45
+PAGE = 4096  # bytes
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of logits that exist at a time
-KEPT_BYTES = 128 << 20  # of logits that wait for the backward pass at most
+KEPT_BYTES = 128 << 20  # of logits that wait for the backward pass, at most
+HEAP_SHARE = 0.45  # of all activations, by which a CPU's heap fragments in checkpointed LoRA passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What the size of activations and caches follows from."""
+class ModelDims:
+    """Dimensions of a decoder, from which the size of activations and caches follows."""
 
     hidden: int
     layers: int
@@ -42,20 +50,59 @@ class Shape:
     cache: int  # numbers per token and layer: keys and values
     vocab: int
 
+    def training_bytes(self, tokens: int, *, width: int, checkpointing: bool) -> float:
+        """Activations that the backward pass needs, approximately.
+
+        A block keeps about 10 hidden-sized and 4 intermediate-sized vectors per token; with
+        checkpointing only one block's exist at a time, and the input of each.
+        """
+        block = 10 * self.hidden + 4 * self.intermediate
+        per_token = self.layers * self.hidden + block if checkpointing else self.layers * block
+        return float(tokens * (per_token + 4 * self.hidden) * width)
+
+    def forward_bytes(self, tokens: int, *, width: int) -> float:
+        """Activations of a pass without gradient, approximately: those of one block."""
+        return float(tokens * (6 * self.hidden + 3 * self.intermediate) * width)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """Memory of one model, in bytes."""
+class Parameters:
+    """Parameters of a model, an adapter or a head, and of what FSDP gathers at a time."""
+
+    total: int
+    trained: int = 0
+    layer: int = 0  # of the largest layer
+    root: int = 0  # outside of layers: embedding and head
+    largest: int = 0  # of the largest weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMemory:
+    """Memory of one model, in bytes; trained weights and gradients are float32."""
 
     role: str
-    parameters: int
-    trained: int
-    weights: float
-    gradients: float = 0.0
-    optimizer: float = 0.0
+    count: Parameters
+    frozen_width: float = 4.0  # bytes of a weight that does not train
+    optimizer_width: float = 0.0  # bytes of optimizer state of one that does
     training: float = 0.0  # activations and logits of one micro-batch
     generation: float = 0.0  # cache and logits while responses are sampled
     forward: float = 0.0  # activations of one pass without gradient
+
+    @property
+    def weights(self) -> float:
+        """All weights."""
+        frozen = self.count.total - self.count.trained
+        return frozen * self.frozen_width + self.count.trained * 4.0
+
+    @property
+    def gradients(self) -> float:
+        """Gradients of the trained weights."""
+        return self.count.trained * 4.0
+
+    @property
+    def optimizer(self) -> float:
+        """State of the optimizer."""
+        return self.count.trained * self.optimizer_width
 
     @property
     def resident(self) -> float:
@@ -65,15 +112,13 @@ class Need:
 
 def optimizer_bytes(optim: str) -> float:
     """Bytes of optimizer state per trained parameter."""
-    fits = [name for name in OPTIMIZER_BYTES if optim.startswith(name)]
-    return OPTIMIZER_BYTES[max(fits, key=len)] if fits else ADAM_BYTES
+    names = [name for name in OPTIMIZER_BYTES if optim.startswith(name)]
+    return OPTIMIZER_BYTES[max(names, key=len)] if names else ADAM_BYTES
 
 
 def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
     """A model's configuration, without its weights."""
     from transformers import AutoConfig
-
-    from kedge.backends.hf.load import configuration_source
 
     try:
         base, _ = configuration_source(name)
@@ -84,14 +129,14 @@ def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
-def read_shape(config: Any) -> Shape:
-    """The sizes of a decoder, whatever names its configuration has for them."""
+def read_dims(config: Any) -> ModelDims:
+    """The dimensions of a decoder, whatever names its configuration has for them."""
     text = config.get_text_config()
     hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
     head_dim = getattr(text, "head_dim", None) or hidden // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
-    return Shape(
+    return ModelDims(
         hidden=hidden,
         layers=int(text.num_hidden_layers),
         intermediate=int(inner),
@@ -100,15 +145,10 @@ def read_shape(config: Any) -> Shape:
     )
 
 
-def top_layers(shape: Shape, count: int | None) -> Shape:
-    """A decoder of the last ``count`` layers; None: all."""
-    return shape if count is None else replace(shape, layers=min(count, shape.layers))
-
-
 def count_parameters(
     config: Any, *, head: str, adapter: Any = None, train_layers: int | None = None
-) -> tuple[int, int]:
-    """All and trained parameters of a model that is never built.
+) -> Parameters:
+    """Parameters of a model that is never built.
 
     Args:
         config: the model's configuration.
@@ -117,8 +157,10 @@ def count_parameters(
         train_layers: top layers that train; None: all.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from kedge.backends.hf.freezing import train_top_layers
+    def size(module: Any) -> int:
+        return sum(p.numel() for p in module.parameters())
 
     with torch.device("meta"):
         if head == "causal":
@@ -126,6 +168,8 @@ def count_parameters(
         else:
             config.num_labels = 1
             model = AutoModelForSequenceClassification.from_config(config)
+        layers = [size(m) for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        root, largest = size(model) - sum(layers), max(p.numel() for p in model.parameters())
         if train_layers is not None:
             backbone = getattr(model, model.base_model_prefix)
             train_top_layers(backbone, train_layers, what="the policy")
@@ -136,19 +180,17 @@ def count_parameters(
                 # peft asks transformers for a name that is going away.
                 warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
                 model = get_peft_model(model, adapter)
-    everything = list(model.parameters())
-    return (
-        sum(p.numel() for p in everything),
-        sum(p.numel() for p in everything if p.requires_grad),
+    return Parameters(
+        total=size(model),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        layer=max(layers, default=0),
+        root=root,
+        largest=largest,
     )
 
 
-def count_adapter(config: Any, source: str) -> int:
-    """Parameters of a saved adapter on a base with this configuration.
-
-    Raises:
-        ConfigError: there is no such adapter.
-    """
+def count_saved_adapter(config: Any, source: str) -> int:
+    """Parameters of a saved reward adapter and its head, on a base with this configuration."""
     from peft import PeftConfig
 
     try:
@@ -156,120 +198,134 @@ def count_adapter(config: Any, source: str) -> int:
     except (OSError, ValueError) as error:
         raise ConfigError(f"the adapter {source!r} cannot be read: {error}") from error
     adapter.inference_mode, adapter.modules_to_save = False, None
-    return count_parameters(config, head="causal", adapter=adapter)[1]
+    count = count_parameters(config, head="causal", adapter=adapter)
+    return count.trained + read_dims(config).hidden
 
 
-def count_head(hidden: int) -> int:
-    """Parameters of a value head on the policy."""
-    from kedge.backends.hf.value_head import ScalarHead
-
-    return sum(p.numel() for p in ScalarHead(hidden).parameters())
-
-
-def activation_bytes(shape: Shape, tokens: int, *, width: int, checkpointing: bool) -> float:
-    """Activations of one forward pass that the backward pass needs, approximately.
-
-    A block keeps about 10 hidden-sized and 4 intermediate-sized vectors per token; with
-    checkpointing only one block's exist at a time, and the input of each.
-    """
-    block = 10 * shape.hidden + 4 * shape.intermediate
-    per_token = shape.layers * shape.hidden + block if checkpointing else shape.layers * block
-    return float(tokens * (per_token + 4 * shape.hidden) * width)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
-    """The sizes of the forward passes of a run.
+class Estimate:
+    """The memory of the models of a run.
 
     Args:
-        tokens: of a micro-batch.
-        rows: at a time without gradient.
-        length: tokens of the longest row.
-        width: bytes of an activation.
-        tile: bytes of the logits that exist at a time.
-        kept_logits: bytes of the logits that wait for the backward pass.
-        checkpointing: recompute activations.
+        options: of the run.
+        batches: its sizes.
+        names: its models.
+        prompt: tokens of the longest prompt.
     """
 
-    tokens: int
-    rows: int
-    length: int
-    width: int
-    tile: float
-    kept_logits: float
-    checkpointing: bool
+    def __init__(self, options: Options, batches: BatchSizes, names: Names, prompt: int) -> None:
+        config = self.config = options.config
+        self.options, self.names = options, names
+        trust = options.model.trust_remote_code
+        self.read = partial(read_config, trust_remote_code=trust)
+        self.policy_config = self.read(names.policy)
+        self.dims, self.adapter = read_dims(self.policy_config), get_peft_config(options.model)
+        self.state = optimizer_bytes(str(getattr(config.optim, "value", config.optim)))
+        self.width = 2 if config.bf16 or config.fp16 else 4
+        self.length, self.local_rows = prompt + config.response_length, batches.local_rows
+        self.tokens = batches.micro_rows * self.length  # of a micro-batch
+        if batches.max_tokens_per_micro_batch is not None:
+            most = min(batches.local_mini_rows * self.length, batches.max_tokens_per_micro_batch)
+            self.tokens = max(most, self.length)  # one row at least
+        # without gradient:
+        self.rows = min(batches.local_rows, config.local_rollout_forward_batch_size)
+        self.logits = self.tokens * config.response_length // self.length * self.dims.vocab * 4
+        self.tile = min(TILE_BYTES["cpu" if config.device.type == "cpu" else "cuda"], self.logits)
 
-    def training(self, shape: Shape) -> float:
+    def models(self, algorithm: Algorithm) -> list[ModelMemory]:
+        """Every model of the run, the policy first."""
+        policy, layers = self.policy(), self.config.train_layers
+        models = [policy]
+        if self.config.kl_coef + self.config.loss_kl_coef > 0 and self.adapter is None:
+            own = policy.count.total if layers is None else policy.count.trained  # shares the rest
+            count = replace(policy.count, total=own, trained=0)
+            frozen = {"training": 0.0, "generation": 0.0}
+            models.append(replace(policy, role="reference", count=count, **frozen))
+        if algorithm.needs_values:
+            models.append(self.value(policy))
+        return models + self.rewards()
+
+    def training(self, dims: ModelDims) -> float:
         """Activations of a micro-batch, with gradient."""
-        return activation_bytes(
-            shape, self.tokens, width=self.width, checkpointing=self.checkpointing
+        layers, checkpointing = self.config.train_layers, bool(self.config.gradient_checkpointing)
+        if layers is not None:
+            dims = replace(dims, layers=min(layers, dims.layers))
+        return dims.training_bytes(self.tokens, width=self.width, checkpointing=checkpointing)
+
+    def forward(self, dims: ModelDims) -> float:
+        """Activations of a pass without gradient."""
+        return dims.forward_bytes(self.rows * self.length, width=self.width)
+
+    def policy(self) -> ModelMemory:
+        """The policy, with its adapter."""
+        config, flags, dims = self.config, self.options.model, self.dims
+        layers, frozen = config.train_layers, 4.0
+        if flags.load_in_4bit or flags.load_in_8bit:
+            frozen = 0.56 if flags.load_in_4bit else 1.0  # 4 bits and scales
+        elif flags.dtype in ("bfloat16", "float16") or (
+            flags.use_peft and config.bf16 and "dtype" not in self.options.given
+        ):
+            frozen = 2.0
+        training = self.training(dims) + 2 * self.tile + min(KEPT_BYTES, self.logits)
+        if config.cache_trunk and layers is not None and layers < dims.layers:
+            training += 4 * self.local_rows * self.length * dims.hidden  # states below those layers
+        if self.adapter and config.gradient_checkpointing and config.device.type == "cpu":
+            whole = dims.training_bytes(self.tokens, width=self.width, checkpointing=False)
+            training += HEAP_SHARE * whole
+        cache = self.length * dims.layers * dims.cache * self.width
+        return ModelMemory(
+            role="policy",
+            count=count_parameters(
+                self.policy_config, head="causal", adapter=self.adapter, train_layers=layers
+            ),
+            frozen_width=frozen,
+            optimizer_width=self.state,
+            training=training,
+            generation=self.rows * (cache + dims.vocab * 8.0),
+            forward=self.forward(dims) + self.tile,
         )
 
-    def kept(self, shape: Shape, rows: int, trained: int | None) -> float:
-        """States below the trained layers, of all rows of an iteration, in float32.
+    def value(self, policy: ModelMemory) -> ModelMemory:
+        """The value model, or the adapter or head on the policy."""
+        source, dims = self.options.script.value_model_path, self.dims
+        if source is None and getattr(self.config, "value_source", "policy") != "policy":
+            source = self.names.reward
+        if getattr(self.config, "value_adapter", False):
+            own = policy.count.trained + dims.hidden
+            role, count = "value adapter", Parameters(total=own, trained=own)
+        elif source is not None:
+            config, layers = self.read(source), self.config.train_layers
+            dims = read_dims(config)
+            top = None if layers is None else min(layers, dims.layers)
+            role, count = "value", count_parameters(config, head="score", train_layers=top)
+        else:  # which reads the policy's passes
+            own = sum(p.numel() for p in ScalarHead(dims.hidden).parameters())
+            head = Parameters(total=own, trained=own)
+            return ModelMemory(role="value head", count=head, optimizer_width=self.state)
+        return ModelMemory(
+            role=role,
+            count=count,
+            optimizer_width=self.state,
+            training=self.training(dims),
+            forward=self.forward(dims),
+        )
 
-        Args:
-            shape: the sizes of the model.
-            rows: of an iteration.
-            trained: layers that train; None: all, and nothing is kept.
-        """
-        below = trained is not None and trained < shape.layers
-        return 4.0 * rows * self.length * shape.hidden if below else 0.0
-
-    def heap(self, shape: Shape) -> float:
-        """What a CPU's heap grows by in a checkpointed pass through adapters; see ops/cpu/heap.py.
-
-        The share of the activations was measured (``benchmarks/plan_memory.py``).
-        """
-        if not self.checkpointing:
-            return 0.0
-        whole = activation_bytes(shape, self.tokens, width=self.width, checkpointing=False)
-        return HEAP_SHARE * whole
-
-    def forward(self, shape: Shape) -> float:
-        """Activations without gradient."""
-        return forward_bytes(shape, self.rows * self.length, width=self.width)
-
-    def sampling(self, shape: Shape) -> float:
-        """Keys, values and logits."""
-        cache = self.length * shape.layers * shape.cache * self.width
-        return self.rows * (cache + shape.vocab * 8.0)
-
-
-def trained(
-    role: str,
-    counts: tuple[int, int],
-    *,
-    weight_bytes: float,
-    state_bytes: float,
-    training: float,
-    generation: float = 0.0,
-    forward: float = 0.0,
-) -> Need:
-    """The memory of a trained model; trained weights are float32."""
-    everything, learning = counts
-    return Need(
-        role=role,
-        parameters=everything,
-        trained=learning,
-        weights=(everything - learning) * weight_bytes + learning * 4.0,
-        gradients=learning * 4.0,
-        optimizer=learning * state_bytes,
-        training=training,
-        generation=generation,
-        forward=forward,
-    )
-
-
-def frozen(role: str, parameters: int, weight_bytes: float = 4.0, *, forward: float = 0.0) -> Need:
-    """The memory of a frozen model."""
-    return Need(
-        role=role,
-        parameters=parameters,
-        trained=0,
-        weights=parameters * weight_bytes,
-        forward=forward,
-    )
+    def rewards(self) -> list[ModelMemory]:
+        """The reward model, and the reward adapter."""
+        models, name, adapter = [], self.names.reward, self.config.reward_adapter
+        if name is not None:
+            config = self.read(name)
+            kinds = ", ".join(getattr(config, "architectures", None) or [])
+            whole = configuration_source(name)[0] == name  # an adapter has the head
+            if "ForCausalLM" in kinds and whole and not self.options.script.dummy_reward:
+                raise ConfigError(f"reward model {name!r} has no score head (it is {kinds})")
+            count = replace(count_parameters(config, head="score"), trained=0)
+            forward = self.forward(read_dims(config))
+            models.append(ModelMemory(role="reward", count=count, forward=forward))
+        if adapter is not None:
+            count = Parameters(total=count_saved_adapter(self.policy_config, adapter))
+            forward = self.forward(self.dims)
+            models.append(ModelMemory(role="reward adapter", count=count, forward=forward))
+        return models
 
 
 def process_bytes() -> float:
@@ -281,28 +337,17 @@ def process_bytes() -> float:
     return float(int(status.read_text().split()[1]) * PAGE) if status.exists() else 0.0
 
 
-def forward_bytes(shape: Shape, tokens: int, *, width: int) -> float:
-    """Activations of one pass without gradient, approximately: those of one block."""
-    return float(tokens * (6 * shape.hidden + 3 * shape.intermediate) * width)
-
-
-def peaks(
-    needs: list[Need], process: float = 0.0, *, checkpointing: bool = True
-) -> dict[str, float]:
+def peaks(models: list[ModelMemory], process: float = 0.0) -> dict[str, float]:
     """Peak memory of each phase of an iteration: what stays, and what the phase adds to it.
 
     Args:
-        needs: of all models.
-        process: bytes besides models, if they are in the memory of the process; its heap then keeps
-            some of what training has freed, and all of it without ``checkpointing``.
-        checkpointing: whether activations are checkpointed.
+        models: all models of the run.
+        process: bytes besides models, if they are in the memory of the process.
     """
-    resident, training = process + sum(n.resident for n in needs), sum(n.training for n in needs)
-    kept = (min(training, WORTHWHILE) if checkpointing else training) if process else 0.0
-    phases = {
-        "sampling": sum(n.generation for n in needs),
-        "scoring": max((n.forward for n in needs if "reward" in n.role), default=0.0),
-        "log-probabilities": max(n.forward for n in needs),
-        "training": training,
+    resident = process + sum(m.resident for m in models)
+    return {
+        "sampling": resident + sum(m.generation for m in models),
+        "scoring": resident + max((m.forward for m in models if "reward" in m.role), default=0.0),
+        "log-probabilities": resident + max(m.forward for m in models),
+        "training": resident + sum(m.training for m in models),
     }
-    return {name: resident + max(kept, added) for name, added in phases.items()}

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kedge.cli.flags import Flags
-from kedge.errors import ConfigError
-from kedge.insight.compare import AXES, Band, band, ends
-from kedge.insight.log import RunLog, read_log
+from kedge.errors import ConfigError, install_command
+from kedge.reporting.compare import AXES, Band, band, ends
+from kedge.reporting.log import RunLog, read_log
 
 METRICS = ("objective/scores", "objective/kl", "policy/entropy_avg", "completions/mean_length")
 EPILOG = """\
@@ -51,7 +51,7 @@ def draw(kinds: dict[str, list[RunLog]], metrics: Sequence[str], axis: str, file
         ConfigError: no run has any of the metrics, or matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("kedge compare needs matplotlib: pip install 'kedge[plots]'")
+        raise ConfigError(f"kedge compare needs matplotlib: {install_command('plots')}")
     panels: dict[str, dict[str, Band]] = {}
     for metric in metrics:
         for name, runs in kinds.items():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kedge.errors import ConfigError
-from kedge.insight import examine, read_log
+from kedge.reporting.doctor import examine, unseen
+from kedge.reporting.log import read_log
 
 USAGE = """\
 usage: kedge doctor RUN [RUN ...]
@@ -29,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
         iteration = log.rows[-1].get("step", len(log.rows))
         read = f"{len(log.rows)} rows of metrics up to iteration {iteration:.0f}"
         print(f"{place}: {read}{'' if findings else ', nothing found'}")
+        if not findings:
+            print(f"  {unseen(log)}")
         for finding in findings:
             print(f"  {finding.rule}: {finding.seen}\n      try: {finding.advice}")
     return int(count > 0)

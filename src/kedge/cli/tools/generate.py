@@ -1,4 +1,4 @@
-"""``kedge generate``: samples completions of prompts, written as jsonl or CSV."""
+"""``kedge generate``: samples completions of prompts, or plays episodes on new seeds."""
 
 from __future__ import annotations
 
@@ -11,34 +11,61 @@ from pathlib import Path
 from typing import Any
 
 from kedge.cli.flags import Flags
-from kedge.errors import ConfigError, DataError
+from kedge.config.common import EnvironmentArguments
+from kedge.config.declare import check_fields
+from kedge.errors import ConfigError, DataError, install_command
 from kedge.output import check_file, write_csv, write_jsonl
 
 logger = logging.getLogger(__name__)
 EPILOG = """\
 PROMPTS is a file, a folder or a hub name, as for training.  Each line of the output has the prompt,
 the completion and the other columns of its row, for `kedge judge OUT.jsonl @reference ...`.
-example: kedge generate MODEL prompts.jsonl --output ppo.jsonl --max_new_tokens 53"""
+example: kedge generate MODEL prompts.jsonl --output ppo.jsonl --max_new_tokens 53
+
+With --environment, episodes are played as in training on separate seeds, and success is printed
+with its 95% interval; each line of the output is an episode.  Give the limits of the training run.
+example: kedge generate MODEL --environment game.py:Game --response_length 300 --temperature 1"""
 BATCH = 64
+ENVIRONMENT = {  # options of environments, as in training, and their types
+    **{"environment": str, "environment_kwargs": str, "max_turns": int, "max_turn_tokens": int},
+    **{"max_episode_seconds": float, "environment_timeout": float, "on_env_error": str},
+    **{"environment_concurrency": int, "env_error_score": float},
+}
 
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = Flags("kedge generate", "Sample completions of prompts.", EPILOG)
+    flags = Flags("kedge generate", "Sample completions of prompts, or play episodes.", EPILOG)
     flags.add_argument("model", help="folder or hub name")
-    flags.add_argument("prompts", help="dataset with a column prompt")
+    flags.add_argument("prompts", nargs="?", help="dataset with a column prompt")
     flags.add_argument("--output", default="completions.jsonl", help=".jsonl or .csv")
     flags.add_argument("--split", default="test", help="split of the dataset")
     flags.add_argument("--limit", type=int, help="use only the first N prompts")
     flags.add_argument("--num_generations", type=int, default=1, help="completions per prompt")
     flags.add_argument("--batch_size", type=int, default=BATCH, help="completions at a time")
-    flags.add_argument("--max_new_tokens", type=int, default=53, help="tokens of a completion")
+    flags.add_argument(
+        *("--max_new_tokens", "--response_length"),
+        type=int,
+        help="tokens of a completion (53), or of an episode after its prompt",
+    )
     flags.add_argument("--temperature", type=float, default=0.01, help="0 is greedy")
     flags.add_argument("--top_k", type=int, default=0, help="most likely tokens; 0: all")
     flags.add_argument("--top_p", type=float, default=1.0, help="their probability; 1: all")
     flags.add_argument("--max_prompt_length", type=int, help="tokens; longer prompts are dropped")
     flags.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     flags.add_argument("--seed", type=int, default=0)
+    group = flags.add_argument_group("episodes")
+    group.add_argument("--episodes", type=int, help="seeds; one per prompt, or 200 without PROMPTS")
+    group.add_argument(
+        "--success_score",
+        type=float,
+        default=1.0,
+        help="score of a success, for environments without a metric success",
+    )
+    for name, kind in ENVIRONMENT.items():
+        option = EnvironmentArguments.__dataclass_fields__[name]
+        text = option.metadata["help"].replace("%", "%%")
+        group.add_argument(f"--{name}", type=kind, default=option.default, help=text)
     return flags
 
 
@@ -46,20 +73,53 @@ def main(argv: Sequence[str]) -> None:
     """Sample and write."""
     flags = parser().parse_args(list(argv))
     check_file("--output", flags.output)
-    from kedge.cli.data import Splits
+    if flags.environment is None:
+        _check_no_episodes(flags)
+        flags.max_new_tokens = 53 if flags.max_new_tokens is None else flags.max_new_tokens
+    elif flags.max_new_tokens is None:
+        raise ConfigError(
+            "--environment needs --response_length, the tokens of an episode after its prompt; give"
+            " that of the training run"
+        )
+    rows = None
+    if flags.prompts is not None:
+        from kedge.cli.data import Splits
 
-    rows = Splits(flags.prompts).load(flags.split)
-    if flags.limit is not None:
-        rows = rows.select(range(min(flags.limit, len(rows))))
+        rows = Splits(flags.prompts).load(flags.split)
+        if flags.limit is not None:
+            rows = rows.select(range(min(flags.limit, len(rows))))
     names = inspect.signature(generate_completions).parameters.keys() & vars(flags)
-    completions = generate_completions(
-        flags.model, rows, **{name: getattr(flags, name) for name in names}
+    names -= {"environment", "episodes"}
+    sampling = {name: getattr(flags, name) for name in names}
+    file = Path(flags.output)
+    if flags.environment is None:
+        completions = generate_completions(flags.model, rows, **sampling)
+        write(file, completions)
+        sys.stdout.write(f"kedge: {len(completions)} completions are in {file}\n")
+        return
+    from kedge.environments.success import describe, measure_success
+
+    options = EnvironmentArguments(**{name: getattr(flags, name) for name in ENVIRONMENT})
+    check_fields(options)
+    episodes = generate_completions(
+        flags.model, rows, **sampling | {"environment": options, "episodes": flags.episodes}
     )
-    write(Path(flags.output), completions)
-    sys.stdout.write(f"kedge: {len(completions)} completions are in {flags.output}\n")
+    result = measure_success(episodes, flags.success_score)
+    write(file, episodes)
+    sys.stdout.write(f"kedge: {len(episodes)} episodes are in {file}\n{describe(result)}")
 
 
-def generate_completions(
+def _check_no_episodes(flags: argparse.Namespace) -> None:
+    """Reject flags of episodes without an environment, and a call without prompts."""
+    if flags.prompts is None:
+        raise ConfigError("kedge generate needs PROMPTS or --environment; see --help")
+    defaults = vars(parser().parse_args([flags.model]))
+    for name in ("episodes", "success_score", *ENVIRONMENT):
+        if getattr(flags, name) != defaults[name]:
+            raise ConfigError(f"--{name} has no effect without --environment; leave it out")
+
+
+def generate_completions(  # noqa: PLR0913
     name: str,
     dataset: Any,
     *,
@@ -72,50 +132,76 @@ def generate_completions(
     max_prompt_length: int | None = None,
     engine: str = "embedded",
     seed: int = 0,
+    environment: EnvironmentArguments | None = None,
+    episodes: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of a dataset, each with a ``completion`` without special tokens.
+    """The rows of a dataset, each with a ``completion`` without special tokens, or episodes.
 
     Prompt and completion concatenated are the full text.  ``finished`` says whether the completion
     ended with an end token.  A column ``completion`` of the dataset becomes ``reference``.
 
+    With an environment, a row is an episode: ``prompt`` is what the policy read first,
+    ``completion`` the turns and what the environment said between them, ``rewards`` those of each
+    turn; ``score``, ``turns``, ``terminated``, ``error``, ``metrics`` and ``seed`` are numbers and
+    texts of the episode.  Seeds come from a separate stream, which no training run draws from.
+
     Args:
         name: folder or hub name of a causal language model with a tokenizer.
-        dataset: with a column of prompts, as for training.
+        dataset: with a column of prompts, as for training; None: the environment gives the prompts.
         max_new_tokens: maximum tokens of a completion; it ends at the tokenizer's EOS token or at
-            an ``eos_token_id`` of the model's generation_config.
+            an ``eos_token_id`` of the model's generation_config.  Of an episode after its prompt.
         temperature: 0 takes the most likely tokens.
         top_k: sample among the k most likely tokens; 0: all.
         top_p: sample among the fewest tokens whose probabilities sum to this; 1: all.
-        num_generations: completions per prompt, in consecutive rows.
+        num_generations: completions per prompt, in consecutive rows; episodes per seed.
         batch_size: completions sampled at a time.
         max_prompt_length: tokens; longer prompts are dropped.
         engine: ``embedded`` or ``vllm``.
         seed: seed of sampling.
+        environment: the environment, its arguments and the limits of episodes, as in training.
+        episodes: seeds; rows of the dataset are repeated.  None: one per row, or 200.
 
     Raises:
-        ConfigError, DataError: an invalid model, engine or dataset.
+        ConfigError, DataError: an invalid model, engine, environment or dataset.
+        RolloutError: an environment failed, with ``on_env_error="raise"``.
     """
-    from kedge.backends.data import DatasetPrompts
-    from kedge.backends.hf.end_tokens import eos_token_ids
-    from kedge.backends.rewards.texts import Texts
     from kedge.cli.arguments import ModelArguments
     from kedge.cli.train.ppo import load_policy, load_tokenizer
+    from kedge.data import DatasetPrompts
+    from kedge.loop.seeds import seed_for
+    from kedge.models.end_tokens import eos_token_ids
+    from kedge.rewards.texts import Texts
+    from kedge.trainers.assembly.environments import environments_to_play
+    from kedge.trainers.assembly.setup import pad_id
     from kedge.types import Sampling
 
+    counts = {"num_generations": num_generations, "batch_size": batch_size}
+    for name_, value in (counts | ({} if episodes is None else {"episodes": episodes})).items():
+        if value < 1:
+            raise ConfigError(f"--{name_} {value} must be at least 1")
     options = ModelArguments()
     tokenizer, model = load_tokenizer(name, options), load_policy(name, options).eval()
-    ends = eos_token_ids(model, tokenizer)
-    if not ends:
+    sampling = Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_ids=eos_token_ids(model, tokenizer),
+    )
+    rollouts = _engine(engine, model, tokenizer, batch_size)
+    seeds = episodes
+    if environment is not None:
+        seeds = episodes or (200 if dataset is None else len(dataset))
+        dataset, wrap = environments_to_play(environment, dataset, sampling)
+        rollouts = wrap(rollouts, tokenizer, pad_id=pad_id(tokenizer))
+    elif not sampling.stop_ids:
         logger.warning(
             "neither the tokenizer nor the generation_config of %r defines an EOS token: every"
             " completion has %d tokens",
             name,
             max_new_tokens,
         )
-    for name_, value in (("num_generations", num_generations), ("batch_size", batch_size)):
-        if value < 1:
-            raise ConfigError(f"--{name_} {value} must be at least 1")
-    size = min(max(batch_size // num_generations, 1), max(len(dataset), 1))
+    size = min(max(batch_size // num_generations, 1), max(seeds or len(dataset), 1))
     prompts = DatasetPrompts(
         dataset,
         tokenizer,
@@ -125,44 +211,64 @@ def generate_completions(
         shuffle=False,
         max_prompt_length=max_prompt_length,
     )
-    rollout_engine = _engine(engine, model, tokenizer, batch_size)
-    sampling = Sampling(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_ids=ends,
-    )
-    completions: list[dict[str, Any]] = []
-    for step in range(-(-len(prompts) // size)):
+    count, rows = seeds or len(prompts), []
+    for step in range(-(-count // size)):
         batch = prompts.batch(step)
-        rollout = rollout_engine.generate(batch, sampling=sampling, seed=seed + step)
-        answers = Texts(rollout, tokenizer, skip_special_tokens=True).completion_texts
-        for i, (text, ended) in enumerate(zip(answers, rollout.terminated.tolist(), strict=True)):
-            columns = {n: values[i] for n, values in batch.columns.items()}
-            if "completion" in columns:
-                columns["reference"] = columns.pop("completion")
-            completions.append({**columns, "completion": text, "finished": ended})
-    # The last batch is padded with rows from the start.
-    return completions[: len(prompts) * num_generations]
+        batch_seed = seed + step if environment is None else seed_for(seed, "play", step)
+        rollout = rollouts.generate(batch, sampling=sampling, seed=batch_seed)
+        texts = Texts(rollout, tokenizer, skip_special_tokens=True)
+        if environment is None:
+            rows += _completion_rows(texts)
+        else:
+            rows += _episode_rows(texts, batch_seed)
+    if environment is not None:
+        rollouts.close()
+    return rows[: count * num_generations]  # the last batch is padded with rows from the start
+
+
+def _completion_rows(texts: Any) -> list[dict[str, Any]]:
+    rows, ended = [], texts.rollout.terminated.tolist()
+    for i, text in enumerate(texts.completion_texts):
+        columns = {n: values[i] for n, values in texts.rollout.prompts.columns.items()}
+        if "completion" in columns:
+            columns["reference"] = columns.pop("completion")
+        rows.append({**columns, "completion": text, "finished": ended[i]})
+    return rows
+
+
+def _episode_rows(texts: Any, seed: int) -> list[dict[str, Any]]:
+    from kedge.environments.turns import environment_seed
+
+    rollout, episodes = texts.rollout, texts.rollout.episodes
+    rows = []
+    for i, (turn, rewards) in enumerate(zip(episodes.turn, episodes.rewards, strict=True)):
+        turns = int(turn.max()) + 1
+        row = {name: values[i] for name, values in rollout.prompts.columns.items()}
+        row |= {"prompt": texts.prompt_texts[i], "completion": texts.completions[i]}
+        row |= {"score": float(rewards.sum()), "turns": turns}
+        row["rewards"] = [float(rewards[turn == k].sum()) for k in range(turns)]
+        row["terminated"] = bool(rollout.terminated[i])
+        row["seed"] = environment_seed(seed, int(rollout.prompts.group[i]))
+        rows.append(row | {name: episodes.columns[name][i] for name in ("error", "metrics")})
+    return rows
 
 
 def _engine(kind: str, model: Any, tokenizer: Any, batch_size: int) -> Any:
-    from kedge.trainers.build.setup import pad_id
+    from kedge.trainers.assembly.setup import pad_id
 
     pad = pad_id(tokenizer)
     if kind == "embedded":
         import torch
 
-        from kedge.backends.hf.rollout import EmbeddedEngine
+        from kedge.rollout.embedded.engine import EmbeddedEngine
 
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         return EmbeddedEngine(model, pad_id=pad, tokenizer=tokenizer, chunk_rows=batch_size)
     from kedge.config.options import installed
 
     if not installed("vllm"):
-        raise ConfigError("--engine vllm needs vLLM: pip install 'kedge[vllm]'; or use embedded")
-    from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
+        raise ConfigError(f"--engine vllm needs vLLM: {install_command('vllm')}; or use embedded")
+    from kedge.rollout.vllm import InProcess, PolicySpec, VLLMEngine
 
     spec = PolicySpec.of(model)
     weights = {n: p.detach() for n, p in model.named_parameters()}

@@ -2,34 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from kedge.cli.flags import Flags
-from kedge.cli.tools.recipes import RECIPES, SIZES, SOURCES, Recipe
 from kedge.errors import ConfigError
 
 EPILOG = """\
 tasks:
   preference     PPO against a reward model that was trained on preferences
-  verifier       GRPO on answers that can be checked, such as mathematics
+  verifier       GRPO, or --algorithm ppo, on answers that can be checked, such as mathematics
   environment    PPO on episodes of several turns; also writes an environment to replace
 Set the names of models, data and reward in the file, then run the commands at its top.
 example: kedge init verifier --model_size 1b --output run.yaml"""
 LAUNCH = "accelerate launch --config_file examples/accelerate_configs/fsdp2.yaml"
 
 
+Setting = tuple[str, Any, str]  # name, value, comment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """The settings of a task.
+
+    Args:
+        title: what the file is for.
+        command: that trains with the file.
+        batches: responses of an iteration, over all processes, for each size.
+        sections: settings by title; a list of values has one for each size.
+        files: texts of the files next to it, by suffix.
+    """
+
+    title: str
+    command: str
+    batches: list[int]
+    sections: Mapping[str, Mapping[str, tuple[Any, str]]]
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def settings(self, size: str) -> list[tuple[str, list[Setting]]]:
+        """Sections with the value of each setting for a model size, one of ``SIZES``."""
+        place = SIZES.index(size)
+        return [
+            (title, [(n, v[place] if isinstance(v, list) else v, c) for n, (v, c) in rows.items()])
+            for title, rows in self.sections.items()
+        ]
+
+
+_DATA = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
+SIZES: tuple[str, ...] = tuple(_DATA["sizes"])
+SOURCES: Mapping[str, str] = _DATA["sources"]
+RECIPES = {(row.pop("task"), row.pop("algorithm")): Recipe(**row) for row in _DATA["recipes"]}
+
+
 def main(argv: Sequence[str]) -> None:
     """Write the file, and those that it names."""
     flags = Flags("kedge init", "Write a commented configuration.", EPILOG)
-    flags.add_argument("task", choices=tuple(RECIPES), help="what to train on")
-    flags.add_argument("--model_size", choices=SIZES, default="0.5b", help="weights")
+    tasks = tuple(dict.fromkeys(task for task, _ in RECIPES))
+    flags.add_argument("task", choices=tasks, help="what to train on")
+    flags.add_argument("--algorithm", choices=("ppo", "grpo"), help="default: by task")
+    flags.add_argument("--model_size", choices=SIZES, default="0.5b", help="weights; 135m: a CPU")
     flags.add_argument("--num_processes", type=int, default=1, help="GPUs that train")
     flags.add_argument("--output", help="default: TASK.yaml")
     flags.add_argument("--force", action="store_true", help="overwrite existing files")
     chosen = flags.parse_args(list(argv))
-    recipe, file = RECIPES[chosen.task], Path(chosen.output or f"{chosen.task}.yaml")
+    file = Path(chosen.output or f"{chosen.task}.yaml")
+    offered = [algorithm for task, algorithm in RECIPES if task == chosen.task]
+    if chosen.algorithm not in (None, *offered):
+        raise ConfigError(
+            f"kedge init {chosen.task} --algorithm {chosen.algorithm} must be"
+            f" {' or '.join(offered)}"
+        )
+    recipe = RECIPES[chosen.task, chosen.algorithm or offered[0]]
     files = {file: render(recipe, chosen.model_size, chosen.num_processes, file)}
     for suffix, text in recipe.files.items():
         files[file.with_suffix(suffix)] = text.replace("CONFIG", file.name)
@@ -65,7 +112,8 @@ def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
         values = {name: value for name, value, _ in settings}
         if "gradient_accumulation_steps" in values:
             rows = values["per_device_train_batch_size"]
-            values["gradient_accumulation_steps"] = accumulation(recipe.batch, rows, processes)
+            batch = recipe.batches[SIZES.index(size)]
+            values["gradient_accumulation_steps"] = accumulation(batch, rows, processes)
         for name, _, comment in settings:
             text = f"{name}: {shown(values[name]).replace('STEM', str(file.with_suffix('')))}"
             lines.append(f"{text:<40}  # {comment}" if comment else text)

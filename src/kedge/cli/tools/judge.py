@@ -11,11 +11,11 @@ from typing import Any
 
 from kedge.cli.flags import Flags
 from kedge.errors import ConfigError, DataError
-from kedge.insight.log import read_objects
 from kedge.judges import Endpoint, FunctionJudge, Match, ScoreJudge, match
 from kedge.judges.base import Judge
 from kedge.judges.endpoint import TEMPLATE
 from kedge.output import check_folder, write_csv, write_jsonl
+from kedge.reporting.log import read_objects
 
 EPILOG = """\
 OURS and THEIRS are jsonl files with a prompt and an answer per line.  Rows are matched by prompt;
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
 
 def build_judge(flags: argparse.Namespace) -> Judge:
     """The judge that the flags name."""
-    from kedge.backends.rewards.load import load_function
+    from kedge.rewards.build import load_function
 
     if flags.endpoint is not None:
         if flags.model is None:
@@ -101,10 +101,10 @@ def build_judge(flags: argparse.Namespace) -> Judge:
 
 def load_scores(name: str) -> Any:
     """A function that scores complete answers with a reward model."""
-    from kedge.backends.rewards.load import load_model, load_tokenizer
-    from kedge.backends.rewards.model import RewardModel
+    from kedge.rewards.build import find_tokenizer, load_model
+    from kedge.rewards.model import RewardModel
 
-    model, tokenizer = RewardModel(load_model(name)), load_tokenizer(name)
+    model, tokenizer = RewardModel(load_model(name)), find_tokenizer(name)
     if tokenizer is None:
         raise ConfigError(f"--reward_model {name} must include a tokenizer")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from kedge.cli.flags import Flags
 from kedge.errors import ConfigError
-from kedge.insight.log import log_file
-from kedge.insight.page import page
-from kedge.insight.report import gather
+from kedge.reporting.log import log_file
+from kedge.reporting.page import page
+from kedge.reporting.report import gather
 
 EPILOG = """\
 RUN is the output_dir of a run, finished or not.  The page is self-contained: open it from disk or
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
     chosen = flags.parse_args(list(argv))
     if chosen.responses < 1:
         raise ConfigError(f"--responses {chosen.responses} must be 1 or more")
-    from kedge.engine.metrics import NAMES, PREFIXES  # imports torch
+    from kedge.loop.metrics import NAMES, PREFIXES  # imports torch
 
     place = log_file(chosen.run).parent
     data = gather(chosen.run, meanings=NAMES, prefixes=PREFIXES, most=chosen.responses)

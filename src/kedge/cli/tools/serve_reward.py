@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from kedge.cli.flags import Flags
 from kedge.errors import ConfigError
 from kedge.verifiers import VERIFIERS, Verifier, by_column
 from kedge.verifiers.remote import TOKEN_ENV
-from kedge.verifiers.server import RewardServer
 
 EPILOG = f"""\
 REWARD is a verifier ({", ".join(VERIFIERS)}, by_column), module:function, or file.py:function.
@@ -32,7 +30,7 @@ def load(name: str) -> tuple[str, Callable[..., Any]]:
             f"reward {name!r} must be one of {', '.join(VERIFIERS)}, by_column, or"
             " module:function or file.py:function"
         )
-    from kedge.backends.rewards.load import load_function
+    from kedge.rewards.build import load_function
 
     return name.rpartition(":")[2], load_function(name)
 
@@ -53,6 +51,8 @@ def main(argv: Sequence[str]) -> None:
     for function in functions.values():
         if isinstance(function, Verifier):
             function.prepare()
+    from kedge.verifiers.server import RewardServer  # needs the extra `serve`
+
     token = os.environ.get(options.token_env)
     server = RewardServer(
         functions,
@@ -62,19 +62,8 @@ def main(argv: Sequence[str]) -> None:
         workers=options.workers,
         max_mb=options.max_mb,
     )
-    terminated = threading.Event()
-
-    def terminate(*_: object) -> None:  # an exception raised here could be lost in a finalizer
-        terminated.set()
-        threading.Thread(target=server.shutdown, daemon=True).start()
-
-    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     names = [server.url] if len(functions) == 1 else [f"{server.url}/{name}" for name in functions]
     guarded = "with a token" if token else "without a token, localhost only"
     print(f"kedge: serving {', '.join(names)} ({guarded})", flush=True)
-    try:
-        server.serve_forever()
-    finally:
-        server.server_close()
-    if terminated.is_set():
-        raise KeyboardInterrupt
+    server.serve_forever()

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kedge.backends.data.mixer import mix, parse_mixer
 from kedge.cli.arguments import Options
 from kedge.cli.data import Splits, load_prompts
 from kedge.config.async_ppo import AsyncPPOConfig
+from kedge.data.mixer import mix, parse_mixer
 from kedge.errors import ConfigError, DataError
 
 
@@ -60,6 +60,11 @@ def load_mixed(options: Options) -> tuple[Any, Any]:
     config, script = options.config, options.script
     assert isinstance(config, AsyncPPOConfig)
     if script.dataset_mixer_list:
+        if script.eval_dataset_name is not None:
+            raise DataError(
+                "--eval_dataset_name needs --dataset_name; with --dataset_mixer_list, set"
+                f" --dataset_mixer_eval_list {script.eval_dataset_name} 1.0"
+            )
         train = _mixture(
             script.dataset_mixer_list,
             config.dataset_mixer_list_splits or [script.dataset_train_split],

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kedge.checkpoint.checkpoint import checkpoints
 from kedge.cli.arguments import Options, parse, parser
 from kedge.cli.data import note
 from kedge.cli.train import ppo
@@ -17,7 +18,6 @@ from kedge.cli.train.async_data import check_template, dressed, load_mixed
 from kedge.cli.train.resume import resume_line
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.rollout_engines import find_engine
-from kedge.engine.checkpoint.folders import checkpoints
 from kedge.errors import ConfigError, LostLearnerError
 
 # open-instruct does not pass its ``eps`` to AdamW, whose defaults therefore act.
@@ -107,9 +107,9 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
         LostLearnerError: learners were lost more than ``max_failures`` times.
         LaunchError: a learner failed; the message starts with its error.
     """
-    from kedge.backends.ray.launch import LaunchLimits, launch
-    from kedge.backends.trackers import Screen
-    from kedge.trainers.build.rollout import engines_per_rank
+    from kedge.ray.launch import LaunchLimits, launch
+    from kedge.reporting.progress import ConsoleTracker
+    from kedge.trainers.assembly.rollout import engines_per_rank
 
     config = options.config
     assert isinstance(config, AsyncPPOConfig)
@@ -118,7 +118,7 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
     steps = config.max_steps if config.max_steps > 0 else (config.total_episodes or 0) // batch
     if config.rollout_schedule == "as_completed" and sum(learners) > 1:
         engines_per_rank(config, find_engine(config), ranks=sum(learners))
-    screen = Screen(max(1, steps), bar=not config.disable_tqdm)
+    screen = ConsoleTracker(max(1, steps), bar=not config.disable_tqdm)
     engines = config.vllm_num_engines if find_engine(config).actors else 0
     run = partial(
         launch,

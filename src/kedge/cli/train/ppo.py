@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -14,22 +14,15 @@ from kedge.cli.arguments import ModelArguments, Options, parse, parser
 from kedge.cli.data import load_prompts, note
 from kedge.cli.rewards import build_sources, check_rewards, scores_without_model
 from kedge.cli.train.resume import how_to_resume, resume_point
-from kedge.config.base import OnPolicyConfig
-from kedge.config.grpo import GRPOConfig
-from kedge.config.ppo import PPOv2Config
-from kedge.config.rloo import RLOOConfig
 from kedge.config.values import shown
 from kedge.errors import ConfigError
-from kedge.trl_scripts import get_peft_config
+from kedge.trainers import find_trainer, load_trainer
+from kedge.trl_scripts import get_peft_config, get_quantization_config
 
 
-def main(
-    argv: Sequence[str],
-    *,
-    prog: str = "kedge ppo",
-    config: type[OnPolicyConfig] = PPOv2Config,
-) -> None:
-    """Train with the given flags."""
+def main(argv: Sequence[str], *, command: str = "ppo") -> None:
+    """Train with the given flags; ``command`` is a name in ``kedge.trainers.TRAINERS``."""
+    prog, config = f"kedge {command}", load_trainer(command).SPEC.command_config
     if parser(prog, config).show_help(argv):
         return
     train(parse(argv, prog=prog, config=config))
@@ -48,7 +41,7 @@ def train(options: Options, **given: Any) -> Any:
     Raises:
         KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, once a checkpoint is written.
     """
-    from kedge.trainers.run.output_lock import check_targets, claimed
+    from kedge.trainers.run.files import check_targets, claimed
 
     config = options.config
     check_targets(config)
@@ -79,8 +72,8 @@ def _train(options: Options, given: Mapping[str, Any]) -> Any:
 
 def learn(trainer: Any, resume: str | bool | None) -> None:
     """Train; after Ctrl-C or SIGTERM, finish the iteration, save a checkpoint and stop."""
-    from kedge.backends.ray.context import get_context
-    from kedge.backends.shutdown import GracefulShutdown
+    from kedge.loop.shutdown import GracefulShutdown
+    from kedge.ray.context import get_context
     from kedge.trainers.run.hf_callbacks import Stopping
 
     if get_context() is not None:  # the driver of the launch handles signals
@@ -117,18 +110,16 @@ def build(
     Raises:
         ConfigError: a value model for an algorithm without one, or whatever the trainer refuses.
     """
-    from kedge import AsyncPPOConfig, AsyncPPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer
-
     names, script = model_names(options), options.script
     algorithm = load_algorithm(script.algorithm, script.algorithm_kwargs)
     if starts and options.config.output_dir:  # before minutes of loading, not after
-        from kedge.trainers.run.checkpoint import earlier_run
+        from kedge.trainers.run.files import earlier_run
 
         earlier_run(Path(options.config.output_dir), overwrite=options.config.overwrite_output_dir)
     if train_dataset is None:
         train_dataset, eval_dataset = load_prompts(options)
     model = options.model
-    reward, reward_tokenizer = reward_model(names.reward, model)
+    reward, reward_tokenizer = reward_model(names.reward, model, dummy=script.dummy_reward)
     sources = build_sources(options, model=reward is not None)
     shared: dict[str, Any] = {
         "args": options.config,
@@ -140,11 +131,10 @@ def build(
         "algorithm": algorithm,
         "reward_weights": sources.weights,
     }
-    if isinstance(options.config, RLOOConfig | GRPOConfig):
-        kind = RLOOTrainer if isinstance(options.config, RLOOConfig) else GRPOTrainer
+    trainer = find_trainer(options.config)
+    if not trainer.SPEC.value_model:
         rewards = [*([] if reward is None else [reward]), *sources.functions]
-        return kind(reward_funcs=rewards, reward_processing_classes=reward_tokenizer, **shared)
-    trainer = AsyncPPOTrainer if isinstance(options.config, AsyncPPOConfig) else PPOTrainer
+        return trainer(reward_funcs=rewards, reward_processing_classes=reward_tokenizer, **shared)
     return trainer(
         reward_model=reward,
         reward_processing_class=reward_tokenizer,
@@ -166,17 +156,17 @@ class Names:
 def model_names(options: Options) -> Names:
     """Which folder or hub name is the policy, the tokenizer and the reward model.
 
-    The policy is ``sft_model_path`` if given, else ``model_name_or_path``.  Without any reward, a
-    randomly initialized reward head on the policy stands in, to try a run.
+    The policy is ``sft_model_path`` if given, else ``model_name_or_path``.  With ``dummy_reward``
+    and no reward, a randomly initialized reward head on the policy stands in, to try a run.
 
     Raises:
-        ConfigError: no model is given, or a folder does not exist.
+        ConfigError: no model or no reward is given, or a folder does not exist.
     """
     given, config, main_name = options.given, options.config, options.model.model_name_or_path
-    groups = isinstance(config, RLOOConfig | GRPOConfig)
-    if groups and options.script.algorithm == "ppo":
+    no_values = not find_trainer(config).SPEC.value_model
+    if no_values and options.script.algorithm == "ppo":
         raise ConfigError("--algorithm ppo needs a value model; use the command kedge ppo")
-    if groups and options.script.value_model_path:
+    if no_values and options.script.value_model_path:
         raise ConfigError(
             f"--value_model_path {options.script.value_model_path}: this algorithm has no value "
             "model; remove the flag, or use kedge ppo"
@@ -185,17 +175,22 @@ def model_names(options: Options) -> Names:
     if policy is None:
         raise ConfigError("--model_name_or_path is required: a folder or a hub name")
     tokenizer = main_name or policy
-    if "base_model" in given and isinstance(config, PPOv2Config):
+    if "base_model" in given:
         tokenizer = config.base_model
     check_rewards(options)
     reward = config.reward_model_path if "reward_model_path" in given else None
     if options.script.reward_model_multiplier == 0:
         reward = None
     elif reward is None and not scores_without_model(options):
+        if not options.script.dummy_reward:
+            raise ConfigError(
+                "no reward is given: add --reward_model_path, --reward_funcs file.py:function, or"
+                " --dummy_reward to try a run with a random one"
+            )
         reward = policy
         note(
-            "no --reward_model_path or --reward_funcs given: using a dummy reward, a randomly "
-            f"initialized head on {policy}"
+            "no --reward_model_path or --reward_funcs given: using a dummy reward, a randomly"
+            f" initialized head on {policy}"
         )
     for name in (policy, tokenizer, reward, options.script.value_model_path):
         _check_place(name)
@@ -216,17 +211,10 @@ def load_tokenizer(name: str, options: ModelArguments, revision: str | None = No
     Raises:
         ConfigError: it is missing or cannot be read.
     """
-    from transformers import AutoTokenizer
+    from kedge.models import load
 
-    try:
-        return AutoTokenizer.from_pretrained(
-            name,
-            padding_side="left",
-            revision=revision or options.model_revision,
-            trust_remote_code=options.trust_remote_code,
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load a tokenizer from {name!r}: {error}") from error
+    revision = revision or options.model_revision
+    return load.load_tokenizer(name, revision=revision, trust_remote_code=options.trust_remote_code)
 
 
 def load_policy(
@@ -237,8 +225,8 @@ def load_policy(
     Raises:
         ConfigError: it cannot be loaded.
     """
-    from kedge.backends.hf import load
-    from kedge.trainers.build.loading import split
+    from kedge.models import load
+    from kedge.trainers.assembly.setup import split
 
     return load.load_policy(name, **split(_flags(options) | dict(more or {})))
 
@@ -249,7 +237,9 @@ def _flags(options: ModelArguments) -> dict[str, Any]:
         "revision": options.model_revision,
         "attn_implementation": options.attn_implementation,
         "trust_remote_code": options.trust_remote_code,
-        "quantization_config": quantization(options),
+        "quantization_config": get_quantization_config(
+            replace(options, dtype=options.dtype or "bfloat16")
+        ),
     }
 
 
@@ -259,7 +249,7 @@ def _loading_overrides(options: Options) -> dict[str, Any]:
     They are ``model_init_kwargs``, removed from the config since the trainer gets a loaded model,
     and the dtype of a frozen base in a bf16 run.
     """
-    from kedge.trainers.build.loading import init_kwargs
+    from kedge.trainers.assembly.setup import init_kwargs
 
     config, kwargs = options.config, init_kwargs(options.config)
     if kwargs:
@@ -275,29 +265,17 @@ def loading(options: ModelArguments) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value is not None}
 
 
-def reward_model(name: str | None, options: ModelArguments) -> tuple[Any, Any]:
-    """The reward model and its tokenizer; loaded here only with ``trust_remote_code``."""
-    if name is None or not options.trust_remote_code:
+def reward_model(
+    name: str | None, options: ModelArguments, *, dummy: bool = False
+) -> tuple[Any, Any]:
+    """The reward model and its tokenizer; ``dummy``: a missing score head is random."""
+    trust = options.trust_remote_code
+    if name is None or not (trust or dummy):
         return name, None
-    from kedge.backends.rewards.load import load_model, load_tokenizer
+    from kedge.rewards.build import find_tokenizer, load_model
 
-    return load_model(name, trust_remote_code=True), load_tokenizer(name, trust_remote_code=True)
-
-
-def quantization(options: ModelArguments) -> Any:
-    """The bitsandbytes configuration, or None."""
-    if not (options.load_in_4bit or options.load_in_8bit):
-        return None
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=options.load_in_4bit,
-        load_in_8bit=options.load_in_8bit,
-        bnb_4bit_quant_type=options.bnb_4bit_quant_type,
-        bnb_4bit_use_double_quant=options.use_bnb_nested_quant,
-        bnb_4bit_compute_dtype=options.dtype or "bfloat16",
-        bnb_4bit_quant_storage=options.bnb_4bit_quant_storage,
-    )
+    model = load_model(name, trust_remote_code=trust, new_head=dummy)
+    return model, find_tokenizer(name, trust_remote_code=trust)
 
 
 def load_algorithm(spec: str | None, options: str | None = None) -> Any:
@@ -341,7 +319,7 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
 def _find_algorithm(spec: str) -> Any:
     """The object called ``spec``: a built-in name, ``file.py:name`` or ``module:name``."""
     from kedge.algorithms import reinforce_pp, remax
-    from kedge.backends.rewards.load import load_module
+    from kedge.rewards.build import load_module
 
     builtin: dict[str, Callable[..., Any]] = {
         "reinforce_pp": reinforce_pp,

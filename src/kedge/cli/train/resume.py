@@ -40,12 +40,15 @@ def command_to_repeat(*, without: str) -> str | None:
 
     None if it cannot be repeated: a launcher started this process, or it holds a secret.
     """
-    from kedge.trainers.reporting.run_info import command
+    from kedge.reporting.run_info import command
 
     first, *words = sys.argv or [""]
     if "RANK" in os.environ or "..." in command():
         return None
-    if first.endswith(".py"):
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if module is not None and module.origin == first:  # not by its file: its folder would come
+        start = ["python", "-m", module.name.removesuffix(".__main__")]  # first in sys.path
+    elif first.endswith(".py"):
         start = ["python", first]
     elif Path(first).name == "kedge":
         start = ["kedge"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kedge.cli.data import Splits
 from kedge.cli.train.ppo import load_tokenizer, loading
 from kedge.cli.train.sft import BeforeArguments, build_parser, load_rows, read_step
 from kedge.config.declare import option
@@ -27,21 +28,27 @@ class RewardArguments(BeforeArguments):
     num_references: int = option(
         1000, "Rows of reference_column that are scored to find the shift.", ge=1
     )
+    num_held_out: int = option(
+        500,
+        "Pairs that check the trained model: of dataset_test_split, or the last of the training"
+        " split, at most a tenth, which are then not trained on; 0: no check.",
+        ge=0,
+    )
 
 
 def main(argv: Sequence[str]) -> None:
     """Train with the given flags."""
     if build_parser("reward", RewardArguments).show_help(argv):
         return
-    from kedge.backends.trl import train_reward
-    from kedge.trainers.run.output_lock import claimed
+    from kedge.pretrain import train_reward
+    from kedge.trainers.run.files import claimed
 
     script, config, model = read_step("reward", RewardArguments, argv)
     peft = get_peft_config(model)
     if peft is not None:
         peft.task_type = "SEQ_CLS"  # the score head is trained and saved, too
     with claimed(config):
-        train, test = load_rows(script, config)
+        train, test = load_pairs(script, config)
         train_reward(
             load_scorer(model.model_name_or_path, model),
             load_tokenizer(model.model_name_or_path, model),
@@ -55,6 +62,21 @@ def main(argv: Sequence[str]) -> None:
     print(f"kedge: the reward model is in {config.output_dir}")
 
 
+def load_pairs(script: RewardArguments, config: Any) -> tuple[Any, Any]:
+    """Pairs to train on, and pairs that are held out or None."""
+    train, test = load_rows(script, config)
+    splits = Splits(str(script.dataset_name), script.dataset_config)
+    split = script.dataset_test_split
+    if test is not None or not script.num_held_out:
+        return train, test
+    if splits.local and splits.has(split):
+        test = splits.load(split)
+        return train, test.select(range(min(script.num_held_out, len(test))))
+    end = len(train) - min(script.num_held_out, len(train) // 10)
+    held_out = train.select(range(end, len(train)))
+    return train.select(range(end)), held_out if len(held_out) else None
+
+
 def load_scorer(name: str, options: Any) -> Any:
     """A sequence-classification model with one label.
 
@@ -63,10 +85,13 @@ def load_scorer(name: str, options: Any) -> Any:
     """
     from transformers import AutoModelForSequenceClassification
 
+    from kedge.models.load import without_loading_report
+
     try:
-        return AutoModelForSequenceClassification.from_pretrained(
-            name, num_labels=1, **loading(options)
-        )
+        with without_loading_report():  # the head is meant to be missing
+            return AutoModelForSequenceClassification.from_pretrained(
+                name, num_labels=1, **loading(options)
+            )
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load the model {name!r}: {error}") from error
 

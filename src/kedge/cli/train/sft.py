@@ -30,7 +30,7 @@ class BeforeArguments:
 
 def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
     """The parser of a step: data options, TRL's configuration and model loading."""
-    from kedge.backends.trl.supervised import config_class
+    from kedge.pretrain.supervised import config_class
 
     config = config_class(kind)
     trusts = "trust_remote_code" in {f.name for f in fields(config)}
@@ -51,8 +51,8 @@ def read_step(
     Raises:
         ConfigError: an unknown flag, or a missing model, dataset or output folder.
     """
-    from kedge.backends.trl.supervised import defaults
-    from kedge.trainers.run.output_lock import check_targets
+    from kedge.pretrain.supervised import defaults
+    from kedge.trainers.run.files import check_targets
 
     parser = build_parser(kind, script)
     (arguments, config, model), names = read(parser, argv, defaults())
@@ -79,8 +79,8 @@ def main(argv: Sequence[str]) -> None:
     """Train with the given flags."""
     if build_parser("sft", BeforeArguments).show_help(argv):
         return
-    from kedge.backends.trl import train_supervised
-    from kedge.trainers.run.output_lock import claimed
+    from kedge.pretrain import train_supervised
+    from kedge.trainers.run.files import claimed
 
     script, config, model = read_step("sft", BeforeArguments, argv)
     with claimed(config):

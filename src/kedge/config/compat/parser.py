@@ -8,18 +8,19 @@ from collections.abc import Mapping
 from dataclasses import Field, fields
 from typing import Any
 
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
-from kedge.config.compat.transformers4 import TRANSFORMERS4
+from kedge.config.compat.training_arguments import TRANSFORMERS4
 from kedge.config.declare import Alias, flags
-from kedge.config.options import foreign
+from kedge.config.options import ConfigType, foreign
 
 
 class ConfigParser(HfArgumentParser):
     """``HfArgumentParser`` whose flags are also the names that a config translates.
 
-    The config gets the names as they were given, so it sees which release they belong to.
+    The config gets the names as they were given, so it sees which release they belong to.  A name
+    that another dataclass declares too belongs to that one; the config keeps its default.
     """
 
     def __init__(self, kinds: Any, **options: Any) -> None:
@@ -50,6 +51,9 @@ class ConfigParser(HfArgumentParser):
 
     @staticmethod
     def _parse_dataclass_field(parser: Any, field: Field[Any]) -> None:
+        kinds = getattr(parser, "_container", parser).dataclass_types
+        if any(field is own.get(field.name) for own in _given_up(kinds)):
+            return
         field = copy.copy(field)
         shown = {k: v for k, v in field.metadata.items() if k not in ("aliases", "action")}
         field.metadata = shown  # type: ignore[assignment]
@@ -68,6 +72,10 @@ class ConfigParser(HfArgumentParser):
         Raises:
             ValueError: unknown flags.
         """
+        if not any(isinstance(kind, ConfigType) for kind in self.dataclass_types):
+            return super().parse_args_into_dataclasses(
+                args, return_remaining_strings, look_for_args_file, args_filename, args_file_flag
+            )
         namespace, rest = self.parse_known_args(args)
         if rest and not return_remaining_strings:
             raise ValueError(
@@ -90,10 +98,23 @@ class ConfigParser(HfArgumentParser):
     def build(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """One object per dataclass from the values of flags by name."""
         configs = []
+        given_up = {id(f) for own in _given_up(self.dataclass_types) for f in own.values()}
         for kind in self.dataclass_types:
-            names = {f.name for f in fields(kind) if f.init} | foreign(kind).keys()
+            names = {f.name for f in fields(kind) if f.init and id(f) not in given_up}
+            names |= foreign(kind).keys()
             configs.append(kind(**{name: values[name] for name in values if name in names}))
         return tuple(configs)
+
+
+def _given_up(kinds: Any) -> list[dict[str, Field[Any]]]:
+    """Fields of configs that another dataclass declares too, but for those of transformers."""
+    theirs = {f.name for kind in kinds if not isinstance(kind, ConfigType) for f in fields(kind)}
+    theirs -= TrainingArguments.__dataclass_fields__.keys()
+    return [
+        {f.name: f for f in fields(kind) if f.name in theirs}  # type: ignore[arg-type]
+        for kind in kinds
+        if isinstance(kind, ConfigType)
+    ]
 
 
 def _argument(entry: Any, target: argparse.Action | None, *, shown: bool) -> dict[str, Any]:

@@ -1,14 +1,17 @@
-"""What the fields of ``transformers.TrainingArguments`` do here, and their ranges."""
+"""What the fields of ``transformers.TrainingArguments`` do here, and names of earlier releases."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any, Literal
 
+from annotated_types import Interval
+from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from kedge.config.declare import ActsIn, Inherited, NoEffect, Unsupported
-from kedge.config.values import MOST, SECONDS, Range
+from kedge.config.declare import ActsIn, Alias, Foreign, Inherited, NoEffect, Unsupported
+from kedge.config.values import MOST, SECONDS, JSONFile, Text
 
 _BATCH = "batch sizes and run length"
 _LEARNER = "learner: optimizer and schedule"
@@ -23,10 +26,14 @@ _SCRIPT = "command line and scripts"
 _COMPILE_MODES = Literal[
     "default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
 ]
-_COUNT = Range(ge=1)
-_NOT_NEGATIVE = Range(ge=0)
-_STEPS = Range(ge=0, le=MOST)
+_COUNT = Interval(ge=1)
+_NOT_NEGATIVE = Interval(ge=0)
+_STEPS = Interval(ge=0, le=MOST)
 _LOADER = "prompts are tokenized once and kept in memory, without a data loader"
+_APEX = "apex is not supported; mixed precision uses torch autocast"
+_PRECISION = "set bf16=True or fp16=True"
+_TPU = "TPUs are not supported"
+_METRICS = "evaluation scores responses with the reward, not with a metric function"
 
 
 def _same(entry: Inherited, *names: str) -> dict[str, Inherited]:
@@ -36,17 +43,29 @@ def _same(entry: Inherited, *names: str) -> dict[str, Inherited]:
 INHERITED: dict[str, Inherited] = {
     "output_dir": ActsIn("checkpoints, completions, plots and logs are written there"),
     **_same(ActsIn(_BATCH, _COUNT), "per_device_train_batch_size", "gradient_accumulation_steps"),
-    "num_train_epochs": ActsIn(_BATCH, Range(ge=0, le=MOST)),
-    "max_steps": ActsIn(_BATCH, Range(ge=-1, le=MOST)),
-    **_same(ActsIn(_LEARNER), "lr_scheduler_type", "lr_scheduler_kwargs", "optim", "optim_args"),
-    **_same(ActsIn(_LEARNER, _NOT_NEGATIVE), "learning_rate", "weight_decay", "adam_epsilon"),
-    **_same(ActsIn(_LEARNER, Range(ge=0, lt=1)), "adam_beta1", "adam_beta2"),
-    "warmup_steps": ActsIn(_LEARNER, _STEPS),
-    "warmup_ratio": ActsIn(_LEARNER, Range(ge=0, lt=1)),  # in early releases of 5
+    "num_train_epochs": ActsIn(_BATCH, Interval(ge=0, le=MOST)),
+    "max_steps": ActsIn(_BATCH, Interval(ge=-1, le=MOST)),
+    **_same(
+        ActsIn(_LEARNER, resume=True),
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "optim",
+        "optim_args",
+    ),
+    **_same(
+        ActsIn(_LEARNER, _NOT_NEGATIVE, resume=True),
+        "learning_rate",
+        "weight_decay",
+        "adam_epsilon",
+    ),
+    **_same(ActsIn(_LEARNER, Interval(ge=0, lt=1), resume=True), "adam_beta1", "adam_beta2"),
+    "warmup_steps": ActsIn(_LEARNER, _STEPS, resume=True),
+    "warmup_ratio": ActsIn(_LEARNER, Interval(ge=0, lt=1), resume=True),  # in early releases of 5
     "max_grad_norm": ActsIn(
-        "learner: gradient clipping; 0 turns it off, the norm is logged",
-        Range(ge=0, le=math.inf),
+        "learner: gradient clipping per model; 0 turns it off, the norm is logged",
+        Interval(ge=0, le=math.inf),
         float | None,
+        resume=True,
     ),
     "optim_target_modules": Unsupported(
         "only GaLore and APOLLO read it, and they are not supported", "leave it unset"
@@ -55,13 +74,13 @@ INHERITED: dict[str, Inherited] = {
         "every loss is normalized over the tokens of all ranks", "leave it True"
     ),
     "label_smoothing_factor": Unsupported("there are no labels", "leave it 0"),
-    **_same(ActsIn("learner: autocast; weights stay float32"), "bf16", "fp16"),
+    **_same(ActsIn("learner: autocast; weights stay float32", resume=True), "bf16", "fp16"),
     **_same(
-        Unsupported("evaluation runs at the precision of training", "set bf16=True or fp16=True"),
+        NoEffect("evaluation runs at the precision of training"),
         *("bf16_full_eval", "fp16_full_eval"),
     ),
     **_same(
-        ActsIn(_CHECKPOINTING),
+        ActsIn(_CHECKPOINTING, resume=True),
         *("activation_checkpointing", "activation_checkpointing_kwargs"),
         *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
     ),
@@ -110,12 +129,13 @@ INHERITED: dict[str, Inherited] = {
             "leave it at its default",
         ),
         *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"),
-        *("eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics", "label_names"),
+        *("include_for_metrics", "batch_eval_metrics", "label_names"),
     ),
+    "eval_accumulation_steps": NoEffect("evaluation gathers scores, not predictions"),
     "save_only_model": ActsIn("checkpoints: without optimizer state, cannot be resumed"),
     "save_total_limit": ActsIn(_CHECKPOINT, _COUNT),
-    "save_on_each_node": Unsupported(
-        "rank 0 writes each checkpoint once", "put output_dir on a file system shared by all nodes"
+    "save_on_each_node": NoEffect(
+        "rank 0 writes each checkpoint once; put output_dir on a file system that all nodes share"
     ),
     "enable_jit_checkpoint": Unsupported(
         "a killed run always leaves its last checkpoint complete", "lower save_steps instead"
@@ -134,14 +154,19 @@ INHERITED: dict[str, Inherited] = {
     ),
     "restore_callback_states_from_checkpoint": ActsIn(_CHECKPOINT),
     "full_determinism": ActsIn("process: deterministic kernels"),
-    "seed": ActsIn("every random number generator", Range(ge=0, le=2**32 - 1)),
-    "data_seed": ActsIn("prompts: their order; the default is seed", Range(ge=0, le=2**62)),
-    **_same(ActsIn(_DEVICE), "tf32", "use_cpu", "ddp_backend", "fsdp_config", "deepspeed"),
-    "ddp_timeout": ActsIn(_DEVICE, Range(ge=1, le=SECONDS)),
+    "seed": ActsIn("every random number generator", Interval(ge=0, le=2**32 - 1), resume=True),
+    "data_seed": ActsIn(
+        "prompts: their order; the default is seed", Interval(ge=0, le=2**62), resume=True
+    ),
+    **_same(ActsIn(_DEVICE), "use_cpu", "ddp_backend"),
+    "tf32": ActsIn(_DEVICE, resume=True),
+    "fsdp_config": ActsIn(_DEVICE, accepts=dict[str, Any] | JSONFile | None),
+    "deepspeed": ActsIn(_DEVICE, accepts=dict[str, Any] | Text | None),
+    "ddp_timeout": ActsIn(_DEVICE, Interval(ge=1, le=SECONDS)),
     "fsdp": ActsIn(_DEVICE, accepts=bool | Literal[""] | str | list[str] | None),
     "accelerator_config": ActsIn(
         f"{_DEVICE}; its options for data loaders are refused",
-        accepts=dict[str, Any] | str | AcceleratorConfig | None,
+        accepts=dict[str, Any] | JSONFile | AcceleratorConfig | None,
     ),
     "parallelism_config": Unsupported(
         "tensor and context parallel training are not supported", "use FSDP2 or DeepSpeed ZeRO"
@@ -154,7 +179,8 @@ INHERITED: dict[str, Inherited] = {
     ),
     "dataloader_pin_memory": NoEffect(_LOADER, also=(False,)),
     "remove_unused_columns": ActsIn(
-        "prompts: True drops dataset columns that no reward function takes; False keeps all"
+        "prompts: True drops dataset columns that no reward function takes; False keeps all",
+        resume=True,
     ),
     "train_sampling_strategy": Unsupported(
         "shuffle_dataset sets the order of prompts", "set shuffle_dataset"
@@ -174,6 +200,65 @@ INHERITED: dict[str, Inherited] = {
     "do_predict": Unsupported("there is no prediction loop", "set do_eval=True"),
     "resume_from_checkpoint": ActsIn("train(): default of its argument", accepts=str | bool | None),
     "local_rank": ActsIn(
-        "accepted from launchers; their environment variables decide", Range(ge=-1)
+        "accepted from launchers; their environment variables decide", Interval(ge=-1)
     ),
 }
+
+# Names before transformers 5.
+REMOVED: dict[str, Foreign] = {
+    "per_gpu_train_batch_size": Alias("per_device_train_batch_size"),
+    "per_gpu_eval_batch_size": Alias("per_device_eval_batch_size"),
+    "warmup_ratio": Alias("warmup_steps", default=0.0, limits=Interval(ge=0, lt=1)),
+    "no_cuda": Alias("use_cpu", default=False),
+    "adafactor": Alias("optim", lambda on: "adafactor" if on else "adamw_torch_fused", False),
+    "push_to_hub_model_id": Alias("hub_model_id"),
+    "push_to_hub_token": Alias("hub_token"),
+    "torchdynamo": Alias("torch_compile_backend"),
+    "save_safetensors": Unsupported(
+        "loading pickled weights can run code", "leave it True", default=True
+    ),
+    "use_mps_device": Unsupported(
+        "MPS is used automatically if available", "leave it unset", default=False
+    ),
+    "jit_mode_eval": Unsupported(
+        "tracing for evaluation was removed", "set torch_compile=True", default=False
+    ),
+    "fp16_opt_level": Unsupported(_APEX, _PRECISION, default="O1"),
+    "half_precision_backend": Unsupported(_APEX, _PRECISION, default="auto"),
+    "fp16_backend": Unsupported(_APEX, _PRECISION, default="auto"),
+    "tpu_num_cores": Unsupported(_TPU, "leave it unset"),
+    "tpu_metrics_debug": Unsupported(_TPU, "leave it unset", default=False),
+    "past_index": Unsupported(
+        "it is for models that return past states", "leave it unset", default=-1
+    ),
+    "fsdp_min_num_params": Unsupported(
+        "it moved into fsdp_config", 'set fsdp_config={"min_num_params": ...}', default=0
+    ),
+    "fsdp_transformer_layer_cls_to_wrap": Unsupported(
+        "it moved into fsdp_config", 'set fsdp_config={"transformer_layer_cls_to_wrap": ...}'
+    ),
+    "group_by_length": Unsupported(
+        "lengths of sampled responses are not known beforehand; rows are packed without padding"
+        " instead",
+        "leave it unset",
+        default=False,
+    ),
+    "use_legacy_prediction_loop": Unsupported(
+        "there is no prediction loop", "leave it unset", default=False
+    ),
+    "include_inputs_for_metrics": Unsupported(_METRICS, "leave it unset", default=False),
+    "push_to_hub_organization": Unsupported(
+        "it is now part of the repository name", 'set hub_model_id="organization/name"'
+    ),
+    "mp_parameters": Unsupported(
+        "SageMaker model parallelism is not supported", "leave it unset", default=""
+    ),
+    "ray_scope": Unsupported(
+        "hyperparameter search is not part of Kedge", "leave it unset", default="last"
+    ),
+    "include_tokens_per_second": NoEffect(
+        "tokens per second are always logged", default=False, also=(True,)
+    ),
+}
+_STILL_FIELDS = {f.name for f in fields(TrainingArguments)}  # of the installed release
+TRANSFORMERS4 = {name: entry for name, entry in REMOVED.items() if name not in _STILL_FIELDS}

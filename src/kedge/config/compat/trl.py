@@ -4,17 +4,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
-from kedge.config.compat.transformers4 import TRANSFORMERS4
+from kedge.config.compat.training_arguments import TRANSFORMERS4
 from kedge.config.declare import Alias, Foreign, NoEffect, Unsupported, default_of, option
-from kedge.config.rollout import engine_args
+from kedge.config.rollout import engine_args, json_object
 from kedge.config.values import SECONDS
 from kedge.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 _LEAVE = "leave it at its default"
 _SAMPLING = ("sampling would use another distribution than training", "leave it unset")
 _MOVING = ("the reference is always frozen", _LEAVE)
@@ -25,6 +27,11 @@ _LOSS = ("this loss is not implemented", _LEAVE)
 # Names that every trainer of TRL has or had.
 TRL: dict[str, Foreign] = {
     **TRANSFORMERS4,
+    "keep_sampling_mask": NoEffect(
+        "training is always over the tokens that top_k, top_p and min_p allowed",
+        default=False,
+        also=(True,),
+    ),
     "ds3_gather_for_generation": Unsupported(
         "responses are always sampled with full weights", "leave it True", default=True
     ),
@@ -38,7 +45,6 @@ TRL_GROUPS: dict[str, Foreign] = {
     "router_aux_loss_coef": Unsupported(
         "there is no load-balancing loss for mixtures of experts", _LEAVE
     ),
-    "generation_kwargs": Unsupported(*_SAMPLING),
     "repetition_penalty": Unsupported(*_SAMPLING, default=1.0),
     "vllm_structured_outputs_regex": Unsupported(*_SAMPLING),
     "sync_ref_model": Unsupported(*_MOVING, default=False),
@@ -90,7 +96,9 @@ TRL_GRPO: dict[str, Foreign] = {
 _batch = partial(option, acts_in="batch sizes and run length")
 _loading = partial(option, acts_in="loading of models and tokenizers given by name")
 _tables = partial(option, acts_in="tables of completions")
-_vllm = partial(option, acts_in="rollout engine: converted to rollout_engine and its options")
+_vllm = partial(
+    option, acts_in="rollout engine: converted to rollout_engine and its options", resume=True
+)
 
 
 @dataclass
@@ -123,6 +131,12 @@ class NewerArguments:
         "command line.",
     )
     trust_remote_code: bool = _loading(False, "Run the custom code of a model given by name.")
+    generation_kwargs: dict[str, Any] | str | None = option(
+        None,
+        "Only {'stop': strings}, which means stop_strings.",
+        acts_in="sampling: converted to stop_strings",
+        resume=True,
+    )
     use_vllm: bool = _vllm(False, "Sample with vLLM; see vllm_mode.")
     vllm_mode: Literal["colocate", "server"] = _vllm(
         "colocate", "colocate: vLLM in this process; server: a running vLLM server."
@@ -152,7 +166,7 @@ _VLLM = {
     if f.name.startswith(("use_vllm", "vllm_"))
 }
 # Options that become others when a config is built.
-CONVERTED = ("steps_per_generation", "generation_batch_size", *_VLLM)
+CONVERTED = ("steps_per_generation", "generation_batch_size", "generation_kwargs", *_VLLM)
 
 
 def convert_newer(c: Any) -> None:
@@ -165,6 +179,7 @@ def convert_newer(c: Any) -> None:
         ConfigError: sizes that do not divide, or vLLM options that contradict each other.
     """
     _convert_sizes(c)
+    _convert_stop(c)
     _convert_vllm(c)
 
 
@@ -198,14 +213,25 @@ def _convert_sizes(c: Any) -> None:
     c.steps_per_generation = c.generation_batch_size = None
 
 
+def _convert_stop(c: Any) -> None:
+    given = dict(json_object("generation_kwargs", c.generation_kwargs))
+    stop = given.pop("stop", None)
+    if given:
+        raise ConfigError(
+            f"generation_kwargs={repr(given)[:80]}: sampling would use another distribution than"
+            " training; only stop is supported, leave the rest out"
+        )
+    if stop is not None:
+        c.stop_strings = [stop] if isinstance(stop, str) else list(stop)
+    c.generation_kwargs = None
+
+
 def _convert_vllm(c: Any) -> None:
     if not c.use_vllm:
-        for name, default in _VLLM.items():
-            if getattr(c, name) != default:
-                raise ConfigError(
-                    f"{name}={getattr(c, name)!r} has no effect without use_vllm=True; set"
-                    " it, or use rollout_engine and vllm_engine_args"
-                )
+        unread = [f"{n}={x!r}" for n, default in _VLLM.items() if (x := getattr(c, n)) != default]
+        if unread:
+            logger.warning("%s has no effect without use_vllm=True", ", ".join(unread))
+        vars(c).update(_VLLM)
         return
     if c.rollout_engine != "embedded":
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Environments of other libraries.  Each needs its package: ``pip install 'kedge[gymnasium]'``."""
+"""Environments of other libraries.  Each needs its package: ``'kedge-rl[gymnasium]'``."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def import_package(name: str, extra: str) -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    from kedge.errors import ConfigError
+    from kedge.errors import ConfigError, install_command
 
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"this environment needs the package {name}: pip install 'kedge[{extra}]' ({error})"
+            f"this environment needs the package {name}: {install_command(extra)} ({error})"
         ) from error

@@ -51,9 +51,9 @@ class Gymnasium:
         self, *, seed: int, options: Mapping[str, Any]
     ) -> tuple[Observation, Mapping[str, Any]]:
         """Begin an episode; a dataset column ``options`` is passed on."""
-        observation, _ = self.environment.reset(seed=seed, options=options.get("options"))
+        observation, info = self.environment.reset(seed=seed, options=options.get("options"))
         shown = self._show(observation)
-        return (f"{self.intro}\n{shown}" if self.intro else shown), {}
+        return (f"{self.intro}\n{shown}" if self.intro else shown), info
 
     def step(self, response: Response) -> Step:
         """Take the action that the response names."""
@@ -61,8 +61,8 @@ class Gymnasium:
             action = self._parse(response.text.strip())
         except ValueError as error:
             return str(error), 0.0, False, False, {"metrics": {"illegal": 1.0}}
-        observation, reward, terminated, truncated, _ = self.environment.step(action)
-        return self._show(observation), float(reward), bool(terminated), bool(truncated), {}
+        observation, reward, terminated, truncated, info = self.environment.step(action)
+        return self._show(observation), float(reward), bool(terminated), bool(truncated), info
 
     def close(self) -> None:
         """Close the environment."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kedge.environments.adapters import import_package
+from kedge.environments.turn_tokens import plain_text
 from kedge.errors import RolloutError
 from kedge.protocols import Observation, Step
 from kedge.types import Response
@@ -71,7 +72,8 @@ class Verifiers:
         messages = await self._next_messages()
         if messages is None:
             trace = await self._result()
-            return None, float(trace.reward), True, False, {"metrics": dict(trace.metrics)}
+            whole, info = response.terminated, {"metrics": dict(trace.metrics)}
+            return None, float(trace.reward), whole, not whole, info
         return messages, 0.0, False, False, {}
 
     def close(self) -> None:
@@ -218,7 +220,4 @@ def assistant_message(response: Response) -> Message:
 
 def plain(message: Message) -> Message:
     """The message with its content as one string."""
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "\n".join(part.get("text", "") for part in content)
-    return {**message, "content": content}
+    return {**message, "content": plain_text(message.get("content") or "")}

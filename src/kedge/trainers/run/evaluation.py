@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from kedge.config.base import OnPolicyConfig
-from kedge.config.compat.trl import NewerArguments
-from kedge.engine.evaluation import Evaluation, evaluate, solved, win_rate
-from kedge.engine.hooks import StepReport
-from kedge.engine.loop import Engine
-from kedge.protocols import RolloutEngine
-from kedge.trainers.build.data import EvalSet
-from kedge.trainers.reporting.completions import completion_rows
-from kedge.trainers.run.hf_callbacks import Callbacks
-from kedge.trainers.run.initial_scores import InitialPolicyScores
-from kedge.trainers.spec import MetricNames
-from kedge.types import Sampling
+import torch
+from torch import Tensor
 
+from kedge.config.base import OnPolicyConfig
+from kedge.errors import CheckpointError
+from kedge.loop.evaluation import Evaluation, evaluate, solved, win_rate
+from kedge.loop.hooks import StepReport
+from kedge.loop.loop import Engine
+from kedge.protocols import RolloutEngine
+from kedge.reporting.base import write_whole
+from kedge.reporting.best_effort import BestEffortWriter
+from kedge.reporting.completions import completion_rows
+from kedge.trainers.assembly.setup import EvalSet
+from kedge.trainers.run.hf_callbacks import Callbacks
+from kedge.trainers.spec import MetricNames
+
+logger = logging.getLogger(__name__)
+INITIAL_SCORES = "start"  # folder
 TEMPERATURE = 0.01  # arXiv:2403.17031 samples evaluations nearly greedily
 TABLE_ROWS = 5  # of a table drawn from the training batch
 
 
 def printed_rows(config: Any) -> int:
     """Rows of a completions table that are shown on screen."""
-    if not isinstance(config, NewerArguments):
-        return TABLE_ROWS
-    return config.num_completions_to_print or TABLE_ROWS
+    return getattr(config, "num_completions_to_print", None) or TABLE_ROWS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,18 +68,16 @@ class Evaluator:
             evaluation = self._evaluate(eval_set, eval_set.batches)
             rows = self._table(eval_set, evaluation)
             results = evaluation.metrics | self._eval_metrics(eval_set, evaluation, rows)
-            results |= self._loss(evaluation.metrics) | self.metric_names(results)
+            names = self.metric_names(results)
+            if "objective/scores" in results:  # lower is better, as for any ``eval_loss``
+                coef = self.engine.kl.value + self.args.loss_kl_coef
+                kl = results.get("objective/kl", 0.0)
+                results["loss"] = coef * kl - results["objective/scores"]
+            results |= names
             metrics |= {f"{eval_set.prefix}{name}": x for name, x in results.items()}
             self._show(rows, f"{eval_set.prefix}completions")
         self.callbacks.evaluated(metrics)
         return metrics
-
-    def _loss(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The negative of the training objective: lower is better, as for any ``eval_loss``."""
-        if "objective/scores" not in metrics:
-            return {}
-        coef = self.engine.kl.value + self.args.loss_kl_coef
-        return {"loss": coef * metrics.get("objective/kl", 0.0) - metrics["objective/scores"]}
 
     def _eval_metrics(
         self, eval_set: EvalSet, evaluation: Evaluation, rows: list[dict[str, object]]
@@ -95,11 +101,13 @@ class Evaluator:
         Args:
             sampling: one batch only.
         """
-        eval_set = self.sets[0] if self.sets else self._training_prompts()
+        source, rows = self.engine.source, self.engine.batch_sizes.batch_size
+        training = EvalSet(prefix="", source=source, batches=1, rows=rows)
+        eval_set = self.sets[0] if self.sets else training
         evaluation = self._evaluate(eval_set, 1 if sampling else eval_set.batches)
-        rows = self._table(eval_set, evaluation)
-        self._show(rows, "completions")
-        return rows
+        table = self._table(eval_set, evaluation)
+        self._show(table, "completions")
+        return table
 
     def show_samples(self, report: StepReport) -> None:
         """Show a table during training: evaluation prompts, or the batch just trained on."""
@@ -108,16 +116,13 @@ class Evaluator:
         else:
             sample = (report.rollout, report.reward_output)
             most = max(TABLE_ROWS, printed_rows(self.args))
-            rows = completion_rows([sample], self.tokenizer, limit=None if self._unique() else most)
+            rows = completion_rows([sample], self.tokenizer)
             self._show(rows, "completions", most=most)
 
-    def _training_prompts(self) -> EvalSet:
-        engine = self.engine
-        return EvalSet(
-            prefix="", source=engine.source, batches=1, rows=engine.batch_sizes.batch_size
-        )
-
     def _evaluate(self, eval_set: EvalSet, batches: int) -> Evaluation:
+        sampling = self.engine.sampling
+        if (self.args.num_generations_eval or 1) == 1:
+            sampling = replace(sampling, temperature=TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0)
         return evaluate(
             eval_set.source,
             batches=batches,
@@ -125,17 +130,11 @@ class Evaluator:
             rollouts=self._idle_engine(),
             reward_source=self.engine.reward,
             learner=self.engine.learner,
-            sampling=self._sampling(),
+            sampling=sampling,
             reference=self.engine.algorithm.needs_reference,
             seed=self.args.seed,
             clock=time.perf_counter,
         )
-
-    def _sampling(self) -> Sampling:
-        usual = self.engine.sampling
-        if (self.args.num_generations_eval or 1) > 1:
-            return usual
-        return replace(usual, temperature=TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0)
 
     def _idle_engine(self) -> RolloutEngine:
         """The rollout engine, idle and with the newest weights, so that timing has no effect."""
@@ -150,15 +149,79 @@ class Evaluator:
         # The last batch is padded with prompts from the start.
         return completion_rows(evaluation.samples, self.tokenizer, limit=eval_set.rows)
 
-    def _unique(self) -> bool:
-        return isinstance(self.args, NewerArguments) and self.args.log_unique_prompts
-
     def _show(self, rows: list[dict[str, object]], name: str, *, most: int | None = None) -> None:
-        if self._unique():
-            first: dict[object, dict[str, object]] = {}
+        unique = getattr(self.args, "log_unique_prompts", False)
+        if most is not None or unique:  # other prompts before other answers to the same
+            earlier: Counter[object] = Counter()
+            order = []
             for row in rows:
-                first.setdefault(row["query"], row)
-            rows = list(first.values())
-        rows = rows[:most]
+                order.append(earlier[row["query"]])
+                earlier[row["query"]] += 1
+            rows = [rows[i] for i in sorted(range(len(rows)), key=order.__getitem__)]
+            rows = rows[: len(earlier) if unique else most][:most]
         if rows and self.callbacks.state.is_world_process_zero:
             self.callbacks.tracker.table(name, rows, step=self.engine.step)
+
+
+class InitialPolicyScores:
+    """Keeps scores of the initial policy, in memory and on disk for resumed runs.
+
+    Args:
+        root: the run's output folder; None: in memory only.
+        main: whether this is rank 0, which writes.
+    """
+
+    def __init__(self, root: Path | None, *, main: bool) -> None:
+        self.root, self.main = root, main
+        self._scores: dict[str, Tensor | None] = {}
+        self._best_effort = BestEffortWriter()
+
+    def keep(self, name: str, scores: Tensor, rows: Sequence[dict[str, object]]) -> None:
+        """Keep the scores (float64 [rows], NaN for invalid rows) under the name of the set."""
+        self._scores[name] = scores
+        if self.root is None or not self.main:
+            return
+        file = self._file(self.root, name)
+        plain = [None if math.isnan(x) else x for x in scores.tolist()]
+        with self._best_effort.writing("scores of the initial policy", file):
+            write_whole(file, json.dumps({"scores": plain, "completions": list(rows)}))
+
+    def scores(self, name: str, count: int) -> Tensor | None:
+        """The scores of a set of ``count`` rows, from this process or an earlier one.
+
+        None, with one warning, if the folder of a resumed run does not hold them.
+        """
+        if name not in self._scores:
+            self._scores[name] = self._read(name)
+        scores = self._scores[name]
+        if scores is not None and len(scores) != count:
+            raise CheckpointError(
+                f"the initial policy was scored on {len(scores)} rows of {name.strip('_')!r}, got "
+                f"{count} now; evaluate on the same prompts, or set eval_against_start=False"
+            )
+        return scores
+
+    def _read(self, name: str) -> Tensor | None:
+        file = None if self.root is None else self._file(self.root, name)
+        if file is None or not file.is_file():
+            if self.main:
+                logger.warning(
+                    "eval_against_start: the scores of the initial policy are missing%s; no win "
+                    "rate is logged",
+                    f" ({file} does not exist)" if file else "",
+                )
+            return None
+        try:
+            scores: list[Any] = json.loads(file.read_text(encoding="utf-8"))["scores"]
+            plain = [math.nan if x is None else float(x) for x in scores]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if self.main:
+                logger.warning(
+                    "eval_against_start: %s is damaged (%s); no win rate is logged", file, error
+                )
+            return None
+        return torch.tensor(plain, dtype=torch.float64)
+
+    @staticmethod
+    def _file(root: Path, name: str) -> Path:
+        return root / INITIAL_SCORES / f"{name.strip('_')}.json"

@@ -8,11 +8,12 @@ uses the integration callbacks of transformers only.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,13 +24,14 @@ from transformers.integrations.integration_utils import (
 )
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
-from kedge.backends.ray.context import RankContext, get_context
-from kedge.backends.shutdown import GracefulShutdown
-from kedge.backends.trackers import Many
 from kedge.config.base import OnPolicyConfig
-from kedge.errors import ConfigError, DamagedCheckpointError
+from kedge.errors import ConfigError, DamagedCheckpointError, install_command
+from kedge.loop.shutdown import GracefulShutdown
 from kedge.protocols import Tracker
-from kedge.trainers.reporting.hub import pushing
+from kedge.reporting.base import CompositeTracker
+
+if TYPE_CHECKING:
+    from kedge.ray.context import RankContext
 
 STATE_FILE = "trainer_state.json"
 LATEST = (
@@ -69,7 +71,7 @@ class Callbacks:
         rank: int = 0,
         local_rank: int = 0,
     ) -> None:
-        self.args, self.tracker = args, tracker or Many()
+        self.args, self.tracker = args, tracker or CompositeTracker()
         all_callbacks = [DefaultFlowCallback(), *reporting_callbacks(args.report_to)]
         folder = getattr(args, "logging_dir", None)
         for callback in all_callbacks if folder is not None else []:
@@ -81,6 +83,7 @@ class Callbacks:
         self.state = RunState(
             is_local_process_zero=local_rank == 0, is_world_process_zero=rank == 0
         )
+        self.log: Callable[[dict[str, float]], None] = self.write_row  # or a trainer's ``log``
 
     def start(self, *, model: Any, processing_class: Any = None) -> None:
         """Pass the policy and the tokenizer to callbacks from now on; fires on_init_end."""
@@ -124,7 +127,7 @@ class Callbacks:
         self.state.compute_steps(self.args, max_steps)
         return self.fire("on_train_begin")
 
-    def log(self, metrics: Mapping[str, float]) -> None:
+    def write_row(self, metrics: Mapping[str, float]) -> None:
         """Add a row to ``state.log_history``, then to callbacks and the tracker."""
         row = {**metrics, "epoch": self.state.epoch}
         self.state.log_history.append({**row, "step": self.state.global_step})
@@ -134,7 +137,7 @@ class Callbacks:
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """After an evaluation: log its metrics (named eval_...) and fire on_evaluate."""
-        self.log(metrics)
+        self.log(dict(metrics))
         self.fire("on_evaluate", metrics=dict(metrics))
 
     def note_best(self, metrics: Mapping[str, float]) -> bool:
@@ -222,10 +225,11 @@ def reporting_callbacks(report_to: str | list[str] | None) -> list[TrainerCallba
         try:
             callbacks.append(kind())
         except (RuntimeError, ImportError, AssertionError) as e:
-            extra = f"kedge[{name}]" if name in ("tensorboard", "wandb", "trackio") else name
+            extra = name in ("tensorboard", "wandb", "trackio")
+            install = install_command(name) if extra else f"pip install {name}"
             raise ConfigError(
                 f"report_to={name!r} needs a package that is not installed; run "
-                f"pip install '{extra}', or set report_to='none'"
+                f"{install}, or set report_to='none'"
             ) from e
     return callbacks
 
@@ -250,9 +254,9 @@ def merge_rows(rows: list[dict[str, float]]) -> dict[str, float]:
         values = [row[name] for row in rows if name in row]
         if name in LATEST:
             merged[name] = values[-1]
-        elif name.endswith(("/min_length", "/min_terminated_length")):
+        elif name.endswith(("/min_length", "/min_terminated_length", "_min")):
             merged[name] = min(values)
-        elif name.endswith(("/max_length", "/max_terminated_length")):
+        elif name.endswith(("/max_length", "/max_terminated_length", "_max")):
             merged[name] = max(values)
         else:
             merged[name] = math.fsum(values) / len(values)
@@ -274,8 +278,17 @@ def share_control(control: TrainerControl, total: Callable[[Tensor], Tensor]) ->
 
 def own_callbacks(args: OnPolicyConfig) -> list[TrainerCallback]:
     """Callbacks for ``push_to_hub``, and for a rank of a Ray launch."""
-    context = get_context()
-    return [*pushing(args), *([] if context is None else [Reporting(context)])]
+    callbacks: list[TrainerCallback] = []
+    if args.push_to_hub:
+        from kedge.reporting.hub import PushOnSave, build_hub
+
+        callbacks.append(PushOnSave(build_hub(args)))
+    if "kedge.ray.context" in sys.modules:  # else no launch has set a context
+        from kedge.ray.context import get_context
+
+        if (context := get_context()) is not None:
+            callbacks.append(Reporting(context))
+    return callbacks
 
 
 class Reporting(TrainerCallback):

@@ -1,51 +1,60 @@
-"""One training run behind a Trainer-style API: train, save, resume."""
+"""One training run behind a Trainer-style API: train, log, evaluate, save, resume."""
 
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import shutil
+import sys
 import time
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.trainer_utils import TrainOutput
 
-from kedge.backends.hf.learner import HFLearner
-from kedge.backends.trackers import Screen, draw_curves
+from kedge.checkpoint import checkpoint
+from kedge.checkpoint.replay import Recorder, pack, unpack
 from kedge.config.base import OnPolicyConfig
-from kedge.config.schedule import build_schedule
-from kedge.engine.checkpoint import checkpoint
-from kedge.engine.checkpoint.replay import pack
-from kedge.engine.loop import Engine
-from kedge.engine.preflight import FULL_PRECISION, LOW_PRECISION, preflight
-from kedge.errors import ConfigError
-from kedge.ops.cpu.heap import kept_between_iterations
-from kedge.trainers.reporting.best_effort import BestEffortWriter
-from kedge.trainers.reporting.token_log import build_token_log
-from kedge.trainers.reporting.trackers import build_trackers, link, log_prompt_lengths
-from kedge.trainers.run.checkpoint import (
-    build_recorder,
-    earlier_run,
-    resume_fingerprint,
-    write_models,
-)
+from kedge.config.schedule import IntervalSchedule, build_schedule
+from kedge.errors import CheckpointError, ConfigError
+from kedge.learner.learner import HFLearner
+from kedge.loop.hooks import Hooks, StepReport
+from kedge.loop.loop import Engine
+from kedge.loop.preflight import FULL_PRECISION, LOW_PRECISION, preflight
+from kedge.reporting.best_effort import BestEffortWriter
+from kedge.reporting.curves import draw_curves
+from kedge.reporting.doctor import LIVE, Rule
+from kedge.reporting.log import RunLog
+from kedge.reporting.progress import ConsoleTracker
+from kedge.reporting.token_log import TokenLog, build_token_log
+from kedge.reporting.trackers import build_trackers, link, log_prompt_lengths
+from kedge.rollout.embedded.decode_graph import capturing
 from kedge.trainers.run.evaluation import Evaluator, printed_rows
-from kedge.trainers.run.hf_callbacks import Callbacks
-from kedge.trainers.run.hooks import RunHooks
-from kedge.trainers.run.resume import resume_run
+from kedge.trainers.run.files import build_recorder, earlier_run, resume_fingerprint
+from kedge.trainers.run.hf_callbacks import Callbacks, RunState, merge_rows, share_control
 from kedge.trainers.spec import MetricNames
-from kedge.types import RewardOutput, Rollout
+from kedge.types import Experience, RewardOutput, Rollout
 
 logger = logging.getLogger(__name__)
+MUCH_CLIPPED, MOST_RATIO = 0.25, 1.2  # after one iteration
 
 
-@dataclass(slots=True, kw_only=True)
-class Run:
+@dataclass(kw_only=True)
+class Run(Hooks):
     """The engine of a Trainer-style trainer and everything around it.
 
+    The run is the loop's hooks.  Order within one iteration, as in ``transformers.Trainer``:
+    on_step_begin; per optimizer step on_optimizer_step; on_step_end; then, where control asks for
+    it, on_log, evaluation with on_evaluate, saving with on_save; after each pass over the prompts
+    on_epoch_end, and again what control asks for.
+
     Args:
+        trainer: evaluates and saves models, perhaps with methods that a subclass overrides.
         args: the config; callbacks and intervals read it.
         engine: the loop.
         learner: the models; the same object as ``engine.learner``.
@@ -55,8 +64,10 @@ class Run:
         fresh_reference: the reference is a copy of the initial policy, so the KL starts at 0.
         metric_names: adds metrics under other names to those of an iteration.
         best_effort: writes files whose failures are only logged.
+        clock: seconds.
     """
 
+    trainer: Any
     args: OnPolicyConfig
     engine: Engine
     learner: HFLearner
@@ -66,6 +77,17 @@ class Run:
     fresh_reference: bool
     metric_names: MetricNames
     best_effort: BestEffortWriter = field(default_factory=BestEffortWriter)
+    clock: Callable[[], float] = time.perf_counter
+    # Opened by ``train``:
+    screen: ConsoleTracker | None = field(default=None, init=False)  # on rank 0
+    schedule: IntervalSchedule | None = field(default=None, init=False)  # of tables of completions
+    recorder: Recorder | None = field(default=None, init=False)
+    token_log: TokenLog | None = field(default=None, init=False)
+
+    @property
+    def state(self) -> RunState:
+        """The state that callbacks see."""
+        return self.callbacks.state
 
     @property
     def iterations_per_epoch(self) -> float:
@@ -73,7 +95,7 @@ class Run:
         sizes = self.engine.batch_sizes
         return sizes.iterations_per_epoch or sizes.iterations
 
-    def train(self, resume: str | bool | None) -> TrainOutput:
+    def train(self, resume: str | Path | bool | None) -> TrainOutput:
         """Train all iterations, or until a callback stops the run.
 
         Args:
@@ -85,36 +107,74 @@ class Run:
         """
         engine, sizes = self.engine, self.engine.batch_sizes
         self._tidy(starting=not resume)
-        resumed = resume_run(self, resume)
-        screen = self._open_trackers()
-        if screen is not None and resumed is not None:
-            screen.note(f"resuming from {resumed} (iteration {engine.step} of {sizes.iterations})")
+        resumed = self._resume(resume) if resume else None
+        self._open(resumed)
+        engine.hooks = self
+        if resumed is None:
+            log_prompt_lengths(self.callbacks, engine.source)
+            scored_at_start = self.evaluator.initial_scores is not None
+            if (scored_at_start or self.args.eval_on_start) and self.evaluator.sets:
+                self.trainer.evaluate()
+        begin, before = time.perf_counter(), engine.step
+        try:
+            engine.run(sizes.iterations)
+            self.end_epoch()
+            totals = self._totals(time.perf_counter() - begin, engine.step - before)
+            if engine.step > before or resumed is not None:  # killed before the last row
+                self.callbacks.log(self.take_pending() | totals)
+            self._load_best()
+            self.callbacks.fire("on_train_end")
+        finally:
+            self.callbacks.tracker.close()
+        if self.screen is not None and self.args.output_dir:
+            root = shlex.quote(str(self.root()))
+            self.screen.note(f"the run is in {root}; `kedge report {root}` writes a report of it")
+        if self.args.output_dir and self.state.is_world_process_zero:
+            file = self.root() / "curves.png"
+            with self.best_effort.writing("curves", file):
+                draw_curves(self.state.log_history, file)
+        metrics = totals | {"episode": self.state.episode, "epoch": self.state.epoch or 0.0}
+        return TrainOutput(engine.step, totals["train_loss"], metrics)
+
+    def _open(self, resumed: Path | None) -> None:
+        """Open screen, trackers and files, and begin at the iteration that is reached."""
+        engine, sizes = self.engine, self.engine.batch_sizes
+        if self.state.is_world_process_zero:
+            self.screen = screen = ConsoleTracker(
+                sizes.iterations,
+                start=engine.step,
+                bar=not self.args.disable_tqdm,
+                tables=self.args.num_sample_generations > 0,
+                max_rows=printed_rows(self.args),
+            )
+            self.callbacks.tracker = build_trackers(
+                self.callbacks, self.args, screen, self.best_effort
+            )
+        if self.screen is not None and resumed is not None:
+            done = "; nothing is left to train" if engine.step >= sizes.iterations else ""
+            place = f"iteration {engine.step} of {sizes.iterations}"
+            self.screen.note(f"resuming from {resumed} ({place}){done}")
         self.callbacks.begin(
             max_steps=sizes.iterations,
             epochs=sizes.iterations / self.iterations_per_epoch,
             batch_size=sizes.local_rows,
         )
         link(self.callbacks, self.args)
-        engine.hooks = hooks = self._build_hooks(screen)
-        if resumed is None:
-            log_prompt_lengths(self.callbacks, engine.source)
-            hooks.evaluate_at_start(always=self.evaluator.initial_scores is not None)
-        begin, before = time.perf_counter(), engine.step
-        try:
-            with kept_between_iterations():
-                engine.run(sizes.iterations)
-            hooks.end_pass()
-            totals = self._totals(time.perf_counter() - begin, engine.step - before)
-            if engine.step > before:
-                self.callbacks.log(totals)
-            self._load_best()
-            self.callbacks.fire("on_train_end")
-        finally:
-            self.callbacks.tracker.close()
-        if screen is not None and self.args.output_dir:
-            root = shlex.quote(str(self.root()))
-            screen.note(f"the run is in {root}; `kedge report {root}` writes a report of it")
-        return self._output(totals)
+        self.schedule = build_schedule(
+            self.args,
+            iterations=sizes.iterations,
+            iterations_per_epoch=sizes.iterations_per_epoch,
+        )
+        self.recorder = build_recorder(self.args.save_rollouts, engine.sampling, self.learner)
+        self.token_log = build_token_log(self.args, self.schedule, self.learner, self.tokenizer)
+        self.start()
+
+    def start(self) -> None:
+        """Count from here what a row tells of this call of ``train``."""
+        self._begin, self._first_episode = self.clock(), self.state.episode
+        self._epoch_open = False
+        self._first = self._saved = self.state.global_step  # of the last checkpoint
+        self._findings: set[Rule] = set()
 
     def _totals(self, seconds: float, iterations: int) -> dict[str, float]:
         """The last row, in the names of transformers; of this call of ``train``."""
@@ -123,42 +183,110 @@ class Run:
             "train_runtime": seconds,
             "train_samples_per_second": rate * self.engine.batch_sizes.batch_size,
             "train_steps_per_second": rate,
-            "train_loss": self.callbacks.state.loss_sum / max(self.engine.step, 1),
+            "train_loss": self.state.loss_sum / max(self.engine.step, 1),
         }
-
-    def _output(self, totals: dict[str, float]) -> TrainOutput:
-        state = self.callbacks.state
-        if self.args.output_dir and state.is_world_process_zero:
-            file = self.root() / "curves.png"
-            with self.best_effort.writing("curves", file):
-                draw_curves(state.log_history, file)
-        metrics = totals | {"episode": state.episode, "epoch": state.epoch or 0.0}
-        return TrainOutput(self.engine.step, totals["train_loss"], metrics)
 
     # -- during training --------------------------------------------------------------------------
 
-    def _build_hooks(self, screen: Screen | None) -> RunHooks:
-        sizes = self.engine.batch_sizes
-        schedule = build_schedule(
-            self.args,
-            iterations=sizes.iterations,
-            iterations_per_epoch=sizes.iterations_per_epoch,
-        )
-        return RunHooks(
-            self,
-            schedule=schedule,
-            screen=screen,
-            recorder=build_recorder(self.args.save_rollouts, self.engine.sampling, self.learner),
-            token_log=build_token_log(self.args, schedule, self.learner, self.tokenizer),
+    def on_step_begin(self, step: int) -> None:
+        """Open a pass over the prompts if none is open, then the step."""
+        if not self._epoch_open:
+            self.callbacks.fire("on_epoch_begin")
+            self._epoch_open = True
+        self.callbacks.fire("on_step_begin")
+
+    def on_sample(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
+        """Record the batch; check the first one."""
+        if self.recorder is not None:
+            with self.best_effort.writing("recorded rollouts", self.recorder.folder):
+                self.recorder.write(step, rollout, reward_output)
+        if step == 0 and self.args.preflight:
+            self.check_first_batch(rollout, reward_output)
+            if self.screen is not None:
+                sizes = self.engine.batch_sizes
+                self.screen.note(
+                    f"preflight passed; {sizes.iterations} iterations of {sizes.batch_size}"
+                    f" responses, {sizes.optimizer_steps_per_iteration} optimizer steps each"
+                )
+
+    def on_experience(self, step: int, experience: Experience) -> None:
+        """Keep the rows of the token log."""
+        if self.token_log is not None:
+            self.token_log.hold(step, experience)
+
+    def on_optimizer_step(self) -> None:
+        """Forward the event."""
+        self.callbacks.fire("on_optimizer_step")
+
+    def on_step_end(self, report: StepReport) -> bool:
+        """Everything that follows an iteration; True if a callback asks to stop."""
+        state = self.state
+        before = math.floor((state.epoch or 0.0) + 1e-9)
+        state.global_step = report.step
+        state.epoch = report.step / self.iterations_per_epoch
+        state.episode = int(report.metrics.get("episode", state.episode))
+        state.loss_sum += report.metrics.get("loss", 0.0)
+        row = {**report.metrics, **self._measure(report)}
+        if self.screen is not None:
+            self.screen.advance(report.step, row)
+        state.pending.append(row | self.metric_names(row))
+        if self.token_log is not None:
+            self.token_log.write(report)
+        if self.schedule is not None and self.schedule.samples(report.step):
+            self.evaluator.show_samples(report)
+        every = self.args.torch_empty_cache_steps
+        if every and report.step % every == 0 and torch.cuda.is_available():
+            with capturing:  # a thread that samples may be capturing a decode step
+                torch.cuda.empty_cache()
+        self.callbacks.fire("on_step_end")
+        self._act()
+        if report.step == self._first + 1 and state.pending and self.screen is not None:
+            self.screen.log(row, step=report.step)  # a sign of life before the first logged row
+        if report.step == 1:
+            self._advise(row)
+        if math.floor(state.epoch + 1e-9) > before:
+            self.end_epoch()
+        return self.callbacks.control.should_training_stop
+
+    def _advise(self, metrics: Mapping[str, float]) -> None:
+        """Warn if the first iteration already moved the policy out of the clip region."""
+        clipped, ratio = metrics.get("policy/clipfrac_avg", 0.0), metrics.get("val/ratio", 1.0)
+        if clipped < MUCH_CLIPPED and MOST_RATIO**-1 <= ratio <= MOST_RATIO:
+            return
+        self._warn(
+            f"the first iteration clipped {clipped:.0%} of the tokens (mean ratio {ratio:.3g}): its"
+            f" steps are too large; lower learning_rate={self.args.learning_rate:g}, or"
+            f" num_ppo_epochs={self.args.num_ppo_epochs}"
         )
 
+    def _measure(self, report: StepReport) -> dict[str, float]:
+        state, args = self.state, self.args
+        elapsed = max(self.clock() - self._begin, 1e-9)
+        metrics: dict[str, float] = {"eps": (state.episode - self._first_episode) / elapsed}
+        if "rollout/tokens" in report.metrics:
+            state.num_tokens += round(report.metrics["rollout/tokens"])
+            metrics["num_tokens"] = state.num_tokens
+        include = str(args.include_num_input_tokens_seen)
+        if include != "no":
+            rollout, prompts = report.rollout, report.rollout.prompts
+            count = (
+                prompts.ids.numel() + rollout.ids.numel()
+                if include == "all"  # with padding
+                else int(prompts.mask.sum()) + int(rollout.response_mask.sum())
+            )
+            tokens = torch.tensor(float(count), dtype=torch.float64)
+            state.num_input_tokens_seen += round(float(self.learner.total(tokens)))
+            metrics["num_input_tokens_seen"] = state.num_input_tokens_seen
+        if not args.skip_memory_metrics:
+            metrics |= peak_memory()
+        return metrics
+
     def check_first_batch(self, rollout: Rollout, reward_output: RewardOutput) -> None:
-        """Run the preflight checks, unless they are turned off."""
-        if not self.args.preflight:
-            return
+        """Run the preflight checks."""
         low = self.learner.low_precision or self.args.tf32
         length, alias = "response_length", self.args.length_option
-        warnings = preflight(
+        reward = self.engine.reward
+        problems = preflight(
             rollout,
             reward_output,
             engine=self.engine.rollout_engine,
@@ -169,26 +297,102 @@ class Run:
             sampling=self.engine.sampling,
             length_option=length if alias == length else f"{length} ({alias})",
             decode=getattr(self.tokenizer, "decode", None),
+            reward=reward if getattr(reward, "only_models", False) else None,
             tolerance=LOW_PRECISION if low else FULL_PRECISION,
         )
-        for warning in warnings if self.learner.rank == 0 else []:
-            logger.warning("preflight: %s", warning)
+        for problem in problems if self.learner.rank == 0 else []:
+            logger.warning("preflight: %s", problem)
 
-    def _open_trackers(self) -> Screen | None:
-        """Open the files and the screen on rank 0."""
-        if not self.callbacks.state.is_world_process_zero:
-            return None
-        screen = Screen(
-            self.engine.batch_sizes.iterations,
-            start=self.engine.step,
-            bar=not self.args.disable_tqdm,
-            tables=self.args.num_sample_generations > 0,
-            max_rows=printed_rows(self.args),
-        )
-        self.callbacks.tracker = build_trackers(self.callbacks, self.args, screen, self.best_effort)
-        return screen
+    def end_epoch(self) -> None:
+        """End the open pass over the prompts, if there is one.
+
+        Not called after an exception: it may save, and the weights may be inconsistent.
+        """
+        if not self._epoch_open:
+            return
+        self._epoch_open = False
+        self.callbacks.fire("on_epoch_end")
+        self._act()
+
+    def _act(self) -> None:
+        """Log, evaluate and save as control says."""
+        callbacks = self.callbacks
+        if self.learner.world_size > 1:
+            share_control(callbacks.control, self.learner.total)
+        if callbacks.control.should_epoch_stop:
+            callbacks.control.should_epoch_stop = False
+            warnings.warn(
+                "a callback set should_epoch_stop, which has no effect here; set "
+                "should_training_stop to end training",
+                stacklevel=3,
+            )
+        if callbacks.control.should_log and self.state.pending:
+            callbacks.log(self.take_pending())
+            self._warn_of_findings()
+        if callbacks.control.should_evaluate and self.evaluator.sets:
+            best = callbacks.note_best(self.trainer.evaluate())
+            if self.args.save_strategy == "best":
+                callbacks.control.should_save = best
+        if callbacks.control.should_save and self.args.output_dir:
+            self._save()
+            callbacks.fire("on_save")
+
+    def _warn_of_findings(self) -> None:
+        """Warn once of what ``kedge doctor`` would find and is worth stopping for."""
+        rows = [row for row in self.state.log_history if "objective/scores" in row]
+        for rule in LIVE:
+            finding = rule(RunLog("", rows)) if rule not in self._findings else None
+            if finding is not None:
+                self._findings.add(rule)
+                self._warn(f"{finding.rule}: {finding.seen}. To try: {finding.advice}")
+
+    def take_pending(self) -> dict[str, float]:
+        """The mean of the iterations since the last row, which are then no longer pending."""
+        rows, self.state.pending = self.state.pending, []
+        return merge_rows(rows)
+
+    def _warn(self, message: str) -> None:
+        if self.state.is_world_process_zero:
+            logger.warning("%s", message)
 
     # -- checkpoints ----------------------------------------------------------------------------
+
+    def on_failure(self, step: int, error: Exception) -> None:
+        """Save the iterations that no checkpoint holds yet, and say how to resume."""
+        args = self.args
+        if step <= self._saved or isinstance(error, CheckpointError):
+            return
+        since = f"training stopped after iteration {step} with {type(error).__name__}"
+        if not args.output_dir or args.save_strategy == "no":
+            why = "save_strategy='no'" if args.output_dir else "output_dir is not set"
+            self._warn(
+                f"{since}; no checkpoint is written because {why}: unsaved iterations are lost"
+            )
+            return
+        try:
+            folder = self._save()
+        except Exception as other:
+            self._warn(f"{since}, and saving a checkpoint failed: {other}")
+            return
+        if args.save_only_model:
+            self._warn(f"{since}; the models are in {folder} (save_only_model=True)")
+            return
+        self._warn(
+            f"{since}; no completed iteration is lost. Fix the cause and resume from {folder} with"
+            " train(resume_from_checkpoint=True), or --resume_from_checkpoint on the command line"
+        )
+
+    def _save(self) -> Path:
+        state, root = self.state, self.root()
+        best = root / f"checkpoint-{state.best_global_step}"
+        if state.best_global_step == state.global_step or best.is_dir():
+            state.best_model_checkpoint = str(best)
+        saved = self.save_checkpoint()
+        if state.is_world_process_zero:
+            keep = (saved, state.best_model_checkpoint)
+            checkpoint.rotate(root, self.args.save_total_limit, keep=keep)
+        self._saved = state.global_step
+        return saved
 
     def save_checkpoint(self) -> Path:
         """Write ``checkpoint-N`` into the output folder; atomic if the process is killed."""
@@ -208,29 +412,68 @@ class Run:
         )
 
     def _write_models(self, folder: Path) -> None:
-        write_models(folder, self.learner, self.tokenizer)
-        if self.callbacks.state.is_world_process_zero:
+        self.trainer.save_model(str(folder), _internal_call=True)
+        if self.state.is_world_process_zero:
             self.callbacks.write_state(folder)
+
+    def _resume(self, resume: str | Path | bool) -> Path:
+        """Load a checkpoint; return its folder."""
+        if not isinstance(resume, bool | str | Path):
+            raise ConfigError(
+                f"resume_from_checkpoint={resume!r} must be True (newest checkpoint) or a folder"
+            )
+        if not isinstance(resume, bool):
+            checkpoint.load_one(resume, self._load)
+            return Path(resume)
+        total, root = self.learner.total, self.root()
+        newest = checkpoint.load_latest(
+            root,
+            self._load,
+            anywhere=lambda failed: bool(total(torch.tensor([float(failed)])).item()),
+        )
+        if newest is None:
+            raise CheckpointError(
+                f"resume_from_checkpoint=True, but {root} has no checkpoint; leave it unset to"
+                " start from the beginning"
+            )
+        return newest
+
+    def _load(self, folder: Path) -> None:
+        """Load a checkpoint whose files are verified."""
+        accelerator = self.learner.accelerator
+        saved = checkpoint.load(
+            folder,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            settings=resume_fingerprint(self.args, self.engine, self.learner),
+            verified=True,
+        )
+        if not saved.parts:
+            raise CheckpointError(
+                f"{folder} was written with save_only_model=True and has no optimizer state to"
+                " resume from; to start a new run from its weights, pass it as `model`"
+            )
+        self.engine.load_state_dict(dict(saved.parts))
+        self.engine.restore([unpack(sample) for sample in saved.local or []])
+        self.callbacks.restore(folder)
 
     def _tidy(self, *, starting: bool) -> None:
         """Remove incomplete files of a killed run, and old checkpoints if a new run may."""
         if not self.args.output_dir:
             return
         root, accelerator = self.root(), self.learner.accelerator
-        first, main = starting and self.engine.step == 0, accelerator.is_main_process
-        if main:
+        if accelerator.is_main_process:
             checkpoint.tidy(root)
         accelerator.wait_for_everyone()
-        old_checkpoints = (
-            earlier_run(root, overwrite=self.args.overwrite_output_dir) if first else []
-        )
-        accelerator.wait_for_everyone()
-        for folder in old_checkpoints if main else []:
+        first = starting and self.engine.step == 0
+        old = earlier_run(root, overwrite=self.args.overwrite_output_dir) if first else []
+        accelerator.wait_for_everyone()  # every rank has looked
+        for folder in old if accelerator.is_main_process else []:
             shutil.rmtree(folder)
         accelerator.wait_for_everyone()
 
     def _load_best(self) -> None:
-        best = self.callbacks.state.best_model_checkpoint
+        best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
             saved = checkpoint.load(best)
             if not saved.parts:
@@ -246,3 +489,15 @@ class Run:
         if not self.args.output_dir:
             raise ConfigError("output_dir must be set to write checkpoints")
         return Path(self.args.output_dir)
+
+
+def peak_memory() -> dict[str, float]:
+    """Peak memory in MiB: of this process, and of its tensors on the GPU if there is one."""
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    metrics = {"memory/peak_cpu": peak}
+    if torch.cuda.is_available():
+        metrics["memory/peak_gpu"] = torch.cuda.max_memory_allocated() / 2**20
+    return metrics

@@ -32,10 +32,11 @@ _TEXT = re.compile(
     r"\s?\{([^{}]*)\}"
 )
 _POWER = r"(?:\s?\^\s?(?:\{[0-9]\}|[0-9]))?"
+_NO_UNIT = r"(?!(?:or|and|is|are|was|not|if|to|than|but)\b)"  # words of a sentence
 _TEXT_UNIT = re.compile(rf"(?<=[^\s,(\[{{=])\s?{_TEXT.pattern}{_POWER}\s?\Z")
 _WORD_UNIT = re.compile(
-    r"\A([-+]?[0-9][0-9.,/]*)\s(?!(?:pi|sqrt|or|and)\b)"
-    rf"(?:[A-Za-z]{{2,}}\.?{_POWER}\s?){{1,4}}\Z"
+    r"\A([-+]?[0-9][0-9.,/]*)\s(?!(?:pi|sqrt)\b)"
+    rf"(?:{_NO_UNIT}[A-Za-z]{{2,}}\.?{_POWER}\s?){{1,4}}\Z"
 )
 _SUBSTITUTIONS = tuple(
     (re.compile(pattern), new)

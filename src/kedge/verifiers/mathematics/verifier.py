@@ -7,7 +7,7 @@ import re
 from functools import lru_cache, partial
 from typing import Any
 
-from kedge.errors import ConfigError, RewardError
+from kedge.errors import ConfigError, RewardError, install_command
 from kedge.verifiers.answers import marked_answer, stated_answer
 from kedge.verifiers.base import Unanswered, Verifier
 from kedge.verifiers.mathematics.arithmetic import same_number
@@ -30,6 +30,7 @@ SHORT = 100  # characters of a response that counts as an answer without a mark
 _MATH = re.compile(r"\$\$(.{1,1000}?)\$\$|\$([^$]{1,1000})\$|\\\((.{1,1000}?)\\\)", re.DOTALL)
 _OPENING = {"}": "{", ")": "(", "]": "["}
 _WORDS = re.compile(r"\(?[A-Za-z]+(?:[ '-][A-Za-z]+)*\)?")
+_MODULO = re.compile(r"\\[bp]?mod(?![a-z])")
 _SENTENCE = re.compile(r"\.(?:\s|\Z)")
 
 
@@ -53,7 +54,7 @@ def math_verifier(
     Args:
         column: dataset column with the ground truth, in LaTeX; in a full solution, the last
             ``\boxed{}``.
-        symbolic: whether to use math-verify (``pip install kedge[math]``); without it,
+        symbolic: whether to use math-verify (``pip install 'kedge-rl[math]'``); without it,
             formulas must be equal after normalization.
         timeout: seconds for one comparison of formulas.
         workers: helper processes.
@@ -106,7 +107,7 @@ def _equal(answer: str, want: str, checker: SymbolicChecker | None) -> bool:
         return same_number(one, other)
     if _WORDS.fullmatch(right) and len(right) > 1:
         return _word(left) == _word(right)
-    if "_" in right:  # a number in another base
+    if _contradict(left, right):
         return False
     parts, wanted_parts = group(left), group(right)
     if (parts is None) != (wanted_parts is None) and (one is not None or other is not None):
@@ -119,6 +120,18 @@ def _equal(answer: str, want: str, checker: SymbolicChecker | None) -> bool:
         return False
     whole = "=" in answer and "=" in want
     return checker.equal(answer, want) if whole else checker.equal(left, right)
+
+
+def _contradict(left: str, right: str) -> bool:
+    """Whether an answer differs from what is wanted in a way that math-verify overlooks."""
+    if "_" in right or bool(_MODULO.search(left)) != bool(_MODULO.search(right)):
+        return True  # a number in another base, or a remainder
+    want = one_number(flat(right))
+    if want is None:
+        return False
+    sides = [one_number(flat(side)) for side in left.split("=")[:-1]]  # 3 = 4
+    differ = any(side is not None and not same_number(side, want) for side in sides)
+    return differ or (left.startswith("[") and "," in left)  # an interval
 
 
 def _all_equal(
@@ -190,7 +203,7 @@ class SymbolicChecker:
         """Whether math-verify proves the formulas equal."""
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
-                "comparing formulas needs math-verify; run pip install 'kedge[math]', or use"
+                f"comparing formulas needs math-verify; run {install_command('math')}, or use"
                 " math_verifier(symbolic=False)"
             )
         try:

@@ -1,18 +1,20 @@
 """Remote calls from the tests' process to that of the solution: both ends.
 
-Only plain data is sent.  An instance of a solution's class is sent as a reference, and only if the
-tests created it by calling that class: an arbitrary object could define ``__eq__`` as always true.
-The tests' side numbers the references and rejects any number that it has not issued.
+Data of the standard library's types is copied.  Functions, iterators and instances of the
+solution's classes are sent as references, instances only once the tests have created one: an
+arbitrary object could define ``__eq__`` as always true.  A reference compares by identity.
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import io
 import operator
 import sys
 import types
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,8 +22,11 @@ if TYPE_CHECKING:
 else:
     wire = sys.modules.get("sandbox_wire") or sys.modules["kedge.verifiers.sandbox.wire"]
 
-CONSTANTS = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+CONSTANTS = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None))
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 LONGEST = 10_000  # characters or entries of a constant that is sent to the tests
+ONE_BY_ONE = 100  # items of an iterator that are sent singly
+TOGETHER = 100  # in one answer after that
 
 
 def described(error: BaseException) -> list[str]:
@@ -38,21 +43,27 @@ def _short(value: Any) -> bool:
 
 # --- the process of the solution ------------------------------------------------------------------
 
+BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor",
+          "lt", "le", "gt", "ge")  # fmt: skip
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda thing, *args, **named: thing(*args, **named),
     "method": lambda thing, name, *args, **named: getattr(thing, name)(*args, **named),
     "get": getattr, "set": setattr, "len": len, "list": list, "str": str, "repr": repr,
     "true": bool, "item": operator.getitem, "put": operator.setitem,
     "drop": operator.delitem, "has": operator.contains,
+    "take": lambda iterator, count: list(islice(iterator, count)),
+    **{name: getattr(operator, f"__{name}__") for name in BINARY},
+    **{f"r{name}": lambda b, a, name=name: OPERATIONS[name](a, b) for name in BINARY[:11]},
 }  # fmt: skip
 
 
-class Kept:
-    """The solution's names, and the instances of its classes that the tests created."""
+class ObjectTable:
+    """The solution's names, and the objects of which the tests hold references."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._names = module.__dict__
         self._objects: dict[int, Any] = {}
+        self._created: set[type] = set()  # classes of which the tests have created an instance
 
     def described(self) -> dict[str, Any]:
         """Description for the tests: names, classes, exceptions and constants."""
@@ -67,114 +78,184 @@ class Kept:
                     classes.append(name)
             elif type(thing) in CONSTANTS and not name.startswith("_") and _short(thing):
                 with contextlib.suppress(TypeError, ValueError, RecursionError, MemoryError):
-                    values[name] = wire.pack(thing)
+                    values[name] = self._wire().pack(thing)
         return {"functions": functions, "classes": classes, "errors": errors, "values": values}
 
     def serve(self, requests: int, answers: int) -> None:
         """Answer requests until EOF."""
         while (request := wire.read_frame(requests)) is not None:
+            printed = io.StringIO()
             try:
-                answer = wire.encoded(self._answer(request))
+                with contextlib.redirect_stdout(printed):
+                    answer = self._answer(request)
+                frame = wire.encoded(answer | {"printed": printed.getvalue()[:LONGEST]})
+            except wire.Untestable as error:
+                frame = wire.encoded({"untestable": str(error)})
             except BaseException as error:
-                answer = wire.encoded({"raised": described(error)})
-            wire.write_all(answers, answer)
+                frame = self._error(error)
+            wire.write_all(answers, frame)
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        arguments, named = self._unpacked(request["args"]), self._unpacked(request["kwargs"])
+        channel = self._wire()
+        arguments, named = (channel.unpack(request[name]) for name in ("args", "kwargs"))
+        given = list(channel.objects)
         where, what = request["on"], request["do"]
         thing = self._names[where] if isinstance(where, str) else self._objects[where]
         if what == "get" and callable(getattr(thing, *arguments)):
             return {"method": True}
         result = OPERATIONS[what](thing, *arguments, **named)
-        if request["new"] is not None and isinstance(thing, type) and not self._plain(result):
-            self._objects[request["new"]] = result
-        return {"result": self._packed(result), "args": self._packed(list(arguments))}
+        if what == "call" and isinstance(thing, type) and not self._is_data(result):
+            self._created.add(type(result))
+        state = [channel.contents(each) for each in given]
+        return {"state": state, "result": channel.pack(result)}
 
-    def _plain(self, value: Any) -> bool:
+    def _error(self, error: BaseException) -> bytes:
+        kind, text = described(error)
+        raised: dict[str, Any] = {"kind": kind, "text": text}
+        with contextlib.suppress(Exception):
+            channel = self._wire()
+            packed = [channel.pack(list(error.args)), channel.pack(dict(vars(error)))]
+            return wire.encoded({"raised": raised | {"parts": packed}})
+        return wire.encoded({"raised": raised})
+
+    def _is_data(self, value: Any) -> bool:
+        if isinstance(value, Iterator):  # packing would consume it
+            return False
         try:
-            wire.pack(value)
+            wire.Wire(lambda _: None, lambda _: None).pack(value)
         except TypeError:
             return False
         return True
 
-    def _packed(self, value: Any) -> Any:
-        return wire.pack(value, self._reference)
+    def _wire(self) -> wire.Wire:
+        return wire.Wire(self._refer, lambda form: self._objects[form["o"]])
 
-    def _reference(self, value: Any) -> int | None:
-        return next((i for i, kept in self._objects.items() if kept is value), None)
-
-    def _unpacked(self, value: Any) -> Any:
-        return wire.unpack(value, self._objects.__getitem__)
+    def _refer(self, value: Any) -> dict[str, Any] | None:
+        if type(value) in self._created:
+            kind = "o"
+        elif isinstance(value, Iterator):
+            kind = "t"
+        elif isinstance(value, FUNCTIONS):
+            kind = "f"
+        else:
+            return None
+        known = (number for number, kept in self._objects.items() if kept is value)
+        number = next(known, len(self._objects))
+        self._objects[number] = value
+        return {kind: [number, type(value).__name__] if kind == "o" else number}
 
 
 # --- the process of the tests ---------------------------------------------------------------------
 
 
-class Died(BaseException):
+class SolutionDied(BaseException):
     """The solution's process has died; ``except Exception`` in a test does not catch this."""
 
 
-class Away:
-    """Client for the solution in the tests' process; ``first`` is ``Kept.described()``."""
+class RemoteSolution:
+    """Client for the solution in the tests' process; ``first`` is ``ObjectTable.described()``.
+
+    Attributes:
+        calls: how often the tests have used the solution.
+        untestable: why a test could not get its answer, or "".
+    """
 
     def __init__(self, requests: int, answers: int, first: dict[str, Any]) -> None:
         self._requests, self._answers, self._first = requests, answers, first
-        self._errors = {name: _make_error(name, base) for name, base in first["errors"].items()}
-        self._classes: set[str] = set()
-        self._created: set[int] = set()
+        self._classes: dict[str, type] = {}
+        self._errors: dict[str, type[Exception]] = {}
+        self._created = False
+        self.calls, self.untestable = 0, ""
 
-    def names(self, wanted: list[str] | None, functions: set[str]) -> dict[str, Any]:
-        """Proxies and constants for the names of the solution, or only those ``wanted``.
+    def names(self, wanted: str, functions: set[str]) -> dict[str, Any]:
+        """Proxies and constants for the names of the solution, or only for ``wanted``.
 
-        ``functions`` are treated as functions even if the solution defines classes.
+        ``functions`` are treated as functions even if the solution defines classes or exceptions.
         """
-        self._classes = set(self._first["classes"]) - functions
-        values = self._first["values"]
+        first = self._first
+        errors = {n: base for n, base in first["errors"].items() if n not in {wanted, *functions}}
+        self._errors = {name: _make_error(name, base) for name, base in errors.items()}
+        for name in set(first["classes"]) - functions:
+            self._classes[name] = Kind(
+                name, (Reference,), {"_remote_solution": self, "_remote": name}
+            )
         names: dict[str, Any] = {}
-        for name in filter(str.isidentifier, wanted or [*self._first["functions"], *values]):
-            value = values.get(name)
-            names[name] = self._function(name) if value is None else wire.unpack(value)
+        listed = [wanted] if wanted else [*first["functions"], *first["values"]]
+        for name in filter(str.isidentifier, listed):
+            if name in first["values"]:
+                names[name] = self._wire().unpack(first["values"][name])
+            else:
+                names[name] = self._classes.get(name) or self._function(name)
         return names | self._errors
 
     def ask(self, where: str | int, what: str, *arguments: Any, **named: Any) -> Any:
         """Perform an operation on a name or object of the solution; raises what it raised."""
-        packed = [wire.pack(x, reference_index) for x in (list(arguments), named)]
-        new = len(self._created) if what == "call" and where in self._classes else None
-        request = {"on": where, "do": what, "args": packed[0], "kwargs": packed[1], "new": new}
+        self.calls += 1
+        channel = self._wire()
+        try:
+            packed = [channel.pack(value) for value in (list(arguments), named)]
+        except wire.Untestable as error:
+            self.untestable = str(error)
+            raise
+        given = list(channel.objects)
+        request = {"on": where, "do": what, "args": packed[0], "kwargs": packed[1]}
         wire.write_frame(self._requests, request)
         answer = wire.read_frame(self._answers)
         if answer is None:
-            raise Died
+            raise SolutionDied
+        if "untestable" in answer:
+            self.untestable = str(answer["untestable"])
+            raise wire.Untestable(self.untestable)
         if "raised" in answer:
-            raise self._error(*answer["raised"])
+            raise self._error(**answer["raised"])
+        sys.stdout.write(answer.get("printed", ""))
         if what == "get" and "method" in answer:
             return lambda *more, **options: self.ask(where, "method", *arguments, *more, **options)
-        if new is not None and answer["result"] == {"o": new}:
-            self._created.add(new)
-        for argument, changed in zip(arguments, self._unpacked(answer["args"]), strict=True):
-            update(argument, changed)
-        return self._unpacked(answer["result"])
+        self._created |= what == "call" and where in self._classes
+        for value, contents in zip(given, answer["state"], strict=True):
+            channel.fill(value, contents)
+        return channel.unpack(answer["result"])
 
-    def _function(self, name: str) -> Callable[..., Any]:
+    def _function(self, where: str | int) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            return self.ask(name, "call", *arguments, **named)
+            return self.ask(where, "call", *arguments, **named)
 
-        call.__name__ = name
+        call.__name__ = str(where)
         return call
 
-    def _error(self, kind: str, text: str) -> Exception:
-        error = self._errors.get(kind) or getattr(builtins, kind, None)
-        if isinstance(error, type) and issubclass(error, Exception):
-            return error(text)
-        return RuntimeError(f"{kind}: {text}")
+    def _error(self, kind: str, text: str, parts: Any = None) -> Exception:
+        known = self._errors.get(kind) or getattr(builtins, kind, None)
+        if not (isinstance(known, type) and issubclass(known, Exception)):
+            return RuntimeError(f"{kind}: {text}")
+        if parts is None:
+            return known(text)
+        channel = self._wire()
+        arguments, state = channel.unpack(parts[0]), channel.unpack(parts[1])
+        error = known(*arguments) if kind in self._errors or arguments else known()
+        error.__dict__.update(state)
+        return error
 
-    def _unpacked(self, value: Any) -> Any:
-        return wire.unpack(value, self._reference)
+    def _wire(self) -> wire.Wire:
+        return wire.Wire(_refer, self._resolve)
 
-    def _reference(self, index: Any) -> Reference:
-        if type(index) is not int or index not in self._created:
+    def _resolve(self, form: dict[str, Any]) -> Any:
+        ((kind, content),) = form.items()
+        if kind == "t":
+            return self._iterate(content)
+        if kind == "f":
+            return self._function(content)
+        if kind != "o" or not self._created:
             raise TypeError("the solution returned an object that the tests did not create")
-        return Reference(self, index)
+        number, name = content
+        made: Any = object.__new__(self._classes.get(name, Reference))
+        made.__dict__.update(_remote_solution=self, _index=number)
+        return made
+
+    def _iterate(self, number: int) -> Iterator[Any]:
+        count = 0
+        while items := self.ask(number, "take", 1 if count < ONE_BY_ONE else TOGETHER):
+            count += len(items)
+            yield from items
 
 
 def _make_error(name: str, base: str) -> type[Exception]:
@@ -187,9 +268,28 @@ def _make_error(name: str, base: str) -> type[Exception]:
 
 def _forward(operation: str) -> Callable[..., Any]:
     def forward(self: Reference, *arguments: Any, **named: Any) -> Any:
-        return self._away.ask(self._index, operation, *arguments, **named)
+        return self._remote_solution.ask(self._index, operation, *arguments, **named)
 
     return forward
+
+
+class Kind(type):
+    """Proxy for a class of the solution; a test may ask for its attributes or derive from it."""
+
+    _remote_solution: RemoteSolution
+    _remote: str
+
+    def __call__(cls, *arguments: Any, **named: Any) -> Any:
+        """An instance; in a class that a test derives, with the test's methods."""
+        made = cls._remote_solution.ask(cls._remote, "call", *arguments, **named)
+        if isinstance(made, Reference):
+            object.__setattr__(made, "__class__", cls)
+        return made
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls._remote_solution.ask(cls._remote, "get", name)
 
 
 class Reference:
@@ -198,11 +298,8 @@ class Reference:
     It compares by identity; the solution's ``__eq__`` is ignored.
     """
 
-    _away: Away
+    _remote_solution: RemoteSolution
     _index: int
-
-    def __init__(self, away: Away, index: int) -> None:
-        self.__dict__.update(_away=away, _index=index)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Reference) and other._index == self._index
@@ -211,13 +308,22 @@ class Reference:
         return hash(self._index)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._away.ask(self._index, "list"))
+        return iter(self._remote_solution.ask(self._index, "list"))
 
     def __str__(self) -> str:
-        return str(self._away.ask(self._index, "str"))
+        return str(self._remote_solution.ask(self._index, "str"))
 
     def __repr__(self) -> str:
-        return str(self._away.ask(self._index, "repr"))
+        return str(self._remote_solution.ask(self._index, "repr"))
+
+    def __enter__(self) -> Any:
+        return self._remote_solution.ask(self._index, "method", "__enter__")
+
+    def __next__(self) -> Any:
+        return self._remote_solution.ask(self._index, "method", "__next__")
+
+    def __exit__(self, *_: object) -> Any:
+        return self._remote_solution.ask(self._index, "method", "__exit__", None, None, None)
 
     __getattr__, __setattr__ = _forward("get"), _forward("set")
     __call__, __len__, __bool__ = _forward("call"), _forward("len"), _forward("true")
@@ -225,16 +331,10 @@ class Reference:
     __setitem__, __delitem__ = _forward("put"), _forward("drop")
 
 
-def reference_index(value: Any) -> int | None:
-    """The number of a reference, or None for other values."""
-    index: int | None = value._index if type(value) is Reference else None
-    return index
+for _name in (*BINARY, *(f"r{name}" for name in BINARY[:11])):
+    setattr(Reference, f"__{_name}__", _forward(_name))
 
 
-def update(argument: Any, new: Any) -> None:
-    """Copy the contents of a mutable argument back after a call."""
-    if isinstance(argument, list):
-        argument[:] = new
-    elif isinstance(argument, (dict, set)) and argument != new:
-        argument.clear()
-        argument.update(new)
+def _refer(value: Any) -> dict[str, Any] | None:
+    """The packed form of a reference, or None for other values."""
+    return {"o": value._index} if isinstance(value, Reference) else None

@@ -12,12 +12,14 @@ import sys
 if __name__ == "__main__":
     del sys.path[0]  # modules here would shadow the standard library
 
+import ast
 import builtins
 import contextlib
 import json
 import os
 import re
 import signal
+import threading
 import types
 from importlib.machinery import SourceFileLoader
 from typing import TYPE_CHECKING, Any
@@ -51,11 +53,9 @@ def main() -> None:
     valid line must carry.
     """
     job = wire.read_frame(0)
-    if job["level"] == "namespaces":
-        kernel().enter(job["shown"], job["devices"], job["hidden"], job["folder"])
-    if job["level"] != "audit":
+    if job["isolated"]:
         megabytes = 1 + (MAX_FILES * job["file_kb"] >> 10)
-        kernel().make_folder(job["folder"], megabytes, files=MAX_FILES + 1)
+        kernel().finish_mounts(job["devices"], job["folder"], megabytes, files=MAX_FILES + 1)
     limit(job)
     to_child, from_parent = os.pipe()
     to_parent, from_child = os.pipe()
@@ -78,10 +78,31 @@ def main() -> None:
         if "stdin" not in job:
             run_tests(checks, from_parent, to_parent)
         else:
+            output = exchange(checks["stdin"], from_parent, to_parent, job["file_kb"] << 10)
+            if output is None:
+                end(child)
             _, status = os.waitpid(child, 0)
-            report({"exit": os.waitstatus_to_exitcode(status)})
+            text = (output or b"").decode(errors="replace")
+            report({"exit": os.waitstatus_to_exitcode(status), "output": text})
     finally:
         end(child)
+
+
+def exchange(text: str, to_program: int, from_program: int, most: int) -> bytes | None:
+    """Write a program's input and read its output; None if there are more than `most` bytes."""
+
+    def feed() -> None:
+        with contextlib.suppress(OSError):  # the program need not read it all
+            wire.write_all(to_program, text.encode(errors="replace"))
+        os.close(to_program)
+
+    threading.Thread(target=feed, daemon=True).start()
+    output = bytearray()
+    while chunk := os.read(from_program, 1 << 16):
+        output += chunk
+        if len(output) > most:
+            return None
+    return bytes(output)
 
 
 def end_with(child: int, seconds: float) -> None:
@@ -125,7 +146,7 @@ def limit(job: dict[str, Any]) -> None:
         "RLIMIT_NOFILE": MAX_OPEN,
         "RLIMIT_CORE": 0,
     }
-    if job["level"] != "audit" and counts_by_namespace(os.uname().release):
+    if job["isolated"] and counts_by_namespace(os.uname().release):
         limits["RLIMIT_NPROC"] = MAX_THREADS
     for name, most in limits.items():
         kind = getattr(resource, name)
@@ -143,8 +164,8 @@ def counts_by_namespace(release: str) -> bool:
 
 def isolate_tests(job: dict[str, Any]) -> None:
     """Protect the tests' process from the solution, and confine it too."""
-    if job["level"] != "audit":
-        kernel().confine(job["folder"])
+    if job["isolated"]:
+        kernel().confine()
     elif sys.platform.startswith("linux"):
         kernel().hide_memory()
     _state["report"] = os.dup(1)
@@ -155,16 +176,6 @@ def isolate_tests(job: dict[str, Any]) -> None:
     sys.path.extend(job["packages"])
 
 
-def isolate_solution(job: dict[str, Any]) -> None:
-    """Restrict the solution's process to its memory and the working folder."""
-    if job["level"] != "audit":
-        kernel().leave()
-        kernel().confine(job["folder"])
-        return
-    fence: Any = load_sibling("sandbox_guard")
-    fence.guard(".", [*fence.READABLE, *sys.path, sys.prefix, sys.base_prefix])
-
-
 # --- the process of the solution ------------------------------------------------------------------
 
 
@@ -172,10 +183,12 @@ def solution(job: dict[str, Any], requests: int, answers: int) -> int:
     """Run the solution, then serve calls to its functions; returns the exit status."""
     sys.path.extend(job["packages"])
     null = os.open(os.devnull, os.O_RDWR)
-    isolate_solution(job)
+    if job["isolated"]:
+        kernel().leave()
+        kernel().confine()
     standard = "stdin" in job
-    os.dup2(job.get("stdin", null), 0)
-    os.dup2(job.get("stdout", null), 1)
+    os.dup2(requests if standard else null, 0)
+    os.dup2(answers if standard else null, 1)
     os.dup2(null, 2)
     close_files({0, 1, 2} if standard else {0, 1, 2, requests, answers})
     name = "__main__" if standard else "solution"
@@ -189,9 +202,9 @@ def solution(job: dict[str, Any], requests: int, answers: int) -> int:
     if error is not None:
         wire.write_frame(answers, {"raised": calls.described(error)})
         return 1
-    kept = calls.Kept(module)
-    wire.write_frame(answers, kept.described())
-    kept.serve(requests, answers)
+    table = calls.ObjectTable(module)
+    wire.write_frame(answers, table.described())
+    table.serve(requests, answers)
     return 0
 
 
@@ -226,53 +239,126 @@ def run_tests(checks: dict[str, Any], requests: int, answers: int) -> None:
         if first is None or "raised" in first:
             report({"error": DIED if first is None else ": ".join(first["raised"])})
             return
-        space = test_namespace(checks, calls.Away(requests, answers, first))
+        remote = calls.RemoteSolution(requests, answers, first)
+        space = test_namespace(checks, remote)
     except Exception as error:  # the solution's process may write anything
         report({"error": f"the solution sent an invalid description ({type(error).__name__})"})
         return
+    idle = True  # no test has failed or used the solution
     for number, test in enumerate(checks["tests"]):
         try:
-            body = compile(test, "<test>", "exec")
+            tree = ast.parse(test, "<test>")
+            body = compile(tree, "<test>", "exec")
         except (SyntaxError, ValueError) as wrong:
             report({"broken": f"test {number} is not valid Python: {wrong}"})
             return
-        problem = failure(body, space)
-        if problem is None:
-            report({"test": number, "passed": True})
-        else:
-            report({"test": number, "passed": False, "error": problem})
+        if compares_only(tree):
+            report({"broken": f"test {number} compares without assert: {test.strip()[:80]!r}"})
+            return
+        remote.untestable = ""
+        problem = failure(body, space, remote)
+        line: dict[str, Any] = {"test": number, "passed": problem is None}
+        if problem is not None:
+            line |= {"error": problem} | ({"untestable": True} if remote.untestable else {})
+        report(line)
         if problem == DIED:
             return
+        used = remote.calls > 0 or first["values"].keys() & set(body.co_names)
+        idle = idle and problem is None and not used
+    if idle:
+        report({"broken": NO_CALL})
 
 
-def test_namespace(checks: dict[str, Any], away: calls.Away) -> dict[str, Any]:
+NO_CALL = (
+    "no test calls the solution, so every program would pass; name it as entry_point if a test"
+    " defines check(candidate), or call it: assert add(1, 2) == 3"
+)
+
+
+def compares_only(tree: ast.Module) -> bool:
+    """Whether the test states a comparison and nothing that could fail on it."""
+    nodes = list(ast.walk(tree))
+    states = any(isinstance(n, ast.Expr) and isinstance(n.value, ast.Compare) for n in tree.body)
+    return states and not any(isinstance(node, (ast.Assert, ast.Raise)) for node in nodes)
+
+
+def test_namespace(checks: dict[str, Any], remote: calls.RemoteSolution) -> dict[str, Any]:
     """The namespace of the tests: names of the prefix, then of the solution."""
-    module = types.ModuleType("tests")
-    sys.modules["tests"] = module
+    module, offered = types.ModuleType("tests"), types.ModuleType("solution")
+    sys.modules["tests"], sys.modules["solution"] = module, offered
     space = module.__dict__
-    if checks["prefix"]:
-        with contextlib.suppress(SyntaxError):  # the prefix may end in an unfinished function
-            exec(compile(checks["prefix"], "<prefix>", "exec"), space)
-    entry = checks["entry_point"]
+    entry, prefix = checks["entry_point"], parse_prefix(checks["prefix"])
+    exec(compile(prefix, "<prefix>", "exec"), space)
+    last: Any = prefix.body[-1] if prefix.body else None
+    completed = {entry, last.name} if is_unfinished(last) else {entry}
     functions = {name for name, thing in space.items() if isinstance(thing, types.FunctionType)}
-    for name, thing in away.names([entry] if entry else None, functions).items():
+    for name, thing in remote.names(entry, functions).items():
         taken = name in space or hasattr(builtins, name) or name.startswith("__")
-        if name == entry or not taken:
+        if name in completed or not taken:
             space[name] = thing
+        setattr(offered, name, thing)
     if entry:
         space["candidate"] = space[entry]
     return space
 
 
-def failure(test: types.CodeType, space: dict[str, Any]) -> str | None:
+def parse_prefix(prefix: str) -> ast.Module:
+    """As many lines of the prefix as are valid; it may end in an unfinished function."""
+    lines = prefix.splitlines()
+    for end in range(len(lines), 0, -1):
+        margin = re.match(r"\s*", lines[end - 1])
+        indent = margin[0] if margin else ""
+        for rest in ("", f"{indent}    pass", f"{indent}pass"):
+            with contextlib.suppress(SyntaxError, ValueError):
+                return ast.parse("\n".join([*lines[:end], rest]), "<prefix>")
+    return ast.parse("")
+
+
+def is_unfinished(node: Any) -> bool:
+    """Whether a function or class ends in its signature or docstring."""
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return False
+    last = node.body[-1]
+    text = isinstance(last, ast.Expr) and isinstance(last.value, ast.Constant)
+    return text or isinstance(last, ast.Pass) or is_unfinished(last)
+
+
+def failure(
+    test: types.CodeType, space: dict[str, Any], remote: calls.RemoteSolution
+) -> str | None:
     """The error of a test, or None if it passed."""
+    before = dict(space)
     try:
         exec(test, space)
-    except calls.Died:
+        for name, thing in list(space.items()):
+            if before.get(name) is not thing:
+                call_defined(name, thing, space)
+    except calls.SolutionDied:
         return DIED
     except BaseException as error:
+        if isinstance(error, ModuleNotFoundError):
+            remote.untestable = str(error)
         return ": ".join(calls.described(error))
     return None
+
+
+def call_defined(name: str, thing: Any, space: dict[str, Any]) -> None:
+    """Run what a test has defined for HumanEval, pytest or unittest to run."""
+    if isinstance(thing, types.FunctionType) and thing.__module__ == "tests":
+        if name == "check" and "candidate" in space:
+            thing(space["candidate"])
+        elif name.startswith("test") and not thing.__code__.co_argcount:
+            thing()
+    elif isinstance(thing, type) and thing.__module__ == "tests":
+        unittest = sys.modules.get("unittest")
+        if unittest and issubclass(thing, unittest.TestCase):
+            result = unittest.TestResult()
+            unittest.defaultTestLoader.loadTestsFromTestCase(thing).run(result)
+            for _, text in (*result.failures, *result.errors):
+                raise AssertionError(text.strip().rpartition("\n")[2])
+        elif name.startswith("Test"):
+            for method in [each for each in vars(thing) if each.startswith("test")]:
+                getattr(thing(), method)()
 
 
 def report(value: dict[str, Any]) -> None:

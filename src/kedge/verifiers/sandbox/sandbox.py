@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import os
 import secrets
+import shutil
 import signal
-import struct
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kedge.errors import ConfigError
-from kedge.verifiers.sandbox.isolation import LEVELS, WORK, choose, command, make_plan
+from kedge.verifiers.sandbox.wire import encoded
+
+logger = logging.getLogger(__name__)
 
 START_SECONDS = 2.0  # for Python to start, in addition to the time limit
+LEVELS = ("bubblewrap", "none")
+FOLDER = Path(__file__).parent
+CODE, WORK = "/kedge-code", "/kedge-sandbox"  # paths in the sandbox that no machine uses
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}  # fmt: skip
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+SYSTEM = (
+    "/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", "/nix/store",
+    "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +45,8 @@ class Outcome:
     Attributes:
         passed: per test; a test that was not reached counts as failed.
         output: standard output, if it was run as a program.
-        stopped: "timeouts" if it timed out, "crashes" if its process died, else "".
+        stopped: "timeouts" if it timed out, "crashes" if its process died, "untestable" if a test
+            failed on a value that cannot leave its process, else "".
         error: the first error message.
         broken: an error in the tests themselves, or "".
     """
@@ -44,15 +63,13 @@ class Sandbox:
     """Isolated processes with limited time, memory and disk and no access to the user's files.
 
     The solution runs in one process and its tests in another.  ``isolation`` selects what separates
-    them from each other and from this machine:
+    them from this machine:
 
     * ``bubblewrap``: the program bwrap.  Each process sees the Python runtime and system libraries
       (read-only) and an empty working folder; it has no network, no view of other processes, no
       privileges, and a seccomp filter blocks the system calls that it does not need.
-    * ``namespaces``: the same without bwrap, with user namespaces and Landlock.
-    * ``audit``: a Python audit hook and limits on time, memory and files.  It stops accidents, but
-      a program that attacks the interpreter can read and write your files.
-    * ``auto``: bubblewrap if it works on this machine, else namespaces.
+    * ``none``: nothing but limits on time, memory and files.  Programs run as your user and can
+      read, write and delete your files; for a container or virtual machine that you can lose.
 
     Args:
         seconds: limit of wall-clock time and of CPU time per solution.
@@ -69,7 +86,7 @@ class Sandbox:
     memory_mb: int = 512
     file_kb: int = 1024
     packages: bool = False
-    isolation: str = "auto"
+    isolation: str = "bubblewrap"
 
     def __post_init__(self) -> None:
         if not hasattr(os, "fork"):
@@ -77,22 +94,41 @@ class Sandbox:
         for name, least in (("seconds", 0.01), ("memory_mb", 64), ("file_kb", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
-        if self.isolation not in ("auto", *LEVELS):
-            raise ConfigError(f"isolation={self.isolation!r} must be auto, {', '.join(LEVELS)}")
+        if self.isolation not in LEVELS:
+            raise ConfigError(
+                f"isolation={self.isolation!r} must be bubblewrap, or none in a container that you"
+                " can lose"
+            )
 
-    def level(self) -> str:
-        """The isolation that programs get on this machine; raises ConfigError without any."""
-        return choose(self.isolation, _attempt)
+    def prepare(self) -> None:
+        """Check once per process that this machine can isolate programs.
+
+        Raises:
+            ConfigError: it cannot; the message says what to install.
+        """
+        if self.isolation == "none":
+            _warn()
+        elif problem := _find_problem():
+            raise ConfigError(
+                "model-written programs cannot be isolated on this machine, so they are not run"
+                f" ({problem}). Install bubblewrap (apt-get install bubblewrap) and allow user"
+                " namespaces (sysctl kernel.unprivileged_userns_clone=1"
+                " user.max_user_namespaces=10000 kernel.apparmor_restrict_unprivileged_userns=0;"
+                " for Docker --security-opt seccomp=unconfined --security-opt apparmor=unconfined);"
+                " or score on a machine that has it (kedge serve-reward); or, in a container that"
+                ' you can lose, pass code_verifier(sandbox="none"), which isolates nothing'
+            )
 
     def test(
         self, code: str, tests: Sequence[str], *, entry_point: str = "", prefix: str = ""
     ) -> Outcome:
-        """Run tests against a solution.
+        """Run a solution and its tests, in separate processes.
 
-        The tests see the solution's functions, classes and constants by name, and ``entry_point``
-        as ``candidate``.  Arguments and results must have built-in types or be instances of the
-        solution's classes created by the tests; those support no arithmetic and compare by
-        identity.
+        The tests see the functions, classes and constants of the solution (also as the module
+        ``solution``), and ``entry_point`` as ``candidate``.  ``check(candidate)``, functions
+        ``test_*`` and classes of unittest that a test defines are called.  Arguments and results
+        must have types of the standard library or be instances of the solution's classes created
+        by the tests; those support no arithmetic and compare by identity.
 
         Args:
             code: the solution, a module.
@@ -100,12 +136,15 @@ class Sandbox:
             entry_point: the function or class under test; if given, the only visible name.
             prefix: trusted code that the tests also see: imports, helper functions.
         """
+        self.prepare()
         checks = {"tests": list(tests), "entry_point": entry_point, "prefix": prefix}
-        report, stopped = self._run(self.level(), {"code": code}, checks)
+        report, stopped = self._run({"code": code}, checks)
         passed = {line["test"] for line in report if line.get("passed")}
         error = next((line["error"] for line in report if "error" in line), "")
         if not stopped and not any({"error", "test", "broken"} & line.keys() for line in report):
             stopped = "crashes"
+        if any("untestable" in line for line in report):
+            stopped = stopped or "untestable"
         return Outcome(
             passed=tuple(number in passed for number in range(len(tests))),
             stopped="crashes" if error == "the solution ended" else stopped,
@@ -115,41 +154,34 @@ class Sandbox:
 
     def run(self, code: str, stdin: str = "") -> Outcome:
         """Run a program on an input, its standard input."""
-        with tempfile.TemporaryFile() as stdin_file, tempfile.TemporaryFile() as output:
-            stdin_file.write(stdin.encode(errors="replace"))
-            stdin_file.seek(0)
-            job = {"code": code, "stdin": stdin_file.fileno(), "stdout": output.fileno()}
-            report, stopped = self._run(self.level(), job, {})
-            output.seek(0)
-            text = output.read(self.file_kb << 10).decode(errors="replace")
-        status = next((line["exit"] for line in report if "exit" in line), None)
+        self.prepare()
+        report, stopped = self._run({"code": code, "stdin": True}, {"stdin": stdin})
+        end = next((line for line in report if "exit" in line), {})
+        status = end.get("exit")
         if status is None or status < 0 or 128 < status <= 192:  # killed by a signal
             stopped = stopped or "crashes"
-        error = f"exit code {status}" if status else ""
-        return Outcome(output=text, stopped=stopped, error=stopped or error)
+        error = stopped or (f"exit code {status}" if status else "")
+        return Outcome(output=end.get("output", ""), stopped=stopped, error=error)
 
-    def _run(
-        self, level: str, job: dict[str, Any], checks: dict[str, Any]
-    ) -> tuple[list[dict[str, Any]], str]:
+    def _run(self, job: dict[str, Any], checks: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
         """The report of the tests' process on a job, and why it was stopped."""
-        plan = make_plan(packages=self.packages)
+        view = _view(self.packages)
         limits = {name: getattr(self, name) for name in ("seconds", "memory_mb", "file_kb")}
+        isolated = self.isolation != "none"
         secret = secrets.token_hex(16)
-        frames = [asdict(plan) | limits | {"level": level} | job, checks | {"secret": secret}]
-        with _folder(level) as folder:
+        common = {"isolated": isolated, "devices": view["devices"], "packages": view["packages"]}
+        frames = [common | limits | {"folder": WORK} | job, checks | {"secret": secret}]
+        with _folder(isolated) as folder:
             process = subprocess.Popen(
-                command(level, plan),
+                _command(isolated, view),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd=folder,
-                env=_environment(folder),
-                pass_fds=[job[name] for name in ("stdin", "stdout") if name in job],
+                env=ENVIRONMENT | dict.fromkeys(("HOME", "TMPDIR"), WORK if isolated else folder),
                 start_new_session=True,
             )
-            bodies = [json.dumps(frame).encode() for frame in frames]
-            data = b"".join(struct.pack(">Q", len(body)) + body for body in bodies)
-            stopped = ""
+            data, stopped = b"".join(map(encoded, frames)), ""
             try:
                 output, problem = process.communicate(data, timeout=self.seconds + START_SECONDS)
             except subprocess.TimeoutExpired:
@@ -159,22 +191,75 @@ class Sandbox:
                 _kill(process)
                 raise
         if problem and not output:
-            raise ConfigError(f"the sandbox cannot start: {_last_line(problem)}")
+            last = problem.decode(errors="replace").strip().rpartition("\n")[2]
+            raise ConfigError(f"the sandbox cannot start: {last}")
         lines = _signed_lines(output, secret)
         return lines, stopped or next((x["stopped"] for x in lines if "stopped" in x), "")
 
 
-def _attempt(level: str) -> str:
-    """The error of a test program at an isolation level, or ""."""
+@functools.cache
+def _warn() -> None:
+    logger.warning(
+        'sandbox="none": model-written programs run as your user and are not isolated; they can'
+        " read, write and delete your files, leave processes running, and use the network"
+    )
+
+
+@functools.cache
+def _find_problem() -> str:
+    """Why programs cannot be isolated on this machine, or ""."""
+    if not sys.platform.startswith("linux"):
+        return "bubblewrap needs Linux"
+    if shutil.which("bwrap") is None:
+        return "the program bwrap is not installed"
     checks = {"tests": ["assert one() == 1"], "entry_point": "", "prefix": ""}
     try:
-        job = {"code": "def one(): return 1"}
-        report, stopped = Sandbox(seconds=20.0)._run(level, job, checks)
+        report, stopped = Sandbox(seconds=20.0)._run({"code": "def one(): return 1"}, checks)
     except ConfigError as error:
         return str(error)
     if any(line.get("passed") for line in report):
         return ""
     return stopped or next((line["error"] for line in report if "error" in line), "no answer")
+
+
+def _view(packages: bool) -> dict[str, Any]:
+    """What a program sees: the interpreter, and paths shown read-only, empty, and as devices."""
+    python = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
+    runtime = [python, *(f"{sys.base_prefix}/{name}" for name in ("lib", "lib64"))]
+    names = ("site-packages", "dist-packages")
+    installed = [path for path in sys.path if Path(path).name in names and Path(path).is_dir()]
+    within = Path(os.__file__).parent
+    paths = [*SYSTEM, *runtime, *(installed if packages else [])]
+    shown: list[str] = []
+    for path in sorted({os.path.normpath(path) for path in paths if os.path.exists(path)}):
+        if not any(path.startswith(f"{folder}/") for folder in shown):
+            shown.append(path)
+    return {
+        "python": python,
+        "shown": shown,
+        "hidden": [] if packages else [str(within / n) for n in names if (within / n).is_dir()],
+        "devices": [path for path in DEVICES if os.path.exists(path)],
+        "packages": installed if packages else [],
+    }
+
+
+def _command(isolated: bool, view: dict[str, Any]) -> list[str]:
+    """The command line of the sandbox's first process."""
+    program = [view["python"], "-s", "-S", "-B"]
+    if not isolated:
+        return [*program, str(FOLDER / "child.py")]
+    line = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user"]
+    line += ["--die-with-parent", "--new-session", "--as-pid-1", "--uid", "65534", "--gid", "65534"]
+    line += ["--hostname", "sandbox", "--cap-drop", "ALL"]
+    line += ["--cap-add", "CAP_SYS_ADMIN"]  # for kernel.finish_mounts; dropped afterwards
+    for path in view["shown"]:
+        line += ["--ro-bind", path, path]
+    for path in view["hidden"]:
+        line += ["--tmpfs", path, "--remount-ro", path]
+    for path in view["devices"]:
+        line += ["--dev-bind", path, path]
+    line += ["--ro-bind", str(FOLDER), CODE, "--dir", WORK, "--remount-ro", "/"]
+    return [*line, "--chdir", "/", *program, f"{CODE}/child.py"]
 
 
 def _signed_lines(output: bytes, secret: str) -> list[dict[str, Any]]:
@@ -195,24 +280,12 @@ def _kill(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
     return process.communicate()
 
 
-def _last_line(text: bytes) -> str:
-    return text.decode(errors="replace").strip().rpartition("\n")[2]
-
-
 @contextlib.contextmanager
-def _folder(level: str) -> Iterator[str]:
-    """Working directory of the first process; the others get a private one."""
-    if level != "audit":
+def _folder(isolated: bool) -> Iterator[str]:
+    """Working directory of the first process; isolated ones get a private one."""
+    if isolated:
         yield "/"
         return
     prefix = "kedge-sandbox-"
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
         yield folder
-
-
-def _environment(folder: str) -> dict[str, str]:
-    home = WORK if folder == "/" else folder
-    return {
-        "PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-    }  # fmt: skip

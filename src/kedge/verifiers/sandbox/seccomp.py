@@ -26,6 +26,11 @@ REFUSED: dict[str, tuple[int, int | None]] = {
     # sockets, except socket pairs within the process
     "socket": (41, 198), "bind": (49, 200), "connect": (42, 203), "listen": (50, 201),
     "accept": (43, 202), "accept4": (288, 242),
+    # kernel memory that no limit counts: larger socket buffers, sockets inside sockets, timers
+    "setsockopt": (54, 208), "sendmsg": (46, 211), "sendmmsg": (307, 269),
+    "timer_create": (222, 107), "inotify_init": (253, None), "inotify_init1": (294, 26),
+    # what slows down the machine's disks, and locks on its files
+    "sync": (162, 81), "syncfs": (306, 267), "flock": (73, 32),
     # memory and queues that outlive a mapping or do not count as address space
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
     "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "semget": (64, 190),
@@ -51,13 +56,15 @@ REFUSED: dict[str, tuple[int, int | None]] = {
     "setdomainname": (171, 162), "vhangup": (153, 58), "ioperm": (173, None), "iopl": (172, None),
 }  # fmt: skip
 CLONE, CLONE3, SOCKETPAIR, TGKILL = (56, 220), (435, 435), (53, 199), (234, 131)
+FCNTL, FCNTL_REFUSED = (72, 25), (8, 10, 15, 1024, 1026, 1031)  # owners, leases, large pipes
 NEWEST = 450  # later calls and the x32 table appear as not implemented
 CLONE_THREAD, AF_UNIX = 0x10000, 1
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
 LOAD, EQUAL, GREATER, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # instructions of BPF
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+# offsets in struct seccomp_data
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24
 ALLOW, FAIL, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 
@@ -88,6 +95,9 @@ def program(machine: str, pid: int) -> bytes:
             (EQUAL, 0, 4, numbers[column]), (LOAD, 0, 0, FIRST_ARGUMENT),
             (test, 0, 1, value), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, refuse),
         ]  # fmt: skip
+    refused = [(EQUAL, 0, 1, command) for command in FCNTL_REFUSED]
+    body = [step for each in refused for step in (each, (RETURN, 0, 0, refuse))]
+    code += [(EQUAL, 0, len(body) + 1, FCNTL[column]), (LOAD, 0, 0, SECOND_ARGUMENT), *body]
     code.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 

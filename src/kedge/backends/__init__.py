@@ -1,1 +1,0 @@
-"""Adapters to third-party packages; each package is imported lazily, in one folder only."""

@@ -1,1 +1,0 @@
-"""Policies, values and rollouts on transformers models."""

@@ -1,0 +1,39 @@
+"""Renders chat messages by a tokenizer's template; both come from elsewhere and may be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kedge.errors import DataError
+
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, where: str = "", **options: Any
+) -> str:
+    """The text of chat messages.
+
+    Args:
+        tokenizer: has the chat template.
+        messages: of one conversation.
+        where: what the messages are, for an error.
+        options: passed on to ``apply_chat_template``.
+
+    Raises:
+        DataError: the template cannot be read, or fails on these messages.
+    """
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        return text
+    except ImportError:  # of jinja2; the message says what to install
+        raise
+    except Exception as error:
+        line = getattr(error, "lineno", None)
+        place = f", line {line}" if line else ""
+        raise DataError(
+            f"{where or 'chat messages'}: the chat template of"
+            f" {getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'!r}"
+            f" (chat_template.jinja or tokenizer_config.json{place}) raised"
+            f" {type(error).__name__}: {error}; fix the template or the messages"
+            f" {str(list(messages))[:200]}"
+        ) from error

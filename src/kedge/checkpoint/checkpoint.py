@@ -1,0 +1,539 @@
+"""Atomic checkpoints: a killed process never leaves a broken one.
+
+Layout of ``output_dir/checkpoint-12``:
+
+    manifest.json                   size and CRC-32 of every other file; written last
+    state.json                      step, world size, settings, and the state without its tensors
+    state-learner.optimizer.safetensors, ...    tensors: one file per part, or per key of the part
+    shards/                         sharded tensors, written by all ranks
+    rank-00000.json, .safetensors   state of a single rank
+    ...                             written by ``write_models``: models, trainer_state.json
+
+A folder is written as ``.saving-checkpoint-N``, flushed to disk and renamed, so that a folder named
+``checkpoint-N`` is always complete.  At startup: ``tidy``, ``load_latest``.  While training:
+``save``, then ``rotate``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from kedge.checkpoint.serialization import join, read_tensors, split, write_tensors
+from kedge.checkpoint.shards import stored_tensors, write_shards
+from kedge.errors import CheckpointError, DamagedCheckpointError, KedgeError, way_out
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+STATE = "state.json"
+_NAME = re.compile(r"checkpoint-(\d+)")
+_SAVING, _OLD, _DELETING = ".saving-", ".old-", ".deleting-"
+
+_HASHES = {  # differences whose values say nothing
+    "prompts": "not those of the checkpoint",
+    "reference": "not that of the checkpoint, so the KL is to another model from now on",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A loaded checkpoint."""
+
+    folder: Path
+    step: int
+    parts: Mapping[str, Any]  # as passed to ``save``
+    local: Any  # state of this rank, None if there is none
+    world_size: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def save(
+    output_dir: str | Path,
+    step: int,
+    parts: Mapping[str, Any],
+    *,
+    local: Any = None,
+    settings: Mapping[str, Any] | None = None,
+    write_models: Callable[[Path], None] | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    barrier: Callable[[], None] | None = None,
+) -> Path:
+    """Write ``output_dir/checkpoint-{step}``.  Every rank must call this, on a shared file system.
+
+    Args:
+        output_dir: folder of all checkpoints of the run.
+        step: iterations finished.
+        parts: state shared by all ranks, by name ("learner", "kl", ...): trees of tensors,
+            numbers, strings, booleans and None.  Rank 0 writes it; others may pass {}, unless it
+            has sharded tensors, of which each rank writes its shards.
+        local: tree of this rank only (its samples in flight), or None.
+        settings: options that affect results, as JSON values; ``load`` compares them.
+        write_models: called on every rank with the folder being written, to add model files.
+        rank: this process's rank.
+        world_size: number of ranks.
+        barrier: waits for all ranks; needed if ``world_size`` > 1.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: a value cannot be stored, or writing failed (the unfinished checkpoint is
+            removed, earlier ones are untouched).
+    """
+    final = Path(output_dir) / f"checkpoint-{step}"
+    temporary = final.with_name(_SAVING + final.name)
+    if world_size > 1 and barrier is None:
+        raise ValueError(f"world_size={world_size} needs a barrier that waits for all ranks")
+    wait = barrier or (lambda: None)
+    try:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        wait()
+        if local is not None:
+            encoded, tensors = split(local, name=f"rank-{rank:05d}")
+            write_tensors(temporary / f"rank-{rank:05d}.safetensors", tensors)
+            write_json(temporary / f"rank-{rank:05d}.json", encoded)
+        if write_models is not None:
+            write_models(temporary)
+        head = {"step": step, "world_size": world_size, "settings": dict(settings or {})}
+        _write_state(temporary, dict(parts), head, rank)
+        wait()
+        if rank == 0:
+            write_manifest(temporary)
+            publish(temporary, final)
+        wait()
+    except BaseException as e:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        cause = e.__cause__ if isinstance(e, CheckpointError) else e
+        if isinstance(cause, OSError | SafetensorError):
+            raise CheckpointError(
+                f"could not write {final}: {cause}; {_recovery_hint(final, cause)}"
+            ) from e
+        raise
+    return final
+
+
+def _write_state(folder: Path, parts: dict[str, Any], head: dict[str, Any], rank: int) -> None:
+    """Write the state of all ranks: sharded tensors on every rank, the rest on rank 0."""
+    encoded, tensors = split(parts)
+    sharded = {label: x for label, x in tensors.items() if isinstance(x, DTensor)}
+    shards = write_shards(folder, sharded) if sharded else {}
+    if rank > 0:
+        return
+    files: dict[str, dict[str, Tensor]] = {}
+    for label, x in tensors.items():
+        if label not in sharded:
+            files.setdefault(_file_of(label), {})[label] = x
+    for file, members in files.items():
+        write_tensors(folder / file, members)
+    body = {"shards": shards, "files": sorted(files), "parts": encoded}
+    write_json(folder / STATE, {"format": FORMAT, **head, **body})
+
+
+def _recovery_hint(failed: Path, cause: BaseException) -> str:
+    earlier = [folder.name for folder in checkpoints(failed.parent)]
+    if not earlier:
+        return f"{way_out(cause)}, or choose another output_dir; there is no earlier checkpoint"
+    return f"{way_out(cause)}; resume_from_checkpoint=True continues from {earlier[-1]}"
+
+
+def load(
+    folder: str | Path,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    settings: Mapping[str, Any] | None = None,
+    must_match: Collection[str] = (),
+    verified: bool = False,
+) -> Checkpoint:
+    """Read a checkpoint into CPU memory; sharded tensors are left as ``StoredTensor``.
+
+    Args:
+        folder: a ``checkpoint-N`` folder written by ``save``.
+        rank: this process's rank.
+        world_size: current number of ranks.
+        settings: options of this run; differences from the saved ones are listed in a warning,
+            since results will differ from an uninterrupted run.
+        must_match: names in ``settings`` (nested ones as "a.b") that raise instead of warning.
+        verified: True if ``verify`` has just checked the folder.
+
+    Raises:
+        CheckpointError: missing, damaged, from another world size although ranks have local state,
+            or with other settings named in ``must_match``.
+    """
+    folder = Path(folder)
+    if not verified:
+        verify(folder)
+    with loading(folder):
+        head = read_json(folder / STATE)
+        if head.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{folder} must have format {FORMAT}, got {head.get('format')!r}; use the version"
+                " of Kedge that wrote it"
+            )
+        _check_ranks(folder, head["world_size"], world_size)
+        if settings is not None:
+            _check_settings(folder, head["settings"], settings, must_match)
+        tensors: dict[str, Any] = stored_tensors(folder, head.get("shards", {}))
+        for file in head["files"]:
+            tensors |= read_tensors(folder / file)
+        parts = join(head["parts"], tensors)
+        if not isinstance(parts, dict):
+            raise DamagedCheckpointError(
+                f"parts in {STATE} must be a mapping, got {str(parts)[:40]!r}"
+            )
+        own, local = folder / f"rank-{rank:05d}.json", None
+        if own.exists():
+            local = join(read_json(own), read_tensors(own.with_suffix(".safetensors")))
+        return Checkpoint(
+            folder=folder,
+            step=int(head["step"]),
+            parts=parts,
+            local=local,
+            world_size=head["world_size"],
+            settings=head["settings"],
+        )
+
+
+@contextmanager
+def loading(folder: Path) -> Iterator[None]:
+    """Context for reading or restoring a checkpoint; errors from invalid contents become damage.
+
+    Raises:
+        DamagedCheckpointError: names the folder and the problem.
+    """
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        problem = str(error)
+        if str(folder) in problem:  # already in the message
+            raise
+        raise DamagedCheckpointError(f"{folder} is damaged: {problem}") from error
+    except KedgeError as error:
+        if str(folder) not in str(error):
+            error.args = (f"{folder}: {error}", *error.args[1:])
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        problem = f"{STATE} cannot be loaded ({type(error).__name__}: {error})"
+        raise DamagedCheckpointError(f"{folder} is damaged: {problem}") from error
+
+
+def load_one(folder: str | Path, attempt: Callable[[Path], object]) -> None:
+    """Load the checkpoint that the user specified.
+
+    Args:
+        folder: the checkpoint.
+        attempt: restores it.
+
+    Raises:
+        CheckpointError: missing, damaged (names an earlier one), or from another run.
+    """
+    folder = Path(folder)
+    verify(folder)
+    try:
+        with loading(folder):
+            attempt(folder)
+    except DamagedCheckpointError as error:
+        earlier = [x for x in checkpoints(folder.parent) if parse_step(x) < parse_step(folder)]
+        hint = f"; resume from an earlier one, such as {earlier[-1]}" if earlier else ""
+        raise DamagedCheckpointError(f"{error}{hint}") from error
+
+
+def load_latest(
+    output_dir: str | Path,
+    attempt: Callable[[Path], object] | None = None,
+    *,
+    anywhere: Callable[[bool], bool] = bool,
+) -> Path | None:
+    """Load the newest intact checkpoint; damaged ones are named in a warning.
+
+    Args:
+        output_dir: folder of all checkpoints of the run.
+        attempt: restores a checkpoint; must overwrite the state left by a failed attempt.
+        anywhere: whether a flag is true on any rank, so that all ranks load the same one.
+
+    Returns:
+        Its folder, or None if there is no checkpoint.
+
+    Raises:
+        CheckpointError: all are damaged, or one is from another run.
+    """
+    problems: list[str] = []
+    for folder in reversed(checkpoints(output_dir)):
+        problem = _problem(folder, attempt)
+        if not anywhere(problem is not None):
+            for text in problems:
+                warnings.warn(f"{text}. Resuming from {folder} instead.", stacklevel=2)
+            return folder
+        problems.append(problem or f"another rank cannot load {folder}")
+    if problems:
+        raise CheckpointError(f"all checkpoints in {output_dir} are damaged: {'; '.join(problems)}")
+    return None
+
+
+def _problem(folder: Path, attempt: Callable[[Path], object] | None) -> str | None:
+    """Why a checkpoint cannot be loaded; None if it was."""
+    try:
+        verify(folder)
+    except CheckpointError as error:
+        return str(error)
+    try:
+        with loading(folder):
+            if attempt is not None:
+                attempt(folder)
+    except DamagedCheckpointError as error:
+        return str(error)
+    return None
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Settings that differ: ``name -> "A in the checkpoint, B now"``, nested ones as ``a.b``."""
+    saved, now = _flatten(saved), _flatten(now)
+    return {
+        name: f"{_text(saved, name)} in the checkpoint, {_text(now, name)} now"
+        for name in sorted({*saved, *now})
+        if _text(saved, name) != _text(now, name)
+    }
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, x in settings.items():
+        flat |= (
+            _flatten(x, f"{prefix}{name}.") if isinstance(x, Mapping) else {f"{prefix}{name}": x}
+        )
+    return flat
+
+
+def _text(settings: Mapping[str, Any], name: str) -> str:
+    """A setting as JSON, so that a tuple equals the list it was saved as."""
+    return json.dumps(settings[name], sort_keys=True) if name in settings else "absent"
+
+
+def _file_of(name: str) -> str:
+    """File of a tensor: state/learner/optimizer/0/m -> state-learner.optimizer.safetensors."""
+    _, *path = name.split("/")
+    words = path[:2] if len(path) > 2 else path[:1]
+    return f"state-{re.sub(r'[^A-Za-z0-9_.-]', '_', '.'.join(words))}.safetensors"
+
+
+def _check_ranks(folder: Path, saved: int, now: int) -> None:
+    if saved == now:
+        return
+    if any(folder.glob("rank-*.json")):
+        raise CheckpointError(
+            f"{folder} has per-rank state of {saved} processes, this run has {now}: "
+            f"start {saved} processes"
+        )
+    warnings.warn(
+        f"{folder} was written by {saved} processes, this run has {now}: results will differ "
+        "unless the global batch size is the same",
+        stacklevel=3,
+    )
+
+
+def _check_settings(
+    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], must_match: Collection[str]
+) -> None:
+    changed = differences(saved, now)
+    fatal = [f"{k}: {v}" for k, v in changed.items() if k in must_match]
+    if fatal:
+        raise CheckpointError(
+            f"{folder} belongs to a run with other settings ({'; '.join(fatal)}); "
+            "use the saved values, or another output_dir"
+        )
+    if changed:
+        changed |= {name: text for name, text in _HASHES.items() if name in changed}
+        listed = "; ".join(f"{k}: {v}" for k, v in changed.items())
+        warnings.warn(f"resuming {folder} with other settings: {listed}", stacklevel=3)
+
+
+def checkpoints(output_dir: str | Path) -> list[Path]:
+    """All ``checkpoint-N`` folders, by step."""
+    folders = [p for p in Path(output_dir).glob("checkpoint-*") if p.is_dir()]
+    return sorted((p for p in folders if parse_step(p) >= 0), key=parse_step)
+
+
+def parse_step(folder: str | Path) -> int:
+    """N of ``checkpoint-N``; -1 for other names."""
+    match = _NAME.fullmatch(Path(folder).name)
+    return int(match.group(1)) if match else -1
+
+
+def verify(folder: str | Path, *, contents: bool = True) -> None:
+    """Compare a checkpoint with its manifest.
+
+    Args:
+        folder: a ``checkpoint-N`` folder.
+        contents: also compare checksums (reads every file); False: sizes only.
+
+    Raises:
+        CheckpointError: names the folder, the file and the problem.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        others = [p.name for p in checkpoints(folder.parent)]
+        hint = f"; existing checkpoints: {', '.join(others)}" if others else ""
+        raise CheckpointError(f"checkpoint {folder} does not exist{hint}")
+    inside = [p.name for p in checkpoints(folder)]
+    if inside:
+        raise CheckpointError(
+            f"{folder} is an output_dir, not a checkpoint; use {folder / inside[-1]}, or"
+            " resume_from_checkpoint=True for the newest"
+        )
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST}: it was not written by Kedge, or copied only in part"
+        )
+    manifest = read_json(folder / MANIFEST)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or STATE not in files:
+        raise CheckpointError(f"{folder} is damaged: {MANIFEST} does not list {STATE}")
+    for name, expected in files.items():
+        problem = _find_problem(folder / name, expected, contents)
+        if problem:
+            raise CheckpointError(f"{folder} is damaged: {name} {problem}")
+
+
+def rotate(
+    output_dir: str | Path, limit: int | None, *, keep: Iterable[str | Path | None] = ()
+) -> list[Path]:
+    """Delete the oldest checkpoints until ``limit`` are left.  Rank 0 calls it, after ``save``.
+
+    Args:
+        output_dir: folder of all checkpoints of the run.
+        limit: number of checkpoints to keep; None or 0 keeps all.
+        keep: folders never to delete: the one just saved, the best one.  The newest intact one is
+            always kept, so more than ``limit`` may be left.
+
+    Returns:
+        The deleted folders.
+    """
+    folders = checkpoints(output_dir)
+    if not limit or len(folders) <= limit:
+        return []
+    kept = {Path(p).name for p in keep if p is not None}
+    kept.add(_newest_intact(folders))
+    oldest = [p for p in folders if p.name not in kept][: len(folders) - limit]
+    for folder in oldest:
+        _delete(folder)
+    return oldest
+
+
+def tidy(output_dir: str | Path) -> None:
+    """Clean up after a killed run.  Rank 0 calls it at startup.
+
+    Unfinished saves and deletions are removed; a checkpoint that was being replaced by a newer
+    one of the same step is restored if the newer one does not exist.
+    """
+    root = Path(output_dir)
+    for old in root.glob(f"{_OLD}checkpoint-*"):
+        final = root / old.name.removeprefix(_OLD)
+        if final.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(final)
+    for prefix in (_SAVING, _DELETING):
+        for folder in root.glob(f"{prefix}checkpoint-*"):
+            shutil.rmtree(folder)
+
+
+def write_manifest(folder: Path) -> None:
+    """Write sizes and checksums of all files, and flush everything to disk."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    entries = {
+        p.relative_to(folder).as_posix(): {"size": p.stat().st_size, "crc32": _crc32(p)}
+        for p in files
+    }
+    write_json(folder / MANIFEST, {"format": FORMAT, "files": entries})
+    for path in (*files, folder / MANIFEST, *{p.parent for p in files}):
+        _flush(path)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Rename into place; an existing checkpoint of the same step is moved aside first."""
+    aside = final.with_name(_OLD + final.name)
+    if final.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
+    temporary.rename(final)
+    _flush(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _delete(folder: Path) -> None:
+    """Rename before deleting, so that a kill never leaves a partial checkpoint."""
+    doomed = folder.with_name(_DELETING + folder.name)
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _newest_intact(folders: list[Path]) -> str:
+    for folder in reversed(folders):
+        try:
+            verify(folder, contents=False)
+        except CheckpointError:
+            continue
+        return folder.name
+    return folders[-1].name
+
+
+def _find_problem(file: Path, expected: Any, contents: bool) -> str | None:
+    entry = expected if isinstance(expected, dict) else {}
+    size, crc = entry.get("size"), entry.get("crc32")
+    if not file.is_file():
+        return "is missing"
+    if file.stat().st_size != size:
+        return f"must have {size} bytes, got {file.stat().st_size}"
+    if contents and _crc32(file) != crc:
+        return "has changed since it was written (its CRC-32 differs)"
+    return None
+
+
+def _crc32(file: Path) -> int:
+    total = 0
+    with file.open("rb") as f:
+        while block := f.read(1 << 22):
+            total = zlib.crc32(block, total)
+    return total
+
+
+def _flush(path: Path) -> None:
+    """Flush a file or a folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_json(file: Path) -> Any:
+    """The value in a JSON file of a checkpoint."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise DamagedCheckpointError(
+            f"{file.parent} is damaged: could not read {file.name}: {e}"
+        ) from e
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write a value as JSON."""
+    file.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,106 @@
+"""Kedge's trainers with habits of TRL's, for programs that run unmodified."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+import kedge
+
+if TYPE_CHECKING:
+    from kedge import PPOTrainer as Trainer  # the classes below are mixed into trainers
+else:
+    Trainer = object
+logger = logging.getLogger(__name__)
+
+
+class PolicyAndValue(nn.Module):
+    """The trained models; a program reads ``policy`` and ``value_model``, as in TRL.
+
+    Args:
+        policy: the policy.
+        value_model: the value model.
+    """
+
+    def __init__(self, policy: nn.Module, value_model: nn.Module | None) -> None:
+        super().__init__()
+        self.policy, self.value_model = policy, value_model
+        self.config: Any = policy.config
+
+    def forward(self, **inputs: Any) -> Any:
+        """The policy's output."""
+        return self.policy(**inputs)
+
+
+class _StartsOver(Trainer):
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; checkpoints of an earlier run in the folder are put aside instead of refused.
+
+        Args:
+            resume_from_checkpoint: as in ``kedge.PPOTrainer``.
+            *args: not used; ``transformers.Trainer`` has more arguments.
+            **kwargs: likewise.
+        """
+        resume = resume_from_checkpoint or self.args.resume_from_checkpoint
+        if not resume and self.args.output_dir and self.engine.step == 0:
+            if self.accelerator.is_main_process and not self.args.overwrite_output_dir:
+                put_aside(Path(self.args.output_dir))
+            self.accelerator.wait_for_everyone()
+        return super().train(resume_from_checkpoint)
+
+
+class _WrapsModels(_StartsOver):
+    @cached_property
+    def model(self) -> nn.Module:
+        """Policy and value model in one module."""
+        return PolicyAndValue(super().model, self.value_model)
+
+
+class PPOTrainer(_WrapsModels, kedge.PPOTrainer):
+    """``kedge.PPOTrainer``; ``model`` has ``policy`` and ``value_model``."""
+
+
+class PPOv2Trainer(_WrapsModels, kedge.PPOv2Trainer):
+    """``kedge.PPOv2Trainer``; ``model`` has ``policy`` and ``value_model``."""
+
+
+class RLOOTrainer(_StartsOver, kedge.RLOOTrainer):
+    """``kedge.RLOOTrainer``, which starts over in a folder with checkpoints."""
+
+
+class GRPOTrainer(_StartsOver, kedge.GRPOTrainer):
+    """``kedge.GRPOTrainer``, which starts over in a folder with checkpoints."""
+
+
+class GRPOConfig(kedge.GRPOConfig):
+    """``kedge.GRPOConfig`` with TRL's importance weights for vLLM where the script sets none."""
+
+    @classmethod
+    def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
+        """As in ``kedge.GRPOConfig``."""
+        bounds = (c.sampler_correction_level, c.sampler_correction_high, c.sampler_correction_low)
+        if c.use_vllm and c.sampler_correction == "auto" and bounds == (None, None, None):
+            c.vllm_importance_sampling_mode = c.vllm_importance_sampling_mode or "sequence_mask"
+        super().convert(c, given)
+
+
+def put_aside(root: Path) -> None:
+    """Move the checkpoints of an earlier run to a folder ``earlier-N`` below, with a warning."""
+    existing = [folder for folder in root.glob("checkpoint-*") if folder.is_dir()]
+    if not existing:
+        return
+    number = 1 + sum(1 for _ in root.glob("earlier-*"))
+    (root / f"earlier-{number}").mkdir()
+    for folder in existing:
+        folder.rename(root / f"earlier-{number}" / folder.name)
+    logger.warning(
+        "%s held checkpoints of an earlier run; they are in %s now, and this run starts over; to"
+        " continue a run, call train(resume_from_checkpoint=True)",
+        root,
+        root / f"earlier-{number}",
+    )

@@ -1,0 +1,305 @@
+"""Tokenizes all prompts once, before training."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from kedge.chat_template import render_chat
+from kedge.data.table import ArrowTable, Table
+from kedge.errors import DataError
+
+logger = logging.getLogger(__name__)
+CHUNK = 10_000  # rows tokenized at a time
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+Encode = Callable[[dict[str, list[Any]], Sequence[int]], dict[str, Any]]
+SOURCES = ("input_ids", "prompt", "query")  # the first one present is used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReport:
+    """How many rows of the dataset were kept, dropped and truncated."""
+
+    rows: int  # in the dataset
+    dropped: int  # longer than max_prompt_length
+    truncated: int  # longer than max_prompt_length, first tokens cut off
+    longest: int  # tokens of the longest prompt kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPrompts:
+    """Token ids of all prompts, concatenated."""
+
+    tokens: Tensor  # int32 [total]
+    starts: Tensor  # int64 [N + 1]; prompt i is tokens[starts[i] : starts[i + 1]]
+    rows: Tensor  # int64 [N]; row of the dataset
+    report: PromptReport
+
+    def __len__(self) -> int:
+        return self.rows.numel()
+
+    def lengths(self, index: Tensor) -> Tensor:
+        """Tokens of the prompts in ``index``, int64 [n]."""
+        return self.starts[index + 1] - self.starts[index]
+
+    def tokens_of(self, index: int) -> Tensor:
+        """Token ids of one prompt, int64 [length]."""
+        return self.tokens[int(self.starts[index]) : int(self.starts[index + 1])].long()
+
+
+def prompt_column(table: Table) -> str:
+    """The column that holds the prompts: ``input_ids``, else ``prompt``, else ``query``."""
+    for name in SOURCES:
+        if name in table.names:
+            return name
+    columns = ", ".join(map(repr, table.names)) or "none"
+    raise DataError(
+        f"the dataset has no prompts: its columns are {columns}. It needs 'prompt' or 'query' (text"
+        " or chat messages) or 'input_ids' (token ids); rename the column that holds the prompts"
+    )
+
+
+def encode_prompts(
+    table: Table,
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    overlong: Literal["drop", "truncate"],
+    chat_template_kwargs: Mapping[str, Any],
+    num_proc: int | None,
+) -> EncodedPrompts:
+    """Tokenize every prompt of ``table``.
+
+    Raises:
+        DataError: no rows, no prompt column, a row of the wrong type, an empty prompt, or no
+            prompt left after dropping the overlong ones.
+    """
+    if len(table) == 0:
+        raise DataError("the dataset is empty; it needs at least one prompt")
+    column = prompt_column(table)
+    if column == "input_ids":
+        names = [name for name in (column, "attention_mask") if name in table.names]
+        return _collect(
+            _chunks(table, names, _read_ids, num_proc), len(table), max_length, overlong
+        )
+    first = table.take([0], [column])[column][0]
+    if is_chat(first) and not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            f"column {column!r} holds chat messages, but the tokenizer has no chat template;"
+            " set tokenizer.chat_template, or pass the prompts as text"
+        )
+    prepends_bos, appends_eos = added_tokens(tokenizer)
+    encode = partial(
+        _tokenize,
+        column=column,
+        tokenizer=tokenizer,
+        template=dict(chat_template_kwargs),
+        drop_eos=appends_eos,
+    )
+    chunks = _chunks(table, [column], encode, num_proc)
+    if prepends_bos:
+        chunks = _with_one_bos(chunks, tokenizer.bos_token_id)
+    return _collect(chunks, len(table), max_length, overlong)
+
+
+def added_tokens(tokenizer: Any) -> tuple[bool, bool]:
+    """Whether a tokenizer prepends its BOS token to every text, and appends its EOS token."""
+    ids, bare = (
+        tokenizer("a", **options)["input_ids"] for options in ({}, {"add_special_tokens": False})
+    )
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    prepends = bos is not None and ids[:1] == [bos] and bare[:1] != [bos]
+    appends = eos is not None and len(ids) > 1 and ids[-1] == eos and bare[-1:] != [eos]
+    return prepends, appends
+
+
+def _with_one_bos(chunks: Iterable[list[list[int]]], bos: int) -> Iterable[list[list[int]]]:
+    """Drop the BOS that the tokenizer prepended to a text that already began with one."""
+    total = 0
+    for chunk in chunks:
+        double_bos = [ids[:2] == [bos, bos] for ids in chunk]
+        total += sum(double_bos)
+        yield [ids[1:] if drop else ids for ids, drop in zip(chunk, double_bos, strict=True)]
+    if total:
+        logger.warning(
+            "%d prompts already begin with the BOS token (already rendered by a chat template?);"
+            " the second BOS was removed",
+            total,
+        )
+
+
+def _chunks(
+    table: Table,
+    names: list[str],
+    encode: Encode,
+    num_proc: int | None,
+) -> Iterable[list[list[int]]]:
+    if isinstance(table, ArrowTable) and num_proc is not None and num_proc > 1:
+        done = table.dataset.select_columns(names).map(
+            encode,
+            batched=True,
+            with_indices=True,
+            num_proc=min(num_proc, len(table)),
+            remove_columns=[name for name in names if name != "input_ids"],
+        )
+        for start in range(0, len(done), CHUNK):
+            yield done[start : start + CHUNK]["input_ids"]
+        return
+    for start in range(0, len(table), CHUNK):
+        rows = range(start, min(start + CHUNK, len(table)))
+        yield encode(table.take(rows, names), rows)["input_ids"]
+
+
+def _collect(
+    chunks: Iterable[list[list[int]]],
+    rows: int,
+    max_length: int | None,
+    overlong: Literal["drop", "truncate"],
+) -> EncodedPrompts:
+    parts: list[Tensor] = []
+    kept: list[int] = []
+    lengths: list[int] = []
+    row = dropped = truncated = longest = 0
+    for chunk in chunks:
+        wanted = []
+        for ids in chunk:
+            if not ids:
+                raise DataError(
+                    f"row {row} of the dataset is an empty prompt (no token); remove such rows,"
+                    " or use a tokenizer that prepends a BOS token to every text"
+                )
+            over = max_length is not None and len(ids) > max_length
+            longest = max(longest, len(ids))
+            if over and overlong == "drop":
+                dropped += 1
+            else:
+                truncated += over
+                wanted.append(ids[-max_length:] if over and max_length else ids)
+                kept.append(row)
+                lengths.append(len(wanted[-1]))
+            row += 1
+        parts.append(torch.tensor(list(chain.from_iterable(wanted)), dtype=torch.int32))
+    if not kept:
+        raise DataError(
+            f"all {rows} prompts are longer than max_prompt_length={max_length} tokens (the longest"
+            f" has {longest}); raise it, or set overlong_prompts='truncate'"
+        )
+    report = PromptReport(rows=rows, dropped=dropped, truncated=truncated, longest=max(lengths))
+    if dropped or truncated:
+        logger.warning(
+            "of %d prompts, %d were dropped and %d truncated to their last %s tokens",
+            *(rows, dropped, truncated, max_length),
+        )
+    return EncodedPrompts(
+        tokens=torch.cat(parts),
+        starts=torch.tensor([0, *accumulate(lengths)]),
+        rows=torch.tensor(kept),
+        report=report,
+    )
+
+
+def is_chat(prompt: object) -> bool:
+    """Whether ``prompt`` is a non-empty list of ``{"role": ..., "content": ...}`` messages."""
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and len(prompt) > 0
+        and all(isinstance(message, Mapping) and "role" in message for message in prompt)
+    )
+
+
+def _tokenize(
+    columns: dict[str, list[Any]],
+    rows: Sequence[int],
+    *,
+    column: str,
+    tokenizer: Any,
+    template: dict[str, Any],
+    drop_eos: bool,
+) -> dict[str, Any]:
+    prompts = columns[column]
+    chat = is_chat(prompts[0])
+    for row, prompt in zip(rows, prompts, strict=True):
+        if not (is_chat(prompt) if chat else isinstance(prompt, str)):
+            shown = repr(prompt)[:80]
+            raise DataError(
+                f"column {column!r}, row {row}: expected {'chat messages' if chat else 'text'},"
+                f" got {type(prompt).__name__} {shown}; every row must hold text, or every row"
+                " a list of {'role': ..., 'content': ...} messages"
+            )
+    texts: Sequence[str] = prompts
+    if chat:
+        texts = []
+        for row, messages in zip(rows, prompts, strict=True):
+            answered = messages[-1]["role"] == "assistant"  # the response has already begun
+            options = {"add_generation_prompt": not answered, "continue_final_message": answered}
+            where = f"column {column!r}, row {row}"
+            texts.append(render_chat(tokenizer, messages, where=where, **(options | template)))
+    for row, text in zip(rows, texts, strict=True):
+        at = None if text.isascii() else LONE_SURROGATE.search(text)
+        if at is not None:  # no tokenizer accepts it
+            raise DataError(
+                f"column {column!r}, row {row}: character {at.start()} is the lone surrogate"
+                f" {at.group()!r}, which UTF-8 cannot encode; fix it, for example with"
+                " text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+            )
+    ids = _token_ids(tokenizer, list(texts), add_special_tokens=not chat)
+    return {"input_ids": [one[:-1] for one in ids] if drop_eos and not chat else ids}
+
+
+def _token_ids(tokenizer: Any, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+    """``tokenizer(texts)["input_ids"]``, in half the time where no class overrides it."""
+    usual = all(
+        getattr(type(tokenizer), name, None) is getattr(PreTrainedTokenizerFast, name, None)
+        for name in ("__call__", "_encode_plus", "_batch_encode_plus")
+    )
+    if not usual:
+        ids: list[list[int]] = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+    tokenizer(texts[0])  # sets truncation, padding and special tokens of the backend
+    encoded = tokenizer.backend_tokenizer.encode_batch_fast(
+        texts, add_special_tokens=add_special_tokens
+    )
+    return [one.ids for one in encoded]
+
+
+def _read_ids(columns: dict[str, list[Any]], rows: Sequence[int]) -> dict[str, Any]:
+    ids = columns["input_ids"]
+    for row, prompt_ids in zip(rows, ids, strict=True):
+        if not _is_id_list(prompt_ids):
+            raise DataError(
+                f"column 'input_ids', row {row}: expected a list of token ids (integers >= 0),"
+                f" got {type(prompt_ids).__name__} {repr(prompt_ids)[:80]}"
+            )
+    masks = columns.get("attention_mask")
+    if masks is None:
+        return {"input_ids": [list(map(int, prompt_ids)) for prompt_ids in ids]}
+    for row, prompt_ids, mask in zip(rows, ids, masks, strict=True):
+        if mask is None or len(mask) != len(prompt_ids):
+            raise DataError(
+                f"row {row} of the dataset: attention_mask and input_ids must have the same length"
+            )
+    return {
+        "input_ids": [
+            [int(token) for token, real in zip(prompt_ids, mask, strict=True) if real]
+            for prompt_ids, mask in zip(ids, masks, strict=True)
+        ]
+    }
+
+
+def _is_id_list(ids: object) -> bool:
+    if isinstance(ids, str) or not hasattr(ids, "__iter__"):
+        return False
+    try:
+        return all(int(token) == token and token >= 0 for token in ids)
+    except (TypeError, ValueError):
+        return False

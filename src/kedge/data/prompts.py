@@ -1,0 +1,263 @@
+"""Prompts of each training step, from a dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kedge.data.encode import EncodedPrompts, PromptReport, encode_prompts, prompt_column
+from kedge.data.table import read_table
+from kedge.errors import ConfigError, DataError
+from kedge.types import PromptBatch
+
+logger = logging.getLogger(__name__)
+
+
+class DatasetPrompts:
+    """Prompts drawn from a dataset; every batch is a pure function of the step.
+
+    Prompt ``i`` of the run (``i = step * prompts_per_step + slot``) is entry ``i mod N`` of a
+    permutation drawn separately for each pass ``i div N`` over the N prompts, so a batch may span
+    passes and a dataset smaller than a batch repeats.  All ranks see slices of one global batch.
+
+    Column ``input_ids`` is used unchanged; else ``prompt``, else ``query`` is tokenized: text with
+    the tokenizer's special tokens (except an appended EOS), chat messages with its chat template.
+    Padding in ``input_ids`` is marked by column ``attention_mask``; without it every id is real.
+    All other columns are passed along in ``PromptBatch.columns``, with the raw prompt under
+    ``"prompt"``.
+
+    Args:
+        dataset: a ``datasets.Dataset``, list of dicts, dict of columns, or map-style torch dataset.
+        tokenizer: tokenizer of the policy.  Without a pad token, EOS fills padding; masks mark it.
+        prompts_per_step: prompts in a step, over all ranks.
+        num_generations: consecutive rows per prompt.
+        rank: this process, in ``[0, world_size)``.
+        world_size: number of processes; divides ``prompts_per_step * num_generations``.
+        seed: seed of the permutations.
+        shuffle: False keeps the dataset's order in every pass.
+        max_prompt_length: tokens; longer prompts are dropped, or truncated to their last ones.
+        overlong: ``"drop"`` or ``"truncate"``.
+        chat_template_kwargs: passed on to ``apply_chat_template``.
+        data_collator: called with ``[{"input_ids": ..., "attention_mask": ...}]``, one dict per
+            prompt of the global batch, instead of Kedge's own padding; must be pure and return
+            both keys.  Real tokens are moved to the right end of the row afterwards.
+        dataset_num_proc: processes that tokenize a ``datasets.Dataset``.
+        columns: dataset columns to pass along; None passes all.
+
+    Raises:
+        ConfigError: a size or option is invalid.
+        DataError: the dataset cannot be used as prompts.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        dataset: Any,
+        tokenizer: Any,
+        *,
+        prompts_per_step: int,
+        seed: int,
+        num_generations: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        max_prompt_length: int | None = None,
+        overlong: Literal["drop", "truncate"] = "drop",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        data_collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None,
+        dataset_num_proc: int | None = None,
+        columns: Collection[str] | None = None,
+    ) -> None:
+        _check_sizes(prompts_per_step, num_generations, rank, world_size)
+        if max_prompt_length is not None and max_prompt_length < 1:
+            raise ConfigError(f"max_prompt_length={max_prompt_length} must be at least 1 token")
+        if overlong not in ("drop", "truncate"):
+            raise ConfigError(f"overlong_prompts={overlong!r} must be 'drop' or 'truncate'")
+        self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's tokenizer
+        self._table = read_table(dataset)
+        self._prompts: EncodedPrompts = encode_prompts(
+            self._table,
+            self._tokenizer,
+            max_length=max_prompt_length,
+            overlong=overlong,
+            chat_template_kwargs=chat_template_kwargs or {},
+            num_proc=dataset_num_proc,
+        )
+        self._source = prompt_column(self._table)
+        self.keep(columns)
+        self._collate = data_collator
+        self._per_step, self._repeat = prompts_per_step, num_generations
+        self._rank, self._world_size = rank, world_size
+        self._seed, self._shuffle = seed, shuffle
+        self._pad = _pad_id(self._tokenizer)
+        self._orders: dict[int, Tensor] = {}
+
+    def keep(self, columns: Collection[str] | None) -> None:
+        """Pass along only these dataset columns and the prompt; None: all."""
+        self._names = [
+            name
+            for name in self._table.names
+            if name not in ("input_ids", "attention_mask")
+            and (columns is None or name in columns or name in ("prompt", "query"))
+        ]
+
+    def __len__(self) -> int:
+        """Prompts in one pass."""
+        return len(self._prompts)
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the dataset."""
+        return list(self._table.names)
+
+    @property
+    def report(self) -> PromptReport:
+        """Number of rows, dropped and truncated prompts, and the longest prompt kept."""
+        return self._prompts.report
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of every prompt kept, int64 [N]."""
+        return self._prompts.starts.diff()
+
+    def check_tokens(self, known: int) -> None:
+        """Reject prompts with token ids of ``known`` or above.
+
+        Raises:
+            DataError: naming the row and the token.
+        """
+        over = (self._prompts.tokens >= known).nonzero()
+        if not len(over):
+            return
+        at = int(over[0])
+        row = int(self._prompts.rows[int((self._prompts.starts <= at).sum()) - 1])
+        raise DataError(
+            f"row {row} of the dataset holds token {int(self._prompts.tokens[at])}, but the model's"
+            f" vocabulary has {known} tokens; use the tokenizer that belongs to the model, or after"
+            " adding tokens call model.resize_token_embeddings(len(tokenizer))"
+        )
+
+    def fingerprint(self) -> str:
+        """A short hash of every prompt's tokens, in order."""
+        digest = hashlib.blake2b(digest_size=8)
+        for part in (self._prompts.tokens, self._prompts.starts):
+            digest.update(part.numpy().tobytes())
+        return digest.hexdigest()
+
+    def batch(self, step: int) -> PromptBatch:
+        """This rank's rows of training step ``step`` (0 is the first)."""
+        first = step * self._per_step
+        places = [divmod(first + slot, len(self._prompts)) for slot in range(self._per_step)]
+        chosen = torch.tensor([int(self._order(turn)[offset]) for turn, offset in places])
+        ids, mask = self._padded(chosen)
+        local = self._per_step * self._repeat // self._world_size
+        row = torch.arange(self._rank * local, (self._rank + 1) * local)
+        group = row // self._repeat
+        return PromptBatch(
+            ids=ids[group],
+            mask=mask[group],
+            group=group,
+            row=row,
+            columns=self._columns(chosen, group.tolist()),
+        )
+
+    def _order(self, turn: int) -> Tensor:
+        order = self._orders.get(turn)
+        if order is None:  # the sampling thread may be here too
+            order = torch.arange(len(self._prompts))
+            if self._shuffle:
+                key = f"prompts/{self._seed}/{turn}".encode()
+                digest = hashlib.blake2b(key, digest_size=8).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+                order = torch.randperm(len(order), generator=generator)
+            if len(self._orders) > 3:
+                self._orders.clear()
+            self._orders[turn] = order
+        return order
+
+    def _padded(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        if self._collate is not None:
+            return self._collated(chosen, self._collate)
+        lengths = self._prompts.lengths(chosen)
+        width = int(lengths.max())
+        ids = torch.full((len(chosen), width), self._pad)
+        for at, index in enumerate(chosen.tolist()):
+            tokens = self._prompts.tokens_of(index)
+            ids[at, width - len(tokens) :] = tokens
+        return ids, torch.arange(width) >= (width - lengths)[:, None]
+
+    def _collated(
+        self, chosen: Tensor, collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]]
+    ) -> tuple[Tensor, Tensor]:
+        tokens = [self._prompts.tokens_of(index).tolist() for index in chosen.tolist()]
+        collated = collate([{"input_ids": t, "attention_mask": [1] * len(t)} for t in tokens])
+        missing = {"input_ids", "attention_mask"} - set(collated)
+        if missing:
+            raise DataError(
+                f"data_collator must return input_ids and attention_mask:"
+                f" {' and '.join(sorted(missing))} missing, got {', '.join(collated) or 'nothing'}"
+            )
+        ids = torch.as_tensor(collated["input_ids"])
+        mask = torch.as_tensor(collated["attention_mask"])
+        if ids.shape != mask.shape or ids.dim() != 2 or len(ids) != len(tokens):
+            raise DataError(
+                f"data_collator returned input_ids of shape {tuple(ids.shape)} and attention_mask"
+                f" of shape {tuple(mask.shape)} for {len(tokens)} prompts; both must be"
+                " [prompts, tokens]"
+            )
+        real = mask.bool()
+        if not bool(real.any(1).all()):
+            raise DataError("data_collator returned a prompt without any real token")
+        order = real.long().argsort(dim=1, stable=True)  # padding first, order of tokens kept
+        return ids.gather(1, order), real.gather(1, order)
+
+    def _columns(self, chosen: Tensor, slots: list[int]) -> dict[str, list[Any]]:
+        first, last = slots[0], slots[-1]
+        local = chosen[first : last + 1]
+        columns = self._table.take(self._prompts.rows[local].tolist(), self._names)
+        if "prompt" not in columns:
+            columns["prompt"] = (
+                columns["query"]
+                if "query" in columns
+                else self._tokenizer.batch_decode(
+                    [self._prompts.tokens_of(index) for index in local.tolist()],
+                    skip_special_tokens=True,
+                )
+            )
+        return {name: [values[slot - first] for slot in slots] for name, values in columns.items()}
+
+
+def _pad_id(tokenizer: Any) -> int:
+    if tokenizer.pad_token_id is not None:
+        return int(tokenizer.pad_token_id)
+    if tokenizer.eos_token_id is None:
+        logger.warning(
+            "the tokenizer has neither a pad nor an EOS token: padding is filled with id 0"
+        )
+        return 0
+    logger.warning(
+        "the tokenizer has no pad token: padding is filled with its EOS token %r; masks mark the"
+        " padding, so EOS is still learned",
+        tokenizer.eos_token,
+    )
+    return int(tokenizer.eos_token_id)
+
+
+def _check_sizes(prompts: int, generations: int, rank: int, world_size: int) -> None:
+    for name, value in (("prompts_per_step", prompts), ("num_generations", generations)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank={rank} must be in [0, world_size={world_size})")
+    rows = prompts * generations
+    if rows % world_size:
+        down = rows // world_size * world_size
+        raise ConfigError(
+            f"world_size={world_size} does not divide the step's {rows} rows ({prompts} prompts x"
+            f" {generations} each); nearest row counts that do: {max(down, world_size)},"
+            f" {down + world_size}"
+        )

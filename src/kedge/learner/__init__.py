@@ -1,0 +1,1 @@
+"""The learner: forward passes, log-probabilities, optimizer, state, sharding."""

@@ -1,0 +1,194 @@
+"""Weights and state of a learner: copies for rollout engines, model files, checkpoints.
+
+Of a sharded model rank 0 alone holds full tensors, and only where a copy or a file needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from kedge.errors import CheckpointError
+from kedge.learner.distributed import raise_on_all_ranks
+from kedge.learner.sharding import shard_like
+from kedge.models.fingerprint import FingerprintSums, WeightsCopy, full, policy_weights
+from kedge.types import StoredTensor
+
+Stage = Callable[[Iterable[tuple[str, Tensor]]], WeightsCopy]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightCopier:
+    """Hands the trainable weights of a policy to rollout engines.
+
+    Args:
+        first_only: one engine, on rank 0, gets them: other ranks gather nothing and get no weights.
+        dtype: of the copies; None: as the weights are.
+        stage: takes full tensors one by one to where engines read them; None: copies on ``device``.
+        device: of the copies; None: the learner's.
+        live: engines load the weights before training continues, so they get the learner's tensors
+            themselves, unless these are sharded.
+    """
+
+    first_only: bool = False
+    dtype: torch.dtype | None = None
+    stage: Stage | None = None
+    device: str | None = None
+    live: bool = False
+
+    def __call__(self, policy: nn.Module) -> dict[str, Tensor]:
+        """Full weights of a possibly sharded policy, gathered one at a time.  Collective.
+
+        Raises:
+            SyncError: a rank could not stage or copy them; raised on every rank.
+        """
+        named = policy_weights(policy)
+        if (
+            self.live
+            and self.stage is None
+            and not any(isinstance(p, DTensor) for p in named.values())
+        ):
+            raise_on_all_ranks(None)  # rank 0 may stage, if it alone has the engine
+            return named if not self.first_only or is_first() else {}
+        sums, devices = FingerprintSums(), set[torch.device]()
+        left = len(named)
+
+        def gather() -> Iterator[tuple[str, Tensor | None]]:
+            nonlocal left
+            for name, p in named.items():
+                x = full_on_first(p) if self.first_only else full(p)
+                left -= 1
+                yield name, x
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for name, x in gathered:
+                if x is not None:
+                    sums.add(name, x)
+                    devices.add(x.device)
+                    yield name, x
+
+        gathered, failure = gather(), None
+        try:
+            staged = (self.stage or self._copy)(weights())
+        except Exception as error:
+            failure = error
+            for _ in gathered:  # other ranks gather the rest
+                pass
+            if left:  # gathering failed
+                raise
+        raise_on_all_ranks(failure)
+        staged.fingerprint, staged.device = sums.digest(), next(iter(devices), None)
+        return staged
+
+    def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> WeightsCopy:
+        copies = WeightsCopy()
+        for name, x in weights:
+            dtype = self.dtype if x.is_floating_point() else None
+            copies[name] = x.to(device=self.device, dtype=dtype, copy=True)
+        return copies
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def full_on_first(x: Tensor) -> Tensor | None:
+    """The full tensor of a possibly sharded one on rank 0, None on others.  Collective."""
+    if not isinstance(x, DTensor):
+        return x if is_first() else None
+    local, ranks = x.to_local(), x.device_mesh.size()
+    padded = local.new_zeros((-(-x.shape[0] // ranks), *x.shape[1:]))  # as in the longest shard
+    padded[: len(local)] = local
+    if x.device_mesh.get_rank() != 0:
+        dist.gather(padded, None, dst=0)
+        return None
+    whole = local.new_empty((ranks, *padded.shape))
+    dist.gather(padded, list(whole.unbind()), dst=0)
+    return whole.flatten(0, 1)[: x.shape[0]]
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor] | None:
+    """The state dict of a sharded model with full tensors on rank 0, else None.  Collective.
+
+    Tensors are gathered one at a time; tied weights stay tied.
+    """
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
+        return None
+    seen: dict[int, Tensor | None] = {}
+    state = model.state_dict(keep_vars=True)
+    for x in state.values():
+        if id(x) not in seen:
+            full = full_on_first(x.detach())
+            seen[id(x)] = None if full is None else full.cpu()
+    full_tensors = {name: y for name, x in state.items() if (y := seen[id(x)]) is not None}
+    return full_tensors or None
+
+
+@torch.no_grad()
+def load_weights(trained: Mapping[str, Sequence[Tensor]], saved: Mapping[str, Any]) -> None:
+    """Set the weights of each model, sharded or not, to saved ones.
+
+    Raises:
+        CheckpointError: they have different shapes.
+    """
+    for name, weights in trained.items():
+        stored = saved.get(name, [])
+        if len(weights) != len(stored):
+            raise CheckpointError(
+                f"the checkpoint's {name} has {len(stored)} trained weights, this run's has"
+                f" {len(weights)}; resume with the model that it was written with"
+            )
+        for number, (p, q) in enumerate(zip(weights, stored, strict=True)):
+            if p.shape != q.shape:
+                raise CheckpointError(
+                    f"weight {number} of the checkpoint's {name} has shape {tuple(q.shape)}, this"
+                    f" run's has {tuple(p.shape)}; resume with the model that it was written with"
+                )
+        for p, q in zip(weights, stored, strict=True):
+            p.copy_(shard_like(q, p))
+
+
+def read_state(
+    state: Mapping[str, Any], trained: Mapping[str, Sequence[Tensor]], optimizer: Optimizer
+) -> Mapping[str, Any]:
+    """A learner's state with the tensors that a sharded run stored, sharded like the weights.
+
+    Args:
+        state: from a checkpoint.
+        trained: the weights to read into copies of, by model.
+        optimizer: optimizer that will load the state.
+    """
+    pairs: list[tuple[StoredTensor, Tensor]] = []
+
+    def target(x: Any, weight: Tensor) -> Any:
+        if not isinstance(x, StoredTensor):
+            return x
+        like = weight if x.shape == weight.shape else torch.empty(x.shape, device=weight.device)
+        pairs.append((x, torch.empty_like(like, dtype=x.dtype, requires_grad=False)))
+        return pairs[-1][1]
+
+    if not any(isinstance(x, StoredTensor) for xs in state["weights"].values() for x in xs):
+        return state
+    saved, numbered = state["optimizer"], [p for g in optimizer.param_groups for p in g["params"]]
+    weights = {
+        name: [target(x, p) for x, p in zip(xs, trained[name], strict=True)]
+        if len(xs) == len(trained.get(name, ()))
+        else xs
+        for name, xs in state["weights"].items()
+    }
+    by_weight = {
+        i: {key: target(x, numbered[i]) for key, x in kept.items()}
+        for i, kept in saved["state"].items()
+        if i < len(numbered)
+    }
+    if pairs:
+        pairs[0][0].read(pairs)
+    return {**state, "weights": weights, "optimizer": {**saved, "state": by_weight}}

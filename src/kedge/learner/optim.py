@@ -1,0 +1,345 @@
+"""Optimizer, schedule and gradient clipping."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
+
+from kedge.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from kedge.models.fingerprint import full
+
+logger = logging.getLogger(__name__)
+
+_NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+# What a resumed run may change; other entries of a group may be the state of the optimizer.
+_OPTIONS = ("initial_lr", "weight_decay", "betas", "eps", "momentum", "alpha")
+_SIZES = (2, 3, 5, 7, 11, 13)  # of the dimensions of a sample weight
+_PLAIN = {"fused": False, "foreach": False, "capturable": False}
+_WITHOUT_ARGS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+
+
+def parameter_groups(
+    models: Mapping[str, tuple[nn.Module, float]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Parameter groups per model: with weight decay (matrices) and without (biases, norms).
+
+    Args:
+        models: name -> (model, learning rate).
+        weight_decay: for the matrices.
+    """
+    groups, decays, owner = [], set(), {}
+    for name, (model, _) in models.items():
+        matrices = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
+        for n, p in model.named_parameters():
+            owner[id(p)] = name  # a value adapter is in the policy, too
+            if n in matrices:
+                decays.add(id(p))
+    for name, (model, rate) in models.items():
+        trained = [p for p in model.parameters() if p.requires_grad and owner[id(p)] == name]
+        for decay in (True, False):
+            params = [p for p in trained if (id(p) in decays) == decay]
+            if params:
+                amount = weight_decay if decay else 0.0
+                groups.append({"params": params, "lr": rate, "weight_decay": amount, "name": name})
+    return groups
+
+
+def learning_rates(optimizer: Optimizer) -> dict[str, float]:
+    """``lr`` of the policy, or of the first group if unnamed; ``lr/value`` if present."""
+    rates = {group.get("name"): group["lr"] for group in reversed(optimizer.param_groups)}
+    metrics = {"lr": rates.get("policy", optimizer.param_groups[0]["lr"])}
+    return metrics | ({"lr/value": rates["value"]} if "value" in rates else {})
+
+
+def build_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> Optimizer:
+    """The optimizer ``args.optim`` over these groups.
+
+    Raises:
+        ConfigError: nothing trains, or the optimizer needs the whole model.
+    """
+    if not groups:
+        raise ConfigError("at least one weight must have requires_grad=True to train")
+    if args.optim_args and str(getattr(args.optim, "value", args.optim)) in _WITHOUT_ARGS:
+        raise ConfigError(
+            f"{_optimizer_error(args)}: {args.optim_args.split('=')[0].strip()!r} has no effect;"
+            " adam_beta1, adam_beta2, adam_epsilon and weight_decay are separate options"
+        )
+    try:
+        optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    except (ImportError, TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"{_optimizer_error(args)}: {error}") from error
+    if (
+        not isinstance(optimizer_class, type)
+        or not issubclass(optimizer_class, Optimizer)
+        or "params" in options
+    ):
+        raise ConfigError(
+            f"optim={str(args.optim)!r} needs more than parameter groups and is not supported; "
+            "pass optimizers=(optimizer, scheduler)"
+        )
+    if "betas" in options:
+        options["betas"] = tuple(map(float, options["betas"]))  # torch rejects the integer 0
+    try:
+        return optimizer_class(groups, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{_optimizer_error(args)}: {error}") from error
+
+
+def _optimizer_error(args: TrainingArguments) -> str:
+    kind = getattr(args.optim, "value", args.optim)
+    return f"optim={kind!r} with optim_args={args.optim_args!r} cannot be built"
+
+
+def check_optimizer_covers(
+    optimizer: Optimizer, trained: Mapping[str, Sequence[nn.Parameter]]
+) -> None:
+    """Reject an optimizer without any weight of one of the trained models (by name)."""
+    in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, params in trained.items():
+        if params and not any(id(p) in in_optimizer for p in params):
+            raise ConfigError(
+                f"optimizers: the {type(optimizer).__name__} holds no weight of the {name} model, "
+                "which would never train; build it from the weights of every trained model (pass "
+                "value_model to have its weights), or set optim instead of optimizers"
+            )
+
+
+def build_schedule(
+    args: TrainingArguments,
+    optimizer: Optimizer,
+    iterations: int,
+    *,
+    delay: int = 0,
+    delayed: Sequence[nn.Parameter] = (),
+) -> LRScheduler:
+    """The learning-rate schedule of ``args`` over ``iterations``.
+
+    Args:
+        args: kind and options of the schedule.
+        optimizer: optimizer of the weights.
+        iterations: of the run.
+        delay: iterations after which the groups of ``delayed`` weights begin; their warmup and
+            decay cover the rest, and their rate is 0 until then.
+        delayed: weights that are not trained before ``delay``.
+
+    Raises:
+        ConfigError: the schedule needs options that are missing.
+    """
+    whole = _schedule(args, optimizer, iterations)
+    if not delay or not isinstance(whole, LambdaLR):
+        return whole
+    late = {id(p) for p in delayed}
+    rest = cast("LambdaLR", _schedule(args, optimizer, max(1, iterations - delay))).lr_lambdas[0]
+    rules = [
+        (lambda step: rest(step - delay) if step >= delay else 0.0)
+        if all(id(p) in late for p in group["params"])
+        else rule
+        for group, rule in zip(optimizer.param_groups, whole.lr_lambdas, strict=True)
+    ]
+    return LambdaLR(optimizer, rules)
+
+
+def _schedule(args: TrainingArguments, optimizer: Optimizer, iterations: int) -> LRScheduler:
+    options = args.lr_scheduler_kwargs
+    try:
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=args.get_warmup_steps(iterations),
+            num_training_steps=iterations,
+            scheduler_specific_kwargs=dict(options) if options else None,  # type: ignore[arg-type]
+        )
+    except (TypeError, ValueError) as error:
+        kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        raise ConfigError(
+            f"lr_scheduler_type={kind!r} with lr_scheduler_kwargs={options}: {error}"
+        ) from error
+
+
+def step_schedule(scheduler: LRScheduler) -> None:
+    """Advance a schedule by one iteration."""
+    with warnings.catch_warnings():
+        # Torch warns if the first optimizer steps were all skipped.
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        scheduler.step()
+
+
+def load_optimizer_state(
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    state: Mapping[str, Any],
+    *,
+    names: Mapping[int, str] | None = None,
+) -> None:
+    """Restore optimizer state and the step of the schedule.
+
+    Learning rates are those of this run's schedule at that step, which differ from the saved ones
+    if the run was extended or was given other rates: a linear schedule that had ended at 0
+    continues on the line to its new end.  Other options of the optimizer are this run's, too.
+
+    Args:
+        optimizer: optimizer of the resumed run.
+        scheduler: its schedule.
+        state: their ``state_dict``, under "optimizer" and "scheduler".
+        names: weight names by id, for errors.
+
+    Raises:
+        CheckpointError: the state belongs to another kind of optimizer.
+        DamagedCheckpointError: a tensor is missing, or has a different shape or dtype.
+    """
+    given = [{k: g[k] for k in _OPTIONS if k in g} for g in optimizer.param_groups]
+    bases = getattr(scheduler, "base_lrs", None)
+    _load_state(optimizer, state["optimizer"], names or {})
+    scheduler.load_state_dict(state["scheduler"])
+    if bases is not None:
+        scheduler.base_lrs = bases
+    for group, options in zip(optimizer.param_groups, given, strict=True):
+        before, now = group.get("initial_lr"), options.get("initial_lr")
+        if before and now is not None and before != now:
+            group["lr"] *= now / before
+        group.update(options)
+    if isinstance(scheduler, LambdaLR):
+        step = scheduler.last_epoch
+        groups, bases = scheduler.optimizer.param_groups, scheduler.base_lrs
+        for group, base, rule in zip(groups, bases, scheduler.lr_lambdas, strict=True):
+            group["lr"] = base * rule(step)
+
+
+def _load_state(optimizer: Optimizer, state: dict[str, Any], names: Mapping[int, str]) -> None:
+    current = set(optimizer.param_groups[0]) - {"initial_lr"}
+    saved = set(state["param_groups"][0]) - {"initial_lr"}
+    if current != saved:
+        removed, added = (", ".join(sorted(x)) for x in (saved - current, current - saved))
+        raise CheckpointError(
+            f"the checkpoint's optimizer must have the options of this run's"
+            f" {type(optimizer).__name__}; only the checkpoint has {removed or 'none'}, only this"
+            f" run has {added or 'none'}. Resume with the same optim"
+        )
+    _check_state(optimizer, state, names)
+    optimizer.load_state_dict(state)
+
+
+def _check_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    """Compare the tensors of a state with those that the optimizer makes for a small weight.
+
+    Fused kernels trust the shapes in the state: a wrong one writes past the end of a weight.
+    """
+    groups, saved = optimizer.param_groups, state["param_groups"]
+    sizes, sizes_saved = ([len(g["params"]) for g in each] for each in (groups, saved))
+    if sizes != sizes_saved:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has groups of {sizes_saved} weights, this run's"
+            f" {type(optimizer).__name__} of {sizes}; train the same weights as in that run"
+        )
+    layouts: dict[tuple[int, int, torch.dtype], Mapping[str, Any]] = {}
+    for i, (group, of_group) in enumerate(zip(groups, saved, strict=True)):
+        for weight, index in zip(group["params"], of_group["params"], strict=True):
+            saved_state = state["state"].get(index)
+            if not saved_state:  # no gradient so far
+                continue
+            key = (i, weight.dim(), weight.dtype)
+            if key not in layouts:
+                layouts[key] = _layout(optimizer, group, *key[1:])
+            problem = _problem(saved_state, layouts[key], weight)
+            if problem:
+                name = names.get(id(weight), f"number {index}")
+                raise DamagedCheckpointError(
+                    f"the optimizer's tensor optimizer/state/{index}/{problem} (of the weight"
+                    f" {name})"
+                )
+
+
+def _problem(saved: Mapping[str, Any], layout: Mapping[str, Any], weight: Tensor) -> str | None:
+    for name, sample in layout.items():
+        if name not in saved:
+            return f"{name} is missing"
+        x = saved[name]
+        if not isinstance(sample, Tensor):
+            continue
+        if not isinstance(x, Tensor):
+            return f"{name} is {x!r}, not a tensor"
+        sizes = {**dict(zip(_SIZES, weight.shape, strict=False)), 1: 1}  # the sample's all differ
+        shape = tuple(sizes.get(size, -1) for size in sample.shape)
+        if -1 not in shape and tuple(x.shape) != shape:  # otherwise not made from the weight's
+            return f"{name} has the shape {tuple(x.shape)}, it must be {shape}"
+        if x.dtype != sample.dtype:
+            return f"{name} is {x.dtype}, it must be {sample.dtype}"
+    return None
+
+
+def _layout(
+    optimizer: Optimizer, group: Mapping[str, Any], dims: int, dtype: torch.dtype
+) -> Mapping[str, Any]:
+    """The state that the optimizer keeps, tried on a sample weight; empty if that fails."""
+    if dims > len(_SIZES):
+        return {}
+    sample = nn.Parameter(torch.zeros(_SIZES[:dims], dtype=dtype))
+    sample.grad = torch.zeros_like(sample)
+    options = {k: _PLAIN.get(k, v) for k, v in group.items() if k != "params"}
+    try:
+        trial = type(optimizer)([{**options, "params": [sample]}])  # type: ignore[call-arg]
+        trial.step()
+    except Exception as error:  # a custom optimizer, or a GPU-only one
+        logger.debug(
+            "the state of %s is loaded without checks: %s", type(optimizer).__name__, error
+        )
+        return {}
+    state: Mapping[str, Any] = trial.state[sample]
+    return state
+
+
+def sum_gradients(trained: Sequence[nn.Parameter], ranks: int, bucket_mb: float) -> None:
+    """Sum the gradients of all ranks (loss weights sum to 1 over them), ``bucket_mb`` at a time.
+
+    After the last micro-batch, not in hooks: ranks may have different numbers of micro-batches, and
+    a step may leave some weights without a gradient.
+    """
+    if ranks > 1:
+        _sum_whole([p for p in trained if not isinstance(p, DTensor)], bucket_mb)
+    averaged: list[Tensor] = [p.grad for p in trained if isinstance(p.grad, DTensor)]
+    if averaged:  # by FSDP
+        torch._foreach_mul_(averaged, float(ranks))
+
+
+def _sum_whole(params: Sequence[nn.Parameter], bucket_mb: float) -> None:
+    """In buckets; a gradient that a rank lacks counts as 0."""
+    if not params:
+        return
+    has = torch.tensor([float(p.grad is not None) for p in params], device=params[0].device)
+    dist.all_reduce(has)
+    present = [p for p, anywhere in zip(params, has.tolist(), strict=True) if anywhere]
+    for p in present:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    for grads in _take_tensors([p.grad for p in present], int(bucket_mb * 2**20)):
+        flat = _flatten_dense_tensors(grads)
+        dist.all_reduce(flat)
+        torch._foreach_copy_(grads, list(_unflatten_dense_tensors(flat, grads)))
+
+
+def norms(grads: Mapping[str, Iterable[Tensor]]) -> dict[str, float]:
+    """The L2 norm of each named set of gradients, and of all of them under ``""``."""
+    each = torch.stack(
+        [full(torch.nn.utils.get_total_norm(list(g))).float() for g in grads.values()]
+    )
+    total = each.square().sum().sqrt()
+    return dict(zip(["", *grads], torch.cat([total[None], each]).tolist(), strict=True))
+
+
+def scale_(grads: Iterable[Tensor], norm: float, largest: float) -> None:
+    """Scale gradients of norm ``norm`` down to ``largest``, in place; leave smaller ones."""
+    present = list(grads)  # none while only the value model is trained
+    if present and norm > largest:
+        torch._foreach_mul_(present, largest / norm)

@@ -1,0 +1,146 @@
+"""The reference: the frozen policy of the KL term."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kedge.models.fingerprint import fingerprint, policy_weights
+from kedge.models.model import LanguageModelParts, causal_parts, no_dropout
+from kedge.models.peft import AdapterSwitch
+from kedge.types import Rollout
+
+BuildParts = Callable[..., LanguageModelParts]
+
+
+class Reference(Protocol):
+    """Provides the reference policy within a ``with`` block."""
+
+    def active(self) -> AbstractContextManager[LanguageModelParts]:
+        """Backbone and head of the reference."""
+        ...
+
+    def to(self, device: torch.device) -> Reference:
+        """The same on a device."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A short hash of its weights.  Collective."""
+        ...
+
+    @property
+    def separate_models(self) -> list[nn.Module]:
+        """Models that the reference does not share with the policy."""
+        ...
+
+
+class RemoteReference(Protocol):
+    """A reference in other processes, which computes while the learner continues."""
+
+    def begin(
+        self, rollout: Rollout, groups: Sequence[Sequence[int]], *, joined: bool
+    ) -> Callable[[], Tensor]:
+        """Start computing; the returned call waits for log-probabilities float32 [B, R].
+
+        Args:
+            rollout: of B rows.
+            groups: rows that share a forward pass.
+            joined: whether they are joined without padding.
+        """
+        ...
+
+
+class FrozenModel:
+    """A reference with separate weights.
+
+    Args:
+        model: language model; it is frozen.
+        build_parts: takes it apart into backbone and head.
+    """
+
+    def __init__(self, model: nn.Module, build_parts: BuildParts = causal_parts) -> None:
+        self.model = model.requires_grad_(False).eval()
+        no_dropout(self.model)
+        self.parts = build_parts(self.model)
+        self._fingerprint: str | None = None
+
+    def fingerprint(self) -> str:
+        """A short hash of all weights, computed once because they never change."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(policy_weights(self.model))
+        return self._fingerprint
+
+    @contextmanager
+    def active(self) -> Iterator[LanguageModelParts]:
+        """Backbone and head of the model."""
+        yield self.parts
+
+    @property
+    def separate_models(self) -> list[nn.Module]:
+        """The model."""
+        return [self.model]
+
+    def to(self, device: torch.device) -> FrozenModel:
+        """The same on a device."""
+        self.model.to(device)
+        return self
+
+
+class AdapterReference:
+    """The policy's base model, without its adapter or with another one.
+
+    Args:
+        policy: a PEFT model.
+        name: the reference's adapter, which never trains; None: the base alone.
+        build_parts: takes the policy apart into backbone and head.
+    """
+
+    def __init__(
+        self, policy: Any, name: str | None = None, build_parts: BuildParts = causal_parts
+    ) -> None:
+        self.policy, self.name, self._build_parts = policy, name, build_parts
+        self._switch = AdapterSwitch(policy)
+        self._fingerprint: str | None = None
+        with self.active() as parts:
+            self.parts = parts
+
+    @contextmanager
+    def active(self) -> Iterator[LanguageModelParts]:
+        """Backbone and head, with the reference's adapter active only within the block."""
+        with self._switch.active(self.name):
+            yield self._build_parts(self.policy, verify=False)
+
+    def fingerprint(self) -> str:
+        """A short hash of every weight of the policy that does not train, computed once."""
+        if self._fingerprint is None:
+            named = self.policy.named_parameters()
+            self._fingerprint = fingerprint({n: p for n, p in named if not p.requires_grad})
+        return self._fingerprint
+
+    @property
+    def separate_models(self) -> list[nn.Module]:
+        """None: it uses the policy's base model."""
+        return []
+
+    def to(self, device: torch.device) -> AdapterReference:
+        """Unchanged: it is on the policy's device."""
+        return self
+
+
+def frozen_copy(policy: nn.Module, *, sharded: bool = False) -> FrozenModel:
+    """The policy as it is now, frozen; weights that do not train are shared, not copied.
+
+    Args:
+        policy: the policy.
+        sharded: both will be sharded before the policy trains; until then they share memory.
+    """
+    if sharded:
+        memo = {id(p): nn.Parameter(p.data, requires_grad=False) for p in policy.parameters()}
+    else:
+        memo = {id(p): p for p in policy.parameters() if not p.requires_grad}
+    return FrozenModel(copy.deepcopy(policy, memo))

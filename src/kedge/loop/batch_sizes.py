@@ -1,0 +1,230 @@
+"""All batch sizes of a run.
+
+sample        one prompt with one response               prompts = samples / group
+micro-batch   samples of one forward and backward pass on one rank
+mini-batch    samples of one optimizer step over all ranks
+batch         samples of one iteration over all ranks, trained on for ``epochs`` epochs
+iteration     one batch: ``epochs x minibatches`` optimizer steps
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kedge.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """The batch sizes of a run, built by ``compute_batch_sizes``.
+
+    Args:
+        world_size: number of ranks.
+        micro_rows: maximum samples per rank in one forward and backward pass.
+        local_rows: samples per rank in one iteration.
+        minibatches: optimizer steps per epoch over a batch.
+        epochs: passes over each batch.
+        group: responses per prompt.
+        iterations: iterations in the run.
+        iterations_per_epoch: iterations that use every prompt once; None: unknown.
+        max_tokens_per_micro_batch: cuts micro-batches by tokens instead of ``micro_rows``.
+    """
+
+    world_size: int
+    micro_rows: int
+    local_rows: int
+    minibatches: int
+    epochs: int
+    group: int
+    iterations: int
+    iterations_per_epoch: float | None = None
+    max_tokens_per_micro_batch: int | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one iteration, over all ranks."""
+        return self.local_rows * self.world_size
+
+    @property
+    def local_mini_rows(self) -> int:
+        """Samples per rank in one optimizer step."""
+        return self.local_rows // self.minibatches
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
+        return self.batch_size // self.minibatches
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of one forward and backward pass, over all ranks."""
+        return self.micro_rows * self.world_size
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward and backward passes per rank in one optimizer step, without a token budget."""
+        return math.ceil(self.local_mini_rows / self.micro_rows)
+
+    @property
+    def local_prompts(self) -> int:
+        """Distinct prompts per rank in one iteration."""
+        return self.local_rows // self.group
+
+    @property
+    def prompts(self) -> int:
+        """Distinct prompts of one iteration, over all ranks."""
+        return self.batch_size // self.group
+
+    @property
+    def optimizer_steps_per_iteration(self) -> int:
+        """Optimizer steps in one iteration."""
+        return self.epochs * self.minibatches
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps in the run."""
+        return self.iterations * self.optimizer_steps_per_iteration
+
+    @property
+    def episodes(self) -> int:
+        """Responses generated in the run."""
+        return self.iterations * self.batch_size
+
+    def derived(self) -> dict[str, int]:
+        """The sizes by their names in PPOConfig."""
+        return {
+            "world_size": self.world_size,
+            "num_total_batches": self.iterations,
+            "micro_batch_size": self.micro_batch_size,
+            "local_batch_size": self.local_rows,
+            "batch_size": self.batch_size,
+            "local_mini_batch_size": self.local_mini_rows,
+            "mini_batch_size": self.mini_batch_size,
+        }
+
+
+def compute_batch_sizes(
+    *,
+    per_device_train_batch_size: int,
+    gradient_accumulation_steps: int = 1,
+    world_size: int = 1,
+    num_mini_batches: int = 1,
+    num_ppo_epochs: int = 1,
+    num_generations: int = 1,
+    total_episodes: int | None = None,
+    max_steps: int = -1,
+    num_train_epochs: float = 1.0,
+    dataset_rows: int | None = None,
+    min_group: int = 1,
+    max_tokens_per_micro_batch: int | None = None,
+) -> BatchSizes:
+    """Derive all sizes; errors name the nearest values that would work.
+
+    The run ends at ``total_episodes`` or ``max_steps``, whichever comes first, else after
+    ``num_train_epochs``.
+
+    Args:
+        per_device_train_batch_size: samples per rank in one forward and backward pass.
+        gradient_accumulation_steps: such passes per rank that make up one batch.
+        world_size: number of ranks.
+        num_mini_batches: optimizer steps per epoch over a batch.
+        num_ppo_epochs: passes over each batch.
+        num_generations: responses per prompt.
+        total_episodes: responses to generate; the last batch is always full.
+        max_steps: iterations; no limit if below 1.
+        num_train_epochs: passes over the prompts of the dataset.
+        dataset_rows: prompts in the dataset; None: unknown.
+        min_group: minimum number of responses per prompt of the algorithm.
+        max_tokens_per_micro_batch: maximum tokens of a forward and backward pass.
+
+    Raises:
+        ConfigError: sizes that do not divide, or no end of the run.
+    """
+    for name, size in [
+        ("per_device_train_batch_size", per_device_train_batch_size),
+        ("gradient_accumulation_steps", gradient_accumulation_steps),
+        ("world_size", world_size),
+        ("num_mini_batches", num_mini_batches),
+        ("num_ppo_epochs", num_ppo_epochs),
+        ("num_generations", num_generations),
+    ]:
+        if size < 1:
+            raise ConfigError(f"{name}={size} must be at least 1")
+    local = per_device_train_batch_size * gradient_accumulation_steps
+    if num_generations < min_group:
+        raise ConfigError(
+            f"num_generations={num_generations} must be at least {min_group}: this algorithm"
+            " compares responses to the same prompt"
+        )
+    where = "" if world_size == 1 else f" on each of the {world_size} ranks"
+    _check_divides(
+        "num_generations",
+        num_generations,
+        local,
+        f"{where} (per_device_train_batch_size={per_device_train_batch_size} x "
+        f"gradient_accumulation_steps={gradient_accumulation_steps})",
+        at_least=min_group,
+    )
+    _check_divides(
+        "num_mini_batches",
+        num_mini_batches,
+        local,
+        f"{where} ({local // num_generations} prompts x {num_generations} each)",
+    )
+    batch = local * world_size
+    per_epoch = None if dataset_rows is None else dataset_rows * num_generations / batch
+    return BatchSizes(
+        world_size=world_size,
+        micro_rows=min(per_device_train_batch_size, local // num_mini_batches),
+        local_rows=local,
+        minibatches=num_mini_batches,
+        epochs=num_ppo_epochs,
+        group=num_generations,
+        iterations=_iterations(batch, total_episodes, max_steps, num_train_epochs, per_epoch),
+        iterations_per_epoch=per_epoch,
+        max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+    )
+
+
+def _iterations(
+    batch: int,
+    total_episodes: int | None,
+    max_steps: int,
+    num_train_epochs: float,
+    per_epoch: float | None,
+) -> int:
+    limits = []
+    if total_episodes is not None:
+        if total_episodes < 1:
+            raise ConfigError(f"total_episodes={total_episodes} must be at least 1")
+        limits.append(math.ceil(total_episodes / batch))
+    if max_steps == 0:
+        raise ConfigError("max_steps=0 must be at least 1, or -1 for no limit")
+    if max_steps > 0:
+        limits.append(max_steps)
+    if limits:
+        return min(limits)
+    if per_epoch is None:
+        raise ConfigError(
+            "the length of the dataset is unknown, so num_train_epochs cannot end the run; "
+            "set total_episodes or max_steps"
+        )
+    if num_train_epochs <= 0:
+        raise ConfigError(
+            f"num_train_epochs={num_train_epochs} must be above 0; or set total_episodes or "
+            "max_steps"
+        )
+    # 0.1 + 0.2 passes over 10 prompts are 3 prompts, not 3.0000000000000004.
+    return max(1, math.ceil(round(num_train_epochs * per_epoch, 9)))
+
+
+def _check_divides(name: str, value: int, total: int, of: str, *, at_least: int = 1) -> None:
+    if total % value:
+        divisors = [d for d in range(1, total + 1) if total % d == 0]
+        below = [d for d in divisors if at_least <= d < value][-1:]
+        nearest = ", ".join(map(str, below + [d for d in divisors if d > value][:1]))
+        raise ConfigError(
+            f"{name}={value} does not divide the batch of {total} samples{of}; "
+            f"nearest that do: {nearest or 'none; raise per_device_train_batch_size'}"
+        )

@@ -1,0 +1,167 @@
+"""The training loop, the only one; ``max_lag`` makes it synchronous or asynchronous.
+
+``RolloutScheduler`` decides when to sample: in order (results do not depend on timing) or as
+completed (faster if response lengths vary a lot).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kedge.checkpoint.replay import Replayed
+from kedge.errors import RewardError, RolloutError, SyncError
+from kedge.loop.hooks import StepReport
+from kedge.loop.updater import Updater
+from kedge.protocols import PromptSource, RewardSource, RolloutEngine
+from kedge.rollout.scheduler.as_completed import AsCompletedScheduler
+from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
+from kedge.rollout.scheduler.fifo import FifoScheduler
+from kedge.rollout.scheduler.scheduler import RolloutScheduler
+from kedge.rollout.scheduler.weight_sync import WeightUpdate
+from kedge.types import Sample, Sampling
+
+
+@dataclass(slots=True, kw_only=True)
+class Engine(Updater):
+    """The components and the state of a training run."""
+
+    source: PromptSource
+    rollout_engine: RolloutEngine
+    reward: RewardSource
+    sampling: Sampling
+    max_lag: int = 0
+    # per iteration, trained on as completed; 0: whole batches in order
+    partial_batches: int = 0
+    in_flight_weight_updates: bool = False  # as completed: engines get weights while they sample
+    scheduler: RolloutScheduler = field(init=False)
+    _all_ranks_fail: bool = field(default=True, init=False)  # a failure now is raised on all ranks
+
+    def __post_init__(self) -> None:
+        if self.partial_batches:
+            in_flight = self.in_flight_weight_updates
+            self.scheduler = AsCompletedScheduler(
+                self.partial_batches, self.max_lag, in_flight=in_flight
+            )
+            self.max_token_lag = self.max_lag if in_flight else None
+        else:
+            self.scheduler = FifoScheduler(self.max_lag)
+        self.scheduler.configure(self._collector(), self.rollout_engine)
+
+    def _collector(self) -> RolloutCollector:
+        return RolloutCollector(
+            source=self.source,
+            reward=self.reward,
+            sampling=self.sampling,
+            algorithm=self.algorithm,
+            seed=self.seed,
+            clock=self.clock,
+        )
+
+    def run(self, until: int) -> None:
+        """Train to iteration ``until`` or until a hook stops it; samples in flight are kept."""
+        if not self.state_consistent:
+            warnings.warn(
+                f"iteration {self.step + 1} was interrupted between optimizer steps and restarts"
+                " with the current weights; for exact results, resume from a checkpoint",
+                stacklevel=2,
+            )
+        # components may have been replaced
+        self.scheduler.configure(self._collector(), self.rollout_engine)
+        self._all_ranks_fail = self.learner.world_size == 1
+        with self.scheduler.open(self.step, until):
+            try:
+                self._train(until)
+            except Exception as error:
+                if self.state_consistent and self._all_ranks_fail:
+                    self._recover_after_error()
+                    self.hooks.on_failure(self.step, error)
+                raise
+
+    def _train(self, until: int) -> None:
+        self.scheduler.send(self._weight_update())
+        stop = False
+        while self.step < until and not stop:
+            self.hooks.on_step_begin(self.step)
+            begin = self.clock()
+            sample = self._next_sample()
+            metrics = self.train_on(sample, begin=begin)
+            self.scheduler.send(self._weight_update())
+            report = StepReport(
+                step=self.step,
+                metrics=metrics,
+                rollout=sample.rollout,
+                reward_output=sample.reward_output,
+            )
+            stop = self.hooks.on_step_end(report)
+        self.scheduler.wait_for_syncs()
+
+    def _next_sample(self) -> Sample:
+        """The sample of this iteration; a failure on one rank ends all of them."""
+        if self.learner.world_size == 1:
+            return self.scheduler.next_sample(self.step)
+        sample, failure = None, None
+        try:
+            sample = self.scheduler.next_sample(self.step)
+        except (RewardError, RolloutError, SyncError) as error:
+            failure = error  # raised outside of collectives: all ranks reach the vote
+        rows = 0.0 if sample is None else float(sample.reward_output.valid.sum())
+        failed, scored = self.learner.total(torch.tensor([float(sample is None), rows])).tolist()
+        self._all_ranks_fail = bool(failed) or not scored  # without any score all ranks may raise
+        if failure is not None:
+            raise failure
+        if sample is None or failed:
+            raise RolloutError(
+                "sampling or scoring failed on another rank; see the error of that rank"
+            )
+        return sample
+
+    def _recover_after_error(self) -> None:
+        """Keep the samples in flight that can be reused, the same on all ranks."""
+        self.scheduler.recover_after_error(self.step)
+        if isinstance(self.rollout_engine, Replayed):  # it is read again from the recording
+            self.scheduler.restore([], self.step)
+        if self.learner.world_size > 1:
+            counts = torch.zeros(self.max_lag + 2)
+            counts[len(self.scheduler.in_flight)] = 1.0
+            if not bool((self.learner.total(counts) == self.learner.world_size).any()):
+                self.scheduler.restore([], self.step)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The policy's weights for the rollout engine; empty if it shares them.  Collective.
+
+        Raises:
+            SyncError: a rank could not hand them over; raised on every rank.
+        """
+        try:
+            return {} if self.rollout_engine.shares_weights else self.learner.weights()
+        except SyncError:
+            self._all_ranks_fail = True
+            raise
+
+    def _weight_update(self) -> WeightUpdate:
+        return WeightUpdate(
+            weights=self.weights(),
+            version=self.learner.version,
+            fingerprint=self.learner.fingerprint(),
+            step=self.step,
+            moves=self._moves,
+        )
+
+    @property
+    def in_flight(self) -> list[PendingSample]:
+        """What to save of the samples not trained on yet."""
+        return self.scheduler.in_flight
+
+    def restore(self, samples: list[PendingSample]) -> None:
+        """Use these samples for the next iterations, as after a resume."""
+        names = ("rollout", "reward_output", "times")  # checkpoints had tuples before ``Sample``
+        samples = [
+            Sample(**dict(zip(names, x, strict=True))) if isinstance(x, tuple) else x
+            for x in samples
+        ]
+        self.scheduler.restore(samples, self.step)

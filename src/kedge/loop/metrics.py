@@ -1,0 +1,244 @@
+"""All metric names with their descriptions; the docs page is generated from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from kedge.protocols import Learner
+from kedge.types import Metrics
+
+NAMES: dict[str, str] = {
+    "episode": "responses trained on since the start of the run",
+    "epoch": "passes over the training prompts",
+    "eps": "episodes per second since the start of this process",
+    "num_input_tokens_seen": "prompt and response tokens since the start of the run",
+    "num_tokens": "prompt and response tokens sampled since the start of the run, no padding",
+    "memory/peak_cpu": "MiB; peak memory of rank 0 since its start",
+    "memory/peak_gpu": "MiB; peak memory of tensors on the GPU of rank 0",
+    "tokens_per_second": "tokens of the policy sampled and trained on per second in this iteration",
+    "lr": "learning rate of the policy in this iteration; 0 during value_warmup_steps",
+    "lr/value": "learning rate of the value model in this iteration",
+    "grad_norm": "gradient norm of all trained weights before clipping, mean over optimizer steps",
+    "grad_norm/policy": "the same, of the policy's weights only; clipped apart from the value's",
+    "grad_norm/value": "the same, of the value model's weights only; a head on the policy's "
+    "backbone is clipped together with the policy",
+    "skipped_steps": "optimizer steps skipped because a gradient was not finite, since the start",
+    "objective/kl": "nats per response; KL estimator summed over a response, mean over responses",
+    "objective/kl2": "nats per response; the k2 estimate of the same, for any kl_estimator",
+    "objective/kl3": "nats per response; the k3 estimate of the same, for any kl_estimator",
+    "objective/kl_coef": "coefficient of the KL penalty used for this batch",
+    "objective/entropy": "nats per response; negative log-probability summed over its tokens",
+    "objective/non_score_reward": "KL penalty summed over a response, mean over responses",
+    "objective/rlhf_reward": "score plus KL penalty, which PPO maximizes; mean over responses",
+    "objective/scores": "mean score per response, including the penalty for a missing stop token",
+    "objective/scores_std": "standard deviation of the scores over the batch",
+    "objective/greedy_scores": "mean score of the greedy response to the same prompt (ReMax)",
+    "objective/uniform_groups": "share of grouped responses whose group has equal scores",
+    "policy/approxkl_avg": "nats per token; 0.5 (log ratio)^2 against the denominator of the "
+    "ratio: the behavior policy, with sampler_correction the policy before the iteration; "
+    "per response if the ratio is clipped per response (RLOO)",
+    "policy/policykl_avg": "nats per token; mean of old minus new log-probability: the k1 "
+    "estimate of the KL to the same policy as in policy/approxkl_avg",
+    "policy/clipfrac_avg": "share of tokens (RLOO: responses) without gradient because of the clip",
+    "clip_ratio/low_mean": "share of tokens (RLOO: responses) clipped below: ratio under "
+    "1 - epsilon and negative advantage; GRPO and RLOO",
+    "clip_ratio/high_mean": "the same above: ratio over 1 + epsilon_high and positive advantage",
+    "policy/entropy_avg": "nats per token; entropy of the policy during training",
+    "loss": "the minimized loss: all terms times their coefficients, mean over optimizer steps",
+    "loss/policy_avg": "policy loss, mean over optimizer steps",
+    "loss/kl_avg": "KL in the loss without its coefficient beta, mean over optimizer steps",
+    "loss/value_avg": "value loss without vf_coef, mean over optimizer steps",
+    "val/clipfrac_avg": "share of tokens whose clipped value loss is the larger one",
+    "val/ratio": "probability ratio to the same policy as in policy/approxkl_avg, mean over "
+    "tokens (RLOO: responses) and optimizer steps",
+    "val/ratio_var": "variance of the mean ratio over the optimizer steps of an iteration",
+    "val/num_eos_tokens": "terminated responses (ended by themselves) in the batch, over all ranks",
+    "val/explained_variance": "1 - Var(return - value) / Var(return), values before training",
+    "val/advantage_std": "standard deviation of the advantages in the loss over tokens; it shrinks "
+    "where a batch teaches less than those before it",
+    "val/raw_advantage_std": "the same before the advantages are scaled, over tokens or turns",
+    "val/value_mean": "mean predicted value per token",
+    "val/return_mean": "mean return per token",
+    "completions/mean_length": "tokens per response, including stop tokens; of an episode those of "
+    "the policy",
+    "completions/min_length": "tokens of the shortest response",
+    "completions/max_length": "tokens of the longest response",
+    "completions/mean_terminated_length": "the same for terminated responses",
+    "completions/min_terminated_length": "the same for terminated responses",
+    "completions/max_terminated_length": "the same for terminated responses",
+    "completions/truncated_ratio": "share of responses cut off by the length limit",
+    "rollout/tokens": "prompt and response tokens of the batch, no padding",
+    "rollout/lag": "iterations between sampling and training, mean over responses (of the oldest "
+    "token of each)",
+    "rollout/lag_max": "the same of the oldest token that is trained on, over all ranks",
+    "rollout/too_old_tokens": "share of sampled tokens that are left out of the loss because they "
+    "are older than max_lag; with in-flight weight updates",
+    "rollout/dropped_rows": "responses left out because their reward failed or did not apply",
+    "rollout/untrained_rows": "scored responses left out of the loss: truncated, or equal scores",
+    "rollout/resampled_groups": "groups of equal scores that were replaced by other prompts",
+    "rollout/correction_weight": "importance weight (learner / rollout engine), mean over tokens",
+    "rollout/correction_bounded": "share of tokens whose importance weight was truncated or masked",
+    "rollout/logprob_gap": "nats per token; |log-probability of rollout engine - of learner| for "
+    "tokens of the newest policy version; not logged if all are older",
+    "rollout/sync_gap": "nats per token; the same on the fixed tokens that verify a weight sync "
+    "with vLLM: of the weights that sampled this batch, largest of the engines",
+    "rollout/stale_gap": "the same for responses sampled with older weights",
+    "environment/turns": "turns of the policy per episode",
+    "environment/seconds": "seconds of sampling spent waiting for environments",
+    "environment/model_seconds": "seconds of sampling spent in the model",
+    "environment/errors": "share of episodes whose environment failed",
+    "environment/hung_calls": "calls of environments beyond environment_timeout that have not "
+    "ended; each keeps a thread, at most environment_concurrency",
+    "environment/cut_observations": "observations per episode whose middle was cut, because they "
+    "left no room for a turn",
+    "environment/reward_per_turn": "mean reward of a turn",
+    "environment/last_reward_share": "share of all rewards, in absolute value, that the last turn "
+    "of an episode gets",
+    "environment/tool_calls": "tool calls per episode",
+    "environment/tool_errors": "tool calls per episode that failed; the policy gets the error",
+    "environment/invalid_calls": "tool calls per episode that could not be read",
+    "environment/loss_tokens": "share of response tokens that the policy produced; the others are "
+    "of environments",
+    "eval_loss": "minus the mean score, plus the KL times the coefficient of training: lower is "
+    "better (TRL logs the surrogate loss, which does not measure quality)",
+    "eval_accuracy": "share of evaluation responses that score at least eval_success_score",
+    "eval_win_rate": "share of evaluation responses that score more than the initial policy's "
+    "response to the same prompt; ties count half",
+    "time/rollout": "seconds of this iteration spent sampling",
+    "time/reward": "seconds spent scoring",
+    "time/annotate": "seconds spent on log-probabilities, reference and values before training",
+    "time/update": "seconds spent on the optimizer steps",
+    "time/step": "seconds of the whole iteration",
+    "train_loss": "last row: mean of loss over all iterations of the run",
+    "train_runtime": "last row: seconds of train()",
+    "train_samples_per_second": "last row: responses trained on per second",
+    "train_steps_per_second": "last row: iterations per second",
+}
+# TRL's names in GRPO and RLOO, also logged by those trainers: TRL name -> Kedge name.
+TRL_NAMES: dict[str, str] = {
+    "reward": "objective/scores",
+    "reward_std": "objective/scores_std",
+    "frac_reward_zero_std": "objective/uniform_groups",
+    "kl": "loss/kl_avg",
+    "entropy": "policy/entropy_avg",
+    "clip_ratio/region_mean": "policy/clipfrac_avg",
+    "completions/clipped_ratio": "completions/truncated_ratio",
+    "sampling/importance_sampling_ratio/mean": "rollout/correction_weight",
+    "sampling/sampling_logp_difference/mean": "rollout/logprob_gap",
+    "learning_rate": "lr",
+    "step_time": "time/step",
+}
+TRL_NOTES: dict[str, str] = {
+    "reward_std": "objective/scores_std, with n - 1 instead of n",
+    "kl": "loss/kl_avg; RLOO: objective/kl per token",
+    "rewards/<function>/mean": "rewards/<function>",
+    "<name>": "log/<name>: logged by a reward function through log_metric",
+}
+# Names of open-instruct's asynchronous PPO, also logged by AsyncPPOTrainer.
+SEED_NAMES: dict[str, str] = {
+    "training_step": "iterations finished",
+    "objective/loss": "loss/policy_avg + vf_coef x loss/value_avg",
+    "objective/verifiable_correct_rate": "share of responses that a verifier scored above 0",
+    "val/format_scores": "weighted rewards of r1_style_format",
+    "val/sequence_lengths": "completions/mean_length",
+    "val/sequence_lengths_min": "completions/min_length",
+    "val/sequence_lengths_max": "completions/max_length",
+    "val/num_stop_token_ids": "val/num_eos_tokens",
+    "val/stop_token_rate": "share of terminated responses",
+    "time/training": "seconds of this iteration without waiting for samples",
+    "time/from_scratch": "seconds since training began, in this process",
+}
+# Metrics that every algorithm logs, and those that a single algorithm adds.
+OF_ALL_ALGORITHMS = (
+    *("objective/scores", "objective/scores_std", "objective/rlhf_reward"),
+    *("objective/non_score_reward", "objective/kl", "objective/kl2", "objective/kl3"),
+    *("objective/kl_coef", "objective/entropy"),
+    *("policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg"),
+    *("val/ratio", "val/ratio_var", "val/num_eos_tokens", "val/advantage_std"),
+)
+SEED_PREFIXES: dict[str, str] = {
+    "objective/<verifier>_reward": "mean score of a verifier over the responses it scored",
+    "objective/<verifier>_correct_rate": "share of those responses with a score above 0",
+}
+PREFIXES: dict[str, str] = {
+    "rollout/token_lag/": "share of the trained tokens that were sampled so many iterations ago; "
+    "where a batch has tokens of different ages",
+    "rewards/": "mean of one reward source over the responses it applies to; .../std: standard "
+    "deviation over them",
+    "eval_pass@": "unbiased estimate of the share of evaluation prompts solved by at least one of "
+    "k responses (arXiv:2107.03374)",
+    "eval_": "the same metric on the evaluation prompts",
+    "environment/": "numbers that environments report: under info['metrics'], summed over an "
+    "episode, or in info, the last of an episode; mean over episodes",
+    "log/": "what a reward function recorded through log_metric, mean over its calls on all ranks",
+}
+
+
+def check_known(metrics: Mapping[str, float]) -> None:
+    """Raise KeyError for a metric without a description."""
+    unknown = sorted(n for n in metrics if n not in NAMES and not n.startswith(tuple(PREFIXES)))
+    if unknown:
+        raise KeyError(
+            f"unknown metrics {unknown}; metrics of a custom algorithm must start with log/"
+            " (Kedge's own are listed in loop/metrics.py, NAMES)"
+        )
+
+
+class MetricAccumulator:
+    """Accumulates means and sums over this rank's rows and reduces them over ranks in one call."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, tuple[Tensor, Tensor]] = {}
+        self._sums: dict[str, Tensor | float] = {}
+
+    def mean(self, name: str, x: Tensor, keep: Tensor) -> None:
+        """Mean of ``x`` where ``keep`` (bool, the same shape); repeated calls accumulate."""
+        kept = torch.where(keep, x.to(torch.float64), 0.0).sum().cpu()
+        top, count = self._means.get(name, (torch.zeros((), dtype=torch.float64),) * 2)
+        self._means[name] = (top + kept, count + keep.sum().cpu())
+
+    def sum(self, name: str, x: Tensor) -> None:
+        """Sum of ``x``; repeated calls accumulate."""
+        self._sums[name] = self._sums.get(name, 0.0) + x.to(torch.float64).sum().cpu()
+
+    def read(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Values over all ranks; means with count 0 are left out."""
+        flat = [x for pair in self._means.values() for x in pair]
+        flat += [torch.as_tensor(x, dtype=torch.float64) for x in self._sums.values()]
+        if not flat:
+            return {}
+        merged = iter(total(torch.stack(flat)).tolist())
+        pairs = {name: (next(merged), next(merged)) for name in self._means}
+        out = {name: top / count for name, (top, count) in pairs.items() if count}
+        return out | {name: next(merged) for name in self._sums}
+
+
+def reduce_metrics(totals: Mapping[str, tuple[float, float]], learner: Learner) -> dict[str, float]:
+    """The mean of each name over all ranks; every rank must call this.
+
+    Args:
+        totals: (sum, count) by name; names may differ between ranks.
+        learner: provides the collectives.
+    """
+    metrics = Metrics(totals)
+    if learner.world_size > 1:
+        metrics = Metrics()
+        for text in _all_gather_text(json.dumps({k: [*v] for k, v in totals.items()}), learner):
+            metrics = metrics.merge(Metrics({k: (v[0], v[1]) for k, v in json.loads(text).items()}))
+    return metrics.means()
+
+
+def _all_gather_text(text: str, learner: Learner) -> list[str]:
+    """The texts of all ranks in rank order; each rank fills its row of a table that is summed."""
+    codes = torch.tensor(list(text.encode()), dtype=torch.float64)
+    sizes = torch.zeros(learner.world_size, dtype=torch.float64)
+    sizes[learner.rank] = len(codes)
+    widths = [int(n) for n in learner.total(sizes)]
+    table = torch.zeros(learner.world_size, max(widths), dtype=torch.float64)
+    table[learner.rank, : len(codes)] = codes
+    rows = learner.total(table).int().tolist()
+    return [bytes(row[:width]).decode() for row, width in zip(rows, widths, strict=True)]

@@ -1,0 +1,98 @@
+"""Cuts the rows of one optimizer step into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kedge.algorithms.base import Algorithm
+from kedge.math.loss_weights import WEIGHTINGS, row_mean
+from kedge.protocols import Total
+from kedge.types import Experience, MicroBatch, number_prompts
+
+
+def micro_batches(
+    experience: Experience,
+    index: Tensor,
+    algo: Algorithm,
+    micro_rows: int,
+    total: Total,
+    *,
+    max_tokens: int | None = None,
+    by_prompt: bool = False,
+) -> Iterator[MicroBatch]:
+    """The rows of one optimizer step as micro-batches; weights are computed before the split.
+
+    Rows are sorted by length, which saves padding and does not change the result.
+
+    Args:
+        experience: the rows of this rank, or of all ranks.
+        index: int64 [n]; rows of this optimizer step.
+        algo: the algorithm, which weights tokens.
+        micro_rows: maximum rows of a micro-batch.
+        total: sum over ranks.
+        max_tokens: maximum tokens of a micro-batch, padding included, instead of ``micro_rows``.
+        by_prompt: keep rows of one prompt together, for a learner that shares them.
+    """
+    lengths = (experience.prompt_mask.sum(1) + experience.response_mask.sum(1))[index]
+    order = lengths.argsort(descending=True, stable=True)
+    if by_prompt:
+        rows = index[order]
+        prompts = number_prompts(experience.prompt_ids[rows], experience.prompt_mask[rows])
+        order = order[_first_places(prompts).argsort(stable=True)]
+    step = experience.rows(index[order])
+    token_weights = WEIGHTINGS[algo.weighting]
+    token, value, row = (
+        token_weights(step.loss_mask, total),
+        token_weights(step.value_mask, total),
+        row_mean(step.loss_mask, total),
+    )
+    sizes: int | list[int] = micro_rows
+    if max_tokens is not None:
+        sizes = rows_within(lengths[order].tolist(), max_tokens, total)
+    for part in torch.arange(len(step)).split(sizes):
+        yield MicroBatch(
+            rows=step.rows(part),
+            token_weight=token[part],
+            value_weight=value[part],
+            row_weight=row[part],
+        )
+
+
+def _first_places(numbers: Tensor) -> Tensor:
+    """Of each number int64 [n], the index of the first one that equals it."""
+    places = torch.arange(len(numbers), device=numbers.device)
+    first = places.new_full((len(numbers),), len(numbers))
+    first = first.scatter_reduce(0, numbers, places, "amin") if len(numbers) else first
+    return first[numbers]
+
+
+def rows_within(lengths: Sequence[int], max_tokens: int, total: Total) -> list[int]:
+    """Rows of consecutive micro-batches of at most ``max_tokens`` tokens, padding included.
+
+    Every rank gets equally many, as sharded weights need: one with fewer halves its largest ones.
+
+    Args:
+        lengths: tokens of each row; equally many rows on every rank.
+        max_tokens: a longer row is a micro-batch by itself.
+        total: sum over ranks.
+    """
+    sizes: list[int] = []
+    longest = 0
+    for length in lengths:
+        longest = max(longest, length)
+        if sizes and longest * (sizes[-1] + 1) <= max_tokens:
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+            longest = length
+    ranks_with = torch.zeros(len(lengths) + 1)
+    ranks_with[len(sizes)] = 1
+    most = int(total(ranks_with).nonzero().max())
+    while len(sizes) < most:
+        largest = sizes.index(max(sizes))
+        half = sizes[largest] // 2
+        sizes[largest : largest + 1] = [sizes[largest] - half, half]
+    return sizes

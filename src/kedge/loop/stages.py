@@ -1,0 +1,256 @@
+"""The stages of one iteration, each a function of the record before it.
+
+collect (rollout/scheduler/collector.py) -> make_experience
+    -> optimize (micro_batches -> Learner.optimizer_step, per optimizer step)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from kedge.algorithms.base import AdvantageInputs, Algorithm
+from kedge.errors import ConfigError, RewardError, RolloutError
+from kedge.loop.early_stopping import StepLimits
+from kedge.loop.micro_batches import micro_batches
+from kedge.math.importance import Correction, importance_weights
+from kedge.protocols import Learner, LossFn
+from kedge.types import (
+    AdvantageOutput,
+    Experience,
+    Loss,
+    MicroBatch,
+    PolicyOutput,
+    RewardOutput,
+    Rollout,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What an experience was computed from, for the metrics of the batch."""
+
+    inputs: AdvantageInputs  # model_outputs.logprobs is the denominator of the ratio
+    outputs: AdvantageOutput  # as trained on
+    kl_coef: float
+    logprobs: Tensor  # float32 [B, R]; the learner's policy, before training
+    age: Tensor  # int64 [B, R]; iterations since the token was sampled, 0 where unknown
+    too_old: Tensor | None  # bool [B, R]
+    correction: Correction | None
+    weight: Tensor | None  # float32 [B, R]; of the correction
+
+
+def make_experience(
+    rollout: Rollout,
+    reward_output: RewardOutput,
+    learner: Learner,
+    algo: Algorithm,
+    kl_coef: float,
+    correction: Correction | None = None,
+    max_token_lag: int | None = None,
+) -> tuple[Experience, Terms]:
+    """Compute log-probabilities, values and advantages of a rollout.
+
+    The denominator of the ratio is the learner's policy or, for stale tokens, the behavior policy.
+    With a ``correction`` it is the learner's for all tokens, and advantages are multiplied by
+    bounded importance weights (learner / rollout engine): decoupled PPO
+    (Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298, eq. 5).
+
+    What does not train leaves the policy loss with its normalizer and the statistics of advantages:
+    tokens that a correction of kind "mask" rejects, which also leave the value loss, and tokens
+    sampled more than ``max_token_lag`` iterations ago, which keep their value target.
+    """
+    _check_scores(reward_output)
+    mask = rollout.loss_mask & reward_output.valid[:, None]  # [B, R]
+    rollout = replace(rollout, loss_mask=mask)
+    model_outputs = learner.compute_logprobs(
+        rollout,
+        values=algo.needs_values,
+        reference=algo.needs_reference,
+        full_kl=algo.needs_full_kl,
+    )
+    logprobs, behavior = model_outputs.logprobs, rollout.behavior_logprobs  # [B, R]
+    versions = rollout.token_versions  # [B, R]; -1: unknown
+    age = torch.where(versions >= 0, learner.version - versions, 0)
+    if behavior is not None and correction is None:
+        old_logprobs = torch.where(age > 0, behavior, logprobs)
+        model_outputs = replace(model_outputs, logprobs=old_logprobs)
+
+    too_old = None if max_token_lag is None else age > max_token_lag
+    weight = rejected = None
+    if correction is not None:
+        if behavior is None:
+            raise RolloutError(
+                f"sampler_correction={correction.kind!r} needs log-probabilities from the rollout"
+                " engine, which records none; use an engine that does, or leave the option out"
+            )
+        trained = mask if too_old is None else mask & ~too_old
+        weight = importance_weights(logprobs, behavior, trained, correction)  # 0 where not trained
+        if correction.kind == "mask":
+            rejected = trained & (weight == 0)
+            if correction.level != "token":  # whole responses
+                rejected = mask & rejected.any(1, keepdim=True)
+    excluded = [x for x in (too_old, rejected) if x is not None]
+    inputs = AdvantageInputs(
+        rollout=rollout,
+        reward_output=reward_output,
+        model_outputs=model_outputs,
+        total=learner.total,
+        excluded=reduce(torch.logical_or, excluded) if excluded else None,
+    )
+    outputs = algo.compute_advantages(inputs, kl_coef)
+    _check_advantages(outputs, algo, mask)
+    if weight is not None:
+        # Losses are proportional to positive factors of an advantage: this weights the token in
+        # the loss of any algorithm.
+        outputs = replace(outputs, advantages=outputs.advantages * weight)
+
+    loss_mask = mask if outputs.loss_mask is None else mask & outputs.loss_mask  # [B, R]
+    value_mask = loss_mask if outputs.value_mask is None else outputs.value_mask
+    if rejected is not None:  # also the slot after a response without any token that trains
+        value_mask = value_mask & ~rejected & (mask & ~rejected).any(1, keepdim=True)
+    if inputs.excluded is not None:
+        loss_mask = loss_mask & ~inputs.excluded
+        outputs = replace(outputs, loss_mask=loss_mask, value_mask=value_mask)
+    experience = Experience(
+        prompt_ids=rollout.prompts.ids,
+        prompt_mask=rollout.prompts.mask,
+        ids=rollout.ids,
+        loss_mask=loss_mask,
+        response_mask=rollout.response_mask,
+        value_mask=value_mask,
+        old_logprobs=model_outputs.logprobs,
+        ref_logprobs=model_outputs.ref_logprobs,
+        old_values=model_outputs.values,
+        rewards=outputs.rewards,
+        advantages=outputs.advantages,
+        returns=outputs.returns,
+        behavior_logprobs=behavior,
+        allowed_tokens=rollout.allowed_tokens,
+    )
+    return experience, Terms(
+        inputs=inputs,
+        outputs=outputs,
+        kl_coef=kl_coef,
+        logprobs=logprobs,
+        age=age,
+        too_old=too_old,
+        correction=correction,
+        weight=weight,
+    )
+
+
+def _check_scores(reward_output: RewardOutput) -> None:
+    bad = reward_output.valid & ~reward_output.scores.isfinite()
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise RewardError(
+            f"rewards must be finite, got {float(reward_output.scores[row])} for row {row}; a"
+            " weighted sum may overflow, or a reward function may divide by zero. Set valid=False"
+            " for rows that cannot be scored"
+        )
+
+
+def _check_advantages(advantage_output: AdvantageOutput, algo: Algorithm, mask: Tensor) -> None:
+    """Check shapes: fields of another shape would silently be broadcast over tokens."""
+    for field in fields(advantage_output):
+        x = getattr(advantage_output, field.name)
+        if field.name != "deviation" and x is not None and x.shape != mask.shape:
+            raise ConfigError(
+                f"{field.name} from compute_advantages of {algo.name} must have one number per"
+                f" response token, shape {tuple(mask.shape)}, got {tuple(x.shape)}; expand a number"
+                " per response with x[:, None] * inputs.rollout.loss_mask"
+            )
+    if not bool(advantage_output.advantages[mask].isfinite().all()):
+        raise ConfigError(
+            f"compute_advantages of {algo.name} returned advantages that are not finite"
+        )
+
+
+def optimize(  # noqa: PLR0913
+    experience: Experience,
+    learner: Learner,
+    algo: Algorithm,
+    *,
+    epochs: int,
+    minibatches: int,
+    micro_rows: int,
+    seed: int,
+    max_tokens: int | None = None,
+    only_value: bool = False,
+    detach_old_logprobs: bool = False,
+    before_step: Callable[[], None] = lambda: None,
+    after_step: Callable[[], None] = lambda: None,
+    step_limits: StepLimits | None = None,
+) -> dict[str, float]:
+    """``epochs`` passes over the experience, ``minibatches`` optimizer steps each.
+
+    Mini-batches are drawn from the rows of all ranks, so they do not depend on the world size;
+    each rank processes an equal share of every mini-batch.  With ``detach_old_logprobs`` the ratio
+    is to the log-probabilities of the training pass itself, so it is exactly 1.
+    """
+    shuffle = torch.Generator().manual_seed(seed)
+    share = slice(None)
+    if minibatches > 1 and learner.world_size > 1:
+        experience, share = (
+            learner.all_gather(experience),
+            slice(learner.rank, None, learner.world_size),
+        )
+    limits, loss = step_limits or StepLimits(), algo.loss
+    if detach_old_logprobs:
+        loss = _with_ratio_one(loss)
+    history: list[dict[str, float]] = []
+
+    def should_apply(metrics: Mapping[str, float]) -> bool:
+        apply = limits.should_apply(metrics)
+        if apply:
+            before_step()
+        return apply
+
+    for _ in range(epochs):
+        order = torch.randperm(len(experience), generator=shuffle)
+        for index in order.chunk(minibatches):
+            step = micro_batches(
+                experience,
+                index[share],
+                algo,
+                micro_rows,
+                learner.total,
+                max_tokens=max_tokens,
+                by_prompt=learner.shares_prompts,
+            )
+            metrics = learner.optimizer_step(
+                step, loss, only_value=only_value, should_apply=should_apply
+            )
+            history.append(metrics)
+            after_step()
+            if limits.should_stop(metrics):
+                return _mean_over_steps(history)
+    return _mean_over_steps(history)
+
+
+def _with_ratio_one(loss: LossFn) -> LossFn:
+    """The loss with the policy's new log-probabilities in place of the old ones."""
+
+    def with_ratio_one(new: PolicyOutput, mb: MicroBatch) -> Loss:
+        rows = replace(mb.rows, old_logprobs=new.logprobs.detach())
+        return loss(new, replace(mb, rows=rows))
+
+    return with_ratio_one
+
+
+def _mean_over_steps(history: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the optimizer steps of an iteration."""
+    metrics = {name: fmean(h[name] for h in history if name in h) for name in history[0]}
+    ratios = [h["val/ratio"] for h in history if "val/ratio" in h]
+    if len(ratios) > 1:
+        mean = fmean(ratios)
+        metrics["val/ratio_var"] = sum((r - mean) ** 2 for r in ratios) / (len(ratios) - 1)
+    elif ratios:
+        metrics["val/ratio_var"] = 0.0
+    return metrics

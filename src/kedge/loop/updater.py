@@ -1,0 +1,170 @@
+"""The training half of an iteration, shared by the loop and by ``step()`` APIs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kedge.algorithms.base import Algorithm
+from kedge.errors import RewardError
+from kedge.loop.batch_metrics import batch_metrics
+from kedge.loop.batch_sizes import BatchSizes
+from kedge.loop.early_stopping import StepLimits
+from kedge.loop.hooks import Hooks
+from kedge.loop.metrics import check_known
+from kedge.loop.seeds import seed_for
+from kedge.loop.stages import make_experience, optimize
+from kedge.math.importance import Correction
+from kedge.protocols import KLController, Learner
+from kedge.rollout.scheduler.dynamic_sampling import REPLACED
+from kedge.types import Sample
+
+logger = logging.getLogger(__name__)
+MOST_UNSCORED = 10  # consecutive batches without any score; then training stops
+MOST_TOO_OLD = 0.05  # share of tokens that do not train because of their age; more is logged
+
+
+@dataclass(slots=True, kw_only=True)
+class Updater:
+    """Trains on samples and holds the state of the run."""
+
+    learner: Learner
+    algorithm: Algorithm
+    kl: KLController
+    batch_sizes: BatchSizes
+    hooks: Hooks = field(default_factory=Hooks)
+    seed: int = 0
+    value_warmup_steps: int = 0  # first iterations, which train only the value model
+    correction: Correction | None = None  # importance weights of tokens
+    max_token_lag: int | None = None  # tokens of older policy versions are left out of the loss
+    step_limits: StepLimits = field(default_factory=StepLimits)
+    clock: Callable[[], float] = time.perf_counter
+    step: int = 0  # iterations finished
+    # False in the middle of an iteration
+    state_consistent: bool = field(default=True, init=False)
+    _unscored: int = field(default=0, init=False)  # consecutive batches without any score
+    _moves: int = field(default=0, init=False)  # iterations that trained the policy
+    _too_old: bool = field(default=False, init=False)  # it was logged
+
+    def train_on(self, sample: Sample, *, begin: float | None = None) -> dict[str, float]:
+        """Everything in an iteration after sampling; returns its metrics."""
+        rollout, reward_output, times = sample.rollout, sample.reward_output, sample.times
+        sizes = self.batch_sizes
+        self.hooks.on_sample(self.step, rollout, reward_output)
+        start = ready = self.clock()
+        if float(self.learner.total(reward_output.valid.sum())):
+            self._unscored = 0
+            experience, terms = make_experience(
+                rollout,
+                reward_output,
+                self.learner,
+                self.algorithm,
+                self.kl.value,
+                self.correction,
+                self.max_token_lag,
+            )
+            metrics = batch_metrics(experience, terms, self.learner)
+            self.hooks.on_experience(self.step, experience)
+            too_old = metrics.get("rollout/too_old_tokens", 0.0)
+            if too_old > MOST_TOO_OLD and not self._too_old:
+                self._too_old = True
+                logger.warning(
+                    "%.0f%% of the sampled tokens do not train, since they are older than"
+                    " max_lag=%d iterations; these are the first tokens of long responses. Raise"
+                    " max_lag",
+                    *(100 * too_old, self.max_token_lag),
+                )
+            ready = self.clock()
+            fresh = not bool(
+                ((rollout.version >= 0) & (rollout.version < self.learner.version)).any()
+            )
+            # In low precision, log-probabilities differ between passes of different shapes.
+            one_step = sizes.optimizer_steps_per_iteration == 1
+            metrics |= optimize(
+                experience,
+                self.learner,
+                self.algorithm,
+                epochs=sizes.epochs,
+                minibatches=sizes.minibatches,
+                micro_rows=sizes.micro_rows,
+                max_tokens=sizes.max_tokens_per_micro_batch,
+                seed=seed_for(self.seed, "shuffle", self.step),
+                only_value=self.step < self.value_warmup_steps,
+                detach_old_logprobs=fresh and one_step and self.learner.low_precision,
+                step_limits=self.step_limits,
+                before_step=self._mark_inconsistent,
+                after_step=self.hooks.on_optimizer_step,
+            )
+        else:
+            metrics = self._without_scores(len(rollout))
+        self.learner.advance_version()
+        if self.step >= self.value_warmup_steps:
+            self.kl.update(metrics.get("objective/kl", 0.0), sizes.batch_size)
+        self.step += 1
+        moved = metrics.get("grad_norm/policy", 0.0) * metrics.get("lr", 0.0) > 0
+        self._moves += moved and self.step > self.value_warmup_steps
+        done = self.clock()
+        seconds = done - (start if begin is None else begin)
+        if REPLACED in times:
+            replaced = torch.tensor(times[REPLACED], dtype=torch.float64)
+            times = {**times, REPLACED: float(self.learner.total(replaced))}
+        metrics |= {
+            **times,
+            "time/annotate": ready - start,
+            "time/update": done - ready,
+            "time/step": seconds,
+            "episode": float(self.step * sizes.batch_size),
+        }
+        if "completions/mean_length" in metrics:
+            tokens = metrics["completions/mean_length"] * sizes.batch_size
+            metrics["tokens_per_second"] = tokens / max(seconds, 1e-9)
+        check_known(metrics)
+        self.state_consistent = True
+        return metrics
+
+    def _without_scores(self, rows: int) -> dict[str, float]:
+        """Metrics of a batch without any valid reward, which is skipped.
+
+        Raises:
+            RewardError: too many consecutive batches without a score, or the first one of the run.
+        """
+        self._unscored += 1
+        problem = f"none of the {rows} responses in this batch could be scored"
+        if not self.step:
+            raise RewardError(
+                f"{problem}; check that the reward returns numbers, not only None, and the log for"
+                " environments that fail"
+            )
+        if self._unscored >= MOST_UNSCORED:
+            raise RewardError(
+                f"{problem}, nor in the {MOST_UNSCORED - 1} batches before it; see the log for the"
+                ' first failure, or set on_reward_error="raise" to stop there'
+            )
+        logger.warning("%s; it is skipped", problem)
+        return {
+            "rollout/dropped_rows": float(self.batch_sizes.batch_size),
+            "val/num_eos_tokens": 0.0,
+        }
+
+    def _mark_inconsistent(self) -> None:
+        """From here on the weights are not those after ``step`` iterations."""
+        self.state_consistent = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the run without samples in flight (those are saved as records)."""
+        return {
+            "step": self.step,
+            "learner": self.learner.state_dict(),
+            "kl": self.kl.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from ``state``."""
+        self.step, self.state_consistent = int(state["step"]), True
+        self.learner.load_state_dict(state["learner"])
+        self.kl.load_state_dict(state["kl"])

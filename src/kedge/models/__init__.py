@@ -1,0 +1,1 @@
+"""Models: loading, layout of rows, adapters, heads."""

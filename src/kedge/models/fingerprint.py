@@ -1,0 +1,149 @@
+"""A short hash of named weights that is the same on every device."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from kedge.errors import SyncError
+from kedge.models.peft import VALUE_ADAPTER
+
+_CHUNK = 1 << 18  # words multiplied at a time: they fit into a processor's cache
+
+
+def fingerprint(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> str:
+    """16 hexadecimal digits that change if any name, shape, type or bit of a weight changes.
+
+    Hash of the names with a checksum per tensor: the sum of its 32-bit words modulo 2^32, each with
+    an odd random weight for its position.  A change of one word always shows; one of several words
+    is missed with probability 2^-32.  Integer sums do not depend on the order of addition, so
+    devices agree.
+
+    Args:
+        named: names and tensors of any type and device, in any order; read one at a time.  Of a
+            sharded tensor each rank sums its shard, so this is collective.
+    """
+    sums = FingerprintSums()
+    for name, tensor in named.items() if isinstance(named, Mapping) else named:
+        sums.add(name, tensor)
+    return sums.digest()
+
+
+class FingerprintSums:
+    """A ``fingerprint`` to which tensors are added one by one."""
+
+    def __init__(self) -> None:
+        self._whole: dict[str, Tensor] = {}  # int64 checksums by name, shape and type
+        self._shards: dict[str, Tensor] = {}  # those of this rank's shards
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor, which may change or be freed afterwards."""
+        tensor = tensor.detach()
+        key = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+        if isinstance(tensor, DTensor) and (first := _first_word(tensor)) is not None:
+            self._shards[key] = checksum(tensor.to_local(), first)
+        else:
+            self._whole[key] = checksum(full(tensor))
+
+    def digest(self) -> str:
+        """The fingerprint.  Collective if a tensor was sharded."""
+        whole = list(self._whole.values())
+        together = len({x.device for x in whole}) == 1  # one transfer instead of many
+        sums: list[int] = torch.stack(whole).tolist() if together else [int(x) for x in whole]
+        if self._shards:
+            parts = torch.stack(list(self._shards.values()))
+            dist.all_reduce(parts)
+            sums += parts.tolist()
+        pairs = zip([*self._whole, *self._shards], sums, strict=True)
+        lines = sorted(f"{key} {x % 2**32}" for key, x in pairs)
+        return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+
+def checksum(tensor: Tensor, first: int = 0) -> Tensor:
+    """The weighted sum of a tensor's words modulo 2^32, int64 [], on its device.
+
+    Those of consecutive shards add up to that of the whole.
+
+    Args:
+        tensor: its words start at a multiple of 4 bytes of the whole tensor.
+        first: position of its first word in the whole tensor.
+    """
+    octets = tensor.contiguous().view(-1).view(torch.uint8)
+    if len(octets) % 4 or octets.storage_offset() % 4:
+        octets = nn.functional.pad(octets, (0, -len(octets) % 4))
+    words, weights = octets.view(torch.int32), _weights(tensor.device)
+    total = words.new_zeros(())
+    begin = 0
+    while begin < len(words):
+        chunk, column = divmod(first + begin, _CHUNK)
+        part = words[begin : begin + _CHUNK - column]
+        product = part * weights[column : column + len(part)]
+        # An odd factor per chunk, so that exchanged chunks show.
+        total += product.sum(dtype=torch.int32) * (chunk * 0x9E3779B1 % 2**30 * 2 + 1)
+        begin += len(part)
+    return total.long()
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Odd random numbers int32 [_CHUNK]."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randint(-(2**31), 2**31, (_CHUNK,), generator=generator, dtype=torch.int32)
+    return (weights | 1).to(device)
+
+
+def _first_word(x: DTensor) -> int | None:
+    """Position of the first 32-bit word of this rank's shard; None if shards are not of words."""
+    row_bytes = math.prod(x.shape[1:]) * x.element_size()
+    if x.device_mesh.ndim != 1 or not x.placements[0].is_shard(0) or row_bytes % 4:
+        return None
+    rows = -(-x.shape[0] // x.device_mesh.size())  # of the longest shard, as in torch.chunk
+    return min(x.device_mesh.get_local_rank() * rows, x.shape[0]) * row_bytes // 4
+
+
+class WeightsCopy(dict[str, Tensor]):
+    """Weights by name as they are kept for rollout engines."""
+
+    fingerprint = ""  # of the weights before they were rounded
+    device: torch.device | None = None  # of the weights themselves
+    stored: Any = None  # what an engine's ``stage_weights`` made of them
+
+
+def full(x: Tensor) -> Tensor:
+    """The full tensor of a possibly sharded one.  Collective: every rank must call it."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def policy_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The policy's trainable weights by name, not copied; all if none is trainable."""
+    named = {n: p for n, p in model.named_parameters() if VALUE_ADAPTER not in n.split(".")}
+    trained = {name: p for name, p in named.items() if p.requires_grad} or named
+    return {name: p.detach() for name, p in trained.items()}
+
+
+def check_weights(current: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Check that weights fit a model with the weights ``current``.
+
+    Raises:
+        SyncError: there are none, or one is unknown or has a different shape.
+    """
+    if not weights:
+        raise SyncError("a rollout engine with a copy of the policy received no weights")
+    for name, new in weights.items():
+        if name not in current:
+            raise SyncError(
+                f"weights contain {name!r}, which the rollout engine's model does not have"
+            )
+        if current[name].shape != new.shape:
+            raise SyncError(
+                f"{name} is {tuple(new.shape)} in the weights but {tuple(current[name].shape)} in"
+                " the rollout engine's model; both must come from the same checkpoint"
+            )

@@ -1,0 +1,86 @@
+"""Models of which only the top layers train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kedge.errors import ConfigError
+
+
+def find_layers(backbone: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """Name and list of the decoder layers of a backbone; None if it has no such list."""
+    config: Any = getattr(backbone, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    count = getattr(text, "num_hidden_layers", 0)
+    named = backbone.named_modules()
+    return next(
+        ((n, m) for n, m in named if isinstance(m, nn.ModuleList) and len(m) == count), None
+    )
+
+
+def layer_number(name: str, layers: str) -> int | None:
+    """The layer that a weight of a backbone belongs to; None if to none."""
+    rest = name.removeprefix(f"{layers}.")
+    return None if rest == name else int(rest.split(".")[0])
+
+
+def train_top_layers(backbone: nn.Module, count: int, *, what: str) -> None:
+    """Freeze a backbone but for its last ``count`` layers and the norm after them.
+
+    An output layer outside of the backbone trains as before, unless it is tied to the embedding.
+
+    Args:
+        backbone: of a decoder.
+        count: layers that train, from 1.
+        what: name of the model in messages.
+
+    Raises:
+        ConfigError: the model has fewer layers, or they are not found.
+    """
+    found = find_layers(backbone)
+    if found is None:
+        raise ConfigError(
+            f"train_layers={count}: {what}, a {type(backbone).__name__}, must have a list of"
+            " num_hidden_layers decoder layers; leave train_layers out and set requires_grad of the"
+            " weights that train"
+        )
+    prefix, layers = found
+    if count > len(layers):
+        raise ConfigError(
+            f"train_layers={count} must be at most {len(layers)}, the layers of {what}; leave it"
+            " out to train the whole model"
+        )
+    final = {
+        f"{name}."
+        for name, module in backbone.named_modules()
+        if "norm" in type(module).__name__.lower() and "emb" not in name
+    }
+    for name, p in backbone.named_parameters():
+        layer = layer_number(name, prefix)
+        after = layer is None and any(name.startswith(norm) for norm in final)
+        if not (after or (layer is not None and layer >= len(layers) - count)):
+            p.requires_grad_(False)
+
+
+def share_frozen_weights(model: nn.Module, source: nn.Module) -> None:
+    """Hold frozen weights of one backbone that equal those of another only once.
+
+    Args:
+        model: a backbone, whose weights are replaced by those of ``source``.
+        source: another backbone.
+    """
+    theirs = dict(source.named_parameters(remove_duplicate=False))
+    for name, p in list(model.named_parameters(remove_duplicate=False)):
+        twin = theirs.get(name)
+        if twin is None or twin is p or p.requires_grad or twin.requires_grad:
+            continue
+        alike = (p.shape, p.dtype, p.device, type(p)) == (
+            *(twin.shape, twin.dtype, twin.device),
+            type(twin),
+        )
+        if alike and not p.is_meta and torch.equal(p, twin):
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, twin)

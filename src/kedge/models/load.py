@@ -1,0 +1,200 @@
+"""Loads models and tokenizers from a folder or the hub; incomplete weights are an error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from kedge.errors import ConfigError, install_command
+from kedge.models.peft import without_notices
+
+_WITHOUT_WEIGHTS: ContextVar[bool] = ContextVar("without_weights", default=False)
+_HEADS = {
+    *("score", "classifier", "pre_classifier", "classification_head", "pooler", "v_head"),
+    *("sequence_summary", "logits_proj"),
+}
+
+
+@contextmanager
+def without_weights(active: bool) -> Iterator[None]:
+    """Context in which models are loaded on ``meta``: this rank gets their weights from rank 0."""
+    token = _WITHOUT_WEIGHTS.set(active)
+    try:
+        yield
+    finally:
+        _WITHOUT_WEIGHTS.reset(token)
+
+
+def check_folder(source: str, what: str) -> None:
+    """Reject a path that does not exist, before it is looked up on the hub.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    path = Path(source).expanduser()
+    if source.startswith(("/", ".", "~")) and not path.is_dir():
+        why = "it is a file" if path.exists() else "there is no such folder"
+        raise ConfigError(f"{what} {source!r} cannot be loaded: {why}")
+
+
+def load_policy(
+    source: str | nn.Module,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    quantization: Any = None,
+    more: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """A causal language model from a hub name or folder, or a loaded one unchanged.
+
+    A folder that holds only an adapter is loaded on top of the base model that it names, with the
+    adapter trainable.
+
+    Args:
+        source: hub name or local folder, or a loaded model, which is returned unchanged.
+        dtype: dtype of the weights; trainable weights must be float32.
+        revision: branch, tag or commit on the hub.
+        attn_implementation: "sdpa", "eager", ...; None lets transformers choose.
+        trust_remote_code: run Python code that comes with the model.
+        quantization: a transformers quantization config, for frozen bases.
+        more: further arguments of ``from_pretrained``.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or its files lack weights.
+    """
+    if isinstance(source, nn.Module):
+        return source  # type: ignore[return-value]
+    check_folder(source, "the model")
+    optional = {
+        "revision": revision,
+        "attn_implementation": attn_implementation,
+        "quantization_config": quantization,
+    }
+    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
+    options["trust_remote_code"] = trust_remote_code
+    options |= {name: value for name, value in optional.items() if value is not None}
+    options |= more or {}
+    what = f"the model {source!r}"
+    with _named_errors(what):
+        if find_adapter_config_file(source, revision=revision) is not None:
+            return _load_adapter(source, options)
+    return load_whole(AutoModelForCausalLM, what, source, **options)
+
+
+def load_tokenizer(
+    name: str, *, trust_remote_code: bool = False, revision: str | None = None
+) -> Any:
+    """The tokenizer of a folder or hub name, which pads on the left.
+
+    Raises:
+        ConfigError: it is missing or cannot be read.
+    """
+    check_folder(name, "the tokenizer")
+    with _named_errors(f"the tokenizer {name!r}"):
+        kwargs = {} if revision is None else {"revision": revision}
+        return AutoTokenizer.from_pretrained(
+            name, padding_side="left", trust_remote_code=trust_remote_code, **kwargs
+        )
+
+
+@contextmanager
+def _named_errors(what: str) -> Iterator[None]:
+    """Context in which any error names what could not be loaded."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # a damaged file raises whatever its reader raises
+        raise ConfigError(f"{what} cannot be loaded: {error}") from error
+
+
+def configuration_source(source: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Where the ``config.json`` of a model is, and its revision: for an adapter, the base's."""
+    if find_adapter_config_file(source, revision=revision) is None:
+        return source, revision
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(source, revision=revision).base_model_name_or_path, None
+
+
+@contextmanager
+def without_loading_report() -> Iterator[None]:
+    """Context without transformers' table of weights, for loaders that check them themselves."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **options: Any) -> Any:
+    """``kind.from_pretrained``, rejecting files that lack weights, which would be random.
+
+    Args:
+        kind: an auto class of transformers.
+        what: name of the model in messages.
+        source: hub name or folder.
+        new_head: allow a missing classification head, as on a language model.
+        options: arguments of ``from_pretrained``.
+
+    Raises:
+        ConfigError: it cannot be loaded, or lacks weights; naming some of them.
+    """
+    if _WITHOUT_WEIGHTS.get():
+        options["device_map"] = "meta"
+    with _named_errors(what), without_loading_report():
+        model, loading_info = kind.from_pretrained(source, output_loading_info=True, **options)
+    architectures = getattr(model.config, "architectures", None) or []
+    scores = any("SequenceClassification" in name for name in architectures)
+    heads = set() if scores or not new_head else _HEADS
+    if getattr(model, "_hf_peft_config_loaded", False):
+        from kedge.rewards.heads import SHIFT, adapter_shift
+
+        setattr(model.config, SHIFT, adapter_shift(source))
+    missing = sorted(
+        name for name in loading_info["missing_keys"] if not heads & set(name.split("."))
+    )
+    if missing:
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        if all(_HEADS & set(name.split(".")) for name in missing):
+            raise ConfigError(
+                f"{what} has no score head (its files are of {', '.join(architectures)}, without"
+                f" {shown}); give a model that was trained to score, for example by `kedge reward`"
+            )
+        raise ConfigError(
+            f"{what} lacks {len(missing)} of its weights ({shown}), which would start at random; "
+            "its files are incomplete, or belong to another kind of model"
+        )
+    return model
+
+
+def _load_adapter(source: str, options: dict[str, Any]) -> Any:
+    if find_spec("peft") is None:
+        raise ConfigError(f"{source!r} is an adapter, which needs peft: {install_command('peft')}")
+    from peft import PeftConfig, PeftModel
+
+    base = PeftConfig.from_pretrained(source).base_model_name_or_path
+    if not base:
+        raise ConfigError(
+            f"{source!r} is an adapter without base_model_name_or_path; load the base model, add "
+            "the adapter (peft.PeftModel.from_pretrained(model, folder, is_trainable=True)), and "
+            "pass the result as model"
+        )
+    options = options | {"revision": None}  # the base has other revisions
+    model = load_whole(AutoModelForCausalLM, f"the model {base!r}", base, **options)
+    with without_notices():
+        return PeftModel.from_pretrained(model, source, is_trainable=True)

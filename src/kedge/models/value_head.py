@@ -1,0 +1,178 @@
+"""Value models and value heads: one number per token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+
+from kedge.errors import ConfigError
+from kedge.models.backbone import read_backbone
+from kedge.models.load import check_folder, load_whole
+from kedge.models.model import (
+    CausalParts,
+    eval_mode,
+    get_backbone,
+    look_ahead,
+    rounds_activations,
+    silence_mask_warning,
+)
+from kedge.models.packing import Packed
+from kedge.rewards.heads import SHIFT, in_full
+
+HEAD_FILE = "value_head.safetensors"
+_HEADS = ("score", "classifier", "v_head")
+
+
+class ScalarHead(nn.Module):
+    """A linear map from hidden states to one number, in float32.
+
+    Args:
+        size: H.
+        init: "zero", or "normal" with standard deviation 1/sqrt(H + 1) (arXiv:2403.17031).
+        bias: whether it has one, 0 at first.
+    """
+
+    def __init__(self, size: int, *, init: Literal["zero", "normal"] = "zero", bias: bool = True):
+        super().__init__()
+        self.summary = nn.Linear(size, 1, bias=bias, dtype=torch.float32)
+        nn.init.zeros_(self.summary.weight)
+        if init == "normal":
+            nn.init.normal_(self.summary.weight, std=(size + 1) ** -0.5)
+        if bias:
+            nn.init.zeros_(self.summary.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Float [..., H] -> float32 [..., 1]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.summary(hidden.to(self.summary.weight.dtype))
+
+
+class ScalarModel(nn.Module):
+    """A backbone and a head that gives one number per state.
+
+    A value model from a reward model with shifted scores (``kedge reward``) has the same shift.
+
+    Args:
+        model: the whole model, which is saved.
+        backbone: the part below the head.
+        head: its head, [..., H] -> [..., 1].
+    """
+
+    def __init__(self, model: nn.Module, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._backbone, self._head = [backbone], [head]  # lists: their weights are model's
+        self.shift = float(getattr(getattr(model, "config", None), SHIFT, 0.0))
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The backbone."""
+        return self._backbone[0]
+
+    @property
+    def head(self) -> nn.Module:
+        """The head."""
+        return self._head[0]
+
+    def compile_backbone(self, **how: Any) -> None:
+        """Run the backbone through torch.compile from now on."""
+        compiled: Any = torch.compile(self.backbone, **how)
+        self._backbone = [compiled]
+
+    def forward(self, packed: Packed, states: Tensor) -> Tensor:
+        """Float32 [n]: the value of each of the flat ``states`` of packed rows."""
+        hidden = read_backbone(self.backbone, packed).flatten(0, 1).index_select(0, states)
+        return in_full(self.head, hidden).float().sum(1) + self.shift  # one column
+
+
+def scalar_model(model: nn.Module) -> ScalarModel:
+    """One number per token from a causal sequence-classification model with one label.
+
+    Raises:
+        ConfigError: it lacks a backbone or a head for single states, has several labels, or is
+            not causal.
+    """
+    name = type(model).__name__
+    if isinstance(model, ScalarModel):
+        return model
+    backbone = get_backbone(model)
+    head = next((getattr(model, h) for h in _HEADS if hasattr(model, h)), None)
+    if not isinstance(backbone, nn.Module) or not isinstance(head, nn.Module):
+        raise ConfigError(
+            f"{name} cannot be a value model: it needs a backbone and a head named "
+            f"{' or '.join(_HEADS[:2])}; pass an AutoModelForSequenceClassification"
+        )
+    silence_mask_warning(backbone)
+    value = ScalarModel(model, backbone, head)
+    _verify(value, name)
+    return value
+
+
+@torch.no_grad()
+def _verify(value: ScalarModel, name: str) -> None:
+    device = next(value.parameters()).device
+    if device.type == "meta":  # rank 0 has the weights
+        return
+    ids = torch.arange(8, device=device)[None]
+    with eval_mode(value):
+        hidden, ahead = look_ahead(value.backbone, ids)
+        out = value.head(hidden)
+    if out.shape != (8, 1):
+        raise ConfigError(
+            f"{name} gives {out.shape[-1]} numbers per token; a value model has num_labels=1"
+        )
+    slack = 5e-2 if rounds_activations(value.model) else 1e-3
+    if not ahead <= slack * float(hidden.abs().max() + 1):
+        raise ConfigError(
+            f"{name} cannot be a value model: it must be causal, but sees later tokens; set"
+            ' value_source="policy", or pass another value_model'
+        )
+
+
+def load_value(
+    source: str | nn.Module, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> ScalarModel:
+    """A value model from a sequence-classification model, its hub name, or its folder.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    if isinstance(source, nn.Module):
+        return scalar_model(source)
+    check_folder(source, "the value model")
+    arguments = {"use_safetensors": True, "trust_remote_code": False, "num_labels": 1}
+    arguments |= {k: v for k, v in options.items() if v is not None}
+    what, kind = f"the value model {source!r}", AutoModelForSequenceClassification
+    return scalar_model(load_whole(kind, what, source, new_head=True, dtype=dtype, **arguments))
+
+
+def build_value_head(parts: CausalParts, *, init: Literal["zero", "normal"] = "zero") -> ScalarHead:
+    """A value head that reads the policy's own backbone."""
+    weight = parts.head().weight
+    return ScalarHead(weight.shape[1], init=init).to(weight.device)
+
+
+def save_value(value: Any, folder: str | Path, state: dict[str, Tensor] | None = None) -> None:
+    """Write a value model as a transformers folder, a value head as ``value_head.safetensors``.
+
+    Args:
+        value: the value model, value adapter or value head.
+        folder: created if it is missing.
+        state: the full tensors of a sharded value model, or of the policy that has the adapter.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not isinstance(value, ScalarModel | ScalarHead):
+        value.save(folder, state)
+        return
+    if isinstance(value, ScalarModel):
+        model: Any = value.model
+        model.save_pretrained(folder, state_dict=state)
+        return
+    tensors = {name: x.detach().contiguous() for name, x in value.state_dict().items()}
+    save_file(tensors, folder / HEAD_FILE, metadata={"format": "pt"})

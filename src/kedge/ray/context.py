@@ -1,0 +1,69 @@
+"""Context of a rank that was started by ``launch``."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kedge.ray.placement import Placement
+
+_CONTEXT: list[RankContext] = []
+STOP = threading.Event()  # set in a rank's process once the driver asks it to stop
+
+
+class DriverMailbox:
+    """Mailbox actor: ranks post metrics and warnings to the driver."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._notes: list[str] = []
+
+    def post(self, row: dict[str, Any]) -> None:
+        """Add a row of metrics."""
+        self._rows.append(row)
+
+    def note(self, text: str) -> None:
+        """Add a warning."""
+        self._notes.append(text)
+
+    def take(self) -> tuple[list[dict[str, Any]], list[str], int]:
+        """Rows and warnings since the last call, and the process id."""
+        rows, notes = self._rows, self._notes
+        self._rows, self._notes = [], []
+        return rows, notes, os.getpid()
+
+
+@dataclass(slots=True, kw_only=True)
+class RankContext:
+    """A rank's view of the launch."""
+
+    rank: int
+    world_size: int
+    placement: Placement  # of all actors
+    mailbox: Any  # handle of the DriverMailbox actor
+    first: Any = None  # handle of the RankWorker of rank 0
+
+    def post(self, row: Mapping[str, Any]) -> None:
+        """Send a row of metrics to the driver."""
+        self.mailbox.post.remote(dict(row))
+
+    def note(self, text: str) -> None:
+        """Send a warning to the driver."""
+        self.mailbox.note.remote(f"learner {self.rank}: {text}")
+
+    def stopping(self) -> bool:
+        """Whether the driver asked this rank to stop."""
+        return STOP.is_set()
+
+
+def get_context() -> RankContext | None:
+    """The context of this process; None outside a launch."""
+    return _CONTEXT[0] if _CONTEXT else None
+
+
+def set_context(context: RankContext) -> None:
+    """Set the context of this process."""
+    _CONTEXT[:] = [context]

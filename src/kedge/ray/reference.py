@@ -1,0 +1,153 @@
+"""The reference in Ray actors, computing in parallel with the learner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from kedge.learner.logprobs import reference_logprobs
+from kedge.learner.reference import FrozenModel
+from kedge.learner.settings import LearnerSettings
+from kedge.models.joined_rows import joins_rows
+from kedge.models.load import load_policy
+from kedge.models.model import CausalParts
+from kedge.ops.cpu.patch import Kernels
+from kedge.ray.placement import plan_seats
+from kedge.ray.resources import ActorPool, RayCluster, SharedArgument
+from kedge.rollout.rows import without_columns
+from kedge.types import Rollout
+
+
+class ReferenceActor:
+    """The reference inside an actor; for the arguments see ``ray_reference``."""
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        settings: LearnerSettings,
+        *,
+        autocast: torch.dtype | None,
+        quick: bool,
+        trust: bool,
+    ) -> None:
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        policy = load_policy(model, trust_remote_code=trust)
+        self._reference = FrozenModel(policy).to(self._device)
+        self._settings, self._autocast = settings, autocast
+        self._kernels = Kernels([policy] if quick else [])
+        parts = self._reference.parts
+        self._joins = quick and isinstance(parts, CausalParts) and joins_rows(parts.backbone)
+
+    @torch.no_grad()
+    def logprobs(
+        self, rollout: Rollout, groups: Sequence[Sequence[int]], joined: bool
+    ) -> list[Tensor]:
+        """Log-probabilities (nats) of each group of rows: float32 [rows, R], on the CPU."""
+        if isinstance(parts := self._reference.parts, CausalParts):
+            self._reference.parts = replace(parts, joins_rows=joined and self._joins)
+        device_type, dtype = self._device.type, self._autocast
+        enabled = dtype is not None
+        with self._kernels.active(), torch.autocast(device_type, dtype, enabled=enabled):
+            logprobs = [
+                reference_logprobs(
+                    self._reference,
+                    rollout.rows(torch.tensor(rows)),
+                    self._settings,
+                    self._device,
+                )
+                for rows in groups
+            ]
+        return [x.cpu() for x in logprobs]
+
+
+class RayReference:
+    """A reference that computes in actors.
+
+    The workers share the passes of a batch; each pass has the rows that the learner would compute
+    together, so the results equal those of a reference in the learner's process.  A worker that
+    dies or hangs is restarted and repeats its share.
+    """
+
+    def __init__(self, pool: ActorPool) -> None:
+        self._pool, self.workers = pool, pool.workers
+
+    def begin(
+        self, rollout: Rollout, groups: Sequence[Sequence[int]], *, joined: bool
+    ) -> Callable[[], Tensor]:
+        """Start to compute the log-probabilities float32 [B, R], nats, of the sampled tokens.
+
+        Args:
+            rollout: of B rows.
+            groups: rows that share a forward pass; each row is in one.
+            joined: whether the learner joins them without padding.
+
+        Returns:
+            A function that waits for them; raises RolloutError if a worker was lost several times.
+        """
+        import ray
+
+        inputs = replace(rollout, prompts=without_columns(rollout.prompts), behavior_logprobs=None)
+        rollout_ref = ray.put(inputs.to("cpu"))
+        count = min(len(self.workers), len(groups))
+        shares = [list(groups[k::count]) for k in range(count)]
+        running = [
+            (share, self._pool.submit(k, "logprobs", rollout_ref, share, joined))
+            for k, share in enumerate(shares)
+        ]
+
+        def wait() -> Tensor:
+            logprobs = torch.zeros(rollout.ids.shape)
+            for share, future in running:
+                for rows, values in zip(share, future.result(), strict=True):
+                    logprobs[torch.tensor(rows)] = values
+            return logprobs
+
+        return wait
+
+    def close(self) -> None:
+        """Kill the workers and release their resources."""
+        self._pool.close()
+
+
+def ray_reference(
+    model: nn.Module | str,
+    settings: LearnerSettings,
+    cluster: RayCluster,
+    *,
+    workers: int,
+    gpus: float,
+    autocast: torch.dtype | None,
+    quick: bool,
+    trust: bool,
+) -> RayReference:
+    """Build the reference workers, on resources of the launch or newly allocated ones.
+
+    Args:
+        model: the reference, or the folder or Hub name to load it from.
+        settings: of the learner's forward pass.
+        cluster: where the workers run.
+        workers: number of actors.
+        gpus: of each worker.
+        autocast: dtype of mixed precision; None is float32.
+        quick: whether to use the learner's CPU kernels.
+        trust: whether custom code of the model may run.
+
+    Raises:
+        ConfigError: the cluster lacks resources, or a worker does not start.
+    """
+    plan = plan_seats(references=workers, gpus_per_reference=gpus)
+    resources = cluster.reserve("reference", plan, count=workers, option="ray_ref_workers")
+    shared_model = SharedArgument(lambda: model, workers)
+    arguments = {"autocast": autocast, "quick": quick, "trust": trust}
+    pool = ActorPool(
+        "reference",
+        resources,
+        cluster.limits,
+        lambda handle: handle.build.remote(
+            ReferenceActor, shared_model.reference(), settings, **arguments
+        ),
+    )
+    return RayReference(pool)

@@ -1,0 +1,166 @@
+"""Reward functions and reward models in Ray actors."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kedge.errors import ConfigError, RewardError, RolloutError
+from kedge.ray.placement import plan_seats
+from kedge.ray.resources import ActorPool, RayCluster, SharedArgument
+from kedge.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
+from kedge.types import Metrics, RewardOutput, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Picklable arguments of ``reward_source``."""
+
+    reward_model: Any
+    reward_funcs: Any
+    models: Mapping[str, Any]  # keyword arguments of ModelOptions
+    functions: Mapping[str, Any]  # keyword arguments of FunctionOptions
+    mixture: Mapping[str, Any]  # other arguments of reward_source
+
+
+class RewardActor:
+    """A reward source inside an actor."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._log, self._state = RewardLog(), None
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        functions = FunctionOptions(
+            log=self._log, trainer_state=lambda: self._state, **recipe.functions
+        )
+        self._source = reward_source(
+            recipe.reward_model,
+            recipe.reward_funcs,
+            models=ModelOptions(device=device, **recipe.models),
+            functions=functions,
+            **recipe.mixture,
+        )
+
+    def columns(self) -> frozenset[str] | None:
+        """Dataset columns that are read; None if unknown."""
+        columns: frozenset[str] | None = getattr(self._source, "columns", None)
+        return columns
+
+    def score(self, rollout: Rollout, state: Any) -> RewardOutput:
+        """The reward output, with metrics and columns that functions logged."""
+        self._state = state
+        output = self._source.score(rollout)
+        metrics, extras = self._log.drain()
+        return replace(output, metrics=metrics.totals, columns=extras)
+
+
+class RayRewards:
+    """A reward source that scores in actors.
+
+    Each worker scores a share of the batch; responses to one prompt stay together.  A worker that
+    dies or hangs is restarted and repeats its share.
+
+    ``log`` receives metrics and columns that functions log; ``trainer_state`` returns the value to
+    pass to functions.
+    """
+
+    def __init__(
+        self, pool: ActorPool, *, log: RewardLog, trainer_state: Callable[[], object]
+    ) -> None:
+        self._pool, self._log, self._state = pool, log, trainer_state
+        self.workers = pool.workers
+        self.columns: frozenset[str] | None = self.workers[0].call("columns")
+
+    def score(self, rollout: Rollout) -> RewardOutput:
+        """One reward output for all rows.
+
+        Raises:
+            RewardError: a function or model failed, or its worker was lost several times.
+        """
+        shares = between_groups(rollout.prompts.group, len(self.workers))
+        state = self._state()
+        running = [
+            self._pool.submit(i, "score", rows_of(rollout, rows), state)
+            for i, rows in enumerate(shares)
+        ]
+        wait(running)
+        try:
+            outputs = [future.result() for future in running]
+        except RolloutError as error:
+            raise RewardError(str(error)) from error
+        reward_output = RewardOutput.cat(outputs).to(rollout.ids.device)
+        self._log.merge(Metrics(reward_output.metrics))
+        for column, values in reward_output.columns.items():
+            self._log.extra(column, values)
+        return reward_output
+
+    def close(self) -> None:
+        """Kill the workers and release their resources."""
+        self._pool.close()
+
+
+def ray_rewards(
+    recipe: Recipe,
+    cluster: RayCluster,
+    *,
+    workers: int,
+    gpus: float,
+    log: RewardLog,
+    trainer_state: Callable[[], object],
+) -> RayRewards:
+    """Build the reward workers, on resources of the launch or newly allocated ones.
+
+    Args:
+        recipe: of the reward source that each worker builds.
+        cluster: where the workers run.
+        workers: number of actors.
+        gpus: of each worker.
+        log: receives metrics and columns that functions log.
+        trainer_state: returns the ``trainer_state`` to pass to functions.
+
+    Raises:
+        ConfigError: the cluster lacks resources, or a worker does not start.
+    """
+    plan = plan_seats(rewards=workers, gpus_per_reward=gpus)
+    resources = cluster.reserve("reward", plan, count=workers, option="ray_reward_workers")
+    try:
+        shared_recipe = SharedArgument(lambda: recipe, workers)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        resources.release()
+        raise ConfigError(
+            f"a reward function or model cannot be pickled for ray_reward_workers: {error};"
+            " define it in a module, or set ray_reward_workers=0"
+        ) from error
+    pool = ActorPool(
+        "reward",
+        resources,
+        cluster.limits,
+        lambda handle: handle.build.remote(RewardActor, shared_recipe.reference()),
+    )
+    return RayRewards(pool, log=log, trainer_state=trainer_state)
+
+
+def between_groups(group: Tensor, parts: int) -> list[slice]:
+    """Split rows into consecutive shares of similar size without splitting a group.
+
+    Args:
+        group: int64 [B]; if rows of a group are not adjacent, all rows are one share.
+        parts: maximum number of shares.
+    """
+    rows = len(group)
+    starts = [0, *(int(i) + 1 for i in (group[1:] != group[:-1]).nonzero()[:, 0])]
+    if len(starts) > len(group.unique()):
+        return [slice(0, rows)]
+    ideals = [rows * i // parts for i in range(parts)]
+    begins = sorted({min(starts, key=lambda start: abs(start - ideal)) for ideal in ideals})
+    return [slice(a, b) for a, b in zip(begins, [*begins[1:], rows], strict=True)]
+
+
+def rows_of(rollout: Rollout, rows: slice) -> Rollout:
+    """The given rows on the CPU, at unchanged width, without fields that rewards do not read."""
+    return replace(rollout, allowed_tokens=None).rows(rows).to("cpu")

@@ -1,0 +1,168 @@
+"""Trackers without dependencies: in memory, to files, to several trackers at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # imports torch, which `kedge report` can wait for
+    from kedge.protocols import Tracker
+
+
+class Memory:
+    """Keeps everything; for tests and notebooks."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []  # each with its "step"
+        self.tables: list[tuple[str, int, list[dict[str, object]]]] = []  # name, step, rows
+        self.closed = False
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Record one row of metrics."""
+        self.rows.append({"step": step, **metrics})
+
+    def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
+        """Record a table."""
+        self.tables.append((name, step, [dict(row) for row in rows]))
+
+    def close(self) -> None:
+        """Record that training is over."""
+        self.closed = True
+
+
+class CompositeTracker:
+    """Forwards everything to several trackers, in order.
+
+    Args:
+        trackers: the trackers; empty on ranks that do not report.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
+        self.trackers = list(trackers)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Record one row of metrics everywhere."""
+        for tracker in self.trackers:
+            tracker.log(metrics, step=step)
+
+    def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
+        """Record a table everywhere."""
+        for tracker in self.trackers:
+            tracker.table(name, rows, step=step)
+
+    def close(self) -> None:
+        """Close all."""
+        for tracker in self.trackers:
+            tracker.close()
+
+
+class JsonlTracker:
+    """One JSON object per line: metrics in ``metrics.jsonl``, tables in ``NAME/step-000012.jsonl``.
+
+    Non-finite numbers, which JSON cannot represent, are written as null.
+
+    Args:
+        folder: the run's output folder.
+        history: rows logged so far, each with its "step", if the run is resumed.  A file with
+            other rows (of an earlier run, or of iterations lost in a kill) is renamed to
+            ``metrics.1.jsonl`` (2, 3, ...).  Without history, so are folders of tables.
+    """
+
+    def __init__(self, folder: str | Path, *, history: Sequence[Mapping[str, float]] = ()) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file = self.folder / "metrics.jsonl"
+        lines = [json_line({"step": row["step"], **row}) for row in history]
+        if self.file.exists():
+            _set_aside(self.file, unless=lines)
+        for tables in {file.parent for file in self.folder.glob("*/step-*.jsonl")}:
+            if not lines and not tables.suffix:
+                tables.rename(_unused_name(tables))
+        write_whole(self.file, "".join(lines))
+        self._unwritten: list[str] = []  # rows that could not be written so far
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Append one row; it is in the file when this returns.
+
+        Raises:
+            OSError: the write failed.  No part of the row is in the file; the next call writes it
+                before its own row.
+        """
+        self._unwritten.append(json_line({"step": step, **metrics}))
+        size = self.file.stat().st_size if self.file.exists() else 0
+        try:
+            with self.file.open("a", encoding="utf-8", errors="backslashreplace") as out:
+                out.write("".join(self._unwritten))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(self.file, size)
+            raise
+        self._unwritten.clear()
+
+    def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
+        """Write one table; a table of the same name and step is replaced.
+
+        Raises:
+            OSError: the write failed; an earlier table is intact.
+        """
+        file = self.folder / name / f"step-{step:06d}.jsonl"
+        write_whole(file, "".join(json_line(row) for row in rows))
+
+    def close(self) -> None:
+        """Do nothing: no file is held open, so an evaluation after training is recorded too."""
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text file atomically, creating its parent folders.
+
+    Lone surrogates, which UTF-8 cannot encode, are written as escapes, as in JSON.
+
+    Raises:
+        OSError: the write failed; an existing file is unchanged.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    try:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+        part.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+def _set_aside(file: Path, *, unless: list[str]) -> None:
+    """Rename a file, unless all its rows are among ``unless``."""
+    lines = file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    if {*map(_with_sorted_keys, lines)} <= {*map(_with_sorted_keys, unless)}:
+        return
+    file.rename(_unused_name(file))
+
+
+def _unused_name(file: Path) -> Path:
+    """An unused name in the same folder."""
+    number = 1
+    while (aside := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
+        number += 1
+    return aside
+
+
+def _with_sorted_keys(line: str) -> str:
+    """A row with sorted keys; a damaged or truncated line unchanged."""
+    try:
+        return json.dumps(json.loads(line), sort_keys=True)
+    except (ValueError, RecursionError):
+        return line
+
+
+def json_line(row: Mapping[str, object]) -> str:
+    """A row as one line of JSON; non-finite numbers become null."""
+    clean = {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
+    }
+    return json.dumps(clean, ensure_ascii=False, default=str) + "\n"

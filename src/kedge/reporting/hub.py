@@ -1,0 +1,254 @@
+"""Pushing models and checkpoints to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from kedge.errors import HubError
+
+STATE_FILES = ("state-*", "state.json", "rank-*", "manifest.json", "trainer_state.json")
+# Files of a run next to the model: other pushes, hidden folders, and texts of the dataset.
+RUN_FILES = (
+    *("checkpoint-*", ".*", "_*", "*completions*/*", "tokens*/*", "rollouts/*", "start/*"),
+    "report*.html",
+)
+STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
+
+
+def logged_in() -> bool:
+    """Whether a hub token is stored on this machine."""
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+class Hub:
+    """A model or dataset repository on the hub.  Only rank 0 creates one.
+
+    Args:
+        repo_id: "name" or "organization/name".
+        token: token with write access; None: that of ``hf auth login`` or ``HF_TOKEN``.
+        private: visibility of a new repository; None: the account's default.
+        revision: branch to push to, created if missing; None: "main".
+        kind: type of the repository.
+        api: a ``huggingface_hub.HfApi``, or an object with its ``create_repo``,
+            ``create_branch``, ``upload_folder`` and ``upload_file``.
+    """
+
+    def __init__(
+        self,
+        repo_id: str,
+        *,
+        token: str | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        kind: Literal["model", "dataset"] = "model",
+        api: Any = None,
+    ) -> None:
+        if api is None:
+            from huggingface_hub import HfApi
+
+            api = HfApi()
+        self.repo_id, self.private, self.revision = repo_id, private, revision
+        self._token, self._api, self._ready = token, api, False
+        self._kind = {} if kind == "model" else {"repo_type": kind}
+
+    @property
+    def url(self) -> str:
+        """URL of the repository; includes the account's name once the repository is created."""
+        from huggingface_hub.constants import ENDPOINT
+
+        branch = "" if self.revision in (None, "main") else f"/tree/{self.revision}"
+        place = "datasets/" if self._kind else ""
+        return f"{ENDPOINT}/{place}{self.repo_id}{branch}"
+
+    def create(self) -> str:
+        """Create the repository and branch if needed; returns the repository's full name.
+
+        Called before training starts, so that a wrong token fails at once.
+
+        Raises:
+            HubError: with the hub's answer and what to do.
+        """
+        if not self._ready:
+            url = self._call(
+                "create_repo", repo_id=self.repo_id, private=self.private, exist_ok=True
+            )
+            self.repo_id = getattr(url, "repo_id", self.repo_id)
+            if self.revision not in (None, "main"):
+                self._call(
+                    "create_branch", repo_id=self.repo_id, branch=self.revision, exist_ok=True
+                )
+            self._ready = True
+        return self.repo_id
+
+    def push(
+        self,
+        folder: str | Path,
+        *,
+        message: str,
+        path_in_repo: str | None = None,
+        ignore: tuple[str, ...] = RUN_FILES,
+        replace: bool = False,
+        blocking: bool = True,
+    ) -> Any:
+        """Upload a folder in one commit.
+
+        Args:
+            folder: what to upload.
+            message: commit message.
+            path_in_repo: destination folder; None: the root.
+            ignore: patterns of files to skip.
+            replace: delete other files at ``path_in_repo``.
+            blocking: False: return a future immediately.
+
+        Returns:
+            The commit info (``.commit_url``), or a future of it.
+
+        Raises:
+            HubError: with the hub's answer and what to do.
+        """
+        return self._commit(
+            "upload_folder",
+            message,
+            blocking=blocking,
+            folder_path=str(folder),
+            path_in_repo=path_in_repo,
+            ignore_patterns=list(ignore),
+            delete_patterns="*" if replace else None,
+        )
+
+    def write(self, path: str, text: str, *, message: str, blocking: bool = True) -> Any:
+        """Upload a text as one file.
+
+        Args:
+            path: path in the repository.
+            text: content of the file.
+            message: commit message.
+            blocking: False: return a future immediately.
+
+        Raises:
+            HubError: with the hub's answer and what to do.
+        """
+        return self._commit(
+            "upload_file",
+            message,
+            blocking=blocking,
+            path_or_fileobj=text.encode(),
+            path_in_repo=path,
+        )
+
+    def _commit(self, name: str, message: str, *, blocking: bool, **arguments: Any) -> Any:
+        self.create()
+        return self._call(
+            name,
+            repo_id=self.repo_id,
+            revision=self.revision,
+            commit_message=message,
+            run_as_future=not blocking,
+            **arguments,
+        )
+
+    def push_checkpoint(self, folder: str | Path, strategy: str) -> None:
+        """Push what ``hub_strategy`` requires after a save, and wait for the upload.
+
+        A failure only warns, so that training continues; the push at the end of training raises.
+
+        Args:
+            folder: the ``checkpoint-N`` folder just written.
+            strategy: "end" pushes nothing now; "every_save" the model; "checkpoint" the model, and
+                the whole checkpoint as ``last-checkpoint``; "all_checkpoints" as ``checkpoint-N``.
+        """
+        if strategy not in STRATEGIES:
+            raise ValueError(f"hub_strategy={strategy!r} must be one of {', '.join(STRATEGIES)}")
+        if strategy == "end":
+            return
+        folder = Path(folder)
+        message = f"Training in progress, {folder.name.replace('-', ' ')}"
+        try:
+            self.push(folder, message=message, ignore=STATE_FILES)
+            if strategy != "every_save":
+                last = strategy == "checkpoint"
+                place = "last-checkpoint" if last else folder.name
+                self.push(folder, message=message, path_in_repo=place, ignore=(), replace=last)
+        except HubError as e:
+            warnings.warn(f"{folder.name} was saved but not pushed: {e}", stacklevel=2)
+
+    def _call(self, name: str, **kwargs: Any) -> Any:
+        try:
+            return getattr(self._api, name)(token=self._token, **self._kind, **kwargs)
+        except Exception as e:  # the HTTP package behind the hub client differs by version
+            raise HubError(explain(e, self.repo_id)) from e
+
+
+def repo_name(hub_model_id: str | None, output_dir: str | Path | None) -> str:
+    """Repository name of a run: ``hub_model_id``, or the output folder's name.
+
+    Raises:
+        HubError: neither is set.
+    """
+    if hub_model_id:
+        return hub_model_id
+    if not output_dir:
+        raise HubError("pushing needs a repository name: set hub_model_id or output_dir")
+    return Path(output_dir).absolute().name
+
+
+def explain(error: BaseException, repo_id: str) -> str:
+    """Error message for a failed hub call: the cause and what to do."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    if status in (401, 403) or "LocalTokenNotFoundError" in kinds:
+        advice = "log in with `hf auth login`, or set hub_token to a token with write access"
+    elif status == 404:
+        advice = "check hub_model_id, and that the token has write access"
+    elif status is None and ("ConnectionError" in kinds or "TransportError" in kinds):
+        advice = (
+            "the hub cannot be reached; train with push_to_hub=False, and upload the output "
+            "folder later with `hf upload`"
+        )
+    else:
+        advice = "the models are in the output folder; upload them later with `hf upload`"
+    return f"could not push to {repo_id} on the hub ({type(error).__name__}: {error}): {advice}"
+
+
+def build_hub(args: Any, *, token: str | None = None, revision: str | None = None) -> Hub:
+    """The repository that the config names."""
+    return Hub(
+        repo_name(args.hub_model_id, args.output_dir),
+        token=token or args.hub_token,
+        private=args.hub_private_repo is not False,  # private if unset
+        revision=revision or args.hub_revision,
+    )
+
+
+class PushOnSave(TrainerCallback):
+    """Pushes after each save as ``hub_strategy`` says; acts on rank 0 only.
+
+    The repository is created when training begins, so that an invalid token fails early.
+
+    Args:
+        hub: the repository.
+    """
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Create the repository."""
+        if state.is_world_process_zero:
+            self.hub.create()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Push the checkpoint just written."""
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
+            self.hub.push_checkpoint(folder, str(getattr(args.hub_strategy, "value", "end")))

@@ -1,0 +1,202 @@
+"""Reads the log of a run: ``metrics.jsonl``, one row per logged iteration."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from kedge.errors import DataError
+
+FILE = "metrics.jsonl"
+_LARGEST = sys.float_info.max
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunLog:
+    """Rows of training metrics in order, without evaluations.
+
+    Args:
+        name: of the run's folder or file.
+        rows: one mapping per logged iteration.
+        fixed_length: the run has no stop token and no stop string, so every response has full
+            length.
+        bf16: the run computes in bfloat16.
+    """
+
+    name: str
+    rows: Sequence[dict[str, float]]
+    fixed_length: bool = False
+    bf16: bool = False
+
+    def series(self, metric: str) -> list[float]:
+        """The finite values of a metric, in order; empty if it was never logged."""
+        values = [row[metric] for row in self.rows if metric in row]
+        return [x for x in values if math.isfinite(x)]
+
+    def first(self, metric: str, share: float = 0.2) -> float | None:
+        """Mean over the first ``share`` of the run, at least one row; None without the metric."""
+        values = self.series(metric)
+        return fmean(values[: max(1, round(len(values) * share))]) if values else None
+
+    def last(self, metric: str, share: float = 0.2) -> float | None:
+        """Mean over the last ``share`` of the run, at least one row; None without the metric."""
+        values = self.series(metric)
+        return fmean(values[-max(1, round(len(values) * share)) :]) if values else None
+
+
+def read_log(place: str | Path) -> RunLog:
+    """Read the log in a run's ``output_dir``, or a ``metrics.jsonl`` file.
+
+    Damaged lines are skipped, with a warning that counts them.
+    """
+    skipped = Skipped()
+    rows = [row for row in read_rows(place, skipped) if "objective/scores" in row]
+    skipped.warn()
+    if not rows:
+        raise DataError(f"{log_file(place)} has no training rows (none with objective/scores)")
+    return RunLog(Path(place).name, rows, **read_options(log_file(place).parent))
+
+
+_STOPS = ("stop_token", "stop_token_id", "stop_token_ids", "stop_strings")
+
+
+def read_options(folder: Path) -> dict[str, bool]:
+    """``fixed_length`` and ``bf16`` of a ``RunLog``, from ``run.json``; {} without the file."""
+    try:
+        options = json.loads((folder / "run.json").read_text(encoding="utf-8"))["options"]
+        fixed = all(not options[name] for name in _STOPS)
+        return {"fixed_length": fixed, "bf16": bool(options.get("bf16"))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def log_file(place: str | Path) -> Path:
+    """The ``metrics.jsonl`` of a run."""
+    path = Path(place).expanduser()
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(f"{path} has no {FILE}: pass the output_dir of a run, or the file itself")
+    return file
+
+
+def read_rows(place: str | Path, skipped: Skipped) -> list[dict[str, float]]:
+    """All rows of the log, including evaluations; only values that are finite numbers."""
+    rows = read_table(log_file(place), skipped)
+    return [
+        {k: float(x) for k, x in row.items() if isinstance(x, int | float) and abs(x) <= _LARGEST}
+        for row in rows
+    ]
+
+
+class Skipped(Counter[Path]):
+    """Counts unreadable lines in the files of a run, for a single warning."""
+
+    def warn(self) -> None:
+        """Log one warning if anything was skipped."""
+        if self.total():
+            files = [f"{file.parent.name}/{file.name} ({n})" for file, n in self.items() if n]
+            more = f" and {len(files) - 5} more files" if len(files) > 5 else ""
+            logger.warning(
+                "skipped %d damaged lines: %s%s",
+                self.total(),
+                ", ".join(files[:5]),
+                more,
+            )
+
+
+def read_table(file: Path, skipped: Skipped) -> list[dict[str, Any]]:
+    """The readable JSON objects of a run's file, one per line.
+
+    Non-finite numbers become None, as Kedge writes them.
+    """
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+    rows = [row for line in lines if (row := _parse_row(line)) is not None]
+    skipped[file] += sum(1 for line in lines if line.strip()) - len(rows)
+    return rows
+
+
+def _parse_row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line.decode(), parse_constant=lambda _: None, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
+def read_objects(file: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a data file, one per line; every line must be valid."""
+    objects: list[dict[str, Any]] = []
+    # Not splitlines: it would also split at other line separators, which responses may contain.
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{file}, line {number} is not JSON in UTF-8: {error}") from error
+        if not isinstance(row, dict):
+            shown = line[:80].decode(errors="replace")
+            raise DataError(f"{file}, line {number} is not a JSON object: {shown}")
+        objects.append(row)
+    return objects
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One problem.
+
+    Args:
+        rule: its name.
+        seen: the numbers behind it.
+        advice: what to try.
+    """
+
+    rule: str
+    seen: str
+    advice: str
+
+
+def score_change(log: RunLog) -> tuple[float, float, float] | None:
+    """Mean score over the first and last fifth of a run, and the standard error of such a mean.
+
+    None without scores, their deviation and the number of responses.
+    """
+    start, end = log.first("objective/scores"), log.last("objective/scores")
+    spread, batch = log.first("objective/scores_std"), responses_per_batch(log)
+    if start is None or end is None or not spread or not batch:
+        return None
+    return start, end, spread / (batch * max(1, round(len(log.rows) * 0.2))) ** 0.5
+
+
+def responses(log: RunLog) -> str:
+    """Responses sampled so far, as text."""
+    return f"{max(log.series('episode'), default=0):,.0f}"
+
+
+def responses_per_batch(log: RunLog) -> float | None:
+    """Responses per iteration."""
+    episodes = log.series("episode")
+    if not episodes:
+        return None
+    if len(episodes) == 1:
+        return episodes[0]
+    steps = [b - a for a, b in pairwise(episodes) if b > a]
+    return min(steps) if steps else None

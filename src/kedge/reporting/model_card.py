@@ -1,0 +1,206 @@
+"""The model card (README.md) of a trained model: setup, results, versions, citations."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.resources import files
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from kedge import __version__
+from kedge.errors import ConfigError
+from kedge.redaction import redact
+
+HYPERPARAMETERS = (
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "max_grad_norm", "seed"),
+    *("total_episodes", "max_steps", "num_train_epochs", "batch_size", "num_mini_batches"),
+    *("num_ppo_epochs", "num_generations", "response_length", "temperature", "top_k", "top_p"),
+    *("min_p", "kl_coef", "kl_estimator", "adaptive_kl", "kl_target", "gamma", "lam", "cliprange"),
+    *("cliprange_value", "vf_coef", "whiten_rewards", "whiten_advantages", "score_position"),
+    *("normalize_reward", "reward_clip_range", "normalize_advantage", "token_level_kl"),
+    *("epsilon", "epsilon_high", "delta", "beta", "loss_type", "scale_rewards"),
+    *("importance_sampling_level", "mask_truncated_completions"),
+    *("missing_eos_penalty", "non_eos_penalty", "penalty_reward_value", "bf16", "fp16"),
+)
+METRICS = {
+    "objective/scores": "score",
+    "objective/rlhf_reward": "score with KL penalty",
+    "objective/kl": "KL to the reference (nats per response)",
+    "objective/entropy": "entropy (nats per response)",
+    "completions/mean_length": "response length (tokens)",
+    "eval_objective/scores": "evaluation score",
+    "eval_objective/kl": "evaluation KL (nats per response)",
+}
+
+
+def model_card(
+    *,
+    model_name: str,
+    algorithm: str = "PPO",
+    base_model: str | None = None,
+    datasets: Sequence[str] = (),
+    rewards: Sequence[str] = (),
+    args: Any = None,
+    log_history: Sequence[Mapping[str, Any]] = (),
+    tags: Iterable[str] = (),
+    command: str = "",
+    links: Mapping[str, str] = MappingProxyType({}),
+    curves: str | None = None,
+) -> str:
+    """The text of a model card.
+
+    Args:
+        model_name: its title.
+        algorithm: "PPO", ...; selects the cited papers.
+        base_model: name or folder of the initial model.
+        datasets: names of the prompt datasets.
+        rewards: names of the reward models and functions.
+        args: the config; only the fields in ``HYPERPARAMETERS`` are shown.
+        log_history: logged rows; the first and the last value of each main metric are shown.
+        tags: additional tags.
+        command: the command line that trained it.
+        links: tracker -> URL of the run; the hub itself is left out.
+        curves: image of the curves, in the folder of the card.
+    """
+    head = {
+        "library_name": "transformers",
+        "model_name": model_name,
+        "pipeline_tag": "text-generation",
+        "tags": list(dict.fromkeys(["kedge", algorithm.lower(), "reinforcement-learning", *tags])),
+        # Only names on the hub, not local folders.
+        **({"base_model": base_model} if base_model and _on_hub(base_model) else {}),
+        **({"datasets": named} if (named := [d for d in datasets if _on_hub(d)]) else {}),
+    }
+    front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
+    papers = files("kedge.reporting") / "assets" / f"{algorithm}.bib"
+    seen = [f"[{name}]({url})" for name, url in links.items() if name != "hub"]
+    results = [
+        (label, f"{values[0]:.4g}", f"{values[-1]:.4g}")
+        for name, label in METRICS.items()
+        if (values := [row[name] for row in log_history if row.get(name) is not None])
+    ]
+    options = [(name, getattr(args, name, None)) for name in HYPERPARAMETERS]
+    hyperparameters = [(n, f"`{getattr(x, 'value', x)}`") for n, x in options if x is not None]
+    sections = {
+        "Results": _table(("metric", "start", "end"), results),
+        "Curves": f"![curves of the run]({curves})" if curves else "",
+        "Run": f"The run is on {', '.join(seen)}." if seen else "",
+        "Command": f"```bash\n{command}\n```" if command else "",
+        "Hyperparameters": _table(("name", "value"), hyperparameters),
+        "Versions": _table(("package", "version"), versions()),
+        "Citation": f"```bibtex\n{papers.read_text(encoding='utf-8')}```"
+        if papers.is_file()
+        else "",
+    }
+    text = [f"---\n{front}---", f"# {model_name}"]
+    start = f"`{base_model}`" if base_model else "a language model"
+    summary = f"Trained from {start} with {algorithm}, using Kedge."
+    summary += f" Prompts: {_listed(datasets)}." if datasets else ""
+    text.append(summary + (f" Reward: {_listed(rewards)}." if rewards else ""))
+    text += [f"## {title}\n\n{body}" for title, body in sections.items() if body]
+    return str(redact("\n\n".join(text) + "\n"))
+
+
+def write_model_card(folder: str | Path, **kwargs: Any) -> Path:
+    """Write ``model_card(**kwargs)`` to ``folder/README.md``."""
+    file = Path(folder) / "README.md"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(model_card(**kwargs), encoding="utf-8")
+    return file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Algorithm, base model and data of a run, for the model card."""
+
+    algorithm: str
+    base_model: str | None
+    datasets: tuple[str, ...]
+    rewards: tuple[str, ...]
+
+
+def provenance(
+    algorithm: str, policy: Any, dataset: Any, reward_model: Any, reward_funcs: Any
+) -> Provenance:
+    """The names of a run's models and data, as far as they are known."""
+    named = getattr(getattr(dataset, "info", None), "dataset_name", None)
+    rewards = [
+        reward
+        for given in (reward_model, reward_funcs)
+        for reward in (given if isinstance(given, list | tuple) else [given])
+        if reward is not None
+    ]
+    return Provenance(
+        algorithm=algorithm,
+        base_model=getattr(getattr(policy, "config", None), "_name_or_path", "") or None,
+        datasets=(named,) if named else (),
+        rewards=tuple(map(_reward_name, rewards)),
+    )
+
+
+def write_card(
+    made_of: Provenance,
+    args: Any,
+    log_history: Sequence[dict[str, Any]],
+    *,
+    about: Mapping[str, Any],
+    model_name: str | None = None,
+    dataset_name: str | None = None,
+    tags: str | list[str] | None = None,
+) -> Path:
+    """Write ``README.md`` into ``output_dir``; ``about`` is the content of ``run.json``."""
+    if not args.output_dir:
+        raise ConfigError("output_dir must be set to write a model card")
+    return write_model_card(
+        args.output_dir,
+        model_name=model_name or Path(args.hub_model_id or args.output_dir).name,
+        algorithm=made_of.algorithm,
+        base_model=made_of.base_model,
+        datasets=(dataset_name,) if dataset_name else made_of.datasets,
+        rewards=made_of.rewards,
+        args=args,
+        log_history=log_history,
+        command=about.get("command", ""),
+        links=about.get("links", {}),
+        curves="curves.png" if (Path(args.output_dir) / "curves.png").is_file() else None,
+        tags=[tags] if isinstance(tags, str) else tags or (),
+    )
+
+
+def _reward_name(reward: Any) -> str:
+    if isinstance(reward, str):
+        return reward
+    name = getattr(getattr(reward, "config", None), "_name_or_path", "")
+    return name or getattr(reward, "__name__", "") or type(reward).__name__
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def versions() -> list[tuple[str, str]]:
+    """(name, version) of Kedge and its main dependencies."""
+    packages = [("kedge", __version__)]
+    for name in ("torch", "transformers", "datasets", "peft"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            packages.append((name, metadata.version(name)))
+    return packages
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    if not rows:
+        return ""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(x.replace("|", "\\|") for x in row) + " |" for row in lines)
+
+
+def _on_hub(name: str) -> bool:
+    """Whether a name looks like a hub name and not like a folder."""
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()

@@ -1,0 +1,277 @@
+"""Summarizes a run in sentences with numbers, and its changes in vocabulary."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from kedge.reporting.log import RunLog, score_change
+
+WORDS = 12  # per list
+RARE = 3  # tokens with fewer uses are ignored
+
+
+def story(log: RunLog, rows: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
+    """Sentences on score, distance, certainty, length, updates, evaluation and time.
+
+    Args:
+        log: the training rows.
+        rows: all rows, including evaluations.
+    """
+    sections = [
+        ("Score", _score(log)),
+        ("Episodes", _episodes(log)),
+        ("Evaluation", _evaluation(rows)),
+        ("Distance", _distance(log)),
+        ("Certainty", _certainty(log)),
+        ("Length", _length(log)),
+        ("Updates", _updates(log)),
+        ("Value", _value(log)),
+        ("Time", _time(log)),
+    ]
+    return [{"title": title, "text": text} for title, text in sections if text]
+
+
+def _ends(log: RunLog, name: str) -> tuple[float, float] | None:
+    start, end = log.first(name), log.last(name)
+    return None if start is None or end is None else (start, end)
+
+
+def _score(log: RunLog) -> str:
+    ends = _ends(log, "objective/scores")
+    if ends is None:
+        return ""
+    start, end = ends
+    text = f"The mean score went from {start:.3g} to {end:.3g}"
+    spread, change = log.first("objective/scores_std"), score_change(log)
+    if not spread or change is None:
+        return text + "."
+    chance = change[2]
+    if abs(end - start) < 2 * chance:
+        verdict = "within noise"
+    else:
+        way = "up" if end > start else "down"
+        verdict = f"{way} by {abs(end - start) / spread:.2g} standard deviations of a score"
+    return f"{text}: {verdict} (noise: {chance:.2g})."
+
+
+def _episodes(log: RunLog) -> str:
+    turns, success = _ends(log, "environment/turns"), _ends(log, "environment/success")
+    if turns is None:
+        return ""
+    won = f"Success went from {success[0]:.1%} to {success[1]:.1%}. " if success else ""
+    cut, failed = log.last("completions/truncated_ratio"), log.last("environment/errors")
+    text = f"{won}An episode has {turns[0]:.3g} turns at the start, {turns[1]:.3g} at the end"
+    text += f"; {cut:.1%} are truncated" if cut is not None else ""
+    return text + (f", the environments of {failed:.1%} fail." if failed else ".")
+
+
+def _evaluation(rows: Sequence[Mapping[str, float]]) -> str:
+    parts = []
+    for name, label in (
+        ("eval_objective/scores", "score"),
+        ("eval_win_rate", "win rate against the starting policy"),
+        ("eval_accuracy", "accuracy"),
+    ):
+        values = [row[name] for row in rows if name in row]
+        if values:
+            change = (
+                f"{values[0]:.3g} to {values[-1]:.3g}" if len(values) > 1 else f"{values[0]:.3g}"
+            )
+            parts.append(f"{label} {change}")
+    return f"On the evaluation prompts: {', '.join(parts)}." if parts else ""
+
+
+def _distance(log: RunLog) -> str:
+    kl, length = log.last("objective/kl"), log.last("completions/mean_length")
+    if kl is None:
+        return ""
+    per_token = f", {kl / length:.3f} per token" if length else ""
+    coef = log.last("objective/kl_coef")
+    cost = log.last("objective/non_score_reward")
+    paid = (
+        f"; the KL penalty costs {-cost:.3g} of score (kl_coef {coef:.3g})" if cost and coef else ""
+    )
+    return f"KL to the reference at the end: {kl:.3g} nats per response{per_token}{paid}."
+
+
+def _certainty(log: RunLog) -> str:
+    ends = _ends(log, "policy/entropy_avg")
+    if ends is None:
+        return ""
+    start, end = ends
+    trend = "fell" if end < 0.95 * start else "rose" if end > 1.05 * start else "stayed similar"
+    return f"Entropy {trend}: {start:.3g} nats per token at the start, {end:.3g} at the end."
+
+
+def _length(log: RunLog) -> str:
+    ends, cut = _ends(log, "completions/mean_length"), log.last("completions/truncated_ratio")
+    if ends is None:
+        return ""
+    text = f"The mean response length went from {ends[0]:.3g} to {ends[1]:.3g} tokens"
+    told = cut is None or log.last("environment/turns") is not None  # with the episodes
+    return text + ("." if told else f"; {cut:.1%} of responses are truncated.")
+
+
+def _updates(log: RunLog) -> str:
+    moved, clipped = log.last("policy/approxkl_avg", 1.0), log.last("policy/clipfrac_avg", 1.0)
+    if moved is None:
+        return ""
+    if moved < 1e-9:
+        return "Every batch is used for one optimizer step, so the probability ratio stays 1."
+    text = f"An iteration moves the policy by {moved:.2g} nats per token"
+    if clipped is not None:
+        text += f", with {clipped:.1%} of tokens clipped"
+    ratio = log.series("val/ratio")
+    low, high = min(ratio, default=1.0), max(ratio, default=1.0)
+    between = f"; the mean ratio stayed between {low:.4g} and {high:.4g}" if ratio else ""
+    return text + between + "."
+
+
+def _value(log: RunLog) -> str:
+    ends = _ends(log, "val/explained_variance")
+    if ends is None:
+        return ""
+    first, last = (f"{x:.0%}" if x >= 0.005 else "none" for x in ends)
+    text = f"The value model explained {first} of the return variance at the start, {last} at the"
+    worse = " (worse than predicting the mean)" if ends[1] < -0.05 else ""
+    return f"{text} end{worse}."
+
+
+def _time(log: RunLog) -> str:
+    parts = {
+        label: sum(log.series(f"time/{name}"))
+        for name, label in (
+            ("rollout", "sampling"),
+            ("reward", "scoring"),
+            ("annotate", "computing log-probabilities"),
+            ("update", "optimizing"),
+        )
+    }
+    whole = sum(parts.values())
+    if not whole:
+        return ""
+    shares = ", ".join(f"{x / whole:.0%} {label}" for label, x in parts.items())
+    speed = log.last("eps", 0.2)
+    return f"Time went to: {shares}" + (f"; {speed:.3g} responses per second." if speed else ".")
+
+
+def vocabulary(tokens: Sequence[Mapping[str, Any]]) -> dict[str, list[list[Any]]]:
+    """The policy's tokens used more and less often at the end than at the start, and advantages.
+
+    Args:
+        tokens: tables of ``{"step", "rows"}``, in order; each row with lists per token.
+
+    Returns:
+        "more" and "less": token, uses per 1000 tokens at the start, at the end.  "praised" and
+        "blamed": token, mean advantage, uses, over the second half.
+    """
+    if not tokens:
+        return {}
+    third = max(1, len(tokens) // 3)
+    early, late = _uses(tokens[:third]), _uses(tokens[-third:])
+    lists: dict[str, list[list[Any]]] = {"more": [], "less": [], "praised": [], "blamed": []}
+    if len(tokens) > 1:
+        lists["more"], lists["less"] = _shifted(early, late)
+    sums: dict[str, list[float]] = {}
+    for table in tokens[len(tokens) // 2 :]:
+        for row in table["rows"]:
+            said = zip(_trained(row), row["tokens"], row.get("advantage", ()), strict=False)
+            for own, text, advantage in said:
+                if own and advantage is not None:
+                    sums.setdefault(text, []).append(advantage)
+    means: list[list[Any]] = [
+        [text, sum(xs) / len(xs), len(xs)] for text, xs in sums.items() if len(xs) >= RARE
+    ]
+    means.sort(key=lambda entry: entry[1])
+    lists["blamed"] = [entry for entry in means[:WORDS] if entry[1] < 0]
+    lists["praised"] = [entry for entry in means[::-1][:WORDS] if entry[1] > 0]
+    return lists
+
+
+def _uses(tables: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    return Counter(
+        text
+        for table in tables
+        for row in table["rows"]
+        for own, text in zip(_trained(row), row["tokens"], strict=False)
+        if own
+    )
+
+
+def _trained(row: Mapping[str, Any]) -> Sequence[int]:
+    """1 for tokens of the policy; rows without other tokens have no such list."""
+    return row.get("trained") or [1] * len(row["tokens"])
+
+
+def _shifted(early: Counter[str], late: Counter[str]) -> tuple[list[list[Any]], list[list[Any]]]:
+    before, after = max(1, early.total()), max(1, late.total())
+    rates: list[list[Any]] = [
+        [text, 1000 * early[text] / before, 1000 * late[text] / after]
+        for text in {**early, **late}
+        if early[text] + late[text] >= RARE
+    ]
+    # Sorted by change over its noise, so that frequency alone does not decide.
+    rates.sort(key=lambda r: (r[2] - r[1]) / (r[1] + r[2]) ** 0.5)
+    less = [r for r in rates[:WORDS] if r[2] < r[1]]
+    return [r for r in rates[::-1][:WORDS] if r[2] > r[1]], less
+
+
+def episodes(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rewards by number of the turn, and late episodes won and lost; empty without turns.
+
+    Args:
+        tables: as for ``vocabulary``; rows of episodes have "turn" and "turn_rewards".
+
+    Returns:
+        "turns": number of the turn, share of late episodes that have it, mean reward over the first
+        and the last third of the run, mean advantage over the last.  "won" and "lost": table and
+        row of examples, the newest first, "won_turns" and "lost_turns" their mean turns.  "won_by":
+        the metric ``success``, or, without it, a score in the upper half of the range.
+    """
+    numbered = [
+        (t, i, row)
+        for t, table in enumerate(tables)
+        for i, row in enumerate(table["rows"])
+        if row.get("turn_rewards") and isinstance(row.get("metrics"), dict)
+    ]
+    if not numbered:
+        return {}
+    third = max(1, len(tables) // 3)
+    early = [row for t, _, row in numbered if t < third]
+    late = [(t, i, row) for t, i, row in numbered if t >= len(tables) - third]
+    own = any("success" in row["metrics"] for _, _, row in numbered)
+    scores = [row["score"] for _, _, row in numbered if row["score"] is not None]
+    middle = (min(scores, default=0.0) + max(scores, default=0.0)) / 2
+    sides: dict[bool, list[tuple[int, int, Mapping[str, Any]]]] = {True: [], False: []}
+    for t, i, row in reversed(late):
+        if row["score"] is not None:
+            won = row["metrics"].get("success", 0) > 0 if own else row["score"] > middle
+            sides[won].append((t, i, row))
+    turns = []
+    for k in range(max(len(row["turn_rewards"]) for _, _, row in numbered)):
+        there = [row for _, _, row in late if len(row["turn_rewards"]) > k]
+        share = len(there) / len(late) if late else 0.0
+        advantages = [
+            x
+            for row in there
+            for turn, x in zip(row["turn"], row.get("advantage", ()), strict=False)
+            if turn == k and x is not None
+        ]
+        before = [row["turn_rewards"][k] or 0.0 for row in early if len(row["turn_rewards"]) > k]
+        after = [row["turn_rewards"][k] or 0.0 for row in there]
+        turns.append(
+            [k + 1, share, *(fmean(x) if x else None for x in (before, after, advantages))]
+        )
+    means = {
+        f"{name}_turns": fmean(len(row["turn_rewards"]) for _, _, row in side) if side else None
+        for name, side in (("won", sides[True]), ("lost", sides[False]))
+    }
+    return means | {
+        "turns": turns,
+        "won": [[t, i] for t, i, _ in sides[True]],
+        "lost": [[t, i] for t, i, _ in sides[False]],
+        "won_by": "metric success" if own else f"score above {middle:.3g}",
+    }

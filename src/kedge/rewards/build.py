@@ -1,0 +1,343 @@
+"""Builds one reward source from models, functions, names or paths."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import math
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from kedge.errors import ConfigError
+from kedge.models.load import (
+    check_folder,
+    configuration_source,
+    load_tokenizer,
+    load_whole,
+)
+from kedge.protocols import RewardSource
+from kedge.rewards.function import OnError, RewardFunction, RewardLog, Signature, function_name
+from kedge.rewards.mixture import EosPenalty, Mixture
+from kedge.rewards.model import RewardModel
+from kedge.rewards.texts import TextCache
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """How reward models are loaded and run; see :class:`RewardModel`."""
+
+    chunk_rows: int = 64  # rows scored at a time
+    max_length: int | None = None  # tokens; longer rows lose their first ones
+    reward_label: int | str | None = None  # which label is the reward if there are several
+    autocast: torch.dtype | None = None
+    device: torch.device | None = None  # None leaves models where they are
+    policy_vocab_size: int | None = None  # None: the length of the policy's tokenizer
+    trust_remote_code: bool = False  # run code from a model's repository
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionOptions:
+    """How reward functions are called; see :class:`RewardFunction`."""
+
+    on_error: OnError = "raise"
+    error_score: float | None = None
+    log: RewardLog | None = None
+    trainer_state: Callable[[], object] | None = None
+    dataset_columns: Collection[str] | None = None  # of the prompts; None: unchecked
+    skip_special_tokens: bool = True  # leave tokens such as eos out of the text
+
+
+def reward_source(
+    reward_model: Any = None,
+    reward_funcs: Any = None,
+    *,
+    policy_tokenizer: Any,
+    weights: Sequence[float] | None = None,
+    tokenizers: Any = None,
+    models: ModelOptions | None = None,
+    functions: FunctionOptions | None = None,
+    on_unscored: Literal["drop", "raise"] = "drop",
+    missing_eos_penalty: float | None = None,
+    non_eos_penalty: bool = False,
+    penalty_reward_value: float = -1.0,
+) -> RewardSource:
+    """Build one source from reward models and reward functions.
+
+    Args:
+        reward_model: a model, the name or path of one, or a list; also what ``reward_funcs`` takes.
+        reward_funcs: callables, ``"package.module:function"`` or ``"file.py:function"`` strings,
+            objects with a ``score(rollout)`` method, models, names or paths; one or a list.
+        policy_tokenizer: tokenizer of the policy.
+        weights: one per source, models first; None: 1 for every source.
+        tokenizers: tokenizers of the reward models: one, one per model, or one per source (None:
+            the policy's).  A model given by name uses the tokenizer in its folder or repository.
+        models: options of every reward model.
+        functions: options of every reward function.
+        on_unscored: see :class:`Mixture`.
+        missing_eos_penalty: see :class:`EosPenalty`.
+        non_eos_penalty: see :class:`EosPenalty`.
+        penalty_reward_value: see :class:`EosPenalty`.
+
+    Raises:
+        ConfigError: no source, an unsupported kind of source, or lists of different lengths.
+    """
+    items, models = _items(reward_model, reward_funcs), models or ModelOptions()
+    factors, functions = _weights(weights, len(items)), functions or FunctionOptions()
+    options = {f.name: getattr(functions, f.name) for f in fields(functions)}
+    texts = TextCache(policy_tokenizer, skip_special_tokens=options.pop("skip_special_tokens"))
+    loaded = [_load(item, models.trust_remote_code) for item in items]
+    sources = []
+    for item, source, tokenizer, weight in zip(
+        items, loaded, _tokenizers(tokenizers, loaded), factors, strict=True
+    ):
+        built: Any = source
+        if isinstance(source, nn.Module):
+            built = _build_model(item, source, tokenizer, models, texts)
+        elif not hasattr(source, "score"):
+            built = RewardFunction(source, texts, **options)
+        sources.append((getattr(built, "name", type(built).__name__), built, weight))
+    mixture: RewardSource = Mixture(sources, on_unscored=on_unscored)
+    if missing_eos_penalty is None and not non_eos_penalty:
+        return mixture
+    return EosPenalty(
+        mixture,
+        missing_eos_penalty=missing_eos_penalty,
+        non_eos_penalty=non_eos_penalty,
+        penalty_reward_value=penalty_reward_value,
+    )
+
+
+def check_sources(
+    reward_model: Any,
+    reward_funcs: Any,
+    *,
+    weights: Sequence[float] | None = None,
+    dataset_columns: Collection[str] | None = None,
+) -> None:
+    """Check the sources as far as possible without loading models; see ``reward_source``.
+
+    Raises:
+        ConfigError: as ``reward_source``.
+    """
+    items = _items(reward_model, reward_funcs)
+    _weights(weights, len(items))
+    for item in items:
+        if isinstance(item, (str, Path)) and not names_function(str(item)):
+            continue  # a model
+        source = _load(item, trust_remote_code=False)
+        is_function = not isinstance(source, nn.Module) and not hasattr(source, "score")
+        if is_function and dataset_columns is not None:
+            Signature(source, function_name(source)).check(dataset_columns)
+
+
+def _build_model(
+    item: Any, model: nn.Module, tokenizer: Any, options: ModelOptions, texts: TextCache
+) -> RewardModel:
+    size, has_name = options.policy_vocab_size, isinstance(item, (str, Path))
+    if has_name and tokenizer is None:
+        tokenizer = find_tokenizer(str(item), trust_remote_code=options.trust_remote_code)
+    return RewardModel(
+        model if options.device is None else model.to(options.device),
+        tokenizer,
+        texts=texts,
+        policy_vocab_size=len(texts.tokenizer) if size is None else size,
+        chunk_rows=options.chunk_rows,
+        max_length=options.max_length,
+        reward_label=options.reward_label,
+        autocast=options.autocast,
+        name=Path(item if has_name else getattr(model, "name_or_path", "") or "").name or None,
+    )
+
+
+def _items(reward_model: Any, reward_funcs: Any) -> list[Any]:
+    items = [*_list(reward_model), *_list(reward_funcs)]
+    if not items:
+        raise ConfigError("no reward is configured: pass reward_model or reward_funcs")
+    return items
+
+
+def _list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _load(item: Any, trust_remote_code: bool) -> Any:
+    if isinstance(item, Path):
+        item = str(item)
+    if isinstance(item, str):
+        if names_function(item):
+            return load_function(item)
+        return load_model(item, trust_remote_code=trust_remote_code)
+    if isinstance(item, nn.Module) or callable(getattr(item, "score", None)) or callable(item):
+        return item
+    raise ConfigError(
+        "a reward must be a model, its name or path, a function, 'module:function', or an object"
+        f" with a score(rollout) method, got {type(item).__name__} ({item!r})"
+    )
+
+
+def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
+    if weights is None:
+        return [1.0] * count
+    if len(weights) != count:
+        raise ConfigError(
+            f"reward_weights must have one number per reward source (models first, then functions):"
+            f" got {len(weights)} for {count} sources"
+        )
+    for weight in weights:
+        if isinstance(weight, str) or not math.isfinite(weight):
+            raise ConfigError(
+                f"reward_weights={list(weights)}: each must be a finite number, got {weight!r}"
+            )
+    return [float(weight) for weight in weights]
+
+
+def _tokenizers(tokenizers: Any, loaded: list[Any]) -> list[Any]:
+    models = [i for i, source in enumerate(loaded) if isinstance(source, nn.Module)]
+    given = _list(tokenizers)
+    if not given:
+        return [None] * len(loaded)
+    if len(given) == len(loaded):
+        return given
+    if len(given) == len(models):
+        by_index = dict(zip(models, given, strict=True))
+        return [by_index.get(i) for i in range(len(loaded))]
+    raise ConfigError(
+        f"reward_processing_class has {len(given)} tokenizers for {len(models)} reward models among"
+        f" {len(loaded)} reward sources; pass one per model, or one per source (None for functions)"
+    )
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """The function that ``"package.module:function"`` or ``"file.py:function"`` names.
+
+    Raises:
+        ConfigError: no such module, file or function.
+    """
+    where, _, name = spec.rpartition(":")
+    try:
+        module = load_module(where, "kedge_rewards")
+    except Exception as error:
+        raise ConfigError(
+            f"reward function {spec!r}: cannot import {where!r}"
+            f" ({type(error).__name__}: {error}); pass package.module:function or file.py:function"
+        ) from error
+    function = module
+    for part in name.split("."):
+        function = getattr(function, part, None)
+    if not callable(function):
+        defined = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise ConfigError(
+            f"reward function {spec!r}: {where!r} has no function {name!r}; it has"
+            f" {', '.join(defined) or 'none'}"
+        )
+    return function
+
+
+def load_module(where: str, prefix: str) -> Any:
+    """A module by its dotted name, or a Python file as the module ``prefix_stem``.
+
+    Raises:
+        ImportError, OSError, SyntaxError: from the import.
+    """
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    path = Path(where).expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"file not found: {path}")
+    name = f"{prefix}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that what it defines can be pickled
+    spec.loader.exec_module(module)
+    return module
+
+
+def names_function(spec: str) -> bool:
+    """Whether ``spec`` is ``module:function`` and not the name or path of a model."""
+    where, colon, name = spec.rpartition(":")
+    return (
+        bool(colon)
+        and all(part.isidentifier() for part in name.split("."))
+        and (where.endswith(".py") or all(part.isidentifier() for part in where.split(".")))
+    )
+
+
+def load_model(name: str, *, trust_remote_code: bool = False, new_head: bool = False) -> Any:
+    """A sequence-classification model from a folder or the hub, in float32.
+
+    Args:
+        name: folder or hub name.
+        trust_remote_code: run code of its repository.
+        new_head: give a model without a score head a randomly initialized one, with a warning.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or has no score head.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    check_folder(name, "reward model")
+    try:
+        base, _ = configuration_source(name)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+        architectures = getattr(config, "architectures", None) or []
+        options: dict[str, Any] = {}
+        if not any("SequenceClassification" in kind for kind in architectures):
+            options = {"num_labels": 1}
+            if base != name:
+                _check_scores(name)
+                new_head = True  # it is in the adapter
+            elif new_head:
+                logger.warning(
+                    "reward model %s has no sequence-classification head (it is %s): adding a"
+                    " randomly initialized one",
+                    name,
+                    ", ".join(architectures) or "of unknown type",
+                )
+        return load_whole(
+            AutoModelForSequenceClassification,
+            f"reward model {name!r}",
+            name,
+            new_head=new_head,
+            dtype="float32",
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # a damaged file raises whatever its reader raises
+        raise ConfigError(
+            f"reward model {name!r} cannot be loaded: {error}; pass the folder or hub name of a"
+            " sequence-classification model, or module:function for a Python function"
+        ) from error
+
+
+def _check_scores(adapter: str) -> None:
+    from peft import PeftConfig
+
+    if PeftConfig.from_pretrained(adapter).task_type != "SEQ_CLS":
+        raise ConfigError(
+            f"reward model {adapter!r} is an adapter without a score head; train it with task_type"
+            " SEQ_CLS, as kedge reward --use_peft does"
+        )
+
+
+def find_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer in a model's folder or repository; None if the folder has none."""
+    files, folder = ("tokenizer.*", "tokenizer_config.json", "vocab.*"), Path(name)
+    if folder.is_dir() and not any(any(folder.glob(file)) for file in files):
+        return None
+    return load_tokenizer(name, trust_remote_code=trust_remote_code)

@@ -1,0 +1,442 @@
+"""Reward source that calls a Python function, and what the function may log."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kedge.errors import ConfigError, RewardError
+from kedge.protocols import RewardSource
+from kedge.rewards.mixture import Pending
+from kedge.rewards.texts import TextCache, Texts, row_name
+from kedge.types import Metrics, RewardOutput, Rollout
+
+logger = logging.getLogger(__name__)
+
+OnError = Literal["raise", "score", "drop"]
+PER_ROW = ("prompts", "completions", "prompt_ids", "completion_ids")
+FIXED = ("trainer_state", "log_metric", "log_extra")
+LARGEST = 3.4e38  # scores are float32; a larger number would become infinite
+
+
+class RewardFunction:
+    """Scores a response with a Python function, synchronous or asynchronous.
+
+    The function is called once for all rows with those of the following keyword arguments that it
+    accepts (all of them if it takes ``**kwargs``): ``prompts`` and ``completions`` (text, or chat
+    messages if the dataset has chats), ``prompt_ids`` and ``completion_ids`` (token ids, including
+    the stop token), every other dataset column by its name, ``trainer_state``,
+    ``log_metric(name, value, weight=1)`` and ``log_extra(column, values)``.  It returns one entry
+    per row: a number, None where it does not apply, or one number per response token.
+
+    Args:
+        function: the callable.
+        texts: the decoded rollout, shared with other sources.
+        name: key of the component in the reward output; default: the function's name.
+        on_error: a row for which the function raises or does not return a finite number stops
+            training (``"raise"``), gets ``error_score`` (``"score"``), or is dropped (``"drop"``).
+            A call that raised is repeated row by row to find the row.
+        error_score: see ``on_error``.
+        log: collects what the function logs, and ``reward_errors/<name>``.
+        trainer_state: returns the value of the ``trainer_state`` argument.
+        dataset_columns: columns of the prompts, which must include those that the function
+            requires.  None: unchecked.
+
+    Raises:
+        ConfigError: ``function`` is not callable, or an option is invalid.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        texts: TextCache,
+        *,
+        name: str | None = None,
+        on_error: OnError = "raise",
+        error_score: float | None = None,
+        log: RewardLog | None = None,
+        trainer_state: Callable[[], object] | None = None,
+        dataset_columns: Collection[str] | None = None,
+    ) -> None:
+        if not callable(function):
+            raise ConfigError(
+                f"a reward function must be callable, got {type(function).__name__} {function!r}"
+            )
+        if on_error not in ("raise", "score", "drop"):
+            raise ConfigError(f"on_reward_error={on_error!r} must be 'raise', 'score' or 'drop'")
+        if on_error == "score" and error_score is None:
+            raise ConfigError(
+                "on_reward_error='score' needs reward_error_score, the score for a failed row"
+            )
+        self.name = name or function_name(function)
+        self._function, self._texts = function, texts
+        self._signature = Signature(function, self.name)
+        self.columns = self._signature.columns
+        if dataset_columns is not None:
+            self._signature.check(dataset_columns)
+        self._on_error, self._error_score = on_error, error_score
+        self._log = log or RewardLog()
+        self._state = trainer_state or (lambda: None)
+
+    def score(self, rollout: Rollout) -> RewardOutput:
+        """One reward output for all rows; rows the function does not apply to are not valid."""
+        return self.begin(rollout)()[0]
+
+    def begin(self, rollout: Rollout) -> Pending:
+        """Start an asynchronous function; a synchronous one runs when the result is asked for."""
+        texts = self._texts.of(rollout)
+        kwargs = self._signature.arguments(texts, self._log, self._state())
+        started = submit(self._function(**kwargs)) if is_async(self._function) else None
+        return lambda: self._finish(texts, kwargs, started)
+
+    def _finish(
+        self, texts: Texts, kwargs: dict[str, Any], started: Future[Any] | None
+    ) -> tuple[RewardOutput, Tensor]:
+        try:
+            returned = started.result() if started else self._call(kwargs)
+        except Exception as error:
+            values = self._row_by_row(texts, kwargs, error)
+        else:
+            values = self._read(returned, texts, range(len(texts.completion_ids)))
+        failed = torch.tensor([isinstance(value, Invalid) for value in values])
+        if failed.any():
+            row = int(failed.nonzero()[0])
+            message = f"reward function {self.name} {values[row]}, on {self._row(texts, row)}"
+            if self._on_error == "raise":
+                raise RewardError(f"{message}; fix it, or choose on_reward_error='score' or 'drop'")
+            count = int(failed.sum())
+            self._log.metric(f"reward_errors/{self.name}", float(count))
+            action = "dropped" if self._on_error == "drop" else f"scored {self._error_score}"
+            logger.warning("%d rows %s: %s", count, action, message)
+            if self._error_score is not None and self._on_error == "score":
+                score = float(self._error_score)
+                values = [score if isinstance(value, Invalid) else value for value in values]
+                failed[:] = False
+        return self._to_output(texts.rollout, values), failed.to(texts.rollout.ids.device)
+
+    def _call(self, kwargs: dict[str, Any]) -> Any:
+        returned = self._function(**kwargs)
+        return submit(returned).result() if inspect.isawaitable(returned) else returned
+
+    def _row_by_row(self, texts: Texts, kwargs: dict[str, Any], error: Exception) -> list[Value]:
+        """The values of one call per row, after a call with all rows raised ``error``."""
+
+        def value_of(row: int, call: Callable[[], Any]) -> Value:
+            try:
+                returned = call()
+            except Exception as cause:
+                if self._on_error != "raise":
+                    return Invalid(f"raised {_describe(cause)}")
+                raise RewardError(
+                    f"reward function {self.name} raised {_describe(cause)} on"
+                    f" {self._row(texts, row)}; fix it, or choose on_reward_error='score' or 'drop'"
+                ) from cause
+            return self._read(returned, texts, [row])[0]
+
+        rows = range(len(texts.completion_ids))
+        single = [one_row(kwargs, row) for row in rows]
+        calls: list[Callable[[], Any]]
+        if is_async(self._function):  # these start at once
+            calls = [submit(self._function(**call)).result for call in single]
+        else:
+            calls = [functools.partial(self._call, call) for call in single]
+        values = [value_of(row, call) for row, call in enumerate(calls)]
+        if self._on_error == "raise":
+            raise RewardError(
+                f"reward function {self.name} raised {_describe(error)} when called with all"
+                f" {len(rows)} rows, but not on any single row; check what depends on the batch"
+            ) from error
+        if not any(isinstance(value, Invalid) for value in values):
+            logger.warning(
+                "reward function %s raised %s when called with all rows, but not on any single"
+                " row; using the rewards of the single-row calls",
+                self.name,
+                _describe(error),
+            )
+        return values
+
+    def _read(self, returned: Any, texts: Texts, rows: Sequence[int]) -> list[Value]:
+        """The values in what the function returned for some rows of a rollout.
+
+        A list, tuple, array or tensor has for each row a number, None, or a number per response
+        token; rows of a 2-D tensor may be as long as the padded responses.
+
+        Raises:
+            RewardError: ``returned`` does not have one entry per row.
+        """
+        entries = _plain(returned)
+        if not isinstance(entries, (list, tuple)):
+            raise RewardError(
+                f"reward function {self.name} must return a list with one number (or None) for each"
+                f" of the {len(rows)} completions, got {type(returned).__name__}"
+            )
+        if len(entries) != len(rows):
+            raise RewardError(
+                f"reward function {self.name} must return one number (or None) per completion: got"
+                f" {len(entries)} for {len(rows)} completions"
+            )
+        width = texts.rollout.ids.shape[1] if getattr(returned, "ndim", 1) == 2 else None
+        lengths = [len(texts.completion_ids[row]) for row in rows]
+        return [read_value(*pair, width) for pair in zip(entries, lengths, strict=True)]
+
+    def _to_output(self, rollout: Rollout, values: list[Value]) -> RewardOutput:
+        scores = [value if isinstance(value, float) else 0.0 for value in values]
+        totals = [sum(value) if isinstance(value, list) else value for value in values]
+        component = [value if isinstance(value, (int, float)) else torch.nan for value in totals]
+        dense: Tensor | None = None
+        if any(isinstance(value, list) for value in values):
+            dense, mask = torch.zeros(rollout.ids.shape), rollout.loss_mask.cpu()
+            for row, value in enumerate(values):
+                if isinstance(value, list):
+                    dense[row, mask[row]] = torch.tensor(value)
+        device = rollout.ids.device
+        return RewardOutput(
+            scores=torch.tensor(scores, device=device),
+            valid=torch.tensor([isinstance(v, (float, list)) for v in values], device=device),
+            components={self.name: torch.tensor(component, device=device)},
+            token_rewards=None if dense is None else dense.to(device),
+        )
+
+    def _row(self, texts: Texts, row: int) -> str:
+        return row_name(texts.rollout, row, texts.prompts[row])
+
+
+class Invalid(str):
+    """What is wrong with what a function returned for a row."""
+
+
+Value = float | list[float] | Invalid | None  # a score, one per token, or None: does not apply
+
+
+def read_value(entry: Any, length: int, width: int | None) -> Value:
+    """One entry of what a function returned.
+
+    Args:
+        entry: a number, None, or a list, array or tensor of numbers.
+        length: tokens of the response.
+        width: length of the entry if it is padded; None: it is not.
+    """
+    plain = _plain(entry)
+    if isinstance(plain, Real):
+        if _is_finite(plain):
+            return float(plain)
+        return Invalid(
+            f"returned {str(plain)[:80]}, which is not a finite float32; return None where the"
+            " reward does not apply"
+        )
+    if not isinstance(plain, (list, tuple)):
+        problem = f"returned {type(plain).__name__} {str(plain)[:80]!r}, not a number"
+        return None if plain is None else Invalid(problem)
+    numbers = plain[:length] if len(plain) == width else plain
+    if len(numbers) != length:
+        return Invalid(
+            f"returned {len(numbers)} per-token rewards for a response of {length} tokens"
+        )
+    for number in numbers:
+        if not _is_finite(number):
+            return Invalid(f"returned the per-token reward {number}, not a finite number")
+    return [float(number) for number in numbers]
+
+
+def _plain(returned: Any) -> Any:
+    """Arrays and tensors as lists and numbers; anything else unchanged."""
+    return returned.tolist() if hasattr(returned, "tolist") else returned
+
+
+def _is_finite(number: Any) -> bool:
+    return isinstance(number, Real) and bool(-LARGEST <= number <= LARGEST)  # type: ignore[operator]
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Short name of a function, of the function in a partial, or of a callable's class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", None) or type(function).__name__
+    return "lambda" if name == "<lambda>" else str(name)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling ``function`` returns a coroutine without doing any work."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
+
+
+class Signature:
+    """The keyword arguments that a function accepts."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"reward function {name} has no signature that Python can inspect; wrap it in"
+                " def reward(completions, **columns): ..."
+            ) from error
+        self._name = name
+        self._all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._named = {
+            p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
+        self._required = {
+            p.name for p in parameters if p.name in self._named and p.default is p.empty
+        }
+
+    @property
+    def columns(self) -> frozenset[str] | None:
+        """Dataset columns that the function may read; None: any."""
+        return None if self._all else frozenset(self._named - {*PER_ROW, *FIXED})
+
+    def check(self, columns: Collection[str]) -> None:
+        """Reject a dataset that lacks a column the function requires.
+
+        Raises:
+            ConfigError: naming the missing column and the existing ones.
+        """
+        missing = sorted(self._required - {*PER_ROW, *FIXED} - ({*columns} - {"prompt"}))
+        if not missing:
+            return
+        available = ", ".join(sorted(columns)) or "none"
+        plural = f"{missing[0]}s"
+        fix = f"add a dataset column {missing[0]!r}, or give the argument a default"
+        fix = f"use {plural}, a list, instead" if plural in PER_ROW else fix
+        raise ConfigError(
+            f"reward function {self._name} needs {', '.join(missing)}, and the dataset has no such"
+            f" column (its columns: {available}). In addition to columns, a function can take"
+            f" {', '.join([*PER_ROW, *FIXED])}; {fix}"
+        )
+
+    def arguments(self, texts: Texts, log: RewardLog, trainer_state: object) -> dict[str, Any]:
+        """The keyword arguments of one call over all rows of a rollout.
+
+        Raises:
+            RewardError: the function requires a name that is not offered.
+        """
+        fixed = dict(zip(FIXED, (trainer_state, log.metric, log.extra), strict=True))
+        reserved = {"prompt", *PER_ROW, *FIXED}  # a column cannot shadow one of Kedge's arguments
+        columns = texts.rollout.prompts.columns.items()
+        values = fixed | {name: list(column) for name, column in columns if name not in reserved}
+        offered = [*PER_ROW, *values]
+        missing = self._required - set(offered)
+        if missing:
+            raise RewardError(
+                f"reward function {self._name} requires {', '.join(sorted(missing))}, which is"
+                " neither a dataset column nor one of Kedge's arguments; available:"
+                f" {', '.join(sorted(offered))}"
+            )
+        names = [name for name in offered if self._all or name in self._named]
+        return {n: values[n] if n in values else list(getattr(texts, n)) for n in names}
+
+
+def one_row(kwargs: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """The same arguments for a single row; what that call logs is discarded."""
+    single = {k: v[row : row + 1] if isinstance(v, list) else v for k, v in kwargs.items()}
+    silent = RewardLog()
+    for name, method in (("log_metric", silent.metric), ("log_extra", silent.extra)):
+        if name in single:
+            single[name] = method
+    return single
+
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_owner = 0  # process that started the loop: threads do not survive a fork
+
+
+def submit(awaitable: Awaitable[Any]) -> Future[Any]:
+    """Run ``awaitable`` on the background event loop."""
+
+    async def wait() -> Any:
+        return await awaitable
+
+    return asyncio.run_coroutine_threadsafe(wait(), _background_loop())
+
+
+def _background_loop() -> asyncio.AbstractEventLoop:
+    global _loop, _owner
+    with _lock:
+        if _loop is None or _owner != os.getpid():
+            _loop, _owner = asyncio.new_event_loop(), os.getpid()
+            threading.Thread(target=_loop.run_forever, name="kedge-rewards", daemon=True).start()
+        return _loop
+
+
+class RewardLog:
+    """Collects what functions pass to ``log_metric`` and ``log_extra`` until it is drained."""
+
+    def __init__(self) -> None:
+        self._metrics = Metrics()
+        self._extras: dict[str, list[object]] = {}
+
+    def metric(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Add one observation of ``name``, or the mean of ``weight`` of them; logs the mean."""
+        sums = {name: (float(value) * weight, float(weight))}
+        self._metrics = self._metrics.merge(Metrics(sums))
+
+    def merge(self, metrics: Metrics) -> None:
+        """Add observations from another process."""
+        self._metrics = self._metrics.merge(metrics)
+
+    def extra(self, column: str, values: Sequence[object]) -> None:
+        """Set a column of the completions table, one value per row."""
+        self._extras[column] = list(values)
+
+    def drain(self) -> tuple[Metrics, dict[str, list[object]]]:
+        """Metrics and columns logged since the last call."""
+        logged = self._metrics, self._extras
+        self._metrics, self._extras = Metrics(), {}
+        return logged
+
+
+class MetricCapturingSource:
+    """Adds the metrics and columns that reward functions logged to the output for the same rows.
+
+    One thread scores at a time, so that records of different batches do not mix.
+    """
+
+    def __init__(self, source: RewardSource, log: RewardLog) -> None:
+        self._source, self._log, self._lock = source, log, threading.Lock()
+        self.columns = getattr(source, "columns", None)
+        self.only_models: bool = getattr(source, "only_models", False)
+
+    def score(self, rollout: Rollout) -> RewardOutput:
+        """The source's reward output, with ``metrics`` and ``columns``.
+
+        Raises:
+            RewardError: a logged column does not have one value per row.
+        """
+        with self._lock:
+            self._log.drain()  # left over from a call that failed
+            reward_output = self._source.score(rollout)
+            metrics, extras = self._log.drain()
+        for name, values in extras.items():
+            if len(values) != len(rollout):
+                raise RewardError(
+                    f"log_extra({name!r}, ...) must get one value per completion: got {len(values)}"
+                    f" for {len(rollout)} completions"
+                )
+        return replace(reward_output, metrics=metrics.totals, columns=extras)
+
+    def close(self) -> None:
+        """Release the source's resources outside this process."""
+        close = getattr(self._source, "close", None)
+        if close is not None:
+            close()

@@ -1,0 +1,445 @@
+"""Reward source that runs a sequence-classification model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kedge.chat_template import render_chat
+from kedge.data.encode import is_chat
+from kedge.errors import ConfigError, RewardError
+from kedge.ops.cpu.patch import Kernels
+from kedge.rewards.heads import SHIFT, find_head
+from kedge.rewards.texts import TextCache, Texts, row_name
+from kedge.types import RewardOutput, Rollout
+
+_ANSWER = "KEDGE0ANSWER"  # stands for the response in a rendered conversation
+
+
+class RewardModel:
+    """Scores each response with a sequence-classification model.
+
+    Models with a backbone and a ``score`` layer are scored at the last real token, found by
+    length, never by token id.  Others (``classifier`` encoders, plain modules) are called with an
+    attention mask.  The model runs in evaluation mode without gradient, longest rows first, at
+    most ``chunk_rows`` at a time.  Terminated chats are closed as the chat template closes them.
+
+    Args:
+        model: the module that scores.
+        tokenizer: the model's tokenizer; rows are decoded and retokenized with it.  None (or one
+            with the policy's vocabulary) passes the policy's token ids on.
+        texts: the decoded rollout, shared with other sources; required with ``tokenizer``.
+        policy_vocab_size: token ids the policy can produce are below it.
+        chunk_rows: most rows scored at a time.
+        max_length: tokens; longer rows lose their first tokens.  None: a row longer than the model
+            supports is an error.
+        reward_label: label (index or name) that is the reward, if the model has several.
+        autocast: dtype to run in, such as ``torch.bfloat16``; None runs in the weights' dtype.
+        name: key of the component in the reward output; default: the model's class.
+
+    Raises:
+        ConfigError: the vocabulary is too small, or ``reward_label`` is missing for several labels.
+    """
+
+    columns: frozenset[str] | None = frozenset()  # reads no dataset columns
+    only_models = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        texts: TextCache | None = None,
+        policy_vocab_size: int | None = None,
+        chunk_rows: int = 64,
+        max_length: int | None = None,
+        reward_label: int | str | None = None,
+        autocast: torch.dtype | None = None,
+        name: str | None = None,
+    ) -> None:
+        if chunk_rows < 1:
+            raise ConfigError(f"chunk_rows={chunk_rows} must be at least 1")
+        self.model = model.eval()
+        base = getattr(model, "get_base_model", lambda: model)()
+        self.name = name or type(base).__name__
+        self._head = find_head(base)
+        self._config = getattr(base, "config", None)
+        self._shift = float(getattr(self._config, SHIFT, 0.0))
+        self._label = _label(self._config, reward_label, self.name)
+        self._vocab = _vocab(base)
+        self._pad = _pad(self._config, self._vocab)
+        self._texts = texts
+        self._tail = None if texts is None else TemplateTail(texts.tokenizer)
+        self._own: Retokenizer | None = None
+        if tokenizer is not None and not (texts and same_tokens(tokenizer, texts.tokenizer)):
+            if texts is None:
+                raise ConfigError(
+                    f"reward model {self.name} has its own tokenizer, so rows must be decoded with"
+                    " the policy's: pass texts=TextCache(policy_tokenizer)"
+                )
+            self._own = self._retokenizer(tokenizer, max_length)
+        known = None if self._own is not None else self._vocab  # None: all tokens can be read
+        if known is not None and policy_vocab_size is not None and known < policy_vocab_size:
+            raise ConfigError(
+                f"reward model {self.name} has {self._vocab} tokens, but the policy's tokenizer has"
+                f" {policy_vocab_size}: it cannot read the policy's tokens. Pass the tokenizer it"
+                " was trained with (reward_processing_class), or a model with the same vocabulary"
+            )
+        self._chunk, self._max_length, self._autocast = chunk_rows, max_length, autocast
+
+    def score(self, rollout: Rollout) -> RewardOutput:
+        """One score per row.
+
+        Raises:
+            RewardError: a score is not finite, or a row is too long or holds unknown tokens.
+        """
+        if self._own is not None and self._texts is not None:
+            terminated = rollout.terminated.tolist()
+            ids, lengths = padded(self._own.rows(self._texts.of(rollout), terminated))
+        else:
+            ids, lengths = packed(rollout)
+            if self._tail is not None:
+                ids, lengths = self._tail.append(ids, lengths, rollout)
+            ids, lengths = self._cut(ids, lengths)
+        ids = filled(ids, lengths, self._pad)
+        self._check_rows(rollout, ids, lengths)
+        scores = self._scores(ids, lengths).to(rollout.ids.device)
+        finite = scores.isfinite()
+        if not bool(finite.all()):
+            row = int((~finite).nonzero()[0])
+            raise RewardError(
+                f"reward model {self.name} returned the score {float(scores[row])} for"
+                f" {self._name_row(rollout, row)}; check its weights for NaN or infinite values, or"
+                " run it in float32"
+            )
+        return RewardOutput(
+            scores=scores, valid=torch.ones_like(finite), components={self.name: scores}
+        )
+
+    def score_texts(self, texts: list[str], tokenizer: Any) -> Tensor:
+        """Scores of whole texts, each ended with the end-of-text token.
+
+        This matches how terminated responses are scored in PPO and how preferences are read when
+        a reward model is trained.
+
+        Args:
+            texts: prompt and answer concatenated.
+            tokenizer: tokenizer of the reward model.
+
+        Returns:
+            float32 [len(texts)].
+
+        Raises:
+            RewardError: a text is longer than the model supports.
+        """
+        rows = self._retokenizer(tokenizer, None).whole(texts, [True] * len(texts))
+        longest, text = max(zip(map(len, rows), texts, strict=True), default=(0, ""))
+        limit = getattr(self._config, "max_position_embeddings", None)
+        if isinstance(limit, int) and longest > limit > 0:
+            raise RewardError(
+                f"a text has {longest} tokens, more than the {limit} that reward model"
+                f" {self.name} supports: {text[:80]!r}..."
+            )
+        return self.score_ids(rows)
+
+    def score_ids(self, rows: list[list[int]]) -> Tensor:
+        """Scores of rows of token ids, float32 [len(rows)], each at its last token."""
+        ids, lengths = padded(rows)
+        return self._scores(filled(ids, lengths, self._pad), lengths)
+
+    def _retokenizer(self, tokenizer: Any, max_length: int | None) -> Retokenizer:
+        framed = bool(getattr(self._config, "is_encoder_decoder", False))
+        return Retokenizer(tokenizer, max_length=max_length, framed=framed)
+
+    @torch.no_grad()
+    def _scores(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        self.model.eval()
+        device = next((p.device for p in self.model.parameters()), ids.device)
+        groups, scores = chunks(lengths, rows=self._chunk), []
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if self._autocast is not None:
+            autocast = torch.autocast(device.type, dtype=self._autocast)
+        with autocast, Kernels([self.model]).active():
+            for rows in groups:
+                width = int(lengths[rows[0]])  # on the host, as the row numbers are
+                logits = self._head(ids[rows, :width].to(device), lengths[rows].to(device))
+                scores.append(self._pick(logits).float())
+        out = torch.empty(len(ids), dtype=torch.float32, device=ids.device)
+        out[torch.cat(groups)] = torch.cat(scores).to(ids.device)
+        return out
+
+    def _pick(self, logits: Tensor) -> Tensor:
+        if self._label is None and logits.shape[1] != 1:
+            raise RewardError(
+                f"reward model {self.name} returned {logits.shape[1]} numbers per row; select the"
+                " reward with reward_label"
+            )
+        return logits[:, self._label or 0] + self._shift
+
+    def _cut(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        if self._max_length is None or ids.shape[1] <= self._max_length:
+            return ids, lengths
+        skip = (lengths - self._max_length).clamp(min=0)
+        at = torch.arange(self._max_length, device=ids.device) + skip[:, None]
+        return ids.gather(1, at.clamp(max=ids.shape[1] - 1)), lengths - skip
+
+    def _check_rows(self, rollout: Rollout, ids: Tensor, lengths: Tensor) -> None:
+        limit = getattr(self._config, "max_position_embeddings", None)
+        if isinstance(limit, int) and ids.shape[1] > limit > 0:
+            row = int(lengths.argmax())
+            raise RewardError(
+                f"{self._name_row(rollout, row)} has {int(lengths[row])} tokens, more than the"
+                f" {limit} that reward model {self.name} supports; shorten prompts or responses,"
+                f" or set max_length={limit} to score the end of such rows"
+            )
+        if self._vocab is None:
+            return
+        over = ids >= self._vocab
+        if bool(over.any()):
+            row, column = (int(i) for i in over.nonzero()[0])
+            raise RewardError(
+                f"token {int(ids[row, column])} of {self._name_row(rollout, row)} is outside the"
+                f" vocabulary of reward model {self.name} ({self._vocab} tokens); pass the model's"
+                " own tokenizer, so that rows are retokenized for it"
+            )
+
+    def _name_row(self, rollout: Rollout, row: int) -> str:
+        if self._texts is not None:
+            prompt = self._texts.of(rollout).prompts[row]
+        else:
+            ids = rollout.prompts.ids[row][rollout.prompts.mask[row]].tolist()
+            prompt = rollout.prompts.columns.get("prompt", {row: ids})[row]
+        return row_name(rollout, row, prompt)
+
+
+def same_tokens(one: Any, other: Any) -> bool:
+    """Whether two tokenizers share vocabulary, EOS token and chat template."""
+    if one is other:
+        return True
+    return (
+        one.get_vocab() == other.get_vocab()
+        and one.eos_token_id == other.eos_token_id
+        and one.chat_template == other.chat_template
+    )
+
+
+def _vocab(model: nn.Module) -> int | None:
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    rows = getattr(embeddings, "num_embeddings", None)
+    return rows if isinstance(rows, int) else None
+
+
+def _pad(config: Any, vocab: int | None) -> int:
+    """Padding token; only encoder-decoders, which count EOS tokens, read padding."""
+    pad = getattr(config, "pad_token_id", None)
+    return pad if isinstance(pad, int) and 0 <= pad < (vocab or pad + 1) else 0
+
+
+def _label(config: Any, wanted: int | str | None, name: str) -> int | None:
+    count = getattr(config, "num_labels", None)
+    names: dict[int, str] = getattr(config, "id2label", None) or {}
+    if wanted is None:
+        if isinstance(count, int) and count != 1 and config is not None:
+            listed = ", ".join(names.values()) or f"{count} of them"
+            raise ConfigError(
+                f"reward model {name} has {count} labels ({listed}); select the reward with"
+                " reward_label, or load the model with num_labels=1"
+            )
+        return None
+    index = wanted if isinstance(wanted, int) else {v: k for k, v in names.items()}.get(wanted)
+    if index is None or (isinstance(count, int) and not 0 <= index < count):
+        raise ConfigError(
+            f"reward_label={wanted!r} is not a label of reward model {name}; its labels are"
+            f" {', '.join(f'{k} ({v})' for k, v in names.items()) or count}"
+        )
+    return index
+
+
+class TemplateTail:
+    """Appends what a chat template renders after the last answer.
+
+    Reward models are trained on rendered conversations.  A template closes the assistant's message
+    with more than the stop token (``<|im_end|>`` and a line break in Qwen's), and the score is read
+    there.
+
+    Args:
+        tokenizer: tokenizer and chat template of policy and reward model.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """Token ids after the content of the last assistant message."""
+        messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}]
+        text = render_chat(self._tokenizer, messages)
+        _, found, tail = text.rpartition(_ANSWER)
+        return list(self._tokenizer(tail, add_special_tokens=False)["input_ids"]) if found else []
+
+    @cached_property
+    def _special(self) -> Tensor:
+        added = self._tokenizer.added_tokens_decoder
+        listed = [i for i, token in added.items() if token.special]
+        return torch.tensor([*self._tokenizer.all_special_ids, *listed], dtype=torch.int64)
+
+    def append(self, ids: Tensor, lengths: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """Close the assistant's message of terminated chats; other rows stay as they are.
+
+        The tail replaces a special token at the end of a row, which is the stop token.
+
+        Args:
+            ids: int64 [B, L]; prompt and response, right-padded.
+            lengths: int64 [B]; real tokens.
+            rollout: for the rows that terminated, and the prompts that are chats.
+        """
+        chats = [is_chat(prompt) for prompt in rollout.prompts.columns.get("prompt", ())]
+        if not any(chats) or not getattr(self._tokenizer, "chat_template", None):
+            return ids, lengths
+        closed = torch.tensor(chats, device=ids.device) & rollout.terminated.to(ids.device)
+        tail = torch.tensor(self.ids, dtype=ids.dtype, device=ids.device)
+        last = ids.gather(1, lengths[:, None] - 1)[:, 0]
+        start = lengths - torch.isin(last, self._special.to(ids.device)).long()
+        wide = nn.functional.pad(ids, (0, len(tail)))
+        places = start[:, None] + torch.arange(len(tail), device=ids.device)
+        written = wide.scatter(1, places, tail.expand(len(ids), -1))
+        lengths = torch.where(closed, start + len(tail), lengths)
+        wide = torch.where(closed[:, None], written, wide)
+        return wide[:, : int(lengths.max())], lengths
+
+
+class Retokenizer:
+    """Tokenizes decoded rows for a model with its own vocabulary.
+
+    Text: prompt text + response text with the tokenizer's special tokens.  The EOS token ends
+    exactly the terminated rows, except for encoders (``framed``, or a tokenizer with a sep token),
+    which need the special tokens that their tokenizer adds around every text.  A row without text
+    becomes one special token.
+
+    Chats: the tokenizer's own chat template; the assistant's message is closed in terminated rows
+    and left open in the others.
+
+    Rows longer than ``max_length`` lose their first tokens.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, max_length: int | None = None, framed: bool = False
+    ) -> None:
+        self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's tokenizer
+        self._max_length = max_length
+        self._framed = framed or self._tokenizer.sep_token_id is not None
+
+    def rows(self, texts: Texts, finished: Sequence[bool]) -> list[list[int]]:
+        """Token ids of every row, without padding."""
+        chats = [i for i, prompt in enumerate(texts.prompts) if is_chat(prompt)]
+        plain = [i for i in range(len(texts.prompts)) if i not in set(chats)]
+        ids = self.whole(
+            [texts.prompt_texts[i] + texts.episode_texts[i] for i in plain],
+            [finished[i] for i in plain],
+        )
+        ids += self._encode([self._render(texts, i, finished[i]) for i in chats], special=False)
+        rows = dict(zip([*plain, *chats], ids, strict=True))
+        return [rows[i] for i in range(len(rows))]
+
+    def whole(self, texts: list[str], finished: Sequence[bool]) -> list[list[int]]:
+        """Token ids of texts that hold prompt and response, without padding."""
+        rows = self._encode(texts, special=True)
+        return [self._with_eos(ids, ended) for ids, ended in zip(rows, finished, strict=True)]
+
+    def _encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
+        if not texts:
+            return []
+        options: dict[str, Any] = {}
+        if self._max_length is not None:
+            options = {"truncation": True, "max_length": self._max_length}
+        side, self._tokenizer.truncation_side = self._tokenizer.truncation_side, "left"
+        try:
+            return self._tokenizer(texts, add_special_tokens=special, **options)["input_ids"]
+        finally:
+            self._tokenizer.truncation_side = side
+
+    def _with_eos(self, ids: list[int], finished: bool) -> list[int]:
+        eos = self._tokenizer.eos_token_id
+        if eos is None or self._framed:
+            return ids or [self._placeholder()]
+        body = ids[:-1] if ids[-1:] == [eos] else ids
+        if not finished:
+            return body or [self._placeholder()]
+        whole = [*body, eos]
+        return whole if self._max_length is None else whole[-self._max_length :]
+
+    def _placeholder(self) -> int:
+        special = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
+        return next((token for token in special if token is not None), 0)
+
+    def _render(self, texts: Texts, row: int, finished: bool) -> str:
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ConfigError(
+                "the prompts are chats, but the reward model's tokenizer has no chat template;"
+                " set its chat_template, or pass the prompts as text"
+            )
+        messages = [*texts.prompts[row], *texts.completions[row]]
+        where = f"row {row} for the reward model"
+        return render_chat(
+            self._tokenizer, messages, where=where, continue_final_message=not finished
+        )
+
+
+def packed(rollout: Rollout) -> tuple[Tensor, Tensor]:
+    """Prompt and response of every row, joined without padding before or between them.
+
+    Returns:
+        ids: int64 [B, L]; arbitrary after a row's end.
+        lengths: int64 [B]; real tokens of each row.
+    """
+    device, prompts = rollout.ids.device, rollout.prompts
+    ids = torch.cat([prompts.ids.to(device), rollout.ids], 1)
+    real = torch.cat([prompts.mask.to(device), rollout.response_mask], 1)
+    lengths = real.sum(1)
+    order = (~real).long().argsort(dim=1, stable=True)
+    return ids.gather(1, order)[:, : int(lengths.max())], lengths
+
+
+def chunks(lengths: Tensor, *, rows: int, tokens: int = 1024) -> list[Tensor]:
+    """Groups of row numbers to run together: longest first, with little padding.
+
+    A group ends at ``rows`` rows, or when it holds ``tokens`` tokens and the next row is more than
+    10% shorter than its first.
+
+    Args:
+        lengths: int64 [B]; tokens of each row.
+        rows: most rows in a group.
+        tokens: a smaller group does not justify a separate forward pass.
+    """
+    order = lengths.argsort(descending=True, stable=True)
+    groups: list[list[int]] = []
+    longest = 0
+    for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        full = bool(groups) and (
+            len(groups[-1]) == rows
+            or (len(groups[-1]) * longest >= tokens and length < 0.9 * longest)
+        )
+        if full or not groups:
+            groups.append([])
+            longest = length
+        groups[-1].append(row)
+    return [torch.tensor(group, device=lengths.device) for group in groups]
+
+
+def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Token lists, right-padded with 0: ids int64 [B, L], lengths int64 [B]."""
+    lengths = torch.tensor([len(row) for row in rows])
+    width = int(lengths.max())
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64)
+    return ids, lengths
+
+
+def filled(ids: Tensor, lengths: Tensor, token: int) -> Tensor:
+    """``ids`` padded with ``token`` after the end of each row."""
+    real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    return torch.where(real, ids, token)

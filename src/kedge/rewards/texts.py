@@ -1,0 +1,164 @@
+"""Prompts and responses of a rollout as text, decoded once per rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor
+
+from kedge.data.encode import is_chat
+from kedge.math.turns import number_turns
+from kedge.types import Rollout
+
+CONTEXT = 4  # prompt tokens decoded before each response
+
+
+class Texts:
+    """Texts and token lists of a rollout, each computed at most once.
+
+    A response is decoded after the last tokens of its prompt, so that prompt text + response text
+    is the text of the whole row: Llama-style decoders strip the space before a first word.
+    """
+
+    def __init__(self, rollout: Rollout, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+        self.rollout = rollout
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+
+    @cached_property
+    def prompt_ids(self) -> list[list[int]]:
+        """Token ids of every prompt, without padding."""
+        prompts = self.rollout.prompts
+        width, lengths = prompts.ids.shape[1], _lengths(prompts.mask)
+        rows = prompts.ids.tolist()
+        return [row[width - n :] for row, n in zip(rows, lengths, strict=True)]
+
+    @cached_property
+    def completion_ids(self) -> list[list[int]]:
+        """Token ids of every response, its stop token included; not those of an environment."""
+        return [ids[own].tolist() for ids, own in self._rows(self.rollout.loss_mask)]
+
+    @cached_property
+    def episode_ids(self) -> list[list[int]]:
+        """The same, and what an environment said between them."""
+        return [ids[real].tolist() for ids, real in self._rows(self.rollout.response_mask)]
+
+    def _rows(self, mask: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.rollout.ids.cpu(), mask.cpu(), strict=True)
+
+    @cached_property
+    def prompt_texts(self) -> list[str]:
+        """The decoded prompts, as the policy saw them."""
+        return self._decode(self.prompt_ids)
+
+    @cached_property
+    def episode_texts(self) -> list[str]:
+        """Such that prompt text + this is the row's text, what an environment said included."""
+        before = [ids[-CONTEXT:] for ids in self.prompt_ids]
+        heads = self._decode(before)
+        rows = [a + b for a, b in zip(before, self.episode_ids, strict=True)]
+        return [
+            text[len(head) :] if text.startswith(head) else self._decode([ids])[0]
+            for head, text, ids in zip(heads, self._decode(rows), self.episode_ids, strict=True)
+        ]
+
+    @cached_property
+    def completion_texts(self) -> list[str]:
+        """The responses; several turns are joined by a newline."""
+        if self.rollout.episodes is None and self.completion_ids == self.episode_ids:
+            return self.episode_texts
+        return [
+            text if turns == [ids] else "\n".join(self._decode(turns))
+            for text, turns, ids in zip(
+                self.episode_texts, self._turns, self.episode_ids, strict=True
+            )
+        ]
+
+    @cached_property
+    def _turns(self) -> list[list[list[int]]]:
+        """Token ids of each turn of every row."""
+        rollout = self.rollout
+        turn = (
+            number_turns(rollout.loss_mask) if rollout.episodes is None else rollout.episodes.turn
+        )
+        return [
+            [ids[row == k].tolist() for k in row[row >= 0].unique()]
+            for ids, row in self._rows(turn)
+        ]
+
+    @cached_property
+    def prompts(self) -> Sequence[Any]:
+        """The prompts as in the dataset: text or chat messages."""
+        raw = self.rollout.prompts.columns.get("prompt")
+        return self.prompt_texts if raw is None else raw
+
+    @cached_property
+    def completions(self) -> Sequence[Any]:
+        """The responses: text, or chat messages if the prompt is a chat.
+
+        These are one assistant message, or the turns of an episode and what the environment said
+        between them.
+        """
+        raw = self.rollout.prompts.columns.get("prompt", ())
+        if not any(is_chat(prompt) for prompt in raw):
+            return self.completion_texts
+        replies = self._decode(self.completion_ids)  # a chat template ends where the answer starts
+        return [
+            self._messages(row, reply) if is_chat(prompt) else text
+            for row, (prompt, reply, text) in enumerate(
+                zip(raw, replies, self.completion_texts, strict=True)
+            )
+        ]
+
+    def _messages(self, row: int, reply: str) -> list[dict[str, Any]]:
+        episodes = self.rollout.episodes
+        if episodes is None:
+            return [{"role": "assistant", "content": reply}]
+        observations: Any = episodes.columns["observations"][row]
+        messages = []
+        for text, between in zip_longest(
+            self._decode(self._turns[row]), observations, fillvalue=()
+        ):
+            messages += [{"role": "assistant", "content": text}, *between]
+        return messages
+
+    def _decode(self, rows: list[list[int]]) -> list[str]:
+        return self._tokenizer.batch_decode(
+            rows, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
+        )
+
+
+class TextCache:
+    """The texts of the latest rollout, shared by every reward source that reads text.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        skip_special_tokens: leave tokens such as eos out of the text.
+    """
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's tokenizer
+        self._skip = skip_special_tokens
+        self._latest: Texts | None = None
+
+    def of(self, rollout: Rollout) -> Texts:
+        """The texts of ``rollout``."""
+        latest = self._latest
+        if latest is None or latest.rollout is not rollout:
+            latest = Texts(rollout, self.tokenizer, skip_special_tokens=self._skip)
+            self._latest = latest
+        return latest
+
+
+def row_name(rollout: Rollout, row: int, prompt: object) -> str:
+    """A row in error messages: its number in the batch of all ranks, and its prompt."""
+    shown = repr(prompt)
+    shown = shown if len(shown) <= 200 else shown[:200] + "..."
+    return f"row {int(rollout.prompts.row[row])} (prompt {shown})"
+
+
+def _lengths(mask: Tensor) -> list[int]:
+    return mask.sum(1).tolist()

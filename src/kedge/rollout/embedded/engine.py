@@ -1,0 +1,343 @@
+"""The embedded rollout engine: it samples with nothing but torch and a transformers model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kedge.errors import RolloutError
+from kedge.models.compatibility import positions
+from kedge.models.fingerprint import check_weights, fingerprint, policy_weights
+from kedge.models.model import eval_mode
+from kedge.models.peft import drop_adapters
+from kedge.ops.cpu.patch import PACKED_TOKENS, Kernels
+from kedge.rollout.embedded.chunks import assemble, by_length
+from kedge.rollout.embedded.decode import CausalStepper, Stepper, build_stepper, get_base_model
+from kedge.rollout.embedded.generation import ChunkSampler, Responses
+from kedge.rollout.embedded.kv_cache import rows_that_fit
+from kedge.rollout.embedded.prefix_cache import Prefix, PrefixStepper
+from kedge.rollout.embedded.sampling import check_sampling, uniforms
+from kedge.rollout.embedded.slots import SlotSampler
+from kedge.rollout.embedded.stopping import Stopper
+from kedge.rollout.requests import token_versions
+from kedge.rollout.sharded import EngineInputs
+from kedge.types import PromptBatch, Receipt, Rollout, Sampling
+
+_SMALL = 1_000_000  # weights
+_MOST_ROWS = 512  # on a GPU
+
+
+class EmbeddedEngine:
+    """Samples from a transformers model in this process.
+
+    Args:
+        model: a causal language model (PEFT models too).
+        pad_id: fills ``Rollout.ids`` after the end of a response; masks never depend on it.
+        tokenizer: needed for stop strings only.
+        shares_weights: True samples from ``model`` itself; False from a copy that ``load_weights``
+            updates.
+        chunk_rows: rows sampled together; bounds memory, changes no result.  On a GPU up to 512,
+            if half of the free memory holds them.
+        device: device of the copy; a shared model stays where it is.
+        autocast: run the model under autocast of this type, e.g. torch.bfloat16.
+        extra_slot: leave one slot after the longest response if max_new_tokens allows, so that a
+            score can be placed after the last token.
+        record_allowed_tokens: record ``Rollout.allowed_tokens`` when top-k, top-p or min-p cut the
+            distribution.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        pad_id: int,
+        tokenizer: Any = None,
+        shares_weights: bool = True,
+        chunk_rows: int = 64,
+        device: torch.device | str | None = None,
+        autocast: torch.dtype | None = None,
+        extra_slot: bool = False,
+        record_allowed_tokens: bool = True,
+    ) -> None:
+        if not shares_weights:
+            # Autocast keeps its casts of weights only if they require gradients.
+            model = _copy(model, trains=autocast is not None, device=device)
+        self.model = model
+        self._shares_weights = shares_weights
+        self._pad_id = pad_id
+        self._tokenizer = tokenizer
+        self._chunk_rows = chunk_rows
+        self._autocast = autocast
+        self._extra_slot = extra_slot
+        self._record_allowed_tokens = record_allowed_tokens
+        self._version = 0
+        self._prefixes: dict[int, Prefix] | None = None  # by row, within keep_prefixes()
+        self._continuous: dict[Sampling, SlotSampler] = {}  # by distribution
+
+    @contextlib.contextmanager
+    def keep_prefixes(self) -> Iterator[None]:
+        """Context in which keys and values are kept, for prompts that continue earlier ones.
+
+        For batches of at most ``chunk_rows`` rows, and models that keep all keys and values.
+        """
+        self._prefixes = {}
+        try:
+            yield
+        finally:
+            self._prefixes = None
+
+    @property
+    def shares_weights(self) -> bool:
+        """True if it samples from the given model, False if from a copy."""
+        return self._shares_weights
+
+    @property
+    def logprobs(self) -> Literal["sampled", "raw", "none"]:
+        """Always "sampled": log-probabilities are of the distribution that is sampled from."""
+        return "sampled"
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
+        """Sample from ``weights`` from now on; with shared weights, only store the version.
+
+        Raises:
+            SyncError: a name is unknown or a shape differs.
+        """
+        shared = self._shares_weights
+        loaded = policy_weights(self.model) if shared else _load(self.model, weights)
+        self._version = version
+        return Receipt(version=version, fingerprint=fingerprint(loaded))
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        """One response per row; each depends on (weights, prompt, row, seed) alone.
+
+        Raises:
+            ConfigError: the sampling cannot work for this model.
+            RolloutError: the prompts break the contract, or the model returns NaN.
+        """
+        host = self._checked(prompts, sampling)
+        device = next(self.model.parameters()).device
+        order, copies = by_length(host)
+        chunks = []
+        rows = self._rows_at_once(host, sampling, device)
+        with self._sampling_context(device, packs=sampling.max_new_tokens >= PACKED_TOKENS):
+            for start in range(0, len(order), rows):
+                cut = slice(start, start + rows)
+                stepper = self._stepper(host, order[cut])
+                chunks.append(self._chunk(stepper, host, order[cut], copies[cut], sampling, seed))
+        rollout = self._assemble(host, order, chunks, sampling.max_new_tokens)
+        return replace(rollout.to(prompts.ids.device), prompts=prompts)
+
+    @property
+    def slots(self) -> int:
+        """Responses sampled at once by ``advance``; 0 if the model does not keep all keys."""
+        stepper = build_stepper(self.model)
+        keeps_all = isinstance(stepper, CausalStepper) and stepper.keeps_all
+        return self._chunk_rows if keeps_all else 0
+
+    updates_in_flight: Literal[True] = True
+
+    @property
+    def unfinished(self) -> int:
+        """Responses that are being sampled."""
+        return sum(sampler.requests.unfinished for sampler in self._continuous.values())
+
+    def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
+        """Hold these rows as well; each is sampled as by ``generate``, up to rounding.
+
+        Raises:
+            ConfigError: the sampling cannot work for this model.
+            RolloutError: the prompts break the contract.
+        """
+        distribution = replace(sampling, max_new_tokens=0)
+        sampler = self._continuous.get(distribution)
+        if sampler is None:
+            record = self._record_allowed_tokens and sampling.truncates
+            sampler = self._continuous[distribution] = SlotSampler(
+                self.model, distribution, self._tokenizer, slots=self._chunk_rows, record=record
+            )
+        sampler.submit(host := self._checked(prompts, sampling), seed, host.limits(sampling))
+
+    def advance(self) -> Rollout | None:
+        """Sample on; the groups that are complete."""
+        parts = []
+        with self._sampling_context(next(self.model.parameters()).device):
+            for sampler in self._continuous.values():
+                sampler.advance(self._version)
+                parts += [] if (part := self._complete_groups(sampler)) is None else [part]
+        return Rollout.cat(parts) if parts else None
+
+    def _complete_groups(self, sampler: SlotSampler) -> Rollout | None:
+        complete = sampler.responses()
+        if complete is None:
+            return None
+        prompts, responses, spans = complete
+        order = torch.arange(len(prompts))
+        rollout = self._assemble(prompts, order, [responses], sampler.max_new_tokens)
+        oldest = torch.tensor([row[0][0] for row in spans])
+        versions = token_versions(spans, rollout.ids.shape[1])
+        return replace(rollout, version=oldest, token_version=versions)
+
+    def cancel(self) -> None:
+        """Drop all requests."""
+        self._continuous = {}
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of prompt and response together; None: no limit."""
+        return positions(get_base_model(self.model))
+
+    def _checked(self, prompts: PromptBatch, sampling: Sampling) -> PromptBatch:
+        """The prompts on the host, after checks."""
+        config: Any = get_base_model(self.model).config
+        check_sampling(sampling, config.get_text_config().vocab_size)
+        host = prompts.to("cpu")
+        check_prompts(host, sampling, config)
+        return host
+
+    @contextlib.contextmanager
+    def _sampling_context(self, device: torch.device, *, packs: bool = False) -> Iterator[None]:
+        kernels, autocast = Kernels([self.model]), contextlib.nullcontext()
+        if self._autocast is not None:
+            autocast = torch.autocast(device.type, dtype=self._autocast)  # type: ignore[assignment]
+        faster = kernels.packed(self._chunk_rows) if packs else kernels.active()
+        with torch.no_grad(), eval_mode(self.model), autocast, faster, _one_thread(self.model):
+            yield
+
+    def _rows_at_once(self, prompts: PromptBatch, sampling: Sampling, device: torch.device) -> int:
+        """Rows of a chunk: on a GPU, where more rows cost little time, as many as fit."""
+        if device.type != "cuda":
+            return self._chunk_rows
+        config: Any = get_base_model(self.model).config
+        tokens = prompts.ids.shape[1] + sampling.max_new_tokens
+        width = (self._autocast or next(self.model.parameters()).dtype).itemsize
+        fit = rows_that_fit(config, tokens, width, device)
+        return max(self._chunk_rows, min(fit, _MOST_ROWS))
+
+    def _chunk(
+        self,
+        stepper: Stepper,
+        prompts: PromptBatch,
+        rows: Tensor,
+        groups: Tensor,
+        sampling: Sampling,
+        seed: int,
+    ) -> Responses:
+        """Sample the responses of ``rows``, reading each of their prompts once."""
+        unique, copies = torch.unique_consecutive(groups, return_inverse=True)
+        first = torch.zeros_like(unique).scatter_(0, copies.flip(0), rows.flip(0))
+        mask = prompts.mask[first]
+        mask = mask[:, -int(mask.sum(-1).max()) :]
+        # A pad token that was added to the tokenizer alone is beyond the model's vocabulary.
+        ids = prompts.ids[first][:, -mask.shape[1] :].masked_fill(~mask, 0)
+        device = next(self.model.parameters()).device
+        steps = torch.arange(sampling.max_new_tokens, device=device)
+        sampler = ChunkSampler(
+            stepper,
+            sampling,
+            Stopper(sampling, self._tokenizer, len(rows)),
+            uniforms(seed, prompts.row[rows].to(device), steps).t().contiguous(),
+            limits=prompts.limits(sampling)[rows],
+            record=self._record_allowed_tokens and sampling.truncates,
+        )
+        responses = sampler.run(ids, mask, copies)
+        if isinstance(stepper, PrefixStepper):
+            stepper.store()
+        return responses
+
+    def _stepper(self, prompts: PromptBatch, rows: Tensor) -> Stepper:
+        stepper = build_stepper(self.model)
+        keeps = self._prefixes is not None and len(prompts) <= self._chunk_rows
+        if not (keeps and isinstance(stepper, CausalStepper) and stepper.keeps_all):
+            return stepper
+        assert self._prefixes is not None
+        return PrefixStepper(self.model, self._prefixes, prompts.row[rows].tolist())
+
+    def _assemble(
+        self, prompts: PromptBatch, order: Tensor, chunks: list[Responses], limit: int
+    ) -> Rollout:
+        longest = max(int(x.length.max()) for x in chunks)
+        size = min(longest + self._extra_slot, limit)
+        return assemble(prompts, order, chunks, size, pad_id=self._pad_id, version=self._version)
+
+
+def build_embedded(inputs: EngineInputs, *, max_lag: int) -> EmbeddedEngine:
+    """Samples from the learner's modules; from a copy if sampling runs ahead of training."""
+    return EmbeddedEngine(
+        inputs.policy,
+        pad_id=inputs.pad_id,
+        tokenizer=inputs.tokenizer,
+        shares_weights=max_lag == 0,
+        chunk_rows=inputs.chunk_rows,
+        autocast=inputs.dtype,
+        extra_slot=inputs.extra_slot,
+    )
+
+
+def _copy(model: nn.Module, *, trains: bool, device: torch.device | str | None) -> nn.Module:
+    """A copy that shares the weights that do not train, such as the base of an adapter.
+
+    Args:
+        model: the policy.
+        trains: ``requires_grad`` of the weights that are not shared.
+        device: of the copy, which then shares nothing; None: the policy's.
+    """
+    shared = {}
+    if device is None and any(p.requires_grad for p in model.parameters()):
+        shared = {id(p): p for p in model.parameters() if not p.requires_grad}
+    copied = drop_adapters(copy.deepcopy(model, dict(shared)))
+    for p in copied.parameters():
+        if id(p) not in shared:
+            p.requires_grad_(trains)
+    return copied if device is None else copied.to(device)
+
+
+def check_prompts(prompts: PromptBatch, sampling: Sampling, config: Any) -> None:
+    """Reject prompts that an engine cannot answer.
+
+    Raises:
+        RolloutError: a prompt is empty, not left-padded, or too long for the model.
+    """
+    lengths = prompts.mask.sum(-1)
+    if len(lengths) == 0 or int(lengths.min()) == 0:
+        what = f"the prompt of row {int(lengths.argmin())}" if len(lengths) else "the batch"
+        raise RolloutError(f"{what} is empty; every prompt needs at least one token")
+    if not bool((prompts.mask[:, 1:] >= prompts.mask[:, :-1]).all()):
+        raise RolloutError("prompts must be left-padded; their mask has padding after a real token")
+    most = positions(config)
+    limits = prompts.limits(sampling).to(lengths.device)
+    row = int((lengths + limits).argmax())
+    if most is not None and lengths[row] + limits[row] > most:
+        raise RolloutError(
+            f"the prompt of {lengths[row]} tokens and max_new_tokens={limits[row]} need"
+            f" {lengths[row] + limits[row]} positions; the model has {most}. Lower"
+            " max_prompt_length or the response length"
+        )
+
+
+@contextlib.contextmanager
+def _one_thread(model: nn.Module) -> Iterator[None]:
+    """Context with one thread for small models, in which threads mostly wait for each other."""
+    threads = torch.get_num_threads()
+    small = threads > 1 and sum(p.numel() for p in model.parameters()) <= _SMALL
+    if small:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if small:
+            torch.set_num_threads(threads)
+
+
+def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy ``weights`` into the model; returns the model's tensors of the same names."""
+    targets = dict(model.named_parameters()) | dict(model.named_buffers())
+    check_weights(targets, weights)
+    for name, new in weights.items():
+        targets[name].data.copy_(new)
+    return {name: targets[name] for name in weights}

@@ -1,0 +1,213 @@
+"""Collects samples: prompts in, scored responses out.
+
+Scores of greedy responses are the baseline of ReMax (Li et al. 2023, arXiv:2310.10505).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kedge.algorithms.base import Algorithm
+from kedge.errors import RolloutError
+from kedge.loop.seeds import seed_for
+from kedge.protocols import PromptSource, RewardSource, RolloutEngine
+from kedge.rollout.scheduler.dynamic_sampling import resample_uniform_groups, spare_step
+from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling
+
+# A Rollout is still to be scored, a PromptBatch to be sampled.
+PendingSample = Sample | Rollout | PromptBatch
+
+
+def sample_responses(
+    prompts: PromptBatch, engine: RolloutEngine, *, sampling: Sampling, seed: int
+) -> Rollout:
+    """One response per prompt row.
+
+    Raises:
+        RolloutError: the engine failed, or returned other rows or empty responses.
+    """
+    rollout = engine.generate(prompts, sampling=sampling, seed=seed)
+    if len(rollout) != len(prompts):
+        raise RolloutError(
+            f"{type(engine).__name__}.generate returned {len(rollout)} rows for {len(prompts)}"
+            " prompts; it must return one response per prompt row, in order"
+        )
+    if not rollout.ids.shape[1]:
+        raise RolloutError(
+            f"{type(engine).__name__}.generate returned responses without tokens; a response needs"
+            " at least one token, the stop token included"
+        )
+    return rollout
+
+
+def collect(
+    prompts: PromptBatch,
+    engine: RolloutEngine,
+    reward_source: RewardSource,
+    *,
+    sampling: Sampling,
+    seed: int,
+    clock: Callable[[], float],
+    greedy: bool = False,
+) -> Sample:
+    """Sample and score one response per prompt row.
+
+    With ``greedy`` the greedy response to each prompt is scored as well, for the baseline.
+    """
+    begin = clock()
+    rollout = sample_responses(prompts, engine, sampling=sampling, seed=seed)
+    sampled = clock()
+    reward_output = reward_source.score(rollout)
+    if greedy and reward_output.greedy_scores is None:
+        answers = engine.generate(
+            prompts.rows(first_rows(prompts)), sampling=greedy_sampling(sampling), seed=seed
+        )
+        reward_output = add_greedy_scores(reward_output, prompts, reward_source.score(answers))
+    times = {"time/rollout": sampled - begin, "time/reward": clock() - sampled}
+    return Sample(rollout=rollout, reward_output=reward_output, times=times)
+
+
+def greedy_sampling(sampling: Sampling) -> Sampling:
+    """The same lengths and stop conditions, and always the most likely token."""
+    return replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+
+
+def first_rows(prompts: PromptBatch) -> Tensor:
+    """The first row of each group, int64 [G], in ascending order of their ids."""
+    _, group = prompts.group.unique(return_inverse=True)
+    order = torch.arange(len(prompts), device=group.device)
+    first = order.new_full((int(group.max()) + 1,), len(prompts))
+    return first.scatter_reduce(0, group, order, "amin")
+
+
+def add_greedy_scores(
+    reward_output: RewardOutput, prompts: PromptBatch, greedy: RewardOutput
+) -> RewardOutput:
+    """Add greedy scores; if the greedy response has no score, the group's rows become invalid.
+
+    Args:
+        reward_output: of the sampled responses to ``prompts``.
+        prompts: several rows per group.
+        greedy: one row per group, in ascending order of their ids.
+    """
+    _, group = prompts.group.unique(return_inverse=True)
+    return replace(
+        reward_output,
+        greedy_scores=greedy.scores[group],
+        valid=reward_output.valid & greedy.valid[group],
+    )
+
+
+class LockedRewardSource:
+    """A reward source that only one thread calls at a time."""
+
+    def __init__(self, reward_source: RewardSource) -> None:
+        self._reward_source, self._lock = reward_source, threading.Lock()
+
+    def score(self, rollout: Rollout) -> RewardOutput:
+        """The output of the reward source."""
+        with self._lock:
+            return self._reward_source.score(rollout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCollector:
+    """Draws the samples of an iteration.  Pure in (weights, step, rows), in any call order."""
+
+    source: PromptSource
+    reward: RewardSource
+    sampling: Sampling
+    algorithm: Algorithm
+    seed: int
+    clock: Callable[[], float] = field(repr=False)
+
+    @property
+    def more(self) -> bool:
+        """Whether ranks may sample again after scoring, some of them more often than others."""
+        return bool(self.algorithm.resample or self.algorithm.needs_greedy)
+
+    def draw(
+        self,
+        step: int,
+        engine: RolloutEngine,
+        rows: Tensor | None = None,
+    ) -> Sample:
+        """Responses to the prompts of ``step`` and their scores.
+
+        Args:
+            step: the iteration whose prompts to use.
+            engine: the rollout engine.
+            rows: int64 [n]; only these rows of the batch, in whole groups.  None: all rows.
+        """
+        rounds = self.algorithm.resample
+
+        def collect_batch(prompts: PromptBatch, purpose: str) -> Sample:
+            return collect(
+                prompts,
+                engine,
+                self.reward,
+                sampling=self.sampling,
+                seed=seed_for(self.seed, purpose, step),
+                clock=self.clock,
+                greedy=self.algorithm.needs_greedy,
+            )
+
+        with self._then_others(engine):
+            sample = collect_batch(self._prompts(step, rows), "rollout")
+            if rounds:
+                sample = resample_uniform_groups(
+                    sample,
+                    prompts=lambda turn: self._prompts(spare_step(step, turn, rounds), rows),
+                    draw=lambda fresh, turn: collect_batch(fresh, f"rollout again {turn}"),
+                    rounds=rounds,
+                )
+        return sample
+
+    def sample(
+        self, step: int, engine: RolloutEngine, rows: Tensor | None = None
+    ) -> tuple[Rollout, float]:
+        """Responses to the prompts of ``step`` (to ``rows`` of them), and seconds."""
+        begin, seed = self.clock(), seed_for(self.seed, "rollout", step)
+        with self._then_others(engine):
+            prompts = self._prompts(step, rows)
+            rollout = sample_responses(prompts, engine, sampling=self.sampling, seed=seed)
+        return rollout, self.clock() - begin
+
+    def score(self, rollout: Rollout, greedy: Rollout | None = None) -> Sample:
+        """Score responses that were sampled before.
+
+        Args:
+            rollout: the responses.
+            greedy: greedy responses, one per group in ascending order of their ids.
+        """
+        begin = self.clock()
+        reward_output = self.reward.score(rollout)
+        if greedy is not None:
+            scores = self.reward.score(greedy)
+            reward_output = add_greedy_scores(reward_output, rollout.prompts, scores)
+        times = {"time/reward": self.clock() - begin}
+        return Sample(rollout=rollout, reward_output=reward_output, times=times)
+
+    def _prompts(self, step: int, rows: Tensor | None) -> PromptBatch:
+        batch = self.source.batch(step)
+        return batch if rows is None else batch.rows(rows)
+
+    @contextmanager
+    def _then_others(self, engine: RolloutEngine) -> Iterator[None]:
+        """At the end, the other ranks of a shared engine may sample further rounds or turns."""
+        wait = getattr(engine, "wait_for_other_ranks", None)
+        if wait is None or not (self.more or getattr(engine, "many_turns", False)):
+            yield
+            return
+        try:
+            yield
+        except Exception:
+            wait()
+            raise
+        wait()

@@ -1,0 +1,219 @@
+"""Takes samples apart into groups, and joins groups to the sample of one iteration."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from kedge.errors import CheckpointError
+from kedge.protocols import PromptSource
+from kedge.rollout.scheduler.collector import PendingSample
+from kedge.rollout.scheduler.dynamic_sampling import spare_step
+from kedge.types import PromptBatch, Rollout, Sample, group_rows, separated
+
+
+class GroupPrompts:
+    """The prompts of groups that are numbered over the run.
+
+    Args:
+        source: of the prompts.
+        step: any iteration; all have as many groups.
+        rounds: how often dynamic sampling replaces the prompt of a group at most.
+    """
+
+    def __init__(self, source: PromptSource, step: int, *, rounds: int = 0) -> None:
+        self._source, self._rounds = source, rounds
+        self._turns: dict[int, int] = {}  # how often the prompt of a group was replaced
+        self._batches: dict[tuple[int, int], tuple[PromptBatch, Sequence[Tensor]]] = {}
+        self._lock = Lock()  # engines read while the driver drops what it has trained on
+        groups = self._batch(step)[1]
+        self.per_step, self.rows_per_group = len(groups), len(groups[0])
+
+    def batch(self, step: int) -> PromptBatch:
+        """All prompts of an iteration."""
+        return self._batch(step)[0]
+
+    def turn(self, number: int) -> int:
+        """How often the prompt of a group was replaced."""
+        return self._turns.get(number, 0)
+
+    def pop_turns(self, numbers: Iterable[int]) -> int:
+        """How often the prompts of these groups were replaced; they are not needed any more."""
+        return sum(self._turns.pop(number, 0) for number in numbers)
+
+    def replace(self, numbers: Iterable[int]) -> None:
+        """Give these groups other prompts, those of the next round of dynamic sampling."""
+        for number in numbers:
+            self._turns[number] = self.turn(number) + 1
+
+    def rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[int], Tensor]]:
+        """Of each iteration among the groups: its number, its groups, and their rows int64 [n]."""
+        for step, of_step in itertools.groupby(sorted(numbers), lambda n: n // self.per_step):
+            groups = list(of_step)
+            rows = self._batch(step)[1]
+            yield step, groups, torch.cat([rows[number % self.per_step] for number in groups])
+
+    def prompts(self, numbers: Iterable[int]) -> Iterator[tuple[int, int, PromptBatch]]:
+        """Of each iteration and round among the groups: their numbers, and the prompts."""
+        for turn, of_turn in itertools.groupby(sorted(numbers, key=self.turn), self.turn):
+            for step, groups, rows in self.rows(list(of_turn)):
+                yield step, turn, with_groups(self._batch(step, turn)[0].rows(rows), groups)
+
+    def forget_before(self, step: int) -> None:
+        """Drop the prompts of earlier iterations from memory."""
+        with self._lock:
+            for key in [key for key in self._batches if key[0] < step]:
+                del self._batches[key]
+
+    def _batch(self, step: int, turn: int = 0) -> tuple[PromptBatch, Sequence[Tensor]]:
+        with self._lock:
+            if (step, turn) not in self._batches:
+                number = spare_step(step, turn - 1, self._rounds) if turn else step
+                self._batches[step, turn] = _with_rows(self._source, number)
+            return self._batches[step, turn]
+
+
+def _with_rows(source: PromptSource, step: int) -> tuple[PromptBatch, Sequence[Tensor]]:
+    batch = source.batch(step)
+    return batch, group_rows(batch)[1]
+
+
+def with_groups(prompts: PromptBatch, ids: Sequence[int]) -> PromptBatch:
+    """The prompts with other group ids, in the order of the present ones."""
+    _, group = prompts.group.unique(return_inverse=True)
+    return replace(prompts, group=torch.tensor(ids, device=group.device)[group])
+
+
+def renumber(sample: Sample, ids: Sequence[int]) -> Sample:
+    """The sample with other group ids, in the order of the present ones."""
+    prompts = with_groups(sample.rollout.prompts, ids)
+    return replace(sample, rollout=replace(sample.rollout, prompts=prompts))
+
+
+class SampleStore:
+    """Scored groups by group id; each is taken once.
+
+    Seconds leave with the first group of those that were added together, metrics with all.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, tuple[list[Sample], Tensor]] = {}  # a list of one, and its rows
+
+    def add(self, sample: Sample) -> None:
+        """Add the groups of a sample."""
+        place = [sample]
+        for number, rows in zip(*group_rows(sample.rollout.prompts), strict=True):
+            self._places[number] = place, rows
+
+    def take(self, numbers: Iterable[int]) -> list[Sample]:
+        """Remove these groups; groups that were added together stay together."""
+        chosen: dict[int, tuple[list[Sample], list[Tensor]]] = {}
+        for number in sorted(numbers):
+            place, rows = self._places.pop(number)
+            chosen.setdefault(id(place), (place, []))[1].append(rows)
+        samples = []
+        for place, index in chosen.values():
+            samples.append(_share(place[0], torch.cat(index)))
+            place[0] = replace(place[0], times={})
+        return samples
+
+    def read(self) -> list[Sample]:
+        """All groups; they stay."""
+        samples = self.take(list(self._places))
+        for sample in samples:
+            self.add(sample)
+        return samples
+
+    def clear(self) -> None:
+        """Forget all groups."""
+        self._places.clear()
+
+
+def _share(sample: Sample, rows: Tensor) -> Sample:
+    """These rows, with their share of the metrics."""
+    part, share = sample.rows(rows), len(rows) / len(sample)
+    rollout, reward_output = part.rollout, part.reward_output
+    reward_output = replace(reward_output, metrics=_scaled(reward_output.metrics, share))
+    if rollout.episodes is not None:
+        metrics = _scaled(rollout.episodes.metrics, share)
+        rollout = replace(rollout, episodes=replace(rollout.episodes, metrics=metrics))
+    return replace(part, rollout=rollout, reward_output=reward_output)
+
+
+def _scaled(
+    totals: Mapping[str, tuple[float, float]], share: float
+) -> Mapping[str, tuple[float, float]]:
+    """A share of sums and counts."""
+    if share == 1:
+        return totals
+    return {name: (total * share, count * share) for name, (total, count) in totals.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredGroups:
+    """Groups from a checkpoint."""
+
+    samples: list[Sample]  # their group ids are negative: they need no prompts any more
+    versions: dict[int, int]  # of these groups
+    lost: list[int]  # groups that were being sampled
+
+
+def restored_groups(pending: Sequence[PendingSample], *, size: int, step: int) -> RestoredGroups:
+    """The groups of a checkpoint that was written before ``step``.
+
+    Raises:
+        CheckpointError: they do not have ``size`` rows, or are of another schedule.
+    """
+    restored = RestoredGroups([], {}, [])
+    for x in pending:
+        if isinstance(x, PromptBatch):
+            restored.lost.extend(group_rows(x)[0])
+            continue
+        if isinstance(x, Rollout):
+            raise CheckpointError(
+                f"the checkpoint has {len(pending)} unscored batches of another"
+                " rollout_schedule: resume with the same rollout_schedule"
+            )
+        ids = []
+        for rows in group_rows(x.rollout.prompts)[1]:
+            if len(rows) != size:
+                raise CheckpointError(
+                    f"samples in the checkpoint must have {size} responses per prompt, got"
+                    f" {len(rows)}: resume with the same rollout_schedule and num_generations"
+                )
+            ids.append(-1 - len(restored.versions))
+            known = x.rollout.version[rows]
+            known = known[known >= 0]
+            restored.versions[ids[-1]] = int(known.min()) if len(known) else step
+        restored.samples.append(renumber(x, ids))
+    return restored
+
+
+def join_groups(samples: Sequence[Sample], like: PromptBatch) -> Sample:
+    """Join samples into one, padded to the widest of them.
+
+    Rows and groups are renumbered like those of ``like``, since samples of different steps may
+    share group ids.
+
+    Args:
+        samples: each with whole groups.
+        like: the prompts of the step.
+    """
+    prompts = separated([sample.rollout.prompts for sample in samples])
+    parts = [
+        replace(sample, rollout=replace(sample.rollout, prompts=apart))
+        for sample, apart in zip(samples, prompts, strict=True)
+    ]
+    names = [f"the rollout engine of partial batch {i}" for i in range(len(parts))]
+    whole, ids = Sample.cat(parts, names=names), like.group.unique().tolist()
+    sampled = len(whole.rollout.prompts.group.unique())
+    if sampled != len(ids):
+        raise ValueError(f"got {sampled} groups for an iteration of {len(ids)}")
+    whole = renumber(whole, ids)
+    prompts_of_step = replace(whole.rollout.prompts, row=like.row)
+    return replace(whole, rollout=replace(whole.rollout, prompts=prompts_of_step))

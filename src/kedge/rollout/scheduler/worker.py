@@ -1,0 +1,173 @@
+"""One rollout engine of several: its weights, and the groups that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kedge.errors import SyncError
+from kedge.loop.seeds import seed_for
+from kedge.protocols import RolloutEngine
+from kedge.rollout.scheduler.collector import RolloutCollector, first_rows
+from kedge.rollout.scheduler.joining import GroupPrompts, with_groups
+from kedge.rollout.scheduler.weight_sync import WeightUpdate, verify_sync
+from kedge.types import SYNC_GAP, PromptBatch, Rollout, Sampling, group_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledNumbers:
+    """What was sampled for some numbers of the dispatcher, and is to be scored."""
+
+    rollout: Rollout
+    greedy: Rollout | None = None  # one greedy response per group, in ascending order of their ids
+    numbers: list[int]
+    times: Mapping[str, float] = field(default_factory=dict)  # and metrics
+    step: int  # iterations that the engine's weights have seen
+
+
+def num_workers(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
+    """The engines that can sample concurrently: the parts of a composite engine, or the engine."""
+    return tuple(getattr(rollouts, "engines", ())) or (rollouts,)
+
+
+@dataclass(slots=True)
+class Occupancy:
+    """What all engines hold together."""
+
+    groups: int = 0
+    responses: int = 0  # that are being sampled
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class EngineWorker:
+    """An engine that samples groups.  Its methods are called from one thread at a time."""
+
+    engine: Any  # RolloutEngine, or ContinuousEngine if it has slots
+    slots: int  # responses that it samples at once; 0: it samples partial batches
+    all: Occupancy  # of this engine and the others
+    update: WeightUpdate | None = None  # the weights that it has
+    held: dict[int, int] = field(default_factory=dict)  # group -> version that it was started with
+    unfinished: int = 0  # responses that are being sampled
+    busy: bool = False
+    _fingerprint: str = ""
+    _seconds: float = 0.0  # of sampling since groups were done
+    gap: dict[str, float] = field(default_factory=dict)  # metric of the last weight sync
+    # with greedy baselines: groups that follow their greedy response, and complete responses
+    _deferred: dict[int, tuple[PromptBatch, int]] = field(default_factory=dict)
+    _greedy: dict[int, Rollout] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Hold nothing, and load weights before sampling again."""
+        self.update, self._fingerprint, self.busy, self._seconds = None, "", False, 0.0
+        self.release_all()
+        if self.slots:
+            self.engine.cancel()
+
+    def hold(self, numbers: list[int], version: int, rows: int) -> None:
+        """These groups of ``rows`` responses are started with weights of ``version``."""
+        self.held.update(dict.fromkeys(numbers, version))
+        self.all.groups += len(numbers)
+        self._set_unfinished(self.unfinished + len(numbers) * rows)
+
+    def release(self, numbers: list[int]) -> None:
+        """These groups are done."""
+        for number in numbers:
+            del self.held[number]
+        self.all.groups -= len(numbers)
+
+    def release_all(self) -> None:
+        """It holds nothing any more."""
+        self.release(list(self.held))
+        self._deferred.clear()
+        self._greedy.clear()
+        self._set_unfinished(0)
+
+    def count_unfinished(self) -> None:
+        """Ask the engine which responses are left, and count those that follow."""
+        deferred = sum(len(batch) for batch, _ in self._deferred.values())
+        self._set_unfinished(self.engine.unfinished + deferred)
+
+    def _set_unfinished(self, responses: int) -> None:
+        self.all.responses += responses - self.unfinished
+        self.unfinished = responses
+
+    def load(self, new: WeightUpdate) -> None:
+        """Load weights and verify them.
+
+        Raises:
+            SyncError: the engine has other weights.
+        """
+        receipt = self.engine.load_weights(new.weights, new.version)
+        moved = self.update is not None and new.moves > self.update.moves
+        self._fingerprint = verify_sync(receipt, new, confirmed=self._fingerprint, moved=moved)
+        # Without the weights, of which only the newest stay in memory.
+        self.update = new._replace(weights={})
+        gap = None if receipt is None else receipt.gap
+        self.gap = {} if gap is None else {SYNC_GAP: gap}
+
+    def advance(
+        self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts
+    ) -> SampledNumbers | None:
+        """Start these groups and sample on; the groups that are done."""
+        begin, greedy = collector.clock(), collector.algorithm.needs_greedy
+        for step, turn, batch in prompts.prompts(numbers):
+            purpose = f"rollout again {turn - 1}" if turn else "rollout"
+            seed = seed_for(collector.seed, purpose, step)
+            if greedy:
+                self._submit_greedy(batch, collector.sampling, seed)
+            else:
+                self.engine.submit(batch, sampling=collector.sampling, seed=seed)
+        rollout: Rollout | None = self.engine.advance()
+        if greedy and rollout is not None:
+            rollout = self._continue(rollout, collector.sampling)
+        self._seconds += collector.clock() - begin
+        if rollout is None:
+            return None
+        self.check(rollout)
+        seconds, self._seconds = self._seconds, 0.0
+        assert self.update is not None
+        groups = group_rows(rollout.prompts)[0]
+        return SampledNumbers(
+            rollout=rollout,
+            greedy=Rollout.cat([self._greedy.pop(n) for n in groups]) if greedy else None,
+            numbers=groups,
+            times={"time/rollout": seconds, **self.gap},
+            step=self.update.step,
+        )
+
+    def _submit_greedy(self, batch: PromptBatch, sampling: Sampling, seed: int) -> None:
+        """Start the greedy responses; the groups follow as soon as these are complete."""
+        for number, rows in zip(*group_rows(batch), strict=True):
+            self._deferred[number] = batch.rows(rows), seed
+        first = batch.rows(first_rows(batch))
+        first = replace(first, group=-1 - first.group)  # ids of groups are not negative
+        # Top-k, top-p and min-p keep the most likely token, and rows that are joined must agree on
+        # whether allowed tokens are recorded.
+        self.engine.submit(first, sampling=replace(sampling, temperature=0.0), seed=seed)
+
+    def _continue(self, rollout: Rollout, sampling: Sampling) -> Rollout | None:
+        """Start the groups whose greedy responses are complete; returns the complete groups."""
+        group = rollout.prompts.group
+        for i in (group < 0).nonzero()[:, 0].tolist():
+            number = -1 - int(group[i])
+            answer = rollout.rows(slice(i, i + 1))
+            self._greedy[number] = replace(answer, prompts=with_groups(answer.prompts, [number]))
+            batch, seed = self._deferred.pop(number)
+            self.engine.submit(batch, sampling=sampling, seed=seed)
+        rows = (group >= 0).nonzero()[:, 0]
+        return rollout.rows(rows) if len(rows) else None
+
+    def check(self, rollout: Rollout) -> None:
+        """Compare the version of every row with that of the weights when it was started.
+
+        Raises:
+            SyncError: the engine used older weights.
+        """
+        versions = zip(rollout.prompts.group.tolist(), rollout.version.tolist(), strict=True)
+        for number, version in versions:
+            if 0 <= version < self.held[number]:
+                raise SyncError(
+                    f"{type(self.engine).__name__} must sample with version {self.held[number]},"
+                    f" which it confirmed, but used version {version}"
+                )

@@ -1,0 +1,253 @@
+"""One rollout engine for all ranks that train together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kedge.errors import RolloutError
+from kedge.protocols import RolloutEngine
+from kedge.rollout.rows import slice_rollout, stack_prompts, with_prompts, without_columns
+from kedge.types import PromptBatch, Receipt, Rollout, Sampling
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """The request of one rank."""
+
+    call: str = ""  # must be equal on all ranks that request something; empty: nothing
+    prompts: PromptBatch | None = None
+    sampling: Sampling | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Response:
+    """What one rank receives after a round of sampling."""
+
+    rollout: Rollout | None = None
+    ticket: Any = None  # to read the rollout with
+    others_active: bool = False
+
+
+class Exchange(Protocol):
+    """Passes the responses of each rank to it, not through rank 0."""
+
+    def hand_out(self, shares: Sequence[Sequence[Any]]) -> Sequence[Any]:
+        """A ticket for each share from ``StoringEngine.generate_stored``.  On rank 0."""
+        ...
+
+    def read(self, ticket: Any, prompts: PromptBatch) -> Rollout:
+        """The rollout of a share."""
+        ...
+
+
+class RankSharedEngine:
+    """Rank 0 holds the engine; the other ranks send it their prompts and receive their responses.
+
+    Every rank makes the same calls in the same order; one that samples less often than others calls
+    ``wait_for_other_ranks``.  Random numbers depend on the row in the batch of all ranks, so a
+    response does not depend on the number of ranks.
+
+    Args:
+        engine: the engine on rank 0, None on the others.
+        groups: process groups of the ranks.
+        logprobs: the kind of log-probabilities that the engine records.
+        extra_slots: slots that the engine leaves after the longest response.
+        exchange: how ranks read their responses; None: rank 0 sends them.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine | None,
+        groups: RankGroups,
+        *,
+        logprobs: Literal["sampled", "raw", "none"],
+        extra_slots: int,
+        exchange: Exchange | None = None,
+    ) -> None:
+        self.engine: Any = engine
+        self._exchange = exchange
+        self.logprobs: Literal["sampled", "raw", "none"] = logprobs
+        self._groups, self._extra_slots = groups, extra_slots
+        self._lock = threading.Lock()
+
+    @property
+    def shares_weights(self) -> Literal[False]:
+        """False: it holds a copy of the policy."""
+        return False
+
+    @property
+    def sync_dtype(self) -> torch.dtype | None:
+        """The dtype in which the engine is sent weights; None: as they are, or by rank 0."""
+        dtype: torch.dtype | None = getattr(self.engine, "sync_dtype", None)
+        return dtype
+
+    @property
+    def stage_weights(self) -> Any:
+        """Takes weights to where engines read them; None: they have no such place."""
+        return getattr(self.engine, "stage_weights", None)
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        """One response per row; each depends on (weights, prompt, row, seed) alone.
+
+        Raises:
+            RolloutError: the engine failed; raised on every rank.
+        """
+        call = f"generate with seed {seed} and {sampling}"
+        request = _Request(
+            call=call, prompts=without_columns(prompts), sampling=sampling, seed=seed
+        )
+        response = self._request(request, self._generate)
+        if response.ticket is not None:
+            assert self._exchange is not None  # it made the ticket
+            return self._exchange.read(response.ticket, prompts)
+        assert response.rollout is not None  # the request had prompts
+        return with_prompts(response.rollout, prompts)
+
+    def wait_for_other_ranks(self) -> None:
+        """Request nothing until no rank samples any more; rank 0 continues to serve the others."""
+        while self._request(_Request(), self._generate).others_active:
+            pass
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
+        """Load the ``weights`` of rank 0; every rank gets the receipt."""
+
+        def load(engine: RolloutEngine, requests: list[_Request]) -> list[Receipt | None]:
+            return [engine.load_weights(weights, version)] * len(requests)
+
+        return self._request(_Request(call=f"load version {version}"), load)
+
+    def close(self) -> None:
+        """Release the engine on rank 0."""
+        close = getattr(self.engine, "close", None)
+        if close is not None:
+            close()
+
+    def _generate(self, engine: RolloutEngine, requests: list[_Request]) -> list[_Response]:
+        parts = [r.prompts for r in requests if r.prompts is not None]
+        first = next((r for r in requests if r.prompts is not None), None)
+        if first is None:
+            return [_Response()] * len(requests)
+        assert first.sampling is not None  # set with the prompts
+        sampled: dict[str, Any] = {"sampling": first.sampling, "seed": first.seed}
+        if self._exchange is not None:
+            sizes = [len(prompts) for prompts in parts]
+            shares = self.engine.generate_stored(stack_prompts(parts), sizes=sizes, **sampled)
+            tickets = iter(self._exchange.hand_out(shares))
+            return [
+                _Response(others_active=True)
+                if request.prompts is None
+                else _Response(ticket=next(tickets))
+                for request in requests
+            ]
+        whole = engine.generate(stack_prompts(parts), **sampled)
+        responses, begin = [], 0
+        for prompts in (r.prompts for r in requests):
+            if prompts is None:
+                responses.append(_Response(others_active=True))
+                continue
+            rows = slice(begin, begin + len(prompts))
+            part = slice_rollout(whole, rows, prompts, self._extra_slots)
+            responses.append(_Response(rollout=part))
+            begin = rows.stop
+        return responses
+
+    def _request(
+        self, request: _Request, serve: Callable[[RolloutEngine, list[_Request]], list[T]]
+    ) -> T:
+        def serve_all(requests: list[_Request]) -> list[T]:
+            assert self.engine is not None
+            if len({r.call for r in requests if r.call}) > 1:
+                raise RolloutError(
+                    "all ranks must make the same call to the engine that they share, got "
+                    + "; ".join(f"rank {i}: {r.call or 'nothing'}" for i, r in enumerate(requests))
+                )
+            with self._lock:
+                return serve(self.engine, requests)
+
+        return self._groups.run_on_first(request, serve_all)
+
+
+class RankGroups:
+    """Two process groups in which rank 0 works for all: for the main thread and the sampling one.
+
+    The thread that creates this (it trains and evaluates) and the one that samples ahead must not
+    wait for each other, and neither may interfere with the collectives of training.
+
+    Args:
+        timeout: seconds that one call may take.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        limit = timedelta(seconds=timeout)
+        self._main_thread = threading.get_ident()
+        self._main = dist.new_group(backend="gloo", timeout=limit)
+        self._sampling = dist.new_group(backend="gloo", timeout=limit)
+
+    def run_on_first(self, local: Any, work: Callable[[list[Any]], list[T]]) -> T:
+        """This rank's item of ``work([local of every rank])``, which runs on rank 0.
+
+        An error of ``work`` is raised on every rank.
+        """
+        group = self._main if threading.get_ident() == self._main_thread else self._sampling
+        first = dist.get_rank() == 0
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(local, gathered if first else None, dst=0, group=group)
+        outcomes: list[tuple[bool, Any]] | None = None
+        if first:
+            try:
+                outcomes = [(True, x) for x in work(gathered)]
+            except Exception as error:  # raised again below, on every rank
+                outcomes = [(False, error)] * len(gathered)
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, outcomes, src=0, group=group)
+        succeeded, outcome = received[0]
+        if not succeeded:
+            raise outcome
+        return outcome
+
+
+def build_shared_engine(
+    make: Callable[[], RolloutEngine],
+    *,
+    ranks: int,
+    timeout: float,
+    extra_slots: int,
+    exchange: Exchange | None = None,
+) -> RolloutEngine:
+    """The engine that ``make`` makes; with several ranks, one engine that all share.
+
+    Args:
+        make: called on rank 0 only.
+        ranks: number of processes that train together; each must call this.
+        timeout: seconds that making the engine, or one batch, may take.
+        extra_slots: slots that the engine leaves after the longest response.
+        exchange: how ranks read their responses; None: rank 0 sends them.
+    """
+    if ranks == 1:
+        return make()
+    groups = RankGroups(timeout)
+    engines: list[RolloutEngine] = []
+
+    def start(requests: list[Any]) -> list[Any]:
+        engines.append(make())
+        return [engines[0].logprobs] * len(requests)
+
+    logprobs = groups.run_on_first(None, start)
+    return RankSharedEngine(
+        engines[0] if engines else None,
+        groups,
+        logprobs=logprobs,
+        extra_slots=extra_slots,
+        exchange=exchange,
+    )

@@ -1,0 +1,274 @@
+"""Builds rollout engines of vLLM; options are named as in the config."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kedge.config.rollout import engine_args
+from kedge.errors import ConfigError
+from kedge.models.fingerprint import policy_weights
+from kedge.protocols import RolloutEngine
+from kedge.rollout.embedded.engine import check_prompts
+from kedge.rollout.sharded import EngineInputs, ShardedEngine, start_all
+from kedge.rollout.vllm.engine import VLLMEngine
+from kedge.rollout.vllm.inprocess import InProcess
+from kedge.rollout.vllm.policy_spec import PolicySpec, weights_dtype
+from kedge.rollout.vllm.remote import Remote
+from kedge.rollout.vllm.server import Server
+from kedge.rollout.vllm.server_check import check_server
+from kedge.rollout.vllm.service import Service
+from kedge.rollout.vllm.weight_files import WeightFiles
+from kedge.types import Sampling
+
+# Supported by vLLM 0.32's attention on CPUs; other sizes crash the engine at its first token.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def check_local(
+    model: Any, sampling: Sampling, *, vllm_sleep: bool, vllm_transfer: str = "auto"
+) -> None:
+    """Check a vLLM that Kedge starts, before any weights are loaded.
+
+    Args:
+        model: the policy, or the folder or Hub name to load it from.
+        sampling: the sampling distribution.
+        vllm_sleep: see ``PPOConfig``.
+        vllm_transfer: see ``PPOConfig``.
+
+    Raises:
+        ConfigError: naming the option, its value and what to set.
+    """
+    if torch.cuda.is_available():
+        return
+    check_head_size(model.config if isinstance(model, nn.Module) else _config_of(model))
+    if vllm_transfer == "nccl":
+        raise ConfigError(
+            "vllm_transfer='nccl' needs a GPU, and this machine has none; set it to 'auto'"
+        )
+    if vllm_sleep:
+        raise ConfigError("vllm_sleep=True needs a GPU: vLLM on CPUs cannot sleep; leave it out")
+
+
+def check_remote(model: Any, sampling: Sampling, *, rollout_engine: str) -> None:
+    """Check a running server at the address ``rollout_engine``; see ``check_local``."""
+    if sampling.min_new_tokens:
+        raise ConfigError(
+            f"min_new_tokens={sampling.min_new_tokens} is not supported with the server at"
+            f" {rollout_engine}: vLLM would ban its model's EOS token even if it is not a stop"
+            " token; set it to 0, or use rollout_engine='vllm_server'"
+        )
+
+
+def check_head_size(config: Any) -> None:
+    """Check that vLLM can run the model on a CPU.
+
+    Raises:
+        ConfigError: unsupported size of attention heads.
+    """
+    text = config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"the policy has attention heads of size {size}, but vLLM on CPUs supports only"
+            f" {', '.join(map(str, CPU_HEAD_SIZES))}; use rollout_engine='embedded'"
+        )
+
+
+def _config_of(name: Any) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the model {name!r} cannot be loaded: {error}") from error
+
+
+Start = Callable[[], Service]
+# (policy spec, weights, engine arguments) -> one function per vLLM that starts it
+Starts = Callable[[PolicySpec, Mapping[str, Tensor], Mapping[str, Any]], Sequence[Start]]
+
+
+def build_vllm(
+    inputs: EngineInputs,
+    starts: Starts,
+    *,
+    arguments: Mapping[str, Any],
+    tolerance: float | None,
+    sleep: bool = False,
+    on_close: Callable[[], None] | None = None,
+) -> VLLMEngine | ShardedEngine:
+    """One vLLM engine with a copy of the policy, or several that share the rows of a batch.
+
+    Args:
+        inputs: the policy and what all engines need.
+        starts: starts one vLLM or several.
+        arguments: engine arguments of vLLM.
+        tolerance: largest gap of log-probabilities after a weight sync; None: by precision.
+        sleep: free the GPU memory while it does not sample.
+        on_close: called after all engines are closed.
+
+    Raises:
+        ConfigError: vLLM rejects the model or the arguments.
+    """
+    arguments = {
+        "dtype": str(inputs.dtype or weights_dtype(inputs.policy)).removeprefix("torch."),
+        **({"enable_sleep_mode": True} if sleep else {}),
+        **arguments,
+    }
+    spec = PolicySpec.of(inputs.policy, inputs.tokenizer, dtype=arguments["dtype"])
+
+    def make(start: Start) -> VLLMEngine:
+        return VLLMEngine(
+            start(),
+            spec,
+            pad_id=inputs.pad_id,
+            tolerance=tolerance,
+            extra_slot=inputs.extra_slot,
+            sleeps=sleep,
+        )
+
+    service_starts = starts(spec, policy_weights(inputs.policy), arguments)
+    if len(service_starts) == 1 and on_close is None:
+        return make(service_starts[0])
+    engines = start_all([partial(make, start) for start in service_starts], undo=on_close)
+    config: Any = inputs.policy.config
+    return ShardedEngine(
+        engines,
+        pad_id=inputs.pad_id,
+        check=partial(check_prompts, config=config),
+        on_close=on_close,
+    )
+
+
+def build_in_process(
+    inputs: EngineInputs,
+    *,
+    vllm_engine_args: Any,
+    vllm_tensor_parallel_size: int,
+    vllm_sleep: bool,
+    vllm_tolerance: float | None,
+) -> RolloutEngine:
+    """A vLLM in this process."""
+    return build_vllm(
+        inputs,
+        lambda *model: [partial(InProcess, *model)],
+        arguments=engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size),
+        tolerance=vllm_tolerance,
+        sleep=vllm_sleep,
+    )
+
+
+def build_servers(
+    inputs: EngineInputs,
+    *,
+    vllm_num_engines: int,
+    vllm_engine_args: Any,
+    vllm_tensor_parallel_size: int,
+    vllm_sleep: bool,
+    vllm_tolerance: float | None,
+    vllm_python: str | None,
+    weight_sync_folder: str | None,
+    worker_start_timeout: float,
+    worker_heartbeat: float,
+    worker_timeout: float,
+) -> RolloutEngine:
+    """One vLLM server or several, each in its own process."""
+    arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
+    gpus = gpus_of_servers(
+        vllm_num_engines,
+        int(arguments.get("tensor_parallel_size", 1)),
+        share=inputs.rank is not None,
+    )
+
+    def starts(*model: Any) -> list[Start]:
+        server = partial(
+            Server,
+            *model,
+            python=vllm_python,
+            files=WeightFiles(len(gpus), weight_sync_folder),
+            start_timeout=worker_start_timeout,
+            heartbeat=worker_heartbeat,
+            patience=worker_timeout,
+        )
+        return [partial(server, devices=devices) for devices in gpus]
+
+    return build_vllm(
+        inputs, starts, arguments=arguments, tolerance=vllm_tolerance, sleep=vllm_sleep
+    )
+
+
+def build_remote(
+    inputs: EngineInputs,
+    *,
+    rollout_engine: str,
+    vllm_tolerance: float | None,
+    weight_sync_folder: str | None,
+    worker_start_timeout: float,
+    worker_heartbeat: float,
+    worker_timeout: float,
+) -> RolloutEngine:
+    """A running vLLM server at the address ``rollout_engine``, with the policy's weights."""
+
+    def connect(
+        spec: PolicySpec, weights: Mapping[str, Tensor], arguments: Mapping[str, Any]
+    ) -> Service:
+        remote = Remote(
+            rollout_engine,
+            files=WeightFiles(parent=weight_sync_folder),
+            heartbeat=worker_heartbeat,
+            patience=worker_timeout,
+            slow=worker_start_timeout,
+        )
+        try:
+            check_server(
+                remote,
+                tied=spec.tied is not None and spec.adapter is None,
+                precision=str(arguments["dtype"]),
+                adapter=spec.adapter is not None,
+            )
+            remote.load(spec.payload(weights), 0)
+        except BaseException:
+            remote.close()
+            raise
+        return remote
+
+    return build_vllm(
+        inputs, lambda *model: [partial(connect, *model)], arguments={}, tolerance=vllm_tolerance
+    )
+
+
+def gpus_of_servers(count: int, each: int, *, share: bool = False) -> list[str | None]:
+    """The GPUs of each server, as in ``CUDA_VISIBLE_DEVICES``, apart from those of the learners.
+
+    None if there are no GPUs, or a single server has to share the learners' GPUs.
+
+    Args:
+        count: number of servers.
+        each: GPUs per server.
+        share: every learner on this machine has ``count`` servers.
+
+    Raises:
+        ConfigError: several servers, and too few GPUs besides those of the learners.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    number = torch.cuda.device_count()
+    names = visible.split(",")[:number] if visible else [str(i) for i in range(number)]
+    learners = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    before = int(os.environ.get("LOCAL_RANK", "0")) if share else 0
+    needed = count * each * (learners if share else 1)
+    if len(free := names[learners:]) >= needed:
+        gpus = free[before * count * each :]
+        return [",".join(gpus[i * each : (i + 1) * each]) for i in range(count)]
+    if names and (count > 1 or share):
+        raise ConfigError(
+            f"{needed // each} servers of {each} GPUs (vllm_num_engines) and {learners} learners"
+            f" need {needed + learners} GPUs, got {len(names)}; use fewer servers, or"
+            " rollout_engine='ray' with more machines"
+        )
+    return [None] * count

@@ -1,0 +1,324 @@
+"""The rollout engine over one vLLM, with verified weight syncs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kedge.errors import LostRequestsError, RolloutError, SyncError
+from kedge.rollout.embedded.engine import check_prompts
+from kedge.rollout.embedded.sampling import check_sampling
+from kedge.rollout.requests import GroupRequests
+from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.requests import build_requests, build_rollout, with_version
+from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, Service
+from kedge.types import PromptBatch, Receipt, Rollout, Sampling
+
+FULL_PRECISION, LOW_PRECISION = 1e-3, 5e-2  # accepted mean gaps, nats per token
+_ROUNDING = 2.5  # accepted multiple of the learner's own rounding in low precision
+_CHANGED = 0.25  # share of the probe that an update must change to be seen in low precision
+
+
+class VLLMEngine:
+    """A rollout engine that samples with vLLM.
+
+    The seed of a row depends only on (seed, row).  vLLM computes rows in batches of varying sizes,
+    so rounding can, rarely, change a sampled token.
+
+    Args:
+        service: the vLLM.
+        spec: the policy without its trained weights.
+        pad_id: token id that fills ``Rollout.ids`` after the end of a response.
+        tolerance: largest accepted mean difference of log-probabilities between vLLM and the
+            learner's code on the probe after a weight sync, nats per token.  None: 1e-3 in float32;
+            in another dtype 5e-2, or 2.5 times what that dtype changes in the learner's code.
+        extra_slot: leave one slot after the longest response if max_new_tokens allows.
+        sleeps: free vLLM's GPU memory between calls of ``generate``.
+    """
+
+    shares_weights: Literal[False] = False  # it holds a copy of the policy
+    logprobs: Literal["sampled"] = "sampled"
+
+    def __init__(
+        self,
+        service: Service,
+        spec: PolicySpec,
+        *,
+        pad_id: int,
+        tolerance: float | None = None,
+        extra_slot: bool = False,
+        sleeps: bool = False,
+    ) -> None:
+        self.service: Any = service  # a ContinuousService, if it has abilities
+        self.spec = spec
+        self.sync_gap = 0.0  # mean difference at the last weight sync, nats per token
+        self._pad_id = pad_id
+        self._tolerance = tolerance
+        self._extra_slot = extra_slot
+        self._sleeps = sleeps
+        self._asleep: set[Literal["weights", "kv_cache"]] = (
+            set()
+        )  # parts of the GPU memory that are free
+        self.max_length = service.max_length()  # tokens of prompt and response together
+        self._last: _Sync | None = None
+        self._sent: int | None = None  # version
+        self._incomplete: int | None = None  # version of which some weights may be missing
+        self._requests = GroupRequests[GenerationResult]()
+        self._new: dict[int, GenerationRequest] = {}  # of these, not sent to the service yet
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        """One response per row; each depends on (weights, prompt, row, seed).
+
+        Raises:
+            ConfigError: the sampling does not fit this model.
+            RolloutError: the prompts break the contract, or vLLM failed.
+            SyncError: vLLM sampled with other weights than were loaded.
+        """
+        requests = self._checked_requests(prompts, sampling, seed)
+        with self._awake():
+            results = self.service.generate(requests)
+        if len(results) != len(requests):
+            raise RolloutError(f"vLLM returned {len(results)} of {len(requests)} rows")
+        self._check_versions({result.version for result in results})
+        if self._sent is not None:  # vLLM reports none, or this one
+            results = with_version(results, self._sent)
+        return self._build_rollout(results, prompts, sampling)
+
+    def generate_stored(
+        self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
+    ) -> list[Any]:
+        """``StoringEngine.generate_stored``, by a service that leaves responses in a store."""
+        self._check_request(prompts, sampling)
+        options = {"pad_id": self._pad_id, "extra_slot": self._extra_slot, "version": self._sent}
+        with self._awake():
+            versions, *references = self.service.generate_stored(
+                prompts, sampling, seed, list(sizes), options
+            )
+        self._check_versions(set(versions))
+        return references
+
+    def _build_rollout(
+        self, results: Sequence[GenerationResult], prompts: PromptBatch, sampling: Sampling
+    ) -> Rollout:
+        return build_rollout(
+            results,
+            prompts,
+            sampling,
+            pad_id=self._pad_id,
+            tokenizer=self.spec.tokenizer,
+            extra_slot=self._extra_slot,
+            vocabulary=self.spec.vocabulary,
+        )
+
+    def _checked_requests(
+        self, prompts: PromptBatch, sampling: Sampling, seed: int
+    ) -> list[GenerationRequest]:
+        self._check_request(prompts, sampling)
+        return build_requests(prompts, sampling, seed, vocabulary=self.spec.vocabulary)
+
+    def _check_request(self, prompts: PromptBatch, sampling: Sampling) -> None:
+        self._check_complete()
+        check_sampling(sampling, self.spec.vocabulary)
+        check_prompts(prompts, sampling, self.spec.skeleton.config)
+        self._check_length(prompts, sampling)
+
+    @property
+    def sync_dtype(self) -> torch.dtype | None:
+        """The dtype in which it is sent weights; None: as they are."""
+        return self.spec.dtype if self.spec.adapter is None else None
+
+    @property
+    def stage_weights(self) -> Any:
+        """Takes weights to where the service reads them; None: the service has no such place."""
+        return getattr(self.service, "stage", None)
+
+    @property
+    def slots(self) -> int:
+        """Requests that vLLM runs at once; 0 if its service samples whole batches only."""
+        return 0 if self._sleeps else self._abilities[0]
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether ``load_weights`` may be called while it holds requests."""
+        return self._abilities[1]
+
+    @functools.cached_property
+    def _abilities(self) -> tuple[int, bool]:
+        abilities: tuple[int, bool] = getattr(self.service, "abilities", (0, False))
+        return abilities
+
+    @property
+    def unfinished(self) -> int:
+        """Responses that are being sampled."""
+        return self._requests.unfinished
+
+    def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
+        """Hold these rows as well; each is sampled as by ``generate``.
+
+        Raises:
+            ConfigError: the sampling does not fit this model.
+            RolloutError: the prompts break the contract, or vLLM failed.
+        """
+        requests = self._checked_requests(prompts, sampling, seed)
+        keys = self._requests.add(prompts, sampling)
+        self._new |= dict(zip(keys, requests, strict=True))
+
+    def advance(self) -> Rollout | None:
+        """Sample on; the groups that are complete.
+
+        Raises:
+            LostRequestsError: vLLM was restarted, without its requests.
+        """
+        self._check_complete()
+        new, self._new = self._new, {}
+        try:
+            sampled = self.service.serve(new)
+        except LostRequestsError:
+            self._requests.clear()
+            raise
+        for key, result in sampled.items():
+            self._requests.put(key, result)
+        parts = [
+            self._build_rollout(x.results, x.prompts, x.sampling)
+            for x in self._requests.complete()
+            if x.sampling is not None
+        ]
+        return Rollout.cat(parts) if parts else None
+
+    def cancel(self) -> None:
+        """Drop all requests."""
+        self._requests.clear()
+        self._new = {}
+        self.service.cancel()
+
+    @contextlib.contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Context in which vLLM has its GPU memory."""
+        self._wake("weights", "kv_cache")
+        yield
+        if self._sleeps:
+            self.service.sleep()
+            self._asleep = {"weights", "kv_cache"}
+
+    def _wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
+        for part in parts:
+            if part in self._asleep:
+                self.service.wake(part)
+                self._asleep.remove(part)
+
+    def _check_length(self, prompts: PromptBatch, sampling: Sampling) -> None:
+        """Refuse responses that vLLM would silently cut at its ``max_model_len``."""
+        lengths, limits = prompts.mask.sum(-1), prompts.limits(sampling).to(prompts.mask.device)
+        row = int((lengths + limits).argmax())
+        if lengths[row] + limits[row] > self.max_length:
+            raise RolloutError(
+                f"the prompt of {lengths[row]} tokens and max_new_tokens={limits[row]}"
+                f" need {lengths[row] + limits[row]} tokens, but vLLM was started with"
+                f" max_model_len={self.max_length} (vllm_engine_args, vllm_max_model_length); raise"
+                " it, or shorten prompts (max_prompt_length) or responses"
+            )
+
+    def _check_complete(self) -> None:
+        if self._incomplete is not None:
+            raise SyncError(
+                f"vLLM cannot sample: loading version {self._incomplete} failed, so it may have"
+                " weights of two versions; load weights again, or resume the run"
+            )
+
+    def _check_versions(self, versions: set[int]) -> None:
+        if self._sent is not None and (wrong := versions - {self._sent, -1}):  # -1: unknown
+            raise SyncError(
+                f"vLLM sampled with version {min(wrong)} instead of {self._sent}: it lost its"
+                " weights, or another client changes them"
+            )
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
+        """Send ``weights`` to vLLM and verify that it computes with them.
+
+        The receipt has the version that vLLM reports, and the fingerprint of the weights after vLLM
+        and the learner's code agreed on the probe.
+
+        Raises:
+            SyncError: the weights do not fit the policy, or vLLM does not compute with them.
+        """
+        payload = self.spec.payload(weights)
+        sent = self._expected(weights, version)
+        self._wake("weights")  # not yet the KV cache, while the weights are loaded
+        self._incomplete = version
+        self.service.load(payload, version)
+        self._wake("kv_cache")
+        measured = torch.tensor(self.service.score(self.spec.probe().tolist()))
+        reported = self.service.version()
+        tolerance = sent.tolerance if self._tolerance is None else self._tolerance
+        self.sync_gap = _verify(sent, self._last, measured, reported, tolerance)
+        sent.measured, sent.noise = measured, self.sync_gap
+        self._last, self._sent, self._incomplete = sent, version, None
+        return Receipt(version=reported, fingerprint=sent.fingerprint, gap=self.sync_gap)
+
+    def _expected(self, weights: Mapping[str, Tensor], version: int) -> _Sync:
+        dtype, expected = self.spec.dtype, self.spec.expected(weights)
+        sent = _Sync(version, expected.fingerprint, expected.logprobs, expected.rounded)
+        if dtype is not None and dtype != torch.float32:
+            rounding = _distance(expected.rounded, expected.logprobs)
+            sent.tolerance = max(LOW_PRECISION, _ROUNDING * rounding)
+        return sent
+
+    def close(self) -> None:
+        """Release the vLLM."""
+        self.service.close()
+
+
+@dataclass(slots=True)
+class _Sync:
+    """Weights that were sent, and log-probabilities of the probe with them."""
+
+    version: int
+    fingerprint: str
+    expected: Tensor  # float32 [rows, tokens], nats; by the learner's code
+    rounded: Tensor  # the same, computed in the dtype of the rollout engine
+    tolerance: float = FULL_PRECISION
+    measured: Tensor | None = None  # the same, by vLLM
+    noise: float = 0.0  # mean difference of the two
+
+
+def _verify(
+    sent: _Sync, before: _Sync | None, measured: Tensor, reported: int, tolerance: float
+) -> float:
+    """Mean gap between vLLM and the learner's code; raises unless vLLM has the sent weights."""
+    if reported != sent.version:
+        raise SyncError(f"vLLM reports version {reported} after being sent {sent.version}")
+    gap = _distance(measured, sent.expected)
+    if before is not None and before.measured is not None:
+        moved = _distance(sent.expected, before.expected)
+        visible = moved > 4 * before.noise + 1e-7
+        # In bfloat16 one update moves less than the rounding, but it changes the rounded numbers.
+        changed = float((sent.rounded != before.rounded).float().mean()) > _CHANGED
+        if (visible or changed) and torch.equal(measured, before.measured):
+            raise SyncError(
+                f"loading version {sent.version} had no effect: vLLM computes the numbers"
+                f" of version {before.version}, but the policy moved by {moved:.3g} nats per token"
+            )
+        if visible and _distance(measured, before.expected) < gap:
+            raise SyncError(
+                f"after loading version {sent.version}, vLLM is closer to version {before.version}"
+                f" ({_distance(measured, before.expected):.3g} nats per token) than to the sent one"
+                f" ({gap:.3g}): it uses old weights or a stale cache"
+            )
+    if not gap <= tolerance:
+        raise SyncError(
+            f"after loading version {sent.version}, vLLM and the learner differ by {gap:.3g} nats"
+            f" per token on the probe (vllm_tolerance={tolerance:g}). Likely causes: a weight that"
+            " vLLM did not load (a tied head), another precision (dtype in vllm_engine_args), or a"
+            " model that vLLM implements differently"
+        )
+    return gap
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().mean())

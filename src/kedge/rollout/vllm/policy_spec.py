@@ -1,0 +1,334 @@
+"""Description of a policy for a rollout engine: everything but the trained weights."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from kedge.errors import ConfigError, SyncError
+from kedge.models.fingerprint import WeightsCopy, check_weights, fingerprint
+from kedge.models.peft import drop_adapters
+from kedge.rollout.vllm.weight_payload import (
+    WeightPayload,
+    adapter_weights,
+    base_weights,
+    get_lora_config,
+)
+
+_PROBE_ROWS, _PROBE_TOKENS = 4, 32
+_SKELETON_LOCK = threading.Lock()  # engines share one module and swap weights into it
+_EXPECTED_LOCK = threading.Lock()  # the first engine of a weight sync computes, the others wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What the learner's code says of weights that are sent to rollout engines."""
+
+    fingerprint: str
+    logprobs: Tensor  # of the probe: float32 [rows, tokens - 1], nats
+    rounded: Tensor  # the same, computed in the dtype of the rollout engine
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """A policy without its trained weights; can be pickled and sent to other processes.
+
+    Args:
+        skeleton: the policy with trained weights on the meta device and frozen weights shared.
+        tied: names of the weights of output head and embedding, if they are one tensor.
+        adapter: LoRA configuration, if only an adapter is trained.
+        tokenizer: of the policy, or None; only needed for stop strings.
+        dtype: of the rollout engine, in which weights are sent; None: as they are.
+    """
+
+    skeleton: nn.Module
+    tied: tuple[str, str] | None
+    tokenizer: Any = None
+    adapter: Any = None
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(
+        cls, policy: nn.Module, tokenizer: Any = None, *, dtype: torch.dtype | str | None = None
+    ) -> PolicySpec:
+        """The spec of a transformers causal language model; ``dtype`` may be vLLM's name of it.
+
+        Raises:
+            ConfigError: an encoder-decoder model, or an adapter that vLLM does not support.
+        """
+        config: Any = policy.config
+        if getattr(config, "is_encoder_decoder", False):
+            raise ConfigError(
+                f"{type(policy).__name__} is an encoder-decoder model, which vLLM engines do not"
+                " support; use rollout_engine='embedded'"
+            )
+        adapter = get_lora_config(policy)
+        model: Any = policy
+        base = policy if adapter is None else model.get_base_model()
+        if isinstance(dtype, str):  # "auto" is not a dtype
+            dtype = getattr(torch, dtype.removeprefix("torch."), None)
+        return cls(skeleton(policy), _tied(base), tokenizer, adapter, dtype)
+
+    def on_cpu(self) -> PolicySpec:
+        """The spec with its frozen weights on the CPU, to be sent to another process."""
+        return replace(self, skeleton=on_cpu(self.skeleton))
+
+    @property
+    def base(self) -> nn.Module:
+        """The model without its adapter."""
+        wrapped: Any = self.skeleton
+        return wrapped.get_base_model() if self.adapter is not None else self.skeleton
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        config: Any = self.skeleton.config
+        return int(config.get_text_config().vocab_size)
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration for vLLM.
+
+        A tied head becomes a separate weight, since vLLM does not update a tied one when weights
+        are reloaded.  There is no EOS token, since vLLM would ban it during ``min_new_tokens`` even
+        if it is not a stop token.
+        """
+        config: Any = copy.deepcopy(self.base.config)
+        config.architectures = [type(self.base).__name__]
+        config.eos_token_id = None
+        if self.tied is not None:
+            config.tie_word_embeddings = False
+        return config
+
+    def payload(self, weights: Mapping[str, Tensor]) -> WeightPayload:
+        """The trained weights, ready to be sent.
+
+        Raises:
+            SyncError: a weight is missing or unknown, or has another shape.
+        """
+        parameters = dict(self.skeleton.named_parameters())
+        check_weights(parameters, weights)
+        missing = [name for name, p in parameters.items() if p.is_meta and name not in weights]
+        if missing:
+            raise SyncError(f"trained weight {missing[0]!r} is missing; send all trained weights")
+        if self.adapter is not None:
+            return WeightPayload(adapter_weights(weights), self.adapter, weights=weights)
+        whole = self._with_head(parameters | dict(weights))
+        return WeightPayload(tuple(whole), dtype=self.dtype, weights=weights)
+
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write a folder that vLLM can load: configuration, weights without adapter, tokenizer."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config.save_pretrained(folder)
+        if self.tokenizer is not None:
+            _without_eos(self.tokenizer).save_pretrained(folder)
+        if self.adapter is None:
+            self.payload(weights).write(folder)
+        else:
+            frozen = base_weights(dict(self.skeleton.named_parameters()))
+            WeightPayload(tuple(self._with_head(frozen)), dtype=self.dtype).write(folder)
+
+    def _with_head(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """All weights, and a tied head under its separate name."""
+        for name, x in weights.items():
+            yield name, x.detach()
+            if self.tied is not None and name == self.tied[1]:
+                yield self.tied[0], x.detach()
+
+    def probe(self) -> Tensor:
+        """Fixed token ids int64 [rows, tokens] on which weight syncs are verified."""
+        model_config: Any = self.skeleton.config
+        config = model_config.get_text_config()
+        context = getattr(config, "max_position_embeddings", None) or _PROBE_TOKENS
+        size = (_PROBE_ROWS, min(_PROBE_TOKENS, context - 1))
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, config.vocab_size, size, generator=generator)
+
+    def expected(self, weights: Mapping[str, Tensor]) -> Expected:
+        """What a rollout engine must report; computed once for all engines that load the weights.
+
+        Args:
+            weights: trained weights by name; the result is remembered for these tensors.
+        """
+        with _EXPECTED_LOCK:
+            key = [self.skeleton, *weights.values()]
+            if not _same(_LATEST.key, key):
+                _LATEST.value = self._expected(weights)
+                _LATEST.key = [(weakref.ref(x), getattr(x, "_version", 0)) for x in key]
+            assert _LATEST.value is not None
+            return _LATEST.value
+
+    def _expected(self, weights: Mapping[str, Tensor]) -> Expected:
+        exact = self.logprobs(weights)
+        low = self.dtype is not None and self.dtype != torch.float32
+        rounded = self.logprobs(weights, autocast=self.dtype) if low else exact
+        before = weights.fingerprint if isinstance(weights, WeightsCopy) else fingerprint(weights)
+        return Expected(fingerprint=before, logprobs=exact, rounded=rounded)
+
+    @torch.no_grad()
+    def logprobs(
+        self, weights: Mapping[str, Tensor], *, autocast: torch.dtype | None = None
+    ) -> Tensor:
+        """Log-probabilities of the probe by the learner's code: float32 [rows, tokens - 1]."""
+        device = getattr(weights, "device", None) or next(iter(weights.values())).device
+        ids = self.probe().to(device)
+        frozen = {n: p for n, p in self.skeleton.named_parameters() if not p.is_meta}
+        parameters = {n: p.to(device) for n, p in frozen.items()} | dict(weights)
+        sent = dict.fromkeys(weights, None if self.adapter is not None else self.dtype)
+        # Without autocast's cache, which would hold a copy of all weights.
+        mixed = torch.autocast(
+            device.type, autocast, enabled=autocast is not None, cache_enabled=False
+        )
+        with _SKELETON_LOCK, mixed, _widening_layers(self.skeleton, parameters, device, sent):
+            logits = functional_call(self.skeleton, parameters, kwargs={"input_ids": ids}).logits
+        picked = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])
+        return picked[..., 0].cpu()
+
+
+@contextlib.contextmanager
+def _widening_layers(
+    model: nn.Module,
+    weights: dict[str, Tensor],
+    device: torch.device,
+    sent: Mapping[str, torch.dtype | None],
+) -> Iterator[None]:
+    """Context in which weights are rounded as they are sent, and computed with on ``device``.
+
+    Those of layers are converted while the layer runs, so that no wide copy of the model exists,
+    nor a copy on the device.
+
+    Args:
+        model: called with ``weights`` in place of its parameters.
+        weights: those outside of layers are converted here.
+        device: of the computation.
+        sent: dtypes in which rollout engines get them; None: as they are.
+    """
+    kinds = {name: (sent.get(name), p.dtype) for name, p in model.named_parameters()}
+
+    def converted(name: str, x: Tensor) -> Tensor:
+        narrow, wide = kinds[name]
+        return x.to(device, narrow if x.is_floating_point() else None).to(wide)
+
+    changed = {
+        name
+        for name, x in weights.items()
+        if x.device != device or {x.dtype, *kinds[name]} - {None} != {x.dtype}
+    }
+    hooks = []
+    layers: set[str] = set()
+    for prefix, layer in model.named_modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            names = {f"{prefix}.{name}": name for name, _ in layer.named_parameters()}
+            layers |= names.keys()
+            inner = {names[name]: partial(converted, name) for name in names.keys() & changed}
+            convert = _Converted(inner)
+            hooks += [
+                layer.register_forward_pre_hook(convert.enter),
+                layer.register_forward_hook(convert.leave),
+            ]
+    weights |= {name: converted(name, weights[name]) for name in changed - layers}
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(slots=True)
+class _Converted:
+    """Hooks that convert the parameters of a layer while it runs."""
+
+    functions: Mapping[str, Callable[[Tensor], Tensor]]
+    before: dict[str, Tensor] = field(default_factory=dict)
+
+    def enter(self, layer: nn.Module, _: Any) -> None:
+        for name, function in self.functions.items():
+            owner, last = _owner(layer, name)
+            self.before[name] = x = getattr(owner, last)
+            owner._parameters[last] = function(x)
+
+    def leave(self, layer: nn.Module, *_: Any) -> None:
+        for name, x in self.before.items():
+            owner, last = _owner(layer, name)
+            owner._parameters[last] = x
+        self.before.clear()
+
+
+def _owner(layer: nn.Module, name: str) -> tuple[Any, str]:
+    path, _, last = name.rpartition(".")
+    return layer.get_submodule(path), last
+
+
+@dataclass(slots=True, kw_only=True)
+class _Latest:
+    """The last result of ``PolicySpec.expected``; holds none of its weights."""
+
+    key: list[tuple[weakref.ref[Any], int]]
+    value: Expected | None
+
+
+_LATEST = _Latest(key=[], value=None)
+
+
+def _same(key: Sequence[tuple[weakref.ref[Any], int]], objects: Sequence[Any]) -> bool:
+    return len(key) == len(objects) and all(
+        ref() is x and version == getattr(x, "_version", 0)
+        for (ref, version), x in zip(key, objects, strict=True)
+    )
+
+
+def weights_dtype(policy: nn.Module) -> torch.dtype:
+    """The dtype of most of a policy's weights; under adapters, that of the base model."""
+    model: Any = policy
+    dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+    return dtype
+
+
+def skeleton(policy: nn.Module) -> nn.Module:
+    """A copy that shares frozen weights and has trained weights on the meta device."""
+    trained = [p for p in policy.parameters() if p.requires_grad] or list(policy.parameters())
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach(), requires_grad=False) for p in policy.parameters()
+    }
+    for p in trained:
+        empty = torch.empty_like(p, device="meta")
+        memo[id(p)] = nn.Parameter(empty, requires_grad=False)
+    return drop_adapters(copy.deepcopy(policy, memo)).eval()
+
+
+def on_cpu(skeleton: nn.Module) -> nn.Module:
+    """A copy of a skeleton with its frozen weights on the CPU."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().cpu(), requires_grad=False)
+        for p in skeleton.parameters()
+        if not p.is_meta
+    }
+    return copy.deepcopy(skeleton, memo)
+
+
+def _tied(policy: nn.Module) -> tuple[str, str] | None:
+    """Names of the weights of output head and embedding, if they are one tensor."""
+    model: Any = policy
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return None
+    names = {id(module): name for name, module in policy.named_modules()}
+    return f"{names[id(head)]}.weight", f"{names[id(embedding)]}.weight"
+
+
+def _without_eos(tokenizer: Any) -> Any:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.eos_token = None
+    return tokenizer

@@ -1,0 +1,436 @@
+"""Client of a vLLM server over HTTP: tokens in, tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import httpx
+import numpy as np
+
+from kedge.errors import RolloutError, SyncError
+from kedge.rollout.liveness import reporting_silence
+from kedge.rollout.vllm.held_requests import HeldRequests
+from kedge.rollout.vllm.service import (
+    GenerationRequest,
+    GenerationResult,
+    allowed_matrix,
+    parse_version,
+)
+from kedge.rollout.vllm.weight_files import WeightFiles, WeightFolder
+from kedge.rollout.vllm.weight_payload import WeightPayload
+
+_RESTART = (
+    "start it again with the same flags, and resume from the latest checkpoint with"
+    " resume_from_checkpoint=True"
+)
+_SECONDS = 0.1  # of waiting for a result in one call of ``serve``
+_OVERLOADED = {429, 502, 503}  # sent again, after a pause that doubles
+_PAUSE = 0.5  # seconds
+_REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+)$", re.M)
+
+
+class LostServerError(RolloutError):
+    """The server stopped responding; results received before are in ``answers``, else None."""
+
+    def __init__(self, message: str, answers: Sequence[GenerationResult | None] = ()) -> None:
+        super().__init__(message)
+        self.answers = answers
+
+
+class Remote:
+    """Client of a running vLLM server.
+
+    The server must be started with ``VLLM_SERVER_DEV_MODE=1`` in its environment (endpoints that
+    load weights), ``--enable-scale-out`` (tokens in and out; not before vLLM 0.32) and
+    ``--logprobs-mode processed_logprobs``.
+
+    Args:
+        url: of the server, e.g. ``http://host:8000``.
+        uds: Unix socket that the server listens on, instead of the address in ``url``.
+        files: for sending weights, perhaps shared with other servers; the server must see them at
+            the same path.
+        heartbeat: seconds between health checks while the server generates.
+        patience: seconds without a response after which the server counts as lost.
+        slow: seconds that loading weights may take.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        uds: str | None = None,
+        files: WeightFiles | None = None,
+        heartbeat: float = 5.0,
+        patience: float = 60.0,
+        slow: float = 600.0,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._uds = uds
+        # One on a Unix socket is started and restarted by ``Server``.
+        self._name = "the vLLM server" if uds else f"the vLLM server at {self.url}"
+        self._way_out = "" if uds else f"; {_RESTART}"
+        self._heartbeat, self._patience, self._slow = heartbeat, patience, slow
+        self._files = files or WeightFiles()
+        self._folder: WeightFolder | None = None  # of the weights to load after a restart
+        self._loads = 0
+        self._version = 0  # of the weights
+        self._adapter: str | None = None  # name of the newest one in vLLM
+        self._idle_since = math.inf  # when the server was first seen without requests
+        transport = httpx.HTTPTransport(uds=uds)
+        self._client = httpx.Client(base_url=self.url, transport=transport, timeout=patience)
+        self._held = HeldRequests[GenerationResult](self._async_client)
+
+    # -- Service ---------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """One result per request, in order.
+
+        Raises:
+            LostServerError: the server died or hangs; has the results received before.
+            RolloutError: the server rejects the request.
+        """
+        held = HeldRequests[GenerationResult](self._async_client)
+        results = dict[int, GenerationResult]()
+        new = dict(enumerate(requests))
+        try:
+            while len(results) < len(requests):
+                results |= self._wait(held, new, self._heartbeat)
+                new = {}
+        except LostServerError as error:
+            error.answers = [results.get(i) for i in range(len(requests))]
+            raise
+        finally:
+            held.cancel()
+        return [results[i] for i in range(len(requests))]
+
+    async def _generate_one(
+        self, request: GenerationRequest, client: httpx.AsyncClient
+    ) -> GenerationResult:
+        body = self._body(request.prompt, request.params)
+        give_up, pause = time.monotonic() + self._patience, _PAUSE
+        while True:
+            response = await client.post("/inference/v1/generate", json=body)
+            if response.status_code not in _OVERLOADED or time.monotonic() + pause > give_up:
+                break
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, self._heartbeat)
+        return _result(read_json(response), self._version)
+
+    @property
+    def abilities(self) -> tuple[int, bool]:
+        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
+        info = self._request(self._server_info)
+        with _reading("/server_info"):
+            slots = int(info["vllm_config"]["scheduler_config"]["max_num_seqs"])
+        return slots, self._adapter is None and self._reports_versions
+
+    @functools.cached_property
+    def _reports_versions(self) -> bool:
+        """Whether the server knows the version of its weights, as vLLM does from 0.32 on."""
+        try:
+            return self._client.get("/weight_info").status_code != 404
+        except httpx.TransportError as error:
+            raise self._gone(error) from error
+
+    @property
+    def holds(self) -> bool:
+        """Whether the server works on requests of ``serve``."""
+        return self._held.holds
+
+    def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
+        """Hold new requests, by key, and wait for results for a short time; results by key.
+
+        Raises:
+            LostServerError: the server died or hangs.
+            RolloutError: the server rejects a request.
+        """
+        return self._wait(self._held, new, _SECONDS)
+
+    def cancel(self) -> None:
+        """Drop all requests that it holds."""
+        self._held.cancel()
+
+    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probability (nats) of each token of each row but its first."""
+        params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
+        scores = []
+        for row in rows:
+            body = self._body(row, params)
+            answer = self._post("/inference/v1/generate", json=body)
+            with _reading("/inference/v1/generate"):
+                pairs = zip(answer["prompt_logprobs"][1:], row[1:], strict=True)
+                scores.append([logprobs[str(t)]["logprob"] for logprobs, t in pairs])
+        return scores
+
+    def load(self, payload: WeightPayload, version: int) -> None:
+        """Load the weights or the adapter, and reset the prefix cache.
+
+        Raises:
+            SyncError: vLLM rejected them.
+        """
+        folder = self._files.store(payload)
+        self._loads += 1
+        (before, self._folder), previous = (self._folder, folder), self._adapter
+        self._adapter = None if payload.adapter is None else f"kedge-{self._loads}"
+        self.reload(version)
+        if previous is not None:
+            self._post("/v1/unload_lora_adapter", json={"lora_name": previous})
+        del before  # vLLM may read the files of an adapter until it is unloaded
+
+    def reload(self, version: int) -> None:
+        """Load the last written weights again, for example after a restart.
+
+        Raises:
+            SyncError: vLLM rejected them.
+        """
+        assert self._folder is not None  # weights were loaded
+        folder = str(self._folder.path)
+        path = "/collective_rpc"
+        body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        if self._adapter is not None:
+            path, body = "/v1/load_lora_adapter", {"lora_name": self._adapter, "lora_path": folder}
+        try:
+            with self._paused():
+                self._post(path, json=body, timeout=self._slow)
+                answer = self._post("/reset_prefix_cache")
+                with _reading("/reset_prefix_cache"):
+                    reset = answer["success"]
+                if not reset and not self.holds:
+                    raise SyncError("vLLM did not reset its prefix cache: requests are running")
+                self._name_version(version)
+                self._version = version
+        except LostServerError:
+            raise
+        except RolloutError as error:
+            raise SyncError(f"vLLM rejected the weights of version {version}: {error}") from error
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Context in which the server is paused, and new requests wait.
+
+        Requests of ``serve`` are kept, and continue afterwards with the keys and values of the old
+        weights; without any, running requests of others finish first.
+        """
+        self._post(f"/pause?mode={'keep' if self.holds else 'wait'}", timeout=self._slow)
+        try:
+            yield
+        except LostServerError:
+            raise  # the server cannot be resumed
+        except BaseException:
+            self._post("/resume")
+            raise
+        self._post("/resume")
+
+    def version(self) -> int:
+        """Version of the weights that vLLM reports; before vLLM 0.32, of those loaded last."""
+        if not self._reports_versions:
+            return self._version
+        answer = self._get("/weight_info")
+        with _reading("/weight_info"):
+            return parse_version(answer["weight_version"])
+
+    def max_length(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        answer = self._get("/v1/models")
+        with _reading("/v1/models"):
+            return int(answer["data"][0]["max_model_len"])
+
+    def sleep(self) -> None:
+        """Free the KV cache and move the weights to host memory."""
+        self._post("/sleep?level=1")
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Allocate a part of the GPU memory again."""
+        self._post(f"/wake_up?tags={part}")
+
+    def close(self) -> None:
+        """Close connections and forget the files of weights; the server keeps running."""
+        self._held.cancel()
+        self._client.close()
+        self._folder = None
+
+    def _name_version(self, version: int) -> None:
+        """Set the version of the weights in vLLM."""
+        if self._reports_versions:
+            self._post("/update_weight_version", json={"new_version": str(version)})
+
+    # -- state of the server ---------------------------------------------------------------------
+
+    def healthy(self) -> bool:
+        """Whether the server responds."""
+        if self._uds is not None and not _has_listener(self._uds):
+            return False
+        try:
+            return self._client.get("/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    # -- HTTP ------------------------------------------------------------------------------------
+
+    def _server_info(self) -> httpx.Response:
+        query = {"config_format": "json"}
+        return self._client.get("/server_info", params=query, timeout=self._slow)
+
+    def _body(self, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        model = {} if self._adapter is None else {"model": self._adapter}
+        # The salt keeps apart prefixes that different weights have read.
+        salt = {"cache_salt": str(self._version)}
+        return {"token_ids": prompt, "sampling_params": params} | salt | model
+
+    def _async_client(self) -> httpx.AsyncClient:
+        transport = httpx.AsyncHTTPTransport(
+            uds=self._uds, limits=httpx.Limits(max_connections=None)
+        )
+        return httpx.AsyncClient(base_url=self.url, transport=transport, timeout=None)
+
+    def _wait(
+        self,
+        held: HeldRequests[GenerationResult],
+        new: Mapping[int, GenerationRequest],
+        seconds: float,
+    ) -> dict[int, GenerationResult]:
+        """Results that arrive within ``seconds``; checks a server that returned none for long."""
+        sends = {key: partial(self._generate_one, request) for key, request in new.items()}
+        try:
+            results = held.wait(sends, seconds)
+        except httpx.TransportError as error:
+            raise self._gone(error) from error
+        if held.silent() > self._heartbeat:
+            self._check_alive()
+            self._check_held()
+            held.heard()
+        return results
+
+    def _check_held(self) -> None:
+        """Check that the server works on something, by its own count of requests.
+
+        Raises:
+            LostServerError: it has had no request for ``patience`` seconds.
+        """
+        count = _count_requests(self._client.get("/metrics"))
+        if count != 0:
+            self._idle_since = math.inf
+            return
+        self._idle_since = min(self._idle_since, time.monotonic())
+        if (idle := time.monotonic() - self._idle_since) > self._patience:
+            self._idle_since = math.inf
+            raise LostServerError(
+                f"{self._name} has had no requests for {idle:.0f} s (worker_timeout), but has not"
+                f" answered all of those that it was sent: they were lost{self._way_out}"
+            )
+
+    def _check_alive(self) -> None:
+        """Poll the server's engine loop."""
+        try:
+            with reporting_silence(self._name, self._patience):
+                read_json(
+                    self._client.get("/weight_info" if self._reports_versions else "/is_paused")
+                )
+        except httpx.TimeoutException:
+            raise LostServerError(
+                f"{self._name} did not respond for {self._patience:g} s (worker_timeout)"
+                f"{self._way_out}"
+            ) from None
+        except httpx.TransportError as error:
+            raise self._gone(error) from error
+
+    def _get(self, path: str) -> Any:
+        return self._request(lambda: self._client.get(path))
+
+    def _post(self, path: str, **kwargs: Any) -> Any:
+        return self._request(lambda: self._client.post(path, **kwargs))
+
+    def _request(self, send: Any) -> Any:
+        try:
+            return read_json(send())
+        except httpx.TransportError as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: httpx.TransportError) -> LostServerError:
+        return LostServerError(f"{self._name} is gone: {error!r}{self._way_out}")
+
+
+def read_json(response: httpx.Response) -> Any:
+    """The body of a successful response.
+
+    Raises:
+        LostServerError: status 500 or above.
+        RolloutError: status 400 to 499.
+    """
+    path, text = response.request.url.path, response.text[:500]
+    if response.status_code >= 500:
+        raise LostServerError(f"the vLLM server failed at {path}: {text}")
+    if response.status_code >= 400:
+        raise RolloutError(f"the vLLM server rejected {path}: {text}")
+    with contextlib.suppress(ValueError):
+        return response.json()
+    return None
+
+
+def _count_requests(response: httpx.Response) -> float | None:
+    """Requests that run or wait, from Prometheus metrics; None if the server does not say."""
+    counts = _REQUESTS.findall(response.text) if response.status_code == 200 else []
+    return sum(map(float, counts)) if counts else None
+
+
+def _result(body: Any, loaded: int) -> GenerationResult:
+    """A response; without versions (before vLLM 0.32) it is of the weights ``loaded``.
+
+    Raises:
+        RolloutError: the body is not what vLLM returns, as that of a proxy.
+    """
+    with _reading("/inference/v1/generate"):
+        result = _parse_choice(body["choices"][0], loaded)
+        if len(result.tokens) != len(result.logprobs):
+            raise ValueError(f"{len(result.tokens)} tokens, {len(result.logprobs)} logprobs")
+    return result
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Context that reads an answer of vLLM; of a proxy, say, it is an error that names the path."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise RolloutError(
+            f"the vLLM server's answer to {path} is not what vLLM returns"
+            f" ({type(error).__name__}: {error}); is there a proxy in between?"
+        ) from error
+
+
+def _parse_choice(choice: dict[str, Any], loaded: int) -> GenerationResult:
+    spans = [
+        (parse_version(span["version"]), span["end"] - span["start"])
+        for span in choice.get("weight_versions") or ()
+    ]
+    content = choice["logprobs"]["content"]
+    # The first of ``top_logprobs`` is the sampled token, whether or not it is among the others.
+    tops = [[(_token_id(x), x["logprob"]) for x in at["top_logprobs"]] for at in content]
+    return GenerationResult(
+        tokens=np.array(choice["token_ids"], np.int32),
+        logprobs=np.array([at["logprob"] for at in content], np.float32),
+        allowed=allowed_matrix(tops) if max(map(len, tops)) > 1 else None,
+        stopped=choice["finish_reason"] == "stop",
+        version=min((version for version, _ in spans), default=loaded),
+        spans=tuple(spans),
+    )
+
+
+def _token_id(top: dict[str, Any]) -> int:
+    """The id of a token; vLLM before 0.32 has it in the token's name alone."""
+    return int(top["token_id"] if "token_id" in top else top["token"].removeprefix("token_id:"))
+
+
+def _has_listener(path: str) -> bool:
+    """Whether a process listens on a Unix socket; httpx leaks a socket if none does."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0

@@ -1,0 +1,188 @@
+"""Converts Kedge's records to vLLM's requests, and their results back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kedge.errors import ConfigError, RolloutError
+from kedge.rollout.embedded.stopping import StopStrings
+from kedge.rollout.requests import token_versions
+from kedge.rollout.vllm.service import GenerationRequest, GenerationResult
+from kedge.types import PromptBatch, Rollout, Sampling
+
+_MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
+_MOST_ALLOWED = 1024  # tokens recorded for each sampled token, unless top_k is set
+_TIES = 12  # and half of top_k: recorded beyond top_k, as vLLM keeps tokens tied with the last
+
+
+def build_requests(
+    prompts: PromptBatch, sampling: Sampling, seed: int, *, vocabulary: int
+) -> list[GenerationRequest]:
+    """One request per row, each with its seed.
+
+    Raises:
+        ConfigError: a temperature that vLLM would change.
+    """
+    params = build_sampling_params(sampling, vocabulary=vocabulary)
+    tokens, masks = prompts.ids.cpu(), prompts.mask.cpu()  # one copy instead of one a row
+    rows = zip(tokens, masks, prompts.row.tolist(), prompts.limits(sampling).tolist(), strict=True)
+    return [
+        GenerationRequest(
+            prompt=ids[mask].tolist(),
+            params=params | {"seed": row_seed(seed, row), "max_tokens": limit},
+        )
+        for ids, mask, row, limit in rows
+    ]
+
+
+def build_sampling_params(sampling: Sampling, *, vocabulary: int) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.SamplingParams``, without the seed.
+
+    With top-k, top-p or min-p, vLLM reports the log-probabilities of the most likely tokens as
+    well, from which follows which tokens could be sampled.
+
+    Raises:
+        ConfigError: a temperature that vLLM would change.
+    """
+    if 0 < sampling.temperature < _MIN_TEMPERATURE:
+        raise ConfigError(
+            f"temperature={sampling.temperature} must be 0 (greedy) or at least {_MIN_TEMPERATURE}"
+            " with vLLM; raise it, or use rollout_engine='embedded'"
+        )
+    recorded = 0  # only the sampled token
+    if sampling.truncates and sampling.temperature > 0:
+        k = sampling.top_k
+        recorded = min(k + k // 2 + _TIES if k else _MOST_ALLOWED, vocabulary)
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "min_tokens": sampling.min_new_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "stop_token_ids": list(sampling.stop_ids),
+        "stop": list(sampling.stop_strings),
+        "ignore_eos": True,  # only stop_token_ids end a response
+        "logprobs": recorded,
+        "detokenize": bool(sampling.stop_strings),
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }
+
+
+def row_seed(seed: int, row: int) -> int:
+    """Seed of one row in [0, 2^56), a hash so that rows and seeds do not share streams."""
+    digest = hashlib.blake2b(f"{seed} {row}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
+
+
+def with_version(results: Sequence[GenerationResult], version: int) -> list[GenerationResult]:
+    """The results of a vLLM that has weights of ``version`` and may not report it."""
+    return [replace(result, version=version) for result in results]
+
+
+def build_rollout(
+    results: Sequence[GenerationResult],
+    prompts: PromptBatch,
+    sampling: Sampling,
+    *,
+    pad_id: int,
+    tokenizer: Any,
+    extra_slot: bool,
+    vocabulary: int,
+) -> Rollout:
+    """The rollout of the results, in the order of the prompts.
+
+    Raises:
+        RolloutError: a response is empty or too long, has NaN log-probabilities, or tokens that the
+            policy does not have.
+    """
+    stops = _stop_strings(sampling, tokenizer)
+    ends = [_find_end(result, stops) for result in results]
+    lengths = [length for length, _ in ends]
+    if min(lengths) < 1 or max(lengths) > sampling.max_new_tokens:
+        raise RolloutError(
+            f"vLLM returned responses of {min(lengths)} to {max(lengths)} tokens, expected 1 to"
+            f" max_new_tokens={sampling.max_new_tokens}"
+        )
+    size = min(max(lengths) + extra_slot, sampling.max_new_tokens)
+    rows = len(results)
+    ids = torch.full((rows, size), pad_id, dtype=torch.int64)
+    logprobs = torch.zeros(rows, size)
+    for i, (result, length) in enumerate(zip(results, lengths, strict=True)):
+        ids.numpy()[i, :length] = result.tokens[:length]
+        logprobs.numpy()[i, :length] = result.logprobs[:length]
+    if not logprobs.isfinite().all():
+        row = int((~logprobs.isfinite()).any(1).nonzero()[0])
+        raise RolloutError(
+            f"vLLM returned NaN or infinite log-probabilities for row {row}, sampled by version"
+            f" {results[row].version}; lower the learning rate, or check the loaded weights"
+        )
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise RolloutError(
+            f"vLLM returned token ids from {int(ids.min())} to {int(ids.max())}, but the policy has"
+            f" {vocabulary} tokens: vLLM serves another model"
+        )
+    if sampling.temperature == 0:
+        logprobs = torch.zeros_like(logprobs)  # greedy sampling has probability 1
+    mask = torch.arange(size) < torch.tensor(lengths)[:, None]
+    device = prompts.ids.device
+    allowed = _allowed_tokens(results, lengths, size) if sampling.truncates else None
+    return Rollout(
+        prompts=prompts,
+        ids=ids.to(device),
+        loss_mask=mask.to(device),
+        response_mask=mask.clone().to(device),
+        terminated=torch.tensor([ended for _, ended in ends], device=device),
+        version=torch.tensor([result.version for result in results], device=device),
+        behavior_logprobs=_at_most_0(logprobs).to(device),
+        allowed_tokens=None if allowed is None else allowed.to(device),
+        token_version=token_versions([list(result.spans) for result in results], size),
+    )
+
+
+def _allowed_tokens(
+    results: Sequence[GenerationResult], lengths: Sequence[int], size: int
+) -> Tensor:
+    """``Rollout.allowed_tokens``; where vLLM reports none (greedy), the sampled token alone."""
+    rows = [
+        np.asarray(result.tokens)[:, None] if result.allowed is None else result.allowed
+        for result in results
+    ]
+    width = max(row.shape[1] for row in rows)
+    allowed = torch.full((len(rows), size, width), -1, dtype=torch.int64)
+    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        allowed.numpy()[i, :length, : row.shape[1]] = row[:length]
+    return allowed
+
+
+def _at_most_0(logprobs: Tensor) -> Tensor:
+    """Clamp at 0: rounding can make the log of a probability of 1 slightly positive."""
+    return logprobs.clamp(max=0.0)
+
+
+def _stop_strings(sampling: Sampling, tokenizer: Any) -> StopStrings | None:
+    return StopStrings(sampling, tokenizer) if sampling.stop_strings else None
+
+
+def _find_end(result: GenerationResult, stops: StopStrings | None) -> tuple[int, bool]:
+    """Length of the response, and whether it was terminated rather than truncated.
+
+    vLLM detects a stop string some tokens late if a character spans several tokens, so its end is
+    searched again as in the embedded engine.
+    """
+    total = len(result.tokens)
+    if stops is None:
+        return total, result.stopped
+    tokens = [int(token) for token in result.tokens]
+    for length in range(1, total + 1):
+        if stops.completed([tokens[:length]])[0]:
+            return length, True
+    return total, result.stopped

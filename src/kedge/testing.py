@@ -1,0 +1,153 @@
+"""Public fakes and tiny models, for tests of Kedge and of code built on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from kedge.errors import RolloutError
+from kedge.types import PromptBatch, Receipt, RewardOutput, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ScriptedRollouts:
+    """A rollout engine that returns scripted token ids.
+
+    Args:
+        responses: ``responses[step][row]`` are the token ids (list or 1-D tensor) for row ``row``
+            of the whole batch at the ``step``-th call.  A response ends after its first stop token;
+            later tokens are ignored.
+    """
+
+    shares_weights = True
+    logprobs: Literal["sampled", "raw", "none"] = "none"
+
+    def __init__(self, responses: Sequence[Sequence[Sequence[int] | Tensor]]) -> None:
+        self.responses = responses
+        self.calls = 0
+        self.version = 0
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        """The scripted responses for the next call.
+
+        Raises:
+            RolloutError: the script has too few steps or rows.
+        """
+        if self.calls >= len(self.responses):
+            raise RolloutError(
+                f"the script has {len(self.responses)} steps, but step {self.calls} was requested"
+            )
+        script = self.responses[self.calls]
+        self.calls += 1
+        if int(prompts.row.max()) >= len(script):
+            raise RolloutError(
+                f"step {self.calls - 1} of the script has {len(script)} rows, but row"
+                f" {int(prompts.row.max())} was requested"
+            )
+        rows = [torch.as_tensor(script[int(r)], dtype=torch.int64) for r in prompts.row]
+        truncated = [row[: sampling.max_new_tokens] for row in rows]
+        ids = torch.nn.utils.rnn.pad_sequence(truncated, batch_first=True)
+        lengths = torch.tensor([len(p) for p in truncated])
+        slots = torch.arange(ids.shape[1])
+        stop = torch.isin(ids, torch.tensor(sampling.stop_ids, dtype=ids.dtype))
+        stop &= slots < lengths[:, None]
+        before = stop.long().cumsum(1) - stop.long()
+        response_mask = (slots < lengths[:, None]) & (before == 0)
+        return Rollout(
+            prompts=prompts,
+            ids=ids * response_mask,
+            loss_mask=response_mask,
+            response_mask=response_mask,
+            terminated=stop.any(1),
+            version=torch.full((len(ids),), self.version),
+        )
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
+        """Store the version; there are no weights to load."""
+        self.version = version
+        return None
+
+
+class ConstantReward:
+    """A reward source that gives every response the same score."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+
+    def score(self, rollout: Rollout) -> RewardOutput:
+        """``value`` for every row."""
+        rows = len(rollout)
+        return RewardOutput(
+            scores=torch.full((rows,), self.value), valid=torch.ones(rows, dtype=torch.bool)
+        )
+
+
+class FunctionReward:
+    """A reward source that calls ``f(rollout) -> float32 [B]``."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def score(self, rollout: Rollout) -> RewardOutput:
+        """The scores of the function."""
+        scores = torch.as_tensor(self.function(rollout), dtype=torch.float32)
+        return RewardOutput(scores=scores, valid=torch.ones(len(rollout), dtype=torch.bool))
+
+
+def tiny_policy(
+    family: Literal["llama", "gpt2", "gpt_neox", "qwen2"] = "llama",
+    *,
+    vocab_size: int = 64,
+    hidden_size: int = 32,
+    layers: int = 2,
+    heads: int = 4,
+    max_positions: int = 128,
+    seed: int = 0,
+    **config: Any,
+) -> PreTrainedModel:
+    """A randomly initialized causal language model of a few thousand weights, float32."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = (vocab_size, hidden_size, layers, heads, max_positions)
+    return _build(AutoModelForCausalLM, family, seed, sizes, config)
+
+
+def tiny_reward_model(
+    family: Literal["llama", "gpt2", "gpt_neox", "qwen2"] = "llama",
+    *,
+    vocab_size: int = 64,
+    hidden_size: int = 32,
+    layers: int = 2,
+    heads: int = 4,
+    max_positions: int = 128,
+    seed: int = 1,
+    **config: Any,
+) -> PreTrainedModel:
+    """A randomly initialized sequence-classification model with one label, float32."""
+    from transformers import AutoModelForSequenceClassification
+
+    sizes = (vocab_size, hidden_size, layers, heads, max_positions)
+    options = {"num_labels": 1, "pad_token_id": 0} | config
+    return _build(AutoModelForSequenceClassification, family, seed, sizes, options)
+
+
+def _build(
+    kind: Any, family: str, seed: int, sizes: tuple[int, ...], options: dict[str, Any]
+) -> PreTrainedModel:
+    from transformers import AutoConfig
+
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    shape: dict[str, Any] = dict(zip((*names, "max_position_embeddings"), sizes, strict=True))
+    shape |= {"bos_token_id": 1, "eos_token_id": 1}
+    if family != "gpt2":
+        shape["intermediate_size"] = 2 * shape["hidden_size"]
+        shape["num_key_value_heads"] = shape["num_attention_heads"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = kind.from_config(AutoConfig.for_model(family, **shape | options))
+        return model

@@ -1,0 +1,236 @@
+"""Environments of a run: from the arguments of a trainer to a rollout engine around the engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kedge.config.common import EnvironmentArguments
+from kedge.config.rollout import json_object
+from kedge.data.encode import SOURCES
+from kedge.data.table import read_table
+from kedge.environments import (
+    EnvironmentRollouts,
+    EpisodeReward,
+    FunctionRollouts,
+    tool_environments,
+)
+from kedge.environments.turns import check_turn_tokens
+from kedge.errors import ConfigError
+from kedge.protocols import RolloutEngine
+from kedge.trainers.spec import TrainerInputs
+from kedge.types import Sampling
+
+_EMPTY = [{"role": "user", "content": ""}]
+Make = Callable[[], Any] | Mapping[str, Callable[[], Any]]
+
+
+def check_turns_end(sampling: Sampling, args: EnvironmentArguments) -> None:
+    """Check that a turn can end before the tokens of the episode are spent, and be long enough."""
+    check_turn_tokens(sampling, args.max_turn_tokens)
+    if not (sampling.stop_ids or sampling.stop_strings or args.max_turn_tokens):
+        raise ConfigError(
+            "environments need turns that end, but there is no stop token: set"
+            " stop_token='eos', stop_token_ids, stop_strings or max_turn_tokens"
+        )
+
+
+def play_in(
+    make: Make, args: EnvironmentArguments, engine: RolloutEngine, tokenizer: Any, **options: Any
+) -> EnvironmentRollouts:
+    """``engine``, playing in environments with the limits of ``args``."""
+    return EnvironmentRollouts(
+        engine,
+        make,
+        tokenizer,
+        max_turns=args.max_turns,
+        max_turn_tokens=args.max_turn_tokens,
+        max_seconds=args.max_episode_seconds,
+        timeout=args.environment_timeout,
+        max_concurrency=args.environment_concurrency,
+        on_env_error=args.on_env_error,
+        env_error_score=args.env_error_score,
+        **options,
+    )
+
+
+def environments_to_play(
+    args: EnvironmentArguments, dataset: Any, sampling: Sampling
+) -> tuple[Any, Callable[..., EnvironmentRollouts]]:
+    """Rows with prompts for ``args.environment``, and ``play_in`` with the environments and limits.
+
+    Args:
+        args: the environment and the limits of its episodes.
+        dataset: prompts or columns for ``reset``; None: the environment gives the prompts.
+        sampling: what ends a turn.
+
+    Raises:
+        ConfigError: the environment is invalid, or turns cannot end.
+    """
+    check_turns_end(sampling, args)
+    make = _factory(args.environment, args)
+    if dataset is None and isinstance(make, Mapping):
+        raise ConfigError("several environments need prompts with a column 'environment'")
+    rows = [{"prompt": _EMPTY}] if dataset is None else _fill_prompts(dataset)
+    return rows, partial(play_in, make, args)
+
+
+def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None]:
+    """The environments that the arguments or the config name, checked.
+
+    Returns:
+        The arguments with the reward, the prompts and the engine that environments imply, and what
+        makes the environments; None: ``rollout_func`` samples.
+
+    Raises:
+        ConfigError: several kinds at once, a class that cannot be imported or is not an
+            environment, a function without a schema, or no reward.
+    """
+    args = inputs.args
+    kinds = {
+        "environment": inputs.environment,
+        "environment (option)": args.environment,
+        "rollout_func": inputs.rollout_func,
+        "tools or environment_factory": inputs.tools or inputs.environment_factory,
+        "rollout_engine": inputs.rollout_func and inputs.rollout_engine is not None,
+    }
+    both = [name for name, value in kinds.items() if value][:2]
+    if len(both) > 1:
+        raise ConfigError(f"{' and '.join(both)} both decide how episodes are sampled; pass one")
+    if args.environment_kwargs is not None and not (args.environment or inputs.environment):
+        raise ConfigError("environment_kwargs needs environment; set it, or leave the kwargs out")
+    if inputs.rollout_func is not None:
+        if args.max_lag:
+            raise ConfigError(
+                f"rollout_func samples with the weights that are being trained, so max_lag must be"
+                f" 0, got {args.max_lag}"
+            )
+        engine = FunctionRollouts(inputs.rollout_func, lambda: inputs.trainer, pad_id=0)
+        return replace(inputs, rollout_engine=engine), None
+    scored = True
+    if inputs.tools or inputs.environment_factory:
+        make: Make = tool_environments(
+            inputs.tools or (),
+            inputs.environment_factory,
+            max_iterations=args.max_tool_calling_iterations,
+        )
+        scored = _gives_rewards(make)
+    else:
+        named = args.environment if inputs.environment is None else inputs.environment
+        make = _factory(named, args)
+    rewards = _listed(inputs.reward_funcs)
+    if not scored and not rewards and inputs.reward_model is None:
+        raise ConfigError(
+            "no reward is configured: pass reward_funcs, or an environment_factory whose class has"
+            " a method get_reward"
+        )
+    changed = replace(
+        inputs,
+        reward_funcs=[*rewards, EpisodeReward()],
+        reward_weights=_weights(inputs, rewards),
+        train_dataset=_prompts(inputs),
+        eval_dataset=_filled(inputs, inputs.eval_dataset),
+    )
+    return changed, make
+
+
+def _factory(environment: Any, args: EnvironmentArguments) -> Make:
+    """What makes environments: from a class, a function, its name, or a mapping of them."""
+    kwargs = json_object("environment_kwargs", args.environment_kwargs)
+    if isinstance(environment, Mapping):
+        for key, each in environment.items():
+            _check_factory(f"environment[{key!r}]", each)
+        return {key: partial(each, **kwargs) for key, each in environment.items()}
+    factory: Any = _load(environment) if isinstance(environment, str) else environment
+    _check_factory("environment", factory)
+    return partial(factory, **kwargs)
+
+
+def _load(name: str) -> Any:
+    from kedge.rewards.build import load_module
+
+    where, colon, attribute = name.rpartition(":")
+    try:
+        found = load_module(where, "kedge_environments") if colon else None
+    except Exception as error:  # whatever the user's file raises
+        raise ConfigError(
+            f"environment={name!r}: cannot import {where!r} ({type(error).__name__}: {error})"
+        ) from error
+    if not hasattr(found, attribute):
+        raise ConfigError(
+            f"environment={name!r} must be module:Class or file.py:Class"
+            + (f"; {where!r} does not define {attribute!r}" if colon else "")
+        )
+    return getattr(found, attribute)
+
+
+def _check_factory(name: str, factory: Any) -> None:
+    if not callable(factory):
+        raise ConfigError(
+            f"{name} must be a class or a function that makes an environment, since every episode"
+            f" needs one; got a {type(factory).__name__}"
+        )
+    missing = [m for m in ("reset", "step") if not hasattr(factory, m)]
+    if inspect.isclass(factory) and missing:
+        raise ConfigError(
+            f"{name}={factory.__name__} must have the methods reset and step, {missing[0]} is"
+            " missing; a class whose methods are tools is passed as environment_factory="
+        )
+
+
+def _gives_rewards(make: Make) -> bool:
+    """Make one environment of each kind, which checks its tools; whether any gives rewards."""
+    scored = False
+    for factory in make.values() if isinstance(make, Mapping) else [make]:
+        made = factory()
+        scored |= made.gives_rewards
+        made.close()
+    return scored
+
+
+def _prompts(inputs: TrainerInputs) -> Any:
+    """The dataset; without one a single row, whose prompt ``reset`` gives."""
+    if inputs.train_dataset is not None:
+        return _filled(inputs, inputs.train_dataset)
+    if isinstance(inputs.environment_factory, Mapping) or isinstance(inputs.environment, Mapping):
+        raise ConfigError(
+            "several environments need a train_dataset with a column 'environment', which names"
+            " that of each row"
+        )
+    if inputs.args.max_steps <= 0 and inputs.args.total_episodes is None:
+        raise ConfigError("without a train_dataset, set max_steps or total_episodes")
+    return [{"prompt": _EMPTY}]
+
+
+def _filled(inputs: TrainerInputs, dataset: Any) -> Any:
+    """The dataset; rows that only have columns for ``reset`` get an empty user message."""
+    if dataset is None or isinstance(dataset, Mapping) or inputs.data_collator is not None:
+        return dataset
+    if inputs.tools and not inputs.environment_factory:
+        return dataset  # tools do not give prompts
+    return _fill_prompts(dataset)
+
+
+def _fill_prompts(dataset: Any) -> Any:
+    """``dataset``; with an empty user message per row if it has no prompts."""
+    table = read_table(dataset)
+    if {*SOURCES} & {*table.names}:
+        return dataset
+    columns = table.take(range(len(table)), table.names)
+    return {**columns, "prompt": [_EMPTY] * len(table)}
+
+
+def _listed(rewards: Any) -> list[Any]:
+    if rewards is None:
+        return []
+    return list(rewards) if isinstance(rewards, list | tuple) else [rewards]
+
+
+def _weights(inputs: TrainerInputs, rewards: Sequence[Any]) -> Sequence[float] | None:
+    """The weights of the user's sources, and 1 for the environments if they are left out."""
+    weights = inputs.args.reward_weights if inputs.reward_weights is None else inputs.reward_weights
+    count = len(rewards) + len(_listed(inputs.reward_model))
+    return [*weights, 1.0] if weights is not None and len(weights) == count else weights

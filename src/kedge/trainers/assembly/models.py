@@ -1,0 +1,465 @@
+"""The models of a run (policy, reference, value model) and the learner that trains them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+
+from kedge.config.base import OnPolicyConfig
+from kedge.config.ppo import PPOConfig
+from kedge.config.rollout import vllm_limit
+from kedge.data import DatasetPrompts
+from kedge.errors import ConfigError
+from kedge.learner.actor_critic import Value
+from kedge.learner.learner import HFLearner
+from kedge.learner.reference import (
+    AdapterReference,
+    FrozenModel,
+    Reference,
+    RemoteReference,
+    frozen_copy,
+)
+from kedge.learner.settings import LearnerSettings
+from kedge.learner.sharding import sharding_strategy
+from kedge.models.compatibility import (
+    check_length,
+    check_no_shared_weights,
+    check_vocabulary,
+    positions,
+    vocabulary,
+)
+from kedge.models.fingerprint import fingerprint
+from kedge.models.freezing import find_layers, share_frozen_weights, train_top_layers
+from kedge.models.load import load_policy
+from kedge.models.model import causal_parts, in_float32
+from kedge.models.peft import drop_adapters
+from kedge.models.shared_base import AdapterRewardModel, copy_adapter, value_adapter
+from kedge.models.value_head import ScalarModel, build_value_head, load_value, scalar_model
+from kedge.rewards.build import find_tokenizer
+from kedge.rewards.model import same_tokens
+from kedge.trainers.assembly.setup import Setup, trusts
+from kedge.trainers.spec import TrainerInputs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """The trained models and the reference."""
+
+    policy: nn.Module
+    reference: Reference | None
+    fresh_reference: bool  # the reference has the policy's initial weights
+    value: Value | None
+    reward_adapter: AdapterRewardModel | None
+    policy_copy: nn.Module | None  # for the rollout engine, if the learner shards the policy
+
+    def context(self, args: Any) -> int | None:
+        """Tokens of prompt and response together that the models, and vLLM, have room for."""
+        value = [self.value.model] if isinstance(self.value, ScalarModel) else []
+        reference = [] if self.reference is None else self.reference.separate_models
+        limits = [positions(model) for model in (self.policy, *value, *reference)]
+        return min(filter(None, [*limits, *vllm_limit(args).values()]), default=None)
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Number of token ids of the policy; None if unknown."""
+        return vocabulary(self.policy)
+
+
+class ModelStage:
+    """Policy, reference and value model."""
+
+    def __init__(self, setup: Setup) -> None:
+        inputs, args = setup.inputs, setup.args
+        self.setup, self.loading = setup, setup.loading
+        self.remote = args.ray_ref_workers > 0
+        self.reward = first_reward(
+            inputs.reward_model, inputs.reward_processing_classes, setup.tokenizer
+        )
+        if inputs.ref_model is inputs.model and isinstance(inputs.model, nn.Module):
+            raise ConfigError(
+                "model and ref_model must not be the same object: the reference would be trained"
+                " too; pass ref_model=None for a frozen copy, or a second model"
+            )
+        if not isinstance(inputs.model, str):
+            _check_adapter(inputs.model, args.ref_adapter_name)
+        if args.train_layers is not None:
+            _check_train_layers(args, adapted=has_adapter(inputs.model, inputs))
+        self.value_source = args.value_source if isinstance(args, PPOConfig) else "policy"
+        if isinstance(args, PPOConfig) and args.value_adapter:
+            check_value_adapter(args, inputs)
+        elif setup.algorithm.needs_values and inputs.value_model is None:
+            if self.value_source == "reward":
+                self.reward.check()
+            elif self.value_source == "policy":
+                self.reward = NO_REWARD
+
+    def build(self) -> Models:
+        """Load the models and check that they fit together."""
+        setup, inputs, args = self.setup, self.setup.inputs, self.setup.args
+        assert inputs.model is not None  # load_tokenizer refuses it
+        policy: nn.Module = load_policy(inputs.model, **self.loading)
+        if args.train_layers is not None:
+            _check_train_layers(args, adapted=has_adapter(policy, inputs))
+            backbone = causal_parts(policy, verify=False).backbone
+            train_top_layers(backbone, args.train_layers, what="the policy")
+        if has_adapter(policy, inputs):
+            from kedge.models.peft import with_adapter
+
+            policy = with_adapter(policy, inputs.peft_config, args.model_adapter_name)
+        _check_adapter(policy, args.ref_adapter_name)
+        converted = not args.allow_low_precision_weights and in_float32(policy, "model")
+        # Adapters on the policy's base come first: a reference without copies switches all of them.
+        value = self._build_value(policy) if setup.algorithm.needs_values else None
+        reward = AdapterRewardModel(policy, args.reward_adapter) if args.reward_adapter else None
+        reference, fresh = self._build_reference(policy)
+        if converted and isinstance(reference, FrozenModel) and not args.bf16:
+            reference.model.float()  # or the precision would be a part of the KL
+        if sharding_strategy(setup.accelerator) == "none":
+            backbone = causal_parts(policy, verify=False).backbone
+            for model in (value, getattr(reference, "parts", None)):
+                theirs = getattr(model, "backbone", None)
+                if isinstance(theirs, nn.Module):
+                    share_frozen_weights(theirs, backbone)
+        models = Models(
+            policy=policy,
+            reference=reference,
+            fresh_reference=fresh,
+            value=value,
+            reward_adapter=reward,
+            policy_copy=self._copy_policy(policy),
+        )
+        check_models(models, setup)
+        return models
+
+    def _build_reference(self, policy: nn.Module) -> tuple[Reference | None, bool]:
+        """The reference, and whether it equals the initial policy."""
+        inputs, adapter = self.setup.inputs, self.setup.args.ref_adapter_name
+        if self.remote or not self.setup.algorithm.needs_reference:
+            return None, self.remote and inputs.ref_model is None
+        if inputs.ref_model is not None:
+            reference = load_policy(inputs.ref_model, **self.loading)
+            check_no_shared_weights({"model": policy}, {"ref_model": reference})
+            return FrozenModel(reference), False
+        if hasattr(policy, "peft_config") and (adapter or inputs.peft_config is not None):
+            return AdapterReference(policy, adapter), adapter is None
+        if hasattr(policy, "peft_config"):  # with a new adapter a policy equals its base
+            trained = copy_adapter(policy)
+            if trained is not None:
+                return AdapterReference(policy, trained), True
+        sharded = sharding_strategy(self.setup.accelerator) != "none"
+        return frozen_copy(policy, sharded=sharded), True
+
+    def _build_value(self, policy: nn.Module) -> Value:
+        """The value model: given, an adapter, from the reward model, or a head on the policy.
+
+        With ``value_source="auto"`` a reward model that cannot be a value model is not used: one
+        that is not causal, has no per-token head, or has another tokenizer than the policy.
+        """
+        value, layers = self._load_value(policy), self.setup.args.train_layers
+        if layers is not None and isinstance(value, ScalarModel):
+            found = find_layers(value.backbone)  # it may have fewer than the policy
+            layers = layers if found is None else min(layers, len(found[1]))
+            train_top_layers(value.backbone, layers, what="the value model")
+        return value
+
+    def _load_value(self, policy: nn.Module) -> Value:
+        inputs, args = self.setup.inputs, self.setup.args
+        if isinstance(args, PPOConfig) and args.value_adapter:
+            starts = None if self.value_source == "policy" else args.reward_adapter
+            return value_adapter(policy, starts)
+        if inputs.value_model is not None:
+            value = load_value(inputs.value_model)
+            if not args.allow_low_precision_weights:
+                in_float32(value, "value_model")
+            return value
+        if self.reward.model is not None:
+            try:
+                return self.reward.value_model()
+            except ConfigError as problem:
+                if self.value_source == "reward":
+                    raise
+                logger.warning(
+                    "the value model is a head on the policy instead of the reward model: %s",
+                    problem,
+                )
+        return build_value_head(causal_parts(policy))
+
+    def _copy_policy(self, policy: nn.Module) -> nn.Module | None:
+        """A full copy for the rollout engine, made before the learner shards the policy."""
+        setup = self.setup
+        copies = setup.engine.copies_weights or setup.args.max_lag > 0
+        sharded = sharding_strategy(setup.accelerator) != "none"
+        if not (copies and sharded) or setup.inputs.rollout_engine is not None:
+            return None
+        if next(policy.parameters()).is_meta:  # the engine of rank 0 serves this rank
+            return None
+        own = drop_adapters(copy.deepcopy(policy))
+        return own.requires_grad_(False).to(setup.accelerator.device)
+
+
+def has_adapter(policy: Any, inputs: TrainerInputs) -> bool:
+    """Whether the policy is to train an adapter."""
+    new = inputs.args.model_adapter_name or inputs.peft_config
+    return bool(new) or hasattr(policy, "peft_config")
+
+
+def _check_train_layers(args: OnPolicyConfig, *, adapted: bool) -> None:
+    option = f"train_layers={args.train_layers}"
+    if adapted:
+        raise ConfigError(
+            f"{option} trains layers of the model itself, but the policy trains an adapter; leave"
+            " it out, and set layers_to_transform in peft_config to adapt the top layers only"
+        )
+    kwargs = args.gradient_checkpointing_kwargs
+    if args.gradient_checkpointing and isinstance(kwargs, dict) and kwargs.get("use_reentrant"):
+        raise ConfigError(
+            f"{option} with use_reentrant=True in gradient_checkpointing_kwargs would give layers"
+            " above frozen ones no gradient; set use_reentrant=False"
+        )
+
+
+def check_value_adapter(args: PPOConfig, inputs: TrainerInputs) -> None:
+    """Check that nothing else is asked to be the value model, or to initialize it."""
+    if inputs.value_model is not None:
+        raise ConfigError(
+            "value_adapter=True makes the value model an adapter on the policy's base, but"
+            " value_model is given; pass only one of them"
+        )
+    if args.value_source == "reward" and args.reward_adapter is None:
+        raise ConfigError(
+            'value_source="reward" with value_adapter=True starts from the reward adapter, and none'
+            ' is set; set reward_adapter, or value_source="policy"'
+        )
+
+
+def _check_adapter(policy: Any, adapter: str | None) -> None:
+    if adapter is not None and adapter not in getattr(policy, "peft_config", {}):
+        raise ConfigError(
+            f"ref_adapter_name={adapter!r} must be an adapter of the policy; load it, or leave it"
+            " unset: the reference is then the base model under a new adapter, and a copy of one"
+            " that the model has"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstReward:
+    """The first reward model, a name or a module, and its tokenizer."""
+
+    model: str | nn.Module | None
+    tokenizer: Any  # None: the policy's, or the one saved with a model given by name
+    policy_tokenizer: Any
+
+    def check(self) -> None:
+        """Check that there is a reward model with the policy's tokenizer."""
+        if self.model is None:
+            raise ConfigError(
+                'value_source="reward" needs a reward model; pass value_model, or set'
+                ' value_source="policy" for a value head on the policy'
+            )
+        tokenizer = self.tokenizer
+        if tokenizer is None and isinstance(self.model, str):
+            tokenizer = find_tokenizer(self.model)
+        if tokenizer is not None and not same_tokens(tokenizer, self.policy_tokenizer):
+            raise ConfigError(
+                "the value model must use the policy's tokenizer, but the reward model has another "
+                'one; set value_source="policy", or pass value_model'
+            )
+
+    def value_model(self) -> ScalarModel:
+        """A value model that starts from the reward model."""
+        self.check()
+        if isinstance(self.model, str):
+            return load_value(self.model)
+        assert self.model is not None
+        return scalar_model(_trainable_copy(self.model))
+
+
+NO_REWARD = FirstReward(model=None, tokenizer=None, policy_tokenizer=None)
+
+
+def first_reward(reward_model: Any, tokenizers: Any, policy_tokenizer: Any) -> FirstReward:
+    """The first reward model, if there is one, with its tokenizer."""
+    models = reward_model if isinstance(reward_model, list | tuple) else [reward_model]
+    if not isinstance(tokenizers, list | tuple):
+        tokenizers = [tokenizers] * len(models)
+    pairs = zip(models, [*tokenizers, *[None] * len(models)], strict=False)
+    model, tokenizer = next(
+        ((m, t) for m, t in pairs if isinstance(m, nn.Module | str)), (None, None)
+    )
+    return FirstReward(model=model, tokenizer=tokenizer, policy_tokenizer=policy_tokenizer)
+
+
+def check_models(models: Models, setup: Setup) -> None:
+    """Check vocabularies, context lengths, and that frozen and trained models share no weights."""
+    inputs, args = setup.inputs, setup.args
+    all_models = {"the policy": models.policy}
+    trained = {"model": models.policy}
+    if isinstance(models.value, ScalarModel):
+        all_models["the value model"] = trained["value_model"] = models.value.model
+        check_no_shared_weights({"model": models.policy}, {"value_model": models.value.model})
+    if models.reference is not None and models.reference.separate_models:
+        all_models["the reference"] = models.reference.separate_models[0]
+        check_no_shared_weights(trained, {"ref_model": models.reference.separate_models[0]})
+    for reward in (*_listed(inputs.reward_model), *_listed(inputs.reward_funcs)):
+        if isinstance(reward, nn.Module):
+            check_no_shared_weights(trained, {"reward_model": reward})
+    known = models.vocabulary
+    if known is not None:
+        check_vocabulary(all_models, tokens=min(len(setup.tokenizer), known))
+    if inputs.data_collator is not None:  # its prompts are made later
+        return
+    for source in (setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)):
+        if not isinstance(source, DatasetPrompts):
+            continue
+        check_length(
+            {**all_models, **vllm_limit(args)},
+            prompt=source.report.longest,
+            response=args.response_length,
+            option=args.length_option,
+        )
+        if known is not None:
+            source.check_tokens(known)
+
+
+def _listed(x: Any) -> Iterable[Any]:
+    return x if isinstance(x, list | tuple) else [x]
+
+
+def _trainable_copy(model: nn.Module) -> nn.Module:
+    trainable = copy.deepcopy(model)
+    for p in trainable.parameters():
+        if p.dtype.is_floating_point:
+            p.data = p.data.to(torch.float32)
+            p.requires_grad_(True)
+    return trainable
+
+
+class LearnerStage:
+    """The models that train, and the workers that compute the reference."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        if setup.args.ray_ref_workers:
+            check_reference_workers(setup)
+
+    def build(self, models: Models) -> HFLearner:
+        """Build the optimizer, start the workers, and shard the models if asked."""
+        setup, args, settings = self.setup, self.setup.args, self._settings()
+        return HFLearner(
+            models.policy,
+            args,
+            settings,
+            value=models.value,
+            reference=models.reference,
+            remote=self._build_remote_reference(models.policy, settings)
+            if args.ray_ref_workers
+            else None,
+            accelerator=setup.accelerator,
+            optimizers=setup.inputs.optimizers,
+        )
+
+    def _settings(self) -> LearnerSettings:
+        args, sampling = self.setup.args, self.setup.sampling
+        kwargs = args.gradient_checkpointing_kwargs
+        rate = args.value_learning_rate if isinstance(args, PPOConfig) else None
+        return LearnerSettings(
+            total_iterations=self.setup.sizes.iterations,
+            value_warmup_steps=args.value_warmup_steps if isinstance(args, PPOConfig) else 0,
+            temperature=sampling.temperature,
+            min_new_tokens=sampling.min_new_tokens,
+            stop_ids=sampling.stop_ids,
+            value_learning_rate=args.learning_rate if rate is None else rate,
+            max_grad_norm=args.max_grad_norm or math.inf,
+            forward_rows=args.local_rollout_forward_batch_size,
+            gradient_checkpointing=bool(args.gradient_checkpointing),
+            checkpointing_options=kwargs if kwargs and isinstance(kwargs, dict) else None,
+            reuse_behavior_logprobs=self.setup.dtype is None
+            and not args.tf32  # rounds by the shapes of a batch
+            and args.max_lag == 0
+            and not self.setup.engine.copies_weights
+            and self.setup.inputs.rollout_engine is None,  # those of other engines are verified
+            allow_low_precision_weights=args.allow_low_precision_weights,
+            cache_trunk=args.cache_trunk,
+        )
+
+    def _build_remote_reference(
+        self, policy: nn.Module, settings: LearnerSettings
+    ) -> RemoteReference:
+        """Start the reference workers, with ``ref_model`` or a copy of the initial policy."""
+        from kedge.ray.reference import ray_reference
+
+        args, model = self.setup.args, self.setup.inputs.ref_model
+        model = policy if model is None else model
+        if isinstance(model, nn.Module):
+            model = copy.deepcopy(model).requires_grad_(False).cpu()
+            self._check_equal(model)
+        return ray_reference(
+            model,
+            settings,
+            self.setup.ray_cluster,
+            workers=args.ray_ref_workers,
+            gpus=args.ray_ref_gpus,
+            autocast=self.setup.dtype,
+            quick=not args.torch_compile,
+            trust=trusts(args),
+        )
+
+    def _check_equal(self, model: nn.Module) -> None:
+        if self.setup.accelerator.num_processes == 1:
+            return
+        fingerprints = gather_object([fingerprint(dict(model.named_parameters()))])
+        if len(set(fingerprints)) > 1:
+            raise ConfigError(
+                "the reference must be the same on all ranks; seed the initialization of the model,"
+                " or pass ref_model"
+            )
+
+
+def receives_weights(setup: Setup) -> bool:
+    """Whether this rank loads its models without weights: it gets its shards from rank 0.
+
+    Not if it needs a whole model: for an engine or for reference workers.
+    """
+    args, engine, accelerator = setup.args, setup.engine, setup.accelerator
+    separate = engine.per_rank or not engine.copies_weights
+    separate |= args.rollout_schedule == "as_completed"
+    samples = separate and (engine.copies_weights or args.max_lag > 0)
+    sharded = sharding_strategy(accelerator) != "none"
+    needs_whole = samples or args.ray_ref_workers or setup.loading.get("quantization") is not None
+    return accelerator.process_index > 0 and sharded and not needs_whole
+
+
+def check_reference_workers(setup: Any) -> None:
+    """Check the options of reference workers."""
+    inputs, args, algorithm = setup.inputs, setup.args, setup.algorithm
+    option = f"ray_ref_workers={args.ray_ref_workers}"
+    if not algorithm.needs_reference:
+        raise ConfigError(f"{option} needs a KL term, and this run has none; set it to 0")
+    if algorithm.needs_full_kl:
+        raise ConfigError(
+            f"{option}: reference workers compute log-probabilities of the sampled tokens only, but"
+            " kl_estimator='full' needs the whole vocabulary; set ray_ref_workers=0, or another"
+            " estimator"
+        )
+    loading = setup.loading if isinstance(inputs.ref_model, str) else {}
+    if any(x for name, x in loading.items() if name != "trust_remote_code"):
+        raise ConfigError(
+            f"{option}: reference workers load the reference without model_init_kwargs; pass"
+            " ref_model as a loaded model"
+        )
+    adapted = inputs.peft_config is not None or hasattr(inputs.model, "peft_config")
+    if inputs.ref_model is None and (adapted or args.ref_adapter_name is not None):
+        raise ConfigError(
+            f"{option} has no benefit: the reference is the policy's base model or a copy of its"
+            " adapter, which needs little memory; set it to 0, or pass a ref_model"
+        )

@@ -1,0 +1,312 @@
+"""The rollout engine of a run, and the correction between it and the learner."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from kedge.config.base import OnPolicyConfig
+from kedge.config.rollout import engine_args
+from kedge.config.rollout_engines import RolloutEngineSpec, load_function
+from kedge.errors import ConfigError
+from kedge.learner.learner import HFLearner
+from kedge.learner.learner_state import WeightCopier
+from kedge.math.importance import Correction
+from kedge.protocols import RolloutEngine
+from kedge.trainers.assembly.models import Models
+from kedge.trainers.assembly.setup import Setup
+from kedge.trainers.run.files import recording_fingerprint
+from kedge.trainers.spec import shared_kwargs
+
+if TYPE_CHECKING:
+    from kedge.checkpoint.replay import Replayed
+
+logger = logging.getLogger(__name__)
+PARTIAL_BATCHES_PER_WORKER = 4  # so that a fast engine gets more work
+IN_FLIGHT_LAG = 4  # docs/async.md: from here on few tokens are too old
+Kind = Literal["truncate", "mask"]
+Level = Literal["token", "sequence", "sequence_mean"]
+
+HIGH: dict[Level, float] = {"token": 2.0, "sequence": 5.0, "sequence_mean": 1.01}
+# Values of TRL's vllm_importance_sampling_mode.
+MODES: dict[str, tuple[Level, Kind]] = {
+    "token_truncate": ("token", "truncate"),
+    "token_mask": ("token", "mask"),
+    "sequence_truncate": ("sequence", "truncate"),
+    "sequence_mask": ("sequence", "mask"),
+}
+_TRL = "vllm_importance_sampling_"
+_OWN = ("sampler_correction_level", "sampler_correction_high", "sampler_correction_low")
+
+
+class RolloutStage:
+    """The rollout engine: a recording, the one passed by the user, or the one the config names."""
+
+    def __init__(self, setup: Setup) -> None:
+        args, custom = setup.args, setup.inputs.rollout_engine
+        self.setup, self.spec = setup, setup.engine
+        if custom is not None and self.spec.copies_weights:
+            raise ConfigError(
+                f"rollout_engine={args.rollout_engine!r} is set in the config and an engine is"
+                " passed to the trainer; remove one of them"
+            )
+        if self.spec.check is not None:
+            check = load_function(self.spec.check)
+            check(setup.inputs.model, setup.sampling, **shared_kwargs(args, check))
+        self.as_completed = args.rollout_schedule == "as_completed"
+        separate = self.spec.per_rank or (self.as_completed and self.spec.copies_weights)
+        self.separate = separate and self.ranks > 1
+        self.options = shared_kwargs(args, load_function(self.spec.build))
+        if args.in_flight_weight_updates and args.max_lag < IN_FLIGHT_LAG:
+            logger.warning(
+                "in_flight_weight_updates=True with max_lag=%d: tokens older than %d iterations do"
+                " not train, and the first tokens of long responses are the oldest; set max_lag to"
+                " %d or more, or watch rollout/too_old_tokens",
+                *(args.max_lag, args.max_lag, IN_FLIGHT_LAG),
+            )
+        if args.in_flight_weight_updates and "vllm_engine_args" in self.options:
+            # Otherwise a token that is on its way would count as sampled with the next weights.
+            given = engine_args(args.vllm_engine_args)
+            self.options["vllm_engine_args"] = {"async_scheduling": False} | given
+        if self.separate and not self.spec.per_rank:
+            self.options["vllm_num_engines"] = engines_per_rank(args, self.spec, ranks=self.ranks)
+        self._check_groups()
+        self.replayed: Replayed | None = None
+        if args.replay_rollouts is not None:
+            from kedge.checkpoint.replay import Replay, Replayed
+
+            replay = Replay(
+                str(args.replay_rollouts),
+                about=recording_fingerprint(setup.sampling),
+                rank=setup.accelerator.process_index,
+                world_size=self.ranks,
+            )
+            self.replayed = Replayed(replay, rows=setup.sizes.local_rows)
+        ready = self.replayed or custom
+        self.correction = build_correction(
+            args,
+            engine=type(ready).__name__,
+            vllm=self.spec.vllm,
+            logprobs="sampled" if ready is None else ready.logprobs,
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.setup.accelerator.num_processes
+
+    def build(self, learner: HFLearner, models: Models) -> RolloutEngine:
+        """Start the rollout engine, with the policy of the learner."""
+        setup, args = self.setup, self.setup.args
+        ready = self.replayed or setup.inputs.rollout_engine
+        if ready is not None:
+            return ready
+        copies = self.spec.copies_weights
+        options: dict[str, Any] = self.options
+        if self.spec.actors:
+            options = options | {"cluster": setup.ray_cluster}
+        from kedge.rollout.sharded import EngineInputs
+
+        inputs = EngineInputs(
+            policy=models.policy_copy or learner.policy,
+            pad_id=setup.pad_id,
+            tokenizer=setup.tokenizer if setup.sampling.stop_strings or not copies else None,
+            dtype=setup.dtype,
+            extra_slot=setup.algorithm.extra_slot,
+            chunk_rows=args.local_rollout_forward_batch_size,
+            rank=learner.rank if self.separate else None,
+        )
+        make = partial(load_function(self.spec.build), inputs, **options)
+        if not copies:
+            return learner.wrap_engine(make())
+        if not self.separate:
+            make = partial(self._shared, make, learner.world_size)
+        engine = make()
+        learner.copy_weights = WeightCopier(
+            first_only=not self.separate,
+            dtype=getattr(engine, "sync_dtype", None),
+            stage=getattr(engine, "stage_weights", None),
+            device="cpu",
+            live=args.max_lag == 0,
+        )
+        return engine
+
+    def _shared(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
+        """The engine that ``make`` makes on rank 0, shared by all ranks."""
+        from kedge.ray.rollout_store import exchange_of_launch
+        from kedge.rollout.shared import build_shared_engine
+
+        setup, args = self.setup, self.setup.args
+        return build_shared_engine(
+            make,
+            ranks=ranks,
+            timeout=args.rollout_timeout + args.worker_start_timeout,
+            extra_slots=int(setup.algorithm.extra_slot),
+            exchange=exchange_of_launch(setup.pad_id) if self.spec.actors else None,
+        )
+
+    def num_partial_batches(self, engine: RolloutEngine) -> int:
+        """Partial batches per batch if sampled as completed; 0: whole batches in order."""
+        if not self.as_completed:
+            return 0
+        from kedge.rollout.scheduler.worker import num_workers
+
+        limit = PARTIAL_BATCHES_PER_WORKER * len(num_workers(engine))
+        return self.setup.args.num_partial_batches or max(n for n in self._divisors() if n <= limit)
+
+    def _divisors(self) -> list[int]:
+        prompts = self.setup.sizes.local_prompts
+        return [n for n in range(1, prompts + 1) if prompts % n == 0]
+
+    def _check_groups(self) -> None:
+        """Check that ranks have whole groups, and that partial batches divide their prompts."""
+        sizes, resample = self.setup.sizes, self.setup.algorithm.resample
+        if (resample or self.as_completed) and sizes.local_rows % sizes.group:
+            option, default = 'rollout_schedule="as_completed"', 'rollout_schedule="in_order"'
+            if resample:
+                option, default = f"dynamic_sampling={resample}", "dynamic_sampling=0"
+            raise ConfigError(
+                f"{option} needs whole groups on each rank, but {sizes.local_rows} responses per"
+                f" rank are not a multiple of {sizes.group}; change per_device_train_batch_size,"
+                f" or set {default}"
+            )
+        number = self.setup.args.num_partial_batches
+        if number is not None and number not in self._divisors():
+            raise ConfigError(
+                f"num_partial_batches={number} must divide the {sizes.local_prompts} prompts of a"
+                f" rank; valid values: {', '.join(map(str, self._divisors()))}"
+            )
+
+
+def engines_per_rank(args: Any, engine: RolloutEngineSpec, *, ranks: int) -> int:
+    """The number of engines of one rank when each rank has separate engines."""
+    schedule = f'rollout_schedule="as_completed" needs separate engines for each of {ranks} ranks'
+    if not engine.several:
+        raise ConfigError(
+            f"{schedule}, but {args.rollout_engine!r} is a single engine; use"
+            " rollout_engine='vllm_server' or 'ray' with vllm_num_engines, or"
+            ' rollout_schedule="in_order"'
+        )
+    count: int = args.vllm_num_engines
+    if count % ranks:
+        raise ConfigError(
+            f"{schedule}, but vllm_num_engines={count} is not a multiple of {ranks}; set it to"
+            f' {ranks * max(1, round(count / ranks))}, or rollout_schedule="in_order"'
+        )
+    return count // ranks
+
+
+def build_correction(
+    args: OnPolicyConfig, *, engine: str, vllm: bool, logprobs: str
+) -> Correction | None:
+    """The correction that a run uses, or None; logged if it is on by default.
+
+    Options that are set act at every lag: ``sampler_correction*``, or TRL's
+    ``vllm_importance_sampling_*`` where vLLM samples.  Unset, weights per token truncated at 2 are
+    on with vLLM and from ``max_lag=2``.
+
+    Args:
+        args: the config.
+        engine: name of the rollout engine, for messages.
+        vllm: whether vLLM samples.
+        logprobs: ``RolloutEngine.logprobs``.
+
+    Raises:
+        ConfigError: options that contradict each other, or that the rollout engine cannot serve.
+    """
+    asked, correction = _asked_correction(args, vllm=vllm)
+    recorded = logprobs != "none"
+    default = not asked and recorded and (vllm or args.max_lag >= 2)
+    if default:
+        correction = Correction()
+        logger.warning(
+            "%s: importance weights of learner over rollout engine multiply the advantages (%s, per"
+            ' %s, bounded at %g); sampler_correction="off" disables them',
+            "vLLM samples" if vllm else f"max_lag={args.max_lag}",
+            correction.kind,
+            correction.level,
+            correction.high,
+        )
+    if correction is None and args.max_lag > 0 and not recorded:
+        logger.warning(
+            "max_lag=%d trains on samples of older weights, but %s records no"
+            " log-probabilities: the loss does not correct for stale samples",
+            args.max_lag,
+            engine,
+        )
+    if correction is not None and not recorded:
+        raise ConfigError(
+            f"{asked[0]}={getattr(args, asked[0])!r} needs log-probabilities of the rollout engine,"
+            f" but {engine} records none; leave it unset"
+        )
+    return correction
+
+
+def _asked_correction(args: OnPolicyConfig, *, vllm: bool) -> tuple[list[str], Correction | None]:
+    """The options of the correction that are set, and what they ask for."""
+    mode = args.sampler_correction or "off"
+    own = [name for name in _OWN if getattr(args, name) is not None]
+    asked = own if mode == "auto" else ["sampler_correction", *own]
+    trl = _trl_options(args)
+    if asked and trl:
+        one, other = (f"{name}={getattr(args, name)!r}" for name in (asked[0], trl[0]))
+        raise ConfigError(
+            f"{one} and {other} both set the importance weights; leave one of them out"
+        )
+    if trl and not vllm:
+        logger.warning("%s has no effect: vLLM does not sample", ", ".join(trl))
+    elif trl:
+        return trl, _trl_correction(args)
+    if mode == "off" and own:
+        raise ConfigError(
+            f"{own[0]}={getattr(args, own[0])!r} has no effect with"
+            f" sampler_correction={args.sampler_correction!r}; leave one of them out"
+        )
+    if not asked or mode == "off":
+        return asked, None
+    return asked, _own_correction(args, "mask" if mode == "mask" else "truncate")
+
+
+def _own_correction(args: OnPolicyConfig, kind: Kind) -> Correction:
+    level = args.sampler_correction_level or "token"
+    low, high = args.sampler_correction_low, args.sampler_correction_high
+    high = HIGH[level] if high is None else high
+    if low is None:  # both sides alike, as verl
+        low = 1 / high if kind == "mask" and high > 1 else 0.0
+    _check_order("sampler_correction_low", low, "sampler_correction_high", high)
+    return Correction(kind=kind, level=level, high=high, low=low)
+
+
+def _trl_options(args: Any) -> list[str]:
+    """TRL's options that are set."""
+    if not hasattr(args, f"{_TRL}mode"):
+        return []
+    names = [f"{_TRL}{name}" for name in ("mode", "clip_max", "clip_min")]
+    names = [name for name in names if getattr(args, name) is not None]
+    return names if args.vllm_importance_sampling_correction else [f"{_TRL}correction", *names]
+
+
+def _trl_correction(args: Any) -> Correction | None:
+    """The correction set by TRL's options."""
+    mode = args.vllm_importance_sampling_mode or "token_truncate"
+    high, low = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
+    if high is None:  # 3 is TRL's
+        high = 2.0 if args.vllm_importance_sampling_mode is None else 3.0
+    _check_order(f"{_TRL}clip_min", low, f"{_TRL}clip_max", high)
+    if not args.vllm_importance_sampling_correction:
+        return None
+    level, kind = MODES[mode]
+    if kind == "truncate" and high == math.inf and low is None:
+        raise ConfigError(
+            f"{_TRL}mode={mode!r} needs a bound: set {_TRL}clip_max or {_TRL}clip_min, or"
+            f" {_TRL}correction=False"
+        )
+    return Correction(kind=kind, level=level, high=high, low=low or 0.0)
+
+
+def _check_order(low_name: str, low: float | None, high_name: str, high: float) -> None:
+    if low is not None and low >= high:
+        raise ConfigError(f"{low_name}={low:g} must be less than {high_name}={high:g}")

@@ -1,0 +1,384 @@
+"""Builds a run from the constructor arguments of a trainer, stage by stage.
+
+Each stage checks its options when it is created and makes its part in ``build``.  All stages are
+created before the first one loads weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from kedge.config.base import OnPolicyConfig
+from kedge.config.common import EnvironmentArguments
+from kedge.config.ppo import PPOConfig
+from kedge.config.rollout import json_object
+from kedge.data import DatasetPrompts
+from kedge.errors import ConfigError
+from kedge.learner.learner import HFLearner
+from kedge.learner.sharding import sharding_strategy
+from kedge.loop.kl_control import AdaptiveKL, FixedKL
+from kedge.loop.loop import Engine
+from kedge.models.load import without_weights
+from kedge.protocols import RewardSource, RolloutEngine
+from kedge.rewards import (
+    FunctionOptions,
+    MetricCapturingSource,
+    ModelOptions,
+    RewardLog,
+    check_sources,
+    reward_source,
+)
+from kedge.trainers.assembly.models import LearnerStage, Models, ModelStage, receives_weights
+from kedge.trainers.assembly.rollout import RolloutStage
+from kedge.trainers.assembly.setup import Setup, build_setup, own_or, trusts
+from kedge.trainers.run.evaluation import Evaluator, InitialPolicyScores
+from kedge.trainers.run.hf_callbacks import Callbacks, own_callbacks
+from kedge.trainers.run.run import Run
+from kedge.trainers.spec import TrainerInputs, shared_kwargs
+
+logger = logging.getLogger(__name__)
+LARGE = 300_000_000  # weights; smaller models take larger steps, and are for trying things out
+HIGH_RATE = 2e-5
+HIGHEST_RATE = 1e-2  # no transformer trains above it
+SMALL_BATCH = 16  # responses
+WIDE_CLIP = 0.01
+N_PLUS = "(Huang et al. 2024, arXiv:2403.17031)"
+
+
+def assemble_run(inputs: TrainerInputs) -> Run:
+    """Build everything a run needs; all options are checked before any weights are loaded.
+
+    Raises:
+        ConfigError: invalid or conflicting options.
+        DataError: invalid prompts.
+    """
+    make_environment = None
+    if _names_environments(inputs):
+        from kedge.trainers.assembly import environments
+
+        inputs, make_environment = environments.find_environments(inputs)
+    if make_environment is None:
+        _refuse_environment_options(inputs.args)
+    setup = build_setup(inputs)
+    if make_environment is not None:
+        environments.check_turns_end(setup.sampling, setup.args)
+    models = ModelStage(setup)
+    reward = RewardStage(setup)
+    learner = LearnerStage(setup)
+    rollout = RolloutStage(setup)
+    engine = EngineStage(setup)
+
+    # Everything is checked: from here on weights are loaded and actors are started.
+    with without_weights(receives_weights(setup)):
+        loaded = models.build()
+    for text in advise(setup.args, loaded.policy, batch_size=setup.sizes.batch_size):
+        if setup.accelerator.is_main_process:
+            logger.warning(text)
+    callbacks = engine.start_callbacks(loaded)
+    reward_source = reward.build(loaded, trainer_state=lambda: callbacks.state)
+    hf_learner = learner.build(loaded)
+    rollout_engine = rollout.build(hf_learner, loaded)
+    if make_environment is not None and rollout.replayed is None:
+        template = setup.args.chat_template_kwargs
+        rollout_engine = environments.play_in(
+            make_environment,
+            setup.args,
+            rollout_engine,
+            setup.tokenizer,
+            chat_template_kwargs=json_object("chat_template_kwargs", template),
+            keep_last_observation=getattr(setup.args, "bootstrap_truncated", False),
+            pad_id=setup.pad_id,
+            extra_slot=setup.algorithm.extra_slot,
+            context=loaded.context(setup.args),
+        )
+    return engine.build(loaded, reward_source, hf_learner, rollout_engine, rollout)
+
+
+def _names_environments(inputs: TrainerInputs) -> bool:
+    args = inputs.args
+    return bool(inputs.tools or inputs.environment_factory or inputs.rollout_func) or any(
+        x is not None for x in (inputs.environment, args.environment, args.environment_kwargs)
+    )
+
+
+def _refuse_environment_options(args: OnPolicyConfig) -> None:
+    for name, field in EnvironmentArguments.__dataclass_fields__.items():
+        value = getattr(args, name)
+        if value != field.default:
+            raise ConfigError(
+                f"{name}={value!r} has no effect without an environment; leave it out, or pass"
+                " environment, tools or environment_factory"
+            )
+
+
+def advise(args: OnPolicyConfig, policy: nn.Module, *, batch_size: int) -> Iterable[str]:
+    """Settings that train, but seldom well, and what to set instead, with the source.
+
+    Defaults that come from other libraries stay, so that a moved script trains as before.
+
+    Args:
+        args: the config.
+        policy: whole, before it is sharded.
+        batch_size: responses of an iteration, over all ranks.
+    """
+    weights = sum(p.numel() for p in policy.parameters())
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    high = args.learning_rate >= HIGH_RATE and args.num_ppo_epochs > 1
+    if args.learning_rate > HIGHEST_RATE:
+        yield (
+            f"learning_rate={args.learning_rate:g} is far too high for a language model, which"
+            " diverges; typical: 1e-6 to 5e-5 for all weights, 1e-4 for adapters"
+        )
+    elif high and trained >= LARGE:  # adapters take larger steps
+        yield (
+            f"learning_rate={args.learning_rate:g} with num_ppo_epochs={args.num_ppo_epochs} is"
+            f" high for {trained / 1e6:,.0f} million trained weights; recommended:"
+            f" learning_rate=3e-6 {N_PLUS}"
+        )
+    episodes = args.total_episodes
+    if episodes is not None and episodes % batch_size and args.max_steps < 1:
+        whole = math.ceil(episodes / batch_size) * batch_size
+        yield (
+            f"total_episodes={episodes} is not a multiple of the {batch_size} responses of an"
+            f" iteration: the run has {whole}"
+        )
+    if batch_size <= SMALL_BATCH and weights >= LARGE:
+        yield (
+            f"an iteration has {batch_size} responses, which makes gradients noisy; recommended:"
+            f" 512, by a larger gradient_accumulation_steps {N_PLUS}"
+        )
+    if (
+        getattr(args, "importance_sampling_level", "token") == "sequence"
+        and args.epsilon >= WIDE_CLIP
+    ):
+        yield (
+            f"epsilon={args.epsilon:g} with importance_sampling_level='sequence' hardly ever clips,"
+            " since the ratio is a mean over the response; recommended: epsilon=3e-4,"
+            " epsilon_high=4e-4 (Zheng et al. 2025, arXiv:2507.18071)"
+        )
+
+
+class RewardStage:
+    """Reward models, functions and penalties, combined into one reward source."""
+
+    def __init__(self, setup: Setup) -> None:
+        inputs = setup.inputs
+        self.setup, self.weights = setup, inputs.reward_weights
+        if self.weights is None:
+            self.weights = setup.args.reward_weights
+        check_sources(
+            self._reward_models(setup.args.reward_adapter),
+            inputs.reward_funcs,
+            weights=self.weights,
+            dataset_columns=self._columns,
+        )
+        sharded = sharding_strategy(setup.accelerator) != "none"
+        check_reward_adapter(setup.args, sharded=sharded)
+
+    def _reward_models(self, adapter: Any) -> Any:
+        """The reward models, the reward adapter last."""
+        given = self.setup.inputs.reward_model
+        if adapter is None:
+            return given
+        return [*(given if isinstance(given, list | tuple) else [given] if given else []), adapter]
+
+    @property
+    def _columns(self) -> list[str] | None:
+        """Columns that reward functions can read; None if a rollout function adds others."""
+        setup = self.setup
+        return None if setup.inputs.rollout_func is not None else setup.prompts.columns
+
+    def build(self, models: Models, trainer_state: Callable[[], object]) -> RewardSource:
+        """Load the reward models, here or in workers.
+
+        Args:
+            models: the policy, whose tokens are scored.
+            trainer_state: returns the argument ``trainer_state`` of reward functions.
+        """
+        setup, inputs, args, log = self.setup, self.setup.inputs, self.setup.args, RewardLog()
+        mixture = shared_kwargs(args, reward_source) | {
+            "policy_tokenizer": setup.tokenizer,
+            "weights": self.weights,
+            "tokenizers": inputs.reward_processing_classes,
+        }
+        tokens = len(setup.tokenizer)
+        model_options: dict[str, Any] = {
+            "chunk_rows": args.local_rollout_forward_batch_size,
+            "trust_remote_code": trusts(args),
+            "autocast": setup.dtype,
+            "policy_vocab_size": min(tokens, models.vocabulary or tokens),
+        }
+        function_options: dict[str, Any] = {
+            "on_error": args.on_reward_error,
+            "error_score": args.reward_error_score,
+            "dataset_columns": self._columns,
+        }
+        source: RewardSource
+        if args.ray_reward_workers:
+            from kedge.ray.rewards import Recipe, ray_rewards
+
+            recipe = Recipe(
+                reward_model=inputs.reward_model,
+                reward_funcs=inputs.reward_funcs,
+                models=model_options,
+                functions=function_options,
+                mixture=mixture,
+            )
+            source = ray_rewards(
+                recipe,
+                setup.ray_cluster,
+                workers=args.ray_reward_workers,
+                gpus=args.ray_reward_gpus,
+                log=log,
+                trainer_state=trainer_state,
+            )
+        else:
+            source = reward_source(
+                self._reward_models(models.reward_adapter),
+                inputs.reward_funcs,
+                models=ModelOptions(device=setup.accelerator.device, **model_options),
+                functions=FunctionOptions(log=log, trainer_state=trainer_state, **function_options),
+                **mixture,
+            )
+        if args.remove_unused_columns and inputs.rollout_func is None:
+            self._keep_columns(getattr(source, "columns", None))
+        return MetricCapturingSource(source, log)
+
+    def _keep_columns(self, columns: Any) -> None:
+        """Drop the dataset columns that the reward does not read."""
+        setup = self.setup
+        for prompts in (setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)):
+            if isinstance(prompts, DatasetPrompts):
+                prompts.keep(columns)
+
+
+def check_reward_adapter(args: OnPolicyConfig, *, sharded: bool) -> None:
+    """Check that the learner scores, between its own passes, with a whole base."""
+    option = f"reward_adapter={args.reward_adapter!r}"
+    if args.reward_adapter is None:
+        return
+    if sharded:
+        raise ConfigError(
+            f"{option} is scored with the learner's base, which FSDP or DeepSpeed shards; launch"
+            " without sharding, or pass a reward_model"
+        )
+    if args.ray_reward_workers:
+        raise ConfigError(
+            f"{option} is scored with the learner's base, which reward workers do not have; set"
+            " ray_reward_workers=0, or pass a reward_model"
+        )
+    if args.max_lag:
+        raise ConfigError(
+            f"{option} is scored with the learner's base, which would train at the same time with"
+            f" max_lag={args.max_lag}; set max_lag=0, or pass a reward_model"
+        )
+
+
+class EngineStage:
+    """The training loop, and the run around it: callbacks, evaluations and checkpoints."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        args, accelerator = setup.args, setup.accelerator
+        reports = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
+        if "trackio" in reports and args.trackio_space_id is not None:
+            from kedge.reporting.hub import logged_in
+
+            if not logged_in():
+                logger.warning(
+                    "report_to=trackio: not logged in to the hub; the dashboard stays local"
+                )
+                args.trackio_space_id = None
+        self.callbacks = Callbacks(
+            args,
+            [*(setup.inputs.callbacks or []), *own_callbacks(args)],
+            rank=accelerator.process_index,
+            local_rank=accelerator.local_process_index,
+        )
+
+    def start_callbacks(self, models: Models) -> Callbacks:
+        """The callbacks, which get the policy from now on."""
+        tokenizer = own_or(self.setup.inputs.processing_class, self.setup.tokenizer)
+        self.callbacks.start(model=models.policy, processing_class=tokenizer)
+        return self.callbacks
+
+    def build(
+        self,
+        models: Models,
+        reward_source: RewardSource,
+        learner: HFLearner,
+        rollout_engine: RolloutEngine,
+        rollout: RolloutStage,
+    ) -> Run:
+        """The run of these parts."""
+        setup, args, algorithm = self.setup, self.setup.args, self.setup.algorithm
+        self.callbacks.watch(learner.optimizer, learner.scheduler)
+        source: Any = setup.prompts
+        if rollout.replayed is not None:
+            source = reward_source = rollout.replayed
+            algorithm = replace(algorithm, resample=0)  # replayed batches were resampled before
+        engine = Engine(
+            source=source,
+            rollout_engine=rollout_engine,
+            reward=reward_source,
+            learner=learner,
+            algorithm=algorithm,
+            kl=AdaptiveKL(value=args.kl_coef, target=args.kl_target, horizon=args.kl_horizon)
+            if args.adaptive_kl
+            else FixedKL(value=args.kl_coef),
+            batch_sizes=setup.sizes,
+            sampling=setup.sampling,
+            seed=args.seed,
+            max_lag=args.max_lag,
+            partial_batches=rollout.num_partial_batches(rollout_engine),
+            in_flight_weight_updates=args.in_flight_weight_updates,
+            correction=rollout.correction,
+            value_warmup_steps=self._value_warmup_steps(),
+        )
+        metric_names = setup.inputs.spec.metric_names(args, engine)
+        evaluator = Evaluator(
+            args=args,
+            engine=engine,
+            callbacks=self.callbacks,
+            tokenizer=setup.tokenizer,
+            sets=setup.eval_sets,
+            metric_names=metric_names,
+            initial_scores=InitialPolicyScores(
+                Path(args.output_dir) if args.output_dir else None,
+                main=setup.accelerator.is_main_process,
+            )
+            if args.eval_against_start
+            else None,
+        )
+        return Run(
+            trainer=setup.inputs.trainer,
+            args=args,
+            engine=engine,
+            learner=learner,
+            callbacks=self.callbacks,
+            evaluator=evaluator,
+            tokenizer=setup.tokenizer,
+            fresh_reference=models.fresh_reference,
+            metric_names=metric_names,
+        )
+
+    def _value_warmup_steps(self) -> int:
+        """Iterations at the start that train only the value model."""
+        args = self.setup.args
+        if not (self.setup.algorithm.needs_values and isinstance(args, PPOConfig)):
+            return 0
+        steps = args.value_warmup_steps
+        if steps >= self.setup.sizes.iterations:
+            logger.warning(
+                "value_warmup_steps=%d covers all %d iterations: the policy will not be trained",
+                steps,
+                self.setup.sizes.iterations,
+            )
+        return steps

@@ -1,1 +1,0 @@
-"""Trackers, tables, model card and hub uploads of a run."""

@@ -1,0 +1,334 @@
+"""States below the trained layers: computed once per batch, and the same numbers."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from kedge.algorithms import ppo
+from kedge.errors import ConfigError
+from kedge.learner.learner import HFLearner
+from kedge.learner.reference import AdapterReference, frozen_copy
+from kedge.learner.settings import LearnerSettings
+from kedge.loop.stages import optimize
+from kedge.models import backbone as module
+from kedge.models.freezing import find_layers, share_frozen_weights, train_top_layers
+from kedge.models.joined_rows import JoinedAttention
+from kedge.models.model import causal_parts, get_backbone
+from kedge.models.packing import pack
+from kedge.models.peft import with_adapter
+from kedge.models.shared_base import value_adapter
+from kedge.models.value_head import build_value_head, load_value
+from tests.learners import VOCAB, arguments, experience, rollout
+
+LAYERS = 4
+HEADS = ("lm_head.", "embed_out.")  # the latter in early releases of transformers 5
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+SMALL_WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+FAMILIES = {
+    "gpt_neox": {},
+    "gpt2": {"n_positions": 64},
+    "llama": {},
+    "mistral": {"sliding_window": 4},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"use_sliding_window": True, **SMALL_WINDOW},
+    "gemma2": SMALL_WINDOW,
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "bloom": {"n_head": 4},
+}
+
+
+def build(family="llama", *, head="causal", seed=0, dtype=torch.float32):
+    kind = AutoModelForCausalLM if head == "causal" else AutoModelForSequenceClassification
+    shape = {**SHAPE, **FAMILIES[family], **({} if head == "causal" else {"num_labels": 1})}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(family, **shape)
+        model = kind.from_config(config)
+        for p in model.parameters():  # biases and norms that matter
+            nn.init.normal_(p, std=0.2)
+    return model.to(dtype)
+
+
+def freeze(model, count=1):
+    train_top_layers(get_backbone(model), count, what="the policy")
+    return model
+
+
+def build_learner(policy, *, value="head", reference=True, cache=True, **options):
+    reference = frozen_copy(policy) if reference is True else reference
+    value = build_value_head(causal_parts(policy)) if value == "head" else value
+    return HFLearner(
+        policy,
+        arguments(optim="sgd", learning_rate=0.05),
+        LearnerSettings(
+            **{"total_iterations": 10, "cache_trunk": cache, "forward_rows": 2, **options}
+        ),
+        value=value,
+        reference=reference,
+        accelerator=Accelerator(cpu=True),
+    )
+
+
+class Passes:
+    """Counts how many tokens each layer of a model reads."""
+
+    def __init__(self, model):
+        self.tokens = Counter()
+        _, layers = find_layers(get_backbone(model) or model)
+        for number, layer in enumerate(layers):
+            first = next(m for m in layer.modules() if not list(m.children()))
+            first.register_forward_hook(
+                lambda _, inputs, __, number=number: self.tokens.update(
+                    {number: inputs[0].shape[:2].numel()}
+                )
+            )
+
+
+def real_tokens(r):
+    return int(r.prompts.mask.sum() + r.response_mask.sum())
+
+
+def update(learner, *, epochs=2, max_tokens=None):
+    """Annotation and epochs of two optimizer steps; everything that they compute."""
+    r = rollout()
+    outputs = learner.compute_logprobs(r, values=True, reference=True, full_kl=True)
+    batch = experience(r)
+    metrics = optimize(
+        batch,
+        learner,
+        ppo(),
+        epochs=epochs,
+        minibatches=2,
+        micro_rows=2,
+        max_tokens=max_tokens,
+        seed=3,
+    )
+    weights = {n: p.detach().clone() for n, p in learner.module.named_parameters()}
+    learner.advance_version()
+    fields = ("logprobs", "entropy", "ref_logprobs", "full_kl", "values", "last_values")
+    found = {n: getattr(outputs, n) for n in fields if getattr(outputs, n) is not None}
+    return found, metrics, weights
+
+
+def assert_same(one, other, tolerance):
+    for a, b in zip(one, other, strict=True):
+        for name in a:
+            torch.testing.assert_close(
+                *(torch.as_tensor(x[name]) for x in (a, b)),
+                atol=tolerance, rtol=tolerance, msg=lambda m, name=name: f"{name}: {m}",
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_states_change_no_number(family):
+    results = []
+    for cache in (True, False):
+        policy = freeze(build(family))
+        value = load_value(freeze(build(family, head="score", seed=1), 2))
+        learner = build_learner(policy, value=value, cache=cache)
+        assert len(learner._backbones._cached) == (3 if cache else 0)
+        before = copy.deepcopy(dict(policy.named_parameters()))
+        results.append(update(learner))
+        moved = {n for n, p in policy.named_parameters() if not torch.equal(p, before[n])}
+        assert moved
+        assert moved <= {n for n, p in policy.named_parameters() if p.requires_grad}
+    assert_same(*results, 1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gpt2"])
+def test_kept_states_are_exact_in_float64(family):
+    model = freeze(build(family, dtype=torch.float64), 2).eval()
+    backbone = get_backbone(model)
+    cache = module.BackboneCache([causal_parts(model)])
+    r = rollout()
+    packed = pack(r.prompts.ids, r.prompts.mask, r.ids, r.response_mask)
+    real = torch.arange(packed.ids.shape[1]) < packed.lengths[:, None]
+    top = [p for p in backbone.parameters() if p.requires_grad]
+    weight = torch.randn(real.sum(), SHAPE["hidden_size"], dtype=torch.float64)
+
+    def outputs(hidden):
+        return [hidden[real], *torch.autograd.grad((hidden[real] * weight).sum(), top)]
+
+    expected = outputs(module.run_backbone(backbone, packed.ids))
+    some = r.rows(torch.tensor([0, 3]))
+    with cache.active():  # two rows come from another batch
+        module.read_backbone(
+            backbone, pack(some.prompts.ids, some.prompts.mask, some.ids, some.response_mask)
+        )
+        for _ in range(2):
+            found = outputs(module.read_backbone(backbone, packed))
+            torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_kept_states_of_joined_rows_with_shared_prompts(family):
+    model = freeze(build(family, dtype=torch.float64), 2).eval()
+    backbone = get_backbone(model)
+    cache = module.BackboneCache([causal_parts(model)])
+    assert cache._cached
+    r = rollout(rows=4, prompt=12)
+    prompts = [x[[0, 0, 2, 0]] for x in (r.prompts.ids, r.prompts.mask)]  # 0, 1 and 3 are equal
+    packed = pack(*prompts, r.ids, r.response_mask, joined=True)
+    assert len(packed.groups[0]) > 2
+    top = [p for p in backbone.parameters() if p.requires_grad]
+    weight = torch.randn(packed.ids.numel(), SHAPE["hidden_size"], dtype=torch.float64)
+
+    def outputs(hidden):
+        return [hidden, *torch.autograd.grad((hidden[0] * weight).sum(), top)]
+
+    with JoinedAttention([model]).active():
+        expected = outputs(module.run_backbone(backbone, packed.ids, packed.groups))
+        for kept in ([], [1], [0, 2], [0, 1, 2, 3]):  # rows of an earlier batch
+            cache.clear()
+            with cache.active():
+                if kept:
+                    earlier = [x[kept] for x in (*prompts, r.ids, r.response_mask)]
+                    module.read_backbone(backbone, pack(*earlier, joined=True))
+                found = outputs(module.read_backbone(backbone, packed))
+            torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
+
+
+def test_frozen_layers_read_each_token_once():
+    policy, value = freeze(build()), load_value(freeze(build(head="score", seed=1), 2))
+    learner = build_learner(policy, value=value)
+    reads = [Passes(m) for m in (policy, value.model, learner.reference.model)]
+    update(learner, epochs=3)
+    once = real_tokens(rollout())
+    often = 4 * once  # annotation and three epochs
+    assert [reads[0].tokens[i] for i in range(LAYERS)] == [once, once, once, often]
+    assert [reads[1].tokens[i] for i in range(LAYERS)] == [once, once, often, often]
+    assert [reads[2].tokens[i] for i in range(LAYERS)] == [0, 0, 0, once]
+    update(learner, epochs=1)  # the next iteration has other rows
+    assert reads[0].tokens[0] == 2 * once
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("value", ["head", "adapter"])
+def test_adapters_on_the_top_layers(value, checkpointing):
+    results = []
+    for cache in (True, False):
+        config = LoraConfig(
+            r=4,
+            target_modules=["q_proj", "up_proj"],
+            layers_to_transform=[3],
+            task_type="CAUSAL_LM",
+        )
+        policy = with_adapter(build(), config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            made = value_adapter(policy) if value == "adapter" else None
+            for p in policy.parameters():
+                if p.requires_grad:
+                    nn.init.normal_(p, std=0.2)
+        made = made or build_value_head(causal_parts(policy))
+        learner = build_learner(
+            policy,
+            value=made,
+            reference=AdapterReference(policy),
+            cache=cache,
+            gradient_checkpointing=checkpointing,
+        )
+        reads = Passes(policy.get_base_model())
+        results.append(update(learner))
+        assert (reads.tokens[0] == real_tokens(rollout())) == cache
+    assert_same(*results, 1e-6)
+
+
+def test_an_adapter_on_a_low_layer_keeps_nothing():
+    policy = with_adapter(build(), LoraConfig(r=4, target_modules=["q_proj"]))
+    learner = build_learner(policy, reference=AdapterReference(policy))
+    assert not learner._backbones._cached
+
+
+def test_token_budgets_cut_the_same_rows():
+    results = [
+        update(build_learner(freeze(build()), cache=cache), max_tokens=20)
+        for cache in (True, False)
+    ]
+    assert_same(*results, 1e-6)
+
+
+def test_rows_beyond_the_memory_are_computed_again(monkeypatch, caplog):
+    row = 8 * SHAPE["hidden_size"] * 4  # bytes
+    monkeypatch.setattr(module, "_budget", lambda device: 2.5 * row)
+    policy = freeze(build())
+    learner, reads = build_learner(policy), Passes(policy)
+    limited = update(learner)
+    once = real_tokens(rollout())
+    assert once < reads.tokens[0] < 4 * once  # of two models and two epochs
+    assert caplog.text.count("computed again") == 1
+    assert_same(limited, update(build_learner(freeze(build()), cache=False)), 1e-6)
+
+
+def test_a_model_whose_upper_layers_read_lower_ones_is_left_out(caplog):
+    policy = freeze(build())
+    _, layers = find_layers(get_backbone(policy))
+    seen = {}
+    layers[0].self_attn.register_forward_hook(lambda _, __, out: seen.update(skip=out[0]))
+    layers[3].register_forward_hook(lambda _, __, out: out + seen["skip"])
+    learner = build_learner(policy)
+    assert not learner._backbones._cached
+    assert "cannot be kept: its upper layers read more" in caplog.text
+
+
+def test_layers_that_are_unfrozen_later_are_computed_again():
+    policy = freeze(build())
+    learner, reads = build_learner(policy), Passes(policy)
+    policy.requires_grad_(True)
+    update(learner)
+    assert reads.tokens[0] == 3 * real_tokens(rollout())
+
+
+def test_what_trains():
+    policy = freeze(build("gpt_neox"), 2)
+    trained = {n for n, p in policy.named_parameters() if p.requires_grad}
+    prefixes = ("gpt_neox.layers.2.", "gpt_neox.layers.3.", "gpt_neox.final_", *HEADS)
+    assert trained == {n for n, _ in policy.named_parameters() if n.startswith(prefixes)}
+    for family in ("qwen2", "opt", "bloom"):  # output layer tied to the embedding
+        trained = {n for n, p in freeze(build(family)).named_parameters() if p.requires_grad}
+        assert trained
+        assert not any("emb" in n or "wpe" in n for n in trained)
+    with pytest.raises(
+        ConfigError, match="train_layers=5 must be at most 4, the layers of the pol"
+    ):
+        freeze(build(), 5)
+
+
+def test_frozen_weights_are_held_once():
+    policy = freeze(build())
+    reference, value = frozen_copy(policy), freeze(build(head="score", seed=1), 2)
+    weights = dict(policy.named_parameters())
+    for name, p in reference.model.named_parameters():
+        assert (p is weights[name]) == (not weights[name].requires_grad)
+    equal = copy.deepcopy(policy).requires_grad_(False)
+    share_frozen_weights(get_backbone(equal), get_backbone(policy))
+    cached = module.BackboneCache([causal_parts(policy), causal_parts(equal)])
+    assert len(cached._cached) == 2
+    assert len(cached._below) == 1
+    share_frozen_weights(get_backbone(value), get_backbone(policy))
+    assert not {id(p) for p in value.parameters()} & {id(p) for p in policy.parameters()}
+
+
+def test_the_start_of_a_run_says_what_is_kept(caplog):
+    with caplog.at_level(logging.INFO):
+        build_learner(freeze(build()))
+    assert "LlamaModel: 3 of 4 layers are frozen and computed once per batch" in caplog.text
