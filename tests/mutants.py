@@ -347,14 +347,14 @@ MUTANTS = [
     ),
     Mutant(
         "the greedy baseline of another prompt",
-        "rollout/scheduler/greedy.py",
+        "rollout/scheduler/collector.py",
         "greedy_scores=greedy.scores[group]",
         "greedy_scores=greedy.scores[group.flip(0)]",
         GROUPS,
     ),
     Mutant(
         "greedy responses that are sampled",
-        "rollout/scheduler/greedy.py",
+        "rollout/scheduler/collector.py",
         "temperature=0.0, top_k=0",
         "top_k=0",
         GROUPS,

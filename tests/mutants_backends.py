@@ -25,16 +25,16 @@ REPLACED = "tests/property/test_replaced_groups.py"
 MUTANTS = [
     Mutant(
         "greedy baselines in the order in which they were sampled",
-        "rollout/scheduler/scoring_thread.py",
+        "rollout/scheduler/scheduler.py",
         "greedy = greedy.rows(greedy.prompts.group.argsort())",
         "pass",
         REPLACED,
     ),
     Mutant(
         "groups of equal scores are replaced for ever",
-        "rollout/scheduler/scoring_thread.py",
-        "if state.prompts.turn(number) < rounds]",
-        "if state.prompts.turn(number) < rounds + 1]",
+        "rollout/scheduler/as_completed.py",
+        "if self._prompts.turn(number) < rounds]",
+        "if self._prompts.turn(number) < rounds + 1]",
         REPLACED,
     ),
     Mutant(
