@@ -11,39 +11,39 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_110,
+    ".": 2_060,
     "algorithms": 980,
-    "checkpoint": 1_180,
-    "classic": 4_280,
-    "cli": 4_420,
-    "compat": 840,
-    "config": 3_700,
-    "data": 900,
+    "checkpoint": 1_070,
+    "classic": 4_040,
+    "cli": 4_110,
+    "compat": 820,
+    "config": 3_590,
+    "data": 850,
     "demo": 500,
     "environments": 2_490,
     "environments/adapters": 560,
     "environments/games": 500,
     "judges": 670,
-    "learner": 2_000,
-    "loop": 2_160,
+    "learner": 1_900,
+    "loop": 2_030,
     "math": 680,
-    "models": 2_460,
+    "models": 2_350,
     "ops": 630,
     "ops/cpu": 690,
     "pretrain": 540,
     "ray": 2_790,
-    "reporting": 2_840,
-    "rewards": 1_910,
+    "reporting": 2_710,
+    "rewards": 1_780,
     "rollout": 810,
     "rollout/embedded": 1_890,
-    "rollout/scheduler": 1_890,
+    "rollout/scheduler": 1_750,
     "rollout/vllm": 3_320,
-    "trainers": 4_270,
-    "verifiers": 2_920,
-    "verifiers/sandbox": 1_410,
+    "trainers": 4_080,
+    "verifiers": 2_850,
+    "verifiers/sandbox": 1_400,
 }
-TOTAL = 56_230
-TESTS = 45_620
+TOTAL = 54_330
+TESTS = 45_510
 
 
 def count_lines(files: list[Path]) -> int:

@@ -41,5 +41,7 @@ def test_the_first_run_learns_and_says_where_it_is(
     told = re.findall(r"^(before|after): \w+ .*posts: (-?\d\.\d+)\)$", printed, re.MULTILINE)
     scores = {when: float(score) for when, score in told}
     assert scores["after"] >= scores["before"] + 0.1, scores
-    assert main(["doctor", "runs/short"]) == 0, capsys.readouterr().out
+    main(["doctor", "runs/short"])  # a value that explains little is all that it may find here
+    found = re.findall(r"^    (\w.*?): ", capsys.readouterr().out, re.MULTILINE)
+    assert [name for name in found if name not in ("try", "the value explains nothing")] == []
     assert main(["report", "runs/short"]) == 0
