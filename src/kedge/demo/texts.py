@@ -27,9 +27,7 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--output_dir", required=True, type=Path)
     flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument(
-        "--supervised", type=int, default=20_000, help="summaries for supervised training"
-    )
+    flags.add_argument("--supervised", type=int, default=20_000, help="summaries to learn from")
     flags.add_argument(
         "--preferences", type=int, default=10_000, help="posts to compare answers on"
     )
@@ -56,8 +54,7 @@ def model(folder: Path, seed: int) -> None:
         hidden_size=96,
         intermediate_size=256,
         num_hidden_layers=3,
-        # Rotary positions with the usual heads and base turn nearly every dimension of a small head,
-        # so that attention cannot match a word of the summary with the same word of the post.
+        # larger heads and a larger base keep dimensions that positions do not turn, to match words
         num_attention_heads=2,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         max_position_embeddings=128,
