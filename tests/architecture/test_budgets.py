@@ -35,7 +35,7 @@ BUDGETS = {
     "reporting": 2_710,
     "rewards": 1_780,
     "rollout": 810,
-    "rollout/embedded": 1_890,
+    "rollout/embedded": 1_570,
     "rollout/scheduler": 1_750,
     "rollout/vllm": 3_320,
     "trainers": 4_080,

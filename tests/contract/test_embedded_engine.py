@@ -156,11 +156,11 @@ class TestWhatChangesNothing:
 
     def test_a_broken_variant_fails(self, llama, want, monkeypatch):
         """Draws from a shared generator depend on the batch, which the tests above would see."""
-        from kedge.rollout.embedded import engine as rollout
+        from kedge.rollout.embedded import generation
 
         generator = torch.Generator().manual_seed(0)
         monkeypatch.setattr(
-            rollout,
+            generation,
             "uniforms",
             lambda seed, rows, t: torch.rand(
                 len(rows), len(t), dtype=torch.float64, generator=generator

@@ -189,8 +189,8 @@ class TestMemory:
 
         real = decode.CausalStepper.__init__
 
-        def keeps_all(stepper, *args):
-            real(stepper, *args)
+        def keeps_all(stepper, *args, **options):
+            real(stepper, *args, **options)
             del stepper._options["logits_to_keep"]
 
         monkeypatch.setattr(decode.CausalStepper, "__init__", keeps_all)

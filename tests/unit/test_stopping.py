@@ -96,7 +96,8 @@ class TestStopStrings:
 class TestStopper:
     def test_rows_stay_with_their_texts_when_some_are_dropped(self):
         sampling = Sampling(max_new_tokens=9, stop_strings=("ab",), stop_ids=(ord("!"),))
-        stopper = Stopper(sampling, byte_tokenizer(), 3)
+        stopper = Stopper(sampling, byte_tokenizer())
+        stopper.add(3)
         assert stopper.ended(torch.tensor([list(b"!ax")])).tolist() == [[True, False, False]]
         stopper.select(torch.tensor([2, 1]))
         assert stopper.ended(torch.tensor([list(b"bb")])).tolist() == [[False, True]]
@@ -104,11 +105,10 @@ class TestStopper:
     def test_several_tokens_at_once_are_the_same_tokens_one_by_one(self):
         sampling = Sampling(max_new_tokens=9, stop_strings=("ab",), stop_ids=(ord("!"),))
         tokens = torch.tensor([list(b"xa!"), list(b"abc"), list(b"bxa"), list(b"!ab")])
-        once, each = (Stopper(sampling, byte_tokenizer(), 3) for _ in range(2))
+        once, each = (Stopper(sampling, byte_tokenizer()) for _ in range(2))
+        once.add(3)
+        each.add(3)
         assert once.ended(tokens).tolist() == [each.ended(row[None])[0].tolist() for row in tokens]
-
-    def test_without_stops_nothing_can_end_a_row(self):
-        assert not Stopper(Sampling(max_new_tokens=9), None, 3).can_end
 
 
 def test_generation_ends_rows_at_their_stop_strings():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 
 import torch
 import transformers
@@ -20,51 +22,42 @@ Draw = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens int64 [b] from logits
 _EAGER_STEPS = 4  # before a step is captured, which takes as long as about four
 
 
-class Stepper(Protocol):
-    """A batch of sequences that grow by one token per step."""
-
-    @property
-    def keep_share(self) -> float:
-        """Ended rows stay in the batch until at most this share is left: dropping has a price."""
-        ...
-
-    def start(self, ids: Tensor, mask: Tensor, copies: Tensor) -> Tensor:
-        """Read prompts ids, mask [u, P] once; row i continues prompt copies[i].  Logits [b, V].
-
-        All three are on the host, the logits on the model's device.
-        """
-        ...
-
-    def sample(self, tokens: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Append tokens int64 [b]; ``draw`` of the logits [b, V] of what follows.
-
-        The next call may overwrite the results, and may replay the work of this one: ``draw`` keeps
-        no state on the host, and is the same until ``select`` is called.
-        """
-        ...
-
-    def select(self, rows: Tensor) -> Tensor:
-        """Keep only the rows int64 [n] of the batch, in that order.
-
-        ``rows`` is on the host; the same on the model's device is returned.
-        """
-        ...
-
-
 def get_base_model(model: Any) -> Any:
     """The transformers model inside a PEFT model; any other model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Keys and values of one row, kept from one turn to the next."""
+
+    tokens: list[int]
+    keys: list[Tensor]  # [heads, tokens, size] per layer
+    values: list[Tensor]
+
+
+def common_length(a: list[int], b: list[int]) -> int:
+    """Number of tokens that both lists begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def pad_left(x: Tensor, size: int, dim: int) -> Tensor:
+    """Pad ``dim`` on the left with zeros to ``size``."""
+    after = [0] * 2 * (x.ndim - 1 - dim)
+    return nn.functional.pad(x, [*after, size - x.shape[dim], 0])
+
+
 class CausalStepper:
-    """Decoder-only models: left-padded prompts, one growing cache.
+    """A batch of left-padded sequences that grow by one token per step, with one cache.
 
     Args:
-        model: the model.
+        model: a decoder-only model.
+        across_updates: it lives across weight updates, so a CUDA graph of it casts the weights in
+            every step.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, *, across_updates: bool = False) -> None:
+        self._model, self._across_updates = model, across_updates
         config = get_base_model(model).config
         accepted = inspect.signature(get_base_model(model).forward).parameters
         self._cache = growing_cache(config)
@@ -88,11 +81,17 @@ class CausalStepper:
 
     @property
     def keep_share(self) -> float:
-        """Dropping rows copies the cache; of a graph, the step is captured once more."""
+        """Ended rows stay in the batch until at most this share is left.
+
+        Dropping rows copies the cache; of a graph, the step is captured once more.
+        """
         return 0.75 if self._graph is None else 0.5
 
     def start(self, ids: Tensor, mask: Tensor, copies: Tensor) -> Tensor:
-        """Read the prompts once, then repeat their keys and values for each row."""
+        """Read prompts ids, mask [u, P] once; row i continues prompt copies[i].  Logits [b, V].
+
+        All three are on the host, the logits on the model's device.
+        """
         # Positions count real tokens, so left padding does not change a row's result.
         positions = (mask.long().cumsum(-1) - 1).clamp_(min=0).to(self._device)
         self._padded = ~mask.all(-1)  # on the host: rows with padding
@@ -104,24 +103,65 @@ class CausalStepper:
             logits = logits[self.select(copies)]
         return logits
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """Append tokens int64 [b].  Logits [b, V] of what follows."""
-        graph = self._ready_graph(tokens, self._captured)
-        return self._step(tokens) if graph is None else graph.step(tokens)
+    def resume(self, prefixes: list[Prefix], prompts: list[list[int]]) -> Tensor | None:
+        """Logits [b, V] after the prompts, of which only what follows the prefixes is read.
+
+        None: a prompt has nothing in common with its prefix.
+        """
+        pairs = list(zip(prefixes, prompts, strict=True))
+        lengths = [min(common_length(p.tokens, ids), len(ids) - 1) for p, ids in pairs]
+        if not min(lengths):
+            return None
+        width = max(lengths)
+        for layer in range(len(prefixes[0].keys)):
+            sides = ([p.keys[layer] for p in prefixes], [p.values[layer] for p in prefixes])
+            keys, values = (
+                torch.stack(
+                    [pad_left(x[:, :n], width, 1) for x, n in zip(of, lengths, strict=True)]
+                )
+                for of in sides
+            )
+            self._cache.update(keys, values, layer)
+        new = [ids[n:] for ids, n in zip(prompts, lengths, strict=True)]
+        longest = max(map(len, new))
+        ids = torch.tensor([[0] * (longest - len(x)) + x for x in new])
+        ends = torch.tensor([len(x) for x in prompts])
+        positions = ends[:, None] - longest + torch.arange(longest)
+        begins = torch.tensor(lengths)[:, None]
+        read = torch.arange(width) >= width - begins
+        self._padded = torch.ones(len(new), dtype=torch.bool)  # padding between old and new tokens
+        self._mask = torch.cat([read, positions >= begins], 1).to(self._device)
+        self._position = ends[:, None].to(self._device)
+        logits = self._forward(ids.to(self._device), positions.clamp(min=0).to(self._device))
+        self._extend_mask()
+        return logits
+
+    def prefix(self, row: int, tokens: list[int]) -> Prefix:
+        """What was read for a row: ``tokens``, and the next one, which has no keys yet."""
+        self._leave_graph()
+        layers: list[Any] = self._cache.layers
+        used = layers[0].keys.shape[-2]
+        real = slice(None) if self._mask is None else self._mask[row, :used]
+        return Prefix(
+            tokens=tokens,
+            keys=[layer.keys[row][:, real].clone() for layer in layers],
+            values=[layer.values[row][:, real].clone() for layer in layers],
+        )
 
     def sample(self, tokens: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-        """One forward pass over one token per row, and the next tokens."""
-        graph = self._ready_graph(tokens, lambda *inputs: draw(self._captured(*inputs)))
-        return draw(self._step(tokens)) if graph is None else graph.step(tokens)
+        """Append tokens int64 [b]; ``draw`` of the logits [b, V] of what follows.
 
-    def _step(self, tokens: Tensor) -> Tensor:
-        """A step without a graph."""
-        inputs = tokens[:, None], self._position, self._mask
-        logits = self._run(*inputs)
+        The next call may overwrite the results, and may replay the work of this one: ``draw`` keeps
+        no state on the host, and is the same until rows are added or dropped.
+        """
+        graph = self._ready_graph(tokens, lambda *inputs: draw(self._captured(*inputs)))
+        if graph is not None:
+            return graph.step(tokens)
+        logits = self._run(tokens[:, None], self._position, self._mask)
         self._eager += 1
         self._position = (self._position + 1).clamp_(max=self._last)
         self._extend_mask()
-        return logits
+        return draw(logits)
 
     def select(self, rows: Tensor) -> Tensor:
         """Drop the other rows from the cache, the mask and the positions."""
@@ -132,6 +172,43 @@ class CausalStepper:
         if self._mask is not None:
             self._mask = self._mask[rows] if self._padded.any() else None
         return rows
+
+    def join(self, other: CausalStepper) -> None:
+        """Add the rows of ``other`` at the end; see ``keeps_all``."""
+        self._leave_graph()
+        steppers = (self, other)
+        masks = [x._whole_mask() for x in steppers]
+        # Columns before the first real token of any row are dropped.
+        begins = [int(mask.any(0).long().argmax()) for mask in masks]
+        sizes = [mask.shape[1] - begin for mask, begin in zip(masks, begins, strict=True)]
+        width = max(sizes)
+        self._mask = torch.cat(
+            [pad_left(mask[:, b:], width, 1) for mask, b in zip(masks, begins, strict=True)]
+        )
+        self._padded = torch.cat([torch.ones_like(x._padded) for x in steppers])
+        self._position = torch.cat([x._position for x in steppers])
+        cache = growing_cache(get_base_model(self._model).config)
+        pairs = zip(self._cache.layers, other._cache.layers, strict=True)
+        for number, layers in enumerate(pairs):
+            keys, values = (
+                torch.cat(
+                    [
+                        pad_left(getattr(layer, name)[:, :, b:], width - 1, 2)
+                        for layer, b in zip(layers, begins, strict=True)
+                    ]
+                )
+                for name in ("keys", "values")
+            )
+            cache.update(keys, values, number)
+        self._cache = self._options["past_key_values"] = cache
+
+    def _whole_mask(self) -> Tensor:
+        """Real tokens of the cache and the next one, bool [b, used + 1]."""
+        if self._mask is not None:
+            return self._mask
+        layer: Any = self._cache.layers[0]
+        keys: Tensor = layer.keys
+        return torch.ones(len(keys), keys.shape[-2] + 1, dtype=torch.bool, device=keys.device)
 
     def _ready_graph(self, tokens: Tensor, step: Callable[..., Any]) -> DecodeGraph[Any] | None:
         """The captured step, made if it is worth it; None: step without."""
@@ -167,7 +244,11 @@ class CausalStepper:
 
     def _captured(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """What a graph replays."""
-        return self._run(ids, positions.clamp(max=self._last), mask)
+        kind = self._device.type
+        cached = torch.is_autocast_cache_enabled() and not self._across_updates
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached):
+            return self._run(ids, positions.clamp(max=self._last), mask)
 
     def _run(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         if self._takes_positions:
@@ -178,8 +259,8 @@ class CausalStepper:
         return logits
 
 
-def build_stepper(model: nn.Module) -> Stepper:
-    """A new stepper for the model's architecture.
+def build_stepper(model: nn.Module, *, across_updates: bool = False) -> CausalStepper:
+    """A new stepper of a model that the embedded engine can sample from.
 
     Raises:
         ConfigError: the embedded engine cannot sample from this kind of model.
@@ -205,4 +286,4 @@ def build_stepper(model: nn.Module) -> Stepper:
             )
     if getattr(base.config, "is_encoder_decoder", False):
         raise ConfigError(f"{name} is an encoder-decoder; a decoder-only model is needed")
-    return CausalStepper(model)
+    return CausalStepper(model, across_updates=across_updates)

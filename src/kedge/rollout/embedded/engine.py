@@ -17,15 +17,11 @@ from kedge.models.fingerprint import check_weights, fingerprint, policy_weights
 from kedge.models.model import eval_mode
 from kedge.models.peft import drop_adapters
 from kedge.ops.cpu.patch import PACKED_TOKENS, Kernels
-from kedge.rollout.embedded.chunks import assemble, by_length
-from kedge.rollout.embedded.decode import CausalStepper, Stepper, build_stepper, get_base_model
-from kedge.rollout.embedded.generation import ChunkSampler, Responses
+from kedge.rollout.embedded.decode import Prefix, build_stepper, get_base_model
+from kedge.rollout.embedded.generation import DecodeLoop, Response, build_rollout
 from kedge.rollout.embedded.kv_cache import rows_that_fit
-from kedge.rollout.embedded.prefix_cache import Prefix, PrefixStepper
-from kedge.rollout.embedded.sampling import check_sampling, uniforms
-from kedge.rollout.embedded.slots import SlotSampler
-from kedge.rollout.embedded.stopping import Stopper
-from kedge.rollout.requests import token_versions
+from kedge.rollout.embedded.sampling import check_sampling
+from kedge.rollout.requests import GroupRequests
 from kedge.rollout.sharded import EngineInputs
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
@@ -78,7 +74,8 @@ class EmbeddedEngine:
         self._record_allowed_tokens = record_allowed_tokens
         self._version = 0
         self._prefixes: dict[int, Prefix] | None = None  # by row, within keep_prefixes()
-        self._continuous: dict[Sampling, SlotSampler] = {}  # by distribution
+        self._loops: dict[Sampling, DecodeLoop] = {}  # by distribution
+        self._requests: GroupRequests[Response] = GroupRequests()
 
     @contextlib.contextmanager
     def keep_prefixes(self) -> Iterator[None]:
@@ -122,30 +119,34 @@ class EmbeddedEngine:
         """
         host = self._checked(prompts, sampling)
         device = next(self.model.parameters()).device
-        order, copies = by_length(host)
-        chunks = []
-        rows = self._rows_at_once(host, sampling, device)
+        keeps = self._prefixes is not None and len(host) <= self._chunk_rows and self.slots > 0
+        loop = DecodeLoop(
+            self.model,
+            sampling,
+            self._tokenizer,
+            slots=self._rows_at_once(host, sampling, device),
+            record=self._record_allowed_tokens and sampling.truncates,
+            prefixes=self._prefixes if keeps else None,
+        )
+        loop.submit(host, range(len(host)), seed=seed, limits=host.limits(sampling))
+        responses: dict[int, Response] = {}
         with self._sampling_context(device, packs=sampling.max_new_tokens >= PACKED_TOKENS):
-            for start in range(0, len(order), rows):
-                cut = slice(start, start + rows)
-                stepper = self._stepper(host, order[cut])
-                chunks.append(self._chunk(stepper, host, order[cut], copies[cut], sampling, seed))
-        rollout = self._assemble(host, order, chunks, sampling.max_new_tokens)
+            while len(responses) < len(host):
+                responses.update(loop.advance(self._version))
+        rollout = self._build(host, [responses[i] for i in range(len(host))], sampling)
         return replace(rollout.to(prompts.ids.device), prompts=prompts)
 
     @property
     def slots(self) -> int:
         """Responses sampled at once by ``advance``; 0 if the model does not keep all keys."""
-        stepper = build_stepper(self.model)
-        keeps_all = isinstance(stepper, CausalStepper) and stepper.keeps_all
-        return self._chunk_rows if keeps_all else 0
+        return self._chunk_rows if build_stepper(self.model).keeps_all else 0
 
     updates_in_flight: Literal[True] = True
 
     @property
     def unfinished(self) -> int:
         """Responses that are being sampled."""
-        return sum(sampler.requests.unfinished for sampler in self._continuous.values())
+        return self._requests.unfinished
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
         """Hold these rows as well; each is sampled as by ``generate``, up to rounding.
@@ -154,38 +155,38 @@ class EmbeddedEngine:
             ConfigError: the sampling cannot work for this model.
             RolloutError: the prompts break the contract.
         """
+        host = self._checked(prompts, sampling)
         distribution = replace(sampling, max_new_tokens=0)
-        sampler = self._continuous.get(distribution)
-        if sampler is None:
+        if distribution not in self._loops:
             record = self._record_allowed_tokens and sampling.truncates
-            sampler = self._continuous[distribution] = SlotSampler(
-                self.model, distribution, self._tokenizer, slots=self._chunk_rows, record=record
+            self._loops[distribution] = DecodeLoop(
+                self.model,
+                distribution,
+                self._tokenizer,
+                slots=self._chunk_rows,
+                record=record,
+                joins=True,
             )
-        sampler.submit(host := self._checked(prompts, sampling), seed, host.limits(sampling))
+        keys = self._requests.add(host, sampling)
+        self._loops[distribution].submit(host, keys, seed=seed, limits=host.limits(sampling))
 
     def advance(self) -> Rollout | None:
         """Sample on; the groups that are complete."""
-        parts = []
         with self._sampling_context(next(self.model.parameters()).device):
-            for sampler in self._continuous.values():
-                sampler.advance(self._version)
-                parts += [] if (part := self._complete_groups(sampler)) is None else [part]
+            for loop in self._loops.values():
+                for key, response in loop.advance(self._version):
+                    self._requests.put(key, response)
+        parts = [
+            self._build(groups.prompts, groups.results, groups.sampling)
+            for groups in self._requests.complete()
+            if groups.sampling is not None
+        ]
         return Rollout.cat(parts) if parts else None
-
-    def _complete_groups(self, sampler: SlotSampler) -> Rollout | None:
-        complete = sampler.responses()
-        if complete is None:
-            return None
-        prompts, responses, spans = complete
-        order = torch.arange(len(prompts))
-        rollout = self._assemble(prompts, order, [responses], sampler.max_new_tokens)
-        oldest = torch.tensor([row[0][0] for row in spans])
-        versions = token_versions(spans, rollout.ids.shape[1])
-        return replace(rollout, version=oldest, token_version=versions)
 
     def cancel(self) -> None:
         """Drop all requests."""
-        self._continuous = {}
+        self._loops.clear()
+        self._requests.clear()
 
     @property
     def max_length(self) -> int | None:
@@ -219,51 +220,12 @@ class EmbeddedEngine:
         fit = rows_that_fit(config, tokens, width, device)
         return max(self._chunk_rows, min(fit, _MOST_ROWS))
 
-    def _chunk(
-        self,
-        stepper: Stepper,
-        prompts: PromptBatch,
-        rows: Tensor,
-        groups: Tensor,
-        sampling: Sampling,
-        seed: int,
-    ) -> Responses:
-        """Sample the responses of ``rows``, reading each of their prompts once."""
-        unique, copies = torch.unique_consecutive(groups, return_inverse=True)
-        first = torch.zeros_like(unique).scatter_(0, copies.flip(0), rows.flip(0))
-        mask = prompts.mask[first]
-        mask = mask[:, -int(mask.sum(-1).max()) :]
-        # A pad token that was added to the tokenizer alone is beyond the model's vocabulary.
-        ids = prompts.ids[first][:, -mask.shape[1] :].masked_fill(~mask, 0)
-        device = next(self.model.parameters()).device
-        steps = torch.arange(sampling.max_new_tokens, device=device)
-        sampler = ChunkSampler(
-            stepper,
-            sampling,
-            Stopper(sampling, self._tokenizer, len(rows)),
-            uniforms(seed, prompts.row[rows].to(device), steps).t().contiguous(),
-            limits=prompts.limits(sampling)[rows],
-            record=self._record_allowed_tokens and sampling.truncates,
-        )
-        responses = sampler.run(ids, mask, copies)
-        if isinstance(stepper, PrefixStepper):
-            stepper.store()
-        return responses
-
-    def _stepper(self, prompts: PromptBatch, rows: Tensor) -> Stepper:
-        stepper = build_stepper(self.model)
-        keeps = self._prefixes is not None and len(prompts) <= self._chunk_rows
-        if not (keeps and isinstance(stepper, CausalStepper) and stepper.keeps_all):
-            return stepper
-        assert self._prefixes is not None
-        return PrefixStepper(self.model, self._prefixes, prompts.row[rows].tolist())
-
-    def _assemble(
-        self, prompts: PromptBatch, order: Tensor, chunks: list[Responses], limit: int
+    def _build(
+        self, prompts: PromptBatch, responses: list[Response], sampling: Sampling
     ) -> Rollout:
-        longest = max(int(x.length.max()) for x in chunks)
-        size = min(longest + self._extra_slot, limit)
-        return assemble(prompts, order, chunks, size, pad_id=self._pad_id, version=self._version)
+        longest = max(len(x.tokens) for x in responses)
+        size = min(longest + self._extra_slot, sampling.max_new_tokens)
+        return build_rollout(prompts, responses, size=size, pad_id=self._pad_id)
 
 
 def build_embedded(inputs: EngineInputs, *, max_lag: int) -> EmbeddedEngine:

@@ -1,180 +1,373 @@
-"""The generation loop of the embedded rollout engine."""
+"""The decode loop of the embedded engine: rows that wait, those that are sampled, and responses."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kedge.rollout.embedded.decode import Stepper
+from kedge.errors import RolloutError
+from kedge.rollout.embedded.decode import CausalStepper, Prefix, build_stepper
 from kedge.rollout.embedded.sampling import (
     MAX_ALLOWED,
     allowed_tokens,
     check_allowed,
     restrict,
     sample_tokens,
+    uniforms,
 )
 from kedge.rollout.embedded.stopping import Stopper
-from kedge.types import Sampling
+from kedge.rollout.requests import token_versions
+from kedge.types import PromptBatch, Rollout, Sampling, group_rows
 
 POLL = 16  # tokens sampled on an accelerator before the host looks where responses ended
+_REFILL = 8  # rows join when this fraction of the slots, 1 / 8, is free: it copies the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response of n tokens."""
+
+    tokens: Tensor  # int64 [n]
+    logprobs: Tensor  # float32 [n]
+    allowed: Tensor | None  # int64 [n, K]
+    terminated: bool
+    versions: list[tuple[int, int]]  # version, and number of tokens sampled with it
 
 
 @dataclass(slots=True)
-class Responses:
-    """The samples of one chunk of b rows, T steps long, on the host; junk after a row's length."""
+class _Row:
+    key: int
+    prompt: list[int]
+    number: int  # selects the random numbers, with the seed
+    seed: int
+    limit: int  # tokens of the response
+    begin: int = 0  # steps of the batch before its first token
 
-    tokens: Tensor  # int64 [b, T]
-    logprobs: Tensor  # float32 [b, T]
-    length: Tensor  # int64 [b]
-    terminated: Tensor  # bool [b]
-    allowed: Tensor | None  # int64 [b, T, K]
 
+class DecodeLoop:
+    """Samples the rows that it holds, as many at a time as it has slots.
 
-class ChunkSampler:
-    """The generation loop of one chunk.
-
-    Tokens stay on the device for ``poll`` steps; then the host copies them, once, finds the rows
-    that have ended, and drops them from the batch.
+    Tokens stay on an accelerator for some steps; then the host copies them, once, finds the rows
+    that have ended, and drops them from the batch when enough have: dropping copies the cache.
 
     Args:
-        stepper: the model.
-        sampling: distribution and stop conditions.
-        stopper: finds the end of rows.
-        u: float64 [T, b]; the random number of every token, on the device.
-        limits: int64 [b]; most tokens of each row, on the host.
+        model: the model.
+        sampling: distribution and stop conditions; lengths are those of the rows.
+        tokenizer: needed for stop strings.
+        slots: rows sampled at once.
         record: record the allowed tokens.
+        joins: rows join others that are being sampled, which needs ``CausalStepper.keeps_all``;
+            False: only when all have ended, so that results do not depend on timing.
+        prefixes: keys and values by row number, read and replaced; None: keep none.
     """
 
     def __init__(
         self,
-        stepper: Stepper,
+        model: nn.Module,
         sampling: Sampling,
-        stopper: Stopper,
-        u: Tensor,
+        tokenizer: Any,
         *,
-        limits: Tensor,
+        slots: int,
         record: bool,
+        joins: bool = False,
+        prefixes: dict[int, Prefix] | None = None,
     ) -> None:
-        self._limits = limits
-        self._stepper, self._sampling, self._stopper, self._u = stepper, sampling, stopper, u
-        self._record = record
-        self._on_cpu = u.device.type == "cpu"
-        self._stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64).to(u.device)
-        steps, rows = u.shape
-        self._t = torch.zeros(1, dtype=torch.int64, device=u.device)  # index of the next token
+        self._model, self._sampling, self._slots, self._record = model, sampling, slots, record
+        self._joins, self._prefixes = joins, prefixes
+        self._device = next(model.parameters()).device
+        self._on_cpu = self._device.type == "cpu"
+        self._stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64).to(self._device)
+        self._stopper = Stopper(sampling, tokenizer)
         self._poll = 1 if self._on_cpu else POLL
-        if not (stopper.can_end or record):
-            self._poll = steps
+        if not (joins or record or sampling.stop_ids or sampling.stop_strings):
+            self._poll = 2**31  # rows end at their limits only
+        self._waiting: deque[_Row] = deque()
+        self._stepper: CausalStepper | None = None
+        # of the b rows in the batch, on the device: the last token, its index, and random numbers
+        self._token = self._t = torch.empty(0, dtype=torch.int64)
+        self._u = torch.empty(0, 0)
         # on the host
-        self._active = torch.arange(rows)  # the rows in the batch
-        self._running = torch.ones(rows, dtype=torch.bool)  # of these, not ended yet
-        self._tokens = torch.zeros(steps, rows, dtype=torch.int64)
-        self._logprobs = torch.zeros(steps, rows)
-        self._allowed: list[Tensor] = []  # [rows, K] per step
-        self._length = torch.full((rows,), steps)
-        self._terminated = torch.zeros(rows, dtype=torch.bool)
+        self._rows: list[_Row] = []
+        self._running = torch.empty(0, dtype=torch.bool)  # not ended yet
+        self._end = torch.empty(0, dtype=torch.int64)  # steps after which rows reach their limits
+        self._clear()
 
-    def run(self, ids: Tensor, mask: Tensor, copies: Tensor) -> Responses:
-        """Sample responses to prompts on the host; see ``Stepper.start``."""
-        steps, pending = len(self._u), []
-        ends = set(self._limits.tolist())  # where rows leave: the model may have no place for more
-        token, recorded = self._sample(self._stepper.start(ids, mask, copies))
-        done = 0
-        for t in range(steps):
-            pending.append(recorded if self._on_cpu else recorded.clone())
-            if len(pending) == self._poll or t + 1 in ends or t + 1 == steps:
-                keep = self._read(torch.stack(pending).cpu(), t + 1)  # the only wait
-                pending, done = [], t + 1
-                if keep is not None:
-                    if not len(keep):
-                        break
-                    token = self._select(keep, token)
-            if t + 1 < steps:
-                self._t += 1
-                token, recorded = self._stepper.sample(token, self._sample)
-        return Responses(
-            tokens=self._tokens[:done].t(),
-            logprobs=self._logprobs[:done].t(),
-            length=self._length,
-            terminated=self._terminated,
-            allowed=nn.utils.rnn.pad_sequence(
-                [x.t() for x in self._allowed], padding_value=-1
-            ).permute(2, 1, 0)
-            if self._record
-            else None,
+    def _clear(self) -> None:
+        """Begin a new batch."""
+        self._stepper, self._steps = None, 0
+        self._versions: list[tuple[int, int]] = []  # and steps before the first with each
+        self._dropped = 0  # steps that are not in the buffer any more
+        self._buffer = torch.empty(0, 0, 2, dtype=torch.int64)  # [steps, b, ...], see _draw
+
+    def submit(
+        self, prompts: PromptBatch, keys: Sequence[int], *, seed: int, limits: Tensor
+    ) -> None:
+        """Hold these rows, on the host, with a key for each; the shortest prompts are first.
+
+        Args:
+            prompts: the rows; those of a group have one prompt, which is read once.
+            keys: returned with the responses.
+            seed: selects the random numbers, with the row numbers.
+            limits: int64 [B]; most tokens of each response.
+
+        Raises:
+            RolloutError: rows of one group hold different prompts.
+        """
+        groups: list[list[_Row]] = []
+        for group, rows in zip(*group_rows(prompts), strict=True):
+            first, *others = index = rows.tolist()
+            ids, mask = prompts.ids[rows], prompts.mask[rows]
+            same = (mask == mask[:1]).all(1) & ((ids == ids[:1]) | ~mask).all(1)
+            if others and not same.all():
+                raise RolloutError(
+                    f"rows {first} and {index[int((~same).nonzero()[0])]} are of group {group} but"
+                    " hold different prompts; rows share a group only if they answer the same"
+                    " prompt"
+                )
+            prompt = ids[0][mask[0]].tolist()
+            groups.append(
+                [_Row(keys[i], prompt, int(prompts.row[i]), seed, int(limits[i])) for i in index]
+            )
+        for of_group in sorted(groups, key=lambda rows: len(rows[0].prompt)):
+            self._waiting += of_group
+
+    def advance(self, version: int) -> list[tuple[int, Response]]:
+        """Sample up to 16 tokens per row, or until a response is complete; keys and responses.
+
+        Args:
+            version: of the weights.
+        """
+        for _ in range(POLL if self._on_cpu else 1):
+            new = self._admit()
+            if not (new or self._rows):
+                break
+            if not self._versions or self._versions[-1][0] != version:
+                self._versions.append((version, self._steps))
+            window = [self._fill(new) if new else self._step()]
+            if self._poll > 1:
+                left = int(self._end[self._running].min()) - self._steps
+                window += [self._step() for _ in range(min(self._poll, left) - 1)]
+            if complete := self._read(torch.stack(window).cpu()):
+                return complete
+        return []
+
+    def _admit(self) -> list[_Row]:
+        """The waiting rows that are next."""
+        if not self._waiting:
+            return []
+        running = int(self._running.sum())
+        free = self._slots - running
+        enough = free >= max(1, self._slots // _REFILL) if self._joins else not running
+        if not enough:
+            return []
+        if running < len(self._rows):
+            self._keep(self._running.nonzero()[:, 0])
+        return [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+
+    def _step(self) -> Tensor:
+        """Sample the next token of every row; what the host reads, int64 [b, ...]."""
+        assert self._stepper is not None
+        self._t += 1
+        self._token, recorded = self._stepper.sample(self._token, self._draw)
+        return recorded if self._on_cpu else recorded.clone()
+
+    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample one token per row from logits [b, V], on the device.
+
+        Returns:
+            The token int64 [b], and what the host reads, int64 [b, 2 or 3 + K]: token, bits of its
+            log-probability, number of allowed tokens and these.
+        """
+        logits = restrict(logits, self._sampling, self._t, self._stop_ids)
+        if self._sampling.temperature == 0:
+            token = logits.argmax(-1)
+            logprob = torch.zeros_like(token, dtype=torch.float32)
+        else:  # rows that have ended may stay beyond their random numbers
+            at = self._t.clamp(max=self._u.shape[1] - 1)[:, None]
+            token, logprob = sample_tokens(logits, self._u.gather(1, at)[:, 0])
+        columns = [token[:, None], logprob.view(torch.int32).long()[:, None]]
+        if self._record:
+            most = min(self._sampling.top_k or MAX_ALLOWED, logits.shape[-1])
+            allowed, count = allowed_tokens(logits, None if self._on_cpu else most)
+            columns += [count[:, None], allowed]
+        return token, torch.cat(columns, 1)
+
+    def _fill(self, new: list[_Row]) -> Tensor:
+        """Add rows to the batch, and sample the next token of all as ``_step`` does."""
+        recorded = [] if self._stepper is None else [self._step()]
+        parts = [] if self._stepper is None else [(self._token, self._t, self._u)]
+        stepper = build_stepper(self._model, across_updates=self._joins)
+        numbers = torch.tensor([row.number for row in new], device=self._device)
+        every = torch.arange(max(row.limit for row in new), device=self._device)
+        self._u = uniforms([row.seed for row in new], numbers, every)
+        self._t = torch.zeros_like(numbers)
+        self._token, first = self._draw(self._start(stepper, new))
+        if self._stepper is None:
+            self._stepper = stepper
+        else:
+            self._stepper.join(stepper)
+        for row in new:
+            row.begin = self._steps
+        self._rows += new
+        self._stopper.add(len(new))
+        self._running = torch.cat([self._running, torch.ones(len(new), dtype=torch.bool)])
+        self._end = torch.cat([self._end, torch.tensor([self._steps + row.limit for row in new])])
+        self._buffer = nn.functional.pad(self._buffer, (0, 0, 0, len(new)), value=-1)
+        if not recorded:
+            return first
+        token, t, u = zip(*parts, (self._token, self._t, self._u), strict=True)
+        self._token, self._t, self._u = torch.cat(token), torch.cat(t), _cat_padded(u)
+        return _cat_padded([*recorded, first])
+
+    def _start(self, stepper: CausalStepper, new: list[_Row]) -> Tensor:
+        """Read the prompts of rows, each once; logits [b, V] of their first tokens."""
+        if self._prefixes:
+            kept = [self._prefixes[row.number] for row in new if row.number in self._prefixes]
+            if len(kept) == len(new):
+                logits = stepper.resume(kept, [row.prompt for row in new])
+                if logits is not None:
+                    return logits
+        prompts: dict[tuple[int, ...], int] = {}  # rows of several groups may share them
+        copies = [prompts.setdefault(tuple(row.prompt), len(prompts)) for row in new]
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + [*prompt] for prompt in prompts])
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        mask = torch.arange(width) >= width - lengths[:, None]
+        return stepper.start(ids, mask, torch.tensor(copies))
+
+    def _read(self, window: Tensor) -> list[tuple[int, Response]]:
+        """Store the tokens of a window int64 [w, b, ...]; the responses that are complete."""
+        count, _, width = window.shape
+        begin = self._steps - self._dropped
+        missing = begin + count - len(self._buffer)
+        wider = max(0, width - self._buffer.shape[2])
+        if missing > 0 or wider:
+            more = max(missing, len(self._buffer)) if missing > 0 else 0
+            self._buffer = nn.functional.pad(self._buffer, (0, wider, 0, 0, 0, more), value=-1)
+        self._buffer[begin : begin + count, :, :width] = window
+        before = self._steps
+        self._steps += count
+        stopped = self._stopper.ended(window[..., 0])
+        ended = stopped & self._running
+        ended[-1] |= (self._end == self._steps) & self._running
+        if not ended.any():
+            return []
+        now, last = ended.any(0), ended.int().argmax(0).tolist()
+        complete = [
+            (self._rows[i].key, self._response(i, before + last[i] + 1, bool(stopped[last[i], i])))
+            for i in now.nonzero()[:, 0].tolist()
+        ]
+        self._running &= ~now
+        assert self._stepper is not None
+        keep = self._running.nonzero()[:, 0]
+        if len(keep) <= self._stepper.keep_share * len(self._rows):
+            self._keep(keep)
+        return complete
+
+    def _response(self, i: int, end: int, terminated: bool) -> Response:
+        """The response of row ``i``, whose last token was sampled in the step before ``end``."""
+        begin = self._rows[i].begin
+        recorded = self._buffer[begin - self._dropped : end - self._dropped, i]
+        allowed = None
+        if self._record:
+            width = int(recorded[:, 2].max())
+            check_allowed(width)
+            allowed = recorded[:, 3 : 3 + width].clone()
+        spans = [
+            (version, min(then, end) - max(first, begin))
+            for (version, first), (_, then) in pairwise([*self._versions, (0, end)])
+        ]
+        return Response(
+            tokens=recorded[:, 0].clone(),
+            logprobs=recorded[:, 1].int().view(torch.float32),
+            allowed=allowed,
+            terminated=terminated,
+            versions=[(version, tokens) for version, tokens in spans if tokens > 0],
         )
 
-    def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The next token int64 [b], and what the host reads of it, int64 [b, 2 or 3 + K]."""
-        t = int(self._t) if self._on_cpu else self._t
-        logits = restrict(logits, self._sampling, t, self._stop_ids)
-        u = self._u.index_select(0, self._t)[0]
-        return sample_step(logits, u, self._sampling, record=self._record)
+    def _keep(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch, on the host."""
+        if self._prefixes is not None:
+            self._store_prefixes(set(range(len(self._rows))) - set(rows.tolist()))
+        self._stopper.select(rows)
+        self._rows = [self._rows[i] for i in rows.tolist()]
+        self._running, self._end = self._running[rows], self._end[rows]
+        if not self._rows:
+            self._clear()
+            return
+        assert self._stepper is not None
+        first = min(row.begin for row in self._rows)
+        self._buffer = self._buffer[first - self._dropped :, rows]
+        self._dropped = first
+        rows = self._stepper.select(rows)
+        self._token, self._t, self._u = (x[rows] for x in (self._token, self._t, self._u))
 
-    def _read(self, window: Tensor, end: int) -> Tensor | None:
-        """Store the steps before ``end``, int64 [w, b, ...]; the rows to keep if rows have ended.
-
-        Dropping rows has a price, so they stay until enough have ended.
-        """
-        begin, tokens = end - len(window), window[..., 0]
-        self._tokens[begin:end, self._active] = tokens
-        self._logprobs[begin:end, self._active] = window[..., 1].int().view(torch.float32)
-        if self._record:
-            check_allowed(int(window[..., 2].max()))
-            width = int(window[..., 2].max())
-            for step in window[..., 3 : 3 + width]:
-                allowed = step.new_full((len(self._length), step.shape[1]), -1)
-                allowed[self._active] = step
-                self._allowed.append(allowed)
-        ended = self._stopper.ended(tokens) & self._running
-        full = (self._limits[self._active] == end) & self._running
-        now = ended.any(0) | full
-        if not now.any():
-            return None
-        rows, stopped = self._active[now], ended.any(0)[now]
-        first = begin + 1 + ended.int().argmax(0)[now]
-        self._length[rows] = first.where(stopped, end)
-        self._terminated[rows] = stopped
-        self._running &= ~now
-        left = int(self._running.sum())
-        keep = self._running.nonzero()[:, 0]
-        few = left <= self._stepper.keep_share * len(self._running)
-        return keep if few or full.any() else None
-
-    def _select(self, keep: Tensor, token: Tensor) -> Tensor:
-        """Keep only these rows of the batch; returns their next input."""
-        self._stopper.select(keep)
-        self._active, self._running = self._active[keep], self._running[keep]
-        keep = self._stepper.select(keep)
-        self._u = self._u[:, keep]
-        return token[keep]
+    def _store_prefixes(self, places: set[int]) -> None:
+        """Store what was read for rows of the batch, the last token of which was not."""
+        assert self._prefixes is not None
+        assert self._stepper is not None
+        for i in places:
+            row = self._rows[i]
+            sampled = self._buffer[row.begin - self._dropped : self._steps - self._dropped - 1, i]
+            tokens = row.prompt + sampled[:, 0].tolist()
+            self._prefixes[row.number] = self._stepper.prefix(i, tokens)
 
 
-def sample_step(
-    logits: Tensor, u: Tensor, sampling: Sampling, *, record: bool
-) -> tuple[Tensor, Tensor]:
-    """Sample one token per row, on the device.
+def _cat_padded(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of matrices, padded to the widest with -1."""
+    width = max(x.shape[1] for x in parts)
+    pad = partial(nn.functional.pad, value=-1)
+    return torch.cat([pad(x, (0, width - x.shape[1])) for x in parts])
+
+
+def build_rollout(
+    prompts: PromptBatch, responses: Sequence[Response], *, size: int, pad_id: int
+) -> Rollout:
+    """The rollout of one response per row, on the host.
 
     Args:
-        logits: float32 [b, V]; restricted to what can be sampled.
-        u: float64 [b]; random numbers.
-        sampling: the distribution.
-        record: record the allowed tokens.
+        prompts: the prompts.
+        responses: of at most ``size`` tokens each.
+        size: tokens per row of the result.
+        pad_id: fills the result after the end of a response.
 
-    Returns:
-        The token int64 [b], and what the host reads, int64 [b, 2 or 3 + K]: token, bits of its
-        log-probability, number of allowed tokens and these.
+    Raises:
+        RolloutError: the model returned NaN.
     """
-    if sampling.temperature == 0:
-        token = logits.argmax(-1)
-        logprob = torch.zeros_like(token, dtype=torch.float32)
-    else:
-        token, logprob = sample_tokens(logits, u)
-    columns = [token[:, None], logprob.view(torch.int32).long()[:, None]]
-    if record:
-        most = min(sampling.top_k or MAX_ALLOWED, logits.shape[-1])
-        allowed, count = allowed_tokens(logits, None if logits.device.type == "cpu" else most)
-        columns += [count[:, None], allowed]
-    return token, torch.cat(columns, 1)
+
+    def stack(parts: Sequence[Tensor], fill: float) -> Tensor:
+        whole = nn.utils.rnn.pad_sequence([*parts], batch_first=True, padding_value=fill)
+        after = [0] * 2 * (whole.ndim - 2)
+        return nn.functional.pad(whole, [*after, 0, size - whole.shape[1]], value=fill)
+
+    logprobs = stack([x.logprobs for x in responses], 0.0)
+    if logprobs.isnan().any():
+        raise RolloutError(
+            f"the model of version {max(x.versions[-1][0] for x in responses)} returned NaN logits"
+            " while sampling; lower the learning rate, or check the weights that were loaded"
+        )
+    allowed = [x.allowed for x in responses if x.allowed is not None]
+    width = max((x.shape[1] for x in allowed), default=0)
+    mask = torch.arange(size) < torch.tensor([len(x.tokens) for x in responses])[:, None]
+    return Rollout(
+        prompts=prompts,
+        ids=stack([x.tokens for x in responses], pad_id),
+        loss_mask=mask,
+        response_mask=mask.clone(),
+        terminated=torch.tensor([x.terminated for x in responses]),
+        version=torch.tensor([x.versions[0][0] for x in responses]),
+        token_version=token_versions([x.versions for x in responses], size),
+        behavior_logprobs=logprobs,
+        allowed_tokens=stack(
+            [nn.functional.pad(x, (0, width - x.shape[1]), value=-1) for x in allowed], -1
+        )
+        if allowed
+        else None,
+    )

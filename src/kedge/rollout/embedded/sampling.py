@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,11 +31,11 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def uniforms(seed: int, rows: Tensor, t: int | Tensor) -> Tensor:
+def uniforms(seed: int | Sequence[int], rows: Tensor, t: int | Tensor) -> Tensor:
     """Random numbers in [0, 1) that depend on (seed, row, t) alone, the same on every device.
 
     Args:
-        seed: any integer; it counts modulo 2^64.
+        seed: any integer, or one for each row; it counts modulo 2^64.
         rows: int64 [B]; global row numbers.
         t: token index, or int64 [T].
 
@@ -43,7 +44,8 @@ def uniforms(seed: int, rows: Tensor, t: int | Tensor) -> Tensor:
     """
     steps = torch.as_tensor(t, dtype=torch.int64, device=rows.device)
     golden = _signed(_GOLDEN)
-    start = _mix(torch.tensor(_signed(seed + _GOLDEN)))
+    seeds = [seed] if isinstance(seed, int) else seed
+    start = _mix(torch.tensor([_signed(x + _GOLDEN) for x in seeds]).to(rows.device))
     stream = _mix(start + (rows + 1) * golden)
     state = _mix(stream.view(-1, *[1] * steps.ndim) + (steps + 1) * golden)
     return ((state >> 12) & ((1 << 52) - 1)).to(torch.float64) * 2.0**-52
@@ -115,7 +117,7 @@ def restrict(logits: Tensor, sampling: Sampling, t: int | Tensor, stop_ids: Tens
 def _ban_early(logits: Tensor, t: int | Tensor, first: int, stop_ids: Tensor) -> Tensor:
     """Exclude stop tokens where t < first."""
     early = t < first
-    if early is False:
+    if early is False or (isinstance(early, Tensor) and early.is_cpu and not early.any()):
         return logits
     banned = logits.index_fill(-1, stop_ids, -math.inf)
     return torch.where(early[:, None], banned, logits) if isinstance(early, Tensor) else banned

@@ -61,15 +61,10 @@ class StopStrings:
 class Stopper:
     """Finds where the rows of a chunk end, from tokens on the host."""
 
-    def __init__(self, sampling: Sampling, tokenizer: Any, rows: int) -> None:
+    def __init__(self, sampling: Sampling, tokenizer: Any) -> None:
         self._ids = torch.tensor(sampling.stop_ids, dtype=torch.int64)
         self._strings = StopStrings(sampling, tokenizer) if sampling.stop_strings else None
-        self._responses: list[list[int]] = [[] for _ in range(rows)]
-
-    @property
-    def can_end(self) -> bool:
-        """Whether anything can end a row."""
-        return len(self._ids) > 0 or self._strings is not None
+        self._responses: list[list[int]] = []
 
     def ended(self, tokens: Tensor) -> Tensor:
         """Whether a stop token or string ends with each of the next tokens int64 [T, b]."""
@@ -86,5 +81,4 @@ class Stopper:
 
     def select(self, rows: Tensor) -> None:
         """Keep only the rows int64 [n], in that order."""
-        if self._strings is not None:
-            self._responses = [self._responses[i] for i in rows.tolist()]
+        self._responses = [self._responses[i] for i in rows.tolist()]
