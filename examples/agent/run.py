@@ -1,6 +1,6 @@
 """An agent in a text world, on a CPU: expert episodes, supervised start, PPO with turn credit.
 
-make demo-agent                            about three minutes on two cores
+make demo-agent                            about eight minutes on two cores
 python examples/agent/run.py --quick       the same with little training, as a smoke test
 
 The policy sees one room at a time, and finds keys, doors and gold in 6 to 12 turns.  It starts
