@@ -32,7 +32,7 @@ from kedge import (
     RLOOTrainer,
 )
 from kedge.learner.learner import HFLearner
-from kedge.rollout.embedded.engine import EmbeddedEngine
+from kedge.rollout.embedded.generation import DecodeLoop
 from kedge.testing import tiny_policy
 from tests import classic_models
 from tests.strict_device import strict_accelerator, strict_device, total_waits
@@ -213,7 +213,8 @@ def metrics(trainer: Any, resume: bool) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def counted(waits: dict[str, list[Any]]) -> Any:
     """Collects the waits of each optimizer step, and (waits, longest response) of each chunk."""
-    step, chunk = HFLearner.optimizer_step, EmbeddedEngine._chunk
+    step, advance = HFLearner.optimizer_step, DecodeLoop.advance
+    batch = [0, 0]  # waits, and tokens of the longest response
 
     def counted_step(*args: Any, **kwargs: Any) -> Any:
         before = total_waits()
@@ -221,15 +222,19 @@ def counted(waits: dict[str, list[Any]]) -> Any:
         waits["steps"].append(total_waits() - before)
         return result
 
-    def counted_chunk(*args: Any, **kwargs: Any) -> Any:
+    def counted_advance(loop: DecodeLoop, version: int) -> Any:
         before = total_waits()
-        result = chunk(*args, **kwargs)
-        waits["chunks"].append((total_waits() - before, int(result.length.max())))
+        result = advance(loop, version)
+        batch[0] += total_waits() - before
+        batch[1] = max(batch[1], *(len(x.tokens) for _, x in result), 0)
+        if not loop._rows:
+            waits["chunks"].append(tuple(batch))
+            batch[:] = 0, 0
         return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HFLearner, "optimizer_step", counted_step)
-        patch.setattr(EmbeddedEngine, "_chunk", counted_chunk)
+        patch.setattr(DecodeLoop, "advance", counted_advance)
         yield
 
 

@@ -167,17 +167,14 @@ def test_a_reward_model_scores_as_it_does_by_itself(family):
         torch.testing.assert_close(scores[row], alone.detach(), atol=1e-5, rtol=1e-5)
 
 
-def test_generation_by_a_small_model_leaves_torchs_threads_as_they_were(monkeypatch):
+def test_generation_by_a_small_model_leaves_torchs_threads_as_they_were():
     usual, used = torch.get_num_threads(), []
     engine = EmbeddedEngine(tiny_policy(vocab_size=VOCAB), pad_id=0, shares_weights=True)
-    plain = engine._chunk
-    monkeypatch.setattr(
-        engine, "_chunk", lambda *a: (used.append(torch.get_num_threads()), plain(*a))[1]
-    )
+    engine.model.register_forward_pre_hook(lambda *_: used.append(torch.get_num_threads()))
     torch.set_num_threads(2)
     try:
         engine.generate(rollout().prompts, sampling=Sampling(max_new_tokens=3), seed=0)
-        assert used == [1]
+        assert used == [1, 1, 1]
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(usual)
