@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,13 @@ def vocabulary(model: nn.Module) -> int | None:
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     rows = getattr(embedding, "num_embeddings", None)
     return rows if isinstance(rows, int) else None
+
+
+def cache_argument(model: Any) -> str | None:
+    """The argument of `model.forward` that takes keys and values; None without one."""
+    accepted = inspect.signature(model.forward).parameters
+    names = ("cache", "past_key_values")  # transformers from 5.24, and before
+    return next((name for name in names if name in accepted), None)
 
 
 def positions(model: Any) -> int | None:

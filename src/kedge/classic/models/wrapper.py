@@ -16,6 +16,7 @@ from transformers.utils.hub import cached_file
 
 from kedge.classic.models.reward_adapter import RewardAdapter
 from kedge.errors import ConfigError
+from kedge.models.compatibility import cache_argument
 from kedge.models.peft import quantization, with_adapter
 from kedge.models.value_head import HEAD_FILE, ScalarHead, save_value
 
@@ -177,13 +178,17 @@ class PreTrainedModelWrapper(nn.Module):
         encoder-decoder T counts the decoder's tokens.
         """
         if past_key_values is not None:
-            kwargs["past_key_values"] = past_key_values
+            name = cache_argument(self.pretrained_model) or "past_key_values"
+            kwargs[name] = past_key_values
         kwargs["output_hidden_states"] = True
         out = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         states = getattr(out, "decoder_hidden_states", None) or out.hidden_states
         value = self.v_head(states[-1].to(self.v_head.summary.weight.device)).squeeze(-1)
         outputs = (out.logits.float(), out.loss, value)
-        return (*outputs, out.past_key_values) if return_past_key_values else outputs
+        if not return_past_key_values:
+            return outputs
+        cache = getattr(out, "cache", None)
+        return (*outputs, out.past_key_values if cache is None else cache)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``generate`` of the wrapped model."""

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from kedge.errors import ConfigError
-from kedge.models.compatibility import positions
+from kedge.models.compatibility import cache_argument, positions
 from kedge.models.mask_checks import known_masks
 from kedge.rollout.embedded.decode_graph import DecodeGraph, can_capture
 from kedge.rollout.embedded.kv_cache import GrowingLayer, growing_cache, keep_rows
@@ -61,7 +61,8 @@ class CausalStepper:
         config = get_base_model(model).config
         accepted = inspect.signature(get_base_model(model).forward).parameters
         self._cache = growing_cache(config)
-        self._options: dict[str, Any] = {"past_key_values": self._cache, "use_cache": True}
+        self._cache_argument = cache_argument(get_base_model(model)) or "past_key_values"
+        self._options: dict[str, Any] = {self._cache_argument: self._cache, "use_cache": True}
         if "logits_to_keep" in accepted:
             self._options["logits_to_keep"] = 1
         self._takes_positions = "position_ids" in accepted
@@ -200,7 +201,7 @@ class CausalStepper:
                 for name in ("keys", "values")
             )
             cache.update(keys, values, number)
-        self._cache = self._options["past_key_values"] = cache
+        self._cache = self._options[self._cache_argument] = cache
 
     def _whole_mask(self) -> Tensor:
         """Real tokens of the cache and the next one, bool [b, used + 1]."""
@@ -267,7 +268,7 @@ def build_stepper(model: nn.Module, *, across_updates: bool = False) -> CausalSt
     """
     base = get_base_model(model)
     name = type(base).__name__
-    if "past_key_values" not in inspect.signature(base.forward).parameters:
+    if cache_argument(base) is None:
         raise ConfigError(
             f"{name} has no key-value cache (past_key_values), which the embedded engine needs"
         )
