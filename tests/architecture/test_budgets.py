@@ -14,7 +14,7 @@ BUDGETS = {
     ".": 2_060,
     "algorithms": 980,
     "checkpoint": 1_070,
-    "classic": 4_040,
+    "classic": 4_044,
     "cli": 4_110,
     "compat": 820,
     "config": 3_590,
@@ -27,7 +27,7 @@ BUDGETS = {
     "learner": 1_900,
     "loop": 2_030,
     "math": 680,
-    "models": 2_350,
+    "models": 2_358,
     "ops": 630,
     "ops/cpu": 690,
     "pretrain": 540,
@@ -43,7 +43,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_400,
 }
 TOTAL = 54_330
-TESTS = 45_510
+TESTS = 45_570
 
 
 def count_lines(files: list[Path]) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
 
 from kedge.errors import ConfigError
 from kedge.models.compatibility import cache_argument, positions
@@ -268,7 +269,8 @@ def build_stepper(model: nn.Module, *, across_updates: bool = False) -> CausalSt
     """
     base = get_base_model(model)
     name = type(base).__name__
-    if cache_argument(base) is None:
+    layers = growing_cache(base.config).layers if cache_argument(base) else None
+    if layers is None or (layers and not any(isinstance(x, CacheLayerMixin) for x in layers)):
         raise ConfigError(
             f"{name} has no key-value cache (past_key_values), which the embedded engine needs"
         )
