@@ -13,8 +13,8 @@ from kedge import AsyncPPOConfig
 from kedge.cli.arguments import ModelArguments, ScriptArguments
 from kedge.cli.train import async_ppo
 from kedge.cli.train.async_data import asked, dressed, load_mixed
+from kedge.config.base import foreign
 from kedge.config.declare import default_of
-from kedge.config.options import foreign
 from kedge.errors import ConfigError, DataError
 
 from .text_toys import word_tokenizer
@@ -247,7 +247,7 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
 def test_options_of_vllm_reach_it_or_are_said_to_be_unread(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kedge.config.rollout.installed", lambda package: True)
+    monkeypatch.setattr("kedge.config.rollout_engines.installed", lambda package: True)
     given: dict[str, Any] = {"vllm_enforce_eager": True, "vllm_gpu_memory_utilization": 0.3}
     config = small(rollout_engine="vllm", vllm_engine_args={"max_model_len": 99}, **given)
     assert config.vllm_engine_args == {

@@ -12,8 +12,8 @@ from transformers import HfArgumentParser
 
 from kedge import GRPOConfig, RLOOConfig
 from kedge.algorithms import grpo, rloo
+from kedge.config.base import foreign
 from kedge.config.declare import Alias
-from kedge.config.options import foreign
 from kedge.config.ppo import PPOConfig
 from kedge.config.rloo import DEFAULTS, PAIRS, reward_bounds
 from kedge.errors import ConfigError
@@ -157,11 +157,11 @@ def test_ratios_of_responses_under_a_loss_of_tokens_are_pointed_out(out, caplog)
 
 
 def test_a_vllm_that_is_too_old_is_refused_at_the_start(out, monkeypatch) -> None:
-    monkeypatch.setattr("kedge.config.rollout.installed", lambda package: True)
-    monkeypatch.setattr("kedge.config.rollout.installed_vllm", lambda: "0.25.2")
+    monkeypatch.setattr("kedge.config.rollout_engines.installed", lambda package: True)
+    monkeypatch.setattr("kedge.config.rollout_engines.installed_vllm", lambda: "0.25.2")
     with pytest.raises(ConfigError, match=r"needs vLLM 0\.26 or newer, got 0\.25\.2"):
         GRPOConfig(**out, rollout_engine="vllm")
-    monkeypatch.setattr("kedge.config.rollout.installed_vllm", lambda: "0.26.0rc1")
+    monkeypatch.setattr("kedge.config.rollout_engines.installed_vllm", lambda: "0.26.0rc1")
     GRPOConfig(**out, rollout_engine="vllm")
 
 
@@ -208,7 +208,7 @@ def test_grpo_options_that_cannot_work(
 
 @pytest.mark.parametrize("config", [RLOOConfig, GRPOConfig])
 def test_vllm_in_the_names_of_trl(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("kedge.config.rollout.installed", lambda name: True)
+    monkeypatch.setattr("kedge.config.rollout_engines.installed", lambda name: True)
     here = config(output_dir=str(tmp_path), use_vllm=True, vllm_max_model_length=99)
     assert here.rollout_engine == "vllm"
     assert here.vllm_engine_args["max_model_len"] == 99

@@ -15,6 +15,7 @@ from transformers import HfArgumentParser, TrainingArguments
 import kedge
 from kedge import AsyncPPOConfig, GRPOConfig, RLOOConfig
 from kedge.algorithms import grpo, ppo, rloo
+from kedge.config.base import foreign
 from kedge.config.compat.parser import ConfigParser
 from kedge.config.compat.training_arguments import INHERITED, TRANSFORMERS4
 from kedge.config.declare import (
@@ -26,9 +27,8 @@ from kedge.config.declare import (
     resume_values,
     status,
 )
-from kedge.config.options import elsewhere, foreign
 from kedge.config.ppo import PPOConfig, PPOv2Config
-from kedge.config.rollout_engines import ROLLOUT_ENGINES, load_function
+from kedge.config.rollout_engines import ROLLOUT_ENGINES, elsewhere, load_function
 from kedge.errors import ConfigError
 from kedge.loop.batch_sizes import compute_batch_sizes
 from kedge.ray.resources import RayCluster

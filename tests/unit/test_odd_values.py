@@ -17,11 +17,12 @@ from kedge import classic
 from kedge.cli.arguments import ModelArguments, ScriptArguments
 from kedge.cli.train.reward import RewardArguments
 from kedge.config.async_ppo import AsyncPPOConfig
+from kedge.config.base import foreign
 from kedge.config.declare import Alias, NoEffect, status
 from kedge.config.grpo import GRPOConfig
-from kedge.config.options import elsewhere, foreign
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.rloo import RLOOConfig
+from kedge.config.rollout_engines import elsewhere
 from kedge.errors import ConfigError, KedgeError
 from tests.e2e.small import small
 
@@ -235,10 +236,7 @@ def test_a_field_keeps_its_range_where_a_subclass_changes_its_default(tmp_path: 
         RLOOConfig(output_dir=str(tmp_path), epsilon=-1)
 
 
-def test_runs_of_no_step_and_steps_of_nothing_are_refused(tmp_path: Path) -> None:
-    for name in ("num_train_epochs", "logging_steps", "save_steps", "lam_alpha"):
-        with pytest.raises(ConfigError, match=f"{name}=1e-320 must be .*; it is too small"):
-            PPOConfig(output_dir=str(tmp_path), **{name: 1e-320})
+def test_runs_of_no_step_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_steps=0 must be at least 1, or -1 for no limit"):
         small(output_dir=str(tmp_path), total_episodes=None, max_steps=0)
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from kedge.config.declare import option
-from kedge.config.rollout import RolloutArguments
-from kedge.config.values import MOST, SECONDS
+from kedge.config.declare import MOST, SECONDS, option
+from kedge.config.rollout_engines import RolloutArguments
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "full"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from kedge.algorithms import Algorithm
 from kedge.config.base import OnPolicyConfig
-from kedge.config.options import refuse_unread
+from kedge.config.declare import default_of, format_value, status
 from kedge.data.table import read_table
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
@@ -107,14 +107,19 @@ def _check_custom(args: OnPolicyConfig, algorithm: Any, value_model: Any) -> Non
             f"algorithm={algorithm!r} must be a kedge.Algorithm{suggestion}, for example"
             " algorithm=kedge.algorithms.reinforce_pp()"
         )
-    refuse_unread(args, [_ALGORITHM], algorithm.name)
-    if algorithm.needs_values:
-        return
-    if value_model is not None:
-        raise ConfigError(
-            f"value_model is given, but algorithm={algorithm.name} uses none; leave it out"
-        )
-    refuse_unread(args, [_VALUE], algorithm.name)
+    name = algorithm.name
+    if value_model is not None and not algorithm.needs_values:
+        raise ConfigError(f"value_model is given, but algorithm={name} uses none; leave it out")
+    unread = (_ALGORITHM,) if algorithm.needs_values else (_ALGORITHM, _VALUE)
+    for f in fields(args):
+        where, value, default = status(type(args), f.name), getattr(args, f.name), default_of(f)
+        reads = isinstance(where, str) and where.startswith(unread)
+        if reads and value not in (default, args.UNSET.get(f.name, default)):
+            raise ConfigError(
+                f"{f.name}={value!r} is an option of the trainer's built-in algorithm and has no"
+                f" effect with algorithm={name}; leave it out, and pass options to {name} itself"
+                " (on the command line: --algorithm_kwargs)"
+            )
 
 
 class SharedArguments(TypedDict, total=False):
@@ -184,7 +189,8 @@ def check_kinds(inputs: TrainerInputs) -> None:
     pair = inputs.optimizers
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ConfigError(
-            f"optimizers={_shown(pair)} must be a pair (optimizer, scheduler), each may be None"
+            f"optimizers={format_value(pair)} must be a pair (optimizer, scheduler); each may be"
+            " None"
         )
     for name, value, methods in (
         ("optimizers[0]", pair[0], ("param_groups", "step")),
@@ -200,9 +206,9 @@ def check_kinds(inputs: TrainerInputs) -> None:
         missing = [method for method in methods if not hasattr(value, method)]
         if value is not None and (missing or isinstance(value, type)):
             lacks = f" (missing: {', '.join(missing)})" if missing else ""
-            raise ConfigError(f"{name}={_shown(value)} must be {_WANTED[name]}{lacks}")
+            raise ConfigError(f"{name}={format_value(value)} must be {_WANTED[name]}{lacks}")
     if not isinstance(inputs.callbacks, list | tuple | None):
-        raise ConfigError(f"callbacks={_shown(inputs.callbacks)} must be a list of callbacks")
+        raise ConfigError(f"callbacks={format_value(inputs.callbacks)} must be a list of callbacks")
     task = getattr(inputs.peft_config, "task_type", None)
     task = getattr(task, "value", task)
     if task not in (None, "CAUSAL_LM"):
@@ -245,8 +251,3 @@ _WANTED = {
     "peft_config": "a PEFT configuration, such as peft.LoraConfig(...)",
     "data_collator": "a function of a list of {'input_ids', 'attention_mask'}",
 }
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"a {type(value).__name__}"

@@ -11,9 +11,9 @@ from typing import Any
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
+from kedge.config.base import ConfigType, foreign
 from kedge.config.compat.training_arguments import TRANSFORMERS4
 from kedge.config.declare import Alias, flags
-from kedge.config.options import ConfigType, foreign
 
 
 class ConfigParser(HfArgumentParser):

@@ -10,8 +10,18 @@ from annotated_types import Interval
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from kedge.config.declare import ActsIn, Alias, Foreign, Inherited, NoEffect, Unsupported
-from kedge.config.values import MOST, SECONDS, JSONFile, Text
+from kedge.config.declare import (
+    MOST,
+    SECONDS,
+    ActsIn,
+    Alias,
+    Foreign,
+    Inherited,
+    JSONFile,
+    NoEffect,
+    Text,
+    Unsupported,
+)
 
 _BATCH = "batch sizes and run length"
 _LEARNER = "learner: optimizer and schedule"

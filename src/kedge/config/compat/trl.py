@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any, Literal
 
 from kedge.config.compat.training_arguments import TRANSFORMERS4
-from kedge.config.declare import Alias, Foreign, NoEffect, Unsupported, default_of, option
-from kedge.config.rollout import engine_args, json_object
-from kedge.config.values import SECONDS
+from kedge.config.declare import SECONDS, Alias, Foreign, NoEffect, Unsupported, default_of, option
+from kedge.config.rollout_engines import engine_args, json_object
 from kedge.errors import ConfigError
 
 logger = logging.getLogger(__name__)

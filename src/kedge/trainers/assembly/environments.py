@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from kedge.config.common import EnvironmentArguments
-from kedge.config.rollout import json_object
+from kedge.config.rollout_engines import json_object
 from kedge.data.encode import SOURCES
 from kedge.data.table import read_table
 from kedge.environments import (

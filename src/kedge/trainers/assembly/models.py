@@ -15,7 +15,7 @@ from torch import nn
 
 from kedge.config.base import OnPolicyConfig
 from kedge.config.ppo import PPOConfig
-from kedge.config.rollout import vllm_limit
+from kedge.config.rollout_engines import vllm_limit
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
 from kedge.learner.actor_critic import Value

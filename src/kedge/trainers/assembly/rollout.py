@@ -9,8 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from kedge.config.base import OnPolicyConfig
-from kedge.config.rollout import engine_args
-from kedge.config.rollout_engines import RolloutEngineSpec, load_function
+from kedge.config.rollout_engines import RolloutEngineSpec, engine_args, load_function
 from kedge.errors import ConfigError
 from kedge.learner.learner import HFLearner
 from kedge.learner.learner_state import WeightCopier

@@ -18,7 +18,7 @@ from torch import nn
 from kedge.config.base import OnPolicyConfig
 from kedge.config.common import EnvironmentArguments
 from kedge.config.ppo import PPOConfig
-from kedge.config.rollout import json_object
+from kedge.config.rollout_engines import json_object
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
 from kedge.learner.learner import HFLearner

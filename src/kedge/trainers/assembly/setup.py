@@ -13,8 +13,7 @@ from torch import nn
 
 from kedge.algorithms import Algorithm
 from kedge.config.base import OnPolicyConfig
-from kedge.config.rollout import json_object
-from kedge.config.rollout_engines import RolloutEngineSpec, find_engine
+from kedge.config.rollout_engines import RolloutEngineSpec, find_engine, json_object
 from kedge.config.sampling import build_sampling
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError, DataError
