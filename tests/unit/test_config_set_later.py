@@ -6,7 +6,6 @@ import pickle
 import pytest
 
 from kedge import AsyncPPOConfig, GRPOConfig, PPOConfig, RLOOConfig
-from kedge.config.schedule import build_schedule
 from kedge.errors import ConfigError, OptionError
 
 BASES = {AsyncPPOConfig: {"rollout_engine": "embedded"}, RLOOConfig: {"token_level_kl": True}}
@@ -83,9 +82,3 @@ def test_an_unknown_name_is_an_error_when_it_is_set(tmp_path):
         config.lam_vale = 0.9
     config._mine = 1
     assert config.device.type == "cpu"  # transformers keeps what it computes
-
-
-def test_eval_strategy_set_later_evaluates_with_every_log_row(changed):
-    config = changed(PPOConfig, eval_strategy="steps", logging_steps=3)
-    schedule = build_schedule(config, iterations=9, iterations_per_epoch=None)
-    assert [i for i in range(1, 10) if schedule.evaluates(i)] == [3, 6, 9]

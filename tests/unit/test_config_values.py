@@ -55,7 +55,10 @@ BAD = [
     ({"total_episodes": 10**5000}, "total_episodes=a number of about 5001 digits must be"),
     ({"eval_delay": "x"}, "eval_delay='x' must be a number, without quotes"),
     ({"lr_scheduler_type": "nonsense"}, "nonsense"),
-    ({"accelerator_config": {"split_batches": True}}, "sets split_batches, which configures a data"),
+    (
+        {"accelerator_config": {"split_batches": True}},
+        "sets split_batches, which configures a data",
+    ),
     ({"load_best_model_at_end": True}, "load_best_model_at_end"),
     ({"world_size": 7}, "world_size=7, but 1 processes run"),
     ({"value_source": "magic"}, "value_source='magic' must be one of"),

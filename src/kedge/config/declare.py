@@ -50,6 +50,7 @@ MOST = 2**53  # responses and iterations of a run; exact in float64
 SECONDS = 1e9  # more than 30 years: longer waits overflow Python's timers
 _MAX_CHOICES = 400  # characters of choices that an error message lists
 _MAX_VALUE = 100  # characters of a value in an error message
+_LEAVE = "leave it at its default"
 _SECRET = ("hub_token", "push_to_hub_token")
 _WORDS = {  # of pydantic, and shorter
     "Input should be ": "",
@@ -108,7 +109,7 @@ class Unsupported:
     """
 
     reason: str
-    way_out: str
+    way_out: str = _LEAVE
     default: Any = None
     also: tuple[Any, ...] = ()
 
@@ -130,7 +131,17 @@ class NoEffect:
 
 Inherited = ActsIn | Unsupported | NoEffect
 Foreign = Alias | Unsupported | NoEffect
-UNKNOWN = Unsupported("this version of Kedge does not know this option", "leave it at its default")
+UNKNOWN = Unsupported("this version of Kedge does not know this option")
+
+
+def unsupported(reason: str, way_out: str = _LEAVE, /, **defaults: Any) -> dict[str, Foreign]:
+    """Names that are not fields and not supported, with the defaults that pass."""
+    return {name: Unsupported(reason, way_out, default) for name, default in defaults.items()}
+
+
+def no_effect(reason: str, **defaults: Any) -> dict[str, Foreign]:
+    """Names that are not fields and have no effect, with the defaults that are not logged."""
+    return {name: NoEffect(reason, default) for name, default in defaults.items()}
 
 
 class Option(Field[Any]):

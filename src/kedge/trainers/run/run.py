@@ -163,7 +163,7 @@ class Run(Hooks):
         self.schedule = build_schedule(
             self.args,
             iterations=sizes.iterations,
-            iterations_per_epoch=sizes.iterations_per_epoch,
+            iterations_per_epoch=self.iterations_per_epoch,
         )
         self.recorder = build_recorder(self.args.save_rollouts, engine.sampling, self.learner)
         self.token_log = build_token_log(self.args, self.schedule, self.learner, self.tokenizer)
