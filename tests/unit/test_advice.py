@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,9 +27,10 @@ class Sized:
         ]
 
 
-def given(config, *, trained=LARGE, frozen=0, batch_size=512, **options):
+def given(config, *, trained=LARGE, frozen=0, batch_size=512, iterations=9, **options):
     args = config(output_dir=None, use_cpu=True, **options)
-    return " | ".join(advise(args, Sized(trained, frozen), batch_size=batch_size))
+    sizes = SimpleNamespace(batch_size=batch_size, iterations=iterations)
+    return " | ".join(advise(args, Sized(trained, frozen), sizes))
 
 
 def test_the_default_learning_rate_of_ppo_is_high_for_a_large_model():

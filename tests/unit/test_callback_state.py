@@ -138,9 +138,9 @@ def test_add_pop_and_remove(tmp_path):
     callbacks = Callbacks(args(tmp_path), [Counter])
     extra = StopAt(3)
     callbacks.add(extra)
-    assert callbacks.pop(Counter).by == 1
-    assert callbacks.pop(Counter) is None
-    callbacks.remove(extra)
+    assert callbacks.handler.pop_callback(Counter).by == 1
+    assert callbacks.handler.pop_callback(Counter) is None
+    callbacks.handler.remove_callback(extra)
     assert [type(c).__name__ for c in callbacks.handler.callbacks] == ["DefaultFlowCallback"]
 
 

@@ -211,17 +211,16 @@ def _uses_newer_names(given: Mapping[str, Any]) -> bool:
     Raises:
         ConfigError: names of both releases.
     """
-    names = [(a, b) for a, b in PAIRS if given.get(a) is not None or given.get(b) is not None]
-    older = [(a, b) for a, b in names if given.get(a) is not None]
-    newer = [(a, b) for a, b in names if given.get(b) is not None]
-    both = [pair for pair in older if pair in newer]
-    # num_generations is also a name of older releases
-    other = next((pair for pair in newer if pair[1] != "num_generations"), None)
-    if both or (older and other):
-        (a, newer_a), (older_b, b) = (both * 2)[:2] or (older[0], other)
+    older = [a for a, _ in PAIRS if given.get(a) is not None]
+    newer = [b for _, b in PAIRS if given.get(b) is not None]
+    mixed = [b for b in newer if b != "num_generations"]  # also a name of older releases
+    pairs = [(a, b) for a, b in PAIRS if a in older and b in newer]
+    pairs += [(older[0], mixed[0])] if older and mixed else []
+    for a, b in pairs[:1]:
         raise ConfigError(
             f"{a}={given[a]!r} is a name of TRL up to 0.21, {b}={given[b]!r} one of TRL 0.22 and"
-            f" later, which have different defaults; replace {a} by {newer_a}, or {b} by {older_b}"
+            f" later, which have different defaults; replace {a} by {dict(PAIRS)[a]}, or {b} by"
+            f" {next(old for old, new in PAIRS if new == b)}"
         )
     return bool(newer) and not older
 

@@ -244,7 +244,7 @@ def build_correction(
     return correction
 
 
-def _asked_correction(args: OnPolicyConfig, *, vllm: bool) -> tuple[list[str], Correction | None]:
+def _asked_correction(args: Any, *, vllm: bool) -> tuple[list[str], Correction | None]:
     """The options of the correction that are set, and what they ask for."""
     mode = args.sampler_correction or "off"
     own = [name for name in _OWN if getattr(args, name) is not None]
@@ -266,17 +266,15 @@ def _asked_correction(args: OnPolicyConfig, *, vllm: bool) -> tuple[list[str], C
         )
     if not asked or mode == "off":
         return asked, None
-    return asked, _own_correction(args, "mask" if mode == "mask" else "truncate")
-
-
-def _own_correction(args: OnPolicyConfig, kind: Kind) -> Correction:
-    level = args.sampler_correction_level or "token"
+    level: Level = args.sampler_correction_level or "token"
+    kind: Kind = "mask" if mode == "mask" else "truncate"
     low, high = args.sampler_correction_low, args.sampler_correction_high
     high = HIGH[level] if high is None else high
-    if low is None:  # both sides alike, as verl
-        low = 1 / high if kind == "mask" and high > 1 else 0.0
-    _check_order("sampler_correction_low", low, "sampler_correction_high", high)
-    return Correction(kind=kind, level=level, high=high, low=low)
+    if low is None and kind == "mask" and high > 1:  # both sides alike, as verl
+        low = 1 / high
+    return asked, _correction(
+        kind, level, low, high, ("sampler_correction_low", "sampler_correction_high")
+    )
 
 
 def _trl_options(args: Any) -> list[str]:
@@ -294,18 +292,20 @@ def _trl_correction(args: Any) -> Correction | None:
     high, low = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
     if high is None:  # 3 is TRL's
         high = 2.0 if args.vllm_importance_sampling_mode is None else 3.0
-    _check_order(f"{_TRL}clip_min", low, f"{_TRL}clip_max", high)
+    level, kind = MODES[mode]
     if not args.vllm_importance_sampling_correction:
         return None
-    level, kind = MODES[mode]
     if kind == "truncate" and high == math.inf and low is None:
         raise ConfigError(
             f"{_TRL}mode={mode!r} needs a bound: set {_TRL}clip_max or {_TRL}clip_min, or"
             f" {_TRL}correction=False"
         )
-    return Correction(kind=kind, level=level, high=high, low=low or 0.0)
+    return _correction(kind, level, low, high, (f"{_TRL}clip_min", f"{_TRL}clip_max"))
 
 
-def _check_order(low_name: str, low: float | None, high_name: str, high: float) -> None:
+def _correction(
+    kind: Kind, level: Level, low: float | None, high: float, names: tuple[str, str]
+) -> Correction:
     if low is not None and low >= high:
-        raise ConfigError(f"{low_name}={low:g} must be less than {high_name}={high:g}")
+        raise ConfigError(f"{names[0]}={low:g} must be less than {names[1]}={high:g}")
+    return Correction(kind=kind, level=level, high=high, low=low or 0.0)

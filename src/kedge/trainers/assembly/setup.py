@@ -83,6 +83,11 @@ class Setup:
         return RayCluster(actors=actors, **shared_kwargs(args, RayCluster))
 
     @property
+    def value_warmup_steps(self) -> int:
+        """Iterations at the start that train only the value model."""
+        return getattr(self.args, "value_warmup_steps", 0) if self.algorithm.needs_values else 0
+
+    @property
     def pad_id(self) -> int:
         """The id that pads responses."""
         return pad_id(self.tokenizer)
