@@ -76,6 +76,12 @@ def test_the_clip_of_gspo():
     assert given(GRPOConfig, **sequence, epsilon=3e-4, epsilon_high=4e-4) == ""
 
 
+def test_a_warmup_of_the_value_that_never_ends():
+    text = given(PPOConfig, value_warmup_steps=9, trained=10)
+    assert text.startswith("value_warmup_steps=9 covers all 9 iterations")
+    assert given(PPOConfig, value_warmup_steps=8, trained=10) == ""
+
+
 def test_a_trainer_says_it_once(caplog, monkeypatch):
     monkeypatch.setattr("kedge.trainers.assembly.run.LARGE", 1)
     with caplog.at_level(logging.WARNING):

@@ -117,49 +117,27 @@ def test_a_flag_set_on_another_rank_counts_here(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "steps"),
+    ("kwargs", "logged", "evaluated", "saved"),
     [
-        ({"logging_steps": 1}, [1, 2, 3, 4, 5, 6, 7]),
-        ({"logging_steps": 3}, [3, 6, 7]),
-        ({"logging_steps": 3, "logging_first_step": True}, [1, 3, 6, 7]),
-        ({"logging_steps": 0.5}, [4, 7]),
-        ({"logging_strategy": "epoch"}, [2, 4, 6, 7]),
-        ({"logging_strategy": "no"}, [7]),
+        ({"logging_steps": 1, "eval_strategy": "no"}, [1, 2, 3, 4, 5, 6, 7], [], []),
+        ({"logging_steps": 3, "logging_first_step": True}, [1, 3, 6, 7], [], []),
+        ({"logging_steps": 0.5}, [4, 7], [], []),
+        ({"logging_strategy": "epoch"}, [2, 4, 6, 7], [], []),
+        ({"logging_strategy": "no"}, [7], [], []),
+        ({"logging_steps": 9, "eval_strategy": "steps", "eval_steps": 3}, None, [3, 6, *LAST], []),
+        ({"eval_strategy": "steps", "eval_steps": 0.5}, None, [4, *LAST], []),
+        ({"eval_strategy": "steps", "eval_steps": 2, "eval_delay": 4}, None, [4, 6, *LAST], []),
+        ({"eval_strategy": "epoch", "eval_on_start": True}, None, [0, 2, 4, 6, 7], []),
+        ({"save_strategy": "steps", "save_steps": 3}, None, [], [3, 6, 7]),
+        ({"save_strategy": "steps", "save_steps": 0.5}, None, [], [4, 7]),
+        ({"save_strategy": "epoch"}, None, [], [2, 4, 6, 7]),
     ],
 )
-def test_logging_cadence(tmp_path, kwargs, steps):
+def test_cadence(tmp_path, kwargs, logged, evaluated, saved):
     run = Run(args(tmp_path, **kwargs), max_steps=7).train()
-    assert [row["step"] for row in run.memory.rows] == steps
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "steps"),
-    [
-        ({"eval_strategy": "no"}, []),
-        ({"eval_strategy": "steps", "eval_steps": 3}, [3, 6, *LAST]),
-        ({"eval_strategy": "steps", "eval_steps": 0.5}, [4, *LAST]),
-        ({"eval_strategy": "steps", "eval_steps": 2, "eval_delay": 4}, [4, 6, *LAST]),
-        ({"eval_strategy": "epoch"}, [2, 4, 6, 7]),
-        ({"eval_strategy": "epoch", "eval_on_start": True}, [0, 2, 4, 6, 7]),
-    ],
-)
-def test_evaluation_cadence(tmp_path, kwargs, steps):
-    assert Run(args(tmp_path, **kwargs), max_steps=7).train().evaluated_at == steps
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "steps"),
-    [
-        ({"save_strategy": "steps", "save_steps": 3}, [3, 6, 7]),
-        ({"save_strategy": "steps", "save_steps": 0.5}, [4, 7]),
-        ({"save_strategy": "epoch"}, [2, 4, 6, 7]),
-        ({"save_strategy": "no"}, []),
-    ],
-)
-def test_save_cadence(tmp_path, kwargs, steps):
-    run = Run(args(tmp_path, **kwargs), max_steps=7).train()
-    assert run.saved == steps
-    assert [checkpoint.parse_step(p) for p in checkpoint.checkpoints(tmp_path)] == steps
+    assert logged is None or [row["step"] for row in run.memory.rows] == logged
+    assert (run.evaluated_at, run.saved) == (evaluated, saved)
+    assert [checkpoint.parse_step(p) for p in checkpoint.checkpoints(tmp_path)] == saved
 
 
 def test_rows_between_two_logs_are_averaged(tmp_path):
@@ -172,20 +150,17 @@ def test_rows_between_two_logs_are_averaged(tmp_path):
 
 def test_merging_rows_keeps_extremes_and_skips_what_is_absent():
     rows = [
-        {"completions/min_length": 4.0, "completions/max_length": 9.0, "val/ratio": 1.0},
-        {"completions/min_length": 2.0, "completions/max_length": 5.0, "rewards/a": 7.0},
+        {"completions/min_length": 4.0, "rollout/lag_max": 1.0, "val/ratio": 1.0, "lr": 2.0},
+        {"completions/min_length": 2.0, "rollout/lag_max": 2.0, "rewards/a": 7.0, "lr": 1.0},
+        {"completions/max_length": 9.0, "rollout/lag_max": 1.0, "val/ratio": 3.0},
     ]
-    assert merge_rows([{"lr": 2.0, "lr/value": 4.0}, {"lr": 1.0, "lr/value": 3.0}]) == {
-        "lr": 1.0,
-        "lr/value": 3.0,
-    }
-    ages = [{"rollout/lag_max": 1.0}, {"rollout/lag_max": 2.0}, {"rollout/lag_max": 1.0}]
-    assert merge_rows(ages) == {"rollout/lag_max": 2.0}
     assert merge_rows(rows) == {
         "completions/min_length": 2.0,
-        "completions/max_length": 9.0,
-        "val/ratio": 1.0,
+        "rollout/lag_max": 2.0,
+        "val/ratio": 2.0,
+        "lr": 1.0,
         "rewards/a": 7.0,
+        "completions/max_length": 9.0,
     }
 
 
