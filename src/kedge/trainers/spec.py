@@ -31,10 +31,6 @@ def shared_kwargs(config: OnPolicyConfig, function: Callable[..., Any]) -> dict[
     return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
-def _no_names(args: Any, engine: Engine) -> MetricNames:
-    return lambda row: {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
     """A trainer: its config, its algorithm, and other names of its metrics.
@@ -53,7 +49,7 @@ class TrainerSpec:
     name: str
     config: type[OnPolicyConfig]
     algorithm: Callable[..., Algorithm]
-    metric_names: Callable[[Any, Engine], MetricNames] = _no_names
+    metric_names: Callable[[Any, Engine], MetricNames] = lambda args, engine: lambda row: {}
     flags: type[OnPolicyConfig] | None = None
     value_model: bool = False
 

@@ -136,6 +136,10 @@ class ModelStage:
         converted = not args.allow_low_precision_weights and in_float32(policy, "model")
         # Adapters on the policy's base come first: a reference without copies switches all of them.
         value = self._build_value(policy) if setup.algorithm.needs_values else None
+        if args.train_layers is not None and isinstance(value, ScalarModel):
+            found = find_layers(value.backbone)  # it may have fewer than the policy
+            layers = args.train_layers if found is None else min(args.train_layers, len(found[1]))
+            train_top_layers(value.backbone, layers, what="the value model")
         reward = AdapterRewardModel(policy, args.reward_adapter) if args.reward_adapter else None
         reference, fresh = self._build_reference(policy)
         if converted and isinstance(reference, FrozenModel) and not args.bf16:
@@ -182,14 +186,6 @@ class ModelStage:
         With ``value_source="auto"`` a reward model that cannot be a value model is not used: one
         that is not causal, has no per-token head, or has another tokenizer than the policy.
         """
-        value, layers = self._load_value(policy), self.setup.args.train_layers
-        if layers is not None and isinstance(value, ScalarModel):
-            found = find_layers(value.backbone)  # it may have fewer than the policy
-            layers = layers if found is None else min(layers, len(found[1]))
-            train_top_layers(value.backbone, layers, what="the value model")
-        return value
-
-    def _load_value(self, policy: nn.Module) -> Value:
         inputs, args = self.setup.inputs, self.setup.args
         if self.value_adapter:
             starts = None if self.value_source == "policy" else args.reward_adapter

@@ -203,22 +203,13 @@ def init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
 def loading_options(inputs: TrainerInputs) -> dict[str, Any]:
     """Arguments of ``load_policy`` for the policy and a reference by name."""
     kwargs = init_kwargs(inputs.args)
+    if inputs.quantization_config is not None:
+        kwargs["quantization_config"] = inputs.quantization_config
     if kwargs and not isinstance(inputs.model, str):
         raise ConfigError(
-            f"{_INIT_KWARGS} sets {', '.join(kwargs)}, but the model is already loaded; pass them"
-            f" when you load it, or leave {_INIT_KWARGS} unset"
+            f"{', '.join(kwargs)} cannot be set ({_INIT_KWARGS}, quantization_config): the model is"
+            " already loaded; pass them when you load it"
         )
-    if inputs.quantization_config is not None:
-        if "quantization_config" in kwargs:
-            raise ConfigError(
-                f"quantization_config is set in the trainer and in {_INIT_KWARGS}; set it once"
-            )
-        if not isinstance(inputs.model, str):
-            raise ConfigError(
-                "quantization_config is set, but the model is already loaded; pass it when"
-                " you load it"
-            )
-        kwargs["quantization_config"] = inputs.quantization_config
     if "quantization_config" in kwargs and inputs.peft_config is None:
         raise ConfigError(
             "quantization_config freezes the weights; pass a peft_config to train an adapter"

@@ -272,38 +272,8 @@ def own_callbacks(args: OnPolicyConfig) -> list[TrainerCallback]:
         from kedge.ray.context import get_context
 
         if (context := get_context()) is not None:
-            callbacks.append(Reporting(context))
+            callbacks.append(Reporting(context, main=args.process_index == 0))
     return callbacks
-
-
-class Reporting(TrainerCallback):
-    """Sends logged rows to the driver of a Ray launch, and stops when the driver asks to.
-
-    Args:
-        context: of this rank.
-    """
-
-    def __init__(self, context: RankContext) -> None:
-        self._context = context
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        """Send the row, from rank 0."""
-        if state.is_world_process_zero:
-            self._context.post({"step": state.global_step, **(logs or {})})
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Save and stop on all ranks once the driver asks to."""
-        if state.is_world_process_zero and self._context.stopping():
-            control.should_training_stop = control.should_save = True
 
 
 class Stopping(TrainerCallback):
@@ -314,11 +284,36 @@ class Stopping(TrainerCallback):
     """
 
     def __init__(self, shutdown: GracefulShutdown) -> None:
-        self._shutdown = shutdown
+        self._requested = lambda: shutdown.requested
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Save and stop once requested."""
-        if self._shutdown.requested:
+        if self._requested():
             control.should_training_stop = control.should_save = True
+
+
+class Reporting(Stopping):
+    """Sends logged rows to the driver of a Ray launch, and stops when the driver asks to.
+
+    Args:
+        context: of this rank.
+        main: whether this is rank 0, which talks to the driver.
+    """
+
+    def __init__(self, context: RankContext, *, main: bool) -> None:
+        self._context, self._main = context, main
+        self._requested = lambda: main and context.stopping()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Send the row, from rank 0."""
+        if self._main:
+            self._context.post({"step": state.global_step, **(logs or {})})
