@@ -197,8 +197,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         True, "Recompute activations in the backward pass: less memory, about a third slower."
     )
     bf16: bool | None = option(  # type: ignore[assignment]
-        None,
-        "Autocast to bfloat16 over float32 weights. Unset: on if the GPU supports it.",
+        None, "Autocast to bfloat16 over float32 weights. Unset: on if the GPU supports it."
     )
     report_to: None | str | list[str] = option(  # noqa: RUF036  (HfArgumentParser reads this order)
         None, "Trackers for metrics: tensorboard, wandb, trackio or a list. Unset: only files."

@@ -57,14 +57,10 @@ class PPOConfig(OnPolicyConfig):
         le=1,
     )
     lam_alpha: float | None = _ppo(
-        None,
-        "Replace lam for the advantages by 1 - 1 / (lam_alpha x tokens); 0.05 in VAPO.",
-        gt=0,
+        None, "Replace lam for the advantages by 1 - 1 / (lam_alpha x tokens); 0.05 in VAPO.", gt=0
     )
     dual_clip: float | None = _ppo(
-        None,
-        "Largest ratio of tokens with negative advantage, such as 3. Unset: no limit.",
-        gt=1,
+        None, "Largest ratio of tokens with negative advantage, such as 3. Unset: no limit.", gt=1
     )
     credit: Literal["token", "turn"] = _ppo(
         "token", "What gets one advantage and counts for gamma and lam: a token, or a turn."

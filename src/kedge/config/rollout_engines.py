@@ -208,9 +208,7 @@ class RolloutArguments:
     )
     vllm_tensor_parallel_size: int = _rollout(1, "GPUs per vLLM engine.", ge=1)
     vllm_python: str | None = _rollout(
-        None,
-        "Python interpreter with vLLM, for vllm_server. Unset: the current one.",
-        resume=False,
+        None, "Python interpreter with vLLM, for vllm_server. Unset: the current one.", resume=False
     )
     weight_sync_folder: str | None = _rollout(
         None,

@@ -14,7 +14,6 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from kedge.config.base import OnPolicyConfig
-from kedge.config.ppo import PPOConfig
 from kedge.config.rollout_engines import vllm_limit
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
@@ -89,9 +88,9 @@ class ModelStage:
         if not isinstance(inputs.model, str):
             _check_adapter(inputs.model, args.ref_adapter_name)
         _check_train_layers(args, adapted=has_adapter(inputs.model, inputs))
-        self.value_adapter = isinstance(args, PPOConfig) and args.value_adapter
-        self.value_source = args.value_source if isinstance(args, PPOConfig) else "policy"
-        if isinstance(args, PPOConfig) and args.value_adapter:
+        self.value_adapter: bool = getattr(args, "value_adapter", False)
+        self.value_source: str = getattr(args, "value_source", "policy")
+        if self.value_adapter:
             check_value_adapter(args, inputs)
         # The first reward model and its tokenizer, from which the value model may start.
         models, tokenizers = as_list(inputs.reward_model), inputs.reward_processing_classes
@@ -251,7 +250,7 @@ def _check_train_layers(args: OnPolicyConfig, *, adapted: bool) -> None:
         )
 
 
-def check_value_adapter(args: PPOConfig, inputs: TrainerInputs) -> None:
+def check_value_adapter(args: Any, inputs: TrainerInputs) -> None:
     """Check that nothing else is asked to be the value model, or to initialize it."""
     if inputs.value_model is not None:
         raise ConfigError(
@@ -333,7 +332,7 @@ class LearnerStage:
     def _settings(self) -> LearnerSettings:
         args, sampling = self.setup.args, self.setup.sampling
         kwargs = args.gradient_checkpointing_kwargs
-        rate = args.value_learning_rate if isinstance(args, PPOConfig) else None
+        rate = getattr(args, "value_learning_rate", None)
         return LearnerSettings(
             total_iterations=self.setup.sizes.iterations,
             value_warmup_steps=self.setup.value_warmup_steps,

@@ -242,7 +242,7 @@ def _asked_correction(args: Any, *, vllm: bool) -> tuple[list[str], Correction |
     own = _set_options(args, [f"sampler_correction_{x}" for x in ("level", "low", "high")])
     asked = own if mode == "auto" else ["sampler_correction", *own]
     trl = _set_options(args, [f"{_TRL}{name}" for name in ("mode", "clip_max", "clip_min")])
-    on = getattr(args, f"{_TRL}correction", True)
+    on = not hasattr(args, f"{_TRL}correction") or args.vllm_importance_sampling_correction
     trl = trl if on else [f"{_TRL}correction", *trl]
     if asked and trl:
         one, other = (f"{name}={getattr(args, name)!r}" for name in (asked[0], trl[0]))
@@ -274,7 +274,8 @@ def _set_options(args: Any, names: list[str]) -> list[str]:
 
 def _trl_correction(args: Any) -> Correction:
     """The correction set by TRL's options."""
-    mode, high, low = (getattr(args, f"{_TRL}{x}") for x in ("mode", "clip_max", "clip_min"))
+    mode = args.vllm_importance_sampling_mode
+    high, low = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
     level, kind = MODES[mode or "token_truncate"]
     if high is None:  # 3 is TRL's
         high = 2.0 if mode is None else 3.0

@@ -17,7 +17,6 @@ from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import resume_values
 from kedge.data import DatasetPrompts
 from kedge.errors import CheckpointError, ConfigError, way_out
-from kedge.output import RunLock, check_folder
 from kedge.types import Sampling
 
 if TYPE_CHECKING:
@@ -29,6 +28,8 @@ VALUE_FOLDER = "value_model"
 
 def check_targets(args: Any) -> None:
     """Check that output folders can be created and written to."""
+    from kedge.output import check_folder
+
     reports = args.report_to if isinstance(args.report_to, list) else [args.report_to]
     targets = {
         "output_dir": args.output_dir,
@@ -45,6 +46,8 @@ def check_targets(args: Any) -> None:
 @contextlib.contextmanager
 def claimed(args: Any) -> Iterator[None]:
     """Hold the lock on ``output_dir``; call it on every rank, rank 0 locks."""
+    from kedge.output import RunLock
+
     with contextlib.ExitStack() as stack:
         problem = None
         if args.output_dir and args.process_index == 0:
