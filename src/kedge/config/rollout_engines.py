@@ -17,8 +17,6 @@ from importlib import metadata
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from packaging.version import Version
-
 from kedge.config.declare import SECONDS, format_value, option
 from kedge.errors import ConfigError, install_command
 
@@ -334,7 +332,8 @@ def _check_vllm(config: Any, spec: RolloutEngineSpec) -> None:
         )
     needs_vllm = spec.package == "vllm" and python is None
     version = installed_vllm() if needs_vllm else None
-    if version is not None and Version(version).release[:2] < Version(LOWEST_VLLM).release:
+    release = [int(x) for x in (version or LOWEST_VLLM).split(".")[:2]]
+    if release < [int(x) for x in LOWEST_VLLM.split(".")]:
         raise ConfigError(
             f"rollout_engine={name!r} needs vLLM {LOWEST_VLLM} or newer, got {version}:"
             f" {install_command('vllm')}"
