@@ -8,7 +8,7 @@ import pytest
 import transformers
 from docs.generate import CONFIGS, options_page
 
-from kedge.config.options import foreign
+from kedge.config.base import foreign
 
 PAGES = Path(__file__).parents[2] / "docs" / "reference"
 

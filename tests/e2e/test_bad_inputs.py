@@ -1,279 +1,225 @@
-"""Bad arguments, data, models and rewards give one clear error that names the thing."""
+"""Bad arguments, data, models, rewards and options give one clear error that names the thing.
+
+``tests/unit/test_build.py`` has those that each stage of a run refuses, and
+``tests/unit/test_config_values.py`` the options that a config refuses.
+"""
 
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import PrinterCallback
 
-from kedge import PPOTrainer
-from kedge.algorithms import ppo
-from kedge.errors import ConfigError, DataError, KedgeError
-from kedge.testing import tiny_policy
+from kedge import PPOConfig, PPOTrainer, PPOv2Trainer
+from kedge.algorithms import Algorithm, ppo
+from kedge.errors import CheckpointError, ConfigError, DataError, KedgeError
+from kedge.testing import ScriptedRollouts, tiny_policy
 from kedge.verifiers import by_column
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
-from .small import VOCAB, length_reward, small
+from .small import PROMPTS, VOCAB, small
 
 
-def run(**changes: Any) -> Any:
-    return small(**changes).train()
+def policy() -> Any:
+    return tiny_policy("gpt_neox", vocab_size=VOCAB)
 
 
-def raises(function: Any) -> Callable[..., list[float]]:
-    def reward(completions: list[str], **_: Any) -> list[float]:
+def scores(function: Callable[[list[str]], list[Any]]) -> dict[str, Any]:
+    """A reward function alone."""
+
+    def reward(completions: list[str], **_: Any) -> list[Any]:
         return function(completions)
 
-    return reward
+    return {"reward_model": None, "reward_funcs": reward}
 
 
 def boom(completions: list[str], **_: Any) -> list[float]:
     raise ZeroDivisionError("division by zero")
 
 
-shared_model = tiny_policy("gpt_neox", vocab_size=VOCAB)
+def not_a_number(model: Any) -> Any:
+    """The model with one weight that is NaN."""
+    with torch.no_grad():
+        list(model.parameters())[-1].view(-1)[0] = math.nan
+    return model
 
 
-# name: (what is done, the error, words that its message must hold)
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
-    "args of another kind": (lambda: small(args={"a": 1}), ConfigError, ["dict", "PPOConfig"]),
-    "model instead of args": (
-        lambda: PPOTrainer(shared_model, word_tokenizer()),  # type: ignore[arg-type]
-        ConfigError,
-        ["GPTNeoX", "PPOConfig"],
+def verified(verifier: Any, **data: Any) -> dict[str, Any]:
+    return {"reward_model": None, "reward_funcs": verifier, **data}
+
+
+UNKNOWN = {"prompt": "w3", "dataset": "gsm8kk", "ground_truth": "1"}
+GROUPED = Algorithm(
+    name="grouped", compute_advantages=ppo().compute_advantages, loss=ppo().loss, min_group=2
+)
+# Arguments and options, the error, and words that its message must hold.
+REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
+    # arguments
+    ({"args": {"a": 1}}, ConfigError, ["dict", "PPOConfig"]),
+    ({"model": None}, ConfigError, ["model=None"]),
+    ({"model": 5}, ConfigError, ["model=5", "policy"]),
+    ({"optimizers": torch.optim.SGD([torch.ones(1)], lr=1.0)}, ConfigError, ["SGD", "pair"]),
+    ({"optimizers": (torch.optim.SGD, None)}, ConfigError, ["optimizers[0]", "not its class"]),
+    ({"optimizers": (None, "linear")}, ConfigError, ["optimizers[1]='linear'", "scheduler"]),
+    ({"callbacks": PrinterCallback()}, ConfigError, ["callbacks", "list"]),
+    ({"peft_config": {"r": 4}}, ConfigError, ["peft_config={'r': 4}", "LoraConfig"]),
+    ({"peft_config": LoraConfig(task_type="SEQ_CLS")}, ConfigError, ["'CAUSAL_LM'", "SEQ_CLS"]),
+    ({"peft_config": LoraConfig(target_modules=["nope"])}, ConfigError, ["peft_config", "nope"]),
+    ({"data_collator": "mine"}, ConfigError, ["data_collator='mine'", "function"]),
+    ({"rollout_engine": 5}, ConfigError, ["rollout_engine=5", "rollout_engine='vllm'"]),
+    ({"algorithm": "remax"}, ConfigError, ["algorithm='remax'", "kedge.algorithms"]),
+    ({"algorithm": GROUPED}, ConfigError, ["num_generations", "2"]),
+    ({"output_dir": 5}, ConfigError, ["output_dir=5"]),
+    ({"processing_class": None}, ConfigError, ["processing_class"]),
+    ({"processing_class": 7}, ConfigError, ["7"]),
+    # models
+    (
+        {"model": "/no/such/model", "processing_class": None},
+        *(ConfigError, ["'/no/such/model'", "no such folder"]),
     ),
-    "no model": (lambda: small(model=None), ConfigError, ["model=None"]),
-    "a number for a model": (lambda: small(model=5), ConfigError, ["model=5", "policy"]),
-    "a model and its tokenizer nowhere": (
-        lambda: small(model="/no/such/model", processing_class=None),
-        ConfigError,
-        ["'/no/such/model'", "no such folder"],
+    ({"reward_model": "/no/such/one"}, ConfigError, ["reward model '/no/such/one'", "no such fol"]),
+    ({"value_model": "./no/such"}, ConfigError, ["value model './no/such'", "no such folder"]),
+    ({"model": neox_reward(vocab=VOCAB)}, ConfigError, ["ForSequenceClassification"]),
+    ({"model": not_a_number(policy())}, ConfigError, ["not finite", "NaN"]),
+    ({"value_model": policy().gpt_neox}, ConfigError, ["GPTNeoXModel", "score"]),
+    ({"model_adapter_name": "mine"}, KedgeError, ["mine"]),
+    (
+        {
+            "model": policy().requires_grad_(False),
+            "value_model": neox_reward(vocab=VOCAB).requires_grad_(False),
+        },
+        *(ConfigError, ["requires_grad"]),
     ),
-    "a reward model nowhere": (
-        lambda: small(reward_model="/no/such/model"),
-        ConfigError,
-        ["reward model '/no/such/model'", "no such folder"],
+    # data
+    ({"train_dataset": []}, DataError, ["empty"]),
+    ({"train_dataset": [{"text": "w3"}]}, DataError, ["text", "prompt"]),
+    ({"train_dataset": [{"prompt": 5}]}, DataError, ["int"]),
+    ({"train_dataset": [{"prompt": None}]}, DataError, ["None"]),
+    ({"train_dataset": [{"prompt": ""}]}, DataError, ["prompt"]),
+    ({"train_dataset": 7}, DataError, ["int"]),
+    ({"train_dataset": pandas.DataFrame(PROMPTS)}, DataError, ["DataFrame", "from_pandas"]),
+    (
+        {"train_dataset": [{"prompt": [{"role": "user", "content": "w3"}]}]},
+        *(DataError, ["chat_template"]),
     ),
-    "a value model nowhere": (
-        lambda: small(value_model="./no/such/model"),
-        ConfigError,
-        ["value model './no/such/model'", "no such folder"],
-    ),
-    "an optimizer alone": (
-        lambda: small(optimizers=torch.optim.SGD([torch.ones(1)], lr=1.0)),
-        ConfigError,
-        ["optimizers", "SGD", "pair"],
-    ),
-    "the class of an optimizer": (
-        lambda: small(optimizers=(torch.optim.SGD, None)),
-        ConfigError,
-        ["optimizers[0]", "SGD", "not its class"],
-    ),
-    "a schedule by name": (
-        lambda: small(optimizers=(None, "linear")),
-        ConfigError,
-        ["optimizers[1]='linear'", "scheduler"],
-    ),
-    "a callback alone": (
-        lambda: small(callbacks=PrinterCallback()),
-        ConfigError,
-        ["callbacks", "list"],
-    ),
-    "an adapter as a dict": (
-        lambda: small(peft_config={"r": 4}),
-        ConfigError,
-        ["peft_config={'r': 4}", "LoraConfig"],
-    ),
-    "an adapter of another task": (
-        lambda: small(peft_config=LoraConfig(task_type="SEQ_CLS")),
-        ConfigError,
-        ["must have task_type='CAUSAL_LM'", "SEQ_CLS"],
-    ),
-    "an adapter on layers that are not there": (
-        lambda: small(peft_config=LoraConfig(target_modules=["nope"])),
-        ConfigError,
-        ["peft_config", "nope"],
-    ),
-    "a collator by name": (
-        lambda: small(data_collator="mine"),
-        ConfigError,
-        ["data_collator='mine'", "function"],
-    ),
-    "an engine that is none": (
-        lambda: small(rollout_engine=5),
-        ConfigError,
-        ["rollout_engine=5", "rollout_engine='vllm'"],
-    ),
-    "an algorithm by name": (
-        lambda: small(algorithm="remax"),
-        ConfigError,
-        ["algorithm='remax'", "kedge.algorithms"],
-    ),
-    "an algorithm that was not called": (
-        lambda: small(algorithm=ppo),
-        ConfigError,
-        ["must be a kedge.Algorithm; call the function"],
-    ),
-    "arguments that the optimizer does not read": (
-        lambda: small(optim_args="beta=1"),
-        ConfigError,
-        ["optim_args='beta=1'", "'beta' has no effect"],
-    ),
-    "pass at least one prompt": (
-        lambda: small(eval_dataset={"new": []}),
-        DataError,
-        ["eval_dataset['new']", "empty"],
-    ),
-    "a number for a folder": (lambda: small(output_dir=5), ConfigError, ["output_dir=5"]),
-    "resume from a number": (
-        lambda: small().train(resume_from_checkpoint=5),
-        ConfigError,
-        ["resume_from_checkpoint=5", "True"],
-    ),
-    "no dataset": (lambda: small(train_dataset=None), DataError, ["train_dataset=None", "prompt"]),
-    "empty dataset": (lambda: small(train_dataset=[]), DataError, ["empty"]),
-    "no prompt column": (
-        lambda: small(train_dataset=[{"text": "w3"}]),
-        DataError,
-        ["text", "prompt"],
-    ),
-    "prompt of numbers": (lambda: small(train_dataset=[{"prompt": 5}]), DataError, ["int"]),
-    "prompt None": (lambda: small(train_dataset=[{"prompt": None}]), DataError, ["None"]),
-    "empty prompt": (lambda: small(train_dataset=[{"prompt": ""}]), DataError, ["prompt"]),
-    "dataset of another kind": (lambda: small(train_dataset=7), DataError, ["int"]),
-    "every prompt too long": (
-        lambda: small(max_prompt_length=1),
-        DataError,
-        ["max_prompt_length", "1"],
-    ),
-    "no tokenizer": (lambda: small(processing_class=None), ConfigError, ["processing_class"]),
-    "tokenizer of another kind": (lambda: small(processing_class=7), ConfigError, ["7"]),
-    "chat prompts without a template": (
-        lambda: small(train_dataset=[{"prompt": [{"role": "user", "content": "w3"}]}]),
-        DataError,
-        ["chat_template"],
-    ),
-    "no reward": (lambda: small(reward_model=None), ConfigError, ["reward_model", "reward_funcs"]),
-    "reward of another kind": (lambda: small(reward_model=3.5), ConfigError, ["float"]),
-    "reward model of few words": (
-        lambda: run(reward_model=neox_reward(vocab=8)),
-        KedgeError,
-        ["8", str(VOCAB)],
-    ),
-    "reward model with two labels": (
-        lambda: run(
-            reward_model=neox_reward(vocab=VOCAB, labels=2), value_model=neox_reward(vocab=VOCAB)
-        ),
-        KedgeError,
-        ["2"],
-    ),
-    "reward raises": (
-        lambda: run(reward_model=None, reward_funcs=boom),
-        KedgeError,
-        ["boom", "division by zero", "w"],
-    ),
-    "reward too short": (
-        lambda: run(reward_model=None, reward_funcs=raises(lambda c: [1.0])),
-        KedgeError,
-        ["reward", "1", "4"],
-    ),
-    "reward is a word": (
-        lambda: run(reward_model=None, reward_funcs=raises(lambda c: ["good"] * len(c))),
-        KedgeError,
-        ["good"],
-    ),
-    "reward is NaN": (
-        lambda: run(reward_model=None, reward_funcs=raises(lambda c: [math.nan] * len(c))),
-        KedgeError,
-        ["nan"],
-    ),
-    "reward is infinite": (
-        lambda: run(reward_model=None, reward_funcs=raises(lambda c: [math.inf] * len(c))),
-        KedgeError,
-        ["inf"],
-    ),
-    "reward function by a name that is not there": (
-        lambda: small(reward_model=None, reward_funcs="math:no_such_thing"),
-        ConfigError,
-        ["no_such_thing"],
-    ),
-    "a column that a reward needs and the dataset calls otherwise": (
-        lambda: small(
-            reward_model=None,
-            reward_funcs=lambda completions, solution: [0.0] * len(completions),
+    ({"max_prompt_length": 1}, DataError, ["max_prompt_length", "1"]),
+    ({"eval_dataset": {"new": []}}, DataError, ["eval_dataset['new']", "empty"]),
+    # rewards
+    ({"reward_model": 3.5}, ConfigError, ["float"]),
+    (scores(math.fsum) | {"reward_funcs": "math:no_such"}, ConfigError, ["no_such"]),
+    (
+        verified(
+            lambda completions, solution: [0.0] * len(completions),
             train_dataset=[{"prompt": "w3", "answer": "1"}],
         ),
-        ConfigError,
-        ["lambda needs solution", "its columns: answer, prompt"],
+        *(ConfigError, ["lambda needs solution", "its columns: answer, prompt"]),
     ),
-    "a row that names no known verifier": (
-        lambda: small(
-            reward_model=None,
-            reward_funcs=[by_column()],
-            train_dataset=[
-                {"prompt": "w3", "dataset": "gsm8k", "ground_truth": "1"},
-                {"prompt": "w3", "dataset": "gsm8kk", "ground_truth": "1"},
-            ],
-        ),
-        KedgeError,
-        ["row 1", "'gsm8kk'", "did you mean 'gsm8k'"],
+    (
+        verified([by_column()], train_dataset=[UNKNOWN | {"dataset": "gsm8k"}, UNKNOWN]),
+        *(KedgeError, ["row 1", "'gsm8kk'", "did you mean 'gsm8k'"]),
     ),
-    "an evaluation row that names no known verifier": (
-        lambda: small(
-            reward_model=None,
-            reward_funcs=by_column(),
-            eval_dataset={"new": Dataset.from_list([{"prompt": "w3", "dataset": "maths"}])},
-        ),
-        KedgeError,
-        ["row 0", "'maths'"],
+    (
+        verified(by_column(), eval_dataset={"new": Dataset.from_list([UNKNOWN])}),
+        *(KedgeError, ["row 0", "'gsm8kk'"]),
     ),
-    "reward weights of another number": (
-        lambda: small(reward_weights=[1.0, 2.0]),
-        ConfigError,
-        ["reward_weights", "2", "1"],
+    # options
+    ({"num_generations": 3}, ConfigError, ["num_generations=3", "2"]),
+    ({"optim_args": "beta=1"}, ConfigError, ["optim_args='beta=1'", "'beta' has no effect"]),
+    ({"chat_template_kwargs": "[1]"}, ConfigError, ["chat_template_kwargs", "JSON object"]),
+    (
+        {"lr_scheduler_type": "warmup_stable_decay"},
+        *(ConfigError, ["warmup_stable_decay", "lr_scheduler_kwargs=None", "num_decay_steps"]),
     ),
-    "reference is the policy": (
-        lambda: small(model=shared_model, ref_model=shared_model),
-        ConfigError,
-        ["same object"],
+]
+# The same of ``train``.
+FAILS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"reward_model": neox_reward(vocab=8)}, ["8", str(VOCAB)]),
+    (
+        {
+            "reward_model": neox_reward(vocab=VOCAB, labels=2),
+            "value_model": neox_reward(vocab=VOCAB),
+        },
+        ["2"],
     ),
-    "policy that is no language model": (
-        lambda: small(model=neox_reward(vocab=VOCAB)),
-        ConfigError,
-        ["ForSequenceClassification"],
+    ({"value_model": not_a_number(neox_reward(vocab=VOCAB))}, ["the value model returns nan for"]),
+    ({"reward_model": None, "reward_funcs": boom}, ["boom", "division by zero", "w"]),
+    (scores(lambda c: [1.0]), ["reward", "1", "4"]),
+    (scores(lambda c: ["good"] * len(c)), ["good"]),
+    (scores(lambda c: [math.nan] * len(c)), ["nan"]),
+    (scores(lambda c: [math.inf] * len(c)), ["inf"]),
+    (
+        scores(lambda c: [1e30] * len(c)) | {"reward_weights": [1e20], "preflight": False},
+        ["rewards must be finite, got inf for row 0"],
     ),
-    "value model without a head": (
-        lambda: small(value_model=tiny_policy("gpt_neox", vocab_size=VOCAB).gpt_neox),
-        ConfigError,
-        ["GPTNeoXModel", "score"],
-    ),
-    "value from a reward that is not there": (
-        lambda: small(reward_model=None, reward_funcs=length_reward, value_source="reward"),
-        ConfigError,
-        ["value_source", "value_model"],
-    ),
-    "nothing trains": (
-        lambda: small(
-            model=tiny_policy("gpt_neox", vocab_size=VOCAB).requires_grad_(False),
-            value_model=neox_reward(vocab=VOCAB).requires_grad_(False),
-        ),
-        ConfigError,
-        ["requires_grad"],
-    ),
-}
+    ({"stop_token": None, "stop_token_id": 999}, ["999"]),
+    ({"response_length": 200}, ["128"]),
+    ({"rollout_engine": ScriptedRollouts([[[3, 4]] * 4])}, ["1 step"]),
+]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_one_clear_error(name: str) -> None:
-    do, kind, words = CASES[name]
+def policy_alone() -> None:
+    model = policy()
+    small(model=model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None))
+
+
+def saved_run() -> str:
+    folder = tempfile.mkdtemp()
+    small(output_dir=folder, save_strategy="steps", save_steps=1).train()
+    return folder
+
+
+def resumed_from_the_folder() -> None:
+    folder = saved_run()
+    small(output_dir=folder).train(resume_from_checkpoint=folder)
+
+
+def resumed_with_another_optimizer() -> None:
+    folder = saved_run()
+    with pytest.warns(UserWarning, match='optim: "AdamW" in the checkpoint, "SGD" now'):
+        small(output_dir=folder, optim="sgd").train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+
+
+CALLS: list[tuple[Callable[[], Any], type[Exception], list[str]]] = [
+    (lambda: PPOTrainer(policy(), word_tokenizer()), ConfigError, ["GPTNeoX", "PPOConfig"]),  # type: ignore[arg-type]
+    (lambda: PPOv2Trainer(config=PPOConfig(), args=PPOConfig()), ConfigError, ["config", "args"]),
+    (policy_alone, ConfigError, ["SGD", "no weight of the value model", "pass value_model"]),
+    (lambda: small().evaluate(), ConfigError, ["eval_dataset"]),
+    (lambda: small().train(5), ConfigError, ["resume_from_checkpoint=5", "True"]),
+    (lambda: small().train(True), CheckpointError, ["no checkpoint"]),
+    (lambda: small().train("/no/such/folder"), CheckpointError, ["/no/such/folder"]),
+    (
+        resumed_from_the_folder,
+        CheckpointError,
+        ["is an output_dir, not a checkpoint", "checkpoint-2", "resume_from_checkpoint=True"],
+    ),
+    (
+        resumed_with_another_optimizer,
+        CheckpointError,
+        ["betas", "SGD", "momentum", "Resume with the same optim"],
+    ),
+]
+CASES: list[tuple[Callable[[], Any], type[Exception], list[str]]] = [
+    *((lambda changes=changes: small(**changes), kind, words) for changes, kind, words in REFUSED),
+    *(
+        (lambda changes=changes: small(**changes).train(), KedgeError, words)
+        for changes, words in FAILS
+    ),
+    *CALLS,
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), CASES, ids=[", ".join(c[2]) for c in CASES])
+def test_one_clear_error(call: Callable[[], Any], kind: type[Exception], words: list[str]) -> None:
     with pytest.raises(kind) as caught:
-        do()
+        call()
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert len(message) < 700

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from kedge import PPOConfig, PPOTrainer
 from kedge.loop.seeds import seed_for
 from kedge.testing import tiny_policy
+from tests.unit.callback_runs import Spy, StopAt
 from tests.unit.text_toys import (
     BertConfig,
     BertForSequenceClassification,
@@ -24,32 +24,13 @@ from tests.unit.text_toys import (
 from .small import PROMPTS, VOCAB, length_reward, rows, small
 
 
-class Count(TrainerCallback):
-    """Counts events."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, int] = {}
-
-    def _add(self, name: str) -> None:
-        self.seen[name] = self.seen.get(name, 0) + 1
-
-    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self._add("optimizer_step")
-
-    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self._add("evaluate")
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self._add("step_end")
-
-
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: x.detach().clone() for name, x in trainer.model.state_dict().items()}
 
 
 @pytest.mark.parametrize(("minibatches", "accumulation"), [(1, 4), (2, 4), (4, 4), (4, 1)])
 def test_d1_d2_d6_mini_batches_are_optimizer_steps(minibatches: int, accumulation: int) -> None:
-    count = Count()
+    spy = Spy()
     trainer = small(
         per_device_train_batch_size=8 // accumulation,
         gradient_accumulation_steps=accumulation,
@@ -57,10 +38,10 @@ def test_d1_d2_d6_mini_batches_are_optimizer_steps(minibatches: int, accumulatio
         num_ppo_epochs=3,
         total_episodes=16,
         learning_rate=1e-9,
-        callbacks=[count],
+        callbacks=[spy],
     )
     trainer.train()
-    assert count.seen["optimizer_step"] == 2 * 3 * minibatches
+    assert spy.events.count("on_optimizer_step") == 2 * 3 * minibatches
     for row in rows(trainer):  # with a vanishing learning rate every ratio is 1
         assert row["val/ratio"] == pytest.approx(1.0, abs=1e-5)
 
@@ -147,26 +128,22 @@ def test_d12_rows_of_one_token_and_without_score_are_finite() -> None:
 
 
 def test_d14_train_returns_and_stops_when_told() -> None:
-    class StopNow(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = True
-
-    done = small(total_episodes=32, callbacks=[StopNow()]).train()
+    done = small(total_episodes=32, callbacks=[StopAt(1)]).train()
     assert done.global_step == 1
     assert done.metrics["episode"] == 4
 
 
 def test_d15_evaluation_happens_when_asked_for() -> None:
-    count = Count()
+    spy = Spy()
     trainer = small(
         eval_dataset=PROMPTS[:3],
         eval_strategy="steps",
         eval_steps=2,
         total_episodes=16,
-        callbacks=[count],
+        callbacks=[spy],
     )
     trainer.train()
-    assert count.seen["evaluate"] == 2
+    assert spy.events.count("on_evaluate") == 2
     evaluated = [row for row in trainer.state.log_history if "eval_objective/scores" in row]
     assert [row["step"] for row in evaluated] == [2, 4]
 
@@ -378,9 +355,3 @@ def test_d37_defaults_run_on_a_cpu() -> None:
     (row,) = rows(trainer)
     assert row["step"] == 2
     assert row["episode"] == 16
-
-
-def test_lag_is_measured_in_updates() -> None:
-    trainer = small(max_lag=1, total_episodes=16, num_ppo_epochs=2, num_mini_batches=2)
-    trainer.train()
-    assert [row["rollout/lag"] for row in rows(trainer)] == [0, 1, 1, 1]

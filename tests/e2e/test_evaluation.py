@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kedge.errors import CheckpointError, ConfigError
-from tests.e2e.small import PROMPTS, small
+from kedge.errors import CheckpointError
+from kedge.rollout.embedded.engine import EmbeddedEngine
+from kedge.testing import tiny_policy
+from tests.e2e.small import PROMPTS, VOCAB, small
 from tests.e2e.test_ranks import launch
 from tests.ranks import leave
 
@@ -113,11 +117,6 @@ def test_the_best_by_win_rate_is_kept_and_loaded(tmp_path: Path) -> None:
     assert after["eval_win_rate"] == rates[best]  # the same weights, the same draws
 
 
-def test_win_rate_needs_prompts() -> None:
-    with pytest.raises(ConfigError, match=r"eval_against_start=True .* eval_dataset"):
-        small(eval_against_start=True)
-
-
 def test_tables_have_a_column_for_every_source(tmp_path: Path) -> None:
     def none(completions: list[str], **_: Any) -> list[float | None]:
         return [None if i % 2 else 2.0 for i in range(len(completions))]
@@ -125,6 +124,52 @@ def test_tables_have_a_column_for_every_source(tmp_path: Path) -> None:
     trainer(tmp_path, reward_funcs=[short, none], max_steps=2).train()
     for row in tables(tmp_path)[2]:
         assert row["score"] == row["short"] + (row["none"] or 0.0)
+
+
+# -- while the sampler works ahead ---------------------------------------------------------------
+
+
+class Watched(EmbeddedEngine):
+    """A slow engine that one thread at a time may use."""
+
+    def __init__(self) -> None:
+        super().__init__(tiny_policy("gpt_neox", vocab_size=VOCAB), pad_id=0, shares_weights=False)
+        self._busy = threading.Lock()
+        self.evaluated: list[int] = []
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._busy.acquire(blocking=False), "two threads sample at the same time"
+        try:
+            time.sleep(0.03)
+            found = super().generate(*args, **kwargs)
+        finally:
+            self._busy.release()
+        if kwargs["sampling"].temperature < 0.1:
+            self.evaluated.append(int(found.version[0]))
+        return found
+
+    def load_weights(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._busy.acquire(blocking=False), "weights are loaded while another thread samples"
+        try:
+            return super().load_weights(*args, **kwargs)
+        finally:
+            self._busy.release()
+
+
+@pytest.mark.parametrize("schedule", ["in_order", "as_completed"])
+def test_an_evaluation_is_of_the_newest_weights(schedule: str) -> None:
+    engine = Watched()
+    made = small(
+        rollout_engine=engine,
+        max_lag=1,
+        rollout_schedule=schedule,
+        total_episodes=20,
+        eval_dataset=PROMPTS[:4],
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    made.train()
+    assert engine.evaluated == [1, 2, 3, 4, 5]
 
 
 def work(folder: str, out: str) -> None:

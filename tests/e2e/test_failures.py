@@ -105,22 +105,11 @@ def test_the_same_trainer_goes_on_after_a_failure(tmp_path: Path) -> None:
     assert_same(made, whole_run(1))
 
 
-def broken_evaluation(made: PPOTrainer) -> None:
-    calls = itertools.count(1)
-    score = made.engine.reward.score
-
-    def fail(rollout: Any) -> Any:
-        if next(calls) == 6:  # four updates; the evaluation asks twice, for four prompts each
-            raise RewardError("the judge is out")
-        return score(rollout)
-
-    made.engine.reward.score = fail  # type: ignore[method-assign]
-
-
 def test_a_failing_evaluation_costs_no_update(tmp_path: Path) -> None:
     options: dict[str, Any] = {"eval_dataset": PROMPTS[:8], "eval_strategy": "steps"}
     failing = trainer(tmp_path, eval_steps=4, **options)
-    broken_evaluation(failing)
+    # Four updates and the checks of the first; the evaluation asks twice, for four prompts each.
+    break_at(failing, "reward", "score", 5, RewardError("the judge is out"))
     with pytest.raises(RewardError):
         failing.train()
     assert saved(tmp_path) == [3, 4]
@@ -148,34 +137,28 @@ def test_pieces_as_completed_begin_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
-    [({}, "save_strategy='no'"), ({"output_dir": None}, "output_dir is not set")],
-    ids=["no", "nowhere"],
+    ("options", "left", "why"),
+    [
+        ({"save_strategy": "no"}, [], "no checkpoint is written because save_strategy='no'"),
+        ({"output_dir": None}, [], "no checkpoint is written because output_dir is not set"),
+        ({"save_only_model": True}, [3, 4], "the models are in"),
+    ],
+    ids=["no", "nowhere", "models"],
 )
-def test_who_asked_for_no_checkpoints_gets_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], why: str
+def test_who_asked_for_less_than_checkpoints_gets_that(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    left: list[int],
+    why: str,
 ) -> None:
-    made = small(**({"output_dir": str(tmp_path), "total_episodes": 24} | options))
-    if options:
-        made.args.output_dir = None
-    break_at(made, "reward", "score", 3, RewardError("the judge is out"))
-    with pytest.raises(RewardError):
-        made.train()
-    assert saved(tmp_path) == []
-    assert (
-        f"after iteration 2 with RewardError; no checkpoint is written because {why}" in caplog.text
-    )
-
-
-def test_models_alone_are_saved_for_who_wants_no_more(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = trainer(tmp_path, save_only_model=True)
+    made = trainer(tmp_path, **options | {"output_dir": str(tmp_path)})
+    made.args.output_dir = options.get("output_dir", str(tmp_path))
     break_at(made, "reward", "score", 5, RewardError("the judge is out"))
     with pytest.raises(RewardError):
         made.train()
-    assert saved(tmp_path) == [3, 4]
-    assert "the models are in" in caplog.text
+    assert f"after iteration 4 with RewardError; {why}" in caplog.text
+    assert saved(tmp_path) == left
 
 
 def test_the_error_stays_what_it_was_when_nothing_can_be_saved(

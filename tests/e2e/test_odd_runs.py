@@ -5,31 +5,18 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kedge import PPOTrainer
 from kedge.errors import KedgeError
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Rollout, Sampling
-from tests.unit.text_toys import word_tokenizer
 
 from .small import PROMPTS, VOCAB, length_reward, rows, small
-
-
-def run(**changes: Any) -> Any:
-    return small(**changes).train()
-
-
-def raises(function: Any) -> Callable[..., list[float]]:
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return function(completions)
-
-    return reward
 
 
 def boom(completions: list[str], **_: Any) -> list[float]:
@@ -45,8 +32,6 @@ class Liar:
         self.honest = honest
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        from dataclasses import replace
-
         colder = replace(sampling, temperature=sampling.temperature * 2)
         return self.honest.generate(prompts, sampling=colder, seed=seed)
 
@@ -57,17 +42,12 @@ class Liar:
 def test_an_engine_that_samples_another_distribution_fails_the_preflight() -> None:
     trainer = small()
     trainer.engine.rollout_engine = Liar(trainer.engine.rollout_engine)
-    trainer.engine.learner.settings = replace_settings(trainer)
+    learner = trainer.engine.learner
+    learner.settings = replace(learner.settings, reuse_behavior_logprobs=False)
     with pytest.raises(
         KedgeError, match="log-probabilities of rollout engine and learner differ by"
     ):
         trainer.train()
-
-
-def replace_settings(trainer: PPOTrainer) -> Any:
-    from dataclasses import replace
-
-    return replace(trainer.engine.learner.settings, reuse_behavior_logprobs=False)
 
 
 def test_active_dropout_cannot_happen() -> None:
@@ -112,33 +92,20 @@ def test_a_dataset_smaller_than_a_batch_repeats() -> None:
     assert trainer.train().global_step == 2
 
 
-def test_a_tokenizer_without_pad_works() -> None:
-    trainer = small(processing_class=word_tokenizer(pad=False))
-    assert trainer.train().global_step == 2
-
-
 def test_unwritable_output(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     with pytest.raises((KedgeError, OSError), match="file"):
-        run(output_dir=str(blocked / "below"), save_strategy="steps")
+        small(output_dir=str(blocked / "below"), save_strategy="steps").train()
 
 
 def test_bad_input_leaves_the_models_as_they_were() -> None:
     model = tiny_policy("gpt_neox", vocab_size=VOCAB)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(KedgeError):
-        run(model=model, reward_model=None, reward_funcs=boom)
+        small(model=model, reward_model=None, reward_funcs=boom).train()
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_a_warmup_of_the_value_that_never_ends_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    small(value_warmup_steps=2)
-    assert "value_warmup_steps=2 covers all 2 iterations" in caplog.text
-    caplog.clear()
-    small(value_warmup_steps=1)
-    assert "value_warmup_steps" not in caplog.text
 
 
 def test_schedules_begin_with_the_policy() -> None:

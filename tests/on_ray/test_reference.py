@@ -79,7 +79,7 @@ class TestOnRay:
     ],
 )
 def test_workers_without_work_are_refused(changes, said, monkeypatch):
-    monkeypatch.setattr("kedge.config.rollout.installed", lambda name: True)
+    monkeypatch.setattr("kedge.config.rollout_engines.installed", lambda name: True)
     model = tiny_policy("gpt_neox", vocab_size=VOCAB)
     if "peft_config" in changes:
         lora = pytest.importorskip("peft").LoraConfig

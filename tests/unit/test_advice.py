@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,9 +27,10 @@ class Sized:
         ]
 
 
-def given(config, *, trained=LARGE, frozen=0, batch_size=512, **options):
+def given(config, *, trained=LARGE, frozen=0, batch_size=512, iterations=9, **options):
     args = config(output_dir=None, use_cpu=True, **options)
-    return " | ".join(advise(args, Sized(trained, frozen), batch_size=batch_size))
+    sizes = SimpleNamespace(batch_size=batch_size, iterations=iterations)
+    return " | ".join(advise(args, Sized(trained, frozen), sizes))
 
 
 def test_the_default_learning_rate_of_ppo_is_high_for_a_large_model():
@@ -72,6 +74,12 @@ def test_the_clip_of_gspo():
     assert "epsilon=0.2 with importance_sampling_level='sequence' hardly ever clips" in text
     assert "epsilon=3e-4, epsilon_high=4e-4" in text
     assert given(GRPOConfig, **sequence, epsilon=3e-4, epsilon_high=4e-4) == ""
+
+
+def test_a_warmup_of_the_value_that_never_ends():
+    text = given(PPOConfig, value_warmup_steps=9, trained=10)
+    assert text.startswith("value_warmup_steps=9 covers all 9 iterations")
+    assert given(PPOConfig, value_warmup_steps=8, trained=10) == ""
 
 
 def test_a_trainer_says_it_once(caplog, monkeypatch):

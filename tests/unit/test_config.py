@@ -1,15 +1,21 @@
-"""PPOConfig: precision, values set afterwards, stop tokens."""
+"""Configs: precision, stop tokens, values set afterwards, subclasses of other programs."""
 
+import copy
 import os
+import pickle
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from accelerate import PartialState
 from pydantic import TypeAdapter
 from transformers import TrainingArguments
 
-from kedge.config.ppo import PPOConfig
+from kedge import AsyncPPOConfig, GRPOConfig, PPOConfig, RLOOConfig
 from kedge.config.sampling import build_sampling
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, OptionError
+
+BASES = {AsyncPPOConfig: {"rollout_engine": "embedded"}, RLOOConfig: {"token_level_kl": True}}
 
 
 @pytest.fixture
@@ -100,3 +106,157 @@ def test_options_that_need_an_end_refuse_a_run_without_one(config, options):
         build_sampling(config(**options), ())
     build_sampling(config(**options), (7,))
     build_sampling(config(**options, stop_token=None, stop_strings=["."]), ())
+
+
+# -- options set after construction: read or refused, never ignored --------------------------------
+
+
+@pytest.fixture
+def changed(tmp_path):
+    def make(cls, **changes):
+        config = cls(output_dir=str(tmp_path), use_cpu=True, **BASES.get(cls, {}))
+        for name, value in changes.items():
+            setattr(config, name, value)
+        return config.checked()
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("cls", "option", "value", "problem"),
+    [
+        (GRPOConfig, "delta", 1.1, "delta=1.1 must be above 1 + epsilon_high=1.2"),
+        (GRPOConfig, "kl_estimator", "full", "kl_estimator='full' needs the whole distribution"),
+        (GRPOConfig, "steps_per_generation", 4, "steps_per_generation=4 is only read on constr"),
+        (RLOOConfig, "ratio_level", "sequence", "needs one per response; set ratio_level='token'"),
+        (RLOOConfig, "reward_clip_range", [2.0, 1.0], "must be low, high with low < high"),
+        (RLOOConfig, "trl_defaults", "0.22", "trl_defaults='0.22' is only read on construction"),
+        (AsyncPPOConfig, "async_mode", False, "async_mode=False is only read on construction"),
+    ],
+)
+def test_what_construction_refuses_is_refused_later(changed, cls, option, value, problem):
+    with pytest.raises(ConfigError) as error:
+        changed(cls, **{option: value})
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "option", "value", "becomes"),
+    [
+        (GRPOConfig, "scale_rewards", True, {"scale_rewards": "group"}),
+        (GRPOConfig, "scale_rewards", False, {"scale_rewards": "none"}),
+        (GRPOConfig, "log_completions", False, {"num_sample_generations": 0}),
+        (RLOOConfig, "temperature", None, {"temperature": 0.7}),
+        (PPOConfig, "min_p", None, {"min_p": 0.0}),
+        (AsyncPPOConfig, "kl_estimator", "kl2", {"kl_estimator": "k2"}),
+        (AsyncPPOConfig, "stop_token", "period", {"stop_token": None, "stop_strings": ["."]}),
+    ],
+)
+def test_values_are_converted_as_on_construction(changed, tmp_path, cls, option, value, becomes):
+    given = {"output_dir": str(tmp_path), "use_cpu": True, **BASES.get(cls, {}), option: value}
+    for config in (changed(cls, **{option: value}), cls(**given).checked()):
+        assert {name: getattr(config, name) for name in becomes} == becomes
+
+
+def test_the_checked_copy_leaves_the_config_alone(tmp_path):
+    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
+    config.scale_rewards = True
+    assert config.checked().checked().scale_rewards == "group"
+    assert config.scale_rewards is True
+
+
+def test_copies_remember_what_construction_read(tmp_path):
+    config = AsyncPPOConfig(output_dir=str(tmp_path), rollout_engine="embedded")
+    for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        with pytest.raises(ConfigError, match="only read on construction"):
+            copied.async_mode = False
+
+
+def test_an_unknown_name_is_an_error_when_it_is_set(tmp_path):
+    config = PPOConfig(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(OptionError, match="no option 'lam_vale'; the nearest is lam_value"):
+        config.lam_vale = 0.9
+    config._mine = 1
+    assert config.device.type == "cpu"  # transformers keeps what it computes
+
+
+# -- subclasses ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Mixin:
+    """Options of another program, checked before those of Kedge."""
+
+    fp8: bool = False
+    tags: list[str] = field(default_factory=list)
+    plugin: Any = None
+
+    def __post_init__(self) -> None:
+        self.seen = self.fp8
+        super().__post_init__()
+
+
+@dataclass
+class WithMixin(Mixin, GRPOConfig):
+    """Adds fields from the left."""
+
+
+@dataclass
+class WithFields(PPOConfig):
+    """Adds a field, and another default of a field and of an alias."""
+
+    note: int = 3
+    kl_coef: float = 0.5
+
+
+@dataclass
+class SmallBatches(GRPOConfig):
+    """Another default of an option that becomes others."""
+
+    steps_per_generation: int | None = 4
+
+
+class WithConstructor(RLOOConfig):
+    """Takes an argument that is not an option."""
+
+    def __init__(self, *args: Any, note: int = 0, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.note = note
+
+
+@pytest.fixture
+def base(tmp_path):
+    return {"output_dir": str(tmp_path), "use_cpu": True}
+
+
+def test_fields_of_a_subclass_belong_to_it(base):
+    config = WithMixin(fp8=True, tags=["a"], plugin=len, max_completion_length=9, **base)
+    assert config.seen is True
+    checked = config.checked()
+    assert (checked.fp8, checked.tags, checked.plugin) == (True, ["a"], len)
+    assert checked.response_length == 9
+    assert pickle.loads(pickle.dumps(config)).tags == ["a"]
+
+
+def test_defaults_of_a_subclass_hold(base):
+    config = WithFields(note=5, **base).checked()
+    assert (config.note, config.kl_coef) == (5, 0.5)
+    assert replace(config, note=6).note == 6
+    config = SmallBatches(**base).checked()
+    assert (config.gradient_accumulation_steps, config.num_mini_batches) == (4, 4)
+
+
+def test_what_kedge_refuses_is_refused_in_a_subclass(base):
+    with pytest.raises(ConfigError, match=r"label_smoothing_factor=0\.1 is not supported"):
+        WithMixin(label_smoothing_factor=0.1, **base)
+    with pytest.raises(ConfigError, match="temperature=0 must be"):
+        WithFields(temperature=0, **base)
+    with pytest.raises(OptionError, match="WithFields has no option 'notes'"):
+        WithFields(notes=1, **base)
+
+
+def test_a_constructor_may_take_more_arguments(base):
+    config = WithConstructor(note=7, rloo_k=4, **base)
+    assert (config.note, config.num_generations, config.checked().note) == (7, 4, 7)
+    with pytest.raises(OptionError, match="WithConstructor has no option 'notes'"):
+        WithConstructor(notes=7, **base)

@@ -6,7 +6,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -17,11 +17,12 @@ from kedge import classic
 from kedge.cli.arguments import ModelArguments, ScriptArguments
 from kedge.cli.train.reward import RewardArguments
 from kedge.config.async_ppo import AsyncPPOConfig
+from kedge.config.base import foreign
 from kedge.config.declare import Alias, NoEffect, status
 from kedge.config.grpo import GRPOConfig
-from kedge.config.options import elsewhere, foreign
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.rloo import RLOOConfig
+from kedge.config.rollout_engines import elsewhere
 from kedge.errors import ConfigError, KedgeError
 from tests.e2e.small import small
 
@@ -179,38 +180,6 @@ def test_each_odd_value_is_meaningful_or_refused_by_name(
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_judgment_notices_what_is_wrong() -> None:
-    @dataclass
-    class Lax:
-        size: int = 1
-
-        def __post_init__(self) -> None:
-            if self.size == "x":
-                raise ConfigError("something must be a number")
-            if self.size == 3:
-                raise ConfigError("size=... must be another")
-            abs(self.size)
-
-    (size,) = fields(Lax)
-    for value, what in (
-        (math.nan, "is accepted"),
-        (True, "is accepted"),
-        (-1, "is accepted"),
-        (10**400, "is accepted"),
-        ("x", "without its name"),
-        (3, "without its value"),
-        ("3", "raises TypeError"),
-    ):
-        assert what in (judged(Lax, {}, size, int, value) or ""), value
-    assert judged(Lax, {}, size, int, 5) is None
-
-
-def test_a_text_never_counts_as_true(tmp_path: Path) -> None:
-    for made, name in ((RLOOConfig, "trust_remote_code"), (PPOConfig, "preflight")):
-        with pytest.raises(ConfigError, match=f"{name}='false' must be True or False"):
-            made(output_dir=str(tmp_path), **{name: "false"})
-
-
 def test_values_of_other_types_that_mean_the_same_are_converted(tmp_path: Path) -> None:
     import numpy as np
 
@@ -231,14 +200,9 @@ def test_values_of_other_types_that_mean_the_same_are_converted(tmp_path: Path) 
 def test_a_field_keeps_its_range_where_a_subclass_changes_its_default(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"temperature=0 must be at least 0\.000001"):
         RLOOConfig(output_dir=str(tmp_path), temperature=0)
-    with pytest.raises(ConfigError, match="epsilon=-1 must be above 0"):
-        RLOOConfig(output_dir=str(tmp_path), epsilon=-1)
 
 
-def test_runs_of_no_step_and_steps_of_nothing_are_refused(tmp_path: Path) -> None:
-    for name in ("num_train_epochs", "logging_steps", "save_steps", "lam_alpha"):
-        with pytest.raises(ConfigError, match=f"{name}=1e-320 must be .*; it is too small"):
-            PPOConfig(output_dir=str(tmp_path), **{name: 1e-320})
+def test_runs_of_no_step_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_steps=0 must be at least 1, or -1 for no limit"):
         small(output_dir=str(tmp_path), total_episodes=None, max_steps=0)
 

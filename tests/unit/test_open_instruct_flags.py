@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from kedge.cli.main import main
 from kedge.cli.train import async_ppo
-from kedge.config.options import elsewhere
+from kedge.config.rollout_engines import elsewhere
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
 

@@ -13,7 +13,7 @@ from kedge.cli.planning.plan import plan
 from kedge.cli.planning.sharding import sharded_peaks, verdict
 from kedge.cli.planning.sizes import human, short, size_rows, sync_rows
 from kedge.config.async_ppo import AsyncPPOConfig
-from kedge.config.options import elsewhere
+from kedge.config.rollout_engines import elsewhere
 from kedge.testing import tiny_reward_model
 from kedge.trainers import load_trainer
 

@@ -1,50 +1,30 @@
-"""When a run logs, evaluates and saves, and how long the learning rate warms up."""
+"""When a run shows samples and writes token rows, and how long the learning rate warms up."""
 
 import pytest
 
 from kedge.config.ppo import PPOConfig
 from kedge.config.schedule import build_schedule, warmup_iterations
-from kedge.errors import ConfigError
-
-
-@pytest.fixture
-def config(tmp_path):
-    def make(**options):
-        return PPOConfig(output_dir=str(tmp_path / "out"), **options)
-
-    return make
 
 
 @pytest.mark.parametrize(("steps", "want"), [(0, 0), (0.1, 2), (0.11, 3), (1, 1), (5, 5)])
-def test_warm_up_in_updates_or_as_a_fraction(config, steps, want):
-    assert warmup_iterations(config(warmup_steps=steps), 20) == want
+def test_warm_up_in_iterations_or_as_a_fraction(tmp_path, steps, want):
+    assert warmup_iterations(PPOConfig(output_dir=str(tmp_path), warmup_steps=steps), 20) == want
 
 
-def due(c, what, iterations=20):
-    return [i for i in range(1, iterations + 1) if getattr(c, what)(i)]
-
-
-def test_cadence_counts_updates(config):
-    made = config(logging_steps=6, save_steps=0.25, eval_strategy="epoch", logging_first_step=True)
-    c = build_schedule(made, iterations=20, iterations_per_epoch=2.5)
-    assert due(c, "logs") == [1, 6, 12, 18, 20]
-    assert due(c, "saves") == [5, 10, 15, 20]
-    assert due(c, "evaluates") == [3, 5, 8, 10, 13, 15, 18, 20]
-    assert due(c, "samples") == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
-
-
-def test_cadence_can_be_silent(config):
-    made = config(logging_strategy="no", save_strategy="no", num_sample_generations=0)
-    c = build_schedule(made, iterations=20, iterations_per_epoch=None)
-    assert [due(c, w) for w in ("logs", "saves", "evaluates", "samples")] == [[], [], [], []]
-    with pytest.raises(ConfigError, match="needs a dataset with a length"):
-        build_schedule(config(save_strategy="epoch"), iterations=20, iterations_per_epoch=None)
-
-
-def test_evaluation_can_start_late(config):
-    made = config(eval_strategy="steps", eval_steps=4, eval_delay=9)
-    assert due(build_schedule(made, iterations=20, iterations_per_epoch=None), "evaluates") == [
-        12,
-        16,
-        20,
-    ]
+@pytest.mark.parametrize(
+    ("options", "iterations", "samples", "tokens"),
+    [
+        ({"logging_steps": 6}, 20, [*range(2, 21, 2)], [1, 6, 12, 18, 20]),
+        ({"logging_steps": 0.25, "num_sample_generations": 2}, 20, [10, 20], [1, 5, 10, 15, 20]),
+        ({"logging_strategy": "epoch"}, 10, [*range(1, 11)], [1, 3, 5, 8, 10]),
+        ({"logging_strategy": "no", "num_sample_generations": 0}, 20, [], []),
+        ({"logging_steps": 1, "num_sample_generations": 0}, 1000, [], [1, *range(10, 1001, 10)]),
+        ({"log_token_rows": 0, "num_sample_generations": 1}, 20, [20], []),
+    ],
+)
+def test_cadence(tmp_path, options, iterations, samples, tokens):
+    config = PPOConfig(output_dir=str(tmp_path), **options)
+    schedule = build_schedule(config, iterations=iterations, iterations_per_epoch=2.5)
+    done = range(1, iterations + 1)
+    assert [i for i in done if schedule.samples(i)] == samples
+    assert [i for i in done if schedule.writes_tokens(i)] == tokens

@@ -13,7 +13,8 @@ import pytest
 import kedge
 from kedge import classic
 from kedge.cli.arguments import parse
-from kedge.config.options import elsewhere, foreign
+from kedge.config.base import foreign
+from kedge.config.rollout_engines import elsewhere
 from kedge.errors import ConfigError, OptionError
 from kedge.suggestions import ALIASES
 

@@ -88,16 +88,6 @@ def test_numbers_are_the_same_with_and_without(tmp_path: Path) -> None:
     assert {len(r) for r in read(tmp_path / "3").values()} == {3}
 
 
-def test_a_long_run_writes_a_hundred_times_at_most() -> None:
-    from kedge import PPOConfig
-    from kedge.config.schedule import build_schedule
-
-    made = PPOConfig(output_dir="unused", logging_steps=1, use_cpu=True)
-    when = build_schedule(made, iterations=1000, iterations_per_epoch=None)
-    due = [i for i in range(1, 1001) if when.writes_tokens(i)]
-    assert due == [1, *range(10, 1001, 10)]
-
-
 def test_run_json_says_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["kedge", "ppo", "--hub_token", "hf_1", "--stop_token", "eos", "--wandb_api_key=k"]
     monkeypatch.setattr("sys.argv", words)

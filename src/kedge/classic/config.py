@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from accelerate.utils import LoggerType
 
-from kedge.config.declare import check_fields, option
-from kedge.config.values import shown
+from kedge.config.declare import check_fields, format_value, option
 from kedge.errors import ConfigError
 from kedge.loop.kl_control import AdaptiveKL, FixedKL
 from kedge.suggestions import named
@@ -189,7 +188,8 @@ class PPOConfig:
     def _check_values(self) -> None:
         if self.log_with is not None and self.log_with not in TRACKERS:
             raise ConfigError(
-                f"log_with={shown(self.log_with)} must be one of {', '.join(TRACKERS)}, or None"
+                f"log_with={format_value(self.log_with)} must be None or one of"
+                f" {', '.join(TRACKERS)}"
             )
         if self.log_with not in (None, "all") and find_spec(str(self.log_with)) is None:
             raise ImportError(
@@ -198,13 +198,13 @@ class PPOConfig:
         for name, arguments in self.options("tracker_kwargs").items():
             if not isinstance(arguments, dict):
                 raise ConfigError(
-                    f"tracker_kwargs={shown(self.tracker_kwargs)}: {name!r} must be a "
+                    f"tracker_kwargs={format_value(self.tracker_kwargs)}: {name!r} must be a "
                     'dictionary of arguments, as in {"wandb": {"name": "mine"}}'
                 )
         best = self.options("push_to_hub_if_best_kwargs")
         if best and not isinstance(best.get("repo_id"), str):
             raise ConfigError(
-                f"push_to_hub_if_best_kwargs={shown(best)} needs a repo_id to push to"
+                f"push_to_hub_if_best_kwargs={format_value(best)} needs a repo_id to push to"
             )
 
     def options(self, name: str) -> dict[str, Any]:

@@ -15,11 +15,10 @@ from typing import Any, ClassVar, Literal, NoReturn, get_args, get_type_hints
 from transformers.hf_argparser import string_to_bool
 
 from kedge.cli.flags import Help
-from kedge.config.base import OnPolicyConfig
+from kedge.config.base import ConfigType, OnPolicyConfig
 from kedge.config.compat.parser import ConfigParser
 from kedge.config.compat.training_arguments import REMOVED
 from kedge.config.declare import Alias, Foreign, Unsupported, option, status
-from kedge.config.options import ConfigType
 from kedge.config.ppo import PPOv2Config
 from kedge.errors import ConfigError
 from kedge.suggestions import hint

@@ -14,8 +14,7 @@ from kedge.config.compat.open_instruct import OPEN_INSTRUCT
 from kedge.config.compat.trl import TRL
 from kedge.config.declare import Foreign, option
 from kedge.config.ppo import PPOConfig
-from kedge.config.rollout import engine_args
-from kedge.config.rollout_engines import find_engine
+from kedge.config.rollout_engines import engine_args, find_engine
 from kedge.errors import ConfigError
 
 logger = logging.getLogger(__name__)

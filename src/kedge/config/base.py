@@ -1,18 +1,26 @@
-"""Base class of the configs: builds, checks and shows them."""
+"""Base class of the configs: takes names of other libraries, checks values, shows itself.
+
+Names are translated and values checked and converted before the dataclass is built, so a config is
+not changed once it exists.
+"""
 
 # ruff: noqa: RUF009  (option() returns dataclasses.field)
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
+import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from types import MappingProxyType
+from dataclasses import Field, dataclass, fields
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_cuda_available
 
 from kedge.config.common import CommonArguments
@@ -23,18 +31,142 @@ from kedge.config.declare import (
     Foreign,
     Inherited,
     Unsupported,
+    aliases,
+    check_option,
     default_of,
     flags,
+    format_value,
     option,
+    status,
 )
-from kedge.config.options import ConfigType, fields_of, foreign, take
-from kedge.config.rollout import check_rollout
-from kedge.config.validate import check_combinations
-from kedge.config.values import shown
-from kedge.errors import ConfigError
+from kedge.config.rollout_engines import check_rollout, json_object
+from kedge.config.sampling import check_end
+from kedge.errors import ConfigError, OptionError
 from kedge.redaction import redact
+from kedge.suggestions import hint
 
+logger = logging.getLogger(__name__)
 Config = TypeVar("Config", bound="OnPolicyConfig")
+# Prefixes; each needs hooks in layers or a switch before every evaluation.
+UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
+UNSUPPORTED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+CHECKPOINTING = (  # arguments of torch.utils.checkpoint
+    *("use_reentrant", "context_fn", "determinism_check", "preserve_rng_state"),
+    *("early_stop", "debug"),
+)
+
+
+class ConfigType(type):
+    """Type of the configs: checks and translates the keyword arguments before ``__init__``.
+
+    A metaclass, because ``@dataclass`` gives each subclass a new ``__init__``.
+    """
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        """Build a config.
+
+        Raises:
+            OptionError: an unknown name.
+            ConfigError: a value or a combination that cannot work.
+        """
+        options |= dict(zip(fields_of(cls), args, strict=False))
+        known = {**fields_of(cls), **foreign(cls)}
+        extra = {}  # arguments of a subclass's own __init__ that are not options
+        if not options.keys() <= known.keys():
+            own = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+            extra = {n: options.pop(n) for n in [*options] if n in own and n not in known}
+        config = cls.__new__(cls)  # type: ignore[call-overload]
+        config.__init__(**extra, **translate(cls, options))
+        # From here on, assignments are checked.
+        config.given = frozenset(getattr(known[name], "target", name) for name in options)
+        return config
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The fields; tools would show that of ``__call__``."""
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=[*signature.parameters.values()][1:])
+
+
+@functools.cache
+def fields_of(cls: type) -> Mapping[str, Field[Any]]:
+    """The fields that are options, by name."""
+    return {f.name: f for f in fields(cls) if f.init}
+
+
+@functools.cache
+def foreign(cls: type) -> Mapping[str, Foreign]:
+    """The names that a config accepts in addition to its fields."""
+    table: Mapping[str, Foreign] = getattr(cls, "FOREIGN", {})
+    return {**table, **aliases(cls)} if table else {}
+
+
+def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments under the names of the fields, checked and converted.
+
+    Args:
+        cls: the config class; its ``convert`` changes values whose meaning depends on others.
+        options: names and values as the caller gave them.
+
+    Raises:
+        OptionError: an unknown name.
+        ConfigError: an unsupported name, two names of one option, or a value of a wrong type.
+    """
+    defaults = {name: default_of(f) for name, f in fields_of(cls).items()}
+    values: dict[str, Any] = {}
+    for name in sorted(options, key=lambda name: name not in defaults):  # aliases last
+        target, value = translate_option(cls, name, options[name])
+        if target is None or (target != name and equal(options[name], foreign(cls)[name].default)):
+            continue
+        present = values.get(target, defaults[target])
+        if target != name and present not in (defaults[target], value):
+            raise ConfigError(
+                f"{name}={format_value(value)} is another name of {target}, but"
+                f" {target}={format_value(present)} is set; set only {target}"
+            )
+        values[target] = value
+    draft = SimpleNamespace(**(defaults | values))
+    if hasattr(cls, "convert"):
+        cls.convert(draft, options)
+    return {n: v for n, v in vars(draft).items() if n in values or v is not defaults[n]}
+
+
+def translate_option(cls: type, name: str, value: Any) -> tuple[str | None, Any]:
+    """The field that a name stands for and its checked value; None for a name without a field.
+
+    Raises:
+        OptionError: an unknown name.
+        ConfigError: the name is not supported, or takes no such value.
+    """
+    own = fields_of(cls)
+    entry: Any = status(cls, name) if name in own else foreign(cls).get(name)
+    if name in own and isinstance(entry, str | None):
+        return name, check_option(cls, name, value)
+    if entry is None:
+        raise OptionError(
+            f"{cls.__name__} has no option {name!r}{hint(name, {*own, *foreign(cls)})}"
+        )
+    default = default_of(own[name]) if name in own else entry.default
+    if isinstance(entry, Alias):
+        value = value if equal(value, default) else check_option(cls, name, value, entry)
+        return entry.target, value if entry.convert is None else entry.convert(value)
+    if not any(equal(value, x) for x in (default, *entry.also)):
+        if isinstance(entry, Unsupported):
+            raise ConfigError(
+                f"{name}={format_value(value)} is not supported: {entry.reason}; {entry.way_out}"
+            )
+        logger.warning("%s=%s has no effect: %s", name, format_value(value), entry.reason)
+    return name if name in own else None, value
+
+
+def equal(value: Any, other: Any) -> bool:
+    """Equality that tells True from 1 and never raises."""
+    if value is other:
+        return True
+    try:
+        return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+    except Exception:  # whatever an unknown object's __eq__ raises
+        return False
 
 
 @dataclass(repr=False)
@@ -65,8 +197,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         True, "Recompute activations in the backward pass: less memory, about a third slower."
     )
     bf16: bool | None = option(  # type: ignore[assignment]
-        None,
-        "Autocast to bfloat16 over float32 weights. Unset: on if the GPU supports it.",
+        None, "Autocast to bfloat16 over float32 weights. Unset: on if the GPU supports it."
     )
     report_to: None | str | list[str] = option(  # noqa: RUF036  (HfArgumentParser reads this order)
         None, "Trackers for metrics: tensorboard, wandb, trackio or a list. Unset: only files."
@@ -82,7 +213,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         self._resolve_precision()
         self._fill_defaults()
         self._check()
-        requested, launched = self.world_size, int(os.environ.get("WORLD_SIZE", "1"))
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1 and not _has_gpu():
             self.use_cpu = True  # otherwise the ranks would not form a process group
         # TrainingArguments fills in DeepSpeed's settings from it.
@@ -98,20 +229,16 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
                 f"{launched} processes were launched, but this one sees {self.world_size}; "
                 "set use_cpu=True if they have no GPU each, or launch one process"
             )
-        if requested not in (None, self.world_size):
-            raise ConfigError(
-                f"world_size={requested}, but {self.world_size} processes run; leave it unset"
-            )
 
     def _explain(self, error: Exception) -> str:
         """The error of transformers, after the options that it names or that were changed."""
         text = " ".join(str(error).split()) or type(error).__name__
+        theirs = TrainingArguments.__dataclass_fields__
         changed = {
-            f.name: f"{f.name}={shown(getattr(self, f.name))}"
+            f.name: f"{f.name}={format_value(value)}"
             for f in fields(self)
-            if f.name in TrainingArguments.__dataclass_fields__
-            and "token" not in f.name
-            and getattr(self, f.name) != default_of(f)
+            if (value := getattr(self, f.name)) != default_of(f)
+            and (f.name in theirs and "token" not in f.name)
         }
         named = [setting for name, setting in changed.items() if name in text]
         return f"{', '.join(named or changed.values())} cannot be used: {text}"
@@ -150,19 +277,22 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        made = "given" in vars(self)  # until then, values come from `translate` or transformers
-        if not made or (name not in fields_of(type(self)) and _is_attribute(self, name)):
+        cls = type(self)
+        # Of transformers or a subclass, for something else than an option.
+        other = name.startswith("_") or name in vars(self) or hasattr(cls, name)
+        built = "given" in vars(self)  # until then, values come from `translate` or transformers
+        if not built or (other and name not in fields_of(cls)):
             super().__setattr__(name, value)
             return
-        target, taken = take(type(self), name, value)
+        target, checked = translate_option(cls, name, value)
         if target is None:
             return
-        if target in self.ON_CONSTRUCTION and taken != getattr(self, target):
+        if target in self.ON_CONSTRUCTION and checked != getattr(self, target):
             raise ConfigError(
-                f"{name}={shown(value)} is only read on construction of the config; pass it to the"
-                " constructor"
+                f"{name}={format_value(value)} is only read on construction of the config; pass it"
+                " to the constructor"
             )
-        super().__setattr__(target, taken)
+        super().__setattr__(target, checked)
         vars(self)["changed"] = True
 
     @classmethod
@@ -187,17 +317,11 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
             vars(config)["changed"] = False
         return config
 
-    def validate(self) -> None:
-        """Check combinations of options that were set after construction.
-
-        Raises:
-            ConfigError: a value or a combination that cannot work.
-        """
-        self.checked()
-
     def _check(self) -> None:
         """Check values and combinations, on construction and when a trainer gets the config."""
-        check_combinations(self)
+        _check_responses(self)
+        _check_schedule(self)
+        _check_learner(self)
         check_rollout(self)
 
     def _resolve_precision(self) -> None:
@@ -228,11 +352,6 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
             self.greater_is_better = True
 
 
-def _is_attribute(config: Any, name: str) -> bool:
-    """Whether transformers or a subclass uses a name for something else than an option."""
-    return name.startswith("_") or name in vars(config) or hasattr(type(config), name)
-
-
 def _has_gpu() -> bool:
     return is_torch_cuda_available() or is_torch_bf16_gpu_available()
 
@@ -247,3 +366,86 @@ def _flag_aliases() -> None:
 
 
 _flag_aliases()
+
+
+def _check_responses(c: Any) -> None:
+    check_end(c, has_eos=True)  # the tokenizer is not known yet
+    if c.min_new_tokens > c.response_length:
+        raise ConfigError(
+            f"min_new_tokens={c.min_new_tokens} must be at most response_length={c.response_length}"
+        )
+    if c.non_eos_penalty and c.missing_eos_penalty is not None:
+        raise ConfigError(
+            "non_eos_penalty=True replaces the score, but"
+            f" missing_eos_penalty={c.missing_eos_penalty} is subtracted from it; set one of them"
+        )
+    if c.on_reward_error == "score" and c.reward_error_score is None:
+        raise ConfigError("on_reward_error='score' needs reward_error_score, the score to give")
+    if c.adaptive_kl and c.kl_coef == 0:
+        raise ConfigError(
+            "adaptive_kl=True multiplies kl_coef, so kl_coef=0 would stay 0; set kl_coef=0.05"
+        )
+    if c.ref_adapter_name is not None and c.ref_adapter_name == c.model_adapter_name:
+        raise ConfigError(
+            f"ref_adapter_name and model_adapter_name are both {c.ref_adapter_name!r}, so the"
+            " reference would be the policy; name another adapter or leave ref_adapter_name unset"
+        )
+
+
+def _check_schedule(c: Any) -> None:
+    if c.rollout_schedule == "in_order" and c.in_flight_weight_updates:
+        raise ConfigError(
+            'in_flight_weight_updates=True needs rollout_schedule="as_completed"; set it, or leave'
+            " in_flight_weight_updates out"
+        )
+    if c.rollout_schedule == "as_completed" and c.max_lag == 0:
+        raise ConfigError(
+            'rollout_schedule="as_completed" trains on a partial batch while others are sampled,'
+            " but max_lag=0 does not sample during training; set max_lag=1 or more"
+        )
+    if c.replay_rollouts is None:
+        return
+    replay = f"replay_rollouts={format_value(c.replay_rollouts)}"
+    if c.max_lag > 0:
+        raise ConfigError(f"{replay} samples nothing: max_lag={c.max_lag} has no effect; set 0")
+    if not os.path.isdir(c.replay_rollouts):
+        raise ConfigError(f"{replay} is not a folder; give a folder written by save_rollouts")
+
+
+def _check_learner(c: Any) -> None:
+    optim = str(getattr(c.optim, "value", c.optim))
+    if optim.startswith(UNSUPPORTED_OPTIMIZERS):
+        raise ConfigError(
+            f"optim={optim!r} is not supported: it needs hooks in the layers or a switch around"
+            " every forward pass; use adamw_torch_fused, adamw_torch, adafactor, sgd, rmsprop,"
+            " adagrad or a bitsandbytes optimizer"
+        )
+    schedule = str(getattr(c.lr_scheduler_type, "value", c.lr_scheduler_type))
+    if schedule in UNSUPPORTED_SCHEDULES:
+        raise ConfigError(
+            f"lr_scheduler_type={schedule!r} is not supported: it needs a validation loss;"
+            " use linear, cosine or constant_with_warmup"
+        )
+    pairs = (c.optim_args or "name=value").split(",")
+    if any(pair.count("=") != 1 or pair.strip().startswith("=") for pair in pairs):
+        raise ConfigError(
+            f"optim_args={format_value(c.optim_args)} must be comma-separated name=value pairs,"
+            " such as 'momentum=0.9'"
+        )
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        arguments = json_object(name, getattr(c, name, None))
+        if unknown := sorted({*arguments} - {*CHECKPOINTING}):
+            raise ConfigError(
+                f"{name}={format_value(arguments)} has the unknown argument {unknown[0]!r};"
+                f" torch.utils.checkpoint takes {', '.join(CHECKPOINTING)}"
+            )
+    options, defaults = c.accelerator_config, AcceleratorConfig().to_dict()
+    if isinstance(options, str) and options.startswith("{"):
+        options = json_object("accelerator_config", options)
+    for name, value in options.items() if isinstance(options, dict) else ():
+        acts = name in ("use_configured_state", "non_blocking")
+        if not acts and value != defaults.get(name, ...):  # a config's to_dict() has all defaults
+            raise ConfigError(
+                f"accelerator_config={format_value(options)} sets {name}, which configures a data"
+                " loader, but Kedge does not use one; leave it out"
+            )

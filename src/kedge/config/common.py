@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from kedge.config.declare import option
-from kedge.config.rollout import RolloutArguments
-from kedge.config.values import MOST, SECONDS
+from kedge.config.declare import MOST, SECONDS, option
+from kedge.config.rollout_engines import RolloutArguments
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "full"]
 
@@ -34,8 +33,7 @@ class EnvironmentArguments:
     """Environment options of every config; they act if the policy plays in environments."""
 
     environment: str | None = _environment(
-        None,
-        "Class or function that makes an environment: module:Class or file.py:Class.",
+        None, "Class or function that makes an environment: module:Class or file.py:Class."
     )
     environment_kwargs: dict[str, Any] | str | None = _environment(
         None, "Arguments of environment by name; JSON on the command line."
@@ -57,11 +55,7 @@ class EnvironmentArguments:
         None, "Turns of an episode whose tool calls are made. Unset: no limit.", ge=1
     )
     environment_timeout: float = _environment(
-        60.0,
-        "Seconds that a call of an environment may take.",
-        gt=0,
-        le=SECONDS,
-        resume=False,
+        60.0, "Seconds that a call of an environment may take.", gt=0, le=SECONDS, resume=False
     )
     environment_concurrency: int = _environment(
         256, "Calls of environments that run at the same time.", ge=1, resume=False
@@ -88,10 +82,7 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
     logging_dir: str | None = _tracker(None, "TensorBoard folder. Unset: a folder in output_dir.")
 
     # Batches and run length.
-    exp_name: str = _tracker(
-        "run",
-        "Name of the experiment.",
-    )
+    exp_name: str = _tracker("run", "Name of the experiment.")
     num_ppo_epochs: int = _batch(4, "Passes over each batch of responses.", ge=1)
     num_mini_batches: int = _batch(1, "Optimizer steps per pass over the batch.", ge=1)
     total_episodes: int | None = _batch(
@@ -116,15 +107,10 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         acts_in="rows at a time",
     )
     num_sample_generations: int = option(
-        10,
-        "Tables of sample completions shown over the run; 0 for none.",
-        ge=0,
-        acts_in="schedule",
+        10, "Tables of sample completions shown over the run; 0 for none.", ge=0, acts_in="schedule"
     )
     log_token_rows: int = _tracker(
-        4,
-        "Responses logged token by token with each log row, for kedge report; 0 for none.",
-        ge=0,
+        4, "Responses logged token by token with each log row, for kedge report; 0 for none.", ge=0
     )
     log_completions_hub_repo: str | None = _tracker(
         None,
@@ -132,10 +118,7 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         "hub_private_repo=False.",
     )
     dataset_num_proc: int | None = _prompts(
-        None,
-        "Processes that tokenize the dataset.",
-        ge=1,
-        resume=False,
+        None, "Processes that tokenize the dataset.", ge=1, resume=False
     )
     world_size: int | None = _sizes(None, "Filled in: number of ranks.", ge=1)
     num_total_batches: int | None = _sizes(None, "Filled in: iterations of the run.", ge=1)
@@ -158,18 +141,14 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
     reward_model_path: str = _script(
         "EleutherAI/pythia-160m", "Folder or Hub name of the reward model, for scripts."
     )
-    model_adapter_name: str | None = _models(
-        None,
-        "PEFT adapter to train.",
-    )
+    model_adapter_name: str | None = _models(None, "PEFT adapter to train.")
     ref_adapter_name: str | None = _models(
         None,
         "PEFT adapter used as the reference. Unset: the base model under a new adapter, a frozen "
         "copy of an adapter that the model has.",
     )
     allow_low_precision_weights: bool = _models(
-        False,
-        "Allow training bf16 or fp16 weights, which round small weight changes away.",
+        False, "Allow training bf16 or fp16 weights, which round small weight changes away."
     )
     train_layers: int | None = _models(
         None,
@@ -272,12 +251,10 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         ge=1,
     )
     eval_success_score: float | None = _eval(
-        None,
-        "Lowest score that solves a prompt; logs eval_accuracy and eval_pass@k.",
+        None, "Lowest score that solves a prompt; logs eval_accuracy and eval_pass@k."
     )
     eval_against_start: bool = _eval(
-        False,
-        "Evaluate before training; later evaluations log the win rate against it.",
+        False, "Evaluate before training; later evaluations log the win rate against it."
     )
 
     # Engine.
@@ -316,8 +293,7 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         "is set; else off.",
     )
     sampler_correction_level: Literal["token", "sequence", "sequence_mean"] | None = _engine(
-        None,
-        "Weights per token, per response, or their geometric mean per response. Unset: token.",
+        None, "Weights per token, per response, or their geometric mean per response. Unset: token."
     )
     sampler_correction_high: float | None = _engine(
         None,

@@ -1,32 +1,62 @@
-"""Declares options: default, help text, where they act and their range; the type is annotated.
+"""Declares options and checks their values with pydantic.
 
-``option`` declares a field; ``check_option`` checks a value against annotation and range.  Fields
-inherited from ``transformers.TrainingArguments`` are described by the class's ``INHERITED`` table,
-names that are not fields by its ``FOREIGN`` table.
+``option`` declares a field: default, help text, where it acts and its range; the type is annotated.
+``check_option`` checks a value against annotation and range.  Fields inherited from
+``transformers.TrainingArguments`` are described by the class's ``INHERITED`` table, names that are
+not fields by its ``FOREIGN`` table.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Mapping
+import json
+import math
+import numbers
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from types import NoneType
-from typing import Any, Literal, get_args, get_type_hints
+from difflib import get_close_matches
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval
-from pydantic import TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    InstanceOf,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+)
 
-from kedge.config.values import MOST, checked_type, describe_problem, shown
 from kedge.errors import ConfigError
 from kedge.redaction import redact
 
+FINITE = 1e30  # larger numbers soon overflow in float32
+LARGEST = 2**31 - 1  # sizes, counts and token ids
+MOST = 2**53  # responses and iterations of a run; exact in float64
+SECONDS = 1e9  # more than 30 years: longer waits overflow Python's timers
+_MAX_CHOICES = 400  # characters of choices that an error message lists
+_MAX_VALUE = 100  # characters of a value in an error message
+_LEAVE = "leave it at its default"
 _SECRET = ("hub_token", "push_to_hub_token")
+_WORDS = {  # of pydantic, and shorter
+    "Input should be ": "",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+    "less than": "below",
+    "valid ": "",
+    "a integer": "an integer",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ActsIn:
-    """An inherited field that acts.
+    """Where an option acts and what it accepts; None: as in the class above.
 
     Args:
         acts_in: component that reads it.
@@ -35,10 +65,10 @@ class ActsIn:
         resume: whether a resumed run must have the same value.
     """
 
-    acts_in: str
+    acts_in: str | None
     limits: Interval | None = None
     accepts: Any = None
-    resume: bool = False
+    resume: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +100,7 @@ class Unsupported:
     """
 
     reason: str
-    way_out: str
+    way_out: str = _LEAVE
     default: Any = None
     also: tuple[Any, ...] = ()
 
@@ -92,23 +122,32 @@ class NoEffect:
 
 Inherited = ActsIn | Unsupported | NoEffect
 Foreign = Alias | Unsupported | NoEffect
-UNKNOWN = Unsupported("this version of Kedge does not know this option", "leave it at its default")
+UNKNOWN = Unsupported("this version of Kedge does not know this option")
+
+
+def unsupported(reason: str, way_out: str = _LEAVE, /, **defaults: Any) -> dict[str, Foreign]:
+    """Names that are not fields and not supported, with the defaults that pass."""
+    return {name: Unsupported(reason, way_out, default) for name, default in defaults.items()}
+
+
+def no_effect(reason: str, **defaults: Any) -> dict[str, Foreign]:
+    """Names that are not fields and have no effect, with the defaults that are not logged."""
+    return {name: NoEffect(reason, default) for name, default in defaults.items()}
 
 
 class Option(Field[Any]):
-    """A dataclass field that also holds what is known of the option besides its help.
+    """A dataclass field that also holds where the option acts, and its alias.
 
     Not in ``metadata``, every entry of which ``HfArgumentParser`` hands to argparse.
     """
 
-    __slots__ = ("accepts", "acts_in", "alias", "limits", "resume")
+    __slots__ = ("alias", "declared")
 
-    def __init__(self, default: Any, metadata: Mapping[str, Any], **known: Any) -> None:
+    def __init__(self, default: Any, metadata: Any, declared: ActsIn, alias: str | None) -> None:
         plain: Any = field(default=default, metadata=metadata)
         for name in Field.__slots__:
             setattr(self, name, getattr(plain, name))
-        for name in self.__slots__:
-            setattr(self, name, known[name])
+        self.declared, self.alias = declared, alias
 
 
 def option(
@@ -143,22 +182,14 @@ def option(
             argument parsers read.
         alias_action: stores the value in a ``HfArgumentParser``, given the flag that was used.
     """
-    bounds = (ge, gt, le, lt)
-    limits = None if bounds == (None,) * 4 else Interval(ge=ge, gt=gt, le=le, lt=lt)
+    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+    limits = None if set(bounds.values()) == {None} else Interval(**bounds)
     metadata: dict[str, Any] = {"help": text}
     if alias is not None:
         metadata["aliases"] = flags(alias)
         if alias_action is not None:
             metadata["action"] = alias_action
-    return Option(
-        default,
-        metadata,
-        accepts=accepts,
-        acts_in=acts_in,
-        alias=alias,
-        limits=limits,
-        resume=resume,
-    )
+    return Option(default, metadata, ActsIn(acts_in, limits, accepts, resume), alias)
 
 
 def flags(name: str) -> list[str]:
@@ -173,7 +204,8 @@ def default_of(field: Field[Any]) -> Any:
 
 def _declared(cls: type, name: str, key: str) -> Any:
     """What is declared of an option under ``key``, by the nearest class that says so."""
-    declarations = [vars(base).get("__dataclass_fields__", {}).get(name) for base in cls.__mro__]
+    options = [vars(base).get("__dataclass_fields__", {}).get(name) for base in cls.__mro__]
+    declarations = [getattr(field, "declared", None) for field in options]
     declarations.append(getattr(cls, "INHERITED", {}).get(name))
     values = (getattr(declaration, key, None) for declaration in declarations)
     return next((value for value in values if value is not None), None)
@@ -184,12 +216,10 @@ def status(cls: type, name: str) -> str | Unsupported | NoEffect | None:
     where: str | None = _declared(cls, name, "acts_in")
     if where is not None:
         return where
-    entry: Unsupported | NoEffect | None = getattr(cls, "INHERITED", {}).get(name)
-    if entry is None:
-        owners = [b for b in cls.__mro__ if name in vars(b).get("__dataclass_fields__", {})]
-        added = owners and not owners[-1].__module__.startswith("transformers.")
-        return None if added else UNKNOWN
-    return entry
+    inherited: Mapping[str, Any] = getattr(cls, "INHERITED", {})
+    owners = [b for b in cls.__mro__ if name in vars(b).get("__dataclass_fields__", {})]
+    added = owners and not owners[-1].__module__.startswith("transformers.")
+    return inherited.get(name, None if added else UNKNOWN)
 
 
 def aliases(cls: type) -> Mapping[str, Alias]:
@@ -217,29 +247,35 @@ def check_fields(config: Any) -> None:
         setattr(config, f.name, check_option(type(config), f.name, getattr(config, f.name)))
 
 
-def check_option(cls: type, name: str, value: Any) -> Any:
+def check_option(cls: type, name: str, value: Any, alias: Alias | None = None) -> Any:
     """Check and convert the value of a field; one that does not act takes any.
+
+    Args:
+        cls: the config.
+        name: the option, as the caller called it.
+        value: its value.
+        alias: the option that ``name`` stands for, if it is not a field.
 
     Raises:
         ConfigError: naming the option, its value and the accepted values.
     """
-    if hasattr(cls, "INHERITED") and not isinstance(status(cls, name), str):
+    target = name if alias is None else alias.target
+    if hasattr(cls, "INHERITED") and not isinstance(status(cls, target), str):
         return value  # it must be the default, or has no effect
-    default, hint, adapter = _type_of(cls, name)
-    return value if value is default else _check(name, value, hint, adapter)
-
-
-def check_alias(cls: type, name: str, alias: Alias, value: Any) -> Any:
-    """Check and convert the value of another name.
-
-    Raises:
-        ConfigError: naming the alias, its value and the accepted values.
-    """
-    default, hint, adapter = _type_of(cls, alias.target)
-    if alias.convert is not None or alias.limits is not None:
+    default, hint, adapter = _type_of(cls, target)
+    if alias is not None and (alias.convert is not None or alias.limits is not None):
         hint = type(alias.default)
         adapter = TypeAdapter(checked_type(hint, alias.limits, empty=False))
-    return value if value is default else _check(name, value, hint, adapter)
+    if value is default:
+        return value
+    try:  # tuples become lists, paths str, and numbers those of Python
+        converted = adapter.validate_python(value)
+    except ValidationError as error:
+        text = f"<{type(value).__name__}>" if name in _SECRET else format_value(redact(value))
+        problem = describe_problem(error, value, optional=NoneType in get_args(hint))
+        raise ConfigError(f"{name}={text} must be {problem}") from None
+    # torch takes larger integers for int64, and fails
+    return value if type(value) is int and abs(value) <= MOST else converted
 
 
 @functools.cache
@@ -260,13 +296,149 @@ def _type_of(cls: type, name: str) -> tuple[Any, Any, TypeAdapter[Any]]:
 _hints = functools.cache(get_type_hints)
 
 
-def _check(name: str, value: Any, hint: Any, adapter: TypeAdapter[Any]) -> Any:
-    """The value, with tuples as lists, paths as str and numbers as Python numbers."""
+def format_value(value: Any) -> str:
+    """``repr(value)`` for an error message: one line, shortened; never raises."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of about {int(value.bit_length() * math.log10(2)) + 1} digits"
     try:
-        taken = adapter.validate_python(value)
-    except ValidationError as error:
-        text = f"<{type(value).__name__}>" if name in _SECRET else shown(redact(value))
-        problem = describe_problem(error, value, optional=NoneType in get_args(hint))
-        raise ConfigError(f"{name}={text} must be {problem}") from None
-    # torch takes larger integers for int64, and fails
-    return value if type(value) is int and abs(value) <= MOST else taken
+        text = " ".join(repr(value).split())
+    except Exception:  # whatever an unknown object's __repr__ raises
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."
+
+
+def _check_text(text: str) -> str:
+    if not text or "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+        unusual = " without NUL characters or lone surrogates" if text else ""
+        raise ValueError(f"a non-empty string{unusual}")
+    return text
+
+
+def _check_json(text: str) -> str:
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("a JSON object", f", but is not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ValueError("a JSON object")
+    return text
+
+
+def _check_json_file(text: str) -> str:
+    if text.startswith("{"):
+        return _check_json(text)
+    if not os.path.isfile(os.path.expanduser(text)):
+        raise ValueError("the name of a JSON file, or JSON; the file does not exist")
+    return text
+
+
+def _choice_check(choices: Sequence[Any]) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        if not isinstance(value, str | bool):  # 0 would be False; enumerations print other values
+            raise ValueError(f"one of {', '.join(map(repr, choices))}")
+        return value
+
+    return BeforeValidator(check)
+
+
+_PATH = BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)
+_TUPLE = BeforeValidator(lambda x: list(x) if isinstance(x, tuple) else x)
+Text: TypeAlias = Annotated[str, Strict(), _PATH, AfterValidator(_check_text)]
+JSONFile: TypeAlias = Annotated[Text, AfterValidator(_check_json_file)]  # or the JSON itself
+
+
+def checked_type(hint: Any, limits: Interval | None, *, empty: bool) -> Any:
+    """The type by which pydantic checks and converts the values of an option.
+
+    Args:
+        hint: the resolved annotation.
+        limits: bounds of numbers, including those in lists; infinity is refused unless it is one.
+        empty: whether the empty string is accepted.
+    """
+
+    def inner(part: Any) -> Any:
+        return checked_type(part, limits, empty=empty)
+
+    origin, args = get_origin(hint), get_args(hint)
+    if list in (origin, hint):
+        items: Any = list[inner(args[0])] if args else list[Any]  # type: ignore[misc]
+        return Annotated[items, Strict(), _TUPLE]
+    if origin in (Union, UnionType):
+        if any(dict in (part, get_origin(part)) for part in args):
+            text = Annotated[str, Strict(), AfterValidator(_check_json)]
+            args = tuple(text if part is str else part for part in args)
+        if any(map(_is_enum, args)):  # the texts are the names of the choices
+            args = tuple(part for part in args if part is not str)
+        return Union[tuple(map(inner, args))]  # noqa: UP007
+    if origin is Literal:
+        return Annotated[hint, _choice_check(args)]
+    is_class = isinstance(hint, type) and origin is None and hint is not NoneType
+    return _checked_class(hint, limits, empty=empty) if is_class else hint
+
+
+def _is_enum(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Enum)
+
+
+def _checked_class(hint: Any, limits: Interval | None, *, empty: bool) -> Any:
+    if _is_enum(hint):
+        return Annotated[hint, _choice_check([member.value for member in hint])]
+    if hint in (int, float):
+        number = _number_check(hint, limits)
+        return Annotated[hint, number] if limits is None else Annotated[hint, limits, number]
+    if hint is str:
+        return Annotated[str, Strict()] if empty else Text
+    if hint is bool:
+        return Annotated[bool, Strict()]
+    if hint is dict:
+        return dict[str, Any]
+    anything: Any = InstanceOf
+    return anything[hint]
+
+
+def _number_check(kind: type, limits: Interval | None) -> BeforeValidator:
+    bounds = (getattr(limits, "le", None), getattr(limits, "lt", None))
+    infinite = math.inf in bounds
+    bounded = bounds != (None, None)
+    most = LARGEST if kind is int and not bounded else FINITE
+
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            kind_name = "an integer" if kind is int else "a number"
+            raise ValueError(kind_name + (", without quotes" if isinstance(value, str) else ""))
+        number: Any = value
+        in_range = abs(number) <= most or (infinite and number == math.inf)
+        if not in_range:  # or not a number
+            raise ValueError("a finite number" + ("; it is too large" if number > most else ""))
+        return number if isinstance(number, int | float) else number.item()  # NumPy's
+
+    return BeforeValidator(check)
+
+
+def describe_problem(error: ValidationError, value: Any, *, optional: bool) -> str:
+    """What the value must be, in the words of pydantic's errors; ``optional``: or None."""
+    texts: dict[str, None] = {}
+    detail = ""
+    for entry in error.errors(include_url=False, include_input=False):
+        text, context = entry["msg"], entry.get("ctx", {})
+        for theirs, ours in _WORDS.items():
+            text = text.replace(theirs, ours)
+        if entry["type"] == "bool_type":
+            text = "True or False" + (", without quotes" if isinstance(value, str) else "")
+        elif "expected" in context:
+            text = _describe_choices(value, str(context["expected"]))
+        elif isinstance(context.get("error"), ValueError):
+            text, *details = context["error"].args
+            detail += "".join(details)
+        item = next((part for part in entry["loc"] if isinstance(part, int)), None)
+        texts[text if item is None else f"{text} (item {item})"] = None
+    *first, last = [*texts, *(["None"] if optional else [])]
+    return f"{', '.join(first)} or {last}{detail}" if first else f"{last}{detail}"
+
+
+def _describe_choices(value: Any, choices: str) -> str:
+    names = re.findall(r"'([^']*)'", choices)
+    near = get_close_matches(value, names, n=1) if isinstance(value, str) else ()
+    text = f"one of {choices}" if " or " in choices else choices
+    text = text if len(text) <= _MAX_CHOICES else f"{text[:_MAX_CHOICES]}..."
+    return f"{text}; the nearest is {near[0]!r}" if near else text

@@ -94,8 +94,7 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
     vllm_importance_sampling_mode: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = _vllm_weights(
-        None,
-        "Level of the weights, and the bound. Unset: token_truncate (in TRL sequence_mask).",
+        None, "Level of the weights, and the bound. Unset: token_truncate (in TRL sequence_mask)."
     )
     vllm_importance_sampling_clip_max: float | None = _vllm_weights(
         None,

@@ -9,6 +9,7 @@ from typing import Literal
 
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import option
+from kedge.errors import ConfigError
 
 _ppo = partial(option, acts_in="algorithm: kedge.algorithms.ppo", resume=True)
 _value = partial(option, acts_in="value model", resume=True)
@@ -56,14 +57,10 @@ class PPOConfig(OnPolicyConfig):
         le=1,
     )
     lam_alpha: float | None = _ppo(
-        None,
-        "Replace lam for the advantages by 1 - 1 / (lam_alpha x tokens); 0.05 in VAPO.",
-        gt=0,
+        None, "Replace lam for the advantages by 1 - 1 / (lam_alpha x tokens); 0.05 in VAPO.", gt=0
     )
     dual_clip: float | None = _ppo(
-        None,
-        "Largest ratio of tokens with negative advantage, such as 3. Unset: no limit.",
-        gt=1,
+        None, "Largest ratio of tokens with negative advantage, such as 3. Unset: no limit.", gt=1
     )
     credit: Literal["token", "turn"] = _ppo(
         "token", "What gets one advantage and counts for gamma and lam: a token, or a turn."
@@ -84,6 +81,14 @@ class PPOConfig(OnPolicyConfig):
         None, "Learning rate of the value model. Unset: learning_rate.", ge=0
     )
     value_warmup_steps: int = _value(0, "First iterations that train only the value model.", ge=0)
+
+    def _check(self) -> None:
+        super()._check()
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.cliprange:
+            raise ConfigError(
+                f"dual_clip={self.dual_clip} must be above 1 + cliprange={1 + self.cliprange:g};"
+                " 3 is usual"
+            )
 
 
 @dataclass(repr=False)

@@ -206,42 +206,34 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
 
 
 def _uses_newer_names(given: Mapping[str, Any]) -> bool:
+    """Whether names of TRL 0.22 and later are used.
+
+    Raises:
+        ConfigError: names of both releases.
+    """
     older = [a for a, _ in PAIRS if given.get(a) is not None]
     newer = [b for _, b in PAIRS if given.get(b) is not None]
-    for a, b in PAIRS:
-        if a in older and b in newer:
-            raise ConfigError(
-                f"{a}={given[a]!r} and {b}={given[b]!r} are the older and newer name of one option;"
-                " set one of them"
-            )
     mixed = [b for b in newer if b != "num_generations"]  # also a name of older releases
-    if older and mixed:
-        a, b = older[0], mixed[0]
+    pairs = [(a, b) for a, b in PAIRS if a in older and b in newer]
+    pairs += [(older[0], mixed[0])] if older and mixed else []
+    for a, b in pairs[:1]:
         raise ConfigError(
             f"{a}={given[a]!r} is a name of TRL up to 0.21, {b}={given[b]!r} one of TRL 0.22 and"
             f" later, which have different defaults; replace {a} by {dict(PAIRS)[a]}, or {b} by"
-            f" {_older(b)}"
+            f" {next(old for old, new in PAIRS if new == b)}"
         )
     return bool(newer) and not older
 
 
-def _older(newer: str) -> str:
-    return next(a for a, b in PAIRS if b == newer)
-
-
-def reward_bounds(value: Any) -> tuple[float, float] | None:
+def reward_bounds(value: float | Sequence[float] | None) -> tuple[float, float] | None:
     """``(low, high)`` of c, [c] or (low, high).
 
     Raises:
-        ConfigError: ``value`` is none of these.
+        ConfigError: there are more numbers.
     """
     if value is None:
         return None
-    numbers = list(value) if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in numbers):
+    numbers = [*value] if isinstance(value, Sequence) else [value]
+    if len(numbers) not in (1, 2):
         raise ConfigError(f"reward_clip_range={value!r} must be one number or low, high")
-    if len(numbers) == 1:
-        return -float(numbers[0]), float(numbers[0])
-    if len(numbers) != 2:
-        raise ConfigError(f"reward_clip_range={value!r} must be one number or low, high")
-    return float(numbers[0]), float(numbers[1])
+    return (-numbers[0], numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])

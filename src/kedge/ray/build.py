@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kedge.config.rollout import engine_args, installed_vllm
+from kedge.config.rollout_engines import engine_args, installed_vllm
 from kedge.errors import ConfigError
 from kedge.models.fingerprint import policy_weights
 from kedge.protocols import RolloutEngine

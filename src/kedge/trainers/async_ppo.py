@@ -24,8 +24,5 @@ class AsyncPPOTrainer(PPOTrainer):
     """
 
     SPEC = replace(
-        PPOTrainer.SPEC,
-        config=AsyncPPOConfig,
-        flags=None,
-        metric_names=log_open_instruct_names,
+        PPOTrainer.SPEC, config=AsyncPPOConfig, flags=None, metric_names=log_open_instruct_names
     )

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -29,12 +29,13 @@ from kedge.config.base import OnPolicyConfig
 from kedge.errors import ConfigError, RewardError
 from kedge.loop.loop import Engine
 from kedge.reporting.best_effort import required_write
-from kedge.reporting.model_card import provenance, write_card
-from kedge.reporting.run_info import read_run_info, write_run_info
 from kedge.trainers.assembly.run import assemble_run
 from kedge.trainers.assembly.setup import build_eval_sets, own_or
 from kedge.trainers.run.files import claimed, write_models
-from kedge.trainers.spec import TrainerInputs, TrainerSpec
+from kedge.trainers.spec import TrainerInputs, TrainerSpec, as_list
+
+if TYPE_CHECKING:
+    from kedge.reporting.model_card import Provenance
 
 logger = logging.getLogger(__name__)
 # What scripts read of other libraries' trainers: attributes, and options under TRL's names.
@@ -46,6 +47,7 @@ _ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = {
     "control": lambda trainer: trainer.callbacks.control,
     "is_deepspeed_enabled": lambda trainer: _has_plugin(trainer, "deepspeed_plugin"),
     "is_fsdp_enabled": lambda trainer: _has_plugin(trainer, "fsdp_plugin"),
+    "aux_loss_enabled": lambda trainer: False,  # there is no load-balancing loss
 }
 _OPTIONS = (
     *("beta", "temperature", "top_p", "top_k", "min_p", "max_completion_length"),
@@ -67,11 +69,9 @@ _WAYS_OUT = {
     **dict.fromkeys(("optimizer", "scheduler"), "pass optimizers=(optimizer, scheduler)"),
     "save": "override save_model, which checkpoints call too",
 }
+_MAX_FRAMES = 4  # frames of the user's code that are shown
 P = ParamSpec("P")
 R = TypeVar("R")
-_PACKAGE = Path(__file__).parents[1]
-_RUNNERS = (os.path.join("concurrent", "futures"), os.sep + "asyncio" + os.sep)
-_MAX_FRAMES = 4  # frames of the user's code that are shown
 
 
 def short_errors(method: Callable[P, R]) -> Callable[P, R]:
@@ -87,30 +87,24 @@ def short_errors(method: Callable[P, R]) -> Callable[P, R]:
         except RewardError as error:
             if os.environ.get("KEDGE_TRACEBACK", "0") not in ("", "0"):
                 raise
-            raise _shortened(error) from None
+            cause = error.__cause__
+            if cause is not None and sys.version_info >= (3, 11):  # older ones have no notes
+                error.add_note(_format_cause(cause))
+                error.__cause__ = None
+            raise error.with_traceback(None) from None
 
     return call
 
 
-def _shortened(error: RewardError) -> RewardError:
-    cause = error.__cause__
-    if cause is not None and sys.version_info >= (3, 11):  # notes exist since Python 3.11
-        error.add_note("".join([*_frames(cause), *traceback.format_exception_only(cause)]).rstrip())
-        error.__cause__ = None
-    return error.with_traceback(None)
-
-
-def _frames(cause: BaseException) -> list[str]:
-    """The stack frames of the user's code."""
-    stack = [
-        frame
-        for frame in traceback.extract_tb(cause.__traceback__)
-        if not Path(frame.filename).is_relative_to(_PACKAGE)
-        and not any(part in frame.filename for part in _RUNNERS)
-    ]
+def _format_cause(cause: BaseException) -> str:
+    """An exception with the first and the last frames of the user's code."""
+    others = (str(Path(__file__).parents[1]), os.path.dirname(os.__file__))
+    frames = traceback.extract_tb(cause.__traceback__)
+    stack = [frame for frame in frames if not frame.filename.startswith(others)]
     if len(stack) > _MAX_FRAMES:
         stack = [stack[0], *stack[1 - _MAX_FRAMES :]]
-    return traceback.format_list(stack)
+    lines = [*traceback.format_list(stack), *traceback.format_exception_only(cause)]
+    return "".join(lines).rstrip()
 
 
 class TrainerShell:
@@ -133,22 +127,12 @@ class TrainerShell:
         self.processing_class = own_or(inputs.processing_class, run.tokenizer)
         self.train_dataset, self.eval_dataset = inputs.train_dataset, inputs.eval_dataset
         self.accelerator = run.learner.accelerator
-        tokenizers = inputs.reward_processing_classes
-        self.reward_processing_classes = (
-            list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
-        )
+        self.reward_processing_classes = as_list(inputs.reward_processing_classes)
         self.callbacks = run.callbacks
         self.callbacks.log = self.log
-        models, functions = inputs.reward_model, inputs.reward_funcs
-        each = [x if isinstance(x, list | tuple) else [x] for x in (models, functions)]
-        self.reward_funcs = [source for part in each for source in part if source is not None]
-        self._provenance = provenance(
-            self.SPEC.name if inputs.algorithm is None else inputs.algorithm.name,
-            run.learner.policy,
-            inputs.train_dataset,
-            inputs.reward_model,
-            inputs.reward_funcs,
-        )
+        sources = [*as_list(inputs.reward_model), *as_list(inputs.reward_funcs)]
+        self.reward_funcs = [source for source in sources if source is not None]
+        self._inputs = inputs
 
     # -- what users call ------------------------------------------------------------------------
 
@@ -170,6 +154,8 @@ class TrainerShell:
             )
         with claimed(self.args):
             if self.args.output_dir and self.accelerator.is_main_process:
+                from kedge.reporting.run_info import write_run_info
+
                 with required_write("output_dir", self.args.output_dir):
                     write_run_info(self._provenance, self.args, device=str(self.accelerator.device))
             return self._run.train(self.args.resume_from_checkpoint if resume is None else resume)
@@ -259,6 +245,9 @@ class TrainerShell:
     ) -> None:
         """Write the model card ``README.md`` into ``output_dir``: setup and results."""
         if self.accelerator.is_main_process:
+            from kedge.reporting.model_card import write_card
+            from kedge.reporting.run_info import read_run_info
+
             write_card(
                 self._provenance,
                 self.args,
@@ -268,6 +257,20 @@ class TrainerShell:
                 dataset_name=dataset_name,
                 tags=tags,
             )
+
+    @functools.cached_property
+    def _provenance(self) -> Provenance:
+        """What the model was trained with, for its card and ``run.json``."""
+        from kedge.reporting.model_card import provenance
+
+        inputs = self._inputs
+        return provenance(
+            self.SPEC.name if inputs.algorithm is None else inputs.algorithm.name,
+            self.model,
+            inputs.train_dataset,
+            inputs.reward_model,
+            inputs.reward_funcs,
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add a row to ``state.log_history`` and send it to callbacks and trackers.
@@ -290,11 +293,11 @@ class TrainerShell:
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> Any:
         """Remove and return a callback: an object, or the first of a class."""
-        return self.callbacks.pop(callback)
+        return self.callbacks.handler.pop_callback(callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Remove a callback: an object, or the first of a class."""
-        self.callbacks.remove(callback)
+        self.callbacks.handler.remove_callback(callback)
 
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0, which writes files."""
@@ -337,11 +340,6 @@ class TrainerShell:
         """The value model, or the value head on the policy."""
         value = self._run.learner.value
         return getattr(value, "model", value)
-
-    @property
-    def aux_loss_enabled(self) -> bool:
-        """TRL's name: whether MoE models get a load-balancing loss; always False."""
-        return False
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

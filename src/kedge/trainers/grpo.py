@@ -22,21 +22,12 @@ class GRPOTrainer(TrainerShell):
     """Trains a causal language model with GRPO, or one of its variants, against a reward.
 
     Args:
-        model: the policy: a model, a folder or a hub name.
-        reward_funcs: Python functions ``f(prompts, completions, **columns) -> list[float]``,
-            ``"module:function"`` strings, reward models, folders or names, or a list of these.
         args: every option; see ``GRPOConfig``.
-        train_dataset: prompts in a column ``prompt`` or ``query`` (text or chat messages), or
-            ``input_ids``.
-        eval_dataset: evaluation prompts, or a dict of named datasets.
-        processing_class: the policy's tokenizer.  None: loaded with the model.
+        model, reward_funcs, train_dataset, eval_dataset, processing_class: as of ``PPOTrainer``.
+        callbacks, optimizers, peft_config, data_collator: as of ``PPOTrainer``.
         reward_processing_classes: tokenizers of reward models that differ from the policy's.
-        callbacks: ``transformers.TrainerCallback`` objects or classes.
-        optimizers: a custom pair ``(optimizer, lr_scheduler)``; None for the default.
-        peft_config: trains this adapter on the policy.
         ref_model: the reference of the KL terms.  None: if ``beta`` or ``kl_coef`` is above 0, a
             frozen copy of the policy; under a new adapter its base, which is the same.
-        data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: the built-in one.
         shared: ``reward_weights``, ``algorithm``, ``environment``, ``tools`` and others; see
             ``SharedArguments``.
 

@@ -11,16 +11,13 @@ from typing_extensions import Unpack
 
 from kedge.algorithms import ppo
 from kedge.config.ppo import PPOConfig, PPOv2Config
-from kedge.errors import ConfigError
 from kedge.suggestions import named
 from kedge.trainers.base import TrainerShell
-from kedge.trainers.spec import SharedArguments, TrainerSpec
+from kedge.trainers.spec import SharedArguments, TrainerSpec, rename_arguments
 
 _OLDER_NAMES = {
-    "config": "args",
-    "tokenizer": "processing_class",
-    "policy": "model",
-    "ref_policy": "ref_model",
+    **{"config": "args", "tokenizer": "processing_class"},
+    **{"policy": "model", "ref_policy": "ref_model"},
 }
 
 
@@ -104,9 +101,4 @@ class PPOv2Trainer(PPOTrainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        for old, new in _OLDER_NAMES.items():
-            if old in kwargs:
-                if new in kwargs:
-                    raise ConfigError(f"{old} is the older name of {new}; pass only one of them")
-                kwargs[new] = kwargs.pop(old)
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **rename_arguments(kwargs, _OLDER_NAMES))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from kedge.algorithms import Algorithm
 from kedge.config.base import OnPolicyConfig
-from kedge.config.options import refuse_unread
+from kedge.config.declare import default_of, format_value, status
 from kedge.data.table import read_table
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
@@ -29,10 +29,6 @@ def shared_kwargs(config: OnPolicyConfig, function: Callable[..., Any]) -> dict[
     """The options of a config that a function takes: those that its signature names."""
     names = inspect.signature(function).parameters
     return {name: getattr(config, name) for name in names if hasattr(config, name)}
-
-
-def _no_names(args: Any, engine: Engine) -> MetricNames:
-    return lambda row: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +49,7 @@ class TrainerSpec:
     name: str
     config: type[OnPolicyConfig]
     algorithm: Callable[..., Algorithm]
-    metric_names: Callable[[Any, Engine], MetricNames] = _no_names
+    metric_names: Callable[[Any, Engine], MetricNames] = lambda args, engine: lambda row: {}
     flags: type[OnPolicyConfig] | None = None
     value_model: bool = False
 
@@ -107,14 +103,19 @@ def _check_custom(args: OnPolicyConfig, algorithm: Any, value_model: Any) -> Non
             f"algorithm={algorithm!r} must be a kedge.Algorithm{suggestion}, for example"
             " algorithm=kedge.algorithms.reinforce_pp()"
         )
-    refuse_unread(args, [_ALGORITHM], algorithm.name)
-    if algorithm.needs_values:
-        return
-    if value_model is not None:
-        raise ConfigError(
-            f"value_model is given, but algorithm={algorithm.name} uses none; leave it out"
-        )
-    refuse_unread(args, [_VALUE], algorithm.name)
+    name = algorithm.name
+    if value_model is not None and not algorithm.needs_values:
+        raise ConfigError(f"value_model is given, but algorithm={name} uses none; leave it out")
+    unread = (_ALGORITHM,) if algorithm.needs_values else (_ALGORITHM, _VALUE)
+    for f in fields(args):
+        where, value, default = status(type(args), f.name), getattr(args, f.name), default_of(f)
+        reads = isinstance(where, str) and where.startswith(unread)
+        if reads and value not in (default, args.UNSET.get(f.name, default)):
+            raise ConfigError(
+                f"{f.name}={value!r} is an option of the trainer's built-in algorithm and has no"
+                f" effect with algorithm={name}; leave it out, and pass options to {name} itself"
+                " (on the command line: --algorithm_kwargs)"
+            )
 
 
 class SharedArguments(TypedDict, total=False):
@@ -143,6 +144,28 @@ class SharedArguments(TypedDict, total=False):
     environment_factory: Any
     rollout_func: Callable[[list[Any], Any], Mapping[str, Any]] | None
     quantization_config: Any
+
+
+def rename_arguments(arguments: Mapping[str, Any], newer: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments under the newer of two names.
+
+    Args:
+        arguments: as they were given.
+        newer: older name -> newer name.
+
+    Raises:
+        ConfigError: both names of one argument.
+    """
+    renamed = {name: value for name, value in arguments.items() if name not in newer}
+    for old in newer.keys() & arguments.keys():
+        new = newer[old]
+        if arguments[old] is not None and renamed.get(new) is not None:
+            raise ConfigError(
+                f"{old} and {new} are the older and the newer name of the same argument; pass only"
+                " one of them"
+            )
+        renamed[new] = renamed.get(new) if arguments[old] is None else arguments[old]
+    return renamed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,25 +207,18 @@ def check_kinds(inputs: TrainerInputs) -> None:
     pair = inputs.optimizers
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ConfigError(
-            f"optimizers={_shown(pair)} must be a pair (optimizer, scheduler), each may be None"
+            f"optimizers={format_value(pair)} must be a pair (optimizer, scheduler); each may be"
+            " None"
         )
-    for name, value, methods in (
-        ("optimizers[0]", pair[0], ("param_groups", "step")),
-        ("optimizers[1]", pair[1], ("step", "state_dict")),
-        (
-            "rollout_engine",
-            inputs.rollout_engine,
-            ("shares_weights", "logprobs", "generate", "load_weights"),
-        ),
-        ("peft_config", inputs.peft_config, ("peft_type",)),
-        ("data_collator", inputs.data_collator, ("__call__",)),
-    ):
-        missing = [method for method in methods if not hasattr(value, method)]
+    if not isinstance(inputs.callbacks, list | tuple | None):
+        raise ConfigError(f"callbacks={format_value(inputs.callbacks)} must be a list of callbacks")
+    values = {"optimizers[0]": pair[0], "optimizers[1]": pair[1]}
+    for name, (kind, *members) in _KINDS.items():
+        value = values[name] if name in values else getattr(inputs, name)
+        missing = [member for member in members if not hasattr(value, member)]
         if value is not None and (missing or isinstance(value, type)):
             lacks = f" (missing: {', '.join(missing)})" if missing else ""
-            raise ConfigError(f"{name}={_shown(value)} must be {_WANTED[name]}{lacks}")
-    if not isinstance(inputs.callbacks, list | tuple | None):
-        raise ConfigError(f"callbacks={_shown(inputs.callbacks)} must be a list of callbacks")
+            raise ConfigError(f"{name}={format_value(value)} must be {kind}{lacks}")
     task = getattr(inputs.peft_config, "task_type", None)
     task = getattr(task, "value", task)
     if task not in (None, "CAUSAL_LM"):
@@ -211,42 +227,46 @@ def check_kinds(inputs: TrainerInputs) -> None:
 
 def check_verifiers(inputs: TrainerInputs) -> None:
     """Check that verifiers can run here, and that all verifiers named by dataset rows exist."""
-    functions = inputs.reward_funcs
-    functions = functions if isinstance(functions, list | tuple) else [functions]
-    named = any(isinstance(f, str) and f.startswith("kedge.verifiers:") for f in functions)
-    if not named and "kedge.verifiers" not in sys.modules:  # then none of them is a verifier
+    functions = as_list(inputs.reward_funcs)
+    prefix = "kedge.verifiers:"
+    by_name = any(isinstance(f, str) and f.startswith(prefix) for f in functions)
+    if not by_name and "kedge.verifiers" not in sys.modules:  # then none of them is a verifier
         return
     from kedge import verifiers
     from kedge.verifiers.base import Verifier
     from kedge.verifiers.compose import ByColumn
 
     for function in functions:
-        builtin = isinstance(function, str) and function.startswith("kedge.verifiers:")
-        verifier = getattr(verifiers, function.rpartition(":")[2], None) if builtin else function
+        builtin = isinstance(function, str) and function.startswith(prefix)
+        verifier = getattr(verifiers, function[len(prefix) :], None) if builtin else function
         if isinstance(verifier, Verifier):
             verifier.prepare()
-    for verifier in (f for f in functions if isinstance(f, ByColumn)):
+        if not isinstance(verifier, ByColumn):
+            continue
         for dataset in (inputs.train_dataset, inputs.eval_dataset):
-            named = isinstance(dataset, Mapping) and verifier.column not in dataset
-            for part in dataset.values() if named else [dataset]:
+            several = isinstance(dataset, Mapping) and verifier.column not in dataset
+            for part in dataset.values() if several else [dataset]:
                 table = None if part is None else read_table(part)
                 if table is not None and verifier.column in table.names:
                     rows = table.take(range(len(table)), [verifier.column])
                     verifier.check(rows[verifier.column])
 
 
-_WANTED = {
-    "optimizers[0]": "a torch.optim.Optimizer instance, not its class",
-    "optimizers[1]": "a torch learning-rate scheduler",
-    "rollout_engine": "a kedge.protocols.RolloutEngine: an object with the properties"
-    " shares_weights and logprobs and the methods generate(prompts, sampling=, seed=) and"
-    " load_weights(weights, version); to choose an engine by name, set it in the config:"
-    " rollout_engine='vllm'",
-    "peft_config": "a PEFT configuration, such as peft.LoraConfig(...)",
-    "data_collator": "a function of a list of {'input_ids', 'attention_mask'}",
+def as_list(value: Any) -> list[Any]:
+    """The items of a list or tuple; anything else as the only item."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+# Argument -> what it must be, and members that tell.
+_KINDS = {
+    "optimizers[0]": ("a torch.optim.Optimizer instance, not its class", "param_groups", "step"),
+    "optimizers[1]": ("a torch learning-rate scheduler", "step", "state_dict"),
+    "rollout_engine": (
+        "a kedge.protocols.RolloutEngine: an object with the properties shares_weights and logprobs"
+        " and the methods generate(prompts, sampling=, seed=) and load_weights(weights, version);"
+        " to choose an engine by name, set it in the config: rollout_engine='vllm'",
+        *("shares_weights", "logprobs", "generate", "load_weights"),
+    ),
+    "peft_config": ("a PEFT configuration, such as peft.LoraConfig(...)", "peft_type"),
+    "data_collator": ("a function of a list of {'input_ids', 'attention_mask'}", "__call__"),
 }
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"a {type(value).__name__}"

@@ -29,7 +29,7 @@ from kedge.cli.train.async_ppo import load_chat_tokenizer, parse_options
 from kedge.cli.train.ppo import load_algorithm, load_tokenizer, model_names
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
-from kedge.config.options import elsewhere
+from kedge.config.rollout_engines import elsewhere
 from kedge.config.sampling import build_sampling
 from kedge.errors import ConfigError
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes

@@ -264,7 +264,7 @@ def _engine(kind: str, model: Any, tokenizer: Any, batch_size: int) -> Any:
 
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         return EmbeddedEngine(model, pad_id=pad, tokenizer=tokenizer, chunk_rows=batch_size)
-    from kedge.config.options import installed
+    from kedge.config.rollout_engines import installed
 
     if not installed("vllm"):
         raise ConfigError(f"--engine vllm needs vLLM: {install_command('vllm')}; or use embedded")

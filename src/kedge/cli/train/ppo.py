@@ -14,7 +14,7 @@ from kedge.cli.arguments import ModelArguments, Options, parse, parser
 from kedge.cli.data import load_prompts, note
 from kedge.cli.rewards import build_sources, check_rewards, scores_without_model
 from kedge.cli.train.resume import how_to_resume, resume_point
-from kedge.config.values import shown
+from kedge.config.declare import format_value
 from kedge.errors import ConfigError
 from kedge.trainers import find_trainer, load_trainer
 from kedge.trl_scripts import get_peft_config, get_quantization_config
@@ -350,7 +350,9 @@ def _parse_kwargs(options: str | None) -> dict[str, Any]:
     try:
         kwargs = json.loads(options or "{}")
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--algorithm_kwargs {shown(options)} must be JSON: {error}") from error
+        raise ConfigError(
+            f"--algorithm_kwargs {format_value(options)} must be JSON: {error}"
+        ) from error
     if not isinstance(kwargs, dict):
         raise ConfigError(
             f'--algorithm_kwargs {options} must be a JSON object, such as {{"beta": 0.1}}'

@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
-from kedge.config.declare import Alias, Foreign, NoEffect, Unsupported
+from kedge.config.declare import Alias, Foreign, Unsupported, no_effect, unsupported
 from kedge.errors import ConfigError
-
-_CACHE = ("prompts are tokenized at startup and not cached", "leave it at its default, or unset")
-_DERIVED = Unsupported("it is derived from the other sizes", "leave it unset")
-_CODE = (
-    "code runs in Kedge's sandbox, without a server",
-    "leave it out; set limits with kedge.verifiers.code_verifier",
-)
-
-
-def _llm_judge(default: Any) -> Unsupported:
-    return Unsupported(
-        "LLM judges are not available during training",
-        "score with reward_funcs, or run kedge judge after training",
-        default,
-    )
 
 
 def _read_count(text: str) -> int:
@@ -35,10 +19,8 @@ def _read_count(text: str) -> int:
     return int(number) * factor
 
 
-def _ai2(default: Any) -> NoEffect:
-    return NoEffect("it is specific to Ai2's cluster", default)
-
-
+_CODE = "code runs in Kedge's sandbox, without a server"
+_CODE_URL = os.environ.get("CODE_API_URL", "http://localhost:1234") + "/test_program"
 OPEN_INSTRUCT: dict[str, Foreign] = {
     "episodes": Alias("total_episodes", _read_count, default=""),
     "num_epochs": Alias("num_ppo_epochs"),
@@ -49,54 +31,50 @@ OPEN_INSTRUCT: dict[str, Foreign] = {
     "min_response_length": Alias("min_new_tokens"),
     "hf_repo_revision": Alias("hub_revision"),
     "tokenizer_name": Alias("tokenizer_name_or_path"),
-    "use_fast": Unsupported("transformers 5 only has fast tokenizers", "leave it True", True),
-    "use_slow_tokenizer": NoEffect("open-instruct does not read it either", default=False),
+    **unsupported("transformers 5 only has fast tokenizers", use_fast=True),
     "get_tokenizer_fn": Unsupported(
         "the tokenizer is loaded as it was saved, and padding needs no extra token",
         "save a tokenizer with the changes that you need, and set tokenizer_name_or_path",
         default="get_tokenizer_tulu_v2_2",
         also=("get_tokenizer_tulu_v2_1", "get_tokenizer_tulu_v1", "get_tokenizer_simple_v1"),
     ),
-    "tokenizer_files_hash": _DERIVED,
-    "dataset_transform_fn": Unsupported(
+    **unsupported(
         "prompts are always tokenized and filtered by length",
         "transform the dataset beforehand",
-        default=["rlvr_tokenize_v1", "rlvr_filter_v1"],
+        dataset_transform_fn=["rlvr_tokenize_v1", "rlvr_filter_v1"],
     ),
-    "dataset_cache_mode": Unsupported(*_CACHE, default="local"),
-    "dataset_local_cache_dir": Unsupported(*_CACHE, default="local_dataset_cache"),
-    "dataset_config_hash": Unsupported(*_CACHE),
-    "dataset_config_eval_hash": Unsupported(*_CACHE),
-    "dataset_skip_cache": NoEffect("prompts are never cached", default=False, also=(True,)),
-    "local_eval_freq": Unsupported("num_evals sets the interval", "set num_evals"),
-    "rollout_batch_size": _DERIVED,
-    "local_total_prompts": _DERIVED,
-    "num_training_steps": _DERIVED,
-    "local_dataloader_batch_size": _DERIVED,
-    "hf_repo_url": _DERIVED,
-    "gather_whole_model": NoEffect(
-        "weights are gathered tensor by tensor, on the rank that sends them", default=True
+    **unsupported("num_evals sets the interval", "set num_evals", local_eval_freq=None),
+    **unsupported(
+        "it is derived from the other sizes",
+        "leave it unset",
+        **{"rollout_batch_size": None, "local_total_prompts": None, "num_training_steps": None},
+        **{"local_dataloader_batch_size": None, "hf_repo_url": None, "tokenizer_files_hash": None},
     ),
-    "checkpoint_output_dir": Unsupported("open-instruct does not read it either", "leave it out"),
-    "save_value_model": NoEffect(
-        "the value model is always saved in value_model/", default=False, also=(True,)
+    **unsupported(_CODE, code_pass_rate_reward_threshold=0.0, code_apply_perf_penalty=False),
+    **no_effect(_CODE, code_api_url=_CODE_URL, code_max_execution_time=1.0),
+    **no_effect(
+        "prompts are tokenized at startup and not cached",
+        **{"dataset_cache_mode": "local", "dataset_local_cache_dir": "local_dataset_cache"},
+        **{"dataset_config_hash": None, "dataset_config_eval_hash": None},
+        dataset_skip_cache=False,
     ),
-    "llm_judge_model": _llm_judge("azure/gpt-4o-mini-standard"),
-    "llm_judge_max_tokens": _llm_judge(2048),
-    "llm_judge_max_context_length": _llm_judge(8192),
-    "llm_judge_temperature": _llm_judge(1.0),
-    "llm_judge_timeout": _llm_judge(60),
-    "code_api_url": Unsupported(
-        *_CODE, default=os.environ.get("CODE_API_URL", "http://localhost:1234") + "/test_program"
+    **no_effect(
+        "LLM judges are not available during training",
+        **{"llm_judge_model": "azure/gpt-4o-mini-standard", "llm_judge_max_tokens": 2048},
+        **{"llm_judge_max_context_length": 8192, "llm_judge_temperature": 1.0},
+        llm_judge_timeout=60,
     ),
-    "code_max_execution_time": Unsupported(*_CODE, default=1.0),
-    "code_pass_rate_reward_threshold": Unsupported(*_CODE, default=0.0),
-    "code_apply_perf_penalty": Unsupported(*_CODE, default=False),
-    "try_launch_beaker_eval_jobs": _ai2(True),
-    "try_launch_beaker_eval_jobs_on_weka": _ai2(False),
-    "try_auto_save_to_beaker": _ai2(True),
-    "gs_bucket_path": _ai2(None),
-    "oe_eval_tasks": _ai2(None),
-    "oe_eval_max_length": _ai2(4096),
-    "eval_priority": _ai2("normal"),
+    **no_effect(
+        "open-instruct does not read it either",
+        use_slow_tokenizer=False,
+        checkpoint_output_dir=None,
+    ),
+    **no_effect("weights are gathered tensor by tensor", gather_whole_model=True),
+    **no_effect("the value model is always saved in value_model/", save_value_model=False),
+    **no_effect(
+        "it is specific to Ai2's cluster",
+        **{"try_launch_beaker_eval_jobs": True, "try_launch_beaker_eval_jobs_on_weka": False},
+        **{"try_auto_save_to_beaker": True, "gs_bucket_path": None, "oe_eval_tasks": None},
+        **{"oe_eval_max_length": 4096, "eval_priority": "normal"},
+    ),
 }

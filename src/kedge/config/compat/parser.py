@@ -11,9 +11,9 @@ from typing import Any
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
+from kedge.config.base import ConfigType, foreign
 from kedge.config.compat.training_arguments import TRANSFORMERS4
 from kedge.config.declare import Alias, flags
-from kedge.config.options import ConfigType, foreign
 
 
 class ConfigParser(HfArgumentParser):
@@ -59,13 +59,8 @@ class ConfigParser(HfArgumentParser):
         field.metadata = shown  # type: ignore[assignment]
         HfArgumentParser._parse_dataclass_field(parser, field)
 
-    def parse_args_into_dataclasses(
-        self,
-        args: Any = None,
-        return_remaining_strings: bool = False,
-        look_for_args_file: bool = True,
-        args_filename: Any = None,
-        args_file_flag: Any = None,
+    def parse_args_into_dataclasses(  # type: ignore[override]
+        self, args: Any = None, return_remaining_strings: bool = False, **options: Any
     ) -> tuple[Any, ...]:
         """One object per dataclass, followed by unknown flags if requested.
 
@@ -73,9 +68,7 @@ class ConfigParser(HfArgumentParser):
             ValueError: unknown flags.
         """
         if not any(isinstance(kind, ConfigType) for kind in self.dataclass_types):
-            return super().parse_args_into_dataclasses(
-                args, return_remaining_strings, look_for_args_file, args_filename, args_file_flag
-            )
+            return super().parse_args_into_dataclasses(args, return_remaining_strings, **options)
         namespace, rest = self.parse_known_args(args)
         if rest and not return_remaining_strings:
             raise ValueError(

@@ -10,8 +10,19 @@ from annotated_types import Interval
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from kedge.config.declare import ActsIn, Alias, Foreign, Inherited, NoEffect, Unsupported
-from kedge.config.values import MOST, SECONDS, JSONFile, Text
+from kedge.config.declare import (
+    MOST,
+    SECONDS,
+    ActsIn,
+    Alias,
+    Foreign,
+    Inherited,
+    JSONFile,
+    NoEffect,
+    Text,
+    Unsupported,
+    unsupported,
+)
 
 _BATCH = "batch sizes and run length"
 _LEARNER = "learner: optimizer and schedule"
@@ -27,13 +38,8 @@ _COMPILE_MODES = Literal[
     "default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
 ]
 _COUNT = Interval(ge=1)
-_NOT_NEGATIVE = Interval(ge=0)
 _STEPS = Interval(ge=0, le=MOST)
 _LOADER = "prompts are tokenized once and kept in memory, without a data loader"
-_APEX = "apex is not supported; mixed precision uses torch autocast"
-_PRECISION = "set bf16=True or fp16=True"
-_TPU = "TPUs are not supported"
-_METRICS = "evaluation scores responses with the reward, not with a metric function"
 
 
 def _same(entry: Inherited, *names: str) -> dict[str, Inherited]:
@@ -47,16 +53,11 @@ INHERITED: dict[str, Inherited] = {
     "max_steps": ActsIn(_BATCH, Interval(ge=-1, le=MOST)),
     **_same(
         ActsIn(_LEARNER, resume=True),
-        "lr_scheduler_type",
-        "lr_scheduler_kwargs",
-        "optim",
-        "optim_args",
+        *("lr_scheduler_type", "lr_scheduler_kwargs", "optim", "optim_args"),
     ),
     **_same(
-        ActsIn(_LEARNER, _NOT_NEGATIVE, resume=True),
-        "learning_rate",
-        "weight_decay",
-        "adam_epsilon",
+        ActsIn(_LEARNER, Interval(ge=0), resume=True),
+        *("learning_rate", "weight_decay", "adam_epsilon"),
     ),
     **_same(ActsIn(_LEARNER, Interval(ge=0, lt=1), resume=True), "adam_beta1", "adam_beta2"),
     "warmup_steps": ActsIn(_LEARNER, _STEPS, resume=True),
@@ -68,12 +69,12 @@ INHERITED: dict[str, Inherited] = {
         resume=True,
     ),
     "optim_target_modules": Unsupported(
-        "only GaLore and APOLLO read it, and they are not supported", "leave it unset"
+        "only GaLore and APOLLO read it, and they are not supported"
     ),
     "average_tokens_across_devices": Unsupported(
-        "every loss is normalized over the tokens of all ranks", "leave it True"
+        "every loss is normalized over the tokens of all ranks"
     ),
-    "label_smoothing_factor": Unsupported("there are no labels", "leave it 0"),
+    "label_smoothing_factor": Unsupported("there are no labels"),
     **_same(ActsIn("learner: autocast; weights stay float32", resume=True), "bf16", "fp16"),
     **_same(
         NoEffect("evaluation runs at the precision of training"),
@@ -92,7 +93,7 @@ INHERITED: dict[str, Inherited] = {
     ),
     "use_cache": NoEffect("sampling always has a KV cache, and training passes need none"),
     "neftune_noise_alpha": Unsupported(
-        "noise in the embeddings would make the probability ratio meaningless", "leave it unset"
+        "noise in the embeddings would make the probability ratio meaningless"
     ),
     "torch_empty_cache_steps": ActsIn(
         "loop: iterations between releases of cached device memory", _COUNT
@@ -125,8 +126,7 @@ INHERITED: dict[str, Inherited] = {
     **_same(
         Unsupported(
             "evaluation samples responses and scores them with the reward; there are no predictions"
-            " or labels to gather",
-            "leave it at its default",
+            " or labels to gather"
         ),
         *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"),
         *("include_for_metrics", "batch_eval_metrics", "label_names"),
@@ -185,15 +185,13 @@ INHERITED: dict[str, Inherited] = {
     "train_sampling_strategy": Unsupported(
         "shuffle_dataset sets the order of prompts", "set shuffle_dataset"
     ),
-    "length_column_name": Unsupported("prompts are not grouped by length", "leave it unset"),
+    "length_column_name": Unsupported("prompts are not grouped by length"),
     **_same(
         NoEffect("gradients are summed once per optimizer step, without DistributedDataParallel"),
         *("ddp_find_unused_parameters", "ddp_bucket_cap_mb"),
         *("ddp_broadcast_buffers", "ddp_static_graph"),
     ),
-    "debug": Unsupported(
-        "its hooks are for transformers.Trainer", "leave it unset", also=([], None)
-    ),
+    "debug": Unsupported("its hooks are for transformers.Trainer", also=([], None)),
     "skip_memory_metrics": ActsIn("trackers: False logs the peak memory of each iteration"),
     "do_train": ActsIn(f"{_SCRIPT}: do_eval without do_train only evaluates"),
     "do_eval": ActsIn(f"{_SCRIPT}: evaluate at the end"),
@@ -214,51 +212,31 @@ REMOVED: dict[str, Foreign] = {
     "push_to_hub_model_id": Alias("hub_model_id"),
     "push_to_hub_token": Alias("hub_token"),
     "torchdynamo": Alias("torch_compile_backend"),
-    "save_safetensors": Unsupported(
-        "loading pickled weights can run code", "leave it True", default=True
+    **unsupported(
+        "apex is not supported; mixed precision uses torch autocast",
+        "set bf16=True or fp16=True",
+        **{"fp16_opt_level": "O1", "half_precision_backend": "auto", "fp16_backend": "auto"},
     ),
-    "use_mps_device": Unsupported(
-        "MPS is used automatically if available", "leave it unset", default=False
+    **unsupported("loading pickled weights can run code", save_safetensors=True),
+    **unsupported(
+        "it moved into fsdp_config",
+        "set it there",
+        fsdp_min_num_params=0,
+        fsdp_transformer_layer_cls_to_wrap=None,
     ),
-    "jit_mode_eval": Unsupported(
-        "tracing for evaluation was removed", "set torch_compile=True", default=False
+    **unsupported("rows are packed without padding instead", group_by_length=False),
+    **unsupported(
+        "it is part of the repository name",
+        'set hub_model_id="organization/name"',
+        push_to_hub_organization=None,
     ),
-    "fp16_opt_level": Unsupported(_APEX, _PRECISION, default="O1"),
-    "half_precision_backend": Unsupported(_APEX, _PRECISION, default="auto"),
-    "fp16_backend": Unsupported(_APEX, _PRECISION, default="auto"),
-    "tpu_num_cores": Unsupported(_TPU, "leave it unset"),
-    "tpu_metrics_debug": Unsupported(_TPU, "leave it unset", default=False),
-    "past_index": Unsupported(
-        "it is for models that return past states", "leave it unset", default=-1
+    **unsupported(
+        "transformers 5 removed it, and Kedge does not have it",
+        **{"use_mps_device": False, "jit_mode_eval": False, "tpu_num_cores": None},
+        **{"tpu_metrics_debug": False, "use_legacy_prediction_loop": False, "past_index": -1},
+        **{"include_inputs_for_metrics": False, "mp_parameters": "", "ray_scope": "last"},
     ),
-    "fsdp_min_num_params": Unsupported(
-        "it moved into fsdp_config", 'set fsdp_config={"min_num_params": ...}', default=0
-    ),
-    "fsdp_transformer_layer_cls_to_wrap": Unsupported(
-        "it moved into fsdp_config", 'set fsdp_config={"transformer_layer_cls_to_wrap": ...}'
-    ),
-    "group_by_length": Unsupported(
-        "lengths of sampled responses are not known beforehand; rows are packed without padding"
-        " instead",
-        "leave it unset",
-        default=False,
-    ),
-    "use_legacy_prediction_loop": Unsupported(
-        "there is no prediction loop", "leave it unset", default=False
-    ),
-    "include_inputs_for_metrics": Unsupported(_METRICS, "leave it unset", default=False),
-    "push_to_hub_organization": Unsupported(
-        "it is now part of the repository name", 'set hub_model_id="organization/name"'
-    ),
-    "mp_parameters": Unsupported(
-        "SageMaker model parallelism is not supported", "leave it unset", default=""
-    ),
-    "ray_scope": Unsupported(
-        "hyperparameter search is not part of Kedge", "leave it unset", default="last"
-    ),
-    "include_tokens_per_second": NoEffect(
-        "tokens per second are always logged", default=False, also=(True,)
-    ),
+    "include_tokens_per_second": NoEffect("tokens per second are always logged", False, (True,)),
 }
 _STILL_FIELDS = {f.name for f in fields(TrainingArguments)}  # of the installed release
 TRANSFORMERS4 = {name: entry for name, entry in REMOVED.items() if name not in _STILL_FIELDS}

@@ -11,54 +11,60 @@ from functools import partial
 from typing import Any, Literal
 
 from kedge.config.compat.training_arguments import TRANSFORMERS4
-from kedge.config.declare import Alias, Foreign, NoEffect, Unsupported, default_of, option
-from kedge.config.rollout import engine_args, json_object
-from kedge.config.values import SECONDS
+from kedge.config.declare import (
+    SECONDS,
+    Alias,
+    Foreign,
+    NoEffect,
+    Unsupported,
+    default_of,
+    format_value,
+    no_effect,
+    option,
+    unsupported,
+)
+from kedge.config.rollout_engines import engine_args, json_object
 from kedge.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-_LEAVE = "leave it at its default"
-_SAMPLING = ("sampling would use another distribution than training", "leave it unset")
-_MOVING = ("the reference is always frozen", _LEAVE)
-_TORCH = "transformers does not sample here; Kedge's rollout engine or vLLM does"
-_ENTROPY = ("there is no entropy bonus", _LEAVE)
-_LOSS = ("this loss is not implemented", _LEAVE)
-
 # Names that every trainer of TRL has or had.
 TRL: dict[str, Foreign] = {
     **TRANSFORMERS4,
     "keep_sampling_mask": NoEffect(
-        "training is always over the tokens that top_k, top_p and min_p allowed",
-        default=False,
-        also=(True,),
+        "training is always over the tokens that top_k, top_p and min_p allowed", False, (True,)
     ),
-    "ds3_gather_for_generation": Unsupported(
-        "responses are always sampled with full weights", "leave it True", default=True
-    ),
+    **unsupported("responses are always sampled with full weights", ds3_gather_for_generation=True),
 }
 # Names of RLOOTrainer and GRPOTrainer from TRL 0.22 on.
 TRL_GROUPS: dict[str, Foreign] = {
     **TRL,
-    "disable_dropout": Unsupported(
-        "dropout would make the probability ratio random", "leave it True", default=True
+    **unsupported("dropout would make the probability ratio random", disable_dropout=True),
+    **unsupported(
+        "there is no load-balancing loss for mixtures of experts", router_aux_loss_coef=None
     ),
-    "router_aux_loss_coef": Unsupported(
-        "there is no load-balancing loss for mixtures of experts", _LEAVE
+    **unsupported(
+        "sampling would use another distribution than training",
+        repetition_penalty=1.0,
+        vllm_structured_outputs_regex=None,
     ),
-    "repetition_penalty": Unsupported(*_SAMPLING, default=1.0),
-    "vllm_structured_outputs_regex": Unsupported(*_SAMPLING),
-    "sync_ref_model": Unsupported(*_MOVING, default=False),
-    "ref_model_mixup_alpha": Unsupported(*_MOVING, default=0.6),
-    "ref_model_sync_steps": Unsupported(*_MOVING, default=512),
-    "pad_to_multiple_of": NoEffect("rows are packed without padding", default="auto"),
-    "cache_implementation": NoEffect(_TORCH),
-    "use_transformers_continuous_batching": NoEffect(_TORCH, default=False),
-    "transformers_continuous_batching_config": NoEffect(_TORCH),
-    "use_transformers_paged": NoEffect(_TORCH, default=False),
-    "vllm_group_port": NoEffect(
-        "weights are sent to a server as files (weight_sync_folder)", default=51216
+    **unsupported(
+        "the reference is always frozen",
+        sync_ref_model=False,
+        ref_model_mixup_alpha=0.6,
+        ref_model_sync_steps=512,
     ),
-    "log_multimodal": NoEffect("prompts are text only", default=True),
+    **no_effect("rows are packed without padding", pad_to_multiple_of="auto"),
+    **no_effect(
+        "transformers does not sample here; Kedge's rollout engine or vLLM does",
+        cache_implementation=None,
+        use_transformers_continuous_batching=False,
+        transformers_continuous_batching_config=None,
+        use_transformers_paged=False,
+    ),
+    **no_effect(
+        "weights are sent to a server as files (weight_sync_folder)", vllm_group_port=51216
+    ),
+    **no_effect("prompts are text only", log_multimodal=True),
 }
 TRL_RLOO: dict[str, Foreign] = {
     **TRL_GROUPS,
@@ -69,28 +75,25 @@ TRL_RLOO: dict[str, Foreign] = {
 TRL_GRPO: dict[str, Foreign] = {
     **TRL_GROUPS,
     "vllm_importance_sampling_cap": Alias("vllm_importance_sampling_clip_max"),
-    "cast_lm_head_to_fp32": NoEffect(
-        "training logits are always float32", default=False, also=(True,)
+    "cast_lm_head_to_fp32": NoEffect("training logits are always float32", False, (True,)),
+    **unsupported(
+        "rewards are weighted and summed before normalization",
+        multi_objective_aggregation="sum_then_normalize",
     ),
-    "multi_objective_aggregation": Unsupported(
-        "rewards are weighted and summed before normalization", _LEAVE, "sum_then_normalize"
-    ),
-    "top_entropy_quantile": Unsupported("the loss always covers every token", _LEAVE, 1.0),
+    **unsupported("the loss always covers every token", top_entropy_quantile=1.0),
     "off_policy_mask_threshold": Unsupported(
         "sampler_correction handles off-policy responses", "set sampler_correction instead"
     ),
-    "entropy_coef": Unsupported(*_ENTROPY, default=0.0),
-    "use_adaptive_entropy": Unsupported(*_ENTROPY, default=False),
-    "entropy_coef_min": Unsupported(*_ENTROPY, default=0.0),
-    "entropy_coef_max": Unsupported(*_ENTROPY, default=1.0),
-    "entropy_coef_delta": Unsupported(*_ENTROPY, default=0.005),
-    "entropy_target": Unsupported(*_ENTROPY, default=0.2),
-    "sapo_temperature_neg": Unsupported(*_LOSS, default=1.05),
-    "sapo_temperature_pos": Unsupported(*_LOSS, default=1.0),
-    "vespo_k_pos": Unsupported(*_LOSS, default=2.0),
-    "vespo_lambda_pos": Unsupported(*_LOSS, default=3.0),
-    "vespo_k_neg": Unsupported(*_LOSS, default=3.0),
-    "vespo_lambda_neg": Unsupported(*_LOSS, default=2.0),
+    **unsupported(
+        "there is no entropy bonus",
+        **{"entropy_coef": 0.0, "use_adaptive_entropy": False, "entropy_coef_min": 0.0},
+        **{"entropy_coef_max": 1.0, "entropy_coef_delta": 0.005, "entropy_target": 0.2},
+    ),
+    **unsupported(
+        "this loss is not implemented",
+        **{"sapo_temperature_neg": 1.05, "sapo_temperature_pos": 1.0, "vespo_k_pos": 2.0},
+        **{"vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
+    ),
 }
 
 _batch = partial(option, acts_in="batch sizes and run length")
@@ -179,8 +182,17 @@ def convert_newer(c: Any) -> None:
         ConfigError: sizes that do not divide, or vLLM options that contradict each other.
     """
     _convert_sizes(c)
-    _convert_stop(c)
     _convert_vllm(c)
+    kwargs = dict(json_object("generation_kwargs", c.generation_kwargs))
+    stop = kwargs.pop("stop", None)
+    if kwargs:
+        raise ConfigError(
+            f"generation_kwargs={format_value(kwargs)}: sampling would use another distribution"
+            " than training; only stop is supported, leave the rest out"
+        )
+    if stop is not None:
+        c.stop_strings = [stop] if isinstance(stop, str) else list(stop)
+    c.generation_kwargs = None
 
 
 def _convert_sizes(c: Any) -> None:
@@ -192,38 +204,19 @@ def _convert_sizes(c: Any) -> None:
             f"steps_per_generation={steps} and generation_batch_size={rows} both set the size of"
             " a batch; set one of them"
         )
-    accumulation = c.gradient_accumulation_steps
-    name, value = "steps_per_generation", steps
+    name = "steps_per_generation" if rows is None else "generation_batch_size"
+    accumulation, micro = c.gradient_accumulation_steps, 1
     if rows is not None:
-        name, value = "generation_batch_size", rows
         micro = c.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
-        if rows % micro:
-            raise ConfigError(
-                f"generation_batch_size={rows} must be a multiple of per_device_train_batch_size x"
-                f" world size = {micro}"
-            )
-        steps = rows // micro
-    if steps < 1 or steps % accumulation:
+    whole = steps if rows is None else rows
+    if whole % (micro * accumulation):
+        size = "" if rows is None else f"per_device_train_batch_size x world size = {micro}, x "
         raise ConfigError(
-            f"{name}={value} makes batches of {steps} micro-batches, which must be a multiple of"
-            f" gradient_accumulation_steps={accumulation}"
+            f"{name}={whole} must be a multiple of {size}gradient_accumulation_steps={accumulation}"
         )
-    c.num_mini_batches = steps // accumulation
-    c.gradient_accumulation_steps = steps
+    c.gradient_accumulation_steps = whole // micro
+    c.num_mini_batches = c.gradient_accumulation_steps // accumulation
     c.steps_per_generation = c.generation_batch_size = None
-
-
-def _convert_stop(c: Any) -> None:
-    given = dict(json_object("generation_kwargs", c.generation_kwargs))
-    stop = given.pop("stop", None)
-    if given:
-        raise ConfigError(
-            f"generation_kwargs={repr(given)[:80]}: sampling would use another distribution than"
-            " training; only stop is supported, leave the rest out"
-        )
-    if stop is not None:
-        c.stop_strings = [stop] if isinstance(stop, str) else list(stop)
-    c.generation_kwargs = None
 
 
 def _convert_vllm(c: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kedge.config.rollout import engine_args
+from kedge.config.rollout_engines import engine_args
 from kedge.errors import ConfigError
 from kedge.models.fingerprint import policy_weights
 from kedge.protocols import RolloutEngine

@@ -18,7 +18,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from kedge.config.rollout import installed_vllm
+from kedge.config.rollout_engines import installed_vllm
 from kedge.errors import RolloutError
 from kedge.rollout.liveness import RunningTime
 from kedge.rollout.vllm.weight_payload import WeightPayload

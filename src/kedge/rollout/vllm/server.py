@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from kedge.config.rollout import installed_vllm
+from kedge.config.rollout_engines import installed_vllm
 from kedge.errors import ConfigError, LostRequestsError, RolloutError
 from kedge.rollout.liveness import watch_group
 from kedge.rollout.vllm import process_guard

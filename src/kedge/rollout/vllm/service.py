@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from packaging.version import Version
 
-from kedge.config.rollout import LOWEST_VLLM
+from kedge.config.rollout_engines import LOWEST_VLLM
 from kedge.errors import ConfigError, RolloutError
 from kedge.rollout.vllm.weight_payload import WeightPayload
 

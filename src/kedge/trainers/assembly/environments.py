@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from kedge.config.common import EnvironmentArguments
-from kedge.config.rollout import json_object
+from kedge.config.rollout_engines import json_object
 from kedge.data.encode import SOURCES
 from kedge.data.table import read_table
 from kedge.environments import (
@@ -21,7 +21,8 @@ from kedge.environments import (
 from kedge.environments.turns import check_turn_tokens
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
-from kedge.trainers.spec import TrainerInputs
+from kedge.rewards.build import load_module
+from kedge.trainers.spec import TrainerInputs, as_list
 from kedge.types import Sampling
 
 _EMPTY = [{"role": "user", "content": ""}]
@@ -74,7 +75,7 @@ def environments_to_play(
     make = _factory(args.environment, args)
     if dataset is None and isinstance(make, Mapping):
         raise ConfigError("several environments need prompts with a column 'environment'")
-    rows = [{"prompt": _EMPTY}] if dataset is None else _fill_prompts(dataset)
+    rows = [{"prompt": _EMPTY}] if dataset is None else add_prompts(dataset)
     return rows, partial(play_in, make, args)
 
 
@@ -117,22 +118,29 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
             inputs.environment_factory,
             max_iterations=args.max_tool_calling_iterations,
         )
-        scored = _gives_rewards(make)
+        # One of each kind is made, which checks its tools.
+        made = [factory() for factory in (make.values() if isinstance(make, Mapping) else [make])]
+        scored = any(environment.gives_rewards for environment in made)
+        for environment in made:
+            environment.close()
     else:
-        named = args.environment if inputs.environment is None else inputs.environment
-        make = _factory(named, args)
-    rewards = _listed(inputs.reward_funcs)
-    if not scored and not rewards and inputs.reward_model is None:
+        make = _factory(inputs.environment or args.environment, args)
+    rewards = [] if inputs.reward_funcs is None else as_list(inputs.reward_funcs)
+    models = [] if inputs.reward_model is None else as_list(inputs.reward_model)
+    if not (scored or rewards or models):
         raise ConfigError(
             "no reward is configured: pass reward_funcs, or an environment_factory whose class has"
             " a method get_reward"
         )
+    weights = args.reward_weights if inputs.reward_weights is None else inputs.reward_weights
+    if weights is not None and len(weights) == len(rewards) + len(models):
+        weights = [*weights, 1.0]  # of the environments
     changed = replace(
         inputs,
         reward_funcs=[*rewards, EpisodeReward()],
-        reward_weights=_weights(inputs, rewards),
+        reward_weights=weights,
         train_dataset=_prompts(inputs),
-        eval_dataset=_filled(inputs, inputs.eval_dataset),
+        eval_dataset=_fill_prompts(inputs, inputs.eval_dataset),
     )
     return changed, make
 
@@ -150,8 +158,6 @@ def _factory(environment: Any, args: EnvironmentArguments) -> Make:
 
 
 def _load(name: str) -> Any:
-    from kedge.rewards.build import load_module
-
     where, colon, attribute = name.rpartition(":")
     try:
         found = load_module(where, "kedge_environments") if colon else None
@@ -160,10 +166,8 @@ def _load(name: str) -> Any:
             f"environment={name!r}: cannot import {where!r} ({type(error).__name__}: {error})"
         ) from error
     if not hasattr(found, attribute):
-        raise ConfigError(
-            f"environment={name!r} must be module:Class or file.py:Class"
-            + (f"; {where!r} does not define {attribute!r}" if colon else "")
-        )
+        missing = f"; {where!r} does not define {attribute!r}" if colon else ""
+        raise ConfigError(f"environment={name!r} must be module:Class or file.py:Class{missing}")
     return getattr(found, attribute)
 
 
@@ -181,20 +185,10 @@ def _check_factory(name: str, factory: Any) -> None:
         )
 
 
-def _gives_rewards(make: Make) -> bool:
-    """Make one environment of each kind, which checks its tools; whether any gives rewards."""
-    scored = False
-    for factory in make.values() if isinstance(make, Mapping) else [make]:
-        made = factory()
-        scored |= made.gives_rewards
-        made.close()
-    return scored
-
-
 def _prompts(inputs: TrainerInputs) -> Any:
     """The dataset; without one a single row, whose prompt ``reset`` gives."""
     if inputs.train_dataset is not None:
-        return _filled(inputs, inputs.train_dataset)
+        return _fill_prompts(inputs, inputs.train_dataset)
     if isinstance(inputs.environment_factory, Mapping) or isinstance(inputs.environment, Mapping):
         raise ConfigError(
             "several environments need a train_dataset with a column 'environment', which names"
@@ -205,32 +199,19 @@ def _prompts(inputs: TrainerInputs) -> Any:
     return [{"prompt": _EMPTY}]
 
 
-def _filled(inputs: TrainerInputs, dataset: Any) -> Any:
+def _fill_prompts(inputs: TrainerInputs, dataset: Any) -> Any:
     """The dataset; rows that only have columns for ``reset`` get an empty user message."""
     if dataset is None or isinstance(dataset, Mapping) or inputs.data_collator is not None:
         return dataset
     if inputs.tools and not inputs.environment_factory:
         return dataset  # tools do not give prompts
-    return _fill_prompts(dataset)
+    return add_prompts(dataset)
 
 
-def _fill_prompts(dataset: Any) -> Any:
+def add_prompts(dataset: Any) -> Any:
     """``dataset``; with an empty user message per row if it has no prompts."""
     table = read_table(dataset)
     if {*SOURCES} & {*table.names}:
         return dataset
     columns = table.take(range(len(table)), table.names)
     return {**columns, "prompt": [_EMPTY] * len(table)}
-
-
-def _listed(rewards: Any) -> list[Any]:
-    if rewards is None:
-        return []
-    return list(rewards) if isinstance(rewards, list | tuple) else [rewards]
-
-
-def _weights(inputs: TrainerInputs, rewards: Sequence[Any]) -> Sequence[float] | None:
-    """The weights of the user's sources, and 1 for the environments if they are left out."""
-    weights = inputs.args.reward_weights if inputs.reward_weights is None else inputs.reward_weights
-    count = len(rewards) + len(_listed(inputs.reward_model))
-    return [*weights, 1.0] if weights is not None and len(weights) == count else weights

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,8 +14,7 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from kedge.config.base import OnPolicyConfig
-from kedge.config.ppo import PPOConfig
-from kedge.config.rollout import vllm_limit
+from kedge.config.rollout_engines import vllm_limit
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
 from kedge.learner.actor_critic import Value
@@ -40,13 +39,13 @@ from kedge.models.fingerprint import fingerprint
 from kedge.models.freezing import find_layers, share_frozen_weights, train_top_layers
 from kedge.models.load import load_policy
 from kedge.models.model import causal_parts, in_float32
-from kedge.models.peft import drop_adapters
+from kedge.models.peft import drop_adapters, with_adapter
 from kedge.models.shared_base import AdapterRewardModel, copy_adapter, value_adapter
 from kedge.models.value_head import ScalarModel, build_value_head, load_value, scalar_model
 from kedge.rewards.build import find_tokenizer
 from kedge.rewards.model import same_tokens
 from kedge.trainers.assembly.setup import Setup, trusts
-from kedge.trainers.spec import TrainerInputs
+from kedge.trainers.spec import TrainerInputs, as_list
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +80,6 @@ class ModelStage:
     def __init__(self, setup: Setup) -> None:
         inputs, args = setup.inputs, setup.args
         self.setup, self.loading = setup, setup.loading
-        self.remote = args.ray_ref_workers > 0
-        self.reward = first_reward(
-            inputs.reward_model, inputs.reward_processing_classes, setup.tokenizer
-        )
         if inputs.ref_model is inputs.model and isinstance(inputs.model, nn.Module):
             raise ConfigError(
                 "model and ref_model must not be the same object: the reference would be trained"
@@ -92,34 +87,58 @@ class ModelStage:
             )
         if not isinstance(inputs.model, str):
             _check_adapter(inputs.model, args.ref_adapter_name)
-        if args.train_layers is not None:
-            _check_train_layers(args, adapted=has_adapter(inputs.model, inputs))
-        self.value_source = args.value_source if isinstance(args, PPOConfig) else "policy"
-        if isinstance(args, PPOConfig) and args.value_adapter:
+        _check_train_layers(args, adapted=has_adapter(inputs.model, inputs))
+        self.value_adapter: bool = getattr(args, "value_adapter", False)
+        self.value_source: str = getattr(args, "value_source", "policy")
+        if self.value_adapter:
             check_value_adapter(args, inputs)
-        elif setup.algorithm.needs_values and inputs.value_model is None:
-            if self.value_source == "reward":
-                self.reward.check()
-            elif self.value_source == "policy":
-                self.reward = NO_REWARD
+        # The first reward model and its tokenizer, from which the value model may start.
+        models, tokenizers = as_list(inputs.reward_model), inputs.reward_processing_classes
+        if not isinstance(tokenizers, list | tuple):
+            tokenizers = [tokenizers] * len(models)
+        pairs = zip_longest(models, tokenizers)
+        usable = [pair for pair in pairs if isinstance(pair[0], nn.Module | str)]
+        self.reward: Any = usable[0][0] if usable else None
+        self.reward_tokenizer: Any = usable[0][1] if usable else None
+        starts = setup.algorithm.needs_values and inputs.value_model is None
+        if starts and not self.value_adapter and self.value_source == "reward":
+            self._check_reward()
+
+    def _check_reward(self) -> None:
+        """Check that there is a reward model with the policy's tokenizer."""
+        if self.reward is None:
+            raise ConfigError(
+                'value_source="reward" needs a reward model; pass value_model, or set'
+                ' value_source="policy" for a value head on the policy'
+            )
+        tokenizer = self.reward_tokenizer
+        if tokenizer is None and isinstance(self.reward, str):
+            tokenizer = find_tokenizer(self.reward)
+        if tokenizer is not None and not same_tokens(tokenizer, self.setup.tokenizer):
+            raise ConfigError(
+                "the value model must use the policy's tokenizer, but the reward model has another"
+                ' one; set value_source="policy", or pass value_model'
+            )
 
     def build(self) -> Models:
         """Load the models and check that they fit together."""
         setup, inputs, args = self.setup, self.setup.inputs, self.setup.args
         assert inputs.model is not None  # load_tokenizer refuses it
         policy: nn.Module = load_policy(inputs.model, **self.loading)
+        _check_train_layers(args, adapted=has_adapter(policy, inputs))
         if args.train_layers is not None:
-            _check_train_layers(args, adapted=has_adapter(policy, inputs))
             backbone = causal_parts(policy, verify=False).backbone
             train_top_layers(backbone, args.train_layers, what="the policy")
         if has_adapter(policy, inputs):
-            from kedge.models.peft import with_adapter
-
             policy = with_adapter(policy, inputs.peft_config, args.model_adapter_name)
         _check_adapter(policy, args.ref_adapter_name)
         converted = not args.allow_low_precision_weights and in_float32(policy, "model")
         # Adapters on the policy's base come first: a reference without copies switches all of them.
         value = self._build_value(policy) if setup.algorithm.needs_values else None
+        if args.train_layers is not None and isinstance(value, ScalarModel):
+            found = find_layers(value.backbone)  # it may have fewer than the policy
+            layers = args.train_layers if found is None else min(args.train_layers, len(found[1]))
+            train_top_layers(value.backbone, layers, what="the value model")
         reward = AdapterRewardModel(policy, args.reward_adapter) if args.reward_adapter else None
         reference, fresh = self._build_reference(policy)
         if converted and isinstance(reference, FrozenModel) and not args.bf16:
@@ -144,8 +163,9 @@ class ModelStage:
     def _build_reference(self, policy: nn.Module) -> tuple[Reference | None, bool]:
         """The reference, and whether it equals the initial policy."""
         inputs, adapter = self.setup.inputs, self.setup.args.ref_adapter_name
-        if self.remote or not self.setup.algorithm.needs_reference:
-            return None, self.remote and inputs.ref_model is None
+        remote = self.setup.args.ray_ref_workers > 0
+        if remote or not self.setup.algorithm.needs_reference:
+            return None, remote and inputs.ref_model is None
         if inputs.ref_model is not None:
             reference = load_policy(inputs.ref_model, **self.loading)
             check_no_shared_weights({"model": policy}, {"ref_model": reference})
@@ -165,16 +185,8 @@ class ModelStage:
         With ``value_source="auto"`` a reward model that cannot be a value model is not used: one
         that is not causal, has no per-token head, or has another tokenizer than the policy.
         """
-        value, layers = self._load_value(policy), self.setup.args.train_layers
-        if layers is not None and isinstance(value, ScalarModel):
-            found = find_layers(value.backbone)  # it may have fewer than the policy
-            layers = layers if found is None else min(layers, len(found[1]))
-            train_top_layers(value.backbone, layers, what="the value model")
-        return value
-
-    def _load_value(self, policy: nn.Module) -> Value:
         inputs, args = self.setup.inputs, self.setup.args
-        if isinstance(args, PPOConfig) and args.value_adapter:
+        if self.value_adapter:
             starts = None if self.value_source == "policy" else args.reward_adapter
             return value_adapter(policy, starts)
         if inputs.value_model is not None:
@@ -182,9 +194,17 @@ class ModelStage:
             if not args.allow_low_precision_weights:
                 in_float32(value, "value_model")
             return value
-        if self.reward.model is not None:
+        if self.reward is not None and self.value_source != "policy":
             try:
-                return self.reward.value_model()
+                self._check_reward()
+                if isinstance(self.reward, str):
+                    return load_value(self.reward)
+                model = copy.deepcopy(self.reward)
+                for p in model.parameters():
+                    if p.dtype.is_floating_point:
+                        p.data = p.data.to(torch.float32)
+                        p.requires_grad_(True)
+                return scalar_model(model)
             except ConfigError as problem:
                 if self.value_source == "reward":
                     raise
@@ -215,6 +235,8 @@ def has_adapter(policy: Any, inputs: TrainerInputs) -> bool:
 
 def _check_train_layers(args: OnPolicyConfig, *, adapted: bool) -> None:
     option = f"train_layers={args.train_layers}"
+    if args.train_layers is None:
+        return
     if adapted:
         raise ConfigError(
             f"{option} trains layers of the model itself, but the policy trains an adapter; leave"
@@ -223,12 +245,12 @@ def _check_train_layers(args: OnPolicyConfig, *, adapted: bool) -> None:
     kwargs = args.gradient_checkpointing_kwargs
     if args.gradient_checkpointing and isinstance(kwargs, dict) and kwargs.get("use_reentrant"):
         raise ConfigError(
-            f"{option} with use_reentrant=True in gradient_checkpointing_kwargs would give layers"
-            " above frozen ones no gradient; set use_reentrant=False"
+            f"{option} needs use_reentrant=False in gradient_checkpointing_kwargs: layers above"
+            " frozen ones would get no gradient"
         )
 
 
-def check_value_adapter(args: PPOConfig, inputs: TrainerInputs) -> None:
+def check_value_adapter(args: Any, inputs: TrainerInputs) -> None:
     """Check that nothing else is asked to be the value model, or to initialize it."""
     if inputs.value_model is not None:
         raise ConfigError(
@@ -251,54 +273,6 @@ def _check_adapter(policy: Any, adapter: str | None) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstReward:
-    """The first reward model, a name or a module, and its tokenizer."""
-
-    model: str | nn.Module | None
-    tokenizer: Any  # None: the policy's, or the one saved with a model given by name
-    policy_tokenizer: Any
-
-    def check(self) -> None:
-        """Check that there is a reward model with the policy's tokenizer."""
-        if self.model is None:
-            raise ConfigError(
-                'value_source="reward" needs a reward model; pass value_model, or set'
-                ' value_source="policy" for a value head on the policy'
-            )
-        tokenizer = self.tokenizer
-        if tokenizer is None and isinstance(self.model, str):
-            tokenizer = find_tokenizer(self.model)
-        if tokenizer is not None and not same_tokens(tokenizer, self.policy_tokenizer):
-            raise ConfigError(
-                "the value model must use the policy's tokenizer, but the reward model has another "
-                'one; set value_source="policy", or pass value_model'
-            )
-
-    def value_model(self) -> ScalarModel:
-        """A value model that starts from the reward model."""
-        self.check()
-        if isinstance(self.model, str):
-            return load_value(self.model)
-        assert self.model is not None
-        return scalar_model(_trainable_copy(self.model))
-
-
-NO_REWARD = FirstReward(model=None, tokenizer=None, policy_tokenizer=None)
-
-
-def first_reward(reward_model: Any, tokenizers: Any, policy_tokenizer: Any) -> FirstReward:
-    """The first reward model, if there is one, with its tokenizer."""
-    models = reward_model if isinstance(reward_model, list | tuple) else [reward_model]
-    if not isinstance(tokenizers, list | tuple):
-        tokenizers = [tokenizers] * len(models)
-    pairs = zip(models, [*tokenizers, *[None] * len(models)], strict=False)
-    model, tokenizer = next(
-        ((m, t) for m, t in pairs if isinstance(m, nn.Module | str)), (None, None)
-    )
-    return FirstReward(model=model, tokenizer=tokenizer, policy_tokenizer=policy_tokenizer)
-
-
 def check_models(models: Models, setup: Setup) -> None:
     """Check vocabularies, context lengths, and that frozen and trained models share no weights."""
     inputs, args = setup.inputs, setup.args
@@ -310,7 +284,7 @@ def check_models(models: Models, setup: Setup) -> None:
     if models.reference is not None and models.reference.separate_models:
         all_models["the reference"] = models.reference.separate_models[0]
         check_no_shared_weights(trained, {"ref_model": models.reference.separate_models[0]})
-    for reward in (*_listed(inputs.reward_model), *_listed(inputs.reward_funcs)):
+    for reward in (*as_list(inputs.reward_model), *as_list(inputs.reward_funcs)):
         if isinstance(reward, nn.Module):
             check_no_shared_weights(trained, {"reward_model": reward})
     known = models.vocabulary
@@ -329,19 +303,6 @@ def check_models(models: Models, setup: Setup) -> None:
         )
         if known is not None:
             source.check_tokens(known)
-
-
-def _listed(x: Any) -> Iterable[Any]:
-    return x if isinstance(x, list | tuple) else [x]
-
-
-def _trainable_copy(model: nn.Module) -> nn.Module:
-    trainable = copy.deepcopy(model)
-    for p in trainable.parameters():
-        if p.dtype.is_floating_point:
-            p.data = p.data.to(torch.float32)
-            p.requires_grad_(True)
-    return trainable
 
 
 class LearnerStage:
@@ -371,10 +332,10 @@ class LearnerStage:
     def _settings(self) -> LearnerSettings:
         args, sampling = self.setup.args, self.setup.sampling
         kwargs = args.gradient_checkpointing_kwargs
-        rate = args.value_learning_rate if isinstance(args, PPOConfig) else None
+        rate = getattr(args, "value_learning_rate", None)
         return LearnerSettings(
             total_iterations=self.setup.sizes.iterations,
-            value_warmup_steps=args.value_warmup_steps if isinstance(args, PPOConfig) else 0,
+            value_warmup_steps=self.setup.value_warmup_steps,
             temperature=sampling.temperature,
             min_new_tokens=sampling.min_new_tokens,
             stop_ids=sampling.stop_ids,
@@ -402,7 +363,13 @@ class LearnerStage:
         model = policy if model is None else model
         if isinstance(model, nn.Module):
             model = copy.deepcopy(model).requires_grad_(False).cpu()
-            self._check_equal(model)
+            if self.setup.accelerator.num_processes > 1:
+                fingerprints = gather_object([fingerprint(dict(model.named_parameters()))])
+                if len(set(fingerprints)) > 1:
+                    raise ConfigError(
+                        "the reference must be the same on all ranks; seed the initialization of"
+                        " the model, or pass ref_model"
+                    )
         return ray_reference(
             model,
             settings,
@@ -413,16 +380,6 @@ class LearnerStage:
             quick=not args.torch_compile,
             trust=trusts(args),
         )
-
-    def _check_equal(self, model: nn.Module) -> None:
-        if self.setup.accelerator.num_processes == 1:
-            return
-        fingerprints = gather_object([fingerprint(dict(model.named_parameters()))])
-        if len(set(fingerprints)) > 1:
-            raise ConfigError(
-                "the reference must be the same on all ranks; seed the initialization of the model,"
-                " or pass ref_model"
-            )
 
 
 def receives_weights(setup: Setup) -> bool:

@@ -8,9 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from kedge.config.base import OnPolicyConfig
-from kedge.config.rollout import engine_args
-from kedge.config.rollout_engines import RolloutEngineSpec, load_function
+from kedge.config.rollout_engines import RolloutEngineSpec, engine_args, load_function
 from kedge.errors import ConfigError
 from kedge.learner.learner import HFLearner
 from kedge.learner.learner_state import WeightCopier
@@ -31,6 +29,7 @@ Kind = Literal["truncate", "mask"]
 Level = Literal["token", "sequence", "sequence_mean"]
 
 HIGH: dict[Level, float] = {"token": 2.0, "sequence": 5.0, "sequence_mean": 1.01}
+_TRL = "vllm_importance_sampling_"
 # Values of TRL's vllm_importance_sampling_mode.
 MODES: dict[str, tuple[Level, Kind]] = {
     "token_truncate": ("token", "truncate"),
@@ -38,8 +37,6 @@ MODES: dict[str, tuple[Level, Kind]] = {
     "sequence_truncate": ("sequence", "truncate"),
     "sequence_mask": ("sequence", "mask"),
 }
-_TRL = "vllm_importance_sampling_"
-_OWN = ("sampler_correction_level", "sampler_correction_high", "sampler_correction_low")
 
 
 class RolloutStage:
@@ -199,9 +196,7 @@ def engines_per_rank(args: Any, engine: RolloutEngineSpec, *, ranks: int) -> int
     return count // ranks
 
 
-def build_correction(
-    args: OnPolicyConfig, *, engine: str, vllm: bool, logprobs: str
-) -> Correction | None:
+def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Correction | None:
     """The correction that a run uses, or None; logged if it is on by default.
 
     Options that are set act at every lag: ``sampler_correction*``, or TRL's
@@ -219,23 +214,19 @@ def build_correction(
     """
     asked, correction = _asked_correction(args, vllm=vllm)
     recorded = logprobs != "none"
-    default = not asked and recorded and (vllm or args.max_lag >= 2)
-    if default:
+    if not asked and recorded and (vllm or args.max_lag >= 2):
         correction = Correction()
         logger.warning(
             "%s: importance weights of learner over rollout engine multiply the advantages (%s, per"
             ' %s, bounded at %g); sampler_correction="off" disables them',
             "vLLM samples" if vllm else f"max_lag={args.max_lag}",
-            correction.kind,
-            correction.level,
-            correction.high,
+            *(correction.kind, correction.level, correction.high),
         )
     if correction is None and args.max_lag > 0 and not recorded:
         logger.warning(
-            "max_lag=%d trains on samples of older weights, but %s records no"
-            " log-probabilities: the loss does not correct for stale samples",
-            args.max_lag,
-            engine,
+            "max_lag=%d trains on samples of older weights, but %s records no log-probabilities:"
+            " the loss does not correct for stale samples",
+            *(args.max_lag, engine),
         )
     if correction is not None and not recorded:
         raise ConfigError(
@@ -245,60 +236,50 @@ def build_correction(
     return correction
 
 
-def _asked_correction(args: OnPolicyConfig, *, vllm: bool) -> tuple[list[str], Correction | None]:
+def _asked_correction(args: Any, *, vllm: bool) -> tuple[list[str], Correction | None]:
     """The options of the correction that are set, and what they ask for."""
     mode = args.sampler_correction or "off"
-    own = [name for name in _OWN if getattr(args, name) is not None]
+    own = _set_options(args, [f"sampler_correction_{x}" for x in ("level", "low", "high")])
     asked = own if mode == "auto" else ["sampler_correction", *own]
-    trl = _trl_options(args)
+    trl = _set_options(args, [f"{_TRL}{name}" for name in ("mode", "clip_max", "clip_min")])
+    on = not hasattr(args, f"{_TRL}correction") or args.vllm_importance_sampling_correction
+    trl = trl if on else [f"{_TRL}correction", *trl]
     if asked and trl:
         one, other = (f"{name}={getattr(args, name)!r}" for name in (asked[0], trl[0]))
-        raise ConfigError(
-            f"{one} and {other} both set the importance weights; leave one of them out"
-        )
-    if trl and not vllm:
+        raise ConfigError(f"{one} and {other} both set the importance weights; leave out one")
+    if trl and vllm:
+        return trl, _trl_correction(args) if on else None
+    if trl:
         logger.warning("%s has no effect: vLLM does not sample", ", ".join(trl))
-    elif trl:
-        return trl, _trl_correction(args)
     if mode == "off" and own:
         raise ConfigError(
-            f"{own[0]}={getattr(args, own[0])!r} has no effect with"
-            f" sampler_correction={args.sampler_correction!r}; leave one of them out"
+            f"{own[0]}={getattr(args, own[0])!r} has no effect with sampler_correction={mode!r};"
+            " leave one of them out"
         )
     if not asked or mode == "off":
         return asked, None
-    return asked, _own_correction(args, "mask" if mode == "mask" else "truncate")
-
-
-def _own_correction(args: OnPolicyConfig, kind: Kind) -> Correction:
-    level = args.sampler_correction_level or "token"
+    level: Level = args.sampler_correction_level or "token"
+    kind: Kind = "mask" if mode == "mask" else "truncate"
     low, high = args.sampler_correction_low, args.sampler_correction_high
     high = HIGH[level] if high is None else high
-    if low is None:  # both sides alike, as verl
-        low = 1 / high if kind == "mask" and high > 1 else 0.0
+    if low is None and kind == "mask" and high > 1:  # both sides alike, as verl
+        low = 1 / high
     _check_order("sampler_correction_low", low, "sampler_correction_high", high)
-    return Correction(kind=kind, level=level, high=high, low=low)
+    return asked, Correction(kind=kind, level=level, high=high, low=low or 0.0)
 
 
-def _trl_options(args: Any) -> list[str]:
-    """TRL's options that are set."""
-    if not hasattr(args, f"{_TRL}mode"):
-        return []
-    names = [f"{_TRL}{name}" for name in ("mode", "clip_max", "clip_min")]
-    names = [name for name in names if getattr(args, name) is not None]
-    return names if args.vllm_importance_sampling_correction else [f"{_TRL}correction", *names]
+def _set_options(args: Any, names: list[str]) -> list[str]:
+    return [name for name in names if getattr(args, name, None) is not None]
 
 
-def _trl_correction(args: Any) -> Correction | None:
+def _trl_correction(args: Any) -> Correction:
     """The correction set by TRL's options."""
-    mode = args.vllm_importance_sampling_mode or "token_truncate"
+    mode = args.vllm_importance_sampling_mode
     high, low = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
+    level, kind = MODES[mode or "token_truncate"]
     if high is None:  # 3 is TRL's
-        high = 2.0 if args.vllm_importance_sampling_mode is None else 3.0
+        high = 2.0 if mode is None else 3.0
     _check_order(f"{_TRL}clip_min", low, f"{_TRL}clip_max", high)
-    if not args.vllm_importance_sampling_correction:
-        return None
-    level, kind = MODES[mode]
     if kind == "truncate" and high == math.inf and low is None:
         raise ConfigError(
             f"{_TRL}mode={mode!r} needs a bound: set {_TRL}clip_max or {_TRL}clip_min, or"

@@ -17,12 +17,12 @@ from torch import nn
 
 from kedge.config.base import OnPolicyConfig
 from kedge.config.common import EnvironmentArguments
-from kedge.config.ppo import PPOConfig
-from kedge.config.rollout import json_object
+from kedge.config.rollout_engines import json_object
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
 from kedge.learner.learner import HFLearner
 from kedge.learner.sharding import sharding_strategy
+from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.kl_control import AdaptiveKL, FixedKL
 from kedge.loop.loop import Engine
 from kedge.models.load import without_weights
@@ -41,7 +41,7 @@ from kedge.trainers.assembly.setup import Setup, build_setup, own_or, trusts
 from kedge.trainers.run.evaluation import Evaluator, InitialPolicyScores
 from kedge.trainers.run.hf_callbacks import Callbacks, own_callbacks
 from kedge.trainers.run.run import Run
-from kedge.trainers.spec import TrainerInputs, shared_kwargs
+from kedge.trainers.spec import TrainerInputs, as_list, shared_kwargs
 
 logger = logging.getLogger(__name__)
 LARGE = 300_000_000  # weights; smaller models take larger steps, and are for trying things out
@@ -59,66 +59,130 @@ def assemble_run(inputs: TrainerInputs) -> Run:
         ConfigError: invalid or conflicting options.
         DataError: invalid prompts.
     """
-    make_environment = None
-    if _names_environments(inputs):
+    make_environment, args = None, inputs.args
+    if any((inputs.tools, inputs.environment_factory, inputs.rollout_func)) or any(
+        x is not None for x in (inputs.environment, args.environment, args.environment_kwargs)
+    ):
         from kedge.trainers.assembly import environments
 
         inputs, make_environment = environments.find_environments(inputs)
-    if make_environment is None:
-        _refuse_environment_options(inputs.args)
+    for name, field in EnvironmentArguments.__dataclass_fields__.items():
+        if make_environment is None and getattr(args, name) != field.default:
+            raise ConfigError(
+                f"{name}={getattr(args, name)!r} has no effect without an environment; leave it"
+                " out, or pass environment, tools or environment_factory"
+            )
     setup = build_setup(inputs)
     if make_environment is not None:
-        environments.check_turns_end(setup.sampling, setup.args)
+        environments.check_turns_end(setup.sampling, args)
     models = ModelStage(setup)
     reward = RewardStage(setup)
     learner = LearnerStage(setup)
     rollout = RolloutStage(setup)
-    engine = EngineStage(setup)
+    callbacks = build_callbacks(setup)
 
     # Everything is checked: from here on weights are loaded and actors are started.
     with without_weights(receives_weights(setup)):
         loaded = models.build()
-    for text in advise(setup.args, loaded.policy, batch_size=setup.sizes.batch_size):
+    for text in advise(args, loaded.policy, setup.sizes):
         if setup.accelerator.is_main_process:
             logger.warning(text)
-    callbacks = engine.start_callbacks(loaded)
+    tokenizer = own_or(inputs.processing_class, setup.tokenizer)
+    callbacks.start(model=loaded.policy, processing_class=tokenizer)
     reward_source = reward.build(loaded, trainer_state=lambda: callbacks.state)
     hf_learner = learner.build(loaded)
     rollout_engine = rollout.build(hf_learner, loaded)
     if make_environment is not None and rollout.replayed is None:
-        template = setup.args.chat_template_kwargs
         rollout_engine = environments.play_in(
             make_environment,
-            setup.args,
+            args,
             rollout_engine,
             setup.tokenizer,
-            chat_template_kwargs=json_object("chat_template_kwargs", template),
-            keep_last_observation=getattr(setup.args, "bootstrap_truncated", False),
+            chat_template_kwargs=json_object("chat_template_kwargs", args.chat_template_kwargs),
+            keep_last_observation=getattr(args, "bootstrap_truncated", False),
             pad_id=setup.pad_id,
             extra_slot=setup.algorithm.extra_slot,
-            context=loaded.context(setup.args),
+            context=loaded.context(args),
         )
-    return engine.build(loaded, reward_source, hf_learner, rollout_engine, rollout)
-
-
-def _names_environments(inputs: TrainerInputs) -> bool:
-    args = inputs.args
-    return bool(inputs.tools or inputs.environment_factory or inputs.rollout_func) or any(
-        x is not None for x in (inputs.environment, args.environment, args.environment_kwargs)
+    engine = build_engine(setup, reward_source, hf_learner, rollout_engine, rollout)
+    callbacks.watch(hf_learner.optimizer, hf_learner.scheduler)
+    metric_names = inputs.spec.metric_names(args, engine)
+    scores = None
+    if args.eval_against_start:
+        root = Path(args.output_dir) if args.output_dir else None
+        scores = InitialPolicyScores(root, main=setup.accelerator.is_main_process)
+    evaluator = Evaluator(
+        args=args,
+        engine=engine,
+        callbacks=callbacks,
+        tokenizer=setup.tokenizer,
+        sets=setup.eval_sets,
+        metric_names=metric_names,
+        initial_scores=scores,
+    )
+    return Run(
+        trainer=inputs.trainer,
+        args=args,
+        engine=engine,
+        learner=hf_learner,
+        callbacks=callbacks,
+        evaluator=evaluator,
+        tokenizer=setup.tokenizer,
+        fresh_reference=loaded.fresh_reference,
+        metric_names=metric_names,
     )
 
 
-def _refuse_environment_options(args: OnPolicyConfig) -> None:
-    for name, field in EnvironmentArguments.__dataclass_fields__.items():
-        value = getattr(args, name)
-        if value != field.default:
-            raise ConfigError(
-                f"{name}={value!r} has no effect without an environment; leave it out, or pass"
-                " environment, tools or environment_factory"
-            )
+def build_callbacks(setup: Setup) -> Callbacks:
+    """The callbacks of the user and of the options, not yet started."""
+    args = setup.args
+    if "trackio" in as_list(args.report_to) and args.trackio_space_id is not None:
+        from kedge.reporting.hub import logged_in
+
+        if not logged_in():
+            logger.warning("report_to=trackio: not logged in to the hub; the dashboard stays local")
+            args.trackio_space_id = None
+    return Callbacks(
+        args,
+        [*(setup.inputs.callbacks or []), *own_callbacks(args)],
+        rank=setup.accelerator.process_index,
+        local_rank=setup.accelerator.local_process_index,
+    )
 
 
-def advise(args: OnPolicyConfig, policy: nn.Module, *, batch_size: int) -> Iterable[str]:
+def build_engine(
+    setup: Setup,
+    reward: RewardSource,
+    learner: HFLearner,
+    rollout_engine: RolloutEngine,
+    rollout: RolloutStage,
+) -> Engine:
+    """The training loop of these parts."""
+    args, algorithm, source = setup.args, setup.algorithm, setup.prompts
+    if rollout.replayed is not None:
+        source = reward = rollout.replayed  # type: ignore[assignment]
+        algorithm = replace(algorithm, resample=0)  # replayed batches were resampled before
+    return Engine(
+        source=source,
+        rollout_engine=rollout_engine,
+        reward=reward,
+        learner=learner,
+        algorithm=algorithm,
+        kl=AdaptiveKL(value=args.kl_coef, target=args.kl_target, horizon=args.kl_horizon)
+        if args.adaptive_kl
+        else FixedKL(value=args.kl_coef),
+        batch_sizes=setup.sizes,
+        sampling=setup.sampling,
+        seed=args.seed,
+        max_lag=args.max_lag,
+        partial_batches=rollout.num_partial_batches(rollout_engine),
+        in_flight_weight_updates=args.in_flight_weight_updates,
+        correction=rollout.correction,
+        value_warmup_steps=setup.value_warmup_steps,
+    )
+
+
+def advise(args: OnPolicyConfig, policy: nn.Module, sizes: BatchSizes) -> Iterable[str]:
     """Settings that train, but seldom well, and what to set instead, with the source.
 
     Defaults that come from other libraries stay, so that a moved script trains as before.
@@ -126,8 +190,9 @@ def advise(args: OnPolicyConfig, policy: nn.Module, *, batch_size: int) -> Itera
     Args:
         args: the config.
         policy: whole, before it is sharded.
-        batch_size: responses of an iteration, over all ranks.
+        sizes: responses of an iteration, over all ranks, and iterations.
     """
+    batch_size = sizes.batch_size
     weights = sum(p.numel() for p in policy.parameters())
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     high = args.learning_rate >= HIGH_RATE and args.num_ppo_epochs > 1
@@ -154,14 +219,18 @@ def advise(args: OnPolicyConfig, policy: nn.Module, *, batch_size: int) -> Itera
             f"an iteration has {batch_size} responses, which makes gradients noisy; recommended:"
             f" 512, by a larger gradient_accumulation_steps {N_PLUS}"
         )
-    if (
-        getattr(args, "importance_sampling_level", "token") == "sequence"
-        and args.epsilon >= WIDE_CLIP
-    ):
+    level = getattr(args, "importance_sampling_level", "token")
+    if level == "sequence" and args.epsilon >= WIDE_CLIP:
         yield (
             f"epsilon={args.epsilon:g} with importance_sampling_level='sequence' hardly ever clips,"
             " since the ratio is a mean over the response; recommended: epsilon=3e-4,"
             " epsilon_high=4e-4 (Zheng et al. 2025, arXiv:2507.18071)"
+        )
+    warmup = getattr(args, "value_warmup_steps", 0)
+    if warmup >= sizes.iterations:
+        yield (
+            f"value_warmup_steps={warmup} covers all {sizes.iterations} iterations: the policy will"
+            " not be trained"
         )
 
 
@@ -182,12 +251,10 @@ class RewardStage:
         sharded = sharding_strategy(setup.accelerator) != "none"
         check_reward_adapter(setup.args, sharded=sharded)
 
-    def _reward_models(self, adapter: Any) -> Any:
+    def _reward_models(self, adapter: Any) -> list[Any]:
         """The reward models, the reward adapter last."""
-        given = self.setup.inputs.reward_model
-        if adapter is None:
-            return given
-        return [*(given if isinstance(given, list | tuple) else [given] if given else []), adapter]
+        models = [*as_list(self.setup.inputs.reward_model), adapter]
+        return [model for model in models if model is not None]
 
     @property
     def _columns(self) -> list[str] | None:
@@ -247,138 +314,26 @@ class RewardStage:
                 functions=FunctionOptions(log=log, trainer_state=trainer_state, **function_options),
                 **mixture,
             )
-        if args.remove_unused_columns and inputs.rollout_func is None:
-            self._keep_columns(getattr(source, "columns", None))
+        prompts: list[Any] = [setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)]
+        for each in prompts if args.remove_unused_columns and inputs.rollout_func is None else ():
+            if isinstance(each, DatasetPrompts):
+                each.keep(getattr(source, "columns", None))
         return MetricCapturingSource(source, log)
-
-    def _keep_columns(self, columns: Any) -> None:
-        """Drop the dataset columns that the reward does not read."""
-        setup = self.setup
-        for prompts in (setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)):
-            if isinstance(prompts, DatasetPrompts):
-                prompts.keep(columns)
 
 
 def check_reward_adapter(args: OnPolicyConfig, *, sharded: bool) -> None:
     """Check that the learner scores, between its own passes, with a whole base."""
-    option = f"reward_adapter={args.reward_adapter!r}"
     if args.reward_adapter is None:
         return
+    problem = None
     if sharded:
+        problem = "FSDP or DeepSpeed shards; launch without sharding"
+    elif args.ray_reward_workers:
+        problem = "reward workers do not have; set ray_reward_workers=0"
+    elif args.max_lag:
+        problem = f"would train at the same time with max_lag={args.max_lag}; set max_lag=0"
+    if problem is not None:
         raise ConfigError(
-            f"{option} is scored with the learner's base, which FSDP or DeepSpeed shards; launch"
-            " without sharding, or pass a reward_model"
+            f"reward_adapter={args.reward_adapter!r} is scored with the learner's base, which"
+            f" {problem}, or pass a reward_model"
         )
-    if args.ray_reward_workers:
-        raise ConfigError(
-            f"{option} is scored with the learner's base, which reward workers do not have; set"
-            " ray_reward_workers=0, or pass a reward_model"
-        )
-    if args.max_lag:
-        raise ConfigError(
-            f"{option} is scored with the learner's base, which would train at the same time with"
-            f" max_lag={args.max_lag}; set max_lag=0, or pass a reward_model"
-        )
-
-
-class EngineStage:
-    """The training loop, and the run around it: callbacks, evaluations and checkpoints."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        args, accelerator = setup.args, setup.accelerator
-        reports = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
-        if "trackio" in reports and args.trackio_space_id is not None:
-            from kedge.reporting.hub import logged_in
-
-            if not logged_in():
-                logger.warning(
-                    "report_to=trackio: not logged in to the hub; the dashboard stays local"
-                )
-                args.trackio_space_id = None
-        self.callbacks = Callbacks(
-            args,
-            [*(setup.inputs.callbacks or []), *own_callbacks(args)],
-            rank=accelerator.process_index,
-            local_rank=accelerator.local_process_index,
-        )
-
-    def start_callbacks(self, models: Models) -> Callbacks:
-        """The callbacks, which get the policy from now on."""
-        tokenizer = own_or(self.setup.inputs.processing_class, self.setup.tokenizer)
-        self.callbacks.start(model=models.policy, processing_class=tokenizer)
-        return self.callbacks
-
-    def build(
-        self,
-        models: Models,
-        reward_source: RewardSource,
-        learner: HFLearner,
-        rollout_engine: RolloutEngine,
-        rollout: RolloutStage,
-    ) -> Run:
-        """The run of these parts."""
-        setup, args, algorithm = self.setup, self.setup.args, self.setup.algorithm
-        self.callbacks.watch(learner.optimizer, learner.scheduler)
-        source: Any = setup.prompts
-        if rollout.replayed is not None:
-            source = reward_source = rollout.replayed
-            algorithm = replace(algorithm, resample=0)  # replayed batches were resampled before
-        engine = Engine(
-            source=source,
-            rollout_engine=rollout_engine,
-            reward=reward_source,
-            learner=learner,
-            algorithm=algorithm,
-            kl=AdaptiveKL(value=args.kl_coef, target=args.kl_target, horizon=args.kl_horizon)
-            if args.adaptive_kl
-            else FixedKL(value=args.kl_coef),
-            batch_sizes=setup.sizes,
-            sampling=setup.sampling,
-            seed=args.seed,
-            max_lag=args.max_lag,
-            partial_batches=rollout.num_partial_batches(rollout_engine),
-            in_flight_weight_updates=args.in_flight_weight_updates,
-            correction=rollout.correction,
-            value_warmup_steps=self._value_warmup_steps(),
-        )
-        metric_names = setup.inputs.spec.metric_names(args, engine)
-        evaluator = Evaluator(
-            args=args,
-            engine=engine,
-            callbacks=self.callbacks,
-            tokenizer=setup.tokenizer,
-            sets=setup.eval_sets,
-            metric_names=metric_names,
-            initial_scores=InitialPolicyScores(
-                Path(args.output_dir) if args.output_dir else None,
-                main=setup.accelerator.is_main_process,
-            )
-            if args.eval_against_start
-            else None,
-        )
-        return Run(
-            trainer=setup.inputs.trainer,
-            args=args,
-            engine=engine,
-            learner=learner,
-            callbacks=self.callbacks,
-            evaluator=evaluator,
-            tokenizer=setup.tokenizer,
-            fresh_reference=models.fresh_reference,
-            metric_names=metric_names,
-        )
-
-    def _value_warmup_steps(self) -> int:
-        """Iterations at the start that train only the value model."""
-        args = self.setup.args
-        if not (self.setup.algorithm.needs_values and isinstance(args, PPOConfig)):
-            return 0
-        steps = args.value_warmup_steps
-        if steps >= self.setup.sizes.iterations:
-            logger.warning(
-                "value_warmup_steps=%d covers all %d iterations: the policy will not be trained",
-                steps,
-                self.setup.sizes.iterations,
-            )
-        return steps

@@ -13,8 +13,7 @@ from torch import nn
 
 from kedge.algorithms import Algorithm
 from kedge.config.base import OnPolicyConfig
-from kedge.config.rollout import json_object
-from kedge.config.rollout_engines import RolloutEngineSpec, find_engine
+from kedge.config.rollout_engines import RolloutEngineSpec, find_engine, json_object
 from kedge.config.sampling import build_sampling
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError, DataError
@@ -82,6 +81,11 @@ class Setup:
         engines = args.vllm_num_engines if self.engine.actors else 0
         actors = engines + args.ray_reward_workers + args.ray_ref_workers
         return RayCluster(actors=actors, **shared_kwargs(args, RayCluster))
+
+    @property
+    def value_warmup_steps(self) -> int:
+        """Iterations at the start that train only the value model."""
+        return getattr(self.args, "value_warmup_steps", 0) if self.algorithm.needs_values else 0
 
     @property
     def pad_id(self) -> int:
@@ -199,22 +203,13 @@ def init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
 def loading_options(inputs: TrainerInputs) -> dict[str, Any]:
     """Arguments of ``load_policy`` for the policy and a reference by name."""
     kwargs = init_kwargs(inputs.args)
+    if inputs.quantization_config is not None:
+        kwargs["quantization_config"] = inputs.quantization_config
     if kwargs and not isinstance(inputs.model, str):
         raise ConfigError(
-            f"{_INIT_KWARGS} sets {', '.join(kwargs)}, but the model is already loaded; pass them"
-            f" when you load it, or leave {_INIT_KWARGS} unset"
+            f"{', '.join(kwargs)} cannot be set ({_INIT_KWARGS}, quantization_config): the model is"
+            " already loaded; pass them when you load it"
         )
-    if inputs.quantization_config is not None:
-        if "quantization_config" in kwargs:
-            raise ConfigError(
-                f"quantization_config is set in the trainer and in {_INIT_KWARGS}; set it once"
-            )
-        if not isinstance(inputs.model, str):
-            raise ConfigError(
-                "quantization_config is set, but the model is already loaded; pass it when"
-                " you load it"
-            )
-        kwargs["quantization_config"] = inputs.quantization_config
     if "quantization_config" in kwargs and inputs.peft_config is None:
         raise ConfigError(
             "quantization_config freezes the weights; pass a peft_config to train an adapter"

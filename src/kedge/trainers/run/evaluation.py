@@ -20,7 +20,6 @@ from kedge.errors import CheckpointError
 from kedge.loop.evaluation import Evaluation, evaluate, solved, win_rate
 from kedge.loop.hooks import StepReport
 from kedge.loop.loop import Engine
-from kedge.protocols import RolloutEngine
 from kedge.reporting.base import write_whole
 from kedge.reporting.best_effort import BestEffortWriter
 from kedge.reporting.completions import completion_rows
@@ -120,30 +119,26 @@ class Evaluator:
             self._show(rows, "completions", most=most)
 
     def _evaluate(self, eval_set: EvalSet, batches: int) -> Evaluation:
-        sampling = self.engine.sampling
+        engine, sampling = self.engine, self.engine.sampling
         if (self.args.num_generations_eval or 1) == 1:
             sampling = replace(sampling, temperature=TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0)
-        return evaluate(
-            eval_set.source,
-            batches=batches,
-            rows=eval_set.rows,
-            rollouts=self._idle_engine(),
-            reward_source=self.engine.reward,
-            learner=self.engine.learner,
-            sampling=sampling,
-            reference=self.engine.algorithm.needs_reference,
-            seed=self.args.seed,
-            clock=time.perf_counter,
-        )
-
-    def _idle_engine(self) -> RolloutEngine:
-        """The rollout engine, idle and with the newest weights, so that timing has no effect."""
-        engine = self.engine
+        # The engine is idle and has the newest weights, so that timing has no effect.
         engine.scheduler.wait_until_idle()
         engine.scheduler.wait_for_syncs()
         if engine.partial_batches:
             engine.rollout_engine.load_weights(engine.weights(), engine.learner.version)
-        return engine.rollout_engine
+        return evaluate(
+            eval_set.source,
+            batches=batches,
+            rows=eval_set.rows,
+            rollouts=engine.rollout_engine,
+            reward_source=engine.reward,
+            learner=engine.learner,
+            sampling=sampling,
+            reference=engine.algorithm.needs_reference,
+            seed=self.args.seed,
+            clock=time.perf_counter,
+        )
 
     def _table(self, eval_set: EvalSet, evaluation: Evaluation) -> list[dict[str, object]]:
         # The last batch is padded with prompts from the start.
@@ -202,25 +197,18 @@ class InitialPolicyScores:
         return scores
 
     def _read(self, name: str) -> Tensor | None:
-        file = None if self.root is None else self._file(self.root, name)
-        if file is None or not file.is_file():
-            if self.main:
-                logger.warning(
-                    "eval_against_start: the scores of the initial policy are missing%s; no win "
-                    "rate is logged",
-                    f" ({file} does not exist)" if file else "",
-                )
-            return None
         try:
-            scores: list[Any] = json.loads(file.read_text(encoding="utf-8"))["scores"]
-            plain = [math.nan if x is None else float(x) for x in scores]
+            text = "" if self.root is None else self._file(self.root, name).read_text("utf-8")
+            scores = [math.nan if x is None else float(x) for x in json.loads(text)["scores"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             if self.main:
                 logger.warning(
-                    "eval_against_start: %s is damaged (%s); no win rate is logged", file, error
+                    "eval_against_start: the scores of the initial policy cannot be read (%s); no"
+                    " win rate is logged",
+                    error,
                 )
             return None
-        return torch.tensor(plain, dtype=torch.float64)
+        return torch.tensor(scores, dtype=torch.float64)
 
     @staticmethod
     def _file(root: Path, name: str) -> Path:

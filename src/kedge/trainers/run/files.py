@@ -17,12 +17,9 @@ from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import resume_values
 from kedge.data import DatasetPrompts
 from kedge.errors import CheckpointError, ConfigError, way_out
-from kedge.output import RunLock, check_folder
-from kedge.reporting.best_effort import required_write
 from kedge.types import Sampling
 
 if TYPE_CHECKING:
-    from kedge.checkpoint.replay import Recorder
     from kedge.learner.learner import HFLearner
     from kedge.loop.loop import Engine
 
@@ -31,6 +28,8 @@ VALUE_FOLDER = "value_model"
 
 def check_targets(args: Any) -> None:
     """Check that output folders can be created and written to."""
+    from kedge.output import check_folder
+
     reports = args.report_to if isinstance(args.report_to, list) else [args.report_to]
     targets = {
         "output_dir": args.output_dir,
@@ -47,6 +46,8 @@ def check_targets(args: Any) -> None:
 @contextlib.contextmanager
 def claimed(args: Any) -> Iterator[None]:
     """Hold the lock on ``output_dir``; call it on every rank, rank 0 locks."""
+    from kedge.output import RunLock
+
     with contextlib.ExitStack() as stack:
         problem = None
         if args.output_dir and args.process_index == 0:
@@ -66,11 +67,12 @@ def write_models(folder: Path, learner: HFLearner, tokenizer: Any) -> None:
 
     Every rank calls it; rank 0 writes.
     """
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it would interrupt that of the run
     try:
-        with _no_bars():  # they would interrupt the progress of the run
-            learner.save(folder, folder / VALUE_FOLDER)
-            if learner.accelerator.is_main_process and hasattr(tokenizer, "save_pretrained"):
-                tokenizer.save_pretrained(folder)
+        learner.save(folder, folder / VALUE_FOLDER)
+        if learner.accelerator.is_main_process and hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(folder)
     except Exception as error:
         # tokenizers raises a bare Exception for errors of the file system
         if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
@@ -79,16 +81,8 @@ def write_models(folder: Path, learner: HFLearner, tokenizer: Any) -> None:
                 " folder to save_model()"
             ) from error
         raise
-
-
-@contextlib.contextmanager
-def _no_bars() -> Iterator[None]:
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
     finally:
-        if shown:
+        if bars:
             logging.enable_progress_bar()
 
 
@@ -132,18 +126,3 @@ def resume_fingerprint(args: OnPolicyConfig, engine: Engine, learner: HFLearner)
 def recording_fingerprint(sampling: Sampling) -> dict[str, Any]:
     """Settings that a recording of rollouts must share with the run that replays it."""
     return {"temperature": sampling.temperature, "stop_ids": [*sampling.stop_ids]}
-
-
-def build_recorder(folder: str | None, sampling: Sampling, learner: HFLearner) -> Recorder | None:
-    """The recorder of this rank's rollouts, or None without a folder."""
-    if folder is None:
-        return None
-    from kedge.checkpoint.replay import Recorder
-
-    with required_write("save_rollouts", folder):
-        return Recorder(
-            folder,
-            about=recording_fingerprint(sampling),
-            rank=learner.rank,
-            world_size=learner.world_size,
-        )

@@ -26,11 +26,12 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 
 from kedge.config.base import OnPolicyConfig
 from kedge.errors import ConfigError, DamagedCheckpointError, install_command
-from kedge.loop.shutdown import GracefulShutdown
 from kedge.protocols import Tracker
 from kedge.reporting.base import CompositeTracker
+from kedge.trainers.spec import as_list
 
 if TYPE_CHECKING:
+    from kedge.loop.shutdown import GracefulShutdown
     from kedge.ray.context import RankContext
 
 STATE_FILE = "trainer_state.json"
@@ -94,14 +95,6 @@ class Callbacks:
         """Add a callback, an object or a class."""
         self.handler.add_callback(_checked(callback))
 
-    def pop(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Remove and return the first callback equal to this one, or of this class."""
-        return self.handler.pop_callback(callback)
-
-    def remove(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Remove the first callback equal to this one, or of this class."""
-        self.handler.remove_callback(callback)
-
     def fire(self, event: str, **kwargs: Any) -> TrainerControl:
         """Call ``event`` ("on_step_begin", ...) of every callback with the usual arguments."""
         call = getattr(self.handler, event)
@@ -111,7 +104,7 @@ class Callbacks:
     def watch(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         """Pass these to callbacks; on_pre_optimizer_step fires before each optimizer step."""
         self.handler.optimizer, self.handler.lr_scheduler = optimizer, lr_scheduler
-        optimizer.register_step_pre_hook(self._about_to_step)
+        optimizer.register_step_pre_hook(self._on_optimizer_step)
 
     def begin(self, *, max_steps: int, epochs: float, batch_size: int) -> TrainerControl:
         """Start training, or resume after ``restore``; fires on_train_begin.
@@ -185,7 +178,7 @@ class Callbacks:
         if self.args.restore_callback_states_from_checkpoint:
             self._restore_callbacks(dict(state.stateful_callbacks or {}))
 
-    def _about_to_step(self, *_: object) -> None:
+    def _on_optimizer_step(self, *_: object) -> None:
         self.fire("on_pre_optimizer_step")
 
     def _restore_callbacks(self, saved: dict[str, Any]) -> None:
@@ -212,25 +205,17 @@ def reporting_callbacks(report_to: str | list[str] | None) -> list[TrainerCallba
         report_to: "none", "all" (everything installed), a name or names ("tensorboard", "wandb",
             "trackio", "mlflow", ...).
     """
-    if report_to in (None, [], "none", ["none"]):
-        return []
-    if report_to in ("all", ["all"]):
-        return [kind() for kind in get_reporting_integration_callbacks("all")]
     callbacks: list[TrainerCallback] = []
-    for name in [report_to] if isinstance(report_to, str) else report_to or []:
+    for name in as_list(report_to or "none"):
         try:
-            (kind,) = get_reporting_integration_callbacks([name])
-        except ValueError as e:
-            raise ConfigError(f"report_to={name!r}: {e}") from e
-        try:
-            callbacks.append(kind())
-        except (RuntimeError, ImportError, AssertionError) as e:
+            callbacks += [kind() for kind in get_reporting_integration_callbacks(name)]
+        except (ValueError, RuntimeError, ImportError, AssertionError) as error:  # noqa: PERF203
             extra = name in ("tensorboard", "wandb", "trackio")
             install = install_command(name) if extra else f"pip install {name}"
             raise ConfigError(
-                f"report_to={name!r} needs a package that is not installed; run "
-                f"{install}, or set report_to='none'"
-            ) from e
+                f"report_to={name!r} must be a tracker of transformers that is installed:"
+                f" {error}; {install}, or set report_to='none'"
+            ) from error
     return callbacks
 
 
@@ -287,38 +272,8 @@ def own_callbacks(args: OnPolicyConfig) -> list[TrainerCallback]:
         from kedge.ray.context import get_context
 
         if (context := get_context()) is not None:
-            callbacks.append(Reporting(context))
+            callbacks.append(Reporting(context, main=args.process_index == 0))
     return callbacks
-
-
-class Reporting(TrainerCallback):
-    """Sends logged rows to the driver of a Ray launch, and stops when the driver asks to.
-
-    Args:
-        context: of this rank.
-    """
-
-    def __init__(self, context: RankContext) -> None:
-        self._context = context
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        """Send the row, from rank 0."""
-        if state.is_world_process_zero:
-            self._context.post({"step": state.global_step, **(logs or {})})
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Save and stop on all ranks once the driver asks to."""
-        if state.is_world_process_zero and self._context.stopping():
-            control.should_training_stop = control.should_save = True
 
 
 class Stopping(TrainerCallback):
@@ -329,11 +284,36 @@ class Stopping(TrainerCallback):
     """
 
     def __init__(self, shutdown: GracefulShutdown) -> None:
-        self._shutdown = shutdown
+        self._requested = lambda: shutdown.requested
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Save and stop once requested."""
-        if self._shutdown.requested:
+        if self._requested():
             control.should_training_stop = control.should_save = True
+
+
+class Reporting(Stopping):
+    """Sends logged rows to the driver of a Ray launch, and stops when the driver asks to.
+
+    Args:
+        context: of this rank.
+        main: whether this is rank 0, which talks to the driver.
+    """
+
+    def __init__(self, context: RankContext, *, main: bool) -> None:
+        self._context, self._main = context, main
+        self._requested = lambda: main and context.stopping()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Send the row, from rank 0."""
+        if self._main:
+            self._context.post({"step": state.global_step, **(logs or {})})

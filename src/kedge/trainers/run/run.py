@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import resource
 import shlex
 import shutil
 import sys
@@ -12,33 +13,30 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.trainer_utils import TrainOutput
 
 from kedge.checkpoint import checkpoint
-from kedge.checkpoint.replay import Recorder, pack, unpack
 from kedge.config.base import OnPolicyConfig
-from kedge.config.schedule import IntervalSchedule, build_schedule
 from kedge.errors import CheckpointError, ConfigError
 from kedge.learner.learner import HFLearner
 from kedge.loop.hooks import Hooks, StepReport
 from kedge.loop.loop import Engine
-from kedge.loop.preflight import FULL_PRECISION, LOW_PRECISION, preflight
-from kedge.reporting.best_effort import BestEffortWriter
-from kedge.reporting.curves import draw_curves
-from kedge.reporting.doctor import LIVE, Rule
-from kedge.reporting.log import RunLog
-from kedge.reporting.progress import ConsoleTracker
-from kedge.reporting.token_log import TokenLog, build_token_log
-from kedge.reporting.trackers import build_trackers, link, log_prompt_lengths
-from kedge.rollout.embedded.decode_graph import capturing
+from kedge.reporting.best_effort import BestEffortWriter, required_write
 from kedge.trainers.run.evaluation import Evaluator, printed_rows
-from kedge.trainers.run.files import build_recorder, earlier_run, resume_fingerprint
+from kedge.trainers.run.files import earlier_run, recording_fingerprint, resume_fingerprint
 from kedge.trainers.run.hf_callbacks import Callbacks, RunState, merge_rows, share_control
 from kedge.trainers.spec import MetricNames
 from kedge.types import Experience, RewardOutput, Rollout
+
+if TYPE_CHECKING:
+    from kedge.checkpoint.replay import Recorder
+    from kedge.config.schedule import IntervalSchedule
+    from kedge.reporting.doctor import Rule
+    from kedge.reporting.progress import ConsoleTracker
+    from kedge.reporting.token_log import TokenLog
 
 logger = logging.getLogger(__name__)
 MUCH_CLIPPED, MOST_RATIO = 0.25, 1.2  # after one iteration
@@ -111,6 +109,8 @@ class Run(Hooks):
         self._open(resumed)
         engine.hooks = self
         if resumed is None:
+            from kedge.reporting.trackers import log_prompt_lengths
+
             log_prompt_lengths(self.callbacks, engine.source)
             scored_at_start = self.evaluator.initial_scores is not None
             if (scored_at_start or self.args.eval_on_start) and self.evaluator.sets:
@@ -131,6 +131,8 @@ class Run(Hooks):
             self.screen.note(f"the run is in {root}; `kedge report {root}` writes a report of it")
         if self.args.output_dir and self.state.is_world_process_zero:
             file = self.root() / "curves.png"
+            from kedge.reporting.curves import draw_curves
+
             with self.best_effort.writing("curves", file):
                 draw_curves(self.state.log_history, file)
         metrics = totals | {"episode": self.state.episode, "epoch": self.state.epoch or 0.0}
@@ -138,18 +140,21 @@ class Run(Hooks):
 
     def _open(self, resumed: Path | None) -> None:
         """Open screen, trackers and files, and begin at the iteration that is reached."""
-        engine, sizes = self.engine, self.engine.batch_sizes
+        from kedge.config.schedule import build_schedule
+        from kedge.reporting.progress import ConsoleTracker
+        from kedge.reporting.token_log import build_token_log
+        from kedge.reporting.trackers import build_trackers, link
+
+        engine, sizes, args = self.engine, self.engine.batch_sizes, self.args
         if self.state.is_world_process_zero:
             self.screen = screen = ConsoleTracker(
                 sizes.iterations,
                 start=engine.step,
-                bar=not self.args.disable_tqdm,
-                tables=self.args.num_sample_generations > 0,
-                max_rows=printed_rows(self.args),
+                bar=not args.disable_tqdm,
+                tables=args.num_sample_generations > 0,
+                max_rows=printed_rows(args),
             )
-            self.callbacks.tracker = build_trackers(
-                self.callbacks, self.args, screen, self.best_effort
-            )
+            self.callbacks.tracker = build_trackers(self.callbacks, args, screen, self.best_effort)
         if self.screen is not None and resumed is not None:
             done = "; nothing is left to train" if engine.step >= sizes.iterations else ""
             place = f"iteration {engine.step} of {sizes.iterations}"
@@ -159,14 +164,21 @@ class Run(Hooks):
             epochs=sizes.iterations / self.iterations_per_epoch,
             batch_size=sizes.local_rows,
         )
-        link(self.callbacks, self.args)
+        link(self.callbacks, args)
         self.schedule = build_schedule(
-            self.args,
-            iterations=sizes.iterations,
-            iterations_per_epoch=sizes.iterations_per_epoch,
+            args, iterations=sizes.iterations, iterations_per_epoch=self.iterations_per_epoch
         )
-        self.recorder = build_recorder(self.args.save_rollouts, engine.sampling, self.learner)
-        self.token_log = build_token_log(self.args, self.schedule, self.learner, self.tokenizer)
+        if args.save_rollouts is not None:
+            from kedge.checkpoint.replay import Recorder
+
+            with required_write("save_rollouts", args.save_rollouts):
+                self.recorder = Recorder(
+                    args.save_rollouts,
+                    about=recording_fingerprint(engine.sampling),
+                    rank=self.learner.rank,
+                    world_size=self.learner.world_size,
+                )
+        self.token_log = build_token_log(args, self.schedule, self.learner, self.tokenizer)
         self.start()
 
     def start(self) -> None:
@@ -236,6 +248,8 @@ class Run(Hooks):
             self.evaluator.show_samples(report)
         every = self.args.torch_empty_cache_steps
         if every and report.step % every == 0 and torch.cuda.is_available():
+            from kedge.rollout.embedded.decode_graph import capturing
+
             with capturing:  # a thread that samples may be capturing a decode step
                 torch.cuda.empty_cache()
         self.callbacks.fire("on_step_end")
@@ -243,21 +257,20 @@ class Run(Hooks):
         if report.step == self._first + 1 and state.pending and self.screen is not None:
             self.screen.log(row, step=report.step)  # a sign of life before the first logged row
         if report.step == 1:
-            self._advise(row)
+            self._warn_of_large_steps(row)
         if math.floor(state.epoch + 1e-9) > before:
             self.end_epoch()
         return self.callbacks.control.should_training_stop
 
-    def _advise(self, metrics: Mapping[str, float]) -> None:
+    def _warn_of_large_steps(self, metrics: Mapping[str, float]) -> None:
         """Warn if the first iteration already moved the policy out of the clip region."""
         clipped, ratio = metrics.get("policy/clipfrac_avg", 0.0), metrics.get("val/ratio", 1.0)
-        if clipped < MUCH_CLIPPED and MOST_RATIO**-1 <= ratio <= MOST_RATIO:
-            return
-        self._warn(
-            f"the first iteration clipped {clipped:.0%} of the tokens (mean ratio {ratio:.3g}): its"
-            f" steps are too large; lower learning_rate={self.args.learning_rate:g}, or"
-            f" num_ppo_epochs={self.args.num_ppo_epochs}"
-        )
+        if clipped >= MUCH_CLIPPED or not 1 / MOST_RATIO <= ratio <= MOST_RATIO:
+            self._warn(
+                f"the first iteration clipped {clipped:.0%} of the tokens (mean ratio {ratio:.3g}):"
+                f" its steps are too large; lower learning_rate={self.args.learning_rate:g}, or"
+                f" num_ppo_epochs={self.args.num_ppo_epochs}"
+            )
 
     def _measure(self, report: StepReport) -> dict[str, float]:
         state, args = self.state, self.args
@@ -278,11 +291,17 @@ class Run(Hooks):
             state.num_input_tokens_seen += round(float(self.learner.total(tokens)))
             metrics["num_input_tokens_seen"] = state.num_input_tokens_seen
         if not args.skip_memory_metrics:
-            metrics |= peak_memory()
+            unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            metrics["memory/peak_cpu"] = peak / 2**20  # MiB
+            if torch.cuda.is_available():
+                metrics["memory/peak_gpu"] = torch.cuda.max_memory_allocated() / 2**20
         return metrics
 
     def check_first_batch(self, rollout: Rollout, reward_output: RewardOutput) -> None:
         """Run the preflight checks."""
+        from kedge.loop.preflight import FULL_PRECISION, LOW_PRECISION, preflight
+
         low = self.learner.low_precision or self.args.tf32
         length, alias = "response_length", self.args.length_option
         reward = self.engine.reward
@@ -300,8 +319,8 @@ class Run(Hooks):
             reward=reward if getattr(reward, "only_models", False) else None,
             tolerance=LOW_PRECISION if low else FULL_PRECISION,
         )
-        for problem in problems if self.learner.rank == 0 else []:
-            logger.warning("preflight: %s", problem)
+        for problem in problems:
+            self._warn(f"preflight: {problem}")
 
     def end_epoch(self) -> None:
         """End the open pass over the prompts, if there is one.
@@ -339,6 +358,9 @@ class Run(Hooks):
 
     def _warn_of_findings(self) -> None:
         """Warn once of what ``kedge doctor`` would find and is worth stopping for."""
+        from kedge.reporting.doctor import LIVE
+        from kedge.reporting.log import RunLog
+
         rows = [row for row in self.state.log_history if "objective/scores" in row]
         for rule in LIVE:
             finding = rule(RunLog("", rows)) if rule not in self._findings else None
@@ -396,6 +418,8 @@ class Run(Hooks):
 
     def save_checkpoint(self) -> Path:
         """Write ``checkpoint-N`` into the output folder; atomic if the process is killed."""
+        from kedge.checkpoint.replay import pack
+
         engine, accelerator = self.engine, self.learner.accelerator
         parts = {} if self.args.save_only_model else engine.state_dict()
         in_flight = [pack(sample) for sample in engine.in_flight]
@@ -440,6 +464,8 @@ class Run(Hooks):
 
     def _load(self, folder: Path) -> None:
         """Load a checkpoint whose files are verified."""
+        from kedge.checkpoint.replay import unpack
+
         accelerator = self.learner.accelerator
         saved = checkpoint.load(
             folder,
@@ -489,15 +515,3 @@ class Run(Hooks):
         if not self.args.output_dir:
             raise ConfigError("output_dir must be set to write checkpoints")
         return Path(self.args.output_dir)
-
-
-def peak_memory() -> dict[str, float]:
-    """Peak memory in MiB: of this process, and of its tensors on the GPU if there is one."""
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
-    metrics = {"memory/peak_cpu": peak}
-    if torch.cuda.is_available():
-        metrics["memory/peak_gpu"] = torch.cuda.max_memory_allocated() / 2**20
-    return metrics
