@@ -11,8 +11,7 @@ import pytest
 from kedge.cli.main import main
 from kedge.errors import DataError
 from kedge.loop.metrics import NAMES, PREFIXES
-from kedge.reporting.page import page, unpack
-from kedge.reporting.report import gather, meaning
+from kedge.reporting.report import gather, meaning, page, unpack
 from kedge.reporting.story import episodes, vocabulary
 
 NASTY = "</script><b>bold</b> ü \u2028 <!--script--> $&"

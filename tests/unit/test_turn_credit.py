@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kedge.algorithms import AdvantageInputs, Algorithm, grpo, ppo, rloo
 from kedge.math.turns import (
+    broadcast_turns,
     number_turns,
-    spread_over_turns,
-    sum_over_turns,
+    segment_sum,
     turn_groups,
     turn_returns,
     turn_starts,
@@ -221,8 +221,8 @@ def test_helpers_by_hand() -> None:
     turn = torch.tensor([[0, 0, -1, 1, 2, 2], [-1, 0, 0, 0, -1, -1]])
     x = torch.tensor([[1.0, 2, 4, 8, 16, 32], [1, 2, 4, 8, 16, 32]])
     assert turn_starts(turn).nonzero().tolist() == [[0, 0], [0, 3], [0, 4], [1, 1]]
-    assert sum_over_turns(x, turn).tolist() == [[3, 3, 0, 8, 48, 48], [0, 14, 14, 14, 0, 0]]
-    assert spread_over_turns(x, turn).tolist() == [[1, 1, 0, 8, 16, 16], [0, 2, 2, 2, 0, 0]]
+    assert segment_sum(x, turn).tolist() == [[3, 3, 0, 8, 48, 48], [0, 14, 14, 14, 0, 0]]
+    assert broadcast_turns(x, turn).tolist() == [[1, 1, 0, 8, 16, 16], [0, 2, 2, 2, 0, 0]]
     assert turn_returns(x, turn, gamma=0.5).tolist() == [
         [3 + 4 + 12, 0, 0, 8 + 24, 48, 0],
         [0, 14, 0, 0, 0, 0],

@@ -146,8 +146,7 @@ class TrainerShell:
             self.SPEC.name if inputs.algorithm is None else inputs.algorithm.name,
             run.learner.policy,
             inputs.train_dataset,
-            inputs.reward_model,
-            inputs.reward_funcs,
+            self.reward_funcs,
         )
 
     # -- what users call ------------------------------------------------------------------------

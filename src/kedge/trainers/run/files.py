@@ -22,7 +22,7 @@ from kedge.reporting.best_effort import required_write
 from kedge.types import Sampling
 
 if TYPE_CHECKING:
-    from kedge.checkpoint.replay import Recorder
+    from kedge.checkpoint.replay import RolloutRecorder
     from kedge.learner.learner import HFLearner
     from kedge.loop.loop import Engine
 
@@ -134,14 +134,16 @@ def recording_fingerprint(sampling: Sampling) -> dict[str, Any]:
     return {"temperature": sampling.temperature, "stop_ids": [*sampling.stop_ids]}
 
 
-def build_recorder(folder: str | None, sampling: Sampling, learner: HFLearner) -> Recorder | None:
+def build_recorder(
+    folder: str | None, sampling: Sampling, learner: HFLearner
+) -> RolloutRecorder | None:
     """The recorder of this rank's rollouts, or None without a folder."""
     if folder is None:
         return None
-    from kedge.checkpoint.replay import Recorder
+    from kedge.checkpoint.replay import RolloutRecorder
 
     with required_write("save_rollouts", folder):
-        return Recorder(
+        return RolloutRecorder(
             folder,
             about=recording_fingerprint(sampling),
             rank=learner.rank,

@@ -18,7 +18,7 @@ import torch
 from transformers.trainer_utils import TrainOutput
 
 from kedge.checkpoint import checkpoint
-from kedge.checkpoint.replay import Recorder, pack, unpack
+from kedge.checkpoint.replay import RolloutRecorder, pack, unpack
 from kedge.config.base import OnPolicyConfig
 from kedge.config.schedule import IntervalSchedule, build_schedule
 from kedge.errors import CheckpointError, ConfigError
@@ -81,7 +81,7 @@ class Run(Hooks):
     # Opened by ``train``:
     screen: ConsoleTracker | None = field(default=None, init=False)  # on rank 0
     schedule: IntervalSchedule | None = field(default=None, init=False)  # of tables of completions
-    recorder: Recorder | None = field(default=None, init=False)
+    recorder: RolloutRecorder | None = field(default=None, init=False)
     token_log: TokenLog | None = field(default=None, init=False)
 
     @property
