@@ -138,10 +138,7 @@ def _with_one_bos(chunks: Iterable[list[list[int]]], bos: int) -> Iterable[list[
 
 
 def _chunks(
-    table: Table,
-    names: list[str],
-    encode: Encode,
-    num_proc: int | None,
+    table: Table, names: list[str], encode: Encode, num_proc: int | None
 ) -> Iterable[list[list[int]]]:
     if isinstance(table, ArrowTable) and num_proc is not None and num_proc > 1:
         done = table.dataset.select_columns(names).map(
@@ -236,15 +233,14 @@ def _tokenize(
                 f" got {type(prompt).__name__} {shown}; every row must hold text, or every row"
                 " a list of {'role': ..., 'content': ...} messages"
             )
-    texts: Sequence[str] = prompts
-    if chat:
-        texts = []
-        for row, messages in zip(rows, prompts, strict=True):
-            answered = messages[-1]["role"] == "assistant"  # the response has already begun
+    texts: list[str] = []
+    for row, prompt in zip(rows, prompts, strict=True):
+        text = prompt
+        if chat:
+            answered = prompt[-1]["role"] == "assistant"  # the response has already begun
             options = {"add_generation_prompt": not answered, "continue_final_message": answered}
             where = f"column {column!r}, row {row}"
-            texts.append(render_chat(tokenizer, messages, where=where, **(options | template)))
-    for row, text in zip(rows, texts, strict=True):
+            text = render_chat(tokenizer, prompt, where=where, **(options | template))
         at = None if text.isascii() else LONE_SURROGATE.search(text)
         if at is not None:  # no tokenizer accepts it
             raise DataError(
@@ -252,7 +248,8 @@ def _tokenize(
                 f" {at.group()!r}, which UTF-8 cannot encode; fix it, for example with"
                 " text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
             )
-    ids = _token_ids(tokenizer, list(texts), add_special_tokens=not chat)
+        texts.append(text)
+    ids = _token_ids(tokenizer, texts, add_special_tokens=not chat)
     return {"input_ids": [one[:-1] for one in ids] if drop_eos and not chat else ids}
 
 
@@ -274,26 +271,21 @@ def _token_ids(tokenizer: Any, texts: list[str], *, add_special_tokens: bool) ->
 
 def _read_ids(columns: dict[str, list[Any]], rows: Sequence[int]) -> dict[str, Any]:
     ids = columns["input_ids"]
-    for row, prompt_ids in zip(rows, ids, strict=True):
+    masks = columns.get("attention_mask")
+    prompts = []
+    for at, (row, prompt_ids) in enumerate(zip(rows, ids, strict=True)):
         if not _is_id_list(prompt_ids):
             raise DataError(
                 f"column 'input_ids', row {row}: expected a list of token ids (integers >= 0),"
                 f" got {type(prompt_ids).__name__} {repr(prompt_ids)[:80]}"
             )
-    masks = columns.get("attention_mask")
-    if masks is None:
-        return {"input_ids": [list(map(int, prompt_ids)) for prompt_ids in ids]}
-    for row, prompt_ids, mask in zip(rows, ids, masks, strict=True):
+        mask = [1] * len(prompt_ids) if masks is None else masks[at]
         if mask is None or len(mask) != len(prompt_ids):
             raise DataError(
                 f"row {row} of the dataset: attention_mask and input_ids must have the same length"
             )
-    return {
-        "input_ids": [
-            [int(token) for token, real in zip(prompt_ids, mask, strict=True) if real]
-            for prompt_ids, mask in zip(ids, masks, strict=True)
-        ]
-    }
+        prompts.append([int(x) for x, real in zip(prompt_ids, mask, strict=True) if real])
+    return {"input_ids": prompts}
 
 
 def _is_id_list(ids: object) -> bool:
