@@ -4,7 +4,6 @@ import json
 import subprocess
 import textwrap
 import threading
-import time
 import warnings
 from pathlib import Path
 
@@ -184,34 +183,3 @@ def test_a_kill_at_any_call_leaves_a_whole_checkpoint(tmp_path):
     again = [r["n"] for r in report if r["redo"] == 100]
     assert set(again) == {3, 103}
     assert again == sorted(again)
-
-
-ENDLESS = """
-    import sys
-    from pathlib import Path
-    import torch
-    from kedge.checkpoint import checkpoint
-    root = Path(sys.argv[1])
-    for step in range(1, 10**6):
-        checkpoint.save(root, step, {"w": torch.full((20000,), float(step)), "n": step})
-        checkpoint.rotate(root, 2)
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_at_a_random_time_leaves_a_whole_checkpoint(tmp_path):
-    for i, delay in enumerate((0.05, 0.11, 0.17, 0.4)):
-        root = tmp_path / str(i)
-        process = processes.start("-c", textwrap.dedent(ENDLESS), str(root))
-        while not checkpoint.checkpoints(root):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
-        time.sleep(delay)
-        process.kill()
-        process.wait()
-        checkpoint.tidy(root)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # nothing damaged, nothing passed over
-            read = checkpoint.load(checkpoint.load_latest(root))
-        assert (read.parts["w"] == read.parts["n"]).all()
-        assert 1 <= len(checkpoint.checkpoints(root)) <= 3

@@ -157,7 +157,7 @@ def test_a_data_collator_pads_and_its_mask_is_believed():
 @pytest.mark.parametrize(
     ("collate", "message"),
     [
-        (lambda rows: {"input_ids": [[1]]}, "attention_mask missing, got input_ids"),
+        (lambda rows: {"input_ids": [[1]]}, "attention_mask, got input_ids"),
         (lambda rows: {"input_ids": [[1]], "attention_mask": [[1]]}, r"shape \(1, 1\).*3 prompts"),
         (
             lambda rows: {"input_ids": [[1]] * 3, "attention_mask": [[1], [0], [1]]},

@@ -43,6 +43,14 @@ def log(**series: list[float]) -> RunLog:
     return RunLog("made", [{name: v[i] for name, v in names.items()} for i in range(count)])
 
 
+def steady(**values: float) -> RunLog:
+    """Eight rows of the same numbers."""
+    return log(**{name: [value] * 8 for name, value in values.items()})
+
+
+CUT = {"completions__truncated_ratio": 1.0}
+
+
 def test_length_and_precision_of_agents() -> None:
     """Success in fewer turns is no hack of the length, longer turns are; bf16 rounds log-probs."""
     shorter = [69.0 - 3 * i for i in range(10)]
@@ -72,37 +80,27 @@ def test_nothing_is_said_of_a_good_run(file: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "rule"),
     [
-        (log(objective__kl=[-1.0] * 8, completions__mean_length=[10.0] * 8), "the KL is negative"),
-        (log(rollout__too_old_tokens=[0.1, 0.1]), "tokens too old to train on"),
+        (steady(objective__kl=-1.0, completions__mean_length=10.0), "the KL is negative"),
+        (steady(rollout__too_old_tokens=0.1), "tokens too old to train on"),
         (log(grad_norm=[1.0, 1.1, 0.9, 1.0, 80.0, 1.0]), "gradients spike"),
         (log(grad_norm=[1.0, 1.0], skipped_steps=[0.0, 1.0]), "gradients spike"),
-        (
-            log(completions__truncated_ratio=[0.99] * 4, val__num_eos_tokens=[1.0] * 4),
-            "responses do not end",
-        ),
-        (
-            log(completions__truncated_ratio=[1.0] * 4, val__num_eos_tokens=[0.0] * 4),
-            "nothing ends",
-        ),
+        (steady(**CUT, val__num_eos_tokens=1.0), "responses do not end"),
+        (steady(**CUT, val__num_eos_tokens=0.0), "nothing ends"),
         (scored(1.0, 0.1), "the score falls"),
         (
             scored(1.0, 2.0, completions__truncated_ratio=[0.02 * i for i in range(10)]),
             "fewer responses end",
         ),
         (
-            log(environment__tool_calls=[0.0] * 8, environment__invalid_calls=[0.0] * 8),
+            steady(environment__tool_calls=0.0, environment__invalid_calls=0.0),
             "tools are never called",
         ),
         (
-            log(environment__tool_calls=[2.0] * 8, environment__invalid_calls=[1.9] * 8),
+            steady(environment__tool_calls=2.0, environment__invalid_calls=1.9),
             "tool calls are never valid",
         ),
         (
-            log(
-                environment__seconds=[3.0] * 8,
-                environment__model_seconds=[1.0] * 8,
-                time__step=[6.0] * 8,
-            ),
+            steady(environment__seconds=3.0, environment__model_seconds=1.0, time__step=6.0),
             "environments are slower than the model",
         ),
         # chance: 0.5 / sqrt(64 * 2) = 0.044; the first and last fifth are 0.06 apart
@@ -134,9 +132,9 @@ def test_a_fall_after_noise_was_scaled_up_is_named() -> None:
 def test_runs_that_rise_or_have_one_length_on_purpose() -> None:
     assert rules(RunLog("bare", [{"objective/scores": 1.0}])) == []
     assert rules(scored(1.0, 1.2)) == []
-    slow = {"environment__seconds": [3.0] * 8, "environment__model_seconds": [4.0] * 8}
-    calls = {"environment__tool_calls": [2.0] * 8, "environment__invalid_calls": [0.5] * 8}
-    assert rules(log(**slow, **calls, time__step=[9.0] * 8)) == []
+    slow = {"environment__seconds": 3.0, "environment__model_seconds": 4.0, "time__step": 9.0}
+    calls = {"environment__tool_calls": 2.0, "environment__invalid_calls": 0.5}
+    assert rules(steady(**slow, **calls)) == []
     some_cut = [0.01 * i for i in range(10)]
     assert rules(scored(1.0, 2.0, completions__truncated_ratio=some_cut)) == []
     cut = {"completions/truncated_ratio": 1.0, "val/num_eos_tokens": 0.0}

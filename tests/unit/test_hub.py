@@ -9,8 +9,8 @@ from huggingface_hub import ModelCard
 from transformers import TrainingArguments
 
 from kedge.errors import HubError
-from kedge.reporting.hub import Hub, PushOnSave, build_hub, repo_name
-from kedge.reporting.model_card import model_card
+from kedge.reporting.hub import Hub, PushOnSave, build_hub
+from kedge.reporting.model_card import Provenance, model_card
 from kedge.trainers.run.hf_callbacks import Callbacks
 
 
@@ -119,18 +119,11 @@ def test_a_failing_push_does_not_end_training_but_is_told(tmp_path):
         hub.push_checkpoint(tmp_path / "checkpoint-3", "every_save")
 
 
-def test_the_repository_is_named_after_the_folder(tmp_path):
-    assert repo_name("org/name", tmp_path) == "org/name"
-    assert repo_name(None, tmp_path / "ppo_tldr") == "ppo_tldr"
-    with pytest.raises(HubError, match="set hub_model_id or output_dir"):
-        repo_name(None, None)
-
-
 # --------------------------------------------------------------------------- model card
 
 
-def card(**kwargs):
-    text = model_card(model_name="ppo_tldr", **kwargs)
+def card(made_of=Provenance(), **kwargs):  # noqa: B008
+    text = model_card(made_of, model_name="ppo_tldr", **kwargs)
     assert text.startswith("---\n")
     _, front, body = text.split("---\n", 2)
     return yaml.safe_load(front), body
@@ -144,9 +137,11 @@ def test_the_card_says_what_how_and_how_well(tmp_path):
         {"step": 2, "eval_objective/scores": 2.5},
     ]
     front, body = card(
-        base_model="EleutherAI/pythia-1b-deduped",
-        datasets=["trl-lib/tldr", str(tmp_path)],
-        rewards=["length|odd"],
+        Provenance(
+            base_model="EleutherAI/pythia-1b-deduped",
+            datasets=("trl-lib/tldr", str(tmp_path)),
+            rewards=("length|odd",),
+        ),
         args=args,
         log_history=rows,
         tags=["tldr", "kedge"],
@@ -168,7 +163,7 @@ def test_the_card_says_what_how_and_how_well(tmp_path):
     assert "| kedge |" in body
     assert "hf_secret" not in body
     assert "top_k" not in body
-    front, body = card(base_model=str(tmp_path), algorithm="Mine")
+    front, body = card(Provenance(base_model=str(tmp_path), algorithm="Mine"))
     assert "base_model" not in front
     assert str(tmp_path) in body
     for section in ("Results", "Hyperparameters", "Citation"):
@@ -188,12 +183,17 @@ def test_the_card_shows_command_curves_and_where_else_the_run_is():
     assert "https://hub/me/x" not in body  # that is where the card is
 
 
-@pytest.mark.parametrize(("given", "private"), [(None, True), (True, True), (False, False)])
-def test_a_repository_is_private_unless_it_is_said_not_to_be(given, private):
-    args = SimpleNamespace(
-        hub_model_id="x", output_dir=None, hub_token=None, hub_private_repo=given, hub_revision=None
-    )
-    assert build_hub(args).private is private
+def test_the_repository_of_a_config(tmp_path):
+    def build(**options):
+        names = ("hub_model_id", "output_dir", "hub_token", "hub_private_repo", "hub_revision")
+        return build_hub(SimpleNamespace(**dict.fromkeys(names) | options))
+
+    for given, private in ((None, True), (True, True), (False, False)):
+        assert build(hub_model_id="x", hub_private_repo=given).private is private
+    assert build(hub_model_id="org/name", output_dir=str(tmp_path)).repo_id == "org/name"
+    assert build(output_dir=str(tmp_path / "ppo_tldr")).repo_id == "ppo_tldr"
+    with pytest.raises(HubError, match="set hub_model_id or output_dir"):
+        build()
 
 
 @pytest.mark.usefixtures("curves")

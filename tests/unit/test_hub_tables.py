@@ -130,15 +130,13 @@ def test_a_run_sends_its_completions(hub: FakeHub, tmp_path: Path) -> None:
     assert about["options"]["hub_token"] != "secret"
 
 
-def test_a_wrong_token_is_found_before_training(hub: FakeHub) -> None:
+def test_a_wrong_token_is_found_before_training_and_public_is_said(hub: FakeHub) -> None:
     hub.closed_for_all = True
     made = small(num_sample_generations=1, log_completions_hub_repo="said")
     with pytest.raises(HubError, match="could not push to said"):
         made.train()
     assert rows(made) == []
-
-
-def test_public_is_said_in_so_many_words(hub: FakeHub) -> None:
+    hub.closed_for_all = False
     small(num_sample_generations=1, log_completions_hub_repo="said", hub_private_repo=False).train()
     assert hub.made[0]["private"] is False
 

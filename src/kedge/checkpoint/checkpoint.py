@@ -139,8 +139,10 @@ def _write_state(folder: Path, parts: dict[str, Any], head: dict[str, Any], rank
         return
     files: dict[str, dict[str, Tensor]] = {}
     for label, x in tensors.items():
-        if label not in sharded:
-            files.setdefault(_file_of(label), {})[label] = x
+        if label not in sharded:  # state/learner/optimizer/0/m: state-learner.optimizer.safetensors
+            _, *path = label.split("/")
+            name = re.sub(r"[^A-Za-z0-9_.-]", "_", ".".join(path[: 2 if len(path) > 2 else 1]))
+            files.setdefault(f"state-{name}.safetensors", {})[label] = x
     for file, members in files.items():
         write_tensors(folder / file, members)
     body = {"shards": shards, "files": sorted(files), "parts": encoded}
@@ -292,13 +294,6 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _file_of(name: str) -> str:
-    """File of a tensor: state/learner/optimizer/0/m -> state-learner.optimizer.safetensors."""
-    _, *path = name.split("/")
-    words = path[:2] if len(path) > 2 else path[:1]
-    return f"state-{re.sub(r'[^A-Za-z0-9_.-]', '_', '.'.join(words))}.safetensors"
-
-
 def _check_ranks(folder: Path, saved: int, now: int) -> None:
     if saved == now:
         return
@@ -388,7 +383,7 @@ def rotate(
     if not limit or len(folders) <= limit:
         return []
     kept = {Path(p).name for p in keep if p is not None}
-    kept.add(_newest_intact(folders))
+    kept.add(next((x for x in reversed(folders) if _is_complete(x)), folders[-1]).name)
     oldest = [p for p in folders if p.name not in kept][: len(folders) - limit]
     for folder in oldest:  # renamed first, so that a kill never leaves a partial checkpoint
         doomed = folder.with_name(_DELETING + folder.name)
@@ -439,14 +434,12 @@ def publish(temporary: Path, final: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _newest_intact(folders: list[Path]) -> str:
-    for folder in reversed(folders):
-        try:
-            verify(folder, contents=False)
-        except CheckpointError:
-            continue
-        return folder.name
-    return folders[-1].name
+def _is_complete(folder: Path) -> bool:
+    try:
+        verify(folder, contents=False)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _find_problem(file: Path, size: int, crc: int, contents: bool) -> str | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -46,10 +47,6 @@ class EncodedPrompts:
 
     def __len__(self) -> int:
         return self.rows.numel()
-
-    def lengths(self, index: Tensor) -> Tensor:
-        """Tokens of the prompts in ``index``, int64 [n]."""
-        return self.starts[index + 1] - self.starts[index]
 
     def tokens_of(self, index: int) -> Tensor:
         """Token ids of one prompt, int64 [length]."""
@@ -162,45 +159,40 @@ def _collect(
     max_length: int | None,
     overlong: Literal["drop", "truncate"],
 ) -> EncodedPrompts:
-    parts: list[Tensor] = []
-    kept: list[int] = []
-    lengths: list[int] = []
-    row = dropped = truncated = longest = 0
-    for chunk in chunks:
-        wanted = []
-        for ids in chunk:
-            if not ids:
-                raise DataError(
-                    f"row {row} of the dataset is an empty prompt (no token); remove such rows,"
-                    " or use a tokenizer that prepends a BOS token to every text"
-                )
-            over = max_length is not None and len(ids) > max_length
-            longest = max(longest, len(ids))
-            if over and overlong == "drop":
-                dropped += 1
-            else:
-                truncated += over
-                wanted.append(ids[-max_length:] if over and max_length else ids)
-                kept.append(row)
-                lengths.append(len(wanted[-1]))
-            row += 1
-        parts.append(torch.tensor(list(chain.from_iterable(wanted)), dtype=torch.int32))
+    tokens, starts, kept = array("i"), [0], list[int]()
+    truncated = longest = 0
+    for row, ids in enumerate(chain.from_iterable(chunks)):
+        if not ids:
+            raise DataError(
+                f"row {row} of the dataset is an empty prompt (no token); remove such rows,"
+                " or use a tokenizer that prepends a BOS token to every text"
+            )
+        longest = max(longest, len(ids))
+        over = max_length is not None and len(ids) > max_length
+        if over and overlong == "drop":
+            continue
+        truncated += over
+        tokens.extend(ids[-max_length:] if over and max_length else ids)
+        starts.append(len(tokens))
+        kept.append(row)
     if not kept:
         raise DataError(
             f"all {rows} prompts are longer than max_prompt_length={max_length} tokens (the longest"
             f" has {longest}); raise it, or set overlong_prompts='truncate'"
         )
-    report = PromptReport(rows=rows, dropped=dropped, truncated=truncated, longest=max(lengths))
+    dropped, lengths = rows - len(kept), torch.tensor(starts).diff()
     if dropped or truncated:
         logger.warning(
             "of %d prompts, %d were dropped and %d truncated to their last %s tokens",
             *(rows, dropped, truncated, max_length),
         )
     return EncodedPrompts(
-        tokens=torch.cat(parts),
-        starts=torch.tensor([0, *accumulate(lengths)]),
+        tokens=torch.frombuffer(tokens, dtype=torch.int32),
+        starts=torch.tensor(starts),
         rows=torch.tensor(kept),
-        report=report,
+        report=PromptReport(
+            rows=rows, dropped=dropped, truncated=truncated, longest=int(lengths.max())
+        ),
     )
 
 
@@ -225,16 +217,14 @@ def _tokenize(
 ) -> dict[str, Any]:
     prompts = columns[column]
     chat = is_chat(prompts[0])
-    for row, prompt in zip(rows, prompts, strict=True):
-        if not (is_chat(prompt) if chat else isinstance(prompt, str)):
-            shown = repr(prompt)[:80]
-            raise DataError(
-                f"column {column!r}, row {row}: expected {'chat messages' if chat else 'text'},"
-                f" got {type(prompt).__name__} {shown}; every row must hold text, or every row"
-                " a list of {'role': ..., 'content': ...} messages"
-            )
     texts: list[str] = []
     for row, prompt in zip(rows, prompts, strict=True):
+        if not (is_chat(prompt) if chat else isinstance(prompt, str)):
+            raise DataError(
+                f"column {column!r}, row {row}: expected {'chat messages' if chat else 'text'}, got"
+                f" {type(prompt).__name__} {repr(prompt)[:80]}; every row must hold text, or every"
+                " row a list of {'role': ..., 'content': ...} messages"
+            )
         text = prompt
         if chat:
             answered = prompt[-1]["role"] == "assistant"  # the response has already begun

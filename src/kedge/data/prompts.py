@@ -185,24 +185,23 @@ class DatasetPrompts:
     def _padded(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         if self._collate is not None:
             return self._collated(chosen, self._collate)
-        lengths = self._prompts.lengths(chosen)
+        tokens = [self._prompts.tokens_of(index) for index in chosen.tolist()]
+        lengths = torch.tensor([len(row) for row in tokens])
         width = int(lengths.max())
-        ids = torch.full((len(chosen), width), self._pad)
-        for at, index in enumerate(chosen.tolist()):
-            tokens = self._prompts.tokens_of(index)
-            ids[at, width - len(tokens) :] = tokens
-        return ids, torch.arange(width) >= (width - lengths)[:, None]
+        mask = torch.arange(width) >= (width - lengths)[:, None]
+        ids = torch.full(mask.shape, self._pad)
+        ids[mask] = torch.cat(tokens)
+        return ids, mask
 
     def _collated(
         self, chosen: Tensor, collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]]
     ) -> tuple[Tensor, Tensor]:
         tokens = [self._prompts.tokens_of(index).tolist() for index in chosen.tolist()]
         collated = collate([{"input_ids": t, "attention_mask": [1] * len(t)} for t in tokens])
-        missing = {"input_ids", "attention_mask"} - set(collated)
-        if missing:
+        if not {"input_ids", "attention_mask"} <= set(collated):
             raise DataError(
-                f"data_collator must return input_ids and attention_mask:"
-                f" {' and '.join(sorted(missing))} missing, got {', '.join(collated) or 'nothing'}"
+                "data_collator must return input_ids and attention_mask, got"
+                f" {', '.join(collated) or 'nothing'}"
             )
         ids = torch.as_tensor(collated["input_ids"])
         mask = torch.as_tensor(collated["attention_mask"])

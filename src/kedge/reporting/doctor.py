@@ -7,11 +7,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import fmean, median
 
-from kedge.reporting.log import Finding, RunLog, responses, responses_per_batch, score_change
+from kedge.reporting.log import RunLog, responses, responses_per_batch, score_change
 
 MIN_ROWS = 4  # minimum rows for a trend
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One problem.
+
+    Args:
+        rule: its name.
+        seen: the numbers behind it.
+        advice: what to try.
+    """
+
+    rule: str
+    seen: str
+    advice: str
 
 
 Rule = Callable[[RunLog], Finding | None]

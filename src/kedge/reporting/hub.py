@@ -164,19 +164,6 @@ class Hub:
             raise HubError(explain(e, self.repo_id)) from e
 
 
-def repo_name(hub_model_id: str | None, output_dir: str | Path | None) -> str:
-    """Repository name of a run: ``hub_model_id``, or the output folder's name.
-
-    Raises:
-        HubError: neither is set.
-    """
-    if hub_model_id:
-        return hub_model_id
-    if not output_dir:
-        raise HubError("pushing needs a repository name: set hub_model_id or output_dir")
-    return Path(output_dir).absolute().name
-
-
 def explain(error: BaseException, repo_id: str) -> str:
     """Error message for a failed hub call: the cause and what to do."""
     status = getattr(getattr(error, "response", None), "status_code", None)
@@ -196,9 +183,15 @@ def explain(error: BaseException, repo_id: str) -> str:
 
 
 def build_hub(args: Any, *, token: str | None = None, revision: str | None = None) -> Hub:
-    """The repository that the config names."""
+    """The repository that the config names: ``hub_model_id``, or the output folder's name.
+
+    Raises:
+        HubError: neither is set.
+    """
+    if not (args.hub_model_id or args.output_dir):
+        raise HubError("pushing needs a repository name: set hub_model_id or output_dir")
     return Hub(
-        repo_name(args.hub_model_id, args.output_dir),
+        args.hub_model_id or Path(args.output_dir).absolute().name,
         token=token or args.hub_token,
         private=args.hub_private_repo is not False,  # private if unset
         revision=revision or args.hub_revision,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
@@ -38,13 +38,31 @@ METRICS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Algorithm, base model and data of a run, for the model card."""
+
+    algorithm: str = "PPO"  # selects the cited papers
+    base_model: str | None = None  # name or folder of the initial model
+    datasets: tuple[str, ...] = ()  # of prompts
+    rewards: tuple[str, ...] = ()  # names of reward models and functions
+
+
+def provenance(algorithm: str, policy: Any, dataset: Any, rewards: Sequence[Any]) -> Provenance:
+    """The names of a run's models and data, as far as they are known."""
+    named = getattr(getattr(dataset, "info", None), "dataset_name", None)
+    return Provenance(
+        algorithm=algorithm,
+        base_model=getattr(getattr(policy, "config", None), "_name_or_path", "") or None,
+        datasets=(named,) if named else (),
+        rewards=tuple(map(_reward_name, rewards)),
+    )
+
+
 def model_card(
+    made_of: Provenance,
     *,
     model_name: str,
-    algorithm: str = "PPO",
-    base_model: str | None = None,
-    datasets: Sequence[str] = (),
-    rewards: Sequence[str] = (),
     args: Any = None,
     log_history: Sequence[Mapping[str, Any]] = (),
     tags: Iterable[str] = (),
@@ -55,11 +73,8 @@ def model_card(
     """The text of a model card.
 
     Args:
+        made_of: algorithm, base model and data.
         model_name: its title.
-        algorithm: "PPO", ...; selects the cited papers.
-        base_model: name or folder of the initial model.
-        datasets: names of the prompt datasets.
-        rewards: names of the reward models and functions.
         args: the config; only the fields in ``HYPERPARAMETERS`` are shown.
         log_history: logged rows; the first and the last value of each main metric are shown.
         tags: additional tags.
@@ -69,6 +84,7 @@ def model_card(
     """
     from huggingface_hub import ModelCardData
 
+    algorithm, base_model, datasets = made_of.algorithm, made_of.base_model, made_of.datasets
     data = ModelCardData(
         library_name="transformers",
         model_name=model_name,
@@ -99,33 +115,12 @@ def model_card(
     }
     start = f"`{base_model}`" if base_model else "a language model"
     summary = f"Trained from {start} with {algorithm}, using Kedge."
-    for title, names in (("Prompts", datasets), ("Reward", rewards)):
+    for title, names in (("Prompts", datasets), ("Reward", made_of.rewards)):
         if names:
             summary += f" {title}: {', '.join(f'`{name}`' for name in names)}."
     text = [f"---\n{data.to_yaml()}\n---", f"# {model_name}", summary]
     text += [f"## {title}\n\n{body}" for title, body in sections.items() if body]
     return str(redact("\n\n".join(text) + "\n"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
-    """Algorithm, base model and data of a run, for the model card."""
-
-    algorithm: str
-    base_model: str | None
-    datasets: tuple[str, ...]
-    rewards: tuple[str, ...]
-
-
-def provenance(algorithm: str, policy: Any, dataset: Any, rewards: Sequence[Any]) -> Provenance:
-    """The names of a run's models and data, as far as they are known."""
-    named = getattr(getattr(dataset, "info", None), "dataset_name", None)
-    return Provenance(
-        algorithm=algorithm,
-        base_model=getattr(getattr(policy, "config", None), "_name_or_path", "") or None,
-        datasets=(named,) if named else (),
-        rewards=tuple(map(_reward_name, rewards)),
-    )
 
 
 def write_card(
@@ -137,27 +132,23 @@ def write_card(
     model_name: str | None = None,
     dataset_name: str | None = None,
     tags: str | list[str] | None = None,
-) -> Path:
+) -> None:
     """Write ``README.md`` into ``output_dir``; ``about`` is the content of ``run.json``."""
     if not args.output_dir:
         raise ConfigError("output_dir must be set to write a model card")
+    folder = Path(args.output_dir)
     text = model_card(
-        model_name=model_name or Path(args.hub_model_id or args.output_dir).name,
-        algorithm=made_of.algorithm,
-        base_model=made_of.base_model,
-        datasets=(dataset_name,) if dataset_name else made_of.datasets,
-        rewards=made_of.rewards,
+        replace(made_of, datasets=(dataset_name,)) if dataset_name else made_of,
+        model_name=model_name or Path(args.hub_model_id or folder).name,
         args=args,
         log_history=log_history,
         command=about.get("command", ""),
         links=about.get("links", {}),
-        curves="curves.png" if (Path(args.output_dir) / "curves.png").is_file() else None,
+        curves="curves.png" if (folder / "curves.png").is_file() else None,
         tags=[tags] if isinstance(tags, str) else tags or (),
     )
-    file = Path(args.output_dir) / "README.md"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
-    return file
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _reward_name(reward: Any) -> str:

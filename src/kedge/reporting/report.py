@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from html import escape
 from importlib.resources import files
@@ -63,7 +63,13 @@ def gather(
     about = read_run_info(folder)
     skipped[folder / FILE] += (folder / FILE).is_file() and not about
     skipped.warn()
-    series = _metric_series(rows)
+    series: dict[str, dict[str, list[float]]] = {}  # steps and finite values of every metric
+    for row in rows:
+        for name, value in row.items():
+            if name not in ("step", "epoch") and math.isfinite(value):
+                line = series.setdefault(name, {"x": [], "y": []})
+                line["x"].append(int(row.get("step", 0)))
+                line["y"].append(float(f"{value:.6g}"))
     axis = {int(r["step"]): int(r["episode"]) for r in rows if "episode" in r and "step" in r}
     return {
         "name": folder.name,
@@ -98,18 +104,6 @@ def meaning(name: str, meanings: Mapping[str, str], prefixes: Mapping[str, str])
             return f"{meanings[max(known, key=len)]}; on the evaluation prompts"
         name = f"eval_{name[name.rindex('pass@') :]}" if "pass@" in name else name
     return next((text for prefix, text in prefixes.items() if name.startswith(prefix)), "")
-
-
-def _metric_series(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[str, list[float]]]:
-    """Steps and finite values of every metric."""
-    series: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name not in ("step", "epoch") and math.isfinite(value):
-                line = series.setdefault(name, {"x": [], "y": []})
-                line["x"].append(int(row.get("step", 0)))
-                line["y"].append(float(f"{value:.6g}"))
-    return series
 
 
 def _read_tables(
