@@ -173,7 +173,7 @@ MUTANTS = [
     Mutant(
         "the first token alone gets the turn's advantage",
         "algorithms/ppo.py",
-        "advantages = spread_over_turns(advantages, turn)",
+        "advantages = broadcast_turns(advantages, turn)",
         "advantages = advantages * actions",
         TURNS,
     ),

@@ -130,12 +130,8 @@ def test_a_checkpoint_that_finds_no_room_leaves_the_one_before(tmp_path: Path) -
     made.add_callback(
         At(4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY)))
     )
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        with pytest.raises(CheckpointError) as raised:
-            made.train()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(CheckpointError) as raised, no_file_above(resource.RLIM_INFINITY):
+        made.train()
     said = str(raised.value)
     assert f"could not write {tmp_path / 'checkpoint-4'}" in said
     assert "too large" in said

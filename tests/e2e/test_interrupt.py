@@ -125,19 +125,24 @@ def test_a_run_goes_on_after_an_interrupt(tmp_path: Path, schedule: str) -> None
     ]
 
 
-def test_an_update_that_was_broken_off_is_told_of(tmp_path: Path) -> None:
-    made = small(output_dir=str(tmp_path), total_episodes=12)
+def press_at(made: Any, call: int) -> None:
+    """Ctrl-C in optimizer step ``call`` of the run, counted from 1."""
     real, count = made.engine.learner.optimizer_step, []
 
     def pressed(*args: Any, **kwargs: Any) -> Any:
         count.append(1)
-        if len(count) == 4:  # the second of two steps of the second update
+        if len(count) == call:
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    made.engine.learner.optimizer_step = pressed  # type: ignore[method-assign]
+    made.engine.learner.optimizer_step = pressed
     with pytest.raises(KeyboardInterrupt):
         made.train()
+
+
+def test_an_update_that_was_broken_off_is_told_of(tmp_path: Path) -> None:
+    made = small(output_dir=str(tmp_path), total_episodes=12)
+    press_at(made, 4)  # the second of two steps of the second update
     with pytest.warns(UserWarning, match="iteration 2 was interrupted between optimizer steps"):
         made.train()
     assert made.engine.state_consistent
@@ -200,18 +205,7 @@ def test_a_library_that_does_not_come_back_is_left_behind() -> None:
 
 
 def test_an_interrupt_of_a_run_in_order_changes_no_checkpoint(tmp_path: Path) -> None:
-    made = trainer(tmp_path, max_lag=1)
-    real, count = made.engine.learner.optimizer_step, []
-
-    def pressed(*args: Any, **kwargs: Any) -> Any:
-        count.append(1)
-        if len(count) == 4 * 4 + 2:  # in the fifth update
-            raise KeyboardInterrupt
-        return real(*args, **kwargs)
-
-    made.engine.learner.optimizer_step = pressed  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        made.train()
+    press_at(trainer(tmp_path, max_lag=1), 4 * 4 + 2)  # in the fifth update
     assert [checkpoint.parse_step(p) for p in checkpoint.checkpoints(tmp_path)] == [3]
     second = trainer(tmp_path, max_lag=1)
     second.train(resume_from_checkpoint=True)

@@ -118,6 +118,20 @@ class Batches:
         )
 
 
+def answer(prompts: PromptBatch, versions: list[int]) -> Rollout:
+    """The prompt over and over, once for each version of the weights."""
+    mask = torch.ones(len(prompts), len(versions), dtype=torch.bool)
+    return Rollout(
+        prompts=prompts,
+        ids=prompts.ids.expand(-1, len(versions)),
+        loss_mask=mask,
+        response_mask=mask,
+        terminated=mask[:, 0],
+        version=torch.tensor([versions[0]] * len(prompts)),
+        token_version=torch.tensor([versions] * len(prompts)),
+    )
+
+
 class Wide(Sampler):
     """Any number of rows."""
 
@@ -126,14 +140,7 @@ class Wide(Sampler):
         if self.rng.random() < self.failures:
             raise Broken
         width = self.rng.randint(1, 4)
-        return Rollout(
-            prompts=prompts,
-            ids=prompts.ids.expand(-1, width),
-            loss_mask=torch.ones(len(prompts), width, dtype=torch.bool),
-            response_mask=torch.ones(len(prompts), width, dtype=torch.bool),
-            terminated=torch.ones(len(prompts), dtype=torch.bool),
-            version=torch.full((len(prompts),), self.version),
-        )
+        return answer(prompts, [self.version] * width)
 
 
 class Slots(Wide):
@@ -169,18 +176,7 @@ class Slots(Wide):
         return Rollout.cat([self._answer(n) for n in done]) if done else None
 
     def _answer(self, number: int) -> Rollout:
-        prompts, versions = self.held.pop(number), self.tokens.pop(number)
-        rows = len(prompts)
-        mask = torch.ones(rows, len(versions), dtype=torch.bool)
-        return Rollout(
-            prompts=prompts,
-            ids=prompts.ids.expand(-1, len(versions)),
-            loss_mask=mask,
-            response_mask=mask,
-            terminated=mask[:, 0],
-            version=torch.tensor([versions[0]] * rows),
-            token_version=torch.tensor([versions] * rows),
-        )
+        return answer(self.held.pop(number), self.tokens.pop(number))
 
     def cancel(self) -> None:
         self.held.clear()

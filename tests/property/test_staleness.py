@@ -151,70 +151,58 @@ def engine(lag: int, sampler: Sampler) -> Run:
     return run
 
 
-def schedule(number: int) -> tuple[int, int, list[tuple[int, int, int]]]:
-    """Run schedule ``number`` to its end: lag, updates, what was trained on."""
+def schedule(number: int, *, rescue: bool = False) -> tuple[int, int, list[tuple[int, int, int]]]:
+    """Run schedule ``number`` to its end: lag, updates, what was trained on.
+
+    With ``rescue`` the reward fails instead of the sampler, and the run always goes on from what
+    was in flight then; otherwise what came after the last checkpoint is lost with the process.
+    """
     rng = random.Random(number)
     lag, updates = rng.randint(0, 4), rng.randint(1, 8)
-    failures = rng.choice([0.0, 0.0, 0.1, 0.3])
+    failures = 0.0 if rescue else rng.choice([0.0, 0.0, 0.1, 0.3])
     log: list[tuple[int, int, int]] = []
     state: dict[str, Any] | None = None
     flight: list[Sample] = []
     while True:
         run = engine(lag, Sampler(rng, failures))
+        if rescue:
+            run.reward = Judge(rng, rng.choice([0.1, 0.5]))
         if state is not None:
             run.load_state_dict(state)
             run.restore(flight)
-        hooks = Checkpoints(run, every=rng.randint(1, 3), stop=rng.randint(1, 12))
+        hooks = (
+            Rescue(run, every=99, stop=99)
+            if rescue
+            else Checkpoints(run, every=rng.randint(1, 3), stop=rng.randint(1, 12))
+        )
         run.hooks = hooks
         try:
             run.run(updates)
         except Broken:
-            pass
+            assert hooks.saved is not None or not rescue
         else:
             if run.step >= updates:
                 return lag, updates, log + run.log
-        if hooks.saved is not None:  # what came after the last checkpoint is lost with the process
+        if hooks.saved is not None:
             state, flight, kept = hooks.saved
             log += run.log[:kept]
 
 
-def rescued(number: int) -> tuple[int, int, list[tuple[int, int, int]]]:
-    """A run whose reward fails now and then, and that always goes on from what was rescued."""
-    rng = random.Random(number)
-    lag, updates = rng.randint(0, 4), rng.randint(1, 8)
-    log: list[tuple[int, int, int]] = []
-    state: dict[str, Any] | None = None
-    flight: list[Any] = []
-    while True:
-        run = engine(lag, Sampler(rng, 0.0))
-        run.reward = Judge(rng, rng.choice([0.1, 0.5]))
-        if state is not None:
-            run.load_state_dict(state)
-            run.restore(flight)
-        run.hooks = hooks = Rescue(run, every=99, stop=99)
-        try:
-            run.run(updates)
-        except Broken:
-            assert hooks.saved is not None
-            state, flight, _ = hooks.saved
-            log += run.log
-        else:
-            return lag, updates, log + run.log
+def check(number: int, *, rescue: bool = False) -> None:
+    lag, updates, log = schedule(number, rescue=rescue)
+    expected = [(step, step, step - min(step, lag)) for step in range(updates)]
+    assert log == expected, f"schedule {number}"
 
 
 def test_a_failing_reward_loses_no_response_and_changes_no_lag() -> None:
     for number in range(300):
-        lag, updates, log = rescued(number)
-        expected = [(step, step, step - min(step, lag)) for step in range(updates)]
-        assert log == expected, f"schedule {number}"
+        check(number, rescue=True)
 
 
 @pytest.mark.slow
 def test_no_schedule_breaks_the_bound_or_loses_a_batch() -> None:
     for number in range(SCHEDULES):
-        lag, updates, log = schedule(number)
-        expected = [(step, step, step - min(step, lag)) for step in range(updates)]
-        assert log == expected, f"schedule {number}"
+        check(number)
 
 
 def test_the_two_printed_orders() -> None:

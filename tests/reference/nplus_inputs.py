@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kedge.algorithms import AdvantageInputs
-from kedge.types import Experience, MicroBatch, ModelOutputs, PromptBatch, RewardOutput, Rollout
+from kedge.types import Experience, MicroBatch, ModelOutputs
+from tests.unit.advantage_inputs import evidence as by_hand
 
 LENGTHS = [3, 5, 1, 4]
 
 
-def evidence(**annotation: Tensor) -> AdvantageInputs:
+def evidence() -> AdvantageInputs:
     """Four responses of 3, 5, 1 and 4 tokens in 5 slots; the second was cut off."""
     g = torch.Generator().manual_seed(0)
-    mask = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
-    shape = mask.shape
-    prompts = PromptBatch(
-        ids=torch.ones(4, 2, dtype=torch.long),
-        mask=torch.ones(4, 2, dtype=torch.bool),
-        group=torch.arange(4),
-        row=torch.arange(4),
-    )
-    rollout = Rollout(
-        prompts=prompts,
-        ids=torch.ones(shape, dtype=torch.long),
-        loss_mask=mask,
-        response_mask=mask,
-        terminated=torch.tensor([True, False, True, True]),
-        version=torch.zeros(4, dtype=torch.long),
-    )
-    note = {
-        "logprobs": torch.randn(shape, generator=g),
-        "ref_logprobs": torch.randn(shape, generator=g),
-        "values": torch.randn(shape, generator=g),
-    } | annotation
-    judged = RewardOutput(
-        scores=torch.tensor([1.0, -2.0, 0.5, 3.0]), valid=torch.ones(4, dtype=torch.bool)
-    )
-    return AdvantageInputs(
-        rollout=rollout, reward_output=judged, model_outputs=ModelOutputs(**note)
-    )
+    finished = [True, False, True, True]
+    e = by_hand([1.0, -2.0, 0.5, 3.0], [0, 1, 2, 3], lengths=LENGTHS, finished=finished)
+    logprobs, reference, values = (torch.randn(4, 5, generator=g) for _ in range(3))
+    outputs = ModelOutputs(logprobs=logprobs, ref_logprobs=reference, values=values)
+    return replace(e, model_outputs=outputs)
 
 
 def experience(e: AdvantageInputs, advantage_output: Any) -> MicroBatch:

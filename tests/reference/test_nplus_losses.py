@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,10 +90,7 @@ def test_row_46_four_passes_in_fresh_order_and_one_normalizer() -> None:
 
     e = evidence()
     mb = experience(e, ppo().compute_advantages(e, 0.05))
-    named = mb.rows.__class__(
-        **{f: getattr(mb.rows, f) for f in mb.rows.__slots__}
-        | {"prompt_ids": torch.arange(4)[:, None].expand(4, 2)}
-    )
+    named = replace(mb.rows, prompt_ids=torch.arange(4)[:, None])
     stages.optimize(
         named,
         Watch(),

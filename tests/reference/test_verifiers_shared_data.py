@@ -127,11 +127,8 @@ def test_math500_answers_equal_their_rewritings(shared: Path, name: str) -> None
     for truths in (answers, solutions):
         scores = verify(texts, ground_truth=truths)
         assert [(t, a) for t, a, s in zip(texts, answers, scores, strict=True) if s != 1.0] == []
-
-
-def test_math500_solutions_end_on_their_answers(shared: Path) -> None:
-    answers, solutions = math500(shared)
-    assert math_verifier(symbolic=False)(solutions, ground_truth=answers) == [1.0] * 500
+    if name == "itself":  # solutions end on their answers
+        assert verify(solutions, ground_truth=answers) == [1.0] * 500
 
 
 ALIKE = {  # answers of different problems that do mean the same, by the rules of the verifier

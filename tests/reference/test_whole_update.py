@@ -322,16 +322,22 @@ DROPS: dict[str, Any] = {
     "on_reward_error": "drop",
 }
 JUDGED_BY_VALUE: dict[str, Any] = {"value_model": neox_reward(vocab=VOCAB, seed=3)}
+
+
+def both(**options: Any) -> tuple[Callable[[], Any], Objective]:
+    """A case whose options the formula takes under the same names."""
+    return partial(made, **options), ppo_loss(**options)
+
+
 CASES: dict[str, tuple[Callable[[], Any], Objective]] = {
     "ppo": (made, ppo_loss()),
-    **{f"ppo {k}": (lambda k=k: made(kl_estimator=k), ppo_loss(k)) for k in ("k2", "k3", "abs")},
-    "ppo full": (lambda: made(kl_estimator="full"), ppo_loss("full")),
-    "ppo, lambdas": (
-        lambda: made(gamma=0.9, lam=0.5, lam_value=1.0),
-        ppo_loss(gamma=0.9, lam=0.5, lam_value=1.0),
-    ),
+    **{
+        f"ppo {kind}": (partial(made, kl_estimator=kind), ppo_loss(kind))
+        for kind in ("k2", "k3", "abs", "full")
+    },
+    "ppo, lambdas": both(gamma=0.9, lam=0.5, lam_value=1.0),
     "ppo, raw advantages": (lambda: made(whiten_advantages=False), ppo_loss(whiten=False)),
-    "ppo, whitened rewards": (lambda: made(whiten_rewards=True), ppo_loss(whiten_rewards=True)),
+    "ppo, whitened rewards": both(whiten_rewards=True),
     "ppo, dropped rows": (lambda: made(**DROPS, **copy.deepcopy(JUDGED_BY_VALUE)), ppo_loss()),
     "ppo, rewards per token": (lambda: made(reward_funcs=per_token), ppo_loss()),
     "ppo, a head on the policy": (lambda: made(value_source="policy"), ppo_loss()),

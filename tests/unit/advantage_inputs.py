@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kedge.algorithms import AdvantageInputs, Algorithm
 from kedge.math.loss_weights import WEIGHTINGS, row_mean
+from kedge.math.masked import one_rank
 from kedge.types import (
     AdvantageOutput,
     Experience,
@@ -22,12 +23,25 @@ from kedge.types import (
 )
 
 
-def one_rank(x: Tensor) -> Tensor:
-    return x
-
-
 def prefix(lengths: list[int], width: int | None = None) -> Tensor:
     return torch.arange(width or max(lengths)) < torch.tensor(lengths)[:, None]
+
+
+def rollout(mask: Tensor, *, group: Any = None, prompts: Any = None, **changes: Any) -> Rollout:
+    """Responses whose tokens are those of ``mask``, to prompts of one token."""
+    rows = len(mask)
+    every = torch.arange(rows)
+    group = every if group is None else torch.as_tensor(group)
+    ones = torch.ones(rows, 1, dtype=torch.bool)
+    fields = {
+        "prompts": prompts or PromptBatch(ids=ones.long(), mask=ones, group=group, row=every),
+        "ids": torch.ones(mask.shape, dtype=torch.int64),
+        "loss_mask": mask,
+        "response_mask": mask,
+        "terminated": ones[:, 0],
+        "version": torch.zeros(rows, dtype=torch.int64),
+    }
+    return Rollout(**fields | changes)
 
 
 def evidence(
@@ -47,21 +61,13 @@ def evidence(
     valid = torch.tensor([s is not None for s in scores])
     shape = present.shape
     log_ratio = torch.zeros(shape) if kl is None else torch.as_tensor(kl, dtype=torch.float32)
-    rollout = Rollout(
-        prompts=PromptBatch(
-            ids=torch.zeros(rows, 1, dtype=torch.int64),
-            mask=torch.ones(rows, 1, dtype=torch.bool),
-            group=torch.tensor(group),
-            row=torch.arange(rows),
-        ),
-        ids=torch.zeros(shape, dtype=torch.int64),
-        loss_mask=present & valid[:, None],
-        response_mask=present,
-        terminated=torch.tensor(finished or [True] * rows),
-        version=torch.zeros(rows, dtype=torch.int64),
-    )
     return AdvantageInputs(
-        rollout=rollout,
+        rollout=rollout(
+            present,
+            group=group,
+            loss_mask=present & valid[:, None],
+            terminated=torch.tensor(finished or [True] * rows),
+        ),
         reward_output=RewardOutput(
             scores=torch.tensor([float("nan") if s is None else s for s in scores]),
             valid=valid,

@@ -11,6 +11,7 @@ from torch import Tensor
 from kedge.algorithms import BUILTIN, grpo
 from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.loop.micro_batches import micro_batches, rows_within
+from kedge.math.masked import one_rank
 from kedge.rollout.scheduler.collector import collect
 from kedge.types import (
     AdvantageOutput,
@@ -22,7 +23,7 @@ from kedge.types import (
     Sampling,
 )
 from tests.learners import with_metrics
-from tests.unit.advantage_inputs import one_rank, prefix
+from tests.unit.advantage_inputs import prefix, rollout
 from tests.unit.toys import ToyLearner
 
 SAMPLING = Sampling(max_new_tokens=4, temperature=0.7, top_p=0.9)
@@ -51,14 +52,8 @@ class Answers:
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         self.asked.append((prompts.group.tolist(), list(prompts.columns["name"]), sampling))
         mask = torch.ones(len(prompts), 1, dtype=torch.bool)
-        return Rollout(
-            prompts=prompts,
-            ids=10 * prompts.ids + (sampling.temperature > 0),
-            loss_mask=mask,
-            response_mask=mask,
-            terminated=mask[:, 0],
-            version=torch.zeros(len(prompts), dtype=torch.int64),
-        )
+        ids = 10 * prompts.ids + (sampling.temperature > 0)
+        return rollout(mask, prompts=prompts, ids=ids)
 
 
 class Judge:
@@ -102,23 +97,17 @@ def test_rows_without_baseline_take_no_part() -> None:
 def batch() -> tuple[Rollout, RewardOutput]:
     group = [0, 0, 1, 1, 2, 2]
     mask = prefix([3, 1, 2, 2, 3, 3])
-    rollout = Rollout(
-        prompts=prompts(group),
-        ids=torch.ones(6, 3, dtype=torch.int64),
-        loss_mask=mask,
-        response_mask=mask,
-        terminated=torch.tensor([True, False, True, True, True, True]),
-        version=torch.zeros(6, dtype=torch.int64),
-    )
+    terminated = torch.tensor([True, False, True, True, True, True])
+    responses = rollout(mask, prompts=prompts(group), terminated=terminated)
     scores = torch.tensor([1.0, 2.0, 3.0, 3.0, 4.0, 9.0])
     valid = torch.tensor([True, True, True, True, True, False])
-    return rollout, RewardOutput(scores=scores, valid=valid)
+    return responses, RewardOutput(scores=scores, valid=valid)
 
 
 def test_rows_left_out_by_credit_have_no_weight() -> None:
-    rollout, reward_output = batch()
+    responses, reward_output = batch()
     rule = grpo(mask_truncated_completions=True, drop_uniform_groups=True)
-    experience, metrics = with_metrics(rollout, reward_output, ToyLearner(), rule, 0.0)
+    experience, metrics = with_metrics(responses, reward_output, ToyLearner(), rule, 0.0)
     # Truncated; equal scores; alone in its group, where no two scores differ; not valid.
     assert experience.loss_mask.any(1).tolist() == [True, False, False, False, False, False]
     assert experience.value_mask is experience.loss_mask
@@ -127,13 +116,10 @@ def test_rows_left_out_by_credit_have_no_weight() -> None:
     (whole,) = micro_batches(experience, torch.arange(6), rule, 6, one_rank)
     assert whole.token_weight.sum().item() == pytest.approx(1)
     assert whole.row_weight.tolist().count(1.0) == 1
-
-
-def test_metrics_about_groups_are_absent_without_groups() -> None:
-    rollout, reward_output = batch()
-    rollout = replace(rollout, prompts=replace(rollout.prompts, group=torch.arange(6)))
+    # Without groups there are no metrics about them.
+    responses = replace(responses, prompts=replace(responses.prompts, group=torch.arange(6)))
     algorithm = BUILTIN["reinforce_pp"]()
-    _, metrics = with_metrics(rollout, reward_output, ToyLearner(), algorithm, 0.0)
+    _, metrics = with_metrics(responses, reward_output, ToyLearner(), algorithm, 0.0)
     assert "objective/uniform_groups" not in metrics
     assert "rollout/untrained_rows" not in metrics
 
@@ -240,7 +226,7 @@ def test_a_mask_of_credit_never_adds_rows() -> None:
             loss_mask=everything,
         )
 
-    rollout, reward_output = batch()
+    responses, reward_output = batch()
     rule = replace(BUILTIN["rloo"](), compute_advantages=compute_advantages)
-    found, _ = with_metrics(rollout, reward_output, ToyLearner(), rule, 0.0)
-    assert torch.equal(found.loss_mask, rollout.loss_mask & reward_output.valid[:, None])
+    found, _ = with_metrics(responses, reward_output, ToyLearner(), rule, 0.0)
+    assert torch.equal(found.loss_mask, responses.loss_mask & reward_output.valid[:, None])

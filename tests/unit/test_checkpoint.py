@@ -1,6 +1,5 @@
 """Checkpoints come back bit for bit."""
 
-import math
 from enum import Enum
 from pathlib import Path
 
@@ -21,41 +20,23 @@ def test_round_trip_is_bit_exact(tmp_path):
     assert same(dict(read.parts), state())
     assert (read.step, read.world_size, read.local) == (12, 1, None)
     assert read.settings == {"lr": 3e-4}
+    names = {p.name for p in folder.iterdir()}  # weights and optimizer apart, no pickle
+    assert {"state-learner.model.safetensors", "state-learner.optimizer.safetensors"} <= names
+    assert {p.suffix for p in folder.iterdir()} == {".json", ".safetensors"}
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.bool]
-)
-def test_every_dtype_keeps_its_bits(tmp_path, dtype):
-    x = torch.tensor([0.0, -1.5, 3.0]).to(dtype)
-    back = checkpoint.load(checkpoint.save(tmp_path, 1, {"x": x})).parts["x"]
-    assert back.dtype == dtype
-    assert back.equal(x)
-
-
-def test_nan_and_negative_zero_keep_their_bits(tmp_path):
-    x = torch.tensor([-0.0, math.nan, math.inf])
-    back = checkpoint.load(checkpoint.save(tmp_path, 1, {"x": x, "y": -0.0})).parts
-    assert back["x"].view(torch.int32).equal(x.view(torch.int32))
-    assert math.copysign(1, back["y"]) == -1
-
-
-def test_views_and_transposes_are_stored_as_what_they_show(tmp_path):
+def test_views_and_parameters_are_stored_as_what_they_show(tmp_path):
     base = torch.arange(12.0).view(3, 4)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    (parameter * 2).sum().backward()
     views = {"row": base[1], "t": base.t(), "flat": base.view(-1), "base": base, "step": base[::2]}
-    folder = checkpoint.save(tmp_path, 1, {"v": views})
+    folder = checkpoint.save(tmp_path, 1, {"v": views | {"p": parameter}})
     back = checkpoint.load(folder).parts["v"]
     assert all(back[k].equal(v) for k, v in views.items())
     back["base"].zero_()
     assert back["flat"].sum() == 66  # no memory shared after reading
-
-
-def test_parameters_are_stored_without_their_gradient(tmp_path):
-    p = torch.nn.Parameter(torch.ones(2))
-    (p * 2).sum().backward()
-    back = checkpoint.load(checkpoint.save(tmp_path, 1, {"p": p})).parts["p"]
-    assert type(back) is torch.Tensor
-    assert not back.requires_grad
+    assert type(back["p"]) is torch.Tensor
+    assert not back["p"].requires_grad
 
 
 def test_tied_weights_are_stored_once():
@@ -63,11 +44,6 @@ def test_tied_weights_are_stored_once():
     encoded, tensors = split({"a": w, "b": w, "c": w.clone()})
     assert len(tensors) == 2
     assert same(join(encoded, tensors), {"a": w, "b": w, "c": w})
-
-
-def test_keys_that_spell_the_same_path_stay_apart():
-    tree = {1: torch.zeros(1), "1": torch.ones(1), "a/b": torch.ones(2), "a": {"b": torch.ones(3)}}
-    assert same(join(*split(tree)), tree)
 
 
 class Color(str, Enum):
@@ -78,8 +54,6 @@ class Color(str, Enum):
     ("bad", "where"),
     [
         ({"a": [1, object()]}, "state/kl/a/1 is a builtins.object"),
-        ({"a": {1, 2}}, "state/kl/a is a builtins.set"),
-        ({"a": b"bytes"}, "state/kl/a is a builtins.bytes"),
         ({"a": Color.RED}, "state/kl/a is the enum member <Color.RED"),
         ({(1, 2): 1}, r"keys of state/kl must be strings or numbers, got \(1, 2\)"),
         ({"a": torch.zeros(2, dtype=torch.complex64)}, "state/kl/a is a torch.complex64"),
@@ -91,13 +65,6 @@ def test_what_cannot_be_stored_is_named_and_leaves_nothing(tmp_path, bad, where)
     with pytest.raises(CheckpointError, match=where):
         checkpoint.save(tmp_path, 1, {"kl": bad})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_weights_and_optimizer_are_separate_files_and_none_is_a_pickle(tmp_path):
-    folder = checkpoint.save(tmp_path, 1, state())
-    names = {p.name for p in folder.iterdir()}
-    assert {"state-learner.model.safetensors", "state-learner.optimizer.safetensors"} <= names
-    assert {p.suffix for p in folder.iterdir()} == {".json", ".safetensors"}
 
 
 def test_models_are_written_into_the_same_folder_and_checked_too(tmp_path):
@@ -125,6 +92,7 @@ def test_models_are_written_into_the_same_folder_and_checked_too(tmp_path):
 )
 def test_a_failing_write_keeps_the_checkpoint_before(tmp_path, error, said):
     checkpoint.save(tmp_path, 1, {"a": 1})
+    folder = checkpoint.save(tmp_path, 1, {"a": 2})  # the same step again replaces it
 
     def refused(folder: Path) -> None:
         raise error
@@ -132,10 +100,4 @@ def test_a_failing_write_keeps_the_checkpoint_before(tmp_path, error, said):
     with pytest.raises(CheckpointError, match=f"checkpoint-2: .*{said}"):
         checkpoint.save(tmp_path, 2, {"a": 2}, write_models=refused)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
-
-
-def test_saving_the_same_step_again_replaces_it(tmp_path):
-    checkpoint.save(tmp_path, 1, {"a": 1})
-    folder = checkpoint.save(tmp_path, 1, {"a": 2})
     assert checkpoint.load(folder).parts == {"a": 2}
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]

@@ -27,13 +27,7 @@ def test_every_single_damage_is_found(tmp_path):
     for name in file_names(folder):
         file = folder / name
         whole = file.read_bytes()
-        damages = {
-            "truncated": whole[: len(whole) // 2],
-            "emptied": b"",
-            "grown": whole + b"x",
-            "missing": None,
-        }
-        for data in damages.values():
+        for data in (whole[: len(whole) // 2], b"", whole + b"x", None):
             file.unlink()
             if data is not None:
                 file.write_bytes(data)
@@ -87,7 +81,7 @@ def rewritten(folder: Path, change) -> None:
     ("change", "said"),
     [
         (lambda head: head | {"parts": {}}, r"state.json cannot be loaded \(ValueError"),
-        (lambda head: head | {"parts": 3}, r"parts in state.json must be a mapping, got '3'"),
+        (lambda head: head | {"parts": 3}, r"state.json cannot be loaded \(TypeError"),
         (lambda head: {"format": 2}, r"cannot be loaded \(KeyError: 'world_size'"),
         (lambda head: [], "cannot be loaded"),
         (lambda head: head | {"files": head["files"][1:]}, "no file has the tensor 'state/"),
@@ -124,11 +118,9 @@ def test_what_is_damaged_on_one_rank_is_passed_over_by_all(tmp_path):
 
 def test_a_checkpoint_of_another_run_is_not_passed_over(tmp_path):
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, state(step), settings={"a": 1})
-    with pytest.raises(CheckpointError, match="a: 1 in the checkpoint, 2 now"):
-        checkpoint.load_latest(
-            tmp_path, lambda f: checkpoint.load(f, settings={"a": 2}, must_match={"a"})
-        )
+        checkpoint.save(tmp_path, step, state(step), local={"rank": 0})
+    with pytest.raises(CheckpointError, match="per-rank state of 1 processes, this run has 2"):
+        checkpoint.load_latest(tmp_path, lambda f: checkpoint.load(f, world_size=2))
 
 
 def test_no_checkpoint_is_none_and_only_damaged_ones_raise(tmp_path):
@@ -138,13 +130,7 @@ def test_no_checkpoint_is_none_and_only_damaged_ones_raise(tmp_path):
     (folder / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged: .*checkpoint-1"):
         checkpoint.load_latest(tmp_path)
-
-
-def test_a_missing_checkpoint_lists_what_there_is(tmp_path):
-    checkpoint.save(tmp_path, 1, {"a": 1})
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint-5 does not exist; existing checkpoints: checkpoint-1"
-    ):
+    with pytest.raises(CheckpointError, match="5 does not exist; existing checkpoints: "):
         checkpoint.load(tmp_path / "checkpoint-5")
 
 

@@ -4,8 +4,8 @@ import json
 import subprocess
 import textwrap
 import threading
-import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,43 +16,30 @@ from tests import processes
 from tests.unit.checkpoint_state import steps
 
 
-def test_rotation_orders_by_number_and_keeps_the_best(tmp_path):
-    for step in (1, 2, 9, 10, 11):
+@pytest.mark.parametrize(
+    ("steps_saved", "limit", "keep", "left"),
+    [
+        ((1, 2, 9, 10, 11), 3, ["checkpoint-1", None], [1, 10, 11]),  # by number; the best stays
+        ((1, 2, 9, 10, 11), 1, [Path("x/checkpoint-1")], [1, 11]),
+        # resumed from 2, while 4 and 6 of the first run are still there
+        ((4, 6, 3), 2, ["checkpoint-3"], [3, 6]),
+        *(((1, 2, 3), limit, [], [1, 2, 3]) for limit in (None, 0, 3, 4)),
+    ],
+)
+def test_rotation(tmp_path, steps_saved, limit, keep, left):
+    for step in steps_saved:
         checkpoint.save(tmp_path, step, {"a": step})
-    gone = checkpoint.rotate(tmp_path, 3, keep=[tmp_path / "checkpoint-1", None])
-    assert [p.name for p in gone] == ["checkpoint-2", "checkpoint-9"]
-    assert steps(tmp_path) == [1, 10, 11]
-    checkpoint.rotate(tmp_path, 1, keep=["checkpoint-1"])
-    assert steps(tmp_path) == [1, 11]
+    gone = checkpoint.rotate(tmp_path, limit, keep=keep)
+    assert steps(tmp_path) == left
+    assert {checkpoint.parse_step(p) for p in gone} == {*steps_saved} - {*left}
 
 
-@pytest.mark.parametrize("limit", [None, 0, 3, 4])
-def test_rotation_without_need_deletes_nothing(tmp_path, limit):
-    for step in (1, 2, 3):
-        checkpoint.save(tmp_path, step, {"a": step})
-    assert checkpoint.rotate(tmp_path, limit) == []
-
-
-def test_rotation_never_deletes_the_newest_whole_one(tmp_path):
+def test_rotation_leaves_the_newest_whole_one_and_other_folders(tmp_path):
+    for name in ("checkpoint-best", "checkpoint-1x", "runs"):
+        (tmp_path / name).mkdir()
     for step in (1, 2, 3):
         checkpoint.save(tmp_path, step, {"a": step})
     (tmp_path / "checkpoint-3" / "state.json").write_text("{}")
-    checkpoint.rotate(tmp_path, 1)
-    assert 2 in steps(tmp_path)
-
-
-def test_rotation_keeps_the_one_just_saved_on_an_older_branch(tmp_path):
-    for step in (4, 6, 3):  # resumed from 2, while 4 and 6 of the first run are still there
-        saved = checkpoint.save(tmp_path, step, {"a": step})
-    checkpoint.rotate(tmp_path, 2, keep=[saved])
-    assert steps(tmp_path) == [3, 6]
-
-
-def test_other_folders_are_left_alone(tmp_path):
-    for name in ("checkpoint-best", "checkpoint-1x", "runs"):
-        (tmp_path / name).mkdir()
-    for step in (1, 2):
-        checkpoint.save(tmp_path, step, {"a": step})
     checkpoint.rotate(tmp_path, 1)
     checkpoint.tidy(tmp_path)
     left = {p.name for p in tmp_path.iterdir()}
@@ -85,11 +72,6 @@ def test_each_rank_gets_its_own_state_back(tmp_path):
         checkpoint.load(tmp_path / "checkpoint-3")
 
 
-def test_two_ranks_without_a_barrier_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="needs a barrier"):
-        checkpoint.save(tmp_path, 1, {}, world_size=2)
-
-
 def test_another_number_of_ranks_warns_when_no_rank_has_state_of_its_own(tmp_path):
     folder = checkpoint.save(tmp_path, 1, {"a": 1})
     with pytest.warns(UserWarning, match="written by 1 processes, this run has 4"):
@@ -113,8 +95,6 @@ def test_differing_settings_are_listed(tmp_path):
     assert "kl.coef: 0.05 in the checkpoint, 0.1 now" in text
     assert "seed" not in text
     assert "target" not in text
-    with pytest.raises(CheckpointError, match=r"learning_rate: 3e-06 .*another output_dir"):
-        checkpoint.load(folder, settings=now, must_match=["learning_rate"])
 
 
 # ------------------------------------------------------------------------------ kills
@@ -203,34 +183,3 @@ def test_a_kill_at_any_call_leaves_a_whole_checkpoint(tmp_path):
     again = [r["n"] for r in report if r["redo"] == 100]
     assert set(again) == {3, 103}
     assert again == sorted(again)
-
-
-ENDLESS = """
-    import sys
-    from pathlib import Path
-    import torch
-    from kedge.checkpoint import checkpoint
-    root = Path(sys.argv[1])
-    for step in range(1, 10**6):
-        checkpoint.save(root, step, {"w": torch.full((20000,), float(step)), "n": step})
-        checkpoint.rotate(root, 2)
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_at_a_random_time_leaves_a_whole_checkpoint(tmp_path):
-    for i, delay in enumerate((0.05, 0.11, 0.17, 0.4)):
-        root = tmp_path / str(i)
-        process = processes.start("-c", textwrap.dedent(ENDLESS), str(root))
-        while not checkpoint.checkpoints(root):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
-        time.sleep(delay)
-        process.kill()
-        process.wait()
-        checkpoint.tidy(root)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # nothing damaged, nothing passed over
-            read = checkpoint.load(checkpoint.load_latest(root))
-        assert (read.parts["w"] == read.parts["n"]).all()
-        assert 1 <= len(checkpoint.checkpoints(root)) <= 3

@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from tokenizers import processors
+from transformers import DataCollatorWithPadding
 
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError, DataError
@@ -47,8 +48,10 @@ def make(dataset=ROWS, tokenizer=None, **options):
         Rows(),
     ],
 )
-def test_every_kind_of_dataset_gives_the_same_batch(dataset):
-    batch = make(dataset).batch(0)
+@pytest.mark.parametrize("tokenizer", [word_tokenizer(), eos_adding_tokenizer()])
+def test_every_kind_of_dataset_gives_the_same_batch(dataset, tokenizer):
+    """An EOS that the tokenizer appends does not end the prompt."""
+    batch = make(dataset, tokenizer).batch(0)
     assert batch.ids.tolist() == [[3, 4, 5], [PAD, PAD, 6], [PAD, 7, 8]]
     assert batch.mask.tolist() == [[True] * 3, [False, False, True], [False, True, True]]
     assert batch.group.tolist() == batch.row.tolist() == [0, 1, 2]
@@ -57,10 +60,11 @@ def test_every_kind_of_dataset_gives_the_same_batch(dataset):
     assert batch.ids.dtype == batch.group.dtype == batch.row.dtype == torch.int64
 
 
-def test_a_query_column_is_a_prompt_column():
-    batch = make([{"query": "w3"}], prompts_per_step=1).batch(0)
+def test_a_query_column_is_a_prompt_column_and_others_can_be_left_out():
+    rows = [{"query": "w3", "answer": 1, "long": "x"}]
+    batch = make(rows, prompts_per_step=1, columns={"answer", "none"}).batch(0)
     assert batch.ids.tolist() == [[3]]
-    assert batch.columns == {"query": ["w3"], "prompt": ["w3"]}
+    assert batch.columns == {"query": ["w3"], "prompt": ["w3"], "answer": [1]}
 
 
 def test_given_token_ids_are_taken_as_they_are():
@@ -94,18 +98,18 @@ def test_chat_messages_use_the_chat_template():
     assert batch.columns["prompt"] == chats
 
 
-def test_an_eos_that_the_tokenizer_appends_does_not_end_the_prompt():
-    assert make(tokenizer=eos_adding_tokenizer()).batch(0).ids[0].tolist() == [3, 4, 5]
-
-
-def test_a_tokenizer_without_pad_fills_with_eos_and_says_so_once(caplog):
+def test_a_tokenizer_without_pad_fills_with_eos_says_so_once_and_is_left_alone(caplog):
+    tokenizer = word_tokenizer(pad=False)
+    before = pickle.dumps(tokenizer.init_kwargs)
     with caplog.at_level(logging.WARNING):
-        prompts = make(tokenizer=word_tokenizer(pad=False))
+        prompts = make(tokenizer=tokenizer)
         batch = prompts.batch(0)
         prompts.batch(1)
     assert batch.ids[1].tolist() == [EOS, EOS, 6]
     assert batch.mask[1].tolist() == [False, False, True]
     assert caplog.text.count("no pad token") == 1
+    assert tokenizer.pad_token is None
+    assert pickle.dumps(tokenizer.init_kwargs) == before
 
 
 @pytest.mark.parametrize(
@@ -145,19 +149,6 @@ def test_a_data_collator_pads_and_its_mask_is_believed():
     assert seen[0][1] == {"input_ids": [6], "attention_mask": [1]}
     assert batch.ids.tolist() == [[PAD, 3, 4, 5], [PAD, PAD, PAD, 6], [PAD, PAD, 7, 8]]
     assert batch.mask.sum(1).tolist() == [3, 1, 2]
-
-
-def test_columns_nobody_reads_can_be_left_out():
-    rows = [{"prompt": "w3", "answer": 1, "long": "x"}]
-    assert make(rows, prompts_per_step=1, columns={"answer", "none"}).batch(0).columns == {
-        "prompt": ["w3"],
-        "answer": [1],
-    }
-
-
-def test_transformers_own_collator_works():
-    from transformers import DataCollatorWithPadding
-
     tokenizer = word_tokenizer()
     batch = make(tokenizer=tokenizer, data_collator=DataCollatorWithPadding(tokenizer)).batch(0)
     assert batch.ids.tolist() == [[3, 4, 5], [PAD, PAD, 6], [PAD, 7, 8]]
@@ -166,7 +157,7 @@ def test_transformers_own_collator_works():
 @pytest.mark.parametrize(
     ("collate", "message"),
     [
-        (lambda rows: {"input_ids": [[1]]}, "attention_mask missing, got input_ids"),
+        (lambda rows: {"input_ids": [[1]]}, "attention_mask, got input_ids"),
         (lambda rows: {"input_ids": [[1]], "attention_mask": [[1]]}, r"shape \(1, 1\).*3 prompts"),
         (
             lambda rows: {"input_ids": [[1]] * 3, "attention_mask": [[1], [0], [1]]},
@@ -186,15 +177,17 @@ def test_tokenizing_in_several_processes_changes_nothing():
     assert torch.equal(one.ids, two.ids)
 
 
-def test_the_tokenizer_is_left_alone():
-    tokenizer = word_tokenizer(pad=False)
-    before = pickle.dumps(tokenizer.init_kwargs)
-    make(tokenizer=tokenizer).batch(0)
-    assert tokenizer.pad_token is None
-    assert pickle.dumps(tokenizer.init_kwargs) == before
-
-
 CHAT = [{"role": "user", "content": "w5"}]
+TALKING = {"tokenizer": word_tokenizer(chat_template=TEMPLATE)}
+SURROGATE = r"'prompt', row 1: .* is the lone surrogate '\\ud800'"
+
+
+class Unreadable(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, at):
+        raise OSError(5, "Input/output error")
 
 
 @pytest.mark.parametrize(
@@ -210,6 +203,18 @@ CHAT = [{"role": "user", "content": "w5"}]
         (Dataset.from_dict({"prompt": []}), {}, "the dataset is empty"),
         ([{"text": "w3", "n": 1}], {}, "no prompts: its columns are 'text', 'n'. .*rename"),
         (["w3"], {}, "row 0 of the dataset .list. must be a dict .*, got str"),
+        (Unreadable(), {}, "row 0 of the dataset, a Unreadable, cannot be read: OSError"),
+        ([{"prompt": "w3"}, {"prompt": "w4 \ud800"}], {}, SURROGATE),
+        (
+            [{"prompt": CHAT}, {"prompt": [CHAT[0] | {"content": "w4 \ud800"}]}],
+            TALKING,
+            SURROGATE,
+        ),
+        (
+            [{"prompt": CHAT}, {"prompt": "w3"}],
+            TALKING,
+            "expected chat messages, got str 'w3",
+        ),
         ({"prompt": "w3"}, {}, "column 'prompt' must be a list, got str"),
         ({"prompt": ["w3"], "n": [1, 2]}, {}, "columns must have the same length"),
         ([{"prompt": "w3", 3: 4}], {}, "column names must be text, got 3"),
@@ -242,48 +247,9 @@ def test_datasets_that_cannot_be_used(dataset, options, message):
         make(dataset, **options)
 
 
-class Unreadable(torch.utils.data.Dataset):
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, at):
-        raise OSError(5, "Input/output error")
-
-
-def test_a_dataset_whose_rows_cannot_be_read_is_named():
-    with pytest.raises(DataError, match="row 0 of the dataset, a Unreadable, cannot be read: OSEr"):
-        make(Unreadable())
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_lone_surrogates_in_prompts_are_refused_by_row(chat):
-    tokenizer = word_tokenizer(chat_template=TEMPLATE) if chat else word_tokenizer()
-    texts = ["w3", "w4 \ud800"]
-    rows = [{"prompt": [{"role": "user", "content": t}] if chat else t} for t in texts]
-    with pytest.raises(DataError, match=r"'prompt', row 1: .* is the lone surrogate '\\ud800'"):
-        make(rows, tokenizer)
-
-
-def test_mixed_chats_and_texts_are_refused():
-    tokenizer = word_tokenizer(chat_template=TEMPLATE)
-    with pytest.raises(DataError, match="row 1: expected chat messages, got str 'w3'"):
-        make([{"prompt": CHAT}, {"prompt": "w3"}], tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prompts_per_step": 0}, "prompts_per_step=0 must be at least 1"),
-        ({"num_generations": 0}, "num_generations=0 must be at least 1"),
-        ({"rank": 2, "world_size": 2}, r"rank=2 must be in \[0, world_size=2\)"),
-        ({"world_size": 2}, r"world_size=2 does not divide the step's 3 rows.*do: 2, 4"),
-        ({"max_prompt_length": 0}, "max_prompt_length=0 must be at least 1 token"),
-        ({"overlong": "cut"}, "overlong_prompts='cut' must be 'drop' or 'truncate'"),
-    ],
-)
-def test_sizes_that_cannot_work(options, message):
-    with pytest.raises(ConfigError, match=message):
-        make(**options)
+def test_rows_that_ranks_cannot_share():
+    with pytest.raises(ConfigError, match=r"world_size=2 does not divide the step's 3 .*do: 2, 4"):
+        make(world_size=2)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from kedge.reporting.log import RunLog, read_log
 RUNS = Path(__file__).parents[1] / "data" / "doctor"
 GOOD = sorted(RUNS.glob("good*.jsonl"))
 BAD = sorted(file for file in RUNS.glob("*.jsonl") if file not in GOOD)
+assert (len(BAD), len(GOOD)) == (10, 4)
 
 
 def rules(log: RunLog) -> list[str]:
@@ -42,6 +43,14 @@ def log(**series: list[float]) -> RunLog:
     return RunLog("made", [{name: v[i] for name, v in names.items()} for i in range(count)])
 
 
+def steady(**values: float) -> RunLog:
+    """Eight rows of the same numbers."""
+    return log(**{name: [value] * 8 for name, value in values.items()})
+
+
+CUT = {"completions__truncated_ratio": 1.0}
+
+
 def test_length_and_precision_of_agents() -> None:
     """Success in fewer turns is no hack of the length, longer turns are; bf16 rounds log-probs."""
     shorter = [69.0 - 3 * i for i in range(10)]
@@ -58,10 +67,6 @@ def test_length_and_precision_of_agents() -> None:
     assert rules(replace(gap, bf16=True)) == []
 
 
-def test_there_are_ten_bad_and_four_good_runs() -> None:
-    assert (len(BAD), len(GOOD)) == (10, 4)
-
-
 @pytest.mark.parametrize("file", BAD, ids=lambda f: f.stem)
 def test_the_planted_cause_is_found(file: Path) -> None:
     assert file.stem.replace("_", " ") in rules(read_log(file))
@@ -75,37 +80,27 @@ def test_nothing_is_said_of_a_good_run(file: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "rule"),
     [
-        (log(objective__kl=[-1.0] * 8, completions__mean_length=[10.0] * 8), "the KL is negative"),
-        (log(rollout__too_old_tokens=[0.1, 0.1]), "tokens too old to train on"),
+        (steady(objective__kl=-1.0, completions__mean_length=10.0), "the KL is negative"),
+        (steady(rollout__too_old_tokens=0.1), "tokens too old to train on"),
         (log(grad_norm=[1.0, 1.1, 0.9, 1.0, 80.0, 1.0]), "gradients spike"),
         (log(grad_norm=[1.0, 1.0], skipped_steps=[0.0, 1.0]), "gradients spike"),
-        (
-            log(completions__truncated_ratio=[0.99] * 4, val__num_eos_tokens=[1.0] * 4),
-            "responses do not end",
-        ),
-        (
-            log(completions__truncated_ratio=[1.0] * 4, val__num_eos_tokens=[0.0] * 4),
-            "nothing ends",
-        ),
+        (steady(**CUT, val__num_eos_tokens=1.0), "responses do not end"),
+        (steady(**CUT, val__num_eos_tokens=0.0), "nothing ends"),
         (scored(1.0, 0.1), "the score falls"),
         (
             scored(1.0, 2.0, completions__truncated_ratio=[0.02 * i for i in range(10)]),
             "fewer responses end",
         ),
         (
-            log(environment__tool_calls=[0.0] * 8, environment__invalid_calls=[0.0] * 8),
+            steady(environment__tool_calls=0.0, environment__invalid_calls=0.0),
             "tools are never called",
         ),
         (
-            log(environment__tool_calls=[2.0] * 8, environment__invalid_calls=[1.9] * 8),
+            steady(environment__tool_calls=2.0, environment__invalid_calls=1.9),
             "tool calls are never valid",
         ),
         (
-            log(
-                environment__seconds=[3.0] * 8,
-                environment__model_seconds=[1.0] * 8,
-                time__step=[6.0] * 8,
-            ),
+            steady(environment__seconds=3.0, environment__model_seconds=1.0, time__step=6.0),
             "environments are slower than the model",
         ),
         # chance: 0.5 / sqrt(64 * 2) = 0.044; the first and last fifth are 0.06 apart
@@ -134,19 +129,12 @@ def test_a_fall_after_noise_was_scaled_up_is_named() -> None:
     assert rules(log(**made, val__advantage_std=[x / 0.3 for x in raw])) == []
 
 
-def test_healthy_environments_are_not_blamed() -> None:
-    healthy = log(
-        environment__tool_calls=[2.0] * 8,
-        environment__invalid_calls=[0.5] * 8,
-        environment__seconds=[3.0] * 8,
-        environment__model_seconds=[4.0] * 8,
-        time__step=[9.0] * 8,
-    )
-    assert rules(healthy) == []
-
-
 def test_runs_that_rise_or_have_one_length_on_purpose() -> None:
+    assert rules(RunLog("bare", [{"objective/scores": 1.0}])) == []
     assert rules(scored(1.0, 1.2)) == []
+    slow = {"environment__seconds": 3.0, "environment__model_seconds": 4.0, "time__step": 9.0}
+    calls = {"environment__tool_calls": 2.0, "environment__invalid_calls": 0.5}
+    assert rules(steady(**slow, **calls)) == []
     some_cut = [0.01 * i for i in range(10)]
     assert rules(scored(1.0, 2.0, completions__truncated_ratio=some_cut)) == []
     cut = {"completions/truncated_ratio": 1.0, "val/num_eos_tokens": 0.0}
@@ -157,11 +145,12 @@ def test_runs_that_rise_or_have_one_length_on_purpose() -> None:
 
 
 def test_a_value_with_little_left_to_explain_is_not_blamed() -> None:
-    def explained(*spread: float) -> RunLog:
-        return log(val__explained_variance=[-1.0] * 6, objective__scores_std=list(spread))
-
-    assert rules(explained(0.4, 0.4, 0.4, 0.3, 0.3, 0.3)) == ["the value explains nothing"]
-    assert rules(explained(0.4, 0.4, 0.2, 0.1, 0.1, 0.1)) == []
+    for spread, found in (
+        ([0.4, 0.4, 0.4, 0.3, 0.3, 0.3], ["the value explains nothing"]),
+        ([0.4, 0.4, 0.2, 0.1, 0.1, 0.1], []),
+    ):
+        made = log(val__explained_variance=[-1.0] * 6, objective__scores_std=spread)
+        assert rules(made) == found
 
 
 def test_what_the_run_asked_for_is_read_beside_its_log(tmp_path: Path) -> None:
@@ -176,10 +165,6 @@ def test_what_the_run_asked_for_is_read_beside_its_log(tmp_path: Path) -> None:
         assert rules(read_log(tmp_path)) == found
 
 
-def test_a_rule_without_its_metrics_says_nothing() -> None:
-    assert examine(RunLog("bare", [{"objective/scores": 1.0}])) == []
-
-
 def test_rules_read_metrics_that_exist() -> None:
     import inspect
     import re
@@ -191,7 +176,10 @@ def test_rules_read_metrics_that_exist() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text((RUNS / "dead_reward.jsonl").read_text())
+    sound = (RUNS / "dead_reward.jsonl").read_bytes()  # cut off in mid-line
+    (tmp_path / "metrics.jsonl").write_bytes(sound + sound.splitlines()[-1][:40])
+    assert main(["compare", str(tmp_path), "--output", str(tmp_path / "x.png")]) == 0
+    capsys.readouterr()
     assert main(["doctor", str(tmp_path), str(GOOD[0])]) == 1
     out = capsys.readouterr().out
     assert "dead reward: all scores of a batch are equal" in out
@@ -227,16 +215,6 @@ def test_a_log_without_training_is_named(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(line + b"\n")
     with pytest.raises(DataError, match="no training rows"):
         read_log(tmp_path)
-
-
-def test_commands_read_a_run_that_was_cut_off(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sound = (RUNS / "dead_reward.jsonl").read_bytes()
-    (tmp_path / "metrics.jsonl").write_bytes(sound + sound.splitlines()[-1][:40])
-    assert main(["doctor", str(tmp_path)]) == 1
-    assert "dead reward" in capsys.readouterr().out
-    assert main(["compare", str(tmp_path), "--output", str(tmp_path / "x.png")]) == 0
 
 
 def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import torch
 from kedge import GRPOConfig, GRPOTrainer
 from kedge.rollout.scheduler.dynamic_sampling import resample_uniform_groups, spare_step
 from kedge.testing import tiny_policy
-from kedge.types import PromptBatch, RewardOutput, Rollout, Sample
+from kedge.types import PromptBatch, RewardOutput, Sample
+from tests.unit.advantage_inputs import rollout
 from tests.unit.text_toys import word_tokenizer
 
 
@@ -27,12 +28,10 @@ def batch(names: list[str], width: int) -> PromptBatch:
 def answer(prompts: PromptBatch, scores: list[float], width: int) -> Sample:
     rows = len(prompts)
     mask = torch.ones(rows, width, dtype=torch.bool)
-    rollout = Rollout(
+    responses = rollout(
+        mask,
         prompts=prompts,
         ids=torch.full((rows, width), width),
-        loss_mask=mask,
-        response_mask=mask,
-        terminated=mask[:, 0],
         version=torch.full((rows,), width),
         behavior_logprobs=-mask.float(),
         allowed_tokens=torch.full((rows, width, width), 7),
@@ -41,7 +40,7 @@ def answer(prompts: PromptBatch, scores: list[float], width: int) -> Sample:
     judged = RewardOutput(
         scores=found, valid=torch.ones(rows, dtype=torch.bool), components={"part": found * 2}
     )
-    return Sample(rollout=rollout, reward_output=judged)
+    return Sample(rollout=responses, reward_output=judged)
 
 
 def test_by_hand() -> None:
@@ -61,15 +60,15 @@ def test_by_hand() -> None:
     )
     # Groups bb and ccc are replaced in the first round, what stands in for ccc in the second.
     assert asked == [(0, [2, 3, 4, 5], ["0x", "0x", "0xx", "0xx"]), (1, [4, 5], ["1xx", "1xx"])]
-    rollout, judged = sample.rollout, sample.reward_output
+    responses, judged = sample.rollout, sample.reward_output
     assert sample.times == {"rollout/resampled_groups": 3}
-    assert rollout.prompts.columns["name"] == ["a", "a", "0x", "0x", "1xx", "1xx"]
-    assert rollout.prompts.ids.tolist() == [[0, 1], [0, 1], [0, 2], [0, 2], [0, 3], [0, 3]]
-    assert rollout.prompts.group.tolist() == [10, 10, 11, 11, 12, 12]
-    assert rollout.ids.tolist() == [[2, 2, 0]] * 2 + [[3, 3, 3]] * 2 + [[1, 0, 0]] * 2
-    assert rollout.loss_mask.sum(1).tolist() == [2, 2, 3, 3, 1, 1]
-    assert rollout.allowed_tokens is not None
-    assert rollout.allowed_tokens[0, 0].tolist() == [7, 7, -1]
+    assert responses.prompts.columns["name"] == ["a", "a", "0x", "0x", "1xx", "1xx"]
+    assert responses.prompts.ids.tolist() == [[0, 1], [0, 1], [0, 2], [0, 2], [0, 3], [0, 3]]
+    assert responses.prompts.group.tolist() == [10, 10, 11, 11, 12, 12]
+    assert responses.ids.tolist() == [[2, 2, 0]] * 2 + [[3, 3, 3]] * 2 + [[1, 0, 0]] * 2
+    assert responses.loss_mask.sum(1).tolist() == [2, 2, 3, 3, 1, 1]
+    assert responses.allowed_tokens is not None
+    assert responses.allowed_tokens[0, 0].tolist() == [7, 7, -1]
     assert judged.scores.tolist() == [0, 1, 0, 1, 1, 0]
     assert judged.components["part"].tolist() == [0, 2, 0, 2, 2, 0]
 
@@ -88,14 +87,11 @@ def test_it_gives_up_after_its_rounds_and_asks_for_nothing_without_need() -> Non
         )
         return others.times["rollout/resampled_groups"]
 
+    named = [spare_step(step, turn, 3) for step in range(100) for turn in range(3)]
+    assert len(set(named)) == 300  # spare prompts are those of no step and of no other round
+    assert min(named) > 10**12
     assert (replaced(same), turns) == (2, [0, 1])
     assert (replaced(answer(batch(["a"], 1), [1.0, 0.0], 1)), turns) == (0, [0, 1])
-
-
-def test_spare_prompts_are_those_of_no_step_and_of_no_other_round() -> None:
-    named = [spare_step(step, turn, 3) for step in range(100) for turn in range(3)]
-    assert len(set(named)) == 300
-    assert min(named) > 10**12
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 from transformers import TrainingArguments
 
-from kedge.errors import HubError, KedgeError
-from kedge.reporting.hub import Hub, PushOnSave, build_hub, repo_name
-from kedge.reporting.model_card import model_card, write_model_card
+from kedge.errors import HubError
+from kedge.reporting.hub import Hub, PushOnSave, build_hub
+from kedge.reporting.model_card import Provenance, model_card
 from kedge.trainers.run.hf_callbacks import Callbacks
 
 
@@ -38,37 +39,23 @@ def uploads(api):
     return [kwargs for name, kwargs in api.calls if name == "upload_folder"]
 
 
-def test_a_push_creates_the_repository_once_and_uploads(tmp_path):
+def test_a_push_creates_repository_and_branch_once_and_uploads(tmp_path):
     api = FakeApi()
-    hub = Hub("run", token="secret", private=True, api=api)
+    hub = Hub("run", token="secret", private=True, revision="beta", api=api)
     assert hub.push(tmp_path, message="End of training").commit_url == "https://hub/commit/1"
     hub.push(tmp_path, message="again", blocking=False)
     names = [name for name, _ in api.calls]
-    assert names == ["create_repo", "upload_folder", "upload_folder"]
+    assert names == ["create_repo", "create_branch", "upload_folder", "upload_folder"]
     created = api.calls[0][1]
     assert created == {"repo_id": "run", "private": True, "exist_ok": True, "token": "secret"}
-    first, second = uploads(api)
-    assert first["repo_id"] == "me/run"
-    assert first["folder_path"] == str(tmp_path)
-    assert first["commit_message"] == "End of training"
-    assert first["token"] == "secret"
-    assert not first["run_as_future"]
-    assert second["run_as_future"]
-
-
-def test_checkpoints_and_completions_stay_out_of_the_model_push(tmp_path):
-    api = FakeApi()
-    Hub("run", api=api).push(tmp_path, message="m")
-    ignored = uploads(api)[0]["ignore_patterns"]
-    assert {"checkpoint-*", "*completions*/*", "tokens*/*", ".*"} <= set(ignored)
-
-
-def test_a_revision_is_created_and_pushed_to(tmp_path):
-    api = FakeApi()
-    Hub("run", revision="beta", api=api).push(tmp_path, message="m")
-    assert api.calls[1][0] == "create_branch"
     assert api.calls[1][1]["branch"] == "beta"
-    assert uploads(api)[0]["revision"] == "beta"
+    first, second = uploads(api)
+    want = {"repo_id": "me/run", "folder_path": str(tmp_path), "commit_message": "End of training"}
+    want |= {"token": "secret", "revision": "beta", "run_as_future": False}
+    assert {name: first[name] for name in want} == want
+    ignored = first["ignore_patterns"]
+    assert {"checkpoint-*", "*completions*/*", "tokens*/*", ".*"} <= set(ignored)
+    assert second["run_as_future"]
 
 
 @pytest.mark.parametrize(
@@ -90,11 +77,6 @@ def test_hub_strategy(tmp_path, strategy, places):
         assert ("state-*" in upload["ignore_patterns"]) == model_alone
         stale = upload["path_in_repo"] == "last-checkpoint"
         assert upload["delete_patterns"] == ("*" if stale else None)
-
-
-def test_an_unknown_strategy_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="hub_strategy='sometimes' must be one of end"):
-        Hub("run", api=FakeApi()).push_checkpoint(tmp_path, "sometimes")
 
 
 def http_error(status):
@@ -123,7 +105,6 @@ def test_one_clear_error(tmp_path, error, advice):
         Hub("run", api=FakeApi(error)).push(tmp_path, message="m")
     assert advice in str(e.value)
     assert e.value.__cause__ is error
-    assert isinstance(e.value, KedgeError)
 
 
 def test_offline_the_real_client_gives_that_error_too(tmp_path, monkeypatch):
@@ -138,18 +119,11 @@ def test_a_failing_push_does_not_end_training_but_is_told(tmp_path):
         hub.push_checkpoint(tmp_path / "checkpoint-3", "every_save")
 
 
-def test_the_repository_is_named_after_the_folder(tmp_path):
-    assert repo_name("org/name", tmp_path) == "org/name"
-    assert repo_name(None, tmp_path / "ppo_tldr") == "ppo_tldr"
-    with pytest.raises(HubError, match="set hub_model_id or output_dir"):
-        repo_name(None, None)
-
-
 # --------------------------------------------------------------------------- model card
 
 
-def card(**kwargs):
-    text = model_card(model_name="ppo_tldr", **kwargs)
+def card(made_of=Provenance(), **kwargs):  # noqa: B008
+    text = model_card(made_of, model_name="ppo_tldr", **kwargs)
     assert text.startswith("---\n")
     _, front, body = text.split("---\n", 2)
     return yaml.safe_load(front), body
@@ -163,9 +137,11 @@ def test_the_card_says_what_how_and_how_well(tmp_path):
         {"step": 2, "eval_objective/scores": 2.5},
     ]
     front, body = card(
-        base_model="EleutherAI/pythia-1b-deduped",
-        datasets=["trl-lib/tldr", str(tmp_path)],
-        rewards=["length|odd"],
+        Provenance(
+            base_model="EleutherAI/pythia-1b-deduped",
+            datasets=("trl-lib/tldr", str(tmp_path)),
+            rewards=("length|odd",),
+        ),
         args=args,
         log_history=rows,
         tags=["tldr", "kedge"],
@@ -187,12 +163,12 @@ def test_the_card_says_what_how_and_how_well(tmp_path):
     assert "| kedge |" in body
     assert "hf_secret" not in body
     assert "top_k" not in body
-
-
-def test_a_local_base_model_is_named_in_the_text_alone(tmp_path):
-    front, body = card(base_model=str(tmp_path))
+    front, body = card(Provenance(base_model=str(tmp_path), algorithm="Mine"))
     assert "base_model" not in front
     assert str(tmp_path) in body
+    for section in ("Results", "Hyperparameters", "Citation"):
+        assert f"## {section}" not in body
+    assert "\n\n\n" not in body
 
 
 def test_the_card_shows_command_curves_and_where_else_the_run_is():
@@ -207,12 +183,17 @@ def test_the_card_shows_command_curves_and_where_else_the_run_is():
     assert "https://hub/me/x" not in body  # that is where the card is
 
 
-@pytest.mark.parametrize(("given", "private"), [(None, True), (True, True), (False, False)])
-def test_a_repository_is_private_unless_it_is_said_not_to_be(given, private):
-    args = SimpleNamespace(
-        hub_model_id="x", output_dir=None, hub_token=None, hub_private_repo=given, hub_revision=None
-    )
-    assert build_hub(args).private is private
+def test_the_repository_of_a_config(tmp_path):
+    def build(**options):
+        names = ("hub_model_id", "output_dir", "hub_token", "hub_private_repo", "hub_revision")
+        return build_hub(SimpleNamespace(**dict.fromkeys(names) | options))
+
+    for given, private in ((None, True), (True, True), (False, False)):
+        assert build(hub_model_id="x", hub_private_repo=given).private is private
+    assert build(hub_model_id="org/name", output_dir=str(tmp_path)).repo_id == "org/name"
+    assert build(output_dir=str(tmp_path / "ppo_tldr")).repo_id == "ppo_tldr"
+    with pytest.raises(HubError, match="set hub_model_id or output_dir"):
+        build()
 
 
 @pytest.mark.usefixtures("curves")
@@ -233,6 +214,7 @@ def test_a_run_links_hub_trackers_and_card(tmp_path, monkeypatch):
     trainer.push_to_hub()
     assert api.calls[0][1]["private"] is True
     text = (tmp_path / "README.md").read_text()
+    assert ModelCard(text).data.model_name == "x"
     assert "curves.png" in text
     assert "## Command" in text
 
@@ -253,29 +235,6 @@ def test_save_model_with_arguments_of_the_hub_uploads(tmp_path, monkeypatch):
     assert upload["folder_path"] == str(tmp_path)
 
 
-def test_an_empty_card_has_no_empty_sections():
-    _, body = card(algorithm="Mine")
-    assert "## Results" not in body
-    assert "## Hyperparameters" not in body
-    assert "## Citation" not in body
-    assert "\n\n\n" not in body
-
-
-def test_the_card_is_written(tmp_path):
-    file = write_model_card(tmp_path / "out", model_name="x")
-    assert file == tmp_path / "out" / "README.md"
-    assert file.read_text() == model_card(model_name="x")
-
-
-def test_transformers_reads_the_card(tmp_path):
-    from huggingface_hub import ModelCard
-
-    file = write_model_card(tmp_path, model_name="x: y", base_model="gpt2")
-    data = ModelCard.load(file).data
-    assert data.base_model == "gpt2"
-    assert data.model_name == "x: y"
-
-
 # ------------------------------------------------------------------------ while training
 
 
@@ -293,10 +252,7 @@ def test_every_save_is_pushed_and_the_repository_made_before(tmp_path):
     callbacks.fire("on_save")
     assert [u["path_in_repo"] for u in uploads(api)] == [None, "checkpoint-4"]
     assert uploads(api)[0]["folder_path"] == str(tmp_path / "run" / "checkpoint-4")
-
-
-def test_other_ranks_push_nothing(tmp_path):
-    callbacks, api = pushing(tmp_path, rank=1)
+    callbacks, api = pushing(tmp_path, rank=1)  # other ranks push nothing
     callbacks.begin(max_steps=4, epochs=1, batch_size=1)
     callbacks.fire("on_save")
     assert api.calls == []

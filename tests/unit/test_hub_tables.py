@@ -96,18 +96,15 @@ def test_the_card_is_what_datasets_reads(hub: FakeHub, tmp_path: Path) -> None:
     assert set(found["train"]["query"]) == {"eval_completions"}
 
 
-def test_a_table_that_cannot_be_sent_is_warned_of_once(hub: FakeHub) -> None:
+def test_a_table_that_cannot_be_sent_is_warned_of_once(hub: FakeHub, caplog: Any) -> None:
     tracker, hub.broken = tables(), "step-000001"
-
-    def send() -> None:
-        for step in (1, 2):
-            tracker.table("completions", [{"query": "q"}], step=step)
-        tracker.table("others", [{"query": "q"}], step=1)
-        tracker.close()
-
-    with pytest.warns(UserWarning, match=r"datasets/me/said.*cannot be reached") as caught:
-        send()
-    assert len(caught) == 1
+    for step in (1, 2):
+        tracker.table("completions", [{"query": "q"}], step=step)
+    tracker.table("others", [{"query": "q"}], step=1)
+    tracker.close()
+    (record,) = caplog.records
+    assert "datasets/me/said: could not push" in record.getMessage()
+    assert "cannot be reached" in record.getMessage()
     assert "completions/step-000002.jsonl" in hub.files
 
 
@@ -118,33 +115,30 @@ def test_a_run_sends_its_completions(hub: FakeHub, tmp_path: Path) -> None:
         num_sample_generations=3,
         log_completions_hub_repo="said",
         hub_token="secret",
+        eval_dataset=PROMPTS[:4],
+        eval_strategy="steps",
     )
     made.train()
     assert hub.made[0]["private"]
     assert hub.made[0]["token"] == "secret"
     names = {f"completions/step-{step:06d}.jsonl" for step in (1, 2, 3)}
-    assert set(hub.files) == names | {"README.md"}
+    evaluations = {name for name in hub.files if name.startswith("eval_completions/")}
+    assert evaluations
+    assert set(hub.files) - evaluations == names | {"README.md"}
     about = json.loads((tmp_path / "run.json").read_text())
     assert about["links"]["completions"].endswith("/datasets/me/said")
     assert about["options"]["hub_token"] != "secret"
 
 
-def test_a_wrong_token_is_found_before_training(hub: FakeHub) -> None:
+def test_a_wrong_token_is_found_before_training_and_public_is_said(hub: FakeHub) -> None:
     hub.closed_for_all = True
     made = small(num_sample_generations=1, log_completions_hub_repo="said")
     with pytest.raises(HubError, match="could not push to said"):
         made.train()
     assert rows(made) == []
-
-
-def test_public_is_said_in_so_many_words(hub: FakeHub) -> None:
+    hub.closed_for_all = False
     small(num_sample_generations=1, log_completions_hub_repo="said", hub_private_repo=False).train()
     assert hub.made[0]["private"] is False
-
-
-def test_evaluations_are_sent_too(hub: FakeHub) -> None:
-    small(eval_dataset=PROMPTS[:4], eval_strategy="steps", log_completions_hub_repo="said").train()
-    assert [name for name in hub.files if name.startswith("eval_completions/")]
 
 
 def test_a_repository_that_would_stay_empty_is_refused() -> None:

@@ -14,10 +14,10 @@ from kedge.algorithms import ppo
 from kedge.compat import trl_trainers
 from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError, RolloutError
-from kedge.math.importance import Correction, importance_weights
+from kedge.math.importance import Correction
 from kedge.testing import ScriptedRollouts, tiny_policy
 from kedge.trainers.assembly.rollout import build_correction
-from kedge.types import RewardOutput, Rollout
+from kedge.types import RewardOutput, Rollout, Sampling
 from tests.learners import with_metrics
 from tests.unit.text_toys import word_tokenizer
 from tests.unit.toys import ToyEngine, ToyLearner, ToyPrompts
@@ -27,8 +27,6 @@ def sample(learner: ToyLearner, *, shift: float, version: int) -> tuple[Rollout,
     """A toy batch whose sampler says ``shift`` nats less of every token than the learner."""
     engine = ToyEngine()
     engine.load_weights(learner.weights(), version)
-    from kedge.types import Sampling
-
     rollout = engine.generate(ToyPrompts().batch(0), sampling=Sampling(max_new_tokens=4), seed=1)
     own = learner.logits.detach().log_softmax(0)[rollout.ids]
     rollout = replace(rollout, behavior_logprobs=own - shift)
@@ -95,14 +93,6 @@ def test_stale_rows_are_anchored_at_their_sampler_or_decoupled_from_it() -> None
     decoupled, _ = with_metrics(rollout, judged, learner, ppo(), 0.0, Correction(high=2.0))
     assert torch.allclose(decoupled.old_logprobs, own)
     assert torch.allclose(decoupled.advantages, math.exp(0.3) * anchored.advantages, rtol=1e-4)
-
-
-def test_without_recorded_log_probabilities_there_is_nothing_to_weigh() -> None:
-    learner = learner_at(0)
-    rollout, judged = sample(learner, shift=0.1, version=0)
-    rollout = replace(rollout, behavior_logprobs=None)
-    with pytest.raises(RolloutError, match="which records none"):
-        with_metrics(rollout, judged, learner, ppo(), 0.0, Correction())
 
 
 def run_of(kind: str, folder: Any, **options: Any) -> Any:
@@ -182,6 +172,10 @@ def test_when_weights_are_on_and_their_bounds(kind, options, want, tmp_path, cap
 
 
 VLLM = {"rollout_engine": "http://127.0.0.1:1"}
+UNBOUNDED = {
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_clip_max": math.inf,
+}
 
 
 def correction_of(args: Any) -> Correction | None:
@@ -197,13 +191,7 @@ def correction_of(args: Any) -> Correction | None:
         ({"vllm_importance_sampling_mode": "token_truncate"}, ("truncate", "token", 3.0, 0.0)),
         ({"vllm_importance_sampling_clip_min": 0.5}, ("truncate", "token", 2.0, 0.5)),
         ({"vllm_importance_sampling_cap": 2.5}, ("truncate", "token", 2.5, 0.0)),
-        (
-            {
-                "vllm_importance_sampling_mode": "sequence_mask",
-                "vllm_importance_sampling_clip_max": math.inf,
-            },
-            ("mask", "sequence", math.inf, 0.0),
-        ),
+        (UNBOUNDED, ("mask", "sequence", math.inf, 0.0)),
         ({"vllm_importance_sampling_correction": False}, None),
         ({"sampler_correction": "off"}, None),
         ({"sampler_correction": "truncate"}, ("truncate", "token", 2.0, 0.0)),
@@ -252,14 +240,12 @@ def test_weights_of_trl_that_cannot_be(options, words, tmp_path) -> None:
         correction_of(GRPOConfig(output_dir=str(tmp_path), **VLLM, **given))
 
 
-def test_truncation_has_a_lower_bound_too() -> None:
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    old, mu = torch.log(torch.tensor([[0.1, 0.9]])), torch.log(torch.tensor([[0.9, 0.1]]))
-    weight = importance_weights(old, mu, mask, Correction(low=0.5, high=2.0))
-    assert weight.tolist() == [[0.5, 2.0]]
-
-
 def test_what_cannot_be_weighed_is_refused(tmp_path: Any) -> None:
+    learner = learner_at(0)
+    rollout, judged = sample(learner, shift=0.1, version=0)
+    rollout = replace(rollout, behavior_logprobs=None)
+    with pytest.raises(RolloutError, match="which records none"):
+        with_metrics(rollout, judged, learner, ppo(), 0.0, Correction())
     with pytest.raises(ConfigError, match="has no effect with sampler_correction='off'"):
         run_of("rloo", tmp_path, sampler_correction="off", sampler_correction_level="token")
     both = {"sampler_correction": "mask", "vllm_importance_sampling_mode": "token_mask"}

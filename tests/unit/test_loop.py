@@ -49,6 +49,11 @@ def engine(max_lag: int = 0, **changes: Any) -> Engine:
     return Engine(**(parts | changes))
 
 
+class StopAfterThree(Hooks):
+    def on_step_end(self, report: StepReport) -> bool:
+        return report.step == 3
+
+
 def order(max_lag: int, steps: int = 3) -> list[str]:
     e = engine(
         max_lag,
@@ -61,14 +66,7 @@ def order(max_lag: int, steps: int = 3) -> list[str]:
 
 
 def test_synchronous_order() -> None:
-    assert order(0) == [
-        "generate with 0",
-        "learn 0",
-        "generate with 1",
-        "learn 1",
-        "generate with 2",
-        "learn 2",
-    ]
+    assert order(0) == [f"{word} {i}" for i in range(3) for word in ("generate with", "learn")]
 
 
 def test_every_sample_is_as_old_as_the_lag_allows_and_no_older() -> None:
@@ -92,10 +90,6 @@ def test_resume_is_bitwise_the_uninterrupted_run(max_lag: int, old: bool) -> Non
     whole.run(6)
     first = engine(max_lag)
 
-    class StopAfterThree(Hooks):
-        def on_step_end(self, report: StepReport) -> bool:
-            return report.step == 3
-
     first.hooks = StopAfterThree()
     first.run(6)
     assert first.step == 3
@@ -113,10 +107,6 @@ def test_resume_is_bitwise_the_uninterrupted_run(max_lag: int, old: bool) -> Non
 
 def test_what_was_sampled_ahead_fits_the_run_that_goes_on() -> None:
     first = engine(2)
-
-    class StopAfterThree(Hooks):
-        def on_step_end(self, report: StepReport) -> bool:
-            return report.step == 3
 
     first.hooks = StopAfterThree()
     first.run(6)

@@ -11,12 +11,10 @@ import pytest
 from kedge.cli.main import main
 from kedge.errors import DataError
 from kedge.loop.metrics import NAMES, PREFIXES
-from kedge.reporting.page import page, unpack
-from kedge.reporting.report import gather, meaning
+from kedge.reporting.report import gather, meaning, page, unpack
 from kedge.reporting.story import episodes, vocabulary
 
 NASTY = "</script><b>bold</b> ü \u2028 <!--script--> $&"
-ASSETS = Path(__file__).parents[2] / "src" / "kedge" / "reporting" / "assets"
 
 
 def write(folder: Path, name: str, rows: list[dict[str, object]]) -> None:
@@ -55,6 +53,7 @@ def data(run: Path, **kwargs: int) -> dict[str, object]:
 
 
 def test_the_page_holds_what_the_files_do(run: Path) -> None:
+    (run / "run.json").write_text('{"options": {"max_grad_norm": Infinity}}')
     found = unpack(page(data(run)))
     assert found == json.loads(json.dumps(data(run)))
     assert found["series"]["objective/scores"] == {
@@ -67,6 +66,7 @@ def test_the_page_holds_what_the_files_do(run: Path) -> None:
     assert found["tables"]["completions"][0]["rows"][0]["model response"] == NASTY
     assert found["episodes"]["y"][:3] == [0, 8, 16]
     assert (found["updates"], found["findings"]) == (8, [])
+    assert found["about"] == {"options": {"max_grad_norm": "Infinity"}}
     # 0.125 to 0.9375 (the mean of the last two of eight), 0.5 a deviation, 16 scores to chance
     assert "from 0.188 to 0.938: up by 1.5 standard deviations" in found["story"][0]["text"]
 
@@ -178,13 +178,3 @@ def test_what_is_damaged_is_left_out_and_counted_once(
     (run / "metrics.jsonl").write_text("{")
     with pytest.raises(DataError, match="no readable row"):
         data(run)
-
-
-def test_an_option_that_is_infinite_is_shown(run: Path) -> None:
-    (run / "run.json").write_text('{"options": {"max_grad_norm": Infinity}}')
-    assert unpack(page(data(run)))["about"] == {"options": {"max_grad_norm": "Infinity"}}
-
-
-def test_assets_are_small_enough_to_read() -> None:
-    for file in ASSETS.iterdir():
-        assert len(file.read_text(encoding="utf-8").splitlines()) <= 400, file.name

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kedge.algorithms import ppo
 from kedge.math.importance import Correction
-from kedge.types import PromptBatch, RewardOutput, Rollout
+from kedge.types import RewardOutput, Rollout
 from tests.learners import with_metrics
+from tests.unit.advantage_inputs import rollout
 
 from .toys import VOCAB, ToyLearner, prefix
 
@@ -22,17 +23,8 @@ CURRENT = -math.log(VOCAB)  # of every token, by a learner whose logits are 0
 
 def sample() -> tuple[Rollout, RewardOutput, ToyLearner]:
     mask = prefix([3, 2, 3], 3)
-    rollout = Rollout(
-        prompts=PromptBatch(
-            ids=torch.ones(3, 2, dtype=torch.int64),
-            mask=torch.ones(3, 2, dtype=torch.bool),
-            group=torch.arange(3),
-            row=torch.arange(3),
-        ),
-        ids=torch.ones(3, 3, dtype=torch.int64),
-        loss_mask=mask,
-        response_mask=mask,
-        terminated=torch.ones(3, dtype=torch.bool),
+    responses = rollout(
+        mask,
         version=torch.tensor([2, 4, 3]),
         behavior_logprobs=torch.full((3, 3), CURRENT - 0.1) * mask,
         token_version=torch.tensor(VERSIONS),
@@ -40,7 +32,7 @@ def sample() -> tuple[Rollout, RewardOutput, ToyLearner]:
     valid = torch.ones(3, dtype=torch.bool)
     learner = ToyLearner()
     learner.version = 4
-    return rollout, RewardOutput(scores=torch.tensor([1.0, 2.0, 4.0]), valid=valid), learner
+    return responses, RewardOutput(scores=torch.tensor([1.0, 2.0, 4.0]), valid=valid), learner
 
 
 def close(x: Tensor, want: list[list[float]]) -> None:
@@ -48,29 +40,29 @@ def close(x: Tensor, want: list[list[float]]) -> None:
 
 
 def test_the_version_of_a_row_stands_for_tokens_without_one() -> None:
-    rollout, *_ = sample()
-    assert rollout.token_versions.tolist() == [[2, 3, 4], [4, 4, 4], [3, 3, 3]]
-    assert replace(rollout, token_version=None).token_versions.tolist() == [
+    responses, *_ = sample()
+    assert responses.token_versions.tolist() == [[2, 3, 4], [4, 4, 4], [3, 3, 3]]
+    assert replace(responses, token_version=None).token_versions.tolist() == [
         [2, 2, 2],
         [4, 4, 4],
         [3, 3, 3],
     ]
-    both = Rollout.cat([rollout, replace(rollout, token_version=None)])
+    both = Rollout.cat([responses, replace(responses, token_version=None)])
     assert both.token_versions[3:].tolist() == [[2, 2, 2], [4, 4, 4], [3, 3, 3]]
 
 
 def test_the_anchor_of_a_stale_token_is_the_policy_that_sampled_it() -> None:
-    rollout, reward_output, learner = sample()
-    experience, _ = with_metrics(rollout, reward_output, learner, ppo(), 0.0)
+    responses, reward_output, learner = sample()
+    experience, _ = with_metrics(responses, reward_output, learner, ppo(), 0.0)
     stale, fresh = CURRENT - 0.1, CURRENT
     anchors = experience.old_logprobs
     close(anchors, [[stale, stale, fresh], [fresh, fresh, anchors[1, 2].item()], [stale] * 3])
 
 
 def test_tokens_above_the_bound_leave_the_loss_and_keep_their_value_target() -> None:
-    rollout, reward_output, learner = sample()
-    whole, free = with_metrics(rollout, reward_output, learner, ppo(), 0.0)
-    bound, metrics = with_metrics(rollout, reward_output, learner, ppo(), 0.0, None, 1)
+    responses, reward_output, learner = sample()
+    whole, free = with_metrics(responses, reward_output, learner, ppo(), 0.0)
+    bound, metrics = with_metrics(responses, reward_output, learner, ppo(), 0.0, None, 1)
     assert bound.loss_mask.tolist() == [
         [False, True, True],  # the first token is 2 iterations old
         [True, True, False],
@@ -78,7 +70,7 @@ def test_tokens_above_the_bound_leave_the_loss_and_keep_their_value_target() -> 
     ]
     assert torch.equal(bound.value_mask, whole.value_mask)
     assert torch.equal(bound.returns, whole.returns)
-    raw, _ = with_metrics(rollout, reward_output, learner, ppo(whiten_advantages=False), 0.0)
+    raw, _ = with_metrics(responses, reward_output, learner, ppo(whiten_advantages=False), 0.0)
     trained = raw.advantages[bound.loss_mask]
     expected = (trained - trained.mean()) / trained.std()
     torch.testing.assert_close(bound.advantages[bound.loss_mask], expected)
@@ -88,10 +80,10 @@ def test_tokens_above_the_bound_leave_the_loss_and_keep_their_value_target() -> 
 
 
 def test_weights_of_responses_are_those_of_the_tokens_that_train() -> None:
-    rollout, reward_output, learner = sample()
+    responses, reward_output, learner = sample()
     how = Correction(level="sequence", high=5.0)
-    _, all_train = with_metrics(rollout, reward_output, learner, ppo(), 0.0, how)
-    _, bound = with_metrics(rollout, reward_output, learner, ppo(), 0.0, how, 1)
+    _, all_train = with_metrics(responses, reward_output, learner, ppo(), 0.0, how)
+    _, bound = with_metrics(responses, reward_output, learner, ppo(), 0.0, how, 1)
     # Weights e^(0.1 n) of n tokens: rows of 3, 2 and 3 tokens, the first of which is too old.
     expected = [(3, 3), (2, 2), (3, 3)], [(2, 2), (2, 2), (3, 3)]
     for metrics, rows in zip((all_train, bound), expected, strict=True):
@@ -100,18 +92,18 @@ def test_weights_of_responses_are_those_of_the_tokens_that_train() -> None:
 
 
 def test_metrics_have_the_largest_age_and_the_share_of_each() -> None:
-    rollout, reward_output, learner = sample()
-    _, metrics = with_metrics(rollout, reward_output, learner, ppo(), 0.0)
+    responses, reward_output, learner = sample()
+    _, metrics = with_metrics(responses, reward_output, learner, ppo(), 0.0)
     # Ages of the eight tokens: 2, 1, 0; 0, 0; 1, 1, 1.
     assert metrics["rollout/lag_max"] == 2
     assert metrics["rollout/token_lag/0"] == pytest.approx(3 / 8)
     assert metrics["rollout/token_lag/1"] == pytest.approx(4 / 8)
     assert metrics["rollout/token_lag/2"] == pytest.approx(1 / 8)
     assert metrics["rollout/lag"] == pytest.approx((2 + 0 + 1) / 3)
-    _, metrics = with_metrics(rollout, reward_output, learner, ppo(), 0.0, None, 1)
+    _, metrics = with_metrics(responses, reward_output, learner, ppo(), 0.0, None, 1)
     assert metrics["rollout/lag_max"] == 1  # of the tokens that are trained on
     assert metrics["rollout/token_lag/1"] == pytest.approx(4 / 7)
-    of_one_age = replace(rollout, version=torch.full((3,), 4), token_version=None)
+    of_one_age = replace(responses, version=torch.full((3,), 4), token_version=None)
     _, metrics = with_metrics(of_one_age, reward_output, learner, ppo(), 0.0)
     assert metrics["rollout/lag_max"] == 0
     assert not any(name.startswith("rollout/token_lag/") for name in metrics)

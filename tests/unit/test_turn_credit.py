@@ -13,14 +13,15 @@ from torch import Tensor
 
 from kedge.algorithms import AdvantageInputs, Algorithm, grpo, ppo, rloo
 from kedge.math.turns import (
+    broadcast_turns,
     number_turns,
-    spread_over_turns,
-    sum_over_turns,
+    segment_sum,
     turn_groups,
     turn_returns,
     turn_starts,
 )
-from kedge.types import Episodes, ModelOutputs, PromptBatch, RewardOutput, Rollout
+from kedge.types import Episodes, ModelOutputs, RewardOutput
+from tests.unit.advantage_inputs import rollout
 
 # Turns (from 0) of the tokens; -1: the environment's or padding.  Rows 0-3 are one group, 4-7 the
 # other; row 7 is not valid.  Rows 1 and 5 have two turns without a token between them.
@@ -56,20 +57,13 @@ def batch(seed: int = 0, *, episodes: bool = True) -> AdvantageInputs:
     dense[torch.arange(8), last] -= scores
     logprobs = -torch.rand(shape, generator=rng)
     return AdvantageInputs(
-        rollout=Rollout(
-            prompts=PromptBatch(
-                ids=torch.zeros(8, 1).long(),
-                mask=torch.ones(8, 1, dtype=torch.bool),
-                group=torch.tensor(GROUP),
-                row=torch.arange(8),
-            ),
-            ids=torch.zeros(shape).long(),
-            loss_mask=mask,
+        rollout=rollout(
+            mask,
+            group=GROUP,
             # rows 3 and 7 are followed by an observation
             response_mask=torch.arange(shape[1])
             <= (last + torch.tensor([0, 0, 0, 1] * 2))[:, None],
             terminated=torch.tensor([True, False] * 4),
-            version=torch.zeros(8).long(),
             episodes=Episodes(turn=turn, rewards=rewards, valid=valid) if episodes else None,
         ),
         reward_output=RewardOutput(scores=scores, valid=valid, token_rewards=dense),
@@ -98,9 +92,9 @@ def penalized(e: AdvantageInputs, i: int, turn: list[int]) -> float:
 
 
 def reference_ppo(
-    e: AdvantageInputs, *, gamma: float, lam: float, bootstrap: bool = False
+    e: AdvantageInputs, *, gamma: float, lam: float, bootstrap: bool = False, kind: str = "sound"
 ) -> tuple[Tensor, Tensor]:
-    """Advantages (not whitened) and returns by a loop over turns."""
+    """Advantages (not whitened) and returns by a loop over turns; other kinds are wrong."""
     advantages = torch.zeros(e.rollout.ids.shape, dtype=torch.float64)
     returns = torch.zeros_like(advantages)
     values, last = e.model_outputs.values, e.model_outputs.last_values
@@ -113,11 +107,16 @@ def reference_ppo(
         following = float(last[i]) if cut_off else 0.0
         ahead = 0.0
         for turn in reversed(turns_of(e, i)):
-            value = float(values[i, turn[0]])
-            delta = penalized(e, i, turn) + gamma * following - value
-            ahead = delta + gamma * lam * ahead
+            value = float(values[i, turn[-1] if kind == "value of the last token" else turn[0]])
+            reward = penalized(e, i, turn[-1:] if kind == "reward of the last token" else turn)
+            discount = gamma ** len(turn) if kind == "gamma counts tokens" else gamma
+            decay = lam ** len(turn) if kind == "lambda counts tokens" else lam
+            delta = reward + discount * following - value
+            ahead = delta + discount * decay * ahead
             following = value
-            advantages[i, turn] = ahead
+            advantages[i, turn] = ahead / (len(turn) if kind == "shared among tokens" else 1)
+            if kind == "first token only":
+                advantages[i, turn[1:]] = 0.0
             returns[i, turn[0]] = ahead + value
     return advantages, returns
 
@@ -221,8 +220,8 @@ def test_helpers_by_hand() -> None:
     turn = torch.tensor([[0, 0, -1, 1, 2, 2], [-1, 0, 0, 0, -1, -1]])
     x = torch.tensor([[1.0, 2, 4, 8, 16, 32], [1, 2, 4, 8, 16, 32]])
     assert turn_starts(turn).nonzero().tolist() == [[0, 0], [0, 3], [0, 4], [1, 1]]
-    assert sum_over_turns(x, turn).tolist() == [[3, 3, 0, 8, 48, 48], [0, 14, 14, 14, 0, 0]]
-    assert spread_over_turns(x, turn).tolist() == [[1, 1, 0, 8, 16, 16], [0, 2, 2, 2, 0, 0]]
+    assert segment_sum(x, turn).tolist() == [[3, 3, 0, 8, 48, 48], [0, 14, 14, 14, 0, 0]]
+    assert broadcast_turns(x, turn).tolist() == [[1, 1, 0, 8, 16, 16], [0, 2, 2, 2, 0, 0]]
     assert turn_returns(x, turn, gamma=0.5).tolist() == [
         [3 + 4 + 12, 0, 0, 8 + 24, 48, 0],
         [0, 14, 0, 0, 0, 0],
@@ -243,28 +242,6 @@ def test_options_that_exclude_each_other() -> None:
             make(credit="turn", **options)  # type: ignore[operator]
 
 
-# Broken variants of the reference: each differs from the implementation, so the data shows it.
-def broken_ppo(e: AdvantageInputs, kind: str, gamma: float, lam: float) -> Tensor:
-    advantages = torch.zeros(e.rollout.ids.shape, dtype=torch.float64)
-    values = e.model_outputs.values
-    assert values is not None
-    for i in range(8):
-        following, ahead = 0.0, 0.0
-        for turn in reversed(turns_of(e, i)):
-            at = turn[-1] if kind == "value of the last token" else turn[0]
-            value = float(values[i, at])
-            reward = penalized(e, i, turn[-1:] if kind == "reward of the last token" else turn)
-            discount = gamma ** len(turn) if kind == "gamma counts tokens" else gamma
-            decay = lam ** len(turn) if kind == "lambda counts tokens" else lam
-            delta = reward + discount * following - value
-            ahead = delta + discount * decay * ahead
-            following = value
-            advantages[i, turn] = ahead / (len(turn) if kind == "shared among tokens" else 1)
-            if kind == "first token only":
-                advantages[i, turn[1:]] = 0.0
-    return advantages
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -276,9 +253,8 @@ def test_broken_variants_of_ppo_differ(kind: str) -> None:
     e = batch()
     algorithm = ppo(gamma=0.9, lam=0.8, whiten_advantages=False, credit="turn")
     advantages = algorithm.compute_advantages(e, KL_COEF).advantages.double()
-    sound = broken_ppo(e, "none", 0.9, 0.8)
-    torch.testing.assert_close(advantages, sound, rtol=0, atol=2e-6)
-    assert float((advantages - broken_ppo(e, kind, 0.9, 0.8)).abs().max()) > 0.05
+    broken, _ = reference_ppo(e, gamma=0.9, lam=0.8, kind=kind)
+    assert float((advantages - broken).abs().max()) > 0.05
 
 
 def test_broken_variants_of_groups_differ() -> None:

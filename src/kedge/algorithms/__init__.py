@@ -17,13 +17,5 @@ BUILTIN: dict[str, Callable[..., Algorithm]] = {
     "remax": remax,
 }
 
-__all__ = [
-    "BUILTIN",
-    "AdvantageInputs",
-    "Algorithm",
-    "grpo",
-    "ppo",
-    "reinforce_pp",
-    "remax",
-    "rloo",
-]
+__all__ = ["BUILTIN", "AdvantageInputs", "Algorithm"]
+__all__ += ["grpo", "ppo", "reinforce_pp", "remax", "rloo"]

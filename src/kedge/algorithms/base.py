@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kedge.math.masked import Total, one_rank
 from kedge.types import (
     AdvantageOutput,
     Loss,
@@ -16,11 +17,6 @@ from kedge.types import (
     RewardOutput,
     Rollout,
 )
-
-
-def one_rank(x: Tensor) -> Tensor:
-    """Sum over all ranks, for a single rank."""
-    return x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +31,7 @@ class AdvantageInputs:
     rollout: Rollout
     reward_output: RewardOutput
     model_outputs: ModelOutputs
-    total: Callable[[Tensor], Tensor] = field(default=one_rank)  # sum over ranks
+    total: Total = field(default=one_rank)
     excluded: Tensor | None = None  # bool [B, R]; too old, or rejected by the correction
 
     @property

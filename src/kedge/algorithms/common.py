@@ -1,26 +1,28 @@
-"""Helpers shared by several algorithms."""
+"""What algorithms share: rewards, comparisons within groups, and the clipped policy loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs
-from kedge.math.kl import ESTIMATORS, per_token_kl
-from kedge.math.losses import Clip
+from kedge.math.kl import ESTIMATORS
+from kedge.math.losses import Clip, clipped_policy_loss, policy_is_clipped
 from kedge.math.masked import moments, standardize
+from kedge.math.ratios import RatioLevel, ratios
 from kedge.math.turns import (
+    broadcast_turns,
     number_turns,
-    spread_over_turns,
-    sum_over_turns,
+    segment_sum,
     turn_groups,
     turn_returns,
     turn_starts,
 )
-from kedge.types import MicroBatch, PolicyOutput
+from kedge.types import MicroBatch, PolicyOutput, require
 
 Bounds = float | Sequence[float] | None
 CreditLevel = Literal["token", "turn"]
@@ -28,64 +30,34 @@ CreditLevel = Literal["token", "turn"]
 Compare = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def check_loss_kl(beta: float, option: str, estimator: str, *, reference: bool) -> None:
-    """Check that the KL in the loss, with weight ``beta``, can be computed."""
-    if beta and not reference:
-        raise ValueError(f"beta={beta} needs a reference policy, got reference=False; set beta=0")
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"{option} must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
+def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tensor | None:
+    """KL per trained token by ``estimator``; None without a reference.  float32 [B, R].
 
-
-def turn_numbers(e: AdvantageInputs) -> Tensor:
-    """The turn of each trained token: that of the episodes, or runs of the loss mask."""
-    mask, episodes = e.rollout.loss_mask, e.rollout.episodes
-    return number_turns(mask) if episodes is None else torch.where(mask, episodes.turn, -1)
-
-
-def group_advantages(
-    e: AdvantageInputs,
-    whole: Tensor,
-    rewards: Tensor,
-    trained: Tensor,
-    compare: Compare,
-    credit: CreditLevel,
-) -> Tensor:
-    """Advantages by comparing the responses to a prompt, as a whole or turn by turn.
-
-        "token":  A_i     = compare(whole_i among the rows of the group)
-        "turn":   A_{i,k} = compare(G_{i,k} among the rows of the group that have a turn k)
-
-    G is the sum of the rewards of turn k and all later ones (GTPO, Ding et al. 2025,
-    arXiv:2511.14846).  All tokens of a response or turn share the advantage.
-
-    Args:
-        e: the batch.
-        whole: float32 [B]; reward of each response.
-        rewards: float32 [B, R]; the same per token.
-        trained: bool [B, R]; tokens that train.
-        compare: the group baseline.
-        credit: see above.
-
-    Returns:
-        float32 [B, R], 0 outside the mask.
+    Raises:
+        ValueError: an unknown estimator, or a missing input.
     """
-    mask, group = e.rollout.loss_mask, e.rollout.prompts.group
-    if credit == "token":
-        return compare(whole, group, e.reward_output.valid, trained.any(1))[:, None] * mask
-    turn = turn_numbers(e)
-    starts, returns = turn_starts(turn), turn_returns(rewards, turn)
-    groups = turn_groups(turn, group)
-    present = torch.ones_like(groups, dtype=torch.bool)
-    compared = compare(returns[starts], groups, present, trained_actions(turn, trained)[starts])
-    at_starts = torch.zeros_like(returns).masked_scatter(starts, compared.to(returns.dtype))
-    return spread_over_turns(at_starts, turn)
+    if not reference:
+        return None
+    outputs, mask = e.model_outputs, e.rollout.loss_mask
+    if estimator == "full":
+        return require(outputs.full_kl, "full_kl") * mask
+    if estimator not in ESTIMATORS:
+        known = ", ".join((*ESTIMATORS, "full"))
+        raise ValueError(f"kl_estimator must be one of {known}, got {estimator!r}")
+    ref = require(outputs.ref_logprobs, "reference")
+    return ESTIMATORS[estimator](outputs.logprobs, ref) * mask
 
 
-def trained_actions(turn: Tensor | None, trained: Tensor) -> Tensor:
-    """Tokens that train; with turns, the first token of each turn that has one.  bool [B, R]."""
-    if turn is None:
-        return trained
-    return turn_starts(turn) & (sum_over_turns(trained.float(), turn) > 0)
+def dense_rewards(e: AdvantageInputs) -> Tensor:
+    """Dense token rewards on the policy's tokens, 0 if there are none.  float32 [B, R]."""
+    dense, mask = e.reward_output.token_rewards, e.rollout.loss_mask
+    return torch.zeros(mask.shape, device=mask.device) if dense is None else mask * dense
+
+
+def dense_totals(dense: Tensor) -> Tensor:
+    """Sum of the dense rewards of each row; 0 where they cancel.  [B, R] -> [B]."""
+    totals = dense.sum(1)
+    return torch.where(totals.abs() > 1e-5 * dense.abs().sum(1), totals, 0.0)
 
 
 def shaped_rewards(
@@ -123,49 +95,112 @@ def shaped_rewards(
     return torch.where(valid, whole - dense_totals(dense), 0.0), dense
 
 
-def dense_rewards(e: AdvantageInputs) -> Tensor:
-    """Dense token rewards on the policy's tokens, 0 if there are none.  float32 [B, R]."""
-    dense, mask = e.reward_output.token_rewards, e.rollout.loss_mask
-    return torch.zeros(mask.shape, device=mask.device) if dense is None else mask * dense
+def turn_numbers(e: AdvantageInputs) -> Tensor:
+    """The turn of each trained token: that of the episodes, or runs of the loss mask."""
+    mask, episodes = e.rollout.loss_mask, e.rollout.episodes
+    return number_turns(mask) if episodes is None else torch.where(mask, episodes.turn, -1)
 
 
-def dense_totals(dense: Tensor) -> Tensor:
-    """Sum of the dense rewards of each row; 0 where they cancel.  [B, R] -> [B]."""
-    totals = dense.sum(1)
-    return torch.where(totals.abs() > 1e-5 * dense.abs().sum(1), totals, 0.0)
+def trained_turns(turn: Tensor, trained: Tensor) -> Tensor:
+    """The first token of each turn that has a token that trains.  bool [B, R]."""
+    return turn_starts(turn) & (segment_sum(trained.float(), turn) > 0)
 
 
-def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tensor | None:
-    """KL per trained token; None without a reference.  float32 [B, R]."""
-    return per_token_kl(e.model_outputs, estimator) * e.rollout.loss_mask if reference else None
+def group_advantages(
+    e: AdvantageInputs,
+    totals: Tensor,
+    rewards: Tensor,
+    trained: Tensor,
+    compare: Compare,
+    credit: CreditLevel,
+) -> Tensor:
+    """Advantages by comparing the responses to a prompt, as a whole or turn by turn.
+
+        "token":  A_i     = compare(total_i among the rows of the group)
+        "turn":   A_{i,k} = compare(G_{i,k} among the rows of the group that have a turn k)
+
+    G is the sum of the rewards of turn k and all later ones (GTPO, Ding et al. 2025,
+    arXiv:2511.14846).  All tokens of a response or turn share the advantage.
+
+    Args:
+        e: the batch.
+        totals: float32 [B]; reward of each response.
+        rewards: float32 [B, R]; the same per token.
+        trained: bool [B, R]; tokens that train.
+        compare: the group baseline.
+        credit: see above.
+
+    Returns:
+        float32 [B, R], 0 outside the mask.
+    """
+    mask, group = e.rollout.loss_mask, e.rollout.prompts.group
+    if credit == "token":
+        return compare(totals, group, e.reward_output.valid, trained.any(1))[:, None] * mask
+    turn = turn_numbers(e)
+    starts, returns = turn_starts(turn), turn_returns(rewards, turn)
+    groups = turn_groups(turn, group)
+    present = torch.ones_like(groups, dtype=torch.bool)
+    compared = compare(returns[starts], groups, present, trained_turns(turn, trained)[starts])
+    at_starts = torch.zeros_like(returns).masked_scatter(starts, compared.to(returns.dtype))
+    return broadcast_turns(at_starts, turn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyTerms:
+    """The policy loss of each token, before it is weighted and summed.  [b, R]."""
+
+    log_ratio: Tensor  # log p - log p_old, 0 where the token does not train
+    ratio: Tensor  # of the token or of its response
+    loss: Tensor  # -min(ratio A, clip(ratio) A)
+    clipped: Tensor  # bool; the clip leaves the token without gradient
+
+
+def policy_terms(
+    new: PolicyOutput, mb: MicroBatch, clip: Clip, level: RatioLevel = "token"
+) -> PolicyTerms:
+    """The clipped loss of each token, with ratios as in ``kedge.math.ratios``."""
+    x = mb.rows
+    log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
+    ratio = ratios(log_ratio, x.loss_mask, level)
+    return PolicyTerms(
+        log_ratio=log_ratio,
+        ratio=ratio,
+        loss=clipped_policy_loss(ratio, x.advantages, clip=clip),
+        clipped=policy_is_clipped(ratio, x.advantages, clip=clip),
+    )
 
 
 def policy_metrics(
+    terms: PolicyTerms,
+    policy: Tensor,
     new: PolicyOutput,
     mb: MicroBatch,
     weight: Tensor,
-    log_ratio: Tensor,
-    ratio: Tensor,
-    clipped: Tensor,
-    policy: Tensor,
+    *,
+    sides: Clip | None = None,
 ) -> dict[str, Tensor]:
-    """Metrics of the loss ``policy``, with ``weight`` per token [b, R] or per response [b]."""
-    return {
+    """Metrics of the loss ``policy``, with ``weight`` per token [b, R].
+
+    With ``sides`` also the shares of the tokens that it clips below and above.
+    """
+    metrics = {
         "loss/policy_avg": policy,
-        "policy/clipfrac_avg": (weight * clipped).sum(),
-        "policy/approxkl_avg": (weight * 0.5 * log_ratio**2).sum(),
+        "policy/clipfrac_avg": (weight * terms.clipped).sum(),
+        "policy/approxkl_avg": (weight * 0.5 * terms.log_ratio**2).sum(),
         "policy/entropy_avg": (mb.token_weight * new.entropy).sum(),
-        "val/ratio": (weight * ratio).sum(),
+        "val/ratio": (weight * terms.ratio).sum(),
     }
+    if sides is not None:
+        low = (terms.ratio < 1 - sides.low) & (mb.rows.advantages < 0)
+        high = (terms.ratio > sides.top) & (mb.rows.advantages > 0)
+        metrics["clip_ratio/low_mean"] = (weight * low).sum()
+        metrics["clip_ratio/high_mean"] = (weight * high).sum()
+    return metrics
 
 
-def clipped_sides(
-    ratio: Tensor, advantages: Tensor, clip: Clip, weight: Tensor
-) -> dict[str, Tensor]:
-    """Fractions clipped below and above, with ``weight`` per token or response."""
-    low = (ratio < 1 - clip.low) & (advantages < 0)
-    high = (ratio > clip.top) & (advantages > 0)
-    return {
-        "clip_ratio/low_mean": (weight * low).sum(),
-        "clip_ratio/high_mean": (weight * high).sum(),
-    }
+def check_loss_kl(beta: float, option: str, estimator: str, *, reference: bool) -> None:
+    """Check that the KL in the loss, with weight ``beta``, can be computed."""
+    if beta and not reference:
+        raise ValueError(f"beta={beta} needs a reference policy, got reference=False; set beta=0")
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"{option} must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")

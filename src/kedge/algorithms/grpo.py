@@ -7,23 +7,27 @@ Shao et al. 2024 (arXiv:2402.03300); Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Literal
+
+from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.algorithms.common import (
     CreditLevel,
     check_loss_kl,
-    clipped_sides,
     dense_totals,
     group_advantages,
     policy_metrics,
+    policy_terms,
     reference_kl,
     shaped_rewards,
 )
 from kedge.math.advantage import group_normalize, group_std
 from kedge.math.kl import ESTIMATORS
-from kedge.math.losses import Clip, clipped_policy_loss, policy_is_clipped, weighted_policy_loss
-from kedge.math.ratios import RatioLevel, ratios
+from kedge.math.losses import Clip, weighted_policy_loss
+from kedge.math.ratios import RatioLevel
 from kedge.math.rewards import overlong_penalty, place_score
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
@@ -93,10 +97,14 @@ def grpo(  # noqa: PLR0913
     high = epsilon if epsilon_high is None else epsilon_high
     if delta is not None and delta <= 1 + high:
         raise ValueError(f"delta={delta} must be above 1 + epsilon_high = {1 + high:g}")
-    longest = _longest(response_length, loss_type, overlong_buffer)
+    _check_length(response_length, loss_type, overlong_buffer)
+    longest = response_length or 1
     clip = Clip(epsilon, high, delta)
-    top = 5.0 if epsilon_high is None else epsilon_high
+    top = 5.0 if epsilon_high is None else epsilon_high  # of "cispo"
     level: RatioLevel = "token" if importance_sampling_level == "token" else "sequence_mean"
+
+    def compare(e: AdvantageInputs, x: Tensor, group: Tensor, valid: Tensor, _: Tensor) -> Tensor:
+        return group_normalize(x, group, valid, scale=scale_rewards, total=e.total)
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask, group, valid = e.rollout.loss_mask, e.rollout.prompts.group, e.reward_output.valid
@@ -106,22 +114,13 @@ def grpo(  # noqa: PLR0913
             scores = scores + overlong_penalty(mask.sum(1), longest=longest, buffer=overlong_buffer)
         uniform = group_std(scores + dense_totals(dense), group, valid) == 0
         penalty = dense if kl is None else dense - kl_coef * kl
-        whole = scores + penalty.sum(1)
+        totals = scores + penalty.sum(1)
         rewards = place_score(scores, mask) + penalty
         trained = e.rollout.terminated | (not mask_truncated_completions)
         trained &= ~uniform | (not drop_uniform_groups)
         return AdvantageOutput(
             rewards=rewards,
-            advantages=group_advantages(
-                e,
-                whole,
-                rewards,
-                mask,
-                lambda x, group, valid, _: group_normalize(
-                    x, group, valid, scale=scale_rewards, total=e.total
-                ),
-                credit,
-            ),
+            advantages=group_advantages(e, totals, rewards, mask, partial(compare, e), credit),
             kl=kl,
             loss_mask=mask & trained[:, None],
         )
@@ -129,18 +128,18 @@ def grpo(  # noqa: PLR0913
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
         x, share = mb.rows, mb.token_weight
         w = mb.row_weight[:, None] * x.loss_mask / longest if loss_type == "dr_grpo" else share
-        log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
-        ratio = ratios(log_ratio, x.loss_mask, level)
+        terms = policy_terms(new, mb, clip, level)
+        ratio = terms.ratio
         if loss_type == "cispo":
-            per_token = weighted_policy_loss(new.logprobs, ratio, x.advantages, top=top)
-            clipped = (ratio > top) & (x.advantages > 0)
-        else:
-            per_token = clipped_policy_loss(ratio, x.advantages, clip=clip)
-            clipped = policy_is_clipped(ratio, x.advantages, clip=clip)
-        policy = (w * per_token).sum()
+            terms = replace(
+                terms,
+                loss=weighted_policy_loss(new.logprobs, ratio, x.advantages, top=top),
+                clipped=(ratio > top) & (x.advantages > 0),
+            )
+        policy = (w * terms.loss).sum()
+        sides = None if loss_type == "cispo" else clip
+        metrics = policy_metrics(terms, policy, new, mb, share, sides=sides)
         parts = {"policy": policy}
-        sides = {} if loss_type == "cispo" else clipped_sides(ratio, x.advantages, clip, share)
-        metrics = sides | policy_metrics(new, mb, share, log_ratio, ratio, clipped, policy)
         if beta:
             kl = ESTIMATORS[kl_estimator](new.logprobs, require(x.ref_logprobs, "reference"))
             kl = (w * (kl * ratio if use_bias_correction_kl else kl)).sum()
@@ -163,16 +162,13 @@ def grpo(  # noqa: PLR0913
     )
 
 
-def _longest(response_length: int | None, loss_type: str, overlong_buffer: int) -> int:
-    if response_length is None:
-        if loss_type == "dr_grpo" or overlong_buffer:
-            raise ValueError(
-                "dr_grpo and overlong_buffer need response_length, the longest response in tokens"
-            )
-        return 1
-    if not 0 <= overlong_buffer <= response_length:
+def _check_length(response_length: int | None, loss_type: str, overlong_buffer: int) -> None:
+    if response_length is None and (loss_type == "dr_grpo" or overlong_buffer):
+        raise ValueError(
+            "dr_grpo and overlong_buffer need response_length, the longest response in tokens"
+        )
+    if response_length is not None and not 0 <= overlong_buffer <= response_length:
         raise ValueError(
             f"overlong_buffer must be between 0 and response_length={response_length}, got"
             f" {overlong_buffer}"
         )
-    return response_length

@@ -7,6 +7,7 @@ Schulman et al. 2017 (arXiv:1707.06347); for language models Ziegler et al. 2019
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -16,21 +17,16 @@ from kedge.algorithms.common import (
     CreditLevel,
     dense_rewards,
     policy_metrics,
+    policy_terms,
     reference_kl,
-    trained_actions,
+    trained_turns,
     turn_numbers,
 )
 from kedge.math.advantage import gae, length_adaptive_lambda
-from kedge.math.losses import (
-    Clip,
-    clipped_policy_loss,
-    clipped_value_loss,
-    policy_is_clipped,
-    value_is_clipped,
-)
+from kedge.math.losses import Clip, clipped_value_loss, value_is_clipped
 from kedge.math.masked import extend, last_true, moments, whiten
 from kedge.math.rewards import place_score
-from kedge.math.turns import spread_over_turns, sum_over_turns, turn_starts
+from kedge.math.turns import broadcast_turns, segment_sum, turn_starts
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 ScorePosition = Literal["last", "after_last"]
@@ -105,22 +101,22 @@ def ppo(  # noqa: PLR0913
         turn, actions = turn_numbers(e) if credit == "turn" else None, mask
         if turn is not None:
             actions = value_mask = turn_starts(turn)
-            rewards = sum_over_turns(rewards, turn) * actions
+            rewards = segment_sum(rewards, turn) * actions
         if whiten_rewards:
             rewards = whiten(rewards, value_mask, center=False, total=e.total)
         values = require(e.model_outputs.values, "values")
         own_lam = lam if lam_alpha is None else length_adaptive_lambda(actions, alpha=lam_alpha)
         after = _values_after(e, credit) if bootstrap_truncated else None
-        raw = gae(rewards, values, value_mask, gamma=gamma, lam=own_lam, after=after)
-        target = raw
-        if target_lam != lam or lam_alpha is not None:
-            target = gae(rewards, values, value_mask, gamma=gamma, lam=target_lam, after=after)
+        estimate = partial(gae, rewards, values, value_mask, gamma=gamma, after=after)
+        raw = estimate(lam=own_lam)
+        same = lam_alpha is None and target_lam == lam
+        target = raw if same else estimate(lam=target_lam)
         returns = (target + values) * value_mask
-        trained = trained_actions(turn, e.trained)
+        trained = e.trained if turn is None else trained_turns(turn, e.trained)
         scaled = whiten(raw, trained, total=e.total, least=0.0 if by_batch else 1.0)
         advantages = scaled if whiten_advantages else raw * actions
         if turn is not None:
-            advantages = spread_over_turns(advantages, turn)
+            advantages = broadcast_turns(advantages, turn)
         return AdvantageOutput(
             rewards=rewards,
             advantages=advantages,
@@ -132,16 +128,14 @@ def ppo(  # noqa: PLR0913
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
         x, w, v = mb.rows, mb.token_weight, mb.value_weight
-        log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
-        ratio = log_ratio.exp()
-        policy = (w * clipped_policy_loss(ratio, x.advantages, clip=clip)).sum()
+        terms = policy_terms(new, mb, clip)
+        policy = (w * terms.loss).sum()
         values, old, returns = (require(y, "values") for y in (new.values, x.old_values, x.returns))
         value = (v * clipped_value_loss(values, old, returns, clip=cliprange_value)).sum()
-        clipped = policy_is_clipped(ratio, x.advantages, clip=clip)
         value_clipped = value_is_clipped(values, old, returns, clip=cliprange_value)
-        metrics = policy_metrics(new, mb, w, log_ratio, ratio, clipped, policy) | {
+        metrics = policy_metrics(terms, policy, new, mb, w) | {
             "loss/value_avg": value,
-            "policy/policykl_avg": -(w * log_ratio).sum(),
+            "policy/policykl_avg": -(w * terms.log_ratio).sum(),
             "val/clipfrac_avg": (v * value_clipped).sum(),
         }
         return Loss(parts={"policy": policy, "value": vf_coef * value}, metrics=metrics)
@@ -169,8 +163,10 @@ def _check_credit(credit: CreditLevel, score_position: str, lam_alpha: float | N
             " score_position='after_last' puts the score after the last one; use 'last'"
         )
     if credit == "turn" and lam_alpha:
-        turns = f"lam_alpha={lam_alpha} counts tokens; lambda would be 0 up to {1 / lam_alpha:.3g}"
-        raise ValueError(f"{turns} turns. With credit='turn' set lam instead")
+        raise ValueError(
+            f"lam_alpha={lam_alpha} counts tokens; lambda would be 0 up to {1 / lam_alpha:.3g}"
+            " turns. With credit='turn' set lam instead"
+        )
 
 
 def _values_after(e: AdvantageInputs, credit: CreditLevel) -> Tensor:

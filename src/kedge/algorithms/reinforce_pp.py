@@ -13,15 +13,16 @@ from kedge.algorithms.common import (
     Bounds,
     check_loss_kl,
     policy_metrics,
+    policy_terms,
     reference_kl,
     shaped_rewards,
     turn_numbers,
 )
 from kedge.math.advantage import gae, group_mean, rewards_to_go
 from kedge.math.kl import ESTIMATORS
-from kedge.math.losses import Clip, clipped_policy_loss, policy_is_clipped
+from kedge.math.losses import Clip
 from kedge.math.masked import whiten
-from kedge.math.ratios import RatioLevel, ratios
+from kedge.math.ratios import RatioLevel
 from kedge.math.rewards import place_score
 from kedge.math.turns import turn_groups, turn_returns, turn_starts
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
@@ -87,16 +88,11 @@ def reinforce_pp(
         return AdvantageOutput(rewards=rewards, advantages=advantages, kl=kl)
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
-        x, w = mb.rows, mb.token_weight
-        log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
-        ratio = ratios(log_ratio, x.loss_mask, ratio_level)
-        per_token = clipped_policy_loss(ratio, x.advantages, clip=clip)
-        clipped = policy_is_clipped(ratio, x.advantages, clip=clip)
-        policy = (w * per_token).sum()
-        parts = {"policy": policy}
-        metrics = policy_metrics(new, mb, w, log_ratio, ratio, clipped, policy)
+        terms, w = policy_terms(new, mb, clip, ratio_level), mb.token_weight
+        policy = (w * terms.loss).sum()
+        parts, metrics = {"policy": policy}, policy_metrics(terms, policy, new, mb, w)
         if beta:
-            ref = require(x.ref_logprobs, "reference")
+            ref = require(mb.rows.ref_logprobs, "reference")
             kl = (w * ESTIMATORS[loss_kl_estimator](new.logprobs, ref)).sum()
             parts["kl"], metrics["loss/kl_avg"] = beta * kl, kl
         return Loss(parts=parts, metrics=metrics)

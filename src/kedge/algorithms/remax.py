@@ -6,9 +6,9 @@ Li et al. 2024 (arXiv:2310.10505).
 from __future__ import annotations
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.algorithms.common import dense_rewards, policy_metrics, reference_kl
+from kedge.algorithms.common import dense_rewards, policy_metrics, policy_terms, reference_kl
 from kedge.math.advantage import rewards_to_go
-from kedge.math.losses import clipped_policy_loss, policy_is_clipped
+from kedge.math.losses import Clip
 from kedge.math.rewards import place_score
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
@@ -29,26 +29,20 @@ def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool =
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask = e.rollout.loss_mask
         kl = reference_kl(e, kl_estimator, reference=reference)
-        scores = e.reward_output.scores.where(e.reward_output.valid, 0.0)
-        baseline = require(e.reward_output.greedy_scores, "greedy").where(
-            e.reward_output.valid, 0.0
-        )
+        scores, valid = e.reward_output.scores, e.reward_output.valid
+        gain = scores - require(e.reward_output.greedy_scores, "greedy")
         token_rewards = dense_rewards(e) - (0.0 if kl is None else kl_coef * kl)
-        advantages = (scores - baseline)[:, None] * mask + rewards_to_go(
-            token_rewards, mask, gamma=1.0
-        )
+        to_go = rewards_to_go(token_rewards, mask, gamma=1.0)
         return AdvantageOutput(
-            rewards=place_score(scores, mask) + token_rewards, advantages=advantages, kl=kl
+            rewards=place_score(scores.where(valid, 0.0), mask) + token_rewards,
+            advantages=gain.where(valid, 0.0)[:, None] * mask + to_go,
+            kl=kl,
         )
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
-        x, w = mb.rows, mb.token_weight
-        log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
-        ratio = log_ratio.exp()
-        per_token = clipped_policy_loss(ratio, x.advantages, clip=cliprange)
-        policy = (mb.row_weight[:, None] * x.loss_mask * per_token).sum()
-        clipped = policy_is_clipped(ratio, x.advantages, clip=cliprange)
-        metrics = policy_metrics(new, mb, w, log_ratio, ratio, clipped, policy)
+        terms = policy_terms(new, mb, Clip(cliprange))
+        policy = (mb.row_weight[:, None] * mb.rows.loss_mask * terms.loss).sum()
+        metrics = policy_metrics(terms, policy, new, mb, mb.token_weight)
         return Loss(parts={"policy": policy}, metrics=metrics)
 
     return Algorithm(

@@ -6,6 +6,7 @@ and advantages and for a per-token KL are from REINFORCE++ (arXiv:2501.03262).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -15,16 +16,15 @@ from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.algorithms.common import (
     Bounds,
     CreditLevel,
-    clipped_sides,
     group_advantages,
     policy_metrics,
+    policy_terms,
     reference_kl,
     shaped_rewards,
 )
 from kedge.math.advantage import group_count, leave_one_out, rewards_to_go
-from kedge.math.losses import Clip, clipped_policy_loss, policy_is_clipped
+from kedge.math.losses import Clip
 from kedge.math.masked import standardize, whiten
-from kedge.math.ratios import ratios
 from kedge.math.rewards import place_score
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput
 
@@ -79,7 +79,6 @@ def rloo(
     """
     _check_levels(ratio_level, token_level_kl, credit)
     by_token = token_level_kl or ratio_level == "token" or credit == "turn"
-
     clip = Clip(cliprange, cliprange_high)
 
     def compare(
@@ -106,26 +105,23 @@ def rloo(
             if normalize_advantage:
                 advantages = whiten(advantages, trained, total=e.total)
         else:
-            whole = scores + penalty.sum(1)
-            advantages = group_advantages(e, whole, rewards, trained, partial(compare, e), credit)
+            totals = scores + penalty.sum(1)
+            advantages = group_advantages(e, totals, rewards, trained, partial(compare, e), credit)
         loss_mask = trained if mask_truncated_completions else None
         return AdvantageOutput(rewards=rewards, advantages=advantages, kl=kl, loss_mask=loss_mask)
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
-        x = mb.rows
-        log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
-        ratio = ratios(log_ratio, x.loss_mask, "token" if by_token else "sequence")
-        per_token = clipped_policy_loss(ratio, x.advantages, clip=clip)
-        clipped = policy_is_clipped(ratio, x.advantages, clip=clip)
-        weight, share = mb.row_weight[:, None] * x.loss_mask, mb.token_weight
-        policy = (weight * per_token).sum()
+        x, share = mb.rows, mb.token_weight
+        terms = policy_terms(new, mb, clip, "token" if by_token else "sequence")
+        weight = mb.row_weight[:, None] * x.loss_mask
+        policy = (weight * terms.loss).sum()
         if not by_token:
             # The gradient is that of the sum over tokens, the value that of the response.
             share = weight / x.loss_mask.sum(1, keepdim=True).clamp(min=1)
-            policy = policy + ((share * per_token).sum() - policy).detach()
-            log_ratio = log_ratio.sum(1, keepdim=True) * x.loss_mask
-        metrics = policy_metrics(new, mb, share, log_ratio, ratio, clipped, policy)
-        metrics |= clipped_sides(ratio, x.advantages, clip, share)
+            policy = policy + ((share * terms.loss).sum() - policy).detach()
+            per_response = terms.log_ratio.sum(1, keepdim=True) * x.loss_mask
+            terms = replace(terms, log_ratio=per_response)
+        metrics = policy_metrics(terms, policy, new, mb, share, sides=clip)
         return Loss(parts={"policy": policy}, metrics=metrics)
 
     return Algorithm(
@@ -143,10 +139,10 @@ def rloo(
 
 
 def _check_levels(ratio_level: str | None, token_level_kl: bool, credit: CreditLevel) -> None:
-    separate = "token_level_kl=True" if token_level_kl else "credit='turn'"
     if ratio_level == "sequence" and (token_level_kl or credit == "turn"):
+        option = "token_level_kl=True" if token_level_kl else "credit='turn'"
         raise ValueError(
-            f"{separate} gives each token a separate advantage, but ratio_level='sequence'"
+            f"{option} gives each token a separate advantage, but ratio_level='sequence'"
             " needs one per response; use ratio_level='token'"
         )
     if token_level_kl and credit == "turn":

@@ -22,7 +22,7 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +43,8 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 _SAVING, _OLD, _DELETING = ".saving-", ".old-", ".deleting-"
 
 _HASHES = {  # differences whose values say nothing
-    "prompts": "not those of the checkpoint",
-    "reference": "not that of the checkpoint, so the KL is to another model from now on",
+    "prompts": "prompts: not those of the checkpoint",
+    "reference": "reference: not that of the checkpoint, so the KL is to another model from now on",
 }
 
 
@@ -96,8 +96,6 @@ def save(
     """
     final = Path(output_dir) / f"checkpoint-{step}"
     temporary = final.with_name(_SAVING + final.name)
-    if world_size > 1 and barrier is None:
-        raise ValueError(f"world_size={world_size} needs a barrier that waits for all ranks")
     wait = barrier or (lambda: None)
     try:
         if rank == 0:
@@ -122,8 +120,11 @@ def save(
             shutil.rmtree(temporary, ignore_errors=True)
         cause = e.__cause__ if isinstance(e, CheckpointError) else e
         if isinstance(cause, OSError | SafetensorError):
+            hint = ", or choose another output_dir; there is no earlier checkpoint"
+            if earlier := checkpoints(output_dir):
+                hint = f"; resume_from_checkpoint=True continues from {earlier[-1].name}"
             raise CheckpointError(
-                f"could not write {final}: {cause}; {_recovery_hint(final, cause)}"
+                f"could not write {final}: {cause}; {way_out(cause)}{hint}"
             ) from e
         raise
     return final
@@ -138,19 +139,14 @@ def _write_state(folder: Path, parts: dict[str, Any], head: dict[str, Any], rank
         return
     files: dict[str, dict[str, Tensor]] = {}
     for label, x in tensors.items():
-        if label not in sharded:
-            files.setdefault(_file_of(label), {})[label] = x
+        if label not in sharded:  # state/learner/optimizer/0/m: state-learner.optimizer.safetensors
+            _, *path = label.split("/")
+            name = re.sub(r"[^A-Za-z0-9_.-]", "_", ".".join(path[: 2 if len(path) > 2 else 1]))
+            files.setdefault(f"state-{name}.safetensors", {})[label] = x
     for file, members in files.items():
         write_tensors(folder / file, members)
     body = {"shards": shards, "files": sorted(files), "parts": encoded}
     write_json(folder / STATE, {"format": FORMAT, **head, **body})
-
-
-def _recovery_hint(failed: Path, cause: BaseException) -> str:
-    earlier = [folder.name for folder in checkpoints(failed.parent)]
-    if not earlier:
-        return f"{way_out(cause)}, or choose another output_dir; there is no earlier checkpoint"
-    return f"{way_out(cause)}; resume_from_checkpoint=True continues from {earlier[-1]}"
 
 
 def load(
@@ -159,7 +155,6 @@ def load(
     rank: int = 0,
     world_size: int = 1,
     settings: Mapping[str, Any] | None = None,
-    must_match: Collection[str] = (),
     verified: bool = False,
 ) -> Checkpoint:
     """Read a checkpoint into CPU memory; sharded tensors are left as ``StoredTensor``.
@@ -170,12 +165,11 @@ def load(
         world_size: current number of ranks.
         settings: options of this run; differences from the saved ones are listed in a warning,
             since results will differ from an uninterrupted run.
-        must_match: names in ``settings`` (nested ones as "a.b") that raise instead of warning.
         verified: True if ``verify`` has just checked the folder.
 
     Raises:
-        CheckpointError: missing, damaged, from another world size although ranks have local state,
-            or with other settings named in ``must_match``.
+        CheckpointError: missing, damaged, or from another world size although ranks have local
+            state.
     """
     folder = Path(folder)
     if not verified:
@@ -189,22 +183,17 @@ def load(
             )
         _check_ranks(folder, head["world_size"], world_size)
         if settings is not None:
-            _check_settings(folder, head["settings"], settings, must_match)
+            _check_settings(folder, head["settings"], settings)
         tensors: dict[str, Any] = stored_tensors(folder, head.get("shards", {}))
         for file in head["files"]:
             tensors |= read_tensors(folder / file)
-        parts = join(head["parts"], tensors)
-        if not isinstance(parts, dict):
-            raise DamagedCheckpointError(
-                f"parts in {STATE} must be a mapping, got {str(parts)[:40]!r}"
-            )
         own, local = folder / f"rank-{rank:05d}.json", None
         if own.exists():
             local = join(read_json(own), read_tensors(own.with_suffix(".safetensors")))
         return Checkpoint(
             folder=folder,
             step=int(head["step"]),
-            parts=parts,
+            parts=dict(join(head["parts"], tensors)),
             local=local,
             world_size=head["world_size"],
             settings=head["settings"],
@@ -212,7 +201,7 @@ def load(
 
 
 @contextmanager
-def loading(folder: Path) -> Iterator[None]:
+def loading(folder: Path, file: str = STATE) -> Iterator[None]:
     """Context for reading or restoring a checkpoint; errors from invalid contents become damage.
 
     Raises:
@@ -220,17 +209,13 @@ def loading(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except DamagedCheckpointError as error:
-        problem = str(error)
-        if str(folder) in problem:  # already in the message
-            raise
-        raise DamagedCheckpointError(f"{folder} is damaged: {problem}") from error
     except KedgeError as error:
         if str(folder) not in str(error):
-            error.args = (f"{folder}: {error}", *error.args[1:])
+            damage = " is damaged" if isinstance(error, DamagedCheckpointError) else ""
+            error.args = (f"{folder}{damage}: {error}", *error.args[1:])
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        problem = f"{STATE} cannot be loaded ({type(error).__name__}: {error})"
+        problem = f"{file} cannot be loaded ({type(error).__name__}: {error})"
         raise DamagedCheckpointError(f"{folder} is damaged: {problem}") from error
 
 
@@ -257,7 +242,7 @@ def load_one(folder: str | Path, attempt: Callable[[Path], object]) -> None:
 
 def load_latest(
     output_dir: str | Path,
-    attempt: Callable[[Path], object] | None = None,
+    attempt: Callable[[Path], object] = lambda folder: None,
     *,
     anywhere: Callable[[bool], bool] = bool,
 ) -> Path | None:
@@ -287,50 +272,26 @@ def load_latest(
     return None
 
 
-def _problem(folder: Path, attempt: Callable[[Path], object] | None) -> str | None:
+def _problem(folder: Path, attempt: Callable[[Path], object]) -> str | None:
     """Why a checkpoint cannot be loaded; None if it was."""
     try:
         verify(folder)
-    except CheckpointError as error:
-        return str(error)
-    try:
         with loading(folder):
-            if attempt is not None:
-                attempt(folder)
+            attempt(folder)
     except DamagedCheckpointError as error:
         return str(error)
     return None
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Settings that differ: ``name -> "A in the checkpoint, B now"``, nested ones as ``a.b``."""
-    saved, now = _flatten(saved), _flatten(now)
-    return {
-        name: f"{_text(saved, name)} in the checkpoint, {_text(now, name)} now"
-        for name in sorted({*saved, *now})
-        if _text(saved, name) != _text(now, name)
-    }
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as ``a.b`` in JSON, so that a tuple equals the list it was saved as."""
+    flat: dict[str, str] = {}
     for name, x in settings.items():
-        flat |= (
-            _flatten(x, f"{prefix}{name}.") if isinstance(x, Mapping) else {f"{prefix}{name}": x}
-        )
+        if isinstance(x, Mapping):
+            flat |= _flatten(x, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = json.dumps(x, sort_keys=True)
     return flat
-
-
-def _text(settings: Mapping[str, Any], name: str) -> str:
-    """A setting as JSON, so that a tuple equals the list it was saved as."""
-    return json.dumps(settings[name], sort_keys=True) if name in settings else "absent"
-
-
-def _file_of(name: str) -> str:
-    """File of a tensor: state/learner/optimizer/0/m -> state-learner.optimizer.safetensors."""
-    _, *path = name.split("/")
-    words = path[:2] if len(path) > 2 else path[:1]
-    return f"state-{re.sub(r'[^A-Za-z0-9_.-]', '_', '.'.join(words))}.safetensors"
 
 
 def _check_ranks(folder: Path, saved: int, now: int) -> None:
@@ -348,20 +309,15 @@ def _check_ranks(folder: Path, saved: int, now: int) -> None:
     )
 
 
-def _check_settings(
-    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], must_match: Collection[str]
-) -> None:
-    changed = differences(saved, now)
-    fatal = [f"{k}: {v}" for k, v in changed.items() if k in must_match]
-    if fatal:
-        raise CheckpointError(
-            f"{folder} belongs to a run with other settings ({'; '.join(fatal)}); "
-            "use the saved values, or another output_dir"
-        )
+def _check_settings(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    before, after = _flatten(saved), _flatten(now)
+    changed = [
+        _HASHES.get(name, f"{name}: {old} in the checkpoint, {new} now")
+        for name in sorted({*before, *after})
+        if (old := before.get(name, "absent")) != (new := after.get(name, "absent"))
+    ]
     if changed:
-        changed |= {name: text for name, text in _HASHES.items() if name in changed}
-        listed = "; ".join(f"{k}: {v}" for k, v in changed.items())
-        warnings.warn(f"resuming {folder} with other settings: {listed}", stacklevel=3)
+        warnings.warn(f"resuming {folder} with other settings: {'; '.join(changed)}", stacklevel=3)
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
@@ -384,31 +340,29 @@ def verify(folder: str | Path, *, contents: bool = True) -> None:
         contents: also compare checksums (reads every file); False: sizes only.
 
     Raises:
-        CheckpointError: names the folder, the file and the problem.
+        DamagedCheckpointError: names the folder, the file and the problem.
     """
     folder = Path(folder)
     if not folder.is_dir():
         others = [p.name for p in checkpoints(folder.parent)]
         hint = f"; existing checkpoints: {', '.join(others)}" if others else ""
-        raise CheckpointError(f"checkpoint {folder} does not exist{hint}")
+        raise DamagedCheckpointError(f"checkpoint {folder} does not exist{hint}")
     inside = [p.name for p in checkpoints(folder)]
     if inside:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{folder} is an output_dir, not a checkpoint; use {folder / inside[-1]}, or"
             " resume_from_checkpoint=True for the newest"
         )
     if not (folder / MANIFEST).is_file():
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{folder} has no {MANIFEST}: it was not written by Kedge, or copied only in part"
         )
-    manifest = read_json(folder / MANIFEST)
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict) or STATE not in files:
-        raise CheckpointError(f"{folder} is damaged: {MANIFEST} does not list {STATE}")
-    for name, expected in files.items():
-        problem = _find_problem(folder / name, expected, contents)
-        if problem:
-            raise CheckpointError(f"{folder} is damaged: {name} {problem}")
+    with loading(folder, MANIFEST):
+        files = read_json(folder / MANIFEST)["files"]
+        for name, entry in {STATE: files[STATE], **files}.items():
+            problem = _find_problem(folder / name, entry["size"], entry["crc32"], contents)
+            if problem:
+                raise DamagedCheckpointError(f"{name} {problem}")
 
 
 def rotate(
@@ -429,10 +383,13 @@ def rotate(
     if not limit or len(folders) <= limit:
         return []
     kept = {Path(p).name for p in keep if p is not None}
-    kept.add(_newest_intact(folders))
+    kept.add(next((x for x in reversed(folders) if _is_complete(x)), folders[-1]).name)
     oldest = [p for p in folders if p.name not in kept][: len(folders) - limit]
-    for folder in oldest:
-        _delete(folder)
+    for folder in oldest:  # renamed first, so that a kill never leaves a partial checkpoint
+        doomed = folder.with_name(_DELETING + folder.name)
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
     return oldest
 
 
@@ -477,27 +434,15 @@ def publish(temporary: Path, final: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _delete(folder: Path) -> None:
-    """Rename before deleting, so that a kill never leaves a partial checkpoint."""
-    doomed = folder.with_name(_DELETING + folder.name)
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+def _is_complete(folder: Path) -> bool:
+    try:
+        verify(folder, contents=False)
+    except CheckpointError:
+        return False
+    return True
 
 
-def _newest_intact(folders: list[Path]) -> str:
-    for folder in reversed(folders):
-        try:
-            verify(folder, contents=False)
-        except CheckpointError:
-            continue
-        return folder.name
-    return folders[-1].name
-
-
-def _find_problem(file: Path, expected: Any, contents: bool) -> str | None:
-    entry = expected if isinstance(expected, dict) else {}
-    size, crc = entry.get("size"), entry.get("crc32")
+def _find_problem(file: Path, size: int, crc: int, contents: bool) -> str | None:
     if not file.is_file():
         return "is missing"
     if file.stat().st_size != size:

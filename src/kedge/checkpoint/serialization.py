@@ -39,7 +39,7 @@ def split(tree: Any, *, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
         CheckpointError: a leaf or key of another type; the message has its path.
     """
     tensors: dict[str, Tensor] = {}
-    seen: dict[tuple[object, ...], str] = {}
+    seen: dict[tuple[object, ...] | None, str] = {}
 
     def leaf(x: Tensor, path: KeyPath) -> dict[str, str]:
         if x.layout is not torch.strided or x.is_complex() or x.is_quantized or x.is_meta:
@@ -47,13 +47,15 @@ def split(tree: Any, *, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
                 f"{'/'.join(path)} is a {x.dtype} tensor of layout {x.layout} on {x.device}; "
                 "a checkpoint can store only dense real tensors: convert it in state_dict()"
             )
-        x = x.detach()
-        sharded = isinstance(x, DTensor)  # labels must be the same on all ranks
-        key = () if sharded else (x.data_ptr(), x.device, x.dtype, tuple(x.shape), x.stride())
-        label = seen.get(key) if x.numel() and not sharded else None
-        if label is None:
-            label = _free_name("/".join(path), tensors)
-            tensors[label] = x
+        x, label, number, key = x.detach(), "/".join(path), 1, None
+        if x.numel() and not isinstance(x, DTensor):  # whose labels must be the same on all ranks
+            key = (x.data_ptr(), x.device, x.dtype, tuple(x.shape), x.stride())
+        if key in seen:
+            return {"tensor": seen[key]}
+        while label in tensors or label == "__metadata__":  # the keys 1 and "1" have the same path
+            label, number = f"{'/'.join(path)}~{number}", number + 1
+        tensors[label] = x
+        if key is not None:
             seen[key] = label
         return {"tensor": label}
 
@@ -147,11 +149,3 @@ def _encode_mapping(
         )
     pairs = [(_encode(k, path, leaf), _encode(v, (*path, str(k)), leaf)) for k, v in x.items()]
     return {"items": [[k, v] for k, v in pairs]}
-
-
-def _free_name(name: str, taken: Mapping[str, object]) -> str:
-    """``name``, with a suffix if it is taken: the keys 1 and "1" have the same path."""
-    candidate, n = name, 1
-    while candidate in taken or candidate == "__metadata__":
-        candidate, n = f"{name}~{n}", n + 1
-    return candidate

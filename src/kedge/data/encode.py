@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -46,10 +47,6 @@ class EncodedPrompts:
 
     def __len__(self) -> int:
         return self.rows.numel()
-
-    def lengths(self, index: Tensor) -> Tensor:
-        """Tokens of the prompts in ``index``, int64 [n]."""
-        return self.starts[index + 1] - self.starts[index]
 
     def tokens_of(self, index: int) -> Tensor:
         """Token ids of one prompt, int64 [length]."""
@@ -138,10 +135,7 @@ def _with_one_bos(chunks: Iterable[list[list[int]]], bos: int) -> Iterable[list[
 
 
 def _chunks(
-    table: Table,
-    names: list[str],
-    encode: Encode,
-    num_proc: int | None,
+    table: Table, names: list[str], encode: Encode, num_proc: int | None
 ) -> Iterable[list[list[int]]]:
     if isinstance(table, ArrowTable) and num_proc is not None and num_proc > 1:
         done = table.dataset.select_columns(names).map(
@@ -165,45 +159,40 @@ def _collect(
     max_length: int | None,
     overlong: Literal["drop", "truncate"],
 ) -> EncodedPrompts:
-    parts: list[Tensor] = []
-    kept: list[int] = []
-    lengths: list[int] = []
-    row = dropped = truncated = longest = 0
-    for chunk in chunks:
-        wanted = []
-        for ids in chunk:
-            if not ids:
-                raise DataError(
-                    f"row {row} of the dataset is an empty prompt (no token); remove such rows,"
-                    " or use a tokenizer that prepends a BOS token to every text"
-                )
-            over = max_length is not None and len(ids) > max_length
-            longest = max(longest, len(ids))
-            if over and overlong == "drop":
-                dropped += 1
-            else:
-                truncated += over
-                wanted.append(ids[-max_length:] if over and max_length else ids)
-                kept.append(row)
-                lengths.append(len(wanted[-1]))
-            row += 1
-        parts.append(torch.tensor(list(chain.from_iterable(wanted)), dtype=torch.int32))
+    tokens, starts, kept = array("i"), [0], list[int]()
+    truncated = longest = 0
+    for row, ids in enumerate(chain.from_iterable(chunks)):
+        if not ids:
+            raise DataError(
+                f"row {row} of the dataset is an empty prompt (no token); remove such rows,"
+                " or use a tokenizer that prepends a BOS token to every text"
+            )
+        longest = max(longest, len(ids))
+        over = max_length is not None and len(ids) > max_length
+        if over and overlong == "drop":
+            continue
+        truncated += over
+        tokens.extend(ids[-max_length:] if over and max_length else ids)
+        starts.append(len(tokens))
+        kept.append(row)
     if not kept:
         raise DataError(
             f"all {rows} prompts are longer than max_prompt_length={max_length} tokens (the longest"
             f" has {longest}); raise it, or set overlong_prompts='truncate'"
         )
-    report = PromptReport(rows=rows, dropped=dropped, truncated=truncated, longest=max(lengths))
+    dropped, lengths = rows - len(kept), torch.tensor(starts).diff()
     if dropped or truncated:
         logger.warning(
             "of %d prompts, %d were dropped and %d truncated to their last %s tokens",
             *(rows, dropped, truncated, max_length),
         )
     return EncodedPrompts(
-        tokens=torch.cat(parts),
-        starts=torch.tensor([0, *accumulate(lengths)]),
+        tokens=torch.frombuffer(tokens, dtype=torch.int32),
+        starts=torch.tensor(starts),
         rows=torch.tensor(kept),
-        report=report,
+        report=PromptReport(
+            rows=rows, dropped=dropped, truncated=truncated, longest=int(lengths.max())
+        ),
     )
 
 
@@ -228,23 +217,20 @@ def _tokenize(
 ) -> dict[str, Any]:
     prompts = columns[column]
     chat = is_chat(prompts[0])
+    texts: list[str] = []
     for row, prompt in zip(rows, prompts, strict=True):
         if not (is_chat(prompt) if chat else isinstance(prompt, str)):
-            shown = repr(prompt)[:80]
             raise DataError(
-                f"column {column!r}, row {row}: expected {'chat messages' if chat else 'text'},"
-                f" got {type(prompt).__name__} {shown}; every row must hold text, or every row"
-                " a list of {'role': ..., 'content': ...} messages"
+                f"column {column!r}, row {row}: expected {'chat messages' if chat else 'text'}, got"
+                f" {type(prompt).__name__} {repr(prompt)[:80]}; every row must hold text, or every"
+                " row a list of {'role': ..., 'content': ...} messages"
             )
-    texts: Sequence[str] = prompts
-    if chat:
-        texts = []
-        for row, messages in zip(rows, prompts, strict=True):
-            answered = messages[-1]["role"] == "assistant"  # the response has already begun
+        text = prompt
+        if chat:
+            answered = prompt[-1]["role"] == "assistant"  # the response has already begun
             options = {"add_generation_prompt": not answered, "continue_final_message": answered}
             where = f"column {column!r}, row {row}"
-            texts.append(render_chat(tokenizer, messages, where=where, **(options | template)))
-    for row, text in zip(rows, texts, strict=True):
+            text = render_chat(tokenizer, prompt, where=where, **(options | template))
         at = None if text.isascii() else LONE_SURROGATE.search(text)
         if at is not None:  # no tokenizer accepts it
             raise DataError(
@@ -252,7 +238,8 @@ def _tokenize(
                 f" {at.group()!r}, which UTF-8 cannot encode; fix it, for example with"
                 " text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
             )
-    ids = _token_ids(tokenizer, list(texts), add_special_tokens=not chat)
+        texts.append(text)
+    ids = _token_ids(tokenizer, texts, add_special_tokens=not chat)
     return {"input_ids": [one[:-1] for one in ids] if drop_eos and not chat else ids}
 
 
@@ -274,26 +261,21 @@ def _token_ids(tokenizer: Any, texts: list[str], *, add_special_tokens: bool) ->
 
 def _read_ids(columns: dict[str, list[Any]], rows: Sequence[int]) -> dict[str, Any]:
     ids = columns["input_ids"]
-    for row, prompt_ids in zip(rows, ids, strict=True):
+    masks = columns.get("attention_mask")
+    prompts = []
+    for at, (row, prompt_ids) in enumerate(zip(rows, ids, strict=True)):
         if not _is_id_list(prompt_ids):
             raise DataError(
                 f"column 'input_ids', row {row}: expected a list of token ids (integers >= 0),"
                 f" got {type(prompt_ids).__name__} {repr(prompt_ids)[:80]}"
             )
-    masks = columns.get("attention_mask")
-    if masks is None:
-        return {"input_ids": [list(map(int, prompt_ids)) for prompt_ids in ids]}
-    for row, prompt_ids, mask in zip(rows, ids, masks, strict=True):
+        mask = [1] * len(prompt_ids) if masks is None else masks[at]
         if mask is None or len(mask) != len(prompt_ids):
             raise DataError(
                 f"row {row} of the dataset: attention_mask and input_ids must have the same length"
             )
-    return {
-        "input_ids": [
-            [int(token) for token, real in zip(prompt_ids, mask, strict=True) if real]
-            for prompt_ids, mask in zip(ids, masks, strict=True)
-        ]
-    }
+        prompts.append([int(x) for x, real in zip(prompt_ids, mask, strict=True) if real])
+    return {"input_ids": prompts}
 
 
 def _is_id_list(ids: object) -> bool:

@@ -27,20 +27,6 @@ class Part:
     fraction: float | None = None
     rows: int | None = None
 
-    def count(self, available: int) -> int:
-        """How many rows to take of ``available`` ones.
-
-        Raises:
-            DataError: none would be taken.
-        """
-        wanted = self.rows if self.fraction is None else round(self.fraction * available)
-        if not wanted or not available:
-            raise DataError(
-                f"the dataset mixer takes no row of {self.name!r}, which has {available}; remove"
-                " it from the mixer, or take more"
-            )
-        return wanted
-
 
 def parse_mixer(mixer: str | Sequence[str]) -> list[Part]:
     """Parse a mixture written as alternating names and amounts.
@@ -83,8 +69,17 @@ def choose_rows(part: Part, available: int, *, seed: int, position: int) -> list
         available: rows of the dataset.
         seed: seed of the choice.
         position: position of the dataset in the mixture.
+
+    Raises:
+        DataError: no row would be taken.
     """
-    whole, rest = divmod(part.count(available), available)
+    wanted = part.rows if part.fraction is None else round(part.fraction * available)
+    if not wanted or not available:
+        raise DataError(
+            f"the dataset mixer takes no row of {part.name!r}, which has {available}; remove"
+            " it from the mixer, or take more"
+        )
+    whole, rest = divmod(wanted, available)
     generator = random.Random(f"mixer/{seed}/{position}")
     return sorted([*list(range(available)) * whole, *generator.sample(range(available), rest)])
 

@@ -50,7 +50,7 @@ class DatasetPrompts:
         columns: dataset columns to pass along; None passes all.
 
     Raises:
-        ConfigError: a size or option is invalid.
+        ConfigError: the rows of a step cannot be divided among the ranks.
         DataError: the dataset cannot be used as prompts.
     """
 
@@ -72,11 +72,14 @@ class DatasetPrompts:
         dataset_num_proc: int | None = None,
         columns: Collection[str] | None = None,
     ) -> None:
-        _check_sizes(prompts_per_step, num_generations, rank, world_size)
-        if max_prompt_length is not None and max_prompt_length < 1:
-            raise ConfigError(f"max_prompt_length={max_prompt_length} must be at least 1 token")
-        if overlong not in ("drop", "truncate"):
-            raise ConfigError(f"overlong_prompts={overlong!r} must be 'drop' or 'truncate'")
+        rows = prompts_per_step * num_generations
+        if rows % world_size:
+            down = rows // world_size * world_size
+            raise ConfigError(
+                f"world_size={world_size} does not divide the step's {rows} rows"
+                f" ({prompts_per_step} prompts x {num_generations} each); nearest row counts that"
+                f" do: {max(down, world_size)}, {down + world_size}"
+            )
         self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's tokenizer
         self._table = read_table(dataset)
         self._prompts: EncodedPrompts = encode_prompts(
@@ -182,24 +185,23 @@ class DatasetPrompts:
     def _padded(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         if self._collate is not None:
             return self._collated(chosen, self._collate)
-        lengths = self._prompts.lengths(chosen)
+        tokens = [self._prompts.tokens_of(index) for index in chosen.tolist()]
+        lengths = torch.tensor([len(row) for row in tokens])
         width = int(lengths.max())
-        ids = torch.full((len(chosen), width), self._pad)
-        for at, index in enumerate(chosen.tolist()):
-            tokens = self._prompts.tokens_of(index)
-            ids[at, width - len(tokens) :] = tokens
-        return ids, torch.arange(width) >= (width - lengths)[:, None]
+        mask = torch.arange(width) >= (width - lengths)[:, None]
+        ids = torch.full(mask.shape, self._pad)
+        ids[mask] = torch.cat(tokens)
+        return ids, mask
 
     def _collated(
         self, chosen: Tensor, collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]]
     ) -> tuple[Tensor, Tensor]:
         tokens = [self._prompts.tokens_of(index).tolist() for index in chosen.tolist()]
         collated = collate([{"input_ids": t, "attention_mask": [1] * len(t)} for t in tokens])
-        missing = {"input_ids", "attention_mask"} - set(collated)
-        if missing:
+        if not {"input_ids", "attention_mask"} <= set(collated):
             raise DataError(
-                f"data_collator must return input_ids and attention_mask:"
-                f" {' and '.join(sorted(missing))} missing, got {', '.join(collated) or 'nothing'}"
+                "data_collator must return input_ids and attention_mask, got"
+                f" {', '.join(collated) or 'nothing'}"
             )
         ids = torch.as_tensor(collated["input_ids"])
         mask = torch.as_tensor(collated["attention_mask"])
@@ -234,30 +236,10 @@ class DatasetPrompts:
 def _pad_id(tokenizer: Any) -> int:
     if tokenizer.pad_token_id is not None:
         return int(tokenizer.pad_token_id)
-    if tokenizer.eos_token_id is None:
-        logger.warning(
-            "the tokenizer has neither a pad nor an EOS token: padding is filled with id 0"
-        )
-        return 0
+    has_eos = tokenizer.eos_token_id is not None
     logger.warning(
-        "the tokenizer has no pad token: padding is filled with its EOS token %r; masks mark the"
-        " padding, so EOS is still learned",
-        tokenizer.eos_token,
+        "the tokenizer has no pad token: padding is filled with %s; masks mark the padding, so EOS"
+        " is still learned",
+        f"its EOS token {tokenizer.eos_token!r}" if has_eos else "id 0",
     )
-    return int(tokenizer.eos_token_id)
-
-
-def _check_sizes(prompts: int, generations: int, rank: int, world_size: int) -> None:
-    for name, value in (("prompts_per_step", prompts), ("num_generations", generations)):
-        if value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank={rank} must be in [0, world_size={world_size})")
-    rows = prompts * generations
-    if rows % world_size:
-        down = rows // world_size * world_size
-        raise ConfigError(
-            f"world_size={world_size} does not divide the step's {rows} rows ({prompts} prompts x"
-            f" {generations} each); nearest row counts that do: {max(down, world_size)},"
-            f" {down + world_size}"
-        )
+    return int(tokenizer.eos_token_id) if has_eos else 0

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kedge.errors import DataError
 
 
-class Table(Protocol):
-    """Named columns of equal length, read by row index."""
-
-    @property
-    def names(self) -> list[str]:
-        """Column names."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def take(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, list[Any]]:
-        """The given columns of the given rows, as plain Python values."""
-        ...
-
-
 class ColumnTable:
-    """Columns in memory."""
+    """Named columns of equal length in memory."""
 
     def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
         for name in columns:
@@ -33,19 +18,14 @@ class ColumnTable:
         lengths = {name: len(values) for name, values in columns.items()}
         if len(set(lengths.values())) > 1:
             raise DataError(f"the dataset's columns must have the same length, got {lengths}")
-        self._columns = columns
+        self._columns, self.names = columns, list(columns)
         self._length = next(iter(lengths.values()), 0)
-
-    @property
-    def names(self) -> list[str]:
-        """Column names."""
-        return list(self._columns)
 
     def __len__(self) -> int:
         return self._length
 
     def take(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, list[Any]]:
-        """The given columns of the given rows."""
+        """The given columns of the given rows, as plain Python values."""
         return {name: [self._columns[name][row] for row in rows] for name in names}
 
 
@@ -54,17 +34,13 @@ class ArrowTable:
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset.with_format(None)
-
-    @property
-    def names(self) -> list[str]:
-        """Column names."""
-        return list(self.dataset.column_names)
+        self.names: list[str] = list(dataset.column_names)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def take(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, list[Any]]:
-        """The given columns of the given rows."""
+        """The given columns of the given rows, as plain Python values."""
         if not names:
             return {}
         try:
@@ -74,6 +50,9 @@ class ArrowTable:
             raise DataError(
                 f"rows of the dataset cannot be read: {type(error).__name__}: {error}"
             ) from error
+
+
+Table = ColumnTable | ArrowTable
 
 
 def read_table(dataset: Any) -> Table:
@@ -91,11 +70,10 @@ def read_table(dataset: Any) -> Table:
         )
     if isinstance(dataset, Mapping):
         return _read_columns(dataset)
-    if isinstance(dataset, Iterator) or not (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    ):
-        if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
-            raise DataError(f"a dataset must be a datasets.Dataset or a list of dicts, got {kind}")
+    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not (indexed or hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
+        raise DataError(f"a dataset must be a datasets.Dataset or a list of dicts, got {kind}")
+    if isinstance(dataset, Iterator) or not indexed:
         raise DataError(
             f"the dataset is a {kind}, a stream without row indices, so a resumed run could not"
             " read the same prompts again; load the rows you need into memory first, for example"
@@ -133,15 +111,11 @@ def _read_columns(columns: Mapping[str, Any]) -> ColumnTable:
             f"the dataset is a {type(columns).__name__} with the splits"
             f" {', '.join(map(str, columns))}; pass one of them"
         )
-    for name, values in columns.items():
+    lists = {n: x.tolist() if hasattr(x, "tolist") else x for n, x in columns.items()}
+    for name, values in lists.items():
         if isinstance(values, str) or not hasattr(values, "__getitem__"):
             raise DataError(
                 f"column {name!r} must be a list, got {type(values).__name__}; a dict maps"
                 " column names to lists (pass a single row as [row])"
             )
-    return ColumnTable(
-        {
-            n: values.tolist() if hasattr(values, "tolist") else values
-            for n, values in columns.items()
-        }
-    )
+    return ColumnTable(lists)

@@ -27,13 +27,18 @@ def batch_metrics(experience: Experience, terms: Terms, learner: Learner) -> dic
     """
     inputs, rollout, total = terms.inputs, terms.inputs.rollout, learner.total
     means = MetricAccumulator()
-    _accumulate_staleness(means, terms, learner.version)
-    _accumulate(means, inputs, terms.outputs, terms.kl_coef)
+    _add_staleness(means, terms, learner.version)
+    _add_rewards(means, inputs)
+    _add_training_data(means, inputs, terms.outputs, terms.kl_coef)
     metrics = means.read(total) | _lengths(rollout, inputs.reward_output.valid, total)
+    penalty = metrics.get("objective/non_score_reward", 0.0)
+    metrics["objective/rlhf_reward"] = metrics["objective/scores"] + penalty
+    residual, spread = metrics.pop("_residual", 0.0), metrics.pop("_return_std", 0.0)
+    if spread > 0:
+        metrics["val/explained_variance"] = 1 - (residual / spread) ** 2
     metrics["objective/kl_coef"] = terms.kl_coef
     if terms.outputs.deviation is not None:
         metrics["val/raw_advantage_std"] = float(terms.outputs.deviation)
-    _derive(metrics)
     known = rollout.token_versions >= 0
     metrics |= _token_ages(terms.age.clamp(min=0), known & experience.loss_mask, total)
     logged = reduce_metrics(inputs.reward_output.metrics, learner)
@@ -43,8 +48,8 @@ def batch_metrics(experience: Experience, terms: Terms, learner: Learner) -> dic
     return metrics
 
 
-def _accumulate_staleness(means: MetricAccumulator, terms: Terms, version: int) -> None:
-    """Accumulate the age of tokens, the correction, and gaps of log-probabilities."""
+def _add_staleness(means: MetricAccumulator, terms: Terms, version: int) -> None:
+    """Add the age of tokens, the correction, and gaps of log-probabilities."""
     rollout, current = terms.inputs.rollout, terms.logprobs
     mask, behavior = rollout.loss_mask, rollout.behavior_logprobs
     if terms.too_old is not None:
@@ -63,21 +68,29 @@ def _accumulate_staleness(means: MetricAccumulator, terms: Terms, version: int) 
     means.mean("rollout/lag", lag, rollout.version >= 0)
 
 
-def _accumulate(
-    means: MetricAccumulator, e: AdvantageInputs, outputs: AdvantageOutput, kl_coef: float
-) -> None:
-    """Accumulate the metrics of the valid rows."""
-    valid, mask, models = e.reward_output.valid, e.rollout.loss_mask, e.model_outputs
-    scores = e.reward_output.scores
-    means.mean("objective/scores", scores, valid)
-    means.mean("_scores_squared", scores.double() ** 2, valid)
+def _add_rewards(means: MetricAccumulator, e: AdvantageInputs) -> None:
+    """Add scores, groups and counts of responses and tokens."""
+    scores, valid, group = e.reward_output.scores, e.reward_output.valid, e.rollout.prompts.group
+    means.mean("objective/scores", scores, valid, std="objective/scores_std")
     if e.reward_output.greedy_scores is not None:
         means.mean("objective/greedy_scores", e.reward_output.greedy_scores, valid)
     for name, part in e.reward_output.components.items():
-        keep = valid & ~part.isnan()
-        means.mean(f"rewards/{name}", part, keep)
-        means.mean(f"_squared/{name}", part.double() ** 2, keep)
-        means.sum(f"_count/{name}", keep)
+        keep, std = valid & ~part.isnan(), f"rewards/{name}/std"
+        means.mean(f"rewards/{name}", part, keep, std=std, unbiased=True)
+    spread = group_std(scores, group, valid)
+    means.mean("objective/uniform_groups", spread == 0, valid & (group_count(group, valid) > 1))
+    means.sum("val/num_eos_tokens", e.rollout.terminated & valid)
+    means.sum("rollout/dropped_rows", ~valid)
+    means.sum("rollout/tokens", e.rollout.prompts.mask)
+    means.sum("rollout/tokens", e.rollout.response_mask)
+    means.mean("completions/truncated_ratio", ~e.rollout.terminated, valid)
+
+
+def _add_training_data(
+    means: MetricAccumulator, e: AdvantageInputs, outputs: AdvantageOutput, kl_coef: float
+) -> None:
+    """Add entropy, KL, returns and advantages of the valid rows."""
+    valid, mask, models = e.reward_output.valid, e.rollout.loss_mask, e.model_outputs
     means.mean("objective/entropy", -(models.logprobs * mask).sum(1), valid)
     if outputs.kl is not None:
         kl = (outputs.kl * mask).sum(1)
@@ -88,46 +101,13 @@ def _accumulate(
             means.mean(name, (estimate(models.logprobs, models.ref_logprobs) * mask).sum(1), valid)
     if outputs.returns is not None and models.values is not None:
         where = mask if outputs.value_mask is None else outputs.value_mask
-        error = outputs.returns.double() - models.values
         means.mean("val/value_mean", models.values, where)
-        means.mean("val/return_mean", outputs.returns, where)
-        means.mean("_return_squared", outputs.returns.double() ** 2, where)
-        means.mean("_error", error, where)
-        means.mean("_error_squared", error**2, where)
+        means.mean("val/return_mean", outputs.returns, where, std="_return_std")
+        means.mean("_error", outputs.returns.double() - models.values, where, std="_residual")
     if outputs.loss_mask is not None:
         untrained = mask.any(1) & ~(mask & outputs.loss_mask).any(1)
         means.sum("rollout/untrained_rows", untrained)
-    advantages = outputs.advantages.double()
-    means.mean("_advantage", advantages, mask)
-    means.mean("_advantage_squared", advantages**2, mask)
-    group = e.rollout.prompts.group
-    spread = group_std(scores, group, valid)
-    means.mean("objective/uniform_groups", spread == 0, valid & (group_count(group, valid) > 1))
-    means.sum("val/num_eos_tokens", e.rollout.terminated & valid)
-    means.sum("rollout/dropped_rows", ~valid)
-    means.sum("rollout/tokens", e.rollout.prompts.mask)
-    means.sum("rollout/tokens", e.rollout.response_mask)
-    means.mean("completions/truncated_ratio", ~e.rollout.terminated, valid)
-
-
-def _derive(metrics: dict[str, float]) -> None:
-    """Add metrics derived from other means, and remove the private inputs."""
-    score = metrics["objective/scores"]
-    metrics["objective/rlhf_reward"] = score + metrics.get("objective/non_score_reward", 0.0)
-    metrics["objective/scores_std"] = max(metrics.pop("_scores_squared") - score**2, 0.0) ** 0.5
-    for name in [n.removeprefix("_count/") for n in metrics if n.startswith("_count/")]:
-        count, squared = metrics.pop(f"_count/{name}"), metrics.pop(f"_squared/{name}", 0.0)
-        if count > 1:
-            variance = squared - metrics[f"rewards/{name}"] ** 2
-            metrics[f"rewards/{name}/std"] = (max(variance, 0.0) * count / (count - 1)) ** 0.5
-    if "_advantage" in metrics:
-        spread = metrics.pop("_advantage_squared") - metrics.pop("_advantage") ** 2
-        metrics["val/advantage_std"] = max(spread, 0.0) ** 0.5
-    if "_return_squared" in metrics:
-        spread = metrics.pop("_return_squared") - metrics["val/return_mean"] ** 2
-        residual = metrics.pop("_error_squared") - metrics.pop("_error") ** 2
-        if spread > 0:
-            metrics["val/explained_variance"] = 1 - residual / spread
+    means.mean("_advantage", outputs.advantages, mask, std="val/advantage_std")
 
 
 def _lengths(rollout: Rollout, valid: Tensor, total: Total) -> dict[str, float]:

@@ -158,20 +158,13 @@ def compute_batch_sizes(
             " compares responses to the same prompt"
         )
     where = "" if world_size == 1 else f" on each of the {world_size} ranks"
-    _check_divides(
-        "num_generations",
-        num_generations,
-        local,
+    made_of = (
         f"{where} (per_device_train_batch_size={per_device_train_batch_size} x "
-        f"gradient_accumulation_steps={gradient_accumulation_steps})",
-        at_least=min_group,
+        f"gradient_accumulation_steps={gradient_accumulation_steps})"
     )
-    _check_divides(
-        "num_mini_batches",
-        num_mini_batches,
-        local,
-        f"{where} ({local // num_generations} prompts x {num_generations} each)",
-    )
+    _check_divides("num_generations", num_generations, local, made_of, at_least=min_group)
+    made_of = f"{where} ({local // num_generations} prompts x {num_generations} each)"
+    _check_divides("num_mini_batches", num_mini_batches, local, made_of)
     batch = local * world_size
     per_epoch = None if dataset_rows is None else dataset_rows * num_generations / batch
     return BatchSizes(
@@ -221,9 +214,9 @@ def _iterations(
 
 def _check_divides(name: str, value: int, total: int, of: str, *, at_least: int = 1) -> None:
     if total % value:
-        divisors = [d for d in range(1, total + 1) if total % d == 0]
-        below = [d for d in divisors if at_least <= d < value][-1:]
-        nearest = ", ".join(map(str, below + [d for d in divisors if d > value][:1]))
+        divisors = [d for d in range(at_least, total + 1) if total % d == 0]
+        below, above = ([d for d in divisors if (d > value) is side] for side in (False, True))
+        nearest = ", ".join(map(str, below[-1:] + above[:1]))
         raise ConfigError(
             f"{name}={value} does not divide the batch of {total} samples{of}; "
             f"nearest that do: {nearest or 'none; raise per_device_train_batch_size'}"

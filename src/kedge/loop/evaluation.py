@@ -12,7 +12,7 @@ from kedge.loop.metrics import MetricAccumulator, reduce_metrics
 from kedge.loop.seeds import seed_for
 from kedge.protocols import Learner, PromptSource, RewardSource, RolloutEngine
 from kedge.rollout.scheduler.collector import collect
-from kedge.types import Metrics, RewardOutput, Rollout, Sampling
+from kedge.types import Metrics, RewardOutput, Rollout, Sampling, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +81,11 @@ def evaluate(
         if reference:
             # Recorded log-probabilities are at another temperature than in training.
             unrecorded = replace(rollout, behavior_logprobs=None)
-            outputs = learner.compute_logprobs(
+            models = learner.compute_logprobs(
                 unrecorded, values=False, reference=True, full_kl=False
             )
-            assert outputs.ref_logprobs is not None
-            kl = ((outputs.logprobs - outputs.ref_logprobs) * rollout.loss_mask).sum(1)
+            kl = models.logprobs - require(models.ref_logprobs, "reference")
+            kl = (kl * rollout.loss_mask).sum(1)
             means.mean("objective/kl", kl, keep)
         if rollout.episodes is not None:
             episodes = episodes.merge(Metrics(rollout.episodes.metrics))
@@ -138,8 +138,7 @@ def solved(scores: Tensor, *, per_prompt: int, success: float) -> dict[str, floa
     known = ~tasks.isnan()
     samples, good = known.sum(1), ((tasks >= success) & known).sum(1)
     metrics: dict[str, float] = {}
-    powers = [2**i for i in range(per_prompt.bit_length())]
-    for k in powers if powers[-1] == per_prompt else [*powers, per_prompt]:
+    for k in sorted({2**i for i in range(per_prompt.bit_length())} | {per_prompt}):
         enough = samples >= k
         if enough.any():
             name = "accuracy" if k == 1 else f"pass@{k}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kedge.checkpoint.replay import Replayed
+from kedge.checkpoint.replay import RolloutReplay
 from kedge.errors import RewardError, RolloutError, SyncError
 from kedge.loop.hooks import StepReport
 from kedge.loop.updater import Updater
@@ -123,7 +123,7 @@ class Engine(Updater):
     def _recover_after_error(self) -> None:
         """Keep the samples in flight that can be reused, the same on all ranks."""
         self.scheduler.recover_after_error(self.step)
-        if isinstance(self.rollout_engine, Replayed):  # it is read again from the recording
+        if isinstance(self.rollout_engine, RolloutReplay):  # it is read again from the recording
             self.scheduler.restore([], self.step)
         if self.learner.world_size > 1:
             counts = torch.zeros(self.max_lag + 2)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from kedge.protocols import Learner
+from kedge.protocols import Learner, Total
 from kedge.types import Metrics
 
 NAMES: dict[str, str] = {
@@ -192,29 +192,51 @@ class MetricAccumulator:
     """Accumulates means and sums over this rank's rows and reduces them over ranks in one call."""
 
     def __init__(self) -> None:
-        self._means: dict[str, tuple[Tensor, Tensor]] = {}
-        self._sums: dict[str, Tensor | float] = {}
+        self._means: dict[str, list[Tensor]] = {}  # sums of values and their squares, count
+        self._stds: dict[str, tuple[str, bool]] = {}
+        self._sums: dict[str, Tensor] = {}
 
-    def mean(self, name: str, x: Tensor, keep: Tensor) -> None:
-        """Mean of ``x`` where ``keep`` (bool, the same shape); repeated calls accumulate."""
-        kept = torch.where(keep, x.to(torch.float64), 0.0).sum().cpu()
-        top, count = self._means.get(name, (torch.zeros((), dtype=torch.float64),) * 2)
-        self._means[name] = (top + kept, count + keep.sum().cpu())
+    def mean(
+        self, name: str, x: Tensor, keep: Tensor, *, std: str = "", unbiased: bool = False
+    ) -> None:
+        """Mean of ``x`` where ``keep`` (bool, the same shape); repeated calls accumulate.
+
+        Args:
+            name: of the mean; not reported if it starts with an underscore.
+            x: values [*].
+            keep: bool [*].
+            std: name of the standard deviation; "": not reported.
+            unbiased: divide by n - 1 for it, and leave it out for a single value.
+        """
+        kept = torch.where(keep, x.to(torch.float64), 0.0)
+        sums = [kept.sum().cpu(), keep.sum().cpu()]
+        sums += [(kept**2).sum().cpu()] if std else []
+        before = self._means.get(name)
+        self._means[name] = [a + b for a, b in zip(before, sums, strict=True)] if before else sums
+        self._stds[name] = (std, unbiased)
 
     def sum(self, name: str, x: Tensor) -> None:
         """Sum of ``x``; repeated calls accumulate."""
-        self._sums[name] = self._sums.get(name, 0.0) + x.to(torch.float64).sum().cpu()
+        added = x.to(torch.float64).sum().cpu()
+        self._sums[name] = self._sums[name] + added if name in self._sums else added
 
-    def read(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def read(self, total: Total) -> dict[str, float]:
         """Values over all ranks; means with count 0 are left out."""
-        flat = [x for pair in self._means.values() for x in pair]
-        flat += [torch.as_tensor(x, dtype=torch.float64) for x in self._sums.values()]
+        flat = [x.double() for sums in self._means.values() for x in sums]
+        flat += self._sums.values()
         if not flat:
             return {}
         merged = iter(total(torch.stack(flat)).tolist())
-        pairs = {name: (next(merged), next(merged)) for name in self._means}
-        out = {name: top / count for name, (top, count) in pairs.items() if count}
-        return out | {name: next(merged) for name in self._sums}
+        metrics: dict[str, float] = {}
+        for name, (std, unbiased) in self._stds.items():
+            top, count = next(merged), next(merged)
+            squares = next(merged) if std else 0.0
+            if count and not name.startswith("_"):
+                metrics[name] = top / count
+            if std and count > unbiased:
+                variance = max(squares / count - (top / count) ** 2, 0.0)
+                metrics[std] = (variance * count / (count - unbiased)) ** 0.5
+        return metrics | {name: next(merged) for name in self._sums}
 
 
 def reduce_metrics(totals: Mapping[str, tuple[float, float]], learner: Learner) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,7 +78,13 @@ def preflight(
         return ["no response of the first batch has a score, so the preflight checks were skipped"]
     _check_rewards(reward_output)
     _check_stop_token(rollout)
-    model_outputs = _compute_logprobs(learner, algorithm, replace(rollout, behavior_logprobs=None))
+    compute = partial(
+        learner.compute_logprobs,
+        values=algorithm.needs_values,
+        reference=algorithm.needs_reference,
+        full_kl=False,
+    )
+    model_outputs = compute(replace(rollout, behavior_logprobs=None))
     mask = rollout.loss_mask & reward_output.valid[:, None]
     _check_finite_outputs(model_outputs, mask)
     if rollout.behavior_logprobs is not None and engine.logprobs == "sampled":
@@ -90,7 +97,21 @@ def preflight(
             " temperature, a generation_config that affects sampling, other weights, or"
             " log-probabilities without the temperature",
         )
-    _check_padding_invariance(learner, algorithm, rollout, model_outputs, tolerance.same_kernel)
+    # Adding padding and reversing rows must change nothing.
+    index = torch.arange(min(3, len(rollout))).flip(0)
+    width, few_rows = rollout.ids.shape[1], rollout.rows(index)
+    wider = few_rows.prompts.widen(few_rows.prompts.ids.shape[1] + 3)
+    _check_gap(
+        compute(replace(few_rows.widen(width + 2), prompts=wider, behavior_logprobs=None)).logprobs[
+            :, :width
+        ],
+        model_outputs.logprobs[index],
+        rollout.loss_mask[index],
+        tolerance.same_kernel,
+        "adding padding and reversing rows changes log-probabilities by {}. The model must not mix"
+        " rows or see padding or later tokens; likely causes: attention that is not causal, batch"
+        " statistics, or active dropout",
+    )
     if fresh_reference and model_outputs.ref_logprobs is not None:
         _check_gap(
             model_outputs.ref_logprobs,
@@ -117,15 +138,6 @@ def preflight(
     _check_loss_is_additive(learner, algorithm, few)
     warnings = _find_warnings(rollout, reward_output, learner, sampling, length_option, decode)
     return [*warnings, *_find_unfinished(rollout, reward_output, learner, reward)]
-
-
-def _compute_logprobs(learner: Learner, algorithm: Algorithm, rollout: Rollout) -> ModelOutputs:
-    return learner.compute_logprobs(
-        rollout,
-        values=algorithm.needs_values,
-        reference=algorithm.needs_reference,
-        full_kl=False,
-    )
 
 
 def _check_gap(a: Tensor, b: Tensor, mask: Tensor, limit: float, problem: str) -> None:
@@ -178,29 +190,6 @@ def _check_finite_outputs(model_outputs: ModelOutputs, mask: Tensor) -> None:
             )
 
 
-def _check_padding_invariance(
-    learner: Learner,
-    algorithm: Algorithm,
-    rollout: Rollout,
-    model_outputs: ModelOutputs,
-    limit: float,
-) -> None:
-    index = torch.arange(min(3, len(rollout))).flip(0)
-    width, rows = rollout.ids.shape[1], rollout.rows(index)
-    prompts = rows.prompts.widen(rows.prompts.ids.shape[1] + 3)
-    padded = replace(rows.widen(width + 2), prompts=prompts, behavior_logprobs=None)
-    again = _compute_logprobs(learner, algorithm, padded)
-    _check_gap(
-        again.logprobs[:, :width],
-        model_outputs.logprobs[index],
-        rollout.loss_mask[index],
-        limit,
-        "adding padding and reversing rows changes log-probabilities by {}. The model must not mix"
-        " rows or see padding or later tokens; likely causes: attention that is not causal, batch"
-        " statistics, or active dropout",
-    )
-
-
 def _check_loss_is_additive(learner: Learner, algorithm: Algorithm, few: Experience) -> None:
     """Micro-batch losses must sum to the loss of all rows, for any micro-batch size."""
     rows = len(few)
@@ -250,9 +239,12 @@ def _find_warnings(
         torch.tensor([float(len(rollout)), float(rollout.terminated.sum())], dtype=torch.float64)
     ).tolist()
     tokens = [f"{i} {decode([i])!r}" if decode else str(i) for i in sampling.stop_ids]
-    ends = _listed("stop token", tokens) + _listed(
-        "stop string", [*map(repr, sampling.stop_strings)]
-    )
+    kinds = {"stop token": tokens, "stop string": [*map(repr, sampling.stop_strings)]}
+    ends = [
+        f"{kind}{'s'[: len(values) - 1]}: {', '.join(values[:8])}{', ...' * (len(values) > 8)}"
+        for kind, values in kinds.items()
+        if values
+    ]
     if finished == 0 and rows and ends and rollout.episodes is None:
         warnings.append(
             f"none of the {int(rows)} responses terminated within {sampling.max_new_tokens} tokens"
@@ -290,11 +282,3 @@ def _find_unfinished(
         " Replace their score: non_eos_penalty=True, with penalty_reward_value below the scores of"
         " finished responses"
     ]
-
-
-def _listed(kind: str, values: list[str]) -> list[str]:
-    """One text that names the first values, none without values."""
-    if not values:
-        return []
-    plural = "s" if len(values) > 1 else ""
-    return [f"{kind}{plural}: {', '.join(values[:8])}{', ...' if len(values) > 8 else ''}"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import reduce
-from statistics import fmean
+from statistics import fmean, variance
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.loop.early_stopping import StepLimits
 from kedge.loop.micro_batches import micro_batches
 from kedge.math.importance import Correction, importance_weights
-from kedge.protocols import Learner, LossFn
+from kedge.protocols import Learner
 from kedge.types import (
     AdvantageOutput,
     Experience,
@@ -197,14 +197,15 @@ def optimize(  # noqa: PLR0913
     shuffle = torch.Generator().manual_seed(seed)
     share = slice(None)
     if minibatches > 1 and learner.world_size > 1:
-        experience, share = (
-            learner.all_gather(experience),
-            slice(learner.rank, None, learner.world_size),
-        )
-    limits, loss = step_limits or StepLimits(), algo.loss
-    if detach_old_logprobs:
-        loss = _with_ratio_one(loss)
+        experience = learner.all_gather(experience)
+        share = slice(learner.rank, None, learner.world_size)
+    limits = step_limits or StepLimits()
     history: list[dict[str, float]] = []
+
+    def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
+        if detach_old_logprobs:
+            mb = replace(mb, rows=replace(mb.rows, old_logprobs=new.logprobs.detach()))
+        return algo.loss(new, mb)
 
     def should_apply(metrics: Mapping[str, float]) -> bool:
         apply = limits.should_apply(metrics)
@@ -234,23 +235,9 @@ def optimize(  # noqa: PLR0913
     return _mean_over_steps(history)
 
 
-def _with_ratio_one(loss: LossFn) -> LossFn:
-    """The loss with the policy's new log-probabilities in place of the old ones."""
-
-    def with_ratio_one(new: PolicyOutput, mb: MicroBatch) -> Loss:
-        rows = replace(mb.rows, old_logprobs=new.logprobs.detach())
-        return loss(new, replace(mb, rows=rows))
-
-    return with_ratio_one
-
-
 def _mean_over_steps(history: list[dict[str, float]]) -> dict[str, float]:
     """Means over the optimizer steps of an iteration."""
     metrics = {name: fmean(h[name] for h in history if name in h) for name in history[0]}
-    ratios = [h["val/ratio"] for h in history if "val/ratio" in h]
-    if len(ratios) > 1:
-        mean = fmean(ratios)
-        metrics["val/ratio_var"] = sum((r - mean) ** 2 for r in ratios) / (len(ratios) - 1)
-    elif ratios:
-        metrics["val/ratio_var"] = 0.0
+    if ratios := [h["val/ratio"] for h in history if "val/ratio" in h]:
+        metrics["val/ratio_var"] = variance(ratios) if len(ratios) > 1 else 0.0
     return metrics

@@ -80,11 +80,9 @@ class Updater:
                     *(100 * too_old, self.max_token_lag),
                 )
             ready = self.clock()
-            fresh = not bool(
-                ((rollout.version >= 0) & (rollout.version < self.learner.version)).any()
-            )
+            stale = (rollout.version >= 0) & (rollout.version < self.learner.version)
             # In low precision, log-probabilities differ between passes of different shapes.
-            one_step = sizes.optimizer_steps_per_iteration == 1
+            one_pass = self.learner.low_precision and sizes.optimizer_steps_per_iteration == 1
             metrics |= optimize(
                 experience,
                 self.learner,
@@ -95,7 +93,7 @@ class Updater:
                 max_tokens=sizes.max_tokens_per_micro_batch,
                 seed=seed_for(self.seed, "shuffle", self.step),
                 only_value=self.step < self.value_warmup_steps,
-                detach_old_logprobs=fresh and one_step and self.learner.low_precision,
+                detach_old_logprobs=one_pass and not bool(stale.any()),
                 step_limits=self.step_limits,
                 before_step=self._mark_inconsistent,
                 after_step=self.hooks.on_optimizer_step,
@@ -146,10 +144,8 @@ class Updater:
                 ' first failure, or set on_reward_error="raise" to stop there'
             )
         logger.warning("%s; it is skipped", problem)
-        return {
-            "rollout/dropped_rows": float(self.batch_sizes.batch_size),
-            "val/num_eos_tokens": 0.0,
-        }
+        dropped = float(self.batch_sizes.batch_size)
+        return {"rollout/dropped_rows": dropped, "val/num_eos_tokens": 0.0}
 
     def _mark_inconsistent(self) -> None:
         """From here on the weights are not those after ``step`` iterations."""
@@ -157,11 +153,8 @@ class Updater:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the run without samples in flight (those are saved as records)."""
-        return {
-            "step": self.step,
-            "learner": self.learner.state_dict(),
-            "kl": self.kl.state_dict(),
-        }
+        learner, kl = self.learner.state_dict(), self.kl.state_dict()
+        return {"step": self.step, "learner": learner, "kl": kl}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from ``state``."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kedge.math.masked import moments
-
-Total = Callable[[Tensor], Tensor]
+from kedge.math.masked import Total, moments
 
 
 def gae(

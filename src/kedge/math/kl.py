@@ -6,20 +6,7 @@ All are functions of log-probabilities in nats, float [B, R] -> float [B, R].
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from torch import Tensor
-
-
-class HasLogprobs(Protocol):
-    """Input of ``per_token_kl``, such as ``kedge.types.ModelOutputs``."""
-
-    @property
-    def logprobs(self) -> Tensor: ...  # noqa: D102
-    @property
-    def ref_logprobs(self) -> Tensor | None: ...  # noqa: D102
-    @property
-    def full_kl(self) -> Tensor | None: ...  # noqa: D102
 
 
 def k1(logp: Tensor, ref: Tensor) -> Tensor:
@@ -48,25 +35,3 @@ def over_vocabulary(logp: Tensor, ref: Tensor) -> Tensor:
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
-NAMES = (*ESTIMATORS, "full")
-
-
-def per_token_kl(outputs: HasLogprobs, estimator: str) -> Tensor:
-    """The KL of each response token by ``estimator``; "full" is exact, over the vocabulary.
-
-    Raises:
-        ValueError: an unknown estimator, or a missing input.
-    """
-    if estimator == "full":
-        if outputs.full_kl is None:
-            raise ValueError(
-                'kl_estimator="full" needs full_kl; set needs_full_kl=True on the Algorithm'
-            )
-        return outputs.full_kl
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"kl_estimator must be one of {', '.join(NAMES)}, got {estimator!r}")
-    if outputs.ref_logprobs is None:
-        raise ValueError(
-            "the KL penalty needs ref_logprobs; set needs_reference=True on the Algorithm"
-        )
-    return ESTIMATORS[estimator](outputs.logprobs, outputs.ref_logprobs)

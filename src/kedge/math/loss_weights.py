@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Total = Callable[[Tensor], Tensor]
+from kedge.math.masked import Total
 
 
 def _count(mask: Tensor, total: Total) -> Tensor:

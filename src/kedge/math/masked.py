@@ -7,14 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+Total = Callable[[Tensor], Tensor]  # sums a tensor over ranks
 
-def _one_rank(x: Tensor) -> Tensor:
+
+def one_rank(x: Tensor) -> Tensor:
+    """Sum over all ranks, for a single rank."""
     return x
 
 
-def masked_mean(
-    x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = _one_rank
-) -> Tensor:
+def masked_mean(x: Tensor, mask: Tensor, *, total: Total = one_rank) -> Tensor:
     """Mean of ``x`` where ``mask``; 0 when the mask is empty everywhere.
 
     Args:
@@ -31,7 +32,7 @@ def whiten(
     mask: Tensor,
     *,
     center: bool = True,
-    total: Callable[[Tensor], Tensor] = _one_rank,
+    total: Total = one_rank,
     eps: float = 1e-8,
     least: float = 0.0,
 ) -> Tensor:
@@ -50,16 +51,13 @@ def whiten(
         eps: added to the variance.
         least: smallest standard deviation to divide by.
     """
-    mean = masked_mean(x, mask, total=total)
+    mean, variance = _mean_and_variance(x, mask, total)
     centered = torch.where(mask, x - mean, 0.0)
-    sums = total(torch.stack([(centered**2).sum(), mask.sum().to(x.dtype)]))
-    scaled = centered * ((sums[0] / (sums[1] - 1).clamp(min=1)).clamp(min=least**2) + eps).rsqrt()
+    scaled = centered * (variance.clamp(min=least**2) + eps).rsqrt()
     return scaled if center else torch.where(mask, scaled + mean, 0.0)
 
 
-def moments(
-    x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = _one_rank
-) -> tuple[Tensor, Tensor]:
+def moments(x: Tensor, mask: Tensor, *, total: Total = one_rank) -> tuple[Tensor, Tensor]:
     """Mean and unbiased standard deviation of ``x`` where ``mask``, over all ranks; scalars.
 
     The deviation of fewer than two values is 0.
@@ -69,15 +67,18 @@ def moments(
         mask: bool [*].
         total: sums a tensor over ranks.
     """
+    mean, variance = _mean_and_variance(x, mask, total)
+    return mean, variance.sqrt()
+
+
+def _mean_and_variance(x: Tensor, mask: Tensor, total: Total) -> tuple[Tensor, Tensor]:
     mean = masked_mean(x, mask, total=total)
     centered = torch.where(mask, x - mean, 0.0)
     sums = total(torch.stack([(centered**2).sum(), mask.sum().to(x.dtype)]))
-    return mean, (sums[0] / (sums[1] - 1).clamp(min=1)).sqrt()
+    return mean, sums[0] / (sums[1] - 1).clamp(min=1)
 
 
-def standardize(
-    x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = _one_rank, eps: float = 1e-4
-) -> Tensor:
+def standardize(x: Tensor, mask: Tensor, *, total: Total = one_rank, eps: float = 1e-4) -> Tensor:
     """(x - mean) / (std + eps) over all ranks; 0 outside the mask.
 
     ``eps`` is larger and outside the root, so that rounding of equal scores is not amplified.

@@ -26,7 +26,7 @@ def turn_starts(turn: Tensor) -> Tensor:
     return starts
 
 
-def sum_over_turns(x: Tensor, turn: Tensor) -> Tensor:
+def segment_sum(x: Tensor, turn: Tensor) -> Tensor:
     """At every token of a turn the sum of ``x`` over the turn; 0 outside.
 
     Args:
@@ -42,9 +42,9 @@ def sum_over_turns(x: Tensor, turn: Tensor) -> Tensor:
     return torch.where(inside, sums.gather(1, index), 0.0)
 
 
-def spread_over_turns(x: Tensor, turn: Tensor) -> Tensor:
+def broadcast_turns(x: Tensor, turn: Tensor) -> Tensor:
     """At every token of a turn the value that ``x`` float32 [B, R] has at its first token."""
-    return sum_over_turns(torch.where(turn_starts(turn), x, 0.0), turn)
+    return segment_sum(torch.where(turn_starts(turn), x, 0.0), turn)
 
 
 def turn_returns(rewards: Tensor, turn: Tensor, *, gamma: float = 1.0) -> Tensor:
@@ -60,7 +60,7 @@ def turn_returns(rewards: Tensor, turn: Tensor, *, gamma: float = 1.0) -> Tensor
     Returns:
         float32 [B, R].
     """
-    return rewards_to_go(sum_over_turns(rewards, turn), turn_starts(turn), gamma=gamma)
+    return rewards_to_go(segment_sum(rewards, turn), turn_starts(turn), gamma=gamma)
 
 
 def turn_groups(turn: Tensor, group: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trackers without dependencies: in memory, to files, to several trackers at once."""
+"""Trackers without dependencies: in memory and to files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # imports torch, which `kedge report` can wait for
-    from kedge.protocols import Tracker
 
 
 class Memory:
@@ -35,32 +31,6 @@ class Memory:
         self.closed = True
 
 
-class CompositeTracker:
-    """Forwards everything to several trackers, in order.
-
-    Args:
-        trackers: the trackers; empty on ranks that do not report.
-    """
-
-    def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
-        self.trackers = list(trackers)
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Record one row of metrics everywhere."""
-        for tracker in self.trackers:
-            tracker.log(metrics, step=step)
-
-    def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
-        """Record a table everywhere."""
-        for tracker in self.trackers:
-            tracker.table(name, rows, step=step)
-
-    def close(self) -> None:
-        """Close all."""
-        for tracker in self.trackers:
-            tracker.close()
-
-
 class JsonlTracker:
     """One JSON object per line: metrics in ``metrics.jsonl``, tables in ``NAME/step-000012.jsonl``.
 
@@ -79,7 +49,9 @@ class JsonlTracker:
         self.file = self.folder / "metrics.jsonl"
         lines = [json_line({"step": row["step"], **row}) for row in history]
         if self.file.exists():
-            _set_aside(self.file, unless=lines)
+            old = self.file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+            if not {*map(_with_sorted_keys, old)} <= {*map(_with_sorted_keys, lines)}:
+                self.file.rename(_unused_name(self.file))
         for tables in {file.parent for file in self.folder.glob("*/step-*.jsonl")}:
             if not lines and not tables.suffix:
                 tables.rename(_unused_name(tables))
@@ -134,14 +106,6 @@ def write_whole(file: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         raise
-
-
-def _set_aside(file: Path, *, unless: list[str]) -> None:
-    """Rename a file, unless all its rows are among ``unless``."""
-    lines = file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    if {*map(_with_sorted_keys, lines)} <= {*map(_with_sorted_keys, unless)}:
-        return
-    file.rename(_unused_name(file))
 
 
 def _unused_name(file: Path) -> Path:

@@ -6,7 +6,7 @@ Only failed writes of checkpoints and models end a run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,39 +42,39 @@ class BestEffortWriter:
                 self._reported.add(what)
                 logger.warning(
                     "cannot write %s to %s (%s); training continues without it. Fix: %s",
-                    what,
-                    where,
-                    cause,
-                    way_out(cause),
+                    *(what, where, cause, way_out(cause)),
                 )
 
 
-class BestEffortTracker:
-    """Wraps a tracker so that failed writes are only logged.
+class CompositeTracker:
+    """Forwards everything to several trackers, in order; failed writes are only logged.
 
     Args:
-        tracker: the tracker.
-        best_effort: logs failures.
-        where: file or folder, for the warning.
+        trackers: the trackers; empty on ranks that do not report.
+        writer: logs failures.
     """
 
-    def __init__(self, tracker: Tracker, best_effort: BestEffortWriter, where: str | Path) -> None:
-        self._tracker, self._best_effort, self._where = tracker, best_effort, where
+    def __init__(
+        self, trackers: Sequence[Tracker] = (), writer: BestEffortWriter | None = None
+    ) -> None:
+        self.trackers, self._writer = list(trackers), writer or BestEffortWriter()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Record one row of metrics."""
-        with self._best_effort.writing("metrics", self._where):
-            self._tracker.log(metrics, step=step)
+        """Record one row of metrics everywhere."""
+        self._each("metrics", lambda tracker: tracker.log(metrics, step=step))
 
     def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
-        """Record a table."""
-        with self._best_effort.writing(f"the table {name}", self._where):
-            self._tracker.table(name, rows, step=step)
+        """Record a table everywhere."""
+        self._each(f"the table {name}", lambda tracker: tracker.table(name, rows, step=step))
 
     def close(self) -> None:
-        """Flush and release."""
-        with self._best_effort.writing("metrics", self._where):
-            self._tracker.close()
+        """Close all."""
+        self._each("metrics", lambda tracker: tracker.close())
+
+    def _each(self, what: str, call: Callable[[Tracker], None]) -> None:
+        for tracker in self.trackers:
+            with self._writer.writing(what, getattr(tracker, "folder", type(tracker).__name__)):
+                call(tracker)
 
 
 @contextmanager

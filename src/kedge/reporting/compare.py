@@ -24,16 +24,16 @@ class Band:
 
 def band(runs: Sequence[RunLog], metric: str, axis: str = "episode") -> Band | None:
     """The metric over the runs, on the x values of the first; None if a run never logged it."""
-    curves = []
-    for run in runs:
-        points = [(row[axis], row[metric]) for row in run.rows if metric in row and axis in row]
-        if not points:
-            return None
-        curves.append(points)
-    length = min(map(len, curves))
-    columns = [[curve[i][1] for curve in curves] for i in range(length)]
+    curves = [
+        [(row[axis], row[metric]) for row in run.rows if metric in row and axis in row]
+        for run in runs
+    ]
+    if not all(curves):
+        return None
+    points = [*zip(*curves, strict=False)]  # as many as the shortest curve has
+    columns = [[y for _, y in point] for point in points]
     return Band(
-        x=[x for x, _ in curves[0][:length]],
+        x=[point[0][0] for point in points],
         mean=[fmean(c) for c in columns],
         low=[min(c) for c in columns],
         high=[max(c) for c in columns],

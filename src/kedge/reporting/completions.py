@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any
 
@@ -25,26 +25,24 @@ def completion_rows(
         tokenizer: decodes both.
         limit: maximum number of rows; None: all.
     """
-    rows: list[dict[str, object]] = []
-    for rollout, reward_output in samples:
-        prompts, parts = rollout.prompts, reward_output.components
-        for i in range(len(rollout)):
-            if limit is not None and len(rows) >= limit:
-                return rows
-            scores = {n: float(part[i]) for n, part in parts.items()} if len(parts) > 1 else {}
-            rows.append(
-                {
-                    "query": query_text(prompts, i, tokenizer),
-                    "model response": response_text(rollout, i, tokenizer),
-                    "score": float(reward_output.scores[i]) if reward_output.valid[i] else None,
-                    **{name: None if math.isnan(x) else x for name, x in scores.items()},
-                    **{name: shown(values[i]) for name, values in reward_output.columns.items()},
-                }
-            )
-    return rows
+    rows = ((*sample, i) for sample in samples for i in range(len(sample[0])))
+    table: list[dict[str, object]] = []
+    for rollout, reward_output, i in islice(rows, limit):
+        parts = reward_output.components
+        scores = {n: float(part[i]) for n, part in parts.items()} if len(parts) > 1 else {}
+        table.append(
+            {
+                "query": _query_text(rollout.prompts, i, tokenizer),
+                "model response": _response_text(rollout, i, tokenizer),
+                "score": float(reward_output.scores[i]) if reward_output.valid[i] else None,
+                **{name: None if math.isnan(x) else x for name, x in scores.items()},
+                **{name: _plain(values[i]) for name, values in reward_output.columns.items()},
+            }
+        )
+    return table
 
 
-def query_text(prompts: PromptBatch, i: int, tokenizer: Any) -> str:
+def _query_text(prompts: PromptBatch, i: int, tokenizer: Any) -> str:
     """The prompt of row ``i``; of a conversation its messages, with roles if there are several."""
     messages: Any = prompts.columns["prompt"][i] if "prompt" in prompts.columns else None
     if is_chat(messages):
@@ -57,7 +55,7 @@ def query_text(prompts: PromptBatch, i: int, tokenizer: Any) -> str:
     return text
 
 
-def response_text(rollout: Rollout, i: int, tokenizer: Any) -> str:
+def _response_text(rollout: Rollout, i: int, tokenizer: Any) -> str:
     """The response of row ``i`` with special tokens; of an episode one paragraph per turn."""
     ids = rollout.ids[i][rollout.response_mask[i]]
     if rollout.episodes is None:
@@ -71,6 +69,6 @@ def response_text(rollout: Rollout, i: int, tokenizer: Any) -> str:
     return "\n".join(parts)
 
 
-def shown(value: object) -> object:
+def _plain(value: object) -> object:
     """Convert a value to a type that trackers and JSON support."""
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

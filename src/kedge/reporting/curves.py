@@ -67,10 +67,8 @@ def _lines(
     """Steps and values of each metric over the rows that have it; NaN where not finite."""
     lines = {}
     for name in names:
-        points = [(float(r["step"]), r[name]) for r in rows if r.get(name) is not None]
-        if any(math.isfinite(y) for _, y in points):
-            lines[name] = (
-                [x for x, _ in points],
-                [float(y) if math.isfinite(y) else math.nan for _, y in points],
-            )
+        kept = [row for row in rows if row.get(name) is not None]
+        y = [float(row[name]) if math.isfinite(row[name]) else math.nan for row in kept]
+        if not all(map(math.isnan, y)):
+            lines[name] = ([float(row["step"]) for row in kept], y)
     return lines

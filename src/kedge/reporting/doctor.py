@@ -7,30 +7,47 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import fmean, median
 
-from kedge.reporting.log import Finding, RunLog, responses, responses_per_batch, score_change
+from kedge.reporting.log import RunLog, responses, responses_per_batch, score_change
 
 MIN_ROWS = 4  # minimum rows for a trend
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One problem.
+
+    Args:
+        rule: its name.
+        seen: the numbers behind it.
+        advice: what to try.
+    """
+
+    rule: str
+    seen: str
+    advice: str
 
 
 Rule = Callable[[RunLog], Finding | None]
 RULES: list[Rule] = []  # in the order of their definition: causes before symptoms
 
 
-def rule(name: str, advice: str) -> Callable[[Callable[[RunLog], str | None]], Rule]:
-    """Decorator: makes a rule of a function that returns the numbers of a problem, or None."""
+def rule(check: Callable[[RunLog], str | None]) -> Rule:
+    """Decorator: makes a rule of a function that returns the numbers of a problem, or None.
 
-    def decorate(check: Callable[[RunLog], str | None]) -> Rule:
-        @functools.wraps(check)
-        def examine_log(log: RunLog) -> Finding | None:
-            seen = check(log)
-            return None if seen is None else Finding(name, seen, advice)
+    Its name is that of the problem, and its docstring is the advice.
+    """
+    name, advice = check.__name__.replace("_", " "), " ".join((check.__doc__ or "").split())
 
-        RULES.append(examine_log)
-        return examine_log
+    @functools.wraps(check)
+    def examine_log(log: RunLog) -> Finding | None:
+        seen = check(log)
+        return None if seen is None else Finding(name, seen, advice)
 
-    return decorate
+    RULES.append(examine_log)
+    return examine_log
 
 
 def examine(log: RunLog) -> list[Finding]:
@@ -49,12 +66,11 @@ def unseen(log: RunLog) -> str:
     )
 
 
-@rule(
-    "dead reward",
-    "read completions with their rewards; usual causes: a verifier that never matches, a"
-    " missing column, a reward model without a trained head",
-)
-def _dead_reward(log: RunLog) -> str | None:
+@rule
+def dead_reward(log: RunLog) -> str | None:
+    """Read completions with their rewards; usual causes: a verifier that never matches, a missing
+    column, a reward model without a trained head.
+    """
     spread = log.series("objective/scores_std")
     spread = spread[: max(1, len(spread) // 2)]  # later, all prompts may be solved
     if not spread or median(spread) > 1e-6:
@@ -65,49 +81,45 @@ def _dead_reward(log: RunLog) -> str | None:
     )
 
 
-@rule(
-    "responses without a score",
-    "the log shows the first failure; fix the reward function, or score failures with"
-    ' on_reward_error="score"',
-)
-def _dropped_rows(log: RunLog) -> str | None:
+@rule
+def responses_without_a_score(log: RunLog) -> str | None:
+    """The log shows the first failure; fix the reward function, or score failures with
+    on_reward_error="score".
+    """
     dropped, batch = log.last("rollout/dropped_rows", 1.0), responses_per_batch(log)
     if dropped is None or batch is None or dropped / batch < 0.05:
         return None
     return f"{dropped:.1f} of {batch:.0f} responses per batch are dropped"
 
 
-@rule(
-    "tools are never called",
-    "look at the first turns in the sample tables: the prompt must show the tools (a chat"
-    " template that renders tools=), and the initial policy must call them sometimes; start"
-    " from a model that was trained on such calls",
-)
-def _tool_never_called(log: RunLog) -> str | None:
+@rule
+def tools_are_never_called(log: RunLog) -> str | None:
+    """Look at the first turns in the sample tables: the prompt must show the tools (a chat template
+    that renders tools=), and the initial policy must call them sometimes; start from a model that
+    was trained on such calls.
+    """
     calls = log.series("environment/tool_calls")
     if not calls or median(calls) >= 0.01:
         return None
     return f"{fmean(calls):.2g} calls per episode over {responses(log)} episodes"
 
 
-@rule(
-    "tool calls are never valid",
-    "compare a call in the sample tables with the format of the chat template; raise"
-    " max_turn_tokens if calls are cut off, or start from a model that knows the format",
-)
-def _format_never_valid(log: RunLog) -> str | None:
+@rule
+def tool_calls_are_never_valid(log: RunLog) -> str | None:
+    """Compare a call in the sample tables with the format of the chat template; raise
+    max_turn_tokens if calls are cut off, or start from a model that knows the format.
+    """
     calls, invalid = log.series("environment/tool_calls"), log.series("environment/invalid_calls")
     if sum(calls) == 0 or sum(invalid) < 0.9 * sum(calls):
         return None
     return f"{sum(invalid) / sum(calls):.0%} of the calls cannot be read"
 
 
-@rule(
-    "the reward comes from one turn alone",
-    'reward intermediate steps in the environment, or set credit="turn" or lam=1, so that the'
-    " last reward reaches the first turns",
-)
-def _one_turn_rewarded(log: RunLog) -> str | None:
+@rule
+def the_reward_comes_from_one_turn_alone(log: RunLog) -> str | None:
+    """Reward intermediate steps in the environment, or set credit="turn" or lam=1, so that the last
+    reward reaches the first turns.
+    """
     share, turns = log.last("environment/last_reward_share"), log.last("environment/turns")
     change = score_change(log)
     if share is None or turns is None or share < 0.999 or turns < 2 or change is None:
@@ -121,12 +133,11 @@ def _one_turn_rewarded(log: RunLog) -> str | None:
     )
 
 
-@rule(
-    "nothing ends",
-    "start from a model that was trained to end its answers, raise the length limit, or set the"
-    " stop token of the model (stop_token_id); stop_token=None declares fixed-length responses",
-)
-def _nothing_ends(log: RunLog) -> str | None:
+@rule
+def nothing_ends(log: RunLog) -> str | None:
+    """Start from a model that was trained to end its answers, raise the length limit, or set the
+    stop token of the model (stop_token_id); stop_token=None declares fixed-length responses.
+    """
     cut, ended = log.series("completions/truncated_ratio"), sum(log.series("val/num_eos_tokens"))
     if not cut or min(cut) < 1.0 or ended or log.fixed_length:
         return None
@@ -135,48 +146,44 @@ def _nothing_ends(log: RunLog) -> str | None:
     return f"all responses are truncated by the length limit{limit}"
 
 
-@rule(
-    "sampler and learner disagree",
-    "check precision and temperature of the rollout engine and its weight sync, or set"
-    ' sampler_correction="truncate"',
-)
-def _sampler_disagrees(log: RunLog) -> str | None:
+@rule
+def sampler_and_learner_disagree(log: RunLog) -> str | None:
+    """Check precision and temperature of the rollout engine and its weight sync, or set
+    sampler_correction="truncate".
+    """
     gap = log.series("rollout/logprob_gap")
     if not gap or median(gap) < (0.06 if log.bf16 else 0.02):  # logits of 16 to 32 are 0.125 apart
         return None
     return f"log-probabilities differ by {median(gap):.3f} nats per token at equal weights"
 
 
-@rule(
-    "tokens too old to train on",
-    "these are the first tokens of long responses, whose beginnings the policy does not learn;"
-    " raise max_lag to the longest usual response divided by the mean length, plus one",
-)
-def _tokens_too_old(log: RunLog) -> str | None:
+@rule
+def tokens_too_old_to_train_on(log: RunLog) -> str | None:
+    """These are the first tokens of long responses, whose beginnings the policy does not learn;
+    raise max_lag to the longest usual response divided by the mean length, plus one.
+    """
     share = log.last("rollout/too_old_tokens", 1.0)
     if share is None or share <= 0.05:
         return None
     return f"{share:.0%} of the sampled tokens are older than max_lag and do not train"
 
 
-@rule(
-    "the KL is negative",
-    "responses are not sampled from the distribution that is trained; usual causes: greedy or"
-    " truncated sampling, a penalty in the rollout engine, or another temperature",
-)
-def _kl_negative(log: RunLog) -> str | None:
+@rule
+def the_KL_is_negative(log: RunLog) -> str | None:
+    """Responses are not sampled from the distribution that is trained; usual causes: greedy or
+    truncated sampling, a penalty in the rollout engine, or another temperature.
+    """
     kl, length = log.last("objective/kl", 0.5), log.last("completions/mean_length")
     if kl is None or not length or kl > -0.02 * length:
         return None
     return f"{kl:.2f} nats per response over the second half"
 
 
-@rule(
-    "fell after it was solved",
-    "with score_position='last' they are not scaled up; else set whiten_advantages=False or"
-    " kl_coef above 0, or stop when the task is solved",
-)
-def _fell_after_solved(log: RunLog) -> str | None:
+@rule
+def fell_after_it_was_solved(log: RunLog) -> str | None:
+    """With score_position='last' they are not scaled up; else set whiten_advantages=False or
+    kl_coef above 0, or stop when the task is solved.
+    """
     scores, raw = log.series("objective/scores"), log.series("val/raw_advantage_std")
     used = log.series("val/advantage_std")
     if len(scores) < 2 * MIN_ROWS or not len(scores) == len(raw) == len(used):
@@ -194,11 +201,9 @@ def _fell_after_solved(log: RunLog) -> str | None:
     )
 
 
-@rule(
-    "gradients spike",
-    "set max_grad_norm, clip rewards, lower learning_rate; check for infinite scores",
-)
-def _gradient_spikes(log: RunLog) -> str | None:
+@rule
+def gradients_spike(log: RunLog) -> str | None:
+    """Set max_grad_norm, clip rewards, lower learning_rate; check for infinite scores."""
     norms = log.series("grad_norm")
     skipped = max(log.series("skipped_steps"), default=0.0)
     usual = median(norms) if norms else 0.0
@@ -210,11 +215,9 @@ def _gradient_spikes(log: RunLog) -> str | None:
     )
 
 
-@rule(
-    "updates are too large",
-    "lower learning_rate, num_ppo_epochs or cliprange, or increase the batch size",
-)
-def _ratio_off(log: RunLog) -> str | None:
+@rule
+def updates_are_too_large(log: RunLog) -> str | None:
+    """Lower learning_rate, num_ppo_epochs or cliprange, or increase the batch size."""
     ratio = log.series("val/ratio")
     clipped = log.last("policy/clipfrac_avg", 1.0) or 0.0
     far = [r for r in ratio if not 0.8 <= r <= 1.25]
@@ -227,18 +230,16 @@ def _ratio_off(log: RunLog) -> str | None:
     )
 
 
-@rule(
-    "the policy does not move",
-    "raise learning_rate; check that the weights are trainable (adapter, frozen layers)",
-)
-def _standing_still(log: RunLog) -> str | None:
+@rule
+def the_policy_does_not_move(log: RunLog) -> str | None:
+    """Raise learning_rate; check that the weights are trainable (adapter, frozen layers)."""
     moved = log.series("policy/approxkl_avg")
     norms = [x for x in log.series("grad_norm/policy") if x > 0]
     if len(moved) < MIN_ROWS or not norms or max(moved) > 1e-7:
         return None
     start, end = log.first("policy/entropy_avg"), log.last("policy/entropy_avg")
     changed = start and end is not None and abs(end / start - 1) > 2e-3  # a single pass has no KL
-    if changed or (log.last("objective/kl") or 0.0) > 1e-3 or _dead_reward(log):
+    if changed or (log.last("objective/kl") or 0.0) > 1e-3 or dead_reward(log):
         return None
     return (
         f"approximate KL per iteration at most {max(moved):.1g}, learning rate"
@@ -246,24 +247,22 @@ def _standing_still(log: RunLog) -> str | None:
     )
 
 
-@rule(
-    "the policy runs away from the reference",
-    "raise kl_coef, or adapt it (adaptive_kl=True, kl_target); read late completions: a score"
-    " gained at such a KL is usually reward hacking",
-)
-def _kl_runs_away(log: RunLog) -> str | None:
+@rule
+def the_policy_runs_away_from_the_reference(log: RunLog) -> str | None:
+    """Raise kl_coef, or adapt it (adaptive_kl=True, kl_target); read late completions: a score
+    gained at such a KL is usually reward hacking.
+    """
     kl, length = log.last("objective/kl"), log.last("completions/mean_length")
     if kl is None or not length or kl / length < 0.5:
         return None
     return f"KL of {kl:.1f} nats per response, {kl / length:.2f} per token"
 
 
-@rule(
-    "entropy collapses",
-    "lower learning_rate, raise kl_coef, or clip higher above 1 (epsilon_high) so that rare"
-    " tokens can gain probability; check for identical answers to all prompts",
-)
-def _entropy_collapses(log: RunLog) -> str | None:
+@rule
+def entropy_collapses(log: RunLog) -> str | None:
+    """Lower learning_rate, raise kl_coef, or clip higher above 1 (epsilon_high) so that rare tokens
+    can gain probability; check for identical answers to all prompts.
+    """
     start, end = log.first("policy/entropy_avg"), log.last("policy/entropy_avg")
     if start is None or end is None or len(log.rows) < MIN_ROWS or start < 0.05:
         return None
@@ -272,12 +271,11 @@ def _entropy_collapses(log: RunLog) -> str | None:
     return f"from {start:.2f} to {end:.3f} nats per token"
 
 
-@rule(
-    "the value explains nothing",
-    "initialize it from the reward model (value_source), pretrain it (value_warmup_steps), or"
-    " change value_learning_rate",
-)
-def _value_explains_nothing(log: RunLog) -> str | None:
+@rule
+def the_value_explains_nothing(log: RunLog) -> str | None:
+    """Initialize it from the reward model (value_source), pretrain it (value_warmup_steps), or
+    change value_learning_rate.
+    """
     known = log.series("val/explained_variance")
     if len(known) < MIN_ROWS:
         return None
@@ -289,24 +287,22 @@ def _value_explains_nothing(log: RunLog) -> str | None:
     return f"explained variance {late:.2f} over the second half"
 
 
-@rule(
-    "groups of equal scores",
-    "choose prompts that are solved sometimes but not always, raise num_generations, or"
-    " resample such groups (dynamic_sampling)",
-)
-def _equal_groups(log: RunLog) -> str | None:
+@rule
+def groups_of_equal_scores(log: RunLog) -> str | None:
+    """Choose prompts that are solved sometimes but not always, raise num_generations, or resample
+    such groups (dynamic_sampling).
+    """
     share = log.first("objective/uniform_groups", 0.5)  # later, prompts may be solved
     if share is None or share < 0.6:
         return None
     return f"{share:.0%} of responses are in a group with equal scores and have advantage 0"
 
 
-@rule(
-    "the score follows the length",
-    "check that longer (or shorter) responses are better; if not, remove length from the"
-    " reward, or add length_close_to or non_eos_penalty",
-)
-def _length_hacking(log: RunLog) -> str | None:
+@rule
+def the_score_follows_the_length(log: RunLog) -> str | None:
+    """Check that longer (or shorter) responses are better; if not, remove length from the reward,
+    or add length_close_to or non_eos_penalty.
+    """
     lengths, scores = log.series("completions/mean_length"), log.series("objective/scores")
     turns = log.series("environment/turns")
     if len(lengths) < 2 * MIN_ROWS or len(lengths) != len(scores):
@@ -329,13 +325,12 @@ def _length_hacking(log: RunLog) -> str | None:
     )
 
 
-@rule(
-    "fewer responses end",
-    "the reward prefers unfinished responses: replace their score (non_eos_penalty=True, and"
-    " penalty_reward_value below the scores of finished responses), or raise the length limit"
-    " if they need it",
-)
-def _fewer_end(log: RunLog) -> str | None:
+@rule
+def fewer_responses_end(log: RunLog) -> str | None:
+    """The reward prefers unfinished responses: replace their score (non_eos_penalty=True, and
+    penalty_reward_value below the scores of finished responses), or raise the length limit if they
+    need it.
+    """
     cut, scores = log.series("completions/truncated_ratio"), log.series("objective/scores")
     if len(cut) < MIN_ROWS or len(cut) != len(scores):
         return None
@@ -349,12 +344,11 @@ def _fewer_end(log: RunLog) -> str | None:
     )
 
 
-@rule(
-    "responses do not end",
-    "raise the length limit (response_length, max_turns), set non_eos_penalty=True, or end episodes"
-    " in the environment",
-)
-def _never_ends(log: RunLog) -> str | None:
+@rule
+def responses_do_not_end(log: RunLog) -> str | None:
+    """Raise the length limit (response_length, max_turns), set non_eos_penalty=True, or end
+    episodes in the environment.
+    """
     share = log.last("completions/truncated_ratio", 0.5)
     ended = sum(log.series("val/num_eos_tokens"))
     if share is None or share < 0.98 or not ended:
@@ -362,12 +356,11 @@ def _never_ends(log: RunLog) -> str | None:
     return f"{share:.0%} are truncated by the length limit"
 
 
-@rule(
-    "the score falls",
-    "fix the other findings first; otherwise lower learning_rate or kl_coef, and check the sign"
-    " of the reward",
-)
-def _score_falls(log: RunLog) -> str | None:
+@rule
+def the_score_falls(log: RunLog) -> str | None:
+    """Fix the other findings first; otherwise lower learning_rate or kl_coef, and check the sign of
+    the reward.
+    """
     change = score_change(log)
     if change is None or len(log.rows) < 2 * MIN_ROWS:
         return None
@@ -377,15 +370,14 @@ def _score_falls(log: RunLog) -> str | None:
     return f"from {start:.3g} to {end:.3g} (noise: {noise:.2g})"
 
 
-@rule(
-    "the score did not rise",
-    "fix the other findings first; otherwise compare completions with high and low scores: the"
-    " policy must be able to produce the difference. Then raise learning_rate, lower kl_coef,"
-    " or train longer",
-)
-def _score_did_not_rise(log: RunLog) -> str | None:
+@rule
+def the_score_did_not_rise(log: RunLog) -> str | None:
+    """Fix the other findings first; otherwise compare completions with high and low scores: the
+    policy must be able to produce the difference. Then raise learning_rate, lower kl_coef, or train
+    longer.
+    """
     change = score_change(log)
-    if change is None or len(log.rows) < 2 * MIN_ROWS or _score_falls(log):
+    if change is None or len(log.rows) < 2 * MIN_ROWS or the_score_falls(log):
         return None
     start, end, noise = change
     if end >= start + 2 * noise:
@@ -393,12 +385,11 @@ def _score_did_not_rise(log: RunLog) -> str | None:
     return f"from {start:.3g} to {end:.3g} over {responses(log)} responses (noise: {noise:.2g})"
 
 
-@rule(
-    "environments are slower than the model",
-    "make step() async or cheaper, raise max_concurrency, or set max_lag=1, so that sampling"
-    " overlaps with training",
-)
-def _slow_environment(log: RunLog) -> str | None:
+@rule
+def environments_are_slower_than_the_model(log: RunLog) -> str | None:
+    """Make step() async or cheaper, raise max_concurrency, or set max_lag=1, so that sampling
+    overlaps with training.
+    """
     waiting, model = log.series("environment/seconds"), log.series("environment/model_seconds")
     step = log.series("time/step")
     if not waiting or not model or not step:
@@ -411,7 +402,7 @@ def _slow_environment(log: RunLog) -> str | None:
     )
 
 
-LIVE: tuple[Rule, ...] = (_fewer_end,)  # shown during a run, too
+LIVE: tuple[Rule, ...] = (fewer_responses_end,)  # shown during a run, too
 
 
 def _correlation(x: list[float], y: list[float]) -> float:

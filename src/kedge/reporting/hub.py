@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,6 @@ RUN_FILES = (
     *("checkpoint-*", ".*", "_*", "*completions*/*", "tokens*/*", "rollouts/*", "start/*"),
     "report*.html",
 )
-STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 
 
 def logged_in() -> bool:
@@ -75,14 +75,11 @@ class Hub:
             HubError: with the hub's answer and what to do.
         """
         if not self._ready:
-            url = self._call(
-                "create_repo", repo_id=self.repo_id, private=self.private, exist_ok=True
-            )
+            call = partial(self._call, exist_ok=True)
+            url = call("create_repo", repo_id=self.repo_id, private=self.private)
             self.repo_id = getattr(url, "repo_id", self.repo_id)
             if self.revision not in (None, "main"):
-                self._call(
-                    "create_branch", repo_id=self.repo_id, branch=self.revision, exist_ok=True
-                )
+                call("create_branch", repo_id=self.repo_id, branch=self.revision)
             self._ready = True
         return self.repo_id
 
@@ -112,7 +109,7 @@ class Hub:
         Raises:
             HubError: with the hub's answer and what to do.
         """
-        return self._commit(
+        return self._upload(
             "upload_folder",
             message,
             blocking=blocking,
@@ -123,30 +120,14 @@ class Hub:
         )
 
     def write(self, path: str, text: str, *, message: str, blocking: bool = True) -> Any:
-        """Upload a text as one file.
+        """Upload ``text`` as the file ``path``; otherwise like ``push``."""
+        file = {"path_or_fileobj": text.encode(), "path_in_repo": path}
+        return self._upload("upload_file", message, blocking=blocking, **file)
 
-        Args:
-            path: path in the repository.
-            text: content of the file.
-            message: commit message.
-            blocking: False: return a future immediately.
-
-        Raises:
-            HubError: with the hub's answer and what to do.
-        """
-        return self._commit(
-            "upload_file",
-            message,
-            blocking=blocking,
-            path_or_fileobj=text.encode(),
-            path_in_repo=path,
-        )
-
-    def _commit(self, name: str, message: str, *, blocking: bool, **arguments: Any) -> Any:
-        self.create()
+    def _upload(self, name: str, message: str, *, blocking: bool, **arguments: Any) -> Any:
         return self._call(
             name,
-            repo_id=self.repo_id,
+            repo_id=self.create(),
             revision=self.revision,
             commit_message=message,
             run_as_future=not blocking,
@@ -163,8 +144,6 @@ class Hub:
             strategy: "end" pushes nothing now; "every_save" the model; "checkpoint" the model, and
                 the whole checkpoint as ``last-checkpoint``; "all_checkpoints" as ``checkpoint-N``.
         """
-        if strategy not in STRATEGIES:
-            raise ValueError(f"hub_strategy={strategy!r} must be one of {', '.join(STRATEGIES)}")
         if strategy == "end":
             return
         folder = Path(folder)
@@ -183,19 +162,6 @@ class Hub:
             return getattr(self._api, name)(token=self._token, **self._kind, **kwargs)
         except Exception as e:  # the HTTP package behind the hub client differs by version
             raise HubError(explain(e, self.repo_id)) from e
-
-
-def repo_name(hub_model_id: str | None, output_dir: str | Path | None) -> str:
-    """Repository name of a run: ``hub_model_id``, or the output folder's name.
-
-    Raises:
-        HubError: neither is set.
-    """
-    if hub_model_id:
-        return hub_model_id
-    if not output_dir:
-        raise HubError("pushing needs a repository name: set hub_model_id or output_dir")
-    return Path(output_dir).absolute().name
 
 
 def explain(error: BaseException, repo_id: str) -> str:
@@ -217,9 +183,15 @@ def explain(error: BaseException, repo_id: str) -> str:
 
 
 def build_hub(args: Any, *, token: str | None = None, revision: str | None = None) -> Hub:
-    """The repository that the config names."""
+    """The repository that the config names: ``hub_model_id``, or the output folder's name.
+
+    Raises:
+        HubError: neither is set.
+    """
+    if not (args.hub_model_id or args.output_dir):
+        raise HubError("pushing needs a repository name: set hub_model_id or output_dir")
     return Hub(
-        repo_name(args.hub_model_id, args.output_dir),
+        args.hub_model_id or Path(args.output_dir).absolute().name,
         token=token or args.hub_token,
         private=args.hub_private_repo is not False,  # private if unset
         revision=revision or args.hub_revision,
@@ -227,13 +199,7 @@ def build_hub(args: Any, *, token: str | None = None, revision: str | None = Non
 
 
 class PushOnSave(TrainerCallback):
-    """Pushes after each save as ``hub_strategy`` says; acts on rank 0 only.
-
-    The repository is created when training begins, so that an invalid token fails early.
-
-    Args:
-        hub: the repository.
-    """
+    """Pushes after each save as ``hub_strategy`` says; acts on rank 0 only."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
@@ -241,7 +207,7 @@ class PushOnSave(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Create the repository."""
+        """Create the repository, so that an invalid token fails early."""
         if state.is_world_process_zero:
             self.hub.create()
 

@@ -105,13 +105,9 @@ class Skipped(Counter[Path]):
         """Log one warning if anything was skipped."""
         if self.total():
             files = [f"{file.parent.name}/{file.name} ({n})" for file, n in self.items() if n]
-            more = f" and {len(files) - 5} more files" if len(files) > 5 else ""
-            logger.warning(
-                "skipped %d damaged lines: %s%s",
-                self.total(),
-                ", ".join(files[:5]),
-                more,
-            )
+            if len(files) > 5:
+                files[5:] = [f"and {len(files) - 5} more files"]
+            logger.warning("skipped %d damaged lines: %s", self.total(), ", ".join(files))
 
 
 def read_table(file: Path, skipped: Skipped) -> list[dict[str, Any]]:
@@ -129,16 +125,14 @@ def read_table(file: Path, skipped: Skipped) -> list[dict[str, Any]]:
 
 
 def _parse_row(line: bytes) -> dict[str, Any] | None:
+    def finite(text: str) -> float | None:
+        return x if math.isfinite(x := float(text)) else None
+
     try:
-        row = json.loads(line.decode(), parse_constant=lambda _: None, parse_float=_finite)
+        row = json.loads(line.decode(), parse_constant=lambda _: None, parse_float=finite)
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
-
-
-def _finite(text: str) -> float | None:
-    value = float(text)
-    return value if math.isfinite(value) else None
 
 
 def read_objects(file: Path) -> list[dict[str, Any]]:
@@ -157,21 +151,6 @@ def read_objects(file: Path) -> list[dict[str, Any]]:
             raise DataError(f"{file}, line {number} is not a JSON object: {shown}")
         objects.append(row)
     return objects
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One problem.
-
-    Args:
-        rule: its name.
-        seen: the numbers behind it.
-        advice: what to try.
-    """
-
-    rule: str
-    seen: str
-    advice: str
 
 
 def score_change(log: RunLog) -> tuple[float, float, float] | None:
@@ -194,9 +173,6 @@ def responses(log: RunLog) -> str:
 def responses_per_batch(log: RunLog) -> float | None:
     """Responses per iteration."""
     episodes = log.series("episode")
-    if not episodes:
-        return None
     if len(episodes) == 1:
         return episodes[0]
-    steps = [b - a for a, b in pairwise(episodes) if b > a]
-    return min(steps) if steps else None
+    return min((b - a for a, b in pairwise(episodes) if b > a), default=None)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-import yaml
 
 from kedge import __version__
 from kedge.errors import ConfigError
@@ -40,13 +38,31 @@ METRICS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Algorithm, base model and data of a run, for the model card."""
+
+    algorithm: str = "PPO"  # selects the cited papers
+    base_model: str | None = None  # name or folder of the initial model
+    datasets: tuple[str, ...] = ()  # of prompts
+    rewards: tuple[str, ...] = ()  # names of reward models and functions
+
+
+def provenance(algorithm: str, policy: Any, dataset: Any, rewards: Sequence[Any]) -> Provenance:
+    """The names of a run's models and data, as far as they are known."""
+    named = getattr(getattr(dataset, "info", None), "dataset_name", None)
+    return Provenance(
+        algorithm=algorithm,
+        base_model=getattr(getattr(policy, "config", None), "_name_or_path", "") or None,
+        datasets=(named,) if named else (),
+        rewards=tuple(map(_reward_name, rewards)),
+    )
+
+
 def model_card(
+    made_of: Provenance,
     *,
     model_name: str,
-    algorithm: str = "PPO",
-    base_model: str | None = None,
-    datasets: Sequence[str] = (),
-    rewards: Sequence[str] = (),
     args: Any = None,
     log_history: Sequence[Mapping[str, Any]] = (),
     tags: Iterable[str] = (),
@@ -57,11 +73,8 @@ def model_card(
     """The text of a model card.
 
     Args:
+        made_of: algorithm, base model and data.
         model_name: its title.
-        algorithm: "PPO", ...; selects the cited papers.
-        base_model: name or folder of the initial model.
-        datasets: names of the prompt datasets.
-        rewards: names of the reward models and functions.
         args: the config; only the fields in ``HYPERPARAMETERS`` are shown.
         log_history: logged rows; the first and the last value of each main metric are shown.
         tags: additional tags.
@@ -69,18 +82,21 @@ def model_card(
         links: tracker -> URL of the run; the hub itself is left out.
         curves: image of the curves, in the folder of the card.
     """
-    head = {
-        "library_name": "transformers",
-        "model_name": model_name,
-        "pipeline_tag": "text-generation",
-        "tags": list(dict.fromkeys(["kedge", algorithm.lower(), "reinforcement-learning", *tags])),
+    from huggingface_hub import ModelCardData
+
+    algorithm, base_model, datasets = made_of.algorithm, made_of.base_model, made_of.datasets
+    data = ModelCardData(
+        library_name="transformers",
+        model_name=model_name,
+        pipeline_tag="text-generation",
+        tags=list(dict.fromkeys(["kedge", algorithm.lower(), "reinforcement-learning", *tags])),
         # Only names on the hub, not local folders.
-        **({"base_model": base_model} if base_model and _on_hub(base_model) else {}),
-        **({"datasets": named} if (named := [d for d in datasets if _on_hub(d)]) else {}),
-    }
-    front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
+        base_model=base_model if base_model and _on_hub(base_model) else None,
+        datasets=[name for name in datasets if _on_hub(name)] or None,
+    )
     papers = files("kedge.reporting") / "assets" / f"{algorithm}.bib"
-    seen = [f"[{name}]({url})" for name, url in links.items() if name != "hub"]
+    citation = papers.read_text(encoding="utf-8") if papers.is_file() else ""
+    runs = ", ".join(f"[{name}]({url})" for name, url in links.items() if name != "hub")
     results = [
         (label, f"{values[0]:.4g}", f"{values[-1]:.4g}")
         for name, label in METRICS.items()
@@ -91,58 +107,20 @@ def model_card(
     sections = {
         "Results": _table(("metric", "start", "end"), results),
         "Curves": f"![curves of the run]({curves})" if curves else "",
-        "Run": f"The run is on {', '.join(seen)}." if seen else "",
+        "Run": f"The run is on {runs}." if runs else "",
         "Command": f"```bash\n{command}\n```" if command else "",
         "Hyperparameters": _table(("name", "value"), hyperparameters),
         "Versions": _table(("package", "version"), versions()),
-        "Citation": f"```bibtex\n{papers.read_text(encoding='utf-8')}```"
-        if papers.is_file()
-        else "",
+        "Citation": f"```bibtex\n{citation}```" if citation else "",
     }
-    text = [f"---\n{front}---", f"# {model_name}"]
     start = f"`{base_model}`" if base_model else "a language model"
     summary = f"Trained from {start} with {algorithm}, using Kedge."
-    summary += f" Prompts: {_listed(datasets)}." if datasets else ""
-    text.append(summary + (f" Reward: {_listed(rewards)}." if rewards else ""))
+    for title, names in (("Prompts", datasets), ("Reward", made_of.rewards)):
+        if names:
+            summary += f" {title}: {', '.join(f'`{name}`' for name in names)}."
+    text = [f"---\n{data.to_yaml()}\n---", f"# {model_name}", summary]
     text += [f"## {title}\n\n{body}" for title, body in sections.items() if body]
     return str(redact("\n\n".join(text) + "\n"))
-
-
-def write_model_card(folder: str | Path, **kwargs: Any) -> Path:
-    """Write ``model_card(**kwargs)`` to ``folder/README.md``."""
-    file = Path(folder) / "README.md"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(model_card(**kwargs), encoding="utf-8")
-    return file
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
-    """Algorithm, base model and data of a run, for the model card."""
-
-    algorithm: str
-    base_model: str | None
-    datasets: tuple[str, ...]
-    rewards: tuple[str, ...]
-
-
-def provenance(
-    algorithm: str, policy: Any, dataset: Any, reward_model: Any, reward_funcs: Any
-) -> Provenance:
-    """The names of a run's models and data, as far as they are known."""
-    named = getattr(getattr(dataset, "info", None), "dataset_name", None)
-    rewards = [
-        reward
-        for given in (reward_model, reward_funcs)
-        for reward in (given if isinstance(given, list | tuple) else [given])
-        if reward is not None
-    ]
-    return Provenance(
-        algorithm=algorithm,
-        base_model=getattr(getattr(policy, "config", None), "_name_or_path", "") or None,
-        datasets=(named,) if named else (),
-        rewards=tuple(map(_reward_name, rewards)),
-    )
 
 
 def write_card(
@@ -154,24 +132,23 @@ def write_card(
     model_name: str | None = None,
     dataset_name: str | None = None,
     tags: str | list[str] | None = None,
-) -> Path:
+) -> None:
     """Write ``README.md`` into ``output_dir``; ``about`` is the content of ``run.json``."""
     if not args.output_dir:
         raise ConfigError("output_dir must be set to write a model card")
-    return write_model_card(
-        args.output_dir,
-        model_name=model_name or Path(args.hub_model_id or args.output_dir).name,
-        algorithm=made_of.algorithm,
-        base_model=made_of.base_model,
-        datasets=(dataset_name,) if dataset_name else made_of.datasets,
-        rewards=made_of.rewards,
+    folder = Path(args.output_dir)
+    text = model_card(
+        replace(made_of, datasets=(dataset_name,)) if dataset_name else made_of,
+        model_name=model_name or Path(args.hub_model_id or folder).name,
         args=args,
         log_history=log_history,
         command=about.get("command", ""),
         links=about.get("links", {}),
-        curves="curves.png" if (Path(args.output_dir) / "curves.png").is_file() else None,
+        curves="curves.png" if (folder / "curves.png").is_file() else None,
         tags=[tags] if isinstance(tags, str) else tags or (),
     )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _reward_name(reward: Any) -> str:
@@ -179,10 +156,6 @@ def _reward_name(reward: Any) -> str:
         return reward
     name = getattr(getattr(reward, "config", None), "_name_or_path", "")
     return name or getattr(reward, "__name__", "") or type(reward).__name__
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 def versions() -> list[tuple[str, str]]:

@@ -81,7 +81,15 @@ class ConsoleTracker:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         if bar and self.console.is_terminal:
-            self._bar = _bar(self.console)
+            self._bar = Progress(
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[now]}", markup=False),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[left]}", markup=False),
+                console=self.console,
+                refresh_per_second=4,
+            )
             self._task = self._bar.add_task(
                 "training", total=total, completed=start, now="", left=""
             )
@@ -147,22 +155,10 @@ class ConsoleTracker:
     def _cell(self, value: object, *, end: bool) -> Text:
         """Plain text without markup or control sequences; long text truncated."""
         text = (
-            f"{value:.4g}" if isinstance(value, float) else "n/a" if value is None else str(value)
+            "n/a" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
         )
         text = "".join(c if c.isprintable() or c in "\n\t" else _UNPRINTABLE for c in text)
         most = self.max_chars // 2 if end else self.max_chars
         if len(text) > most:
             text = "…" + text[1 - most :] if end else text[: most - 1] + "…"
         return Text(text)
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[now]}", markup=False),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}", markup=False),
-        console=console,
-        refresh_per_second=4,
-    )

@@ -1,10 +1,15 @@
-"""Collects the files of a run for the report page."""
+"""The report of a run: one self-contained HTML page that loads nothing from the network."""
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,11 @@ from kedge.reporting.run_info import FILE, read_run_info
 from kedge.reporting.story import episodes, story, vocabulary
 
 TOKENS = "tokens"
+STYLES = ("page.css",)
+SCRIPTS = (
+    *("core.js", "list.js", "charts.js", "overview.js", "curves.js"),
+    *("completions.js", "tokens.js", "main.js"),
+)
 Row = dict[str, Any]
 
 
@@ -53,7 +63,13 @@ def gather(
     about = read_run_info(folder)
     skipped[folder / FILE] += (folder / FILE).is_file() and not about
     skipped.warn()
-    series = _metric_series(rows)
+    series: dict[str, dict[str, list[float]]] = {}  # steps and finite values of every metric
+    for row in rows:
+        for name, value in row.items():
+            if name not in ("step", "epoch") and math.isfinite(value):
+                line = series.setdefault(name, {"x": [], "y": []})
+                line["x"].append(int(row.get("step", 0)))
+                line["y"].append(float(f"{value:.6g}"))
     axis = {int(r["step"]): int(r["episode"]) for r in rows if "episode" in r and "step" in r}
     return {
         "name": folder.name,
@@ -81,46 +97,30 @@ def meaning(name: str, meanings: Mapping[str, str], prefixes: Mapping[str, str])
         return meanings[name]
     if name.startswith("eval_"):
         known = [m for m in meanings if name.endswith(f"_{m.removeprefix('eval_')}")]
-        known = [m for m in known if m.startswith("eval_")] or known
-        if known and known[0].startswith("eval_"):
-            return meanings[known[0]]
+        for metric in known:
+            if metric.startswith("eval_"):
+                return meanings[metric]
         if known:
             return f"{meanings[max(known, key=len)]}; on the evaluation prompts"
         name = f"eval_{name[name.rindex('pass@') :]}" if "pass@" in name else name
-    matches = [text for prefix, text in prefixes.items() if name.startswith(prefix)]
-    return matches[0] if matches else ""
-
-
-def _metric_series(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[str, list[float]]]:
-    """Steps and finite values of every metric."""
-    series: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name not in ("step", "epoch") and math.isfinite(value):
-                line = series.setdefault(name, {"x": [], "y": []})
-                line["x"].append(int(row.get("step", 0)))
-                line["y"].append(float(f"{value:.6g}"))
-    return series
+    return next((text for prefix, text in prefixes.items() if name.startswith(prefix)), "")
 
 
 def _read_tables(
     folder: Path, most: int, skipped: Skipped, sound: Callable[[Row], bool] = lambda row: True
 ) -> list[Row]:
     """The tables of a folder ordered by step: ``{"step", "rows"}``."""
-    named = {file: file.stem.removeprefix("step-") for file in folder.glob("step-*.jsonl")}
-    files = {int(step): file for file, step in named.items() if step.isdecimal() and file.is_file()}
-    tables: list[Row] = []
-    for step in sorted(files):
-        rows = read_table(files[step], skipped)
-        kept = [row for row in rows if sound(row)]
-        skipped[files[step]] += len(rows) - len(kept)
-        tables.append({"step": step, "rows": kept})
-    count = sum(len(table["rows"]) for table in tables)
-    if count > most:
+    tables = {}
+    for file in folder.glob("step-*.jsonl"):
+        step = file.stem.removeprefix("step-")
+        if step.isdecimal() and file.is_file():
+            rows = read_table(file, skipped)
+            tables[int(step)] = [row for row in rows if sound(row)]
+            skipped[file] += len(rows) - len(tables[int(step)])
+    share = most
+    if sum(map(len, tables.values())) > most:
         share = max(1, most // len(tables))
-        for table in tables:
-            table["rows"] = table["rows"][:share]
-    return [table for table in tables if table["rows"]]
+    return [{"step": n, "rows": tables[n][:share]} for n in sorted(tables) if tables[n]]
 
 
 def _is_token_row(row: Row) -> bool:
@@ -133,3 +133,34 @@ def _is_token_row(row: Row) -> bool:
         and all(isinstance(values, list) for values in numbers)
         and all(x is None or isinstance(x, int | float) for values in numbers for x in values)
     )
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The HTML page for the result of ``gather``.
+
+    The data are compressed JSON in base64, so that generated text cannot end the script or become
+    markup; a content security policy blocks all connections.
+    """
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    packed = gzip.compress(text.encode(errors="backslashreplace"), compresslevel=5, mtime=0)
+    body = _asset("page.html")
+    for name, text in {
+        "title": escape(str(data["name"])),
+        "style": "\n".join(map(_asset, STYLES)),
+        "script": "\n".join(map(_asset, SCRIPTS)),
+        "data": base64.b64encode(packed).decode(),
+    }.items():
+        body = body.replace(f"<!--{name}-->", text)
+    return body
+
+
+def unpack(html: str) -> dict[str, Any]:
+    """The data embedded in a page."""
+    begin = html.index('<script id="data"')
+    packed = html[html.index(">", begin) + 1 : html.index("</script>", begin)]
+    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed)))
+    return data
+
+
+def _asset(name: str) -> str:
+    return (files("kedge.reporting") / "assets" / name).read_text(encoding="utf-8")

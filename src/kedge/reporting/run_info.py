@@ -20,7 +20,7 @@ from kedge.reporting.model_card import Provenance, versions
 FILE = "run.json"
 
 
-def write_run_info(made_of: Provenance, args: Any, *, device: str) -> Path:
+def write_run_info(made_of: Provenance, args: Any, *, device: str) -> None:
     """Write ``run.json`` into ``output_dir`` when training begins.
 
     Args:
@@ -50,16 +50,14 @@ def write_run_info(made_of: Provenance, args: Any, *, device: str) -> Path:
         "changed": [name for name in options if name in args.given],
         "options": options,
     }
-    file = Path(args.output_dir) / FILE
-    _write(file, about)
-    return file
+    _write(args.output_dir, about)
 
 
 def add_links(output_dir: str | Path, links: Mapping[str, str]) -> None:
     """Add links to ``run.json``: tracker or hub -> URL."""
     about = read_run_info(output_dir)
     if about:
-        _write(Path(output_dir) / FILE, about | {"links": dict(links)})
+        _write(output_dir, about | {"links": dict(links)})
 
 
 def read_run_info(output_dir: str | Path | None) -> dict[str, Any]:
@@ -74,8 +72,9 @@ def read_run_info(output_dir: str | Path | None) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _write(file: Path, about: Mapping[str, Any]) -> None:
-    write_whole(file, json.dumps(redact(about), indent=1, default=str) + "\n")
+def _write(output_dir: str | Path, about: Mapping[str, Any]) -> None:
+    text = json.dumps(redact(about), indent=1, default=str)
+    write_whole(Path(output_dir) / FILE, text + "\n")
 
 
 def command() -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from statistics import fmean
 from typing import Any
 
@@ -20,18 +21,18 @@ def story(log: RunLog, rows: Sequence[Mapping[str, float]]) -> list[dict[str, st
         log: the training rows.
         rows: all rows, including evaluations.
     """
-    sections = [
-        ("Score", _score(log)),
-        ("Episodes", _episodes(log)),
-        ("Evaluation", _evaluation(rows)),
-        ("Distance", _distance(log)),
-        ("Certainty", _certainty(log)),
-        ("Length", _length(log)),
-        ("Updates", _updates(log)),
-        ("Value", _value(log)),
-        ("Time", _time(log)),
-    ]
-    return [{"title": title, "text": text} for title, text in sections if text]
+    sections = {
+        "Score": _score(log),
+        "Episodes": _episodes(log),
+        "Evaluation": _evaluation(rows),
+        "Distance": _distance(log),
+        "Certainty": _certainty(log),
+        "Length": _length(log),
+        "Updates": _updates(log),
+        "Value": _value(log),
+        "Time": _time(log),
+    }
+    return [{"title": title, "text": text} for title, text in sections.items() if text]
 
 
 def _ends(log: RunLog, name: str) -> tuple[float, float] | None:
@@ -40,21 +41,18 @@ def _ends(log: RunLog, name: str) -> tuple[float, float] | None:
 
 
 def _score(log: RunLog) -> str:
-    ends = _ends(log, "objective/scores")
-    if ends is None:
+    if (ends := _ends(log, "objective/scores")) is None:
         return ""
     start, end = ends
     text = f"The mean score went from {start:.3g} to {end:.3g}"
     spread, change = log.first("objective/scores_std"), score_change(log)
     if not spread or change is None:
         return text + "."
-    chance = change[2]
-    if abs(end - start) < 2 * chance:
-        verdict = "within noise"
-    else:
+    verdict = "within noise"
+    if abs(end - start) >= 2 * change[2]:
         way = "up" if end > start else "down"
         verdict = f"{way} by {abs(end - start) / spread:.2g} standard deviations of a score"
-    return f"{text}: {verdict} (noise: {chance:.2g})."
+    return f"{text}: {verdict} (noise: {change[2]:.2g})."
 
 
 def _episodes(log: RunLog) -> str:
@@ -69,18 +67,16 @@ def _episodes(log: RunLog) -> str:
 
 
 def _evaluation(rows: Sequence[Mapping[str, float]]) -> str:
+    labels = {
+        "eval_objective/scores": "score",
+        "eval_win_rate": "win rate against the starting policy",
+        "eval_accuracy": "accuracy",
+    }
     parts = []
-    for name, label in (
-        ("eval_objective/scores", "score"),
-        ("eval_win_rate", "win rate against the starting policy"),
-        ("eval_accuracy", "accuracy"),
-    ):
-        values = [row[name] for row in rows if name in row]
-        if values:
-            change = (
-                f"{values[0]:.3g} to {values[-1]:.3g}" if len(values) > 1 else f"{values[0]:.3g}"
-            )
-            parts.append(f"{label} {change}")
+    for name, label in labels.items():
+        if values := [row[name] for row in rows if name in row]:
+            ends = values[:1] + values[1:][-1:]
+            parts.append(f"{label} {' to '.join(f'{x:.3g}' for x in ends)}")
     return f"On the evaluation prompts: {', '.join(parts)}." if parts else ""
 
 
@@ -88,18 +84,15 @@ def _distance(log: RunLog) -> str:
     kl, length = log.last("objective/kl"), log.last("completions/mean_length")
     if kl is None:
         return ""
-    per_token = f", {kl / length:.3f} per token" if length else ""
-    coef = log.last("objective/kl_coef")
-    cost = log.last("objective/non_score_reward")
-    paid = (
-        f"; the KL penalty costs {-cost:.3g} of score (kl_coef {coef:.3g})" if cost and coef else ""
-    )
-    return f"KL to the reference at the end: {kl:.3g} nats per response{per_token}{paid}."
+    text = f"KL to the reference at the end: {kl:.3g} nats per response"
+    text += f", {kl / length:.3f} per token" if length else ""
+    coef, cost = log.last("objective/kl_coef"), log.last("objective/non_score_reward")
+    paid = f"; the KL penalty costs {-(cost or 0):.3g} of score (kl_coef {coef:.3g})"
+    return text + (f"{paid}." if cost and coef else ".")
 
 
 def _certainty(log: RunLog) -> str:
-    ends = _ends(log, "policy/entropy_avg")
-    if ends is None:
+    if (ends := _ends(log, "policy/entropy_avg")) is None:
         return ""
     start, end = ends
     trend = "fell" if end < 0.95 * start else "rose" if end > 1.05 * start else "stayed similar"
@@ -122,17 +115,14 @@ def _updates(log: RunLog) -> str:
     if moved < 1e-9:
         return "Every batch is used for one optimizer step, so the probability ratio stays 1."
     text = f"An iteration moves the policy by {moved:.2g} nats per token"
-    if clipped is not None:
-        text += f", with {clipped:.1%} of tokens clipped"
-    ratio = log.series("val/ratio")
-    low, high = min(ratio, default=1.0), max(ratio, default=1.0)
-    between = f"; the mean ratio stayed between {low:.4g} and {high:.4g}" if ratio else ""
-    return text + between + "."
+    text += f", with {clipped:.1%} of tokens clipped" if clipped is not None else ""
+    if ratio := log.series("val/ratio"):
+        text += f"; the mean ratio stayed between {min(ratio):.4g} and {max(ratio):.4g}"
+    return text + "."
 
 
 def _value(log: RunLog) -> str:
-    ends = _ends(log, "val/explained_variance")
-    if ends is None:
+    if (ends := _ends(log, "val/explained_variance")) is None:
         return ""
     first, last = (f"{x:.0%}" if x >= 0.005 else "none" for x in ends)
     text = f"The value model explained {first} of the return variance at the start, {last} at the"
@@ -141,19 +131,17 @@ def _value(log: RunLog) -> str:
 
 
 def _time(log: RunLog) -> str:
-    parts = {
-        label: sum(log.series(f"time/{name}"))
-        for name, label in (
-            ("rollout", "sampling"),
-            ("reward", "scoring"),
-            ("annotate", "computing log-probabilities"),
-            ("update", "optimizing"),
-        )
+    labels = {
+        "rollout": "sampling",
+        "reward": "scoring",
+        "annotate": "computing log-probabilities",
+        "update": "optimizing",
     }
-    whole = sum(parts.values())
-    if not whole:
+    parts = {label: sum(log.series(f"time/{name}")) for name, label in labels.items()}
+    total = sum(parts.values())
+    if not total:
         return ""
-    shares = ", ".join(f"{x / whole:.0%} {label}" for label, x in parts.items())
+    shares = ", ".join(f"{x / total:.0%} {label}" for label, x in parts.items())
     speed = log.last("eps", 0.2)
     return f"Time went to: {shares}" + (f"; {speed:.3g} responses per second." if speed else ".")
 
@@ -171,17 +159,23 @@ def vocabulary(tokens: Sequence[Mapping[str, Any]]) -> dict[str, list[list[Any]]
     if not tokens:
         return {}
     third = max(1, len(tokens) // 3)
-    early, late = _uses(tokens[:third]), _uses(tokens[-third:])
     lists: dict[str, list[list[Any]]] = {"more": [], "less": [], "praised": [], "blamed": []}
     if len(tokens) > 1:
-        lists["more"], lists["less"] = _shifted(early, late)
+        early, late = _uses(tokens[:third]), _uses(tokens[-third:])
+        before, after = max(1, early.total()), max(1, late.total())
+        rates: list[list[Any]] = [
+            [text, 1000 * early[text] / before, 1000 * late[text] / after]
+            for text in {**early, **late}
+            if early[text] + late[text] >= RARE
+        ]
+        # Sorted by change over its noise, so that frequency alone does not decide.
+        rates.sort(key=lambda r: (r[2] - r[1]) / (r[1] + r[2]) ** 0.5)
+        lists["less"] = [r for r in rates[:WORDS] if r[2] < r[1]]
+        lists["more"] = [r for r in rates[::-1][:WORDS] if r[2] > r[1]]
     sums: dict[str, list[float]] = {}
-    for table in tokens[len(tokens) // 2 :]:
-        for row in table["rows"]:
-            said = zip(_trained(row), row["tokens"], row.get("advantage", ()), strict=False)
-            for own, text, advantage in said:
-                if own and advantage is not None:
-                    sums.setdefault(text, []).append(advantage)
+    for text, advantage in _policy_tokens(tokens[len(tokens) // 2 :]):
+        if advantage is not None:
+            sums.setdefault(text, []).append(advantage)
     means: list[list[Any]] = [
         [text, sum(xs) / len(xs), len(xs)] for text, xs in sums.items() if len(xs) >= RARE
     ]
@@ -191,32 +185,20 @@ def vocabulary(tokens: Sequence[Mapping[str, Any]]) -> dict[str, list[list[Any]]
     return lists
 
 
+def _policy_tokens(tables: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float | None]]:
+    """Text and advantage of the policy's tokens; without a list "trained" all are the policy's."""
+    for table in tables:
+        for row in table["rows"]:
+            trained, advantages = row.get("trained") or repeat(1), row.get("advantage", ())
+            for text, own, advantage in zip(
+                row["tokens"], trained, chain(advantages, repeat(None)), strict=False
+            ):
+                if own:
+                    yield text, advantage
+
+
 def _uses(tables: Sequence[Mapping[str, Any]]) -> Counter[str]:
-    return Counter(
-        text
-        for table in tables
-        for row in table["rows"]
-        for own, text in zip(_trained(row), row["tokens"], strict=False)
-        if own
-    )
-
-
-def _trained(row: Mapping[str, Any]) -> Sequence[int]:
-    """1 for tokens of the policy; rows without other tokens have no such list."""
-    return row.get("trained") or [1] * len(row["tokens"])
-
-
-def _shifted(early: Counter[str], late: Counter[str]) -> tuple[list[list[Any]], list[list[Any]]]:
-    before, after = max(1, early.total()), max(1, late.total())
-    rates: list[list[Any]] = [
-        [text, 1000 * early[text] / before, 1000 * late[text] / after]
-        for text in {**early, **late}
-        if early[text] + late[text] >= RARE
-    ]
-    # Sorted by change over its noise, so that frequency alone does not decide.
-    rates.sort(key=lambda r: (r[2] - r[1]) / (r[1] + r[2]) ** 0.5)
-    less = [r for r in rates[:WORDS] if r[2] < r[1]]
-    return [r for r in rates[::-1][:WORDS] if r[2] > r[1]], less
+    return Counter(text for text, _ in _policy_tokens(tables))
 
 
 def episodes(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import warnings
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from kedge.reporting.base import json_line
 from kedge.reporting.hub import Hub, explain
 
 Rows = Sequence[Mapping[str, object]]
+logger = logging.getLogger(__name__)
 _CARD = """\
 ---
 tags:
@@ -49,13 +51,10 @@ class TableLogger:
         if not rows:
             return
         columns = {key: [row[key] for row in rows] for key in rows[0]}
-        if "wandb" in self._services:
-            import wandb
-
-            if wandb.run is not None:
-                data = [list(values) for values in zip(*columns.values(), strict=True)]
-                table = wandb.Table(columns=list(columns), data=data)
-                wandb.log({name: table, "train/global_step": step})
+        if (wandb := self._wandb()) is not None:
+            data = [list(values) for values in zip(*columns.values(), strict=True)]
+            table = wandb.Table(columns=list(columns), data=data)
+            wandb.log({name: table, "train/global_step": step})
         if "trackio" in self._services:
             import trackio
 
@@ -66,27 +65,20 @@ class TableLogger:
 
             if mlflow.active_run() is not None:
                 mlflow.log_table(columns, f"{name}/step-{step:06d}.json")
-        writer = self._tensorboard()
-        if writer is not None:
+        if (writer := self._tensorboard()) is not None:
             writer.add_text(name, markdown(rows), step)
 
     def histogram(self, name: str, values: Tensor, *, step: int) -> None:
-        """Send a histogram to wandb and tensorboard.
-
-        Args:
-            name: of the chart.
-            values: numbers [n].
-            step: iteration.
-        """
-        if "wandb" in self._services:
-            import wandb
-
-            if wandb.run is not None:
-                chart = wandb.Histogram(values.tolist())
-                wandb.log({name: chart, "train/global_step": step})
-        writer = self._tensorboard()
-        if writer is not None:
+        """Send a histogram of ``values`` [n] to wandb and tensorboard."""
+        if (wandb := self._wandb()) is not None:
+            wandb.log({name: wandb.Histogram(values.tolist()), "train/global_step": step})
+        if (writer := self._tensorboard()) is not None:
             writer.add_histogram(name, values, step)
+
+    def _wandb(self) -> Any:
+        """The package if a run is open in it, else None."""
+        wandb = importlib.import_module("wandb") if "wandb" in self._services else None
+        return wandb if wandb is not None and wandb.run is not None else None
 
     def close(self) -> None:
         """Do nothing: the reporting callbacks own the connections."""
@@ -109,7 +101,7 @@ class HubTables:
     """Sends every table to a dataset repository, in the background and in order.
 
     The repository is created at once, so that a wrong token fails before training; later failures
-    only warn, once.
+    are only logged, once.
 
     Args:
         hub: the dataset repository.
@@ -119,7 +111,7 @@ class HubTables:
     def __init__(self, hub: Hub, *, model: str | None = None) -> None:
         self.hub, self._model = hub, model
         self._names: list[str] = []  # kinds of tables that the card lists
-        self._sent: list[Any] = []  # futures of uploads
+        self._uploads: list[Future[Any]] = []
         self._warned = False
         hub.create()
 
@@ -130,38 +122,30 @@ class HubTables:
         """Send one table, as ``NAME/step-000012.jsonl``."""
         if not rows:
             return
-        try:
-            if name not in self._names:
-                self._names.append(name)
-                self._send("README.md", self._card(), "The card")
-            text = "".join(json_line({"step": step, **row}) for row in rows)
-            self._send(f"{name}/step-{step:06d}.jsonl", text, f"{name} after iteration {step}")
-        except HubError as error:
-            self._warn(error)
-        self._check_uploads(wait=False)
+        if name not in self._names:
+            self._names.append(name)
+            self._send("README.md", self._card(), "The card")
+        text = "".join(json_line({"step": step, **row}) for row in rows)
+        self._send(f"{name}/step-{step:06d}.jsonl", text, f"{name} after iteration {step}")
 
     def close(self) -> None:
         """Wait for all uploads."""
-        self._check_uploads(wait=True)
+        wait(self._uploads)
 
     def _send(self, path: str, text: str, message: str) -> None:
-        self._sent.append(self.hub.write(path, text, message=message, blocking=False))
+        try:
+            upload = self.hub.write(path, text, message=message, blocking=False)
+        except HubError as error:
+            self._warn(error)
+            return
+        self._uploads = [x for x in self._uploads if not x.done()] + [upload]
+        upload.add_done_callback(lambda done: self._warn(done.exception()))
 
-    def _check_uploads(self, *, wait: bool) -> None:
-        ready = [upload for upload in self._sent if wait or upload.done()]
-        self._sent = [upload for upload in self._sent if upload not in ready]
-        for upload in ready:
-            error = upload.exception()
-            if error is not None:
-                self._warn(error)
-
-    def _warn(self, error: BaseException) -> None:
-        if not self._warned:
+    def _warn(self, error: BaseException | None) -> None:
+        if error is not None and not self._warned:
             self._warned = True
             reason = error if isinstance(error, HubError) else explain(error, self.hub.repo_id)
-            warnings.warn(
-                f"some completions were not uploaded to {self.hub.url}: {reason}", stacklevel=3
-            )
+            logger.warning("some completions were not uploaded to %s: %s", self.hub.url, reason)
 
     def _card(self) -> str:
         configs = "".join(

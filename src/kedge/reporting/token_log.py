@@ -59,26 +59,22 @@ class TokenLog:
         if self.due(step + 1):
             self._kept = experience.rows(torch.arange(min(self.rows, len(experience))))
 
-    def write(self, report: StepReport) -> Path | None:
-        """Write the kept rows, if any, after the iteration; return rank 0's file."""
+    def write(self, report: StepReport) -> None:
+        """Write the kept rows, if any, after the iteration."""
         kept, self._kept = self._kept, None
         if kept is None:
-            return None
+            return
         after = self.learner.forward_no_grad(kept, values=False).logprobs
         if self.learner.rank:
-            return None
+            return
         lines = [self._line(kept, after, report, i) for i in range(len(kept))]
-        file = self.folder / f"step-{report.step:06d}.jsonl"
         with self._best_effort.writing("token logs", self.folder):
-            write_whole(file, "".join(lines))
-            return file
-        return None
+            write_whole(self.folder / f"step-{report.step:06d}.jsonl", "".join(lines))
 
     def _line(self, kept: Experience, after: Tensor, report: StepReport, i: int) -> str:
         rollout, reward_output = report.rollout, report.reward_output
         length = int(kept.response_mask[i].sum())
         shown = min(length, MOST_TOKENS)
-        trained = kept.loss_mask[i, :shown]
         per_token = {
             "logprob": kept.old_logprobs,
             "after": after,
@@ -108,8 +104,8 @@ class TokenLog:
             ]
             metrics = rollout.episodes.columns.get("metrics")
             row["metrics"] = metrics[i] if metrics else {}
-        if not trained.all():
-            row["trained"] = trained.int().tolist()
+        if not kept.loss_mask[i, :shown].all():
+            row["trained"] = kept.loss_mask[i, :shown].int().tolist()
         for name, values in per_token.items():
             if values is not None:
                 row[name] = [_short(x) for x in values[i, :shown].tolist()]

@@ -13,8 +13,8 @@ from transformers.integrations.integration_utils import (
 from kedge.config.base import OnPolicyConfig
 from kedge.data import DatasetPrompts
 from kedge.protocols import Tracker
-from kedge.reporting.base import CompositeTracker, JsonlTracker
-from kedge.reporting.best_effort import BestEffortTracker, BestEffortWriter, required_write
+from kedge.reporting.base import JsonlTracker
+from kedge.reporting.best_effort import BestEffortWriter, CompositeTracker, required_write
 from kedge.reporting.hub import Hub, PushOnSave
 from kedge.reporting.progress import ConsoleTracker
 from kedge.reporting.run_info import add_links
@@ -42,9 +42,8 @@ def build_trackers(
     trackers: list[Tracker] = []
     if args.output_dir:
         with required_write("output_dir", args.output_dir):
-            files = JsonlTracker(args.output_dir, history=callbacks.state.log_history)
-        trackers.append(BestEffortTracker(files, best_effort, args.output_dir))
-    trackers += [BestEffortTracker(screen, best_effort, "the screen"), build_tables(callbacks)]
+            trackers.append(JsonlTracker(args.output_dir, history=callbacks.state.log_history))
+    trackers += [screen, build_tables(callbacks)]
     if args.log_completions_hub_repo:
         hub = Hub(
             args.log_completions_hub_repo,
@@ -53,7 +52,7 @@ def build_trackers(
             kind="dataset",
         )
         trackers.append(HubTables(hub, model=args.hub_model_id))
-    return CompositeTracker(trackers)
+    return CompositeTracker(trackers, best_effort)
 
 
 def log_prompt_lengths(callbacks: Callbacks, prompts: object) -> None:
@@ -69,14 +68,10 @@ def build_services(callbacks: Callbacks) -> list[str]:
     return [name for name, kind in INTEGRATION_TO_CALLBACK.items() if kind in kinds]
 
 
-def link(callbacks: Callbacks, args: Any) -> dict[str, str]:
-    """Write the URLs of the run to ``run.json`` (rank 0).
-
-    Returns:
-        URLs by name.
-    """
+def link(callbacks: Callbacks, args: Any) -> None:
+    """Write the URLs of the run to ``run.json`` (rank 0)."""
     if not callbacks.state.is_world_process_zero:
-        return {}
+        return
     links = run_links(build_services(callbacks))
     pushes = [c for c in callbacks.handler.callbacks if isinstance(c, PushOnSave)]
     if pushes:
@@ -87,7 +82,6 @@ def link(callbacks: Callbacks, args: Any) -> dict[str, str]:
     if links and args.output_dir:
         with BestEffortWriter().writing("links of the run", args.output_dir):
             add_links(args.output_dir, links)
-    return links
 
 
 def run_links(services: Sequence[str]) -> dict[str, str]:

@@ -8,8 +8,7 @@ from pathlib import Path
 from kedge.cli.flags import Flags
 from kedge.errors import ConfigError
 from kedge.reporting.log import log_file
-from kedge.reporting.page import page
-from kedge.reporting.report import gather
+from kedge.reporting.report import gather, page
 
 EPILOG = """\
 RUN is the output_dir of a run, finished or not.  The page is self-contained: open it from disk or

@@ -20,7 +20,7 @@ from kedge.trainers.run.files import recording_fingerprint
 from kedge.trainers.spec import shared_kwargs
 
 if TYPE_CHECKING:
-    from kedge.checkpoint.replay import Replayed
+    from kedge.checkpoint.replay import RolloutReplay
 
 logger = logging.getLogger(__name__)
 PARTIAL_BATCHES_PER_WORKER = 4  # so that a fast engine gets more work
@@ -71,17 +71,17 @@ class RolloutStage:
         if self.separate and not self.spec.per_rank:
             self.options["vllm_num_engines"] = engines_per_rank(args, self.spec, ranks=self.ranks)
         self._check_groups()
-        self.replayed: Replayed | None = None
+        self.replayed: RolloutReplay | None = None
         if args.replay_rollouts is not None:
-            from kedge.checkpoint.replay import Replay, Replayed
+            from kedge.checkpoint.replay import RolloutReplay
 
-            replay = Replay(
+            self.replayed = RolloutReplay(
                 str(args.replay_rollouts),
                 about=recording_fingerprint(setup.sampling),
                 rank=setup.accelerator.process_index,
                 world_size=self.ranks,
+                rows=setup.sizes.local_rows,
             )
-            self.replayed = Replayed(replay, rows=setup.sizes.local_rows)
         ready = self.replayed or custom
         self.correction = build_correction(
             args,

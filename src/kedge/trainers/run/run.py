@@ -32,7 +32,7 @@ from kedge.trainers.spec import MetricNames
 from kedge.types import Experience, RewardOutput, Rollout
 
 if TYPE_CHECKING:
-    from kedge.checkpoint.replay import Recorder
+    from kedge.checkpoint.replay import RolloutRecorder
     from kedge.config.schedule import IntervalSchedule
     from kedge.reporting.doctor import Rule
     from kedge.reporting.progress import ConsoleTracker
@@ -79,7 +79,7 @@ class Run(Hooks):
     # Opened by ``train``:
     screen: ConsoleTracker | None = field(default=None, init=False)  # on rank 0
     schedule: IntervalSchedule | None = field(default=None, init=False)  # of tables of completions
-    recorder: Recorder | None = field(default=None, init=False)
+    recorder: RolloutRecorder | None = field(default=None, init=False)
     token_log: TokenLog | None = field(default=None, init=False)
 
     @property
@@ -169,10 +169,10 @@ class Run(Hooks):
             args, iterations=sizes.iterations, iterations_per_epoch=self.iterations_per_epoch
         )
         if args.save_rollouts is not None:
-            from kedge.checkpoint.replay import Recorder
+            from kedge.checkpoint.replay import RolloutRecorder
 
             with required_write("save_rollouts", args.save_rollouts):
-                self.recorder = Recorder(
+                self.recorder = RolloutRecorder(
                     args.save_rollouts,
                     about=recording_fingerprint(engine.sampling),
                     rank=self.learner.rank,
