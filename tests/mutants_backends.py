@@ -32,7 +32,7 @@ MUTANTS = [
     ),
     Mutant(
         "groups of equal scores are replaced for ever",
-        "rollout/scheduler/as_completed.py",
+        "rollout/scheduler/scheduler.py",
         "if self._prompts.turn(number) < rounds]",
         "if self._prompts.turn(number) < rounds + 1]",
         REPLACED,
