@@ -201,14 +201,14 @@ def test_with_avx2_only_packed_products_are_replaced(monkeypatch):
     with torch.no_grad():
         want = layer(x)
         with kernels.active():
-            assert not patch.is_replaced(layer)
+            assert "forward" not in vars(layer)
         with kernels.packed(rows=16):
-            assert patch.is_replaced(layer)
+            assert "forward" in vars(layer)
             torch.testing.assert_close(layer(x), want)
             monkeypatch.setattr(functional, "linear", lambda *_: "MKL")
             assert layer(torch.ones(256, 4)).shape == (256, 3)
             assert layer(torch.ones(257, 4)) == "MKL"
-    assert not patch.is_replaced(layer)
+    assert "forward" not in vars(layer)
 
 
 def test_packed_weights_are_not_used_where_a_gradient_is_needed():

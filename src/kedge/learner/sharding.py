@@ -200,16 +200,7 @@ class GatheredEngine:
 
     def __init__(self, engine: RolloutEngine, policy: nn.Module) -> None:
         self.engine, self.policy = engine, policy
-
-    @property
-    def shares_weights(self) -> bool:
-        """True: it samples from the learner's own modules."""
-        return self.engine.shares_weights
-
-    @property
-    def logprobs(self) -> Literal["sampled", "raw", "none"]:
-        """The kind of log-probabilities that the engine records."""
-        return self.engine.logprobs
+        self.shares_weights, self.logprobs = engine.shares_weights, engine.logprobs
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row.  Every rank calls this or ``wait_for_other_ranks``."""

@@ -111,15 +111,13 @@ class LogitTiles:
             memory = self._buffers[buffer][:size]
         return memory.view(len(self.hidden), columns)
 
-    def logits(
-        self, low: int, high: int, *, slope: bool = False, keep: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    def logits(self, low: int, high: int, *, slope: bool = False) -> tuple[Tensor, Tensor | None]:
         """Logits float32+ [N, high-low] and, with ``slope``, of a softcap d(nats)/d(product).
 
-        They are in buffer 0, or in new memory to ``keep`` them.
+        They are in buffer 0.
         """
         head, temperature = self.head, self.constraints.temperature
-        out = self.room(high - low, buffer=None if keep else 0)
+        out = self.room(high - low, buffer=0)
         w = head.weight[low:high].to(self.hidden.dtype)
         bias = None if head.bias is None else head.bias[low:high].to(w.dtype)
         if bias is not None and self._in_bits:

@@ -59,6 +59,8 @@ class ShardedEngine:
         on_close: called once, after closing the engines; on garbage collection in a new thread.
     """
 
+    shares_weights: Literal[False] = False
+
     def __init__(
         self,
         engines: Sequence[RolloutEngine],
@@ -68,6 +70,7 @@ class ShardedEngine:
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self.engines = list(engines)
+        self.logprobs = self.engines[0].logprobs
         self._pad_id = pad_id
         self._check = check
         self._on_close = on_close
@@ -76,16 +79,6 @@ class ShardedEngine:
         self._forgotten.atexit = False
         self._closed = False
         self._threads = ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine")
-
-    @property
-    def shares_weights(self) -> Literal[False]:
-        """False: the engines hold copies of the policy."""
-        return False
-
-    @property
-    def logprobs(self) -> Literal["sampled", "raw", "none"]:
-        """The kind of log-probabilities that the engines record."""
-        return self.engines[0].logprobs
 
     @property
     def sync_dtype(self) -> torch.dtype | None:

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.pytorch_utils import Conv1D
 
 from kedge.ops.cpu import matmul
@@ -110,7 +109,7 @@ def _replaced(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
     """Context in which layers have another forward."""
     # An instance attribute `forward` was set by the user or by an outer context.
     patched = [
-        (layer, partial(_one_call, layer, forward))
+        (layer, partial(_call_with_one_input, layer, forward))
         for layer, forward in forwards
         if "forward" not in vars(layer)
     ]
@@ -124,26 +123,15 @@ def _replaced(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
                 del layer.__dict__["forward"]
 
 
-def _one_call(layer: nn.Module, forward: Forward, *args: Tensor, **named: Tensor) -> Tensor:
-    """``forward``, which a recording of torch calls sees as one call of the layer."""
+def _call_with_one_input(
+    layer: nn.Module, forward: Forward, *args: Tensor, **named: Tensor
+) -> Tensor:
+    """``forward`` of the input; the layer's own if it is called with more."""
     if len(args) + len(named) != 1:  # a norm that takes more than its input
         result: Tensor = type(layer).forward(layer, *args, **named)
         return result
     (x,) = (*args, *named.values())  # called input by one class and x by the other
-    if has_torch_function_unary(x):
-        return handle_torch_function(run_layer, (x,), layer, x)
     return forward(x)
-
-
-def is_replaced(layer: nn.Module) -> bool:
-    """Whether ``Kernels`` has replaced its forward now."""
-    return getattr(vars(layer).get("forward"), "func", None) is _one_call
-
-
-def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
-    """The forward that a layer has now, without hooks."""
-    result: Tensor = layer.forward(x)
-    return result
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Linear | Conv1D]:

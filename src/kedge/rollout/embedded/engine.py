@@ -48,6 +48,9 @@ class EmbeddedEngine:
             distribution.
     """
 
+    logprobs: Literal["sampled", "raw", "none"] = "sampled"
+    updates_in_flight: Literal[True] = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -65,7 +68,7 @@ class EmbeddedEngine:
             # Autocast keeps its casts of weights only if they require gradients.
             model = _copy(model, trains=autocast is not None, device=device)
         self.model = model
-        self._shares_weights = shares_weights
+        self.shares_weights = shares_weights
         self._pad_id = pad_id
         self._tokenizer = tokenizer
         self._chunk_rows = chunk_rows
@@ -89,23 +92,13 @@ class EmbeddedEngine:
         finally:
             self._prefixes = None
 
-    @property
-    def shares_weights(self) -> bool:
-        """True if it samples from the given model, False if from a copy."""
-        return self._shares_weights
-
-    @property
-    def logprobs(self) -> Literal["sampled", "raw", "none"]:
-        """Always "sampled": log-probabilities are of the distribution that is sampled from."""
-        return "sampled"
-
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
         """Sample from ``weights`` from now on; with shared weights, only store the version.
 
         Raises:
             SyncError: a name is unknown or a shape differs.
         """
-        shared = self._shares_weights
+        shared = self.shares_weights
         loaded = policy_weights(self.model) if shared else _load(self.model, weights)
         self._version = version
         return Receipt(version=version, fingerprint=fingerprint(loaded))
@@ -140,8 +133,6 @@ class EmbeddedEngine:
     def slots(self) -> int:
         """Responses sampled at once by ``advance``; 0 if the model does not keep all keys."""
         return self._chunk_rows if build_stepper(self.model).keeps_all else 0
-
-    updates_in_flight: Literal[True] = True
 
     @property
     def unfinished(self) -> int:
@@ -179,7 +170,6 @@ class EmbeddedEngine:
         parts = [
             self._build(groups.prompts, groups.results, groups.sampling)
             for groups in self._requests.complete()
-            if groups.sampling is not None
         ]
         return Rollout.cat(parts) if parts else None
 

@@ -18,8 +18,8 @@ from kedge.config.ppo import PPOConfig
 from kedge.config.rollout import vllm_limit
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
-from kedge.learner.actor_critic import Value
 from kedge.learner.learner import HFLearner
+from kedge.learner.logprobs import Value
 from kedge.learner.reference import (
     AdapterReference,
     FrozenModel,
