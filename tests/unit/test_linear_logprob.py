@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kedge.ops import linear_logprob as module
-from kedge.ops.linear_logprob import linear_kl, linear_logprob
-from kedge.ops.logit_tiles import Head, TokenConstraints
+from kedge.ops.linear_logprob import Head, TokenConstraints, linear_kl, linear_logprob
+from tests.largest import Largest
 
 N, H, V = 7, 5, 1000
 
@@ -183,19 +183,6 @@ def test_large_logits_stay_finite():
         logp.double(), want.gather(1, targets[:, None])[:, 0], rtol=1e-5, atol=0.1
     )
     assert entropy.isfinite().all()
-
-
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, list | tuple) else (out,):
-            if isinstance(x, torch.Tensor) and x.untyped_storage().size():
-                self.elements = max(self.elements, x.untyped_storage().size() // x.element_size())
-        return out
 
 
 class Calls(TorchDispatchMode):

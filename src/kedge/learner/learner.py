@@ -30,7 +30,6 @@ from kedge.learner.reference import Reference, RemoteReference
 from kedge.learner.settings import LearnerSettings
 from kedge.learner.sharding import (
     GatheredEngine,
-    check_shardable,
     receive,
     reshard,
     shard,
@@ -40,7 +39,7 @@ from kedge.learner.sharding import (
 from kedge.models.backbone import BackboneCache
 from kedge.models.compatibility import check_rows
 from kedge.models.fingerprint import fingerprint, policy_weights
-from kedge.models.joined_rows import JoinedAttention
+from kedge.models.joined_rows import VarlenAttention
 from kedge.models.model import (
     LanguageModelParts,
     causal_parts,
@@ -141,8 +140,8 @@ class HFLearner:
         owners: list[Any] = [self.module.parts, self.value, getattr(self.reference, "parts", None)]
         self._backbones = BackboneCache(owners if plain and settings.cache_trunk else [])
         # a prompt of several rows of a micro-batch is computed only once
-        self.shares_prompts = plain and self.module.join_rows(self.reference)
-        self._attention = JoinedAttention(models if self.shares_prompts else [])
+        self.shares_prompts = plain and self.module.enable_packing(self.reference)
+        self._attention = VarlenAttention(models if self.shares_prompts else [])
         budget = settings.padding_budget
         if budget is None:
             output, skipped = self.module.parts.output, self._backbones.skipped
@@ -177,7 +176,11 @@ class HFLearner:
             broadcast_parameters([self.module, *self._all_models()])
 
     def _shard(self, optimizer: Optimizer | None) -> None:
-        check_shardable(optimizer, self.accelerator.mixed_precision)
+        if optimizer is not None or self.accelerator.mixed_precision == "fp16":
+            raise ConfigError(
+                "sharded models need an optimizer built from options (optim=..., not optimizers=)"
+                " and bf16 or float32 (fp16=False)"
+            )
         resharding = self.shards == "weights"
         for model in self._all_models():
             shard(model, self.device, self.world_size, reshard_after_forward=resharding)
@@ -207,7 +210,11 @@ class HFLearner:
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
     ) -> ModelOutputs:
         """Log-probabilities, reference and values of a rollout on the host, without gradient."""
-        self._check_models(values=values, reference=reference, full_kl=full_kl)
+        local = self.reference is not None
+        if (full_kl and not local) or (reference and not (local or self.remote)):
+            raise ConfigError("the KL term needs a reference, but the learner has none")
+        if values and self.value is None:
+            raise ConfigError("values need a value model, but the learner has none")
         check_rows(rollout, self._all_models())
         sampled = rollout.behavior_logprobs
         known = self.settings.reuse_behavior_logprobs and not self._stepped
@@ -232,13 +239,6 @@ class HFLearner:
         if reuse and sampled is not None:
             out["logprobs"] = sampled
         return ModelOutputs(**out)
-
-    def _check_models(self, *, values: bool, reference: bool, full_kl: bool) -> None:
-        local = self.reference is not None
-        if (full_kl and not local) or (reference and not (local or self.remote)):
-            raise ConfigError("the KL term needs a reference, but the learner has none")
-        if values and self.value is None:
-            raise ConfigError("values need a value model, but the learner has none")
 
     def optimizer_step(
         self,

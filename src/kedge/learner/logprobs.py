@@ -19,13 +19,12 @@ from kedge.errors import ConfigError
 from kedge.learner.reference import Reference
 from kedge.learner.settings import LearnerSettings
 from kedge.learner.sharding import call_within, reshard
-from kedge.models.joined_rows import joins_rows
+from kedge.models.joined_rows import supports_packing
 from kedge.models.model import CausalParts, LanguageModelParts
 from kedge.models.packing import Packed, place
 from kedge.models.shared_base import AdapterValue
 from kedge.models.value_head import ScalarHead, ScalarModel
-from kedge.ops.linear_logprob import linear_kl, linear_logprob
-from kedge.ops.logit_tiles import TokenConstraints
+from kedge.ops.linear_logprob import TokenConstraints, linear_kl, linear_logprob
 from kedge.types import Rollout
 
 Value = ScalarModel | AdapterValue | ScalarHead
@@ -165,7 +164,7 @@ class ActorCritic(nn.Module):
         """Whether the value head reads the policy's backbone."""
         return isinstance(self.value, ScalarHead)
 
-    def join_rows(self, reference: Reference | None) -> bool:
+    def enable_packing(self, reference: Reference | None) -> bool:
         """Feed rows joined without padding from now on, if every backbone can read them."""
         models: list[Any] = [self.parts]
         if isinstance(self.value, ScalarModel):
@@ -173,10 +172,10 @@ class ActorCritic(nn.Module):
         if reference is not None and reference.separate_models:
             with reference.active() as parts:
                 models.append(parts)
-        if not all(hasattr(m, "backbone") and joins_rows(m.backbone) for m in models):
+        if not all(hasattr(m, "backbone") and supports_packing(m.backbone) for m in models):
             return False
         assert isinstance(self.parts, CausalParts)  # it has a backbone
-        self._parts = (replace(self.parts, joins_rows=True),)
+        self._parts = (replace(self.parts, packs_rows=True),)
         return True
 
     def compile_backbones(self, backend: str | None, mode: str | None) -> None:

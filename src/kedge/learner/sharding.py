@@ -92,23 +92,6 @@ def shard(
     register_fsdp_forward_method(model, _CALL)
 
 
-def check_shardable(optimizer: Optimizer | None, mixed_precision: str) -> None:
-    """Check that sharded models can be trained and stored.
-
-    Args:
-        optimizer: given by the user; None: built from options.
-        mixed_precision: "no", "bf16" or "fp16".
-
-    Raises:
-        ConfigError: with what to change.
-    """
-    if optimizer is not None or mixed_precision == "fp16":
-        raise ConfigError(
-            "sharded models need an optimizer built from options (optim=..., not optimizers=) "
-            "and bf16 or float32 (fp16=False)"
-        )
-
-
 def receive(unit: nn.Module, device: torch.device) -> None:
     """Move what is not sharded yet to the device, with the values of rank 0; keeps ties."""
     received: dict[int, Tensor] = {}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from kedge.models.freezing import find_layers, layer_number
-from kedge.models.joined_rows import run_joined
+from kedge.models.joined_rows import run_packed
 from kedge.models.mask_checks import known_masks
 from kedge.models.packing import Packed
 from kedge.ops.cpu.joined_attention import Group
@@ -35,10 +35,10 @@ _active: ContextVar[Mapping[int, _CachedBackbone]] = ContextVar("cached", defaul
 def run_backbone(backbone: nn.Module, ids: Tensor, groups: Sequence[Group] | None = None) -> Tensor:
     """Last hidden states float [b, L, H] of right-padded rows, without an attention mask.
 
-    With ``groups`` the rows are joined (see ``run_joined``): ids [1, T], states [1, T, H].
+    With ``groups`` the rows are joined (see ``run_packed``): ids [1, T], states [1, T, H].
     """
     if groups is not None:
-        return run_joined(backbone, ids, groups)
+        return run_packed(backbone, ids, groups)
     with known_masks():
         return backbone(input_ids=ids, use_cache=False).last_hidden_state
 

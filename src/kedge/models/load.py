@@ -77,15 +77,15 @@ def load_policy(
     if isinstance(source, nn.Module):
         return source  # type: ignore[return-value]
     check_folder(source, "the model")
-    optional = {
+    options = {
+        "dtype": dtype,
+        "use_safetensors": True,
+        "trust_remote_code": trust_remote_code,
         "revision": revision,
         "attn_implementation": attn_implementation,
         "quantization_config": quantization,
     }
-    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
-    options["trust_remote_code"] = trust_remote_code
-    options |= {name: value for name, value in optional.items() if value is not None}
-    options |= more or {}
+    options = {k: v for k, v in options.items() if v is not None} | dict(more or {})
     what = f"the model {source!r}"
     with _named_errors(what):
         if find_adapter_config_file(source, revision=revision) is not None:

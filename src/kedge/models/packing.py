@@ -29,7 +29,7 @@ class Packed:
     prompt_lengths: Tensor  # int64 [b]
     source: tuple[Tensor, Tensor] | None = None  # ids, mask [b, S]: input of an encoder
     host_ids: Tensor | None = None  # ``ids`` before they were moved to a device
-    groups: tuple[Group, ...] | None = None  # how joined rows are divided, see ``run_joined``
+    groups: tuple[Group, ...] | None = None  # how joined rows are divided, see ``run_packed``
     # Flat indices int64 [b] of first tokens, where rows are joined
     prompt_starts: Tensor | None = None
     response_starts: Tensor | None = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kedge.errors import ConfigError
 from kedge.models.model import LanguageModelParts, causal_parts, eval_mode, head_weight
 from kedge.models.packing import Packed
-from kedge.ops.logit_tiles import Head
+from kedge.ops.linear_logprob import Head
 from kedge.rollout.embedded.decode import get_base_model
 
 

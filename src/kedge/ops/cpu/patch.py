@@ -19,13 +19,13 @@ from kedge.ops.cpu.low_precision import (
     bf16_linear,
     may_run_in_bf16,
 )
-from kedge.ops.cpu.matmul import by_onednn, by_packed_weights, linear
+from kedge.ops.cpu.matmul import by_onednn, by_prepacked_weights, linear
 from kedge.ops.fused_norms import fused_forward, rms_norms
 
 Forward = Callable[..., Tensor]
 _MKL_ROWS = 256  # of a product above which MKL is as fast as packed weights with AVX2
-PACKED_TOKENS = 16  # sampled per row, from which it pays to pack weights
-PACKED_BYTES = 2 << 30  # of a model's packed weights; a larger one is sampled from as it is
+PREPACKED_TOKENS = 16  # sampled per row, from which it pays to pack weights
+PREPACKED_BYTES = 2 << 30  # of a model's packed weights; a larger one is sampled from as it is
 _SPARING_BYTES = 1 << 30  # the same where activations are checkpointed to save memory
 _FLOAT32 = torch.empty(0)
 
@@ -67,7 +67,7 @@ class Kernels:
             low.expire()
 
     @contextmanager
-    def packed(self, rows: int) -> Iterator[None]:
+    def prepacked(self, rows: int) -> Iterator[None]:
         """Context that is faster still where weights do not change and no gradient is needed.
 
         oneDNN copies weights into its own layout for each product; here that is done once.  Where
@@ -78,17 +78,17 @@ class Kernels:
         """
         low = autocasts_to_bf16()
         plain = not torch.is_autocast_enabled("cpu")
-        layers = [x for x in self._layers if low or (plain and by_packed_weights(x.weight))]
+        layers = [x for x in self._layers if low or (plain and by_prepacked_weights(x.weight))]
         layers = [x for x in layers if 2 * rows * x.weight.numel() >= matmul.SMALLEST]
         weights = sum(layer.weight.numel() for layer in layers)
-        if not packed_bytes(weights, low=low, checkpointing=self._checkpoints):
+        if not prepacked_bytes(weights, low=low, checkpointing=self._checkpoints):
             layers = []
-        with _replaced([(x, _packed_forward(x, rows, low=low)) for x in layers]), self.active():
+        with _replaced([(x, _prepacked_forward(x, rows, low=low)) for x in layers]), self.active():
             yield
 
 
-def packed_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
-    """Memory that ``Kernels.packed`` takes for a model; 0 if it packs nothing.
+def prepacked_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
+    """Memory that ``Kernels.prepacked`` takes for a model; 0 if it packs nothing.
 
     The rule does not ask for free memory: products with packed weights may have other last bits,
     and a run that resumes must repeat them.
@@ -98,9 +98,9 @@ def packed_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
         low: whether they are sampled from in bfloat16, under autocast, or else in float32.
         checkpointing: whether the model's activations are checkpointed.
     """
-    faster = may_run_in_bf16(_FLOAT32) if low else by_packed_weights(_FLOAT32)
+    faster = may_run_in_bf16(_FLOAT32) if low else by_prepacked_weights(_FLOAT32)
     size = weights * (2 if low else 4)
-    most = _SPARING_BYTES if checkpointing else PACKED_BYTES  # may be more than training takes
+    most = _SPARING_BYTES if checkpointing else PREPACKED_BYTES  # may be more than training takes
     return size if faster and size <= most else 0
 
 
@@ -144,7 +144,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Linear | Conv1D]:
 
 def _gains(weight: Tensor) -> bool:
     """Whether products with a weight may be faster, in float32 or under autocast."""
-    return by_packed_weights(weight) or may_run_in_bf16(weight)
+    return by_prepacked_weights(weight) or may_run_in_bf16(weight)
 
 
 def _weight(layer: nn.Linear | Conv1D) -> Tensor:
@@ -167,7 +167,7 @@ def _usual_forward(layer: nn.Linear | Conv1D, low: Bf16Weight) -> Forward:
     return forward
 
 
-def _packed_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool) -> Forward:
+def _prepacked_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool) -> Forward:
     bias: Tensor | None = layer.bias
     weight, smallest = _weight(layer).detach(), matmul.SMALLEST // (2 * layer.weight.numel())
     largest = math.inf if low or by_onednn(layer.weight) else _MKL_ROWS

@@ -16,8 +16,8 @@ from kedge.models.compatibility import positions
 from kedge.models.fingerprint import check_weights, fingerprint, policy_weights
 from kedge.models.model import eval_mode
 from kedge.models.peft import drop_adapters
-from kedge.ops.cpu.patch import PACKED_TOKENS, Kernels
-from kedge.rollout.embedded.decode import Prefix, build_stepper, get_base_model
+from kedge.ops.cpu.patch import PREPACKED_TOKENS, Kernels
+from kedge.rollout.embedded.decode import Prefix, build_decoder, get_base_model
 from kedge.rollout.embedded.generation import DecodeLoop, Response, build_rollout
 from kedge.rollout.embedded.kv_cache import rows_that_fit
 from kedge.rollout.embedded.sampling import check_sampling
@@ -113,17 +113,11 @@ class EmbeddedEngine:
         host = self._checked(prompts, sampling)
         device = next(self.model.parameters()).device
         keeps = self._prefixes is not None and len(host) <= self._chunk_rows and self.slots > 0
-        loop = DecodeLoop(
-            self.model,
-            sampling,
-            self._tokenizer,
-            slots=self._rows_at_once(host, sampling, device),
-            record=self._record_allowed_tokens and sampling.truncates,
-            prefixes=self._prefixes if keeps else None,
-        )
+        prefixes = self._prefixes if keeps else None
+        loop = self._loop(sampling, self._rows_at_once(host, sampling, device), prefixes=prefixes)
         loop.submit(host, range(len(host)), seed=seed, limits=host.limits(sampling))
         responses: dict[int, Response] = {}
-        with self._sampling_context(device, packs=sampling.max_new_tokens >= PACKED_TOKENS):
+        with self._sampling_context(device, packs=sampling.max_new_tokens >= PREPACKED_TOKENS):
             while len(responses) < len(host):
                 responses.update(loop.advance(self._version))
         rollout = self._build(host, [responses[i] for i in range(len(host))], sampling)
@@ -132,7 +126,7 @@ class EmbeddedEngine:
     @property
     def slots(self) -> int:
         """Responses sampled at once by ``advance``; 0 if the model does not keep all keys."""
-        return self._chunk_rows if build_stepper(self.model).keeps_all else 0
+        return self._chunk_rows if build_decoder(self.model).keeps_all else 0
 
     @property
     def unfinished(self) -> int:
@@ -149,15 +143,7 @@ class EmbeddedEngine:
         host = self._checked(prompts, sampling)
         distribution = replace(sampling, max_new_tokens=0)
         if distribution not in self._loops:
-            record = self._record_allowed_tokens and sampling.truncates
-            self._loops[distribution] = DecodeLoop(
-                self.model,
-                distribution,
-                self._tokenizer,
-                slots=self._chunk_rows,
-                record=record,
-                joins=True,
-            )
+            self._loops[distribution] = self._loop(distribution, self._chunk_rows, joins=True)
         keys = self._requests.add(host, sampling)
         self._loops[distribution].submit(host, keys, seed=seed, limits=host.limits(sampling))
 
@@ -183,6 +169,10 @@ class EmbeddedEngine:
         """Tokens of prompt and response together; None: no limit."""
         return positions(get_base_model(self.model))
 
+    def _loop(self, sampling: Sampling, slots: int, **how: Any) -> DecodeLoop:
+        record = self._record_allowed_tokens and sampling.truncates
+        return DecodeLoop(self.model, sampling, self._tokenizer, slots=slots, record=record, **how)
+
     def _checked(self, prompts: PromptBatch, sampling: Sampling) -> PromptBatch:
         """The prompts on the host, after checks."""
         config: Any = get_base_model(self.model).config
@@ -196,7 +186,7 @@ class EmbeddedEngine:
         kernels, autocast = Kernels([self.model]), contextlib.nullcontext()
         if self._autocast is not None:
             autocast = torch.autocast(device.type, dtype=self._autocast)  # type: ignore[assignment]
-        faster = kernels.packed(self._chunk_rows) if packs else kernels.active()
+        faster = kernels.prepacked(self._chunk_rows) if packs else kernels.active()
         with torch.no_grad(), eval_mode(self.model), autocast, faster, _one_thread(self.model):
             yield
 

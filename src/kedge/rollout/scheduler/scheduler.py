@@ -132,7 +132,7 @@ class RolloutScheduler:
         for worker in self._workers:
             worker.reset()
         ready = threading.Event()
-        calls = [(partial(self._score_all, ready), self._end_scoring)]
+        calls = [(partial(self._score_all, ready), partial(setattr, self, "_scoring", False))]
         calls += [(partial(self._sample_all, w), partial(self._end, w)) for w in self._workers]
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._threads = [
@@ -498,9 +498,6 @@ class RolloutScheduler:
         ready.set()
         while sampled := self._wait_for_sampled():
             self._score(sampled)
-
-    def _end_scoring(self) -> None:
-        self._scoring = False
 
     def _wait_for_sampled(self) -> list[SampledNumbers]:
         with self._lock:
