@@ -10,7 +10,7 @@ import torch
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.types import Sampling
 
-from .embedded import FAMILIES, PAD, VOCAB, full_logits, logprobs_of, policy, prompts
+from .embedded import FAMILIES, PAD, VOCAB, full_logits, logprobs_of, policy, prompts, sample
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -45,15 +45,13 @@ class TestAgainstTransformers:
         assert (rollout.behavior_logprobs == 0).all()  # the only token that could be sampled
 
     def test_long_responses_outgrow_what_the_cache_first_holds(self, llama):
-        sampling = Sampling(max_new_tokens=110, stop_ids=(5,))
-        rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        rollout = sample(llama, max_new_tokens=110, stop_ids=(5,))
         assert rollout.response_mask.sum(1).max() > 80  # the first allocation has 64 spare slots
         want = logprobs_of(full_logits(llama, rollout), rollout)
         assert (rollout.behavior_logprobs - want).abs().max() < 1e-5
 
     def test_recorded_logprobs_are_those_of_a_full_forward_pass(self, model):
-        sampling = Sampling(max_new_tokens=12, temperature=0.7, stop_ids=tuple(range(5, 16)))
-        rollout = EmbeddedEngine(model, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        rollout = sample(model, max_new_tokens=12, temperature=0.7, stop_ids=tuple(range(5, 16)))
         assert rollout.terminated.any()
         want = logprobs_of(full_logits(model, rollout) / 0.7, rollout)
         assert (rollout.behavior_logprobs - want).abs().max() < 1e-5
@@ -128,8 +126,7 @@ class TestWhatChangesNothing:
 
 class TestEnds:
     def test_all_rows_end_at_the_first_token(self, llama):
-        sampling = Sampling(max_new_tokens=9, stop_ids=tuple(range(VOCAB)))
-        rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        rollout = sample(llama, max_new_tokens=9, stop_ids=tuple(range(VOCAB)))
         assert rollout.ids.shape == (6, 1)
         assert rollout.terminated.all()
 

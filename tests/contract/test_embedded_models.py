@@ -13,7 +13,7 @@ from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.types import Sampling
 from tests.largest import Largest
 
-from .embedded import FAMILIES, PAD, VOCAB, full_logits, logprobs_of, policy, prompts
+from .embedded import FAMILIES, PAD, VOCAB, full_logits, logprobs_of, policy, prompts, sample
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -49,9 +49,7 @@ class TestTheModelIsLeftAsItWas:
         with torch.no_grad():
             model.lm_head.weight.fill_(math.nan)
         with pytest.raises(RolloutError, match="NaN"):
-            EmbeddedEngine(model, pad_id=PAD).generate(
-                prompts(), sampling=Sampling(max_new_tokens=3), seed=0
-            )
+            sample(model, max_new_tokens=3)
         assert all(m.training for m in model.modules())
 
 

@@ -230,10 +230,13 @@ def test_adapters_on_the_top_layers(value, checkpointing):
     assert_same(*results, 1e-6)
 
 
-def test_an_adapter_on_a_low_layer_keeps_nothing():
+def test_an_adapter_on_a_low_layer_or_a_trained_embedding_keeps_nothing():
     policy = with_adapter(build(), LoraConfig(r=4, target_modules=["q_proj"]))
     learner = build_learner(policy, reference=AdapterReference(policy))
     assert not learner._backbones._cached
+    policy = freeze(build())
+    policy.model.embed_tokens.weight.requires_grad_(True)
+    assert not build_learner(policy)._backbones._cached
 
 
 def test_rows_beyond_the_memory_are_computed_again(monkeypatch, caplog):

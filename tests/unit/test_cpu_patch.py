@@ -203,9 +203,9 @@ def test_memory_for_packed_weights(monkeypatch):
 def test_checkpointed_models_are_packed_within_a_lower_limit(monkeypatch):
     model = tiny_policy("qwen2").eval()
     monkeypatch.setattr(patch, "_SPARING_BYTES", 1)
-    packed, usual = [], patch._prepacked_forward
+    packed, usual = [], patch._build_prepacked_forward
     monkeypatch.setattr(
-        patch, "_prepacked_forward", lambda *a, **k: (packed.append(1), usual(*a, **k))[1]
+        patch, "_build_prepacked_forward", lambda *a, **k: (packed.append(1), usual(*a, **k))[1]
     )
     with Kernels([model]).prepacked(rows=16):
         assert packed

@@ -104,11 +104,11 @@ def receive(unit: nn.Module, device: torch.device) -> None:
         ]
         for kind, name, x in tensors:
             if id(x) not in received:
-                received[id(x)] = _received(x, device)
+                received[id(x)] = _receive_tensor(x, device)
             kind[name] = received[id(x)]
 
 
-def _received(x: Tensor, device: torch.device) -> Tensor:
+def _receive_tensor(x: Tensor, device: torch.device) -> Tensor:
     data = torch.empty_like(x, device=device) if x.is_meta else x.detach().to(device)
     dist.broadcast(data, src=0)
     if not isinstance(x, nn.Parameter):

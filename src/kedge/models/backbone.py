@@ -59,6 +59,7 @@ class _LowerStates:
     depth: int  # layers that are frozen
     weights: dict[str, nn.Parameter]  # frozen ones, by name
     returns_tuple: bool = False  # each layer does
+    trained: bool = False  # a weight below trains, or their input needs a gradient
     rows: dict[bytes, Tensor] = field(default_factory=dict)  # tokens -> float [length, H]
     size: int = 0  # bytes of ``rows``
     full: bool = False
@@ -82,7 +83,9 @@ class _LowerStates:
     def store(self, keys: list[bytes], packed: Packed, output: Any) -> None:
         """Keep the output of the last frozen layer, as far as memory allows."""
         self.returns_tuple = isinstance(output, tuple)
-        states = (output[0] if self.returns_tuple else output).detach()
+        states = output[0] if self.returns_tuple else output
+        self.trained |= states.requires_grad
+        states = states.detach()
         limit = _budget(states.device)
         for key, index in zip(keys, packed.row_tokens(), strict=True):
             row = states.flatten(0, 1)[index]
@@ -136,9 +139,8 @@ class _CachedBackbone:
                 del layer.__dict__["forward"]
                 layer.__dict__.update({} if forward is None else {"forward": forward})
 
-    @torch.no_grad()
     def agrees(self) -> bool:
-        """Whether the upper layers read nothing but the kept states; tried on a few tokens."""
+        """Whether the upper layers read nothing but fixed states; tried on a few tokens."""
         modules = self.backbone.modules()
         tokens = next(m.num_embeddings for m in modules if isinstance(m, nn.Embedding))
         lengths = torch.tensor([8, 8])
@@ -146,16 +148,18 @@ class _CachedBackbone:
         packed = Packed(ids=ids, lengths=lengths, prompt_lengths=lengths)
         packed = packed.to(next(self.backbone.parameters()).device)
         try:
-            whole = self.read(packed)
-            # What the model itself may keep is of other rows.
-            run_backbone(self.backbone, packed.ids.flip(1))
-            gap = float((self.read(packed) - whole).abs().max())
+            with torch.enable_grad():
+                whole = self.read(packed).detach()
+            with torch.no_grad():
+                # What the model itself may keep is of other rows.
+                run_backbone(self.backbone, packed.ids.flip(1))
+                gap = float((self.read(packed) - whole).abs().max())
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
             return False  # its layers return something else
         finally:
             self.below.clear()
         slack = 1e-5 if whole.dtype in (torch.float32, torch.float64) else 2e-2
-        return gap <= slack * float(whole.abs().max())
+        return not self.below.trained and gap <= slack * float(whole.abs().max())
 
 
 class BackboneCache:
@@ -195,7 +199,8 @@ class BackboneCache:
         if not cached.agrees():
             logger.warning(
                 "%s: the states below its trained layers are computed in every pass, since they"
-                " cannot be kept: its upper layers read more than these states",
+                " cannot be kept: its upper layers read more than these states, or a weight below"
+                " trains",
                 name,
             )
             return
@@ -228,13 +233,12 @@ class BackboneCache:
 
 
 def _count_frozen(backbone: nn.Module, prefix: str, layers: int) -> int:
-    """Layers below the first one that trains or has an adapter; 0 if the embedding has or does."""
+    """Layers below the first one that trains or has an adapter; 0 if one may be below them all."""
     named = backbone.named_parameters(remove_duplicate=False)
     changed = {layer_number(name, prefix) for name, p in named if p.requires_grad}
-    modules = list(backbone.named_modules())
+    modules = backbone.named_modules()
     adapted = {layer_number(name, prefix) for name, m in modules if hasattr(m, "_active_adapter")}
-    embeddings = [m for _, m in modules if isinstance(m, nn.Embedding)]
-    if None in adapted or any(m.weight.requires_grad for m in embeddings):
+    if None in adapted:
         return 0
     return min([layer for layer in changed | adapted if layer is not None] + [layers - 1])
 

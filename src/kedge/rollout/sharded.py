@@ -70,7 +70,6 @@ class ShardedEngine:
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self.engines = list(engines)
-        self.logprobs = self.engines[0].logprobs
         self._pad_id = pad_id
         self._check = check
         self._on_close = on_close
@@ -79,6 +78,11 @@ class ShardedEngine:
         self._forgotten.atexit = False
         self._closed = False
         self._threads = ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine")
+
+    @property
+    def logprobs(self) -> Literal["sampled", "raw", "none"]:
+        """The kind of log-probabilities that the engines record."""
+        return self.engines[0].logprobs
 
     @property
     def sync_dtype(self) -> torch.dtype | None:

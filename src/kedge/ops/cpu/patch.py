@@ -49,12 +49,12 @@ class Kernels:
     def active(self) -> Iterator[None]:
         """Context that uses the faster kernels, backward passes included."""
         forwards: list[tuple[nn.Module, Forward]] = [
-            (layer, _usual_forward(layer, low))
+            (layer, _build_forward(layer, low))
             for layer, low in zip(self._layers, self._low, strict=True)
             if by_onednn(layer.weight) or may_run_in_bf16(layer.weight)
         ]
         forwards += [(layer, fused_forward(layer)) for layer in self._norms]
-        with _replaced(forwards):
+        with _replace_forwards(forwards):
             try:
                 yield
             finally:
@@ -83,7 +83,10 @@ class Kernels:
         weights = sum(layer.weight.numel() for layer in layers)
         if not prepacked_bytes(weights, low=low, checkpointing=self._checkpoints):
             layers = []
-        with _replaced([(x, _prepacked_forward(x, rows, low=low)) for x in layers]), self.active():
+        with (
+            _replace_forwards([(x, _build_prepacked_forward(x, rows, low=low)) for x in layers]),
+            self.active(),
+        ):
             yield
 
 
@@ -105,7 +108,7 @@ def prepacked_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
 
 
 @contextmanager
-def _replaced(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
+def _replace_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
     """Context in which layers have another forward."""
     # An instance attribute `forward` was set by the user or by an outer context.
     patched = [
@@ -152,7 +155,7 @@ def _weight(layer: nn.Linear | Conv1D) -> Tensor:
     return layer.weight.T if isinstance(layer, Conv1D) else layer.weight
 
 
-def _usual_forward(layer: nn.Linear | Conv1D, low: Bf16Weight) -> Forward:
+def _build_forward(layer: nn.Linear | Conv1D, low: Bf16Weight) -> Forward:
     own, transposed = layer._parameters, isinstance(layer, Conv1D)
     smallest = matmul.SMALLEST / (2 * len(_weight(layer)))  # numbers in x
 
@@ -167,7 +170,7 @@ def _usual_forward(layer: nn.Linear | Conv1D, low: Bf16Weight) -> Forward:
     return forward
 
 
-def _prepacked_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool) -> Forward:
+def _build_prepacked_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool) -> Forward:
     bias: Tensor | None = layer.bias
     weight, smallest = _weight(layer).detach(), matmul.SMALLEST // (2 * layer.weight.numel())
     largest = math.inf if low or by_onednn(layer.weight) else _MKL_ROWS
@@ -175,7 +178,7 @@ def _prepacked_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool) -> Fo
         weight, smallest = weight.to(torch.bfloat16), 0
         bias = None if bias is None else bias.to(torch.bfloat16)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    usual = _usual_forward(layer, Bf16Weight(partial(_weight, layer)))
+    usual = _build_forward(layer, Bf16Weight(partial(_weight, layer)))
 
     def forward(x: Tensor) -> Tensor:
         if low and not autocasts_to_bf16():  # the model turned it off here

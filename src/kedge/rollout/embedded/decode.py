@@ -155,7 +155,7 @@ class CausalDecoder:
         The next call may overwrite the results, and may replay the work of this one: ``draw`` keeps
         no state on the host, and is the same until rows are added or dropped.
         """
-        graph = self._ready_graph(tokens, lambda *inputs: draw(self._captured(*inputs)))
+        graph = self._ready_graph(tokens, lambda *inputs: draw(self._run_captured(*inputs)))
         if graph is not None:
             return graph.step(tokens)
         logits = self._run(tokens[:, None], self._position, self._mask)
@@ -245,7 +245,7 @@ class CausalDecoder:
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         return self._run(ids, positions, self._mask)
 
-    def _captured(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def _run_captured(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """What a graph replays."""
         kind = self._device.type
         cached = torch.is_autocast_cache_enabled() and not self._across_updates

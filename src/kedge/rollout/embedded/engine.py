@@ -110,7 +110,7 @@ class EmbeddedEngine:
             ConfigError: the sampling cannot work for this model.
             RolloutError: the prompts break the contract, or the model returns NaN.
         """
-        host = self._checked(prompts, sampling)
+        host = self._check_prompts(prompts, sampling)
         device = next(self.model.parameters()).device
         keeps = self._prefixes is not None and len(host) <= self._chunk_rows and self.slots > 0
         prefixes = self._prefixes if keeps else None
@@ -140,7 +140,7 @@ class EmbeddedEngine:
             ConfigError: the sampling cannot work for this model.
             RolloutError: the prompts break the contract.
         """
-        host = self._checked(prompts, sampling)
+        host = self._check_prompts(prompts, sampling)
         distribution = replace(sampling, max_new_tokens=0)
         if distribution not in self._loops:
             self._loops[distribution] = self._loop(distribution, self._chunk_rows, joins=True)
@@ -173,7 +173,7 @@ class EmbeddedEngine:
         record = self._record_allowed_tokens and sampling.truncates
         return DecodeLoop(self.model, sampling, self._tokenizer, slots=slots, record=record, **how)
 
-    def _checked(self, prompts: PromptBatch, sampling: Sampling) -> PromptBatch:
+    def _check_prompts(self, prompts: PromptBatch, sampling: Sampling) -> PromptBatch:
         """The prompts on the host, after checks."""
         config: Any = get_base_model(self.model).config
         check_sampling(sampling, config.get_text_config().vocab_size)

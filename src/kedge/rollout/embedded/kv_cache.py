@@ -29,7 +29,10 @@ class GrowingLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append new keys and values [b, heads, n, size]; returns all."""
-        key_states, value_states = _as_attended(key_states), _as_attended(value_states)
+        key_states, value_states = (
+            _cast_for_attention(key_states),
+            _cast_for_attention(value_states),
+        )
         if self.cursor is not None:
             for slots, states in zip(self._slots, (key_states, value_states), strict=True):
                 slots.index_copy_(-2, self.cursor, states)
@@ -75,7 +78,7 @@ class GrowingLayer(DynamicLayer):
         self.is_initialized = True
 
 
-def _as_attended(states: Tensor) -> Tensor:
+def _cast_for_attention(states: Tensor) -> Tensor:
     """States in the dtype in which a GPU attends to them under autocast.
 
     Keys are float32 after the rotary embedding; attention would cast all of them for every token.

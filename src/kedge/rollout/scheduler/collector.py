@@ -150,7 +150,7 @@ class RolloutCollector:
                 greedy=self.algorithm.needs_greedy,
             )
 
-        with self._then_others(engine):
+        with self._wait_for_others(engine):
             sample = collect_batch(self._prompts(step, rows), "rollout")
             if rounds:
                 sample = resample_uniform_groups(
@@ -166,7 +166,7 @@ class RolloutCollector:
     ) -> tuple[Rollout, float]:
         """Responses to the prompts of ``step`` (to ``rows`` of them), and seconds."""
         begin, seed = self.clock(), seed_for(self.seed, "rollout", step)
-        with self._then_others(engine):
+        with self._wait_for_others(engine):
             prompts = self._prompts(step, rows)
             rollout = sample_responses(prompts, engine, sampling=self.sampling, seed=seed)
         return rollout, self.clock() - begin
@@ -191,7 +191,7 @@ class RolloutCollector:
         return batch if rows is None else batch.rows(rows)
 
     @contextmanager
-    def _then_others(self, engine: RolloutEngine) -> Iterator[None]:
+    def _wait_for_others(self, engine: RolloutEngine) -> Iterator[None]:
         """At the end, the other ranks of a shared engine may sample further rounds or turns."""
         wait = getattr(engine, "wait_for_other_ranks", None)
         if wait is None or not (self.more or getattr(engine, "many_turns", False)):
