@@ -21,7 +21,7 @@ from kedge.learner.settings import LearnerSettings
 from kedge.learner.sharding import call_within, reshard
 from kedge.models.joined_rows import supports_packing
 from kedge.models.model import CausalParts, LanguageModelParts
-from kedge.models.packing import Packed, place
+from kedge.models.packing import JoinedInput, place
 from kedge.models.shared_base import AdapterValue
 from kedge.models.value_head import ScalarHead, ScalarModel
 from kedge.ops.linear_logprob import TokenConstraints, linear_kl, linear_logprob
@@ -49,7 +49,7 @@ class ForwardRequest:
         only_value: no gradient for the policy, including its backbone.
     """
 
-    packed: Packed
+    packed: JoinedInput
     states: Tensor
     targets: Tensor
     slots: Tensor

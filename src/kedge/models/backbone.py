@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from kedge.models.freezing import find_layers, layer_number
 from kedge.models.joined_rows import run_packed
 from kedge.models.mask_checks import known_masks
-from kedge.models.packing import Packed
+from kedge.models.packing import JoinedInput
 from kedge.ops.cpu.joined_attention import Group
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def run_backbone(backbone: nn.Module, ids: Tensor, groups: Sequence[Group] | Non
         return backbone(input_ids=ids, use_cache=False).last_hidden_state
 
 
-def read_backbone(backbone: nn.Module, packed: Packed) -> Tensor:
+def read_backbone(backbone: nn.Module, packed: JoinedInput) -> Tensor:
     """``run_backbone`` of packed rows; within ``BackboneCache.active`` it uses kept states."""
     cached = _active.get().get(id(backbone))
     if cached is None or any(p.requires_grad for p in cached.below.weights.values()):
@@ -70,7 +70,7 @@ class _LowerStates:
         alike = type(backbone) is self.kind and depth >= self.depth
         return alike and all(theirs.get(name) is p for name, p in self.weights.items())
 
-    def find(self, keys: list[bytes], packed: Packed) -> Tensor | None:
+    def find(self, keys: list[bytes], packed: JoinedInput) -> Tensor | None:
         """States [b, L, H] ([1, T, H] of joined rows) with 0 on padding; None if one is missing."""
         if not all(key in self.rows for key in keys):
             return None
@@ -80,7 +80,7 @@ class _LowerStates:
             flat[index] = self.rows[key]
         return flat.view(*packed.ids.shape, -1)
 
-    def store(self, keys: list[bytes], packed: Packed, output: Any) -> None:
+    def store(self, keys: list[bytes], packed: JoinedInput, output: Any) -> None:
         """Keep the output of the last frozen layer, as far as memory allows."""
         self.returns_tuple = isinstance(output, tuple)
         states = output[0] if self.returns_tuple else output
@@ -115,7 +115,7 @@ class _CachedBackbone:
     layers: nn.ModuleList
     below: _LowerStates
 
-    def read(self, packed: Packed) -> Tensor:
+    def read(self, packed: JoinedInput) -> Tensor:
         """Last hidden states float [b, L, H]; [1, T, H] of joined rows."""
         keys, frozen = packed.row_keys(), self.layers[: self.below.depth]
         states = self.below.find(keys, packed)
@@ -145,7 +145,7 @@ class _CachedBackbone:
         tokens = next(m.num_embeddings for m in modules if isinstance(m, nn.Embedding))
         lengths = torch.tensor([8, 8])
         ids = (torch.arange(16) % tokens).view(2, 8)
-        packed = Packed(ids=ids, lengths=lengths, prompt_lengths=lengths)
+        packed = JoinedInput(ids=ids, lengths=lengths, prompt_lengths=lengths)
         packed = packed.to(next(self.backbone.parameters()).device)
         try:
             with torch.enable_grad():

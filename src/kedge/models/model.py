@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kedge.errors import ConfigError
 from kedge.models.backbone import read_backbone, run_backbone
-from kedge.models.packing import Packed, pack
+from kedge.models.packing import JoinedInput, pack
 from kedge.ops.linear_logprob import Head
 
 logger = logging.getLogger(__name__)
@@ -36,12 +36,12 @@ class LanguageModelParts(Protocol):
 
     def pack(
         self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
-    ) -> Packed:
+    ) -> JoinedInput:
         """Rows as the backbone reads them: prompts [b, P] left-padded, responses [b, R] right."""
         ...
 
-    def read(self, packed: Packed) -> Tensor:
-        """Hidden states float [b, L, H] of packed rows, to be indexed by ``Packed.states``."""
+    def read(self, packed: JoinedInput) -> Tensor:
+        """Hidden states float [b, L, H] of packed rows, to be indexed by ``JoinedInput.states``."""
         ...
 
 
@@ -62,11 +62,11 @@ class CausalParts:
 
     def pack(
         self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
-    ) -> Packed:
+    ) -> JoinedInput:
         """Prompt and response joined."""
         return pack(prompt_ids, prompt_mask, ids, response_mask, joined=self.packs_rows)
 
-    def read(self, packed: Packed) -> Tensor:
+    def read(self, packed: JoinedInput) -> Tensor:
         """Last hidden states of the backbone."""
         return read_backbone(self.backbone, packed)
 

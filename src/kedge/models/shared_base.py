@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from kedge.errors import ConfigError
 from kedge.models.backbone import read_backbone
 from kedge.models.model import causal_parts, eval_mode
-from kedge.models.packing import Packed
+from kedge.models.packing import JoinedInput
 from kedge.models.peft import (
     REFERENCE_ADAPTER,
     REWARD_ADAPTER,
@@ -66,7 +66,7 @@ class AdapterValue(nn.Module):
         yield from super().named_parameters(*args, **kwargs)
         yield from adapter_parameters(self.policy, VALUE_ADAPTER).items()
 
-    def forward(self, packed: Packed, states: Tensor) -> Tensor:
+    def forward(self, packed: JoinedInput, states: Tensor) -> Tensor:
         """Float32 [n]: the value of each of the flat ``states`` of packed rows."""
         with self.switch.active(VALUE_ADAPTER):
             hidden = read_backbone(self._backbone[0], packed).flatten(0, 1).index_select(0, states)
