@@ -2,7 +2,7 @@
 
     python -m benchmarks.scheduler_threads [--engines 512] [--slots 256]
 
-``AsCompletedScheduler`` with pretended engines, which return four groups of 8 responses at a time,
+``RolloutScheduler`` with pretended engines, which return four groups of 8 responses at a time,
 and a reward that scores nothing.  Counts all threads, without what the engines themselves use, and
 writes "threads" in results/dispatch.json.
 """
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from kedge.algorithms import ppo
-from kedge.rollout.scheduler.as_completed import AsCompletedScheduler
 from kedge.rollout.scheduler.collector import RolloutCollector
-from kedge.rollout.scheduler.weight_sync import WeightUpdate
+from kedge.rollout.scheduler.scheduler import RolloutScheduler
+from kedge.rollout.scheduler.worker import WeightUpdate
 from kedge.types import PromptBatch, Receipt, RewardOutput, Rollout, Sampling
 
 from .dispatch import RESULTS
@@ -97,7 +97,7 @@ def measure(engines: int, slots: int, *, in_flight: bool) -> dict[str, Any]:
     parts = [PretendEngine(slots) for _ in range(engines)]
     rollouts: Any = PretendEngine(0)
     rollouts.engines = parts
-    scheduler = AsCompletedScheduler(1, 2, in_flight=in_flight)
+    scheduler = RolloutScheduler(1, 2, in_flight=in_flight)
     collector = RolloutCollector(
         source=Prompts(engines * slots),
         reward=Zeros(),

@@ -81,7 +81,15 @@ def arguments(**options) -> TrainingArguments:
 
 
 def learner(
-    family="llama", *, policy=None, value="model", reference=True, args=None, optimizers=None, **how
+    family="llama",
+    *,
+    policy=None,
+    value="model",
+    reference=True,
+    args=None,
+    optimizers=None,
+    precision="no",
+    **how,
 ) -> HFLearner:
     policy = tiny_policy(family, vocab_size=VOCAB) if policy is None else policy
     if value == "model":
@@ -94,7 +102,7 @@ def learner(
         LearnerSettings(**{"total_iterations": 10, "max_grad_norm": 0.0, **how}),
         value=value,
         reference=reference or None,
-        accelerator=Accelerator(cpu=True),
+        accelerator=Accelerator(cpu=True, mixed_precision=precision),
         optimizers=optimizers or (None, None),
     )
 

@@ -151,7 +151,7 @@ MUTANTS = [
     ),
     Mutant(
         "receipts are not read",
-        "rollout/scheduler/weight_sync.py",
+        "rollout/scheduler/worker.py",
         "if (receipt.version, receipt.fingerprint) != (sent.version, sent.fingerprint):",
         "if False:",
         LOOP,

@@ -24,6 +24,13 @@ EPISODES = "tests/environments/test_rollouts.py"
 REPLACED = "tests/property/test_replaced_groups.py"
 MUTANTS = [
     Mutant(
+        "random numbers depend on the place in the batch",
+        "rollout/embedded/generation.py",
+        "torch.tensor([row.number for row in new], device=self._device)",
+        "torch.arange(len(new), device=self._device)",
+        "tests/property/test_rollout_properties.py",
+    ),
+    Mutant(
         "greedy baselines in the order in which they were sampled",
         "rollout/scheduler/scheduler.py",
         "greedy = greedy.rows(greedy.prompts.group.argsort())",
@@ -32,7 +39,7 @@ MUTANTS = [
     ),
     Mutant(
         "groups of equal scores are replaced for ever",
-        "rollout/scheduler/as_completed.py",
+        "rollout/scheduler/scheduler.py",
         "if self._prompts.turn(number) < rounds]",
         "if self._prompts.turn(number) < rounds + 1]",
         REPLACED,

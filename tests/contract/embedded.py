@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import Lfm2ForCausalLM
 
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
-from kedge.types import PromptBatch
+from kedge.types import PromptBatch, Sampling
 
 PAD, VOCAB = 0, 64
 FAMILIES = (
@@ -52,6 +53,12 @@ def prompts(lengths=(7, 3, 5, 1, 6, 2), width=7, copies=1):
         group=group,
         row=torch.arange(len(group)),
     )
+
+
+def sample(model, **sampling):
+    """One response to each of six prompts."""
+    engine = EmbeddedEngine(model, pad_id=PAD)
+    return engine.generate(prompts(), sampling=Sampling(**sampling), seed=0)
 
 
 def full_logits(model, rollout):

@@ -10,7 +10,7 @@ import torch
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.types import Sampling
 
-from .embedded import FAMILIES, PAD, VOCAB, full_logits, logprobs_of, policy, prompts
+from .embedded import FAMILIES, PAD, VOCAB, full_logits, logprobs_of, policy, prompts, sample
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -45,15 +45,13 @@ class TestAgainstTransformers:
         assert (rollout.behavior_logprobs == 0).all()  # the only token that could be sampled
 
     def test_long_responses_outgrow_what_the_cache_first_holds(self, llama):
-        sampling = Sampling(max_new_tokens=110, stop_ids=(5,))
-        rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        rollout = sample(llama, max_new_tokens=110, stop_ids=(5,))
         assert rollout.response_mask.sum(1).max() > 80  # the first allocation has 64 spare slots
         want = logprobs_of(full_logits(llama, rollout), rollout)
         assert (rollout.behavior_logprobs - want).abs().max() < 1e-5
 
     def test_recorded_logprobs_are_those_of_a_full_forward_pass(self, model):
-        sampling = Sampling(max_new_tokens=12, temperature=0.7, stop_ids=tuple(range(5, 16)))
-        rollout = EmbeddedEngine(model, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        rollout = sample(model, max_new_tokens=12, temperature=0.7, stop_ids=tuple(range(5, 16)))
         assert rollout.terminated.any()
         want = logprobs_of(full_logits(model, rollout) / 0.7, rollout)
         assert (rollout.behavior_logprobs - want).abs().max() < 1e-5
@@ -106,29 +104,6 @@ class TestWhatChangesNothing:
         engine = EmbeddedEngine(llama, pad_id=PAD, chunk_rows=chunk_rows)
         self.same(engine.generate(want.prompts, sampling=self.sampling, seed=4), want)
 
-    def test_row_order(self, llama, want):
-        p = want.prompts
-        order = torch.randperm(len(p), generator=torch.Generator().manual_seed(0))
-        shuffled = replace(
-            p, ids=p.ids[order], mask=p.mask[order], group=p.group[order], row=p.row[order]
-        )
-        got = EmbeddedEngine(llama, pad_id=PAD).generate(shuffled, sampling=self.sampling, seed=4)
-        back = order.argsort()
-        assert torch.equal(got.ids[back], want.ids)
-        assert torch.equal(got.terminated[back], want.terminated)
-
-    def test_a_share_of_the_rows(self, llama, want):
-        p, rows = want.prompts, torch.arange(1, len(want), 2)
-        share = replace(p, ids=p.ids[rows], mask=p.mask[rows], group=p.group[rows], row=p.row[rows])
-        got = EmbeddedEngine(llama, pad_id=PAD).generate(share, sampling=self.sampling, seed=4)
-        size = got.ids.shape[1]
-        assert torch.equal(got.ids, want.ids[rows, :size])
-
-    def test_groups(self, llama, want):
-        alone = replace(want.prompts, group=torch.arange(len(want)) + 100)
-        got = EmbeddedEngine(llama, pad_id=PAD).generate(alone, sampling=self.sampling, seed=4)
-        self.same(got, want)
-
     @pytest.mark.parametrize("fill", [PAD, 5, 63])
     def test_padding(self, llama, want, fill):
         p = want.prompts
@@ -148,52 +123,12 @@ class TestWhatChangesNothing:
         assert (got.ids[~got.response_mask] == pad_id).all()
         self.same(replace(got, ids=got.ids.masked_fill(~got.response_mask, PAD)), want)
 
-    def test_but_the_seed_does(self, llama, want):
-        got = EmbeddedEngine(llama, pad_id=PAD).generate(
-            want.prompts, sampling=self.sampling, seed=5
-        )
-        assert not torch.equal(got.ids[:, :2], want.ids[:, :2])
-
-    def test_a_broken_variant_fails(self, llama, want, monkeypatch):
-        """Draws from a shared generator depend on the batch, which the tests above would see."""
-        from kedge.rollout.embedded import generation
-
-        generator = torch.Generator().manual_seed(0)
-        monkeypatch.setattr(
-            generation,
-            "uniforms",
-            lambda seed, rows, t: torch.rand(
-                len(rows), len(t), dtype=torch.float64, generator=generator
-            ),
-        )
-        runs = [
-            EmbeddedEngine(llama, pad_id=PAD, chunk_rows=n).generate(
-                want.prompts, sampling=self.sampling, seed=4
-            )
-            for n in (18, 5)
-        ]
-        with pytest.raises((AssertionError, RuntimeError)):
-            self.same(*runs)
-
 
 class TestEnds:
     def test_all_rows_end_at_the_first_token(self, llama):
-        sampling = Sampling(max_new_tokens=9, stop_ids=tuple(range(VOCAB)))
-        rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        rollout = sample(llama, max_new_tokens=9, stop_ids=tuple(range(VOCAB)))
         assert rollout.ids.shape == (6, 1)
         assert rollout.terminated.all()
-
-    def test_a_stop_token_in_the_last_place_counts_as_finished(self, llama):
-        sampling = Sampling(max_new_tokens=1, stop_ids=tuple(range(VOCAB)))
-        rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
-        assert rollout.terminated.all()
-
-    def test_without_stops_every_row_is_full_and_unfinished(self, llama):
-        sampling = Sampling(max_new_tokens=5)
-        rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
-        assert rollout.response_mask.all()
-        assert rollout.ids.shape == (6, 5)
-        assert not rollout.terminated.any()
 
     @pytest.mark.parametrize(("limit", "slots"), [(9, 2), (1, 1)])
     def test_the_spare_slot(self, llama, limit, slots):

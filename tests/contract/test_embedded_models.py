@@ -6,16 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import is_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kedge.errors import ConfigError, RolloutError, SyncError
 from kedge.models.fingerprint import fingerprint, policy_weights
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.types import Sampling
+from tests.largest import Largest
 
-from .embedded import FAMILIES, PAD, VOCAB, full_logits, logprobs_of, policy, prompts
+from .embedded import FAMILIES, PAD, VOCAB, full_logits, logprobs_of, policy, prompts, sample
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -51,16 +49,8 @@ class TestTheModelIsLeftAsItWas:
         with torch.no_grad():
             model.lm_head.weight.fill_(math.nan)
         with pytest.raises(RolloutError, match="NaN"):
-            EmbeddedEngine(model, pad_id=PAD).generate(
-                prompts(), sampling=Sampling(max_new_tokens=3), seed=0
-            )
+            sample(model, max_new_tokens=3)
         assert all(m.training for m in model.modules())
-
-    def test_no_gradient_graph_is_kept(self, llama):
-        rollout = EmbeddedEngine(llama, pad_id=PAD).generate(
-            prompts(), sampling=Sampling(max_new_tokens=3), seed=0
-        )
-        assert not rollout.behavior_logprobs.requires_grad
 
 
 class TestWeights:
@@ -155,20 +145,6 @@ class TestPeft:
             engine.generate(prompts(), sampling=Sampling(max_new_tokens=2), seed=0)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation makes, in elements."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if is_tensor(x)}
-        for leaf in tree_leaves(out):
-            if is_tensor(leaf) and leaf.untyped_storage().data_ptr() not in given:  # no view
-                self.elements = max(self.elements, leaf.numel())
-        return out
-
-
 class TestMemory:
     rows, steps, vocab = 12, 20, 5000
 
@@ -184,18 +160,6 @@ class TestMemory:
     def test_nothing_holds_more_than_one_vocabulary_per_row_in_flight(self, options):
         assert self.generate(**options) <= 4 * self.vocab
 
-    def test_the_watch_sees_logits_of_whole_prompts(self, monkeypatch):
-        from kedge.rollout.embedded import decode
-
-        real = decode.CausalStepper.__init__
-
-        def keeps_all(stepper, *args, **options):
-            real(stepper, *args, **options)
-            del stepper._options["logits_to_keep"]
-
-        monkeypatch.setattr(decode.CausalStepper, "__init__", keeps_all)
-        assert self.generate() >= 4 * 7 * self.vocab
-
 
 class TestRefusals:
     def refused(self, model, batch, error, words, **sampling):
@@ -204,26 +168,32 @@ class TestRefusals:
                 batch, sampling=Sampling(**{"max_new_tokens": 3, **sampling}), seed=0
             )
 
-    def test_an_empty_prompt(self, llama):
-        self.refused(llama, prompts(lengths=(3, 0, 2)), RolloutError, "row 1 is empty")
+    @pytest.mark.parametrize(
+        ("change", "error", "words"),
+        [
+            (lambda p: {"mask": p.mask & (p.row != 1)[:, None]}, RolloutError, "row 1 is empty"),
+            (lambda p: {"mask": p.mask.flip(1)}, RolloutError, "left-padded"),
+            (
+                lambda p: {"group": torch.tensor([0, 1, 2, 3, 0, 5])},
+                RolloutError,
+                "rows 0 and 4 are of group 0",
+            ),
+        ],
+    )
+    def test_prompts_that_break_the_contract(self, llama, change, error, words):
+        batch = prompts()
+        self.refused(llama, replace(batch, **change(batch)), error, words)
 
-    def test_right_padding(self, llama):
-        p = prompts()
-        flipped = replace(p, mask=p.mask.flip(1))
-        self.refused(llama, flipped, RolloutError, "left-padded")
-
-    def test_a_group_with_two_prompts(self, llama):
-        mixed = replace(prompts(), group=torch.tensor([0, 1, 2, 3, 0, 5]))
-        self.refused(llama, mixed, RolloutError, "rows 0 and 4 are of group 0")
-
-    def test_more_positions_than_the_model_has(self, llama):
-        self.refused(llama, prompts(), RolloutError, "need 129 positions", max_new_tokens=122)
-
-    def test_a_stop_id_beyond_the_vocabulary(self, llama):
-        self.refused(llama, prompts(), ConfigError, r"stop_ids=\(64,\)", stop_ids=(64,))
-
-    def test_stop_strings_without_a_tokenizer(self, llama):
-        self.refused(llama, prompts(), ConfigError, "tokenizer", stop_strings=("x",))
+    @pytest.mark.parametrize(
+        ("sampling", "error", "words"),
+        [
+            ({"max_new_tokens": 122}, RolloutError, "need 129 positions"),
+            ({"stop_ids": (64,)}, ConfigError, r"stop_ids=\(64,\)"),
+            ({"stop_strings": ("x",)}, ConfigError, "tokenizer"),
+        ],
+    )
+    def test_sampling_that_cannot_work(self, llama, sampling, error, words):
+        self.refused(llama, prompts(), error, words, **sampling)
 
     def test_a_model_without_a_key_value_cache(self):
         from transformers import MambaConfig, MambaForCausalLM

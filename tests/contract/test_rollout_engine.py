@@ -33,6 +33,13 @@ def engine(request):
     return request.param()
 
 
+@pytest.fixture
+def sampler(engine):
+    if isinstance(engine, ScriptedRollouts):
+        pytest.skip("a script answers by its own count, without probabilities")
+    return engine
+
+
 class TestRolloutEngine:
     sampling = Sampling(max_new_tokens=10, stop_ids=STOP)
 
@@ -88,13 +95,11 @@ class TestRolloutEngine:
         assert rollout.ids.shape == (6, 1)
         assert rollout.response_mask.all()
 
-    def test_rows_have_limits(self, engine):
-        if isinstance(engine, ScriptedRollouts):
-            pytest.skip("a script answers by its own count")
+    def test_rows_have_limits(self, sampler):
         batch, limits = prompts(), [3, 10, 1, 7, 20, 5]
-        whole = engine.generate(batch, sampling=self.sampling, seed=3)
+        whole = sampler.generate(batch, sampling=self.sampling, seed=3)
         short = replace(batch, limit=torch.tensor(limits))
-        rollout = engine.generate(short, sampling=self.sampling, seed=3)
+        rollout = sampler.generate(short, sampling=self.sampling, seed=3)
         lengths = whole.response_mask.sum(1).minimum(torch.tensor(limits))
         assert rollout.response_mask.sum(1).tolist() == lengths.tolist()
         for i, length in enumerate(lengths.tolist()):
@@ -116,45 +121,35 @@ class TestRolloutEngine:
         rollout = engine.generate(prompts(), sampling=self.sampling, seed=0)
         assert rollout.version.tolist() == [7] * 6
 
-    def test_a_row_is_the_same_in_a_batch_of_any_size(self, engine):
-        if isinstance(engine, ScriptedRollouts):
-            pytest.skip("a script answers by its own count")
-        whole = engine.generate(prompts(), sampling=self.sampling, seed=3)
+    def test_a_row_is_the_same_in_a_batch_of_any_size(self, sampler):
+        whole = sampler.generate(prompts(), sampling=self.sampling, seed=3)
         batch = prompts()
         part = PromptBatch(
             ids=batch.ids[2:5], mask=batch.mask[2:5], group=batch.group[2:5], row=batch.row[2:5]
         )
-        alone = engine.generate(part, sampling=self.sampling, seed=3)
+        alone = sampler.generate(part, sampling=self.sampling, seed=3)
         width = min(whole.ids.shape[1], alone.ids.shape[1])
         assert torch.equal(alone.ids[:, :width], whole.ids[2:5, :width])
-        other = engine.generate(part, sampling=self.sampling, seed=4)
+        other = sampler.generate(part, sampling=self.sampling, seed=4)
         assert not torch.equal(alone.ids[:, :5], other.ids[:, :5])
 
-    def test_copies_of_a_prompt_are_sampled_apart(self, engine):
-        if isinstance(engine, ScriptedRollouts):
-            pytest.skip("a script answers by its own count")
-        rollout = engine.generate(prompts(rows=2, copies=8), sampling=self.sampling, seed=0)
+    def test_copies_of_a_prompt_are_sampled_apart(self, sampler):
+        rollout = sampler.generate(prompts(rows=2, copies=8), sampling=self.sampling, seed=0)
         assert len({tuple(ids[:4].tolist()) for ids in rollout.ids[:8]}) > 4
 
-    def test_greedy_is_certain(self, engine):
-        if isinstance(engine, ScriptedRollouts):
-            pytest.skip("a script has no probabilities")
+    def test_greedy_is_certain(self, sampler):
         greedy = replace(self.sampling, temperature=0.0)
-        one, two = (engine.generate(prompts(), sampling=greedy, seed=s) for s in (0, 1))
+        one, two = (sampler.generate(prompts(), sampling=greedy, seed=s) for s in (0, 1))
         assert torch.equal(one.ids, two.ids)
         assert (one.behavior_logprobs == 0).all()
 
-    def test_no_stop_token_comes_before_the_least_length(self, engine):
-        if isinstance(engine, ScriptedRollouts):
-            pytest.skip("a script answers what it holds")
+    def test_no_stop_token_comes_before_the_least_length(self, sampler):
         late = replace(self.sampling, min_new_tokens=4)
-        rollout = engine.generate(prompts(), sampling=late, seed=0)
+        rollout = sampler.generate(prompts(), sampling=late, seed=0)
         assert (rollout.response_mask.sum(1) > 4).all()
 
-    def test_empty_prompts_are_refused(self, engine):
-        if isinstance(engine, ScriptedRollouts):
-            pytest.skip("a script reads no prompts")
+    def test_empty_prompts_are_refused(self, sampler):
         batch = prompts()
         empty = replace(batch, mask=batch.mask & (batch.group != 2)[:, None])
         with pytest.raises(RolloutError, match="row 2 is empty"):
-            engine.generate(empty, sampling=self.sampling, seed=0)
+            sampler.generate(empty, sampling=self.sampling, seed=0)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kedge.checkpoint import checkpoint
-from kedge.rollout.scheduler.threads import interrupt, working
+from kedge.rollout.scheduler.threads import interrupt, join_at_end
 from tests import processes
 
 from .small import rows, small
@@ -158,7 +158,7 @@ def test_what_was_asked_is_done_when_no_one_interrupts() -> None:
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    with working([thread], close=closed.set, drop=lambda: done.append(-1)):
+    with join_at_end([thread], close=closed.set, drop=lambda: done.append(-1)):
         pass
     assert done == [0, 1, 2]
 
@@ -178,7 +178,7 @@ def test_an_interrupt_breaks_off_and_drops(error: type[BaseException]) -> None:
     thread.start()
 
     def run() -> None:
-        with working([thread], close=lambda: None, drop=lambda: done.append("dropped")):
+        with join_at_end([thread], close=lambda: None, drop=lambda: done.append("dropped")):
             begun.wait()
             raise error
 

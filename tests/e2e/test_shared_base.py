@@ -7,7 +7,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from kedge import PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
-from kedge.cli.main import main
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.strict_runs import FLAGS, LORA, PROMPTS, policy, words
@@ -115,31 +114,6 @@ def test_what_cannot_share_a_base_is_refused(tmp_path, reward, flags, match):
     inputs = {"reward_funcs": [words]} | flags.pop("inputs", {})
     with pytest.raises(ConfigError, match=match):
         trainer(tmp_path / "run", reward, **flags, inputs={"peft_config": LORA} | inputs)
-
-
-def test_command_line(tmp_path, reward):
-    folder = tmp_path / "base"
-    policy().save_pretrained(folder)
-    word_tokenizer().save_pretrained(folder)
-    rows = "".join(json.dumps(row) + "\n" for row in PROMPTS)
-    (tmp_path / "prompts.jsonl").write_text(rows)
-    flags = {
-        "model_name_or_path": folder,
-        "dataset_name": tmp_path / "prompts.jsonl",
-        "output_dir": tmp_path / "run",
-        "use_peft": True,
-        "lora_target_modules": "all-linear",
-        "value_adapter": True,
-        "reward_adapter": reward,
-        "total_episodes": 8,
-        "per_device_train_batch_size": 4,
-        "response_length": 4,
-        "use_cpu": True,
-        "num_sample_generations": 0,
-    }
-    main(["ppo", *(text for name, x in flags.items() for text in (f"--{name}", str(x)))])
-    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
-    assert (tmp_path / "run" / "value_model" / "adapter_model.safetensors").is_file()
 
 
 def test_bf16_run_has_a_bf16_base(tmp_path, reward):

@@ -12,7 +12,7 @@ import torch
 from kedge.environments import EnvironmentRollouts
 from kedge.errors import LostRequestsError, RolloutError
 from kedge.models.fingerprint import policy_weights
-from kedge.rollout.embedded.decode import CausalStepper
+from kedge.rollout.embedded.decode import CausalDecoder
 from kedge.types import Rollout
 from tests.environments.toys import CHAT, Echo, engine, policy, prompts, rollouts, sampling
 
@@ -195,7 +195,7 @@ def test_first_turns_of_a_group_are_submitted_together_and_read_once() -> None:
             self.inner.submit(batch, **options)
 
     counting, starts = Counting(), list[int]()
-    start = CausalStepper.start
+    start = CausalDecoder.start
 
     def counted(self: Any, ids: Any, mask: Any, rows: Any) -> Any:
         starts.append(len(ids))
@@ -203,7 +203,7 @@ def test_first_turns_of_a_group_are_submitted_together_and_read_once() -> None:
 
     played = rollouts(Echo, counting, max_turns=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CausalStepper, "start", counted)
+        patch.setattr(CausalDecoder, "start", counted)
         played.submit(prompts(8, 4), sampling=sampling(), seed=1)
         drained(played)
     assert counting.sizes == [4, 4]

@@ -45,7 +45,7 @@ def test_turns_with_kept_prefixes_are_the_same(family: Any) -> None:
 def test_batches_of_several_chunks_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_policy("llama", vocab_size=VOCAB, max_positions=256)
     whole, _ = played(model, keep=True)
-    monkeypatch.setattr(decode.CausalStepper, "resume", None)  # not called
+    monkeypatch.setattr(decode.CausalDecoder, "resume", None)  # not called
     chunks, _ = played(model, keep=True, chunk_rows=3)
     assert torch.equal(whole.ids, chunks.ids)
 
@@ -55,7 +55,7 @@ def test_models_with_sliding_windows_read_everything(monkeypatch: pytest.MonkeyP
         "qwen2", vocab_size=VOCAB, max_positions=256, use_sliding_window=True, sliding_window=8,
         max_window_layers=0, layer_types=["sliding_attention", "sliding_attention"],
     )  # fmt: skip
-    monkeypatch.setattr(decode.CausalStepper, "resume", None)  # not called
+    monkeypatch.setattr(decode.CausalDecoder, "resume", None)  # not called
     kept, few = played(model, keep=True)
     again, many = played(model, keep=False)
     assert torch.equal(kept.ids, again.ids)

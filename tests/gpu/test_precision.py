@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from kedge.ops.linear_logprob import linear_logprob
-from kedge.ops.logit_tiles import Head
+from kedge.ops.linear_logprob import Head, linear_logprob
 from kedge.testing import tiny_policy
 from tests.e2e import test_low_precision
 

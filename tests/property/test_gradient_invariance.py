@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kedge.algorithms import ppo
 from kedge.loop.micro_batches import micro_batches
-from tests.learners import experience, gradient, learner, one_rank, rollout
+from tests.learners import experience, gradient, learner, rollout
 
 ROWS = 6
 ALGORITHM = ppo(vf_coef=0.5)
@@ -115,16 +115,3 @@ def test_broken_ways_are_seen(split, extra_padding, micro_rows):
     other = batch(extra_padding=extra_padding)
     b, _ = gradient(other, ALGORITHM, split=split, micro_rows=micro_rows)
     assert not same(a, b, 1e-2)
-
-
-def test_accumulating_in_one_backward_or_many_is_the_same():
-    """Micro-batches of one row, against the loss of all rows in a single backward."""
-    found = learner()
-    full = batch()
-    (part,) = micro_batches(full, torch.arange(ROWS), ALGORITHM, ROWS, one_rank)
-    with found._passes():
-        output = found._output(part.rows, only_value=False)
-        ALGORITHM.loss(output, part).total.backward()
-    flat = [p.grad.flatten() for p in found.module.parameters() if p.grad is not None]
-    vector, _ = gradient(full, ALGORITHM, micro_rows=1)
-    assert same(torch.cat(flat), vector)

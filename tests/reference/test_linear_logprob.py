@@ -6,8 +6,7 @@ from torch.distributions import Categorical, kl_divergence
 from transformers import AutoModelForCausalLM
 
 from kedge.models.model import causal_parts, run_backbone
-from kedge.ops.linear_logprob import linear_kl, linear_logprob
-from kedge.ops.logit_tiles import TokenConstraints
+from kedge.ops.linear_logprob import TokenConstraints, linear_kl, linear_logprob
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from kedge.cli.main import main
-from kedge.models.packing import Packed
+from kedge.models.packing import JoinedInput
 from kedge.rewards import RewardModel
 from kedge.rewards.heads import SHIFT
 from kedge.testing import tiny_policy, tiny_reward_model
@@ -209,10 +209,10 @@ def test_a_value_model_made_of_a_reward_model_starts_from_its_scores(tmp_path: P
     assert torch.equal(again(row, states), value(row, states))
 
 
-def packed(tokens: list[int]) -> Packed:
+def packed(tokens: list[int]) -> JoinedInput:
     """One row without padding."""
     lengths = torch.tensor([len(tokens)])
-    return Packed(ids=torch.tensor([tokens]), lengths=lengths, prompt_lengths=lengths)
+    return JoinedInput(ids=torch.tensor([tokens]), lengths=lengths, prompt_lengths=lengths)
 
 
 def batch() -> Rollout:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-from benchmarks.cost_model import Device, Job, operations, predict
+from benchmarks.cost_model import Job, operations
 
 from kedge.cli.planning.memory import ModelDims
 
@@ -27,18 +26,3 @@ def test_operations_by_hand() -> None:
             "vocabulary": 2 * 3 * head,
         },
     }
-
-
-def device(flops: float, bandwidth: float) -> Device:
-    kinds = ("forward", "input_gradient", "weight_gradient")
-    return Device(
-        flops=dict.fromkeys(kinds, flops) | {"vocabulary": flops / 2}, bandwidth=bandwidth
-    )
-
-
-def test_a_step_of_sampling_takes_no_less_than_its_bytes() -> None:
-    seconds = predict(JOB, device(1e15, 1e6))
-    assert seconds["generate"] == pytest.approx(10 * (1800 + 4 * 2 * 16 * 11) * 4 / 1e6)
-    kinds = operations(JOB)["train"]
-    expected = (sum(kinds.values()) + kinds["vocabulary"]) / 1e6
-    assert predict(JOB, device(1e6, 1e15))["train"] == pytest.approx(expected)

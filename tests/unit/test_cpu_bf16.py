@@ -72,7 +72,7 @@ def test_packed_weights_are_bfloat16_under_autocast():
     layer, x = nn.Linear(48, 64), torch.randn(5, 1, 48)
     with torch.no_grad(), autocast():
         expected = layer(x)
-        with Kernels([layer]).packed(rows=5):
+        with Kernels([layer]).prepacked(rows=5):
             actual = layer(x)
     assert actual.dtype == torch.bfloat16
     assert (actual - expected).abs().max() <= 2**-7 * expected.abs().max()

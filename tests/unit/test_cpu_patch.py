@@ -13,13 +13,10 @@ from kedge.loop.micro_batches import micro_batches
 from kedge.models.model import checkpoint_activations
 from kedge.ops.cpu import matmul, patch
 from kedge.ops.cpu.patch import Kernels
-from kedge.rewards import RewardModel
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.testing import tiny_policy, tiny_reward_model
+from kedge.testing import tiny_policy
 from kedge.types import Sampling
 from tests.learners import VOCAB, experience, learner, one_rank, rollout
-
-from .test_rewards_architectures import ENCODERS, build
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN"
@@ -116,19 +113,10 @@ def test_layers_of_other_kinds_and_layers_with_a_forward_of_their_own_are_left_a
     assert hooked(torch.ones(4)).tolist() == [-1.0] * 4
 
 
-def test_a_forward_that_was_set_after_the_kernels_were_made_stays():
-    layer = nn.Linear(4, 4)
-    made = Kernels([layer])
-    layer.forward = lambda x: -x
-    with made.active():
-        assert layer(torch.ones(4)).tolist() == [-1.0] * 4
-    assert layer(torch.ones(4)).tolist() == [-1.0] * 4
-
-
 def test_layers_may_be_called_by_keyword():
     model = nn.Sequential(nn.Linear(4, 3), nn.Embedding(5, 3))
     want = model[0](input=torch.ones(2, 4)), model[1](input=torch.tensor([1, 2]))
-    for context in (Kernels([model]).active(), Kernels([model]).packed(rows=2)):
+    for context in (Kernels([model]).active(), Kernels([model]).prepacked(rows=2)):
         with context, torch.no_grad():
             found = model[0](input=torch.ones(2, 4)), model[1](input=torch.tensor([1, 2]))
         torch.testing.assert_close(found, want)
@@ -152,21 +140,6 @@ def test_one_variable_turns_the_kernels_off(monkeypatch):
     assert seen[matmul._Linear] == 1
 
 
-@pytest.mark.parametrize("family", ["Bert", "Llama"])
-def test_a_reward_model_scores_as_it_does_by_itself(family):
-    torch.manual_seed(0)
-    r = rollout()
-    model = build("Bert", ENCODERS["Bert"] | {"vocab_size": VOCAB})
-    if family == "Llama":
-        model = tiny_reward_model(vocab_size=VOCAB)
-    model.eval()
-    scores = RewardModel(model).score(r).scores
-    for row in range(len(r)):
-        ids = torch.cat([r.prompts.ids[row][r.prompts.mask[row]], r.ids[row][r.response_mask[row]]])
-        alone = model(input_ids=ids[None], attention_mask=torch.ones(1, len(ids))).logits[0, 0]
-        torch.testing.assert_close(scores[row], alone.detach(), atol=1e-5, rtol=1e-5)
-
-
 def test_generation_by_a_small_model_leaves_torchs_threads_as_they_were():
     usual, used = torch.get_num_threads(), []
     engine = EmbeddedEngine(tiny_policy(vocab_size=VOCAB), pad_id=0, shares_weights=True)
@@ -187,7 +160,7 @@ def test_packed_weights_give_the_same_numbers_to_the_bit(family):
     with torch.no_grad():
         with kernels.active():
             want = model(input_ids=ids).logits
-        with kernels.packed(rows=16):
+        with kernels.prepacked(rows=16):
             found = model(input_ids=ids).logits
     assert torch.equal(found, want)
     assert not any("forward" in vars(m) for m in model.modules())
@@ -201,49 +174,42 @@ def test_with_avx2_only_packed_products_are_replaced(monkeypatch):
     with torch.no_grad():
         want = layer(x)
         with kernels.active():
-            assert not patch.is_replaced(layer)
-        with kernels.packed(rows=16):
-            assert patch.is_replaced(layer)
+            assert "forward" not in vars(layer)
+        with kernels.prepacked(rows=16):
+            assert "forward" in vars(layer)
             torch.testing.assert_close(layer(x), want)
             monkeypatch.setattr(functional, "linear", lambda *_: "MKL")
             assert layer(torch.ones(256, 4)).shape == (256, 3)
             assert layer(torch.ones(257, 4)) == "MKL"
-    assert not patch.is_replaced(layer)
+    assert "forward" not in vars(layer)
 
 
 def test_packed_weights_are_not_used_where_a_gradient_is_needed():
     layer, x = nn.Linear(4, 3), torch.ones(16, 4)
-    with Kernels([layer]).packed(rows=16):
+    with Kernels([layer]).prepacked(rows=16):
         layer(x).sum().backward()
     assert torch.equal(layer.weight.grad, torch.full((3, 4), 16.0))
 
 
-def test_large_models_are_not_packed(monkeypatch):
-    monkeypatch.setattr(patch, "PACKED_BYTES", 4 * 12 - 1)
-    monkeypatch.setattr(patch, "_packed_forward", None)
-    with Kernels([nn.Linear(4, 3)]).packed(rows=16):
-        pass
-
-
 def test_memory_for_packed_weights(monkeypatch):
-    monkeypatch.setattr(patch, "PACKED_BYTES", 200)
+    monkeypatch.setattr(patch, "PREPACKED_BYTES", 200)
     sizes = {"low": False, "checkpointing": False}
-    assert patch.packed_bytes(50, **sizes) == 200
-    assert patch.packed_bytes(51, **sizes) == 0
+    assert patch.prepacked_bytes(50, **sizes) == 200
+    assert patch.prepacked_bytes(51, **sizes) == 0
     monkeypatch.setattr(matmul, "_amd", lambda: False)
-    assert patch.packed_bytes(50, **sizes) == 0
+    assert patch.prepacked_bytes(50, **sizes) == 0
 
 
 def test_checkpointed_models_are_packed_within_a_lower_limit(monkeypatch):
     model = tiny_policy("qwen2").eval()
     monkeypatch.setattr(patch, "_SPARING_BYTES", 1)
-    packed, usual = [], patch._packed_forward
+    packed, usual = [], patch._build_prepacked_forward
     monkeypatch.setattr(
-        patch, "_packed_forward", lambda *a, **k: (packed.append(1), usual(*a, **k))[1]
+        patch, "_build_prepacked_forward", lambda *a, **k: (packed.append(1), usual(*a, **k))[1]
     )
-    with Kernels([model]).packed(rows=16):
+    with Kernels([model]).prepacked(rows=16):
         assert packed
     packed.clear()
     checkpoint_activations(model)
-    with Kernels([model]).packed(rows=16):
+    with Kernels([model]).prepacked(rows=16):
         assert not packed

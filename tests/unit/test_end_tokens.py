@@ -76,23 +76,17 @@ def test_the_folder_of_an_adapter_stands_for_its_base(tmp_path) -> None:
     assert eos_token_ids(str(tmp_path / "adapter"), word_tokenizer()) == (EOS, 9)
 
 
-def ppo(folder: str, **given: Any) -> Any:
-    return PPOTrainer(PPOConfig(**options(folder)), word_tokenizer(), reward_funcs=[words], **given)
+def build(trainer: Any, config: Any, folder: str, **inputs: Any) -> Any:
+    args = config(**options(folder), **KINDS.get(config, {}))
+    tokenizer = word_tokenizer()
+    return trainer(args=args, processing_class=tokenizer, reward_funcs=[words], **inputs)
 
 
-def asynchronous(folder: str, **given: Any) -> Any:
-    config = AsyncPPOConfig(**options(folder), rollout_engine="embedded")
-    return AsyncPPOTrainer(config, word_tokenizer(), reward_funcs=[words], **given)
-
-
-def rloo(folder: str, **given: Any) -> Any:
-    config = RLOOConfig(**options(folder), num_generations=2)
-    return RLOOTrainer(args=config, processing_class=word_tokenizer(), reward_funcs=words, **given)
-
-
-def grpo(folder: str, **given: Any) -> Any:
-    config = GRPOConfig(**options(folder), num_generations=2)
-    return GRPOTrainer(args=config, processing_class=word_tokenizer(), reward_funcs=words, **given)
+KINDS: dict[Any, dict[str, Any]] = {
+    AsyncPPOConfig: {"rollout_engine": "embedded"},
+    RLOOConfig: {"num_generations": 2},
+    GRPOConfig: {"num_generations": 2},
+}
 
 
 def options(folder: str) -> dict[str, Any]:
@@ -104,11 +98,19 @@ def words(completions: list[str], **_: Any) -> list[float]:
     return [float(len(c)) for c in completions]
 
 
-@pytest.mark.parametrize("trainer", [ppo, asynchronous, rloo, grpo])
-def test_every_trainer_ends_responses_at_them_by_default(trainer, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "config"),
+    [
+        (PPOTrainer, PPOConfig),
+        (AsyncPPOTrainer, AsyncPPOConfig),
+        (RLOOTrainer, RLOOConfig),
+        (GRPOTrainer, GRPOConfig),
+    ],
+)
+def test_every_trainer_ends_responses_at_them_by_default(trainer, config, tmp_path) -> None:
     """Sampling every other token ends a response, so hardly any has the full length."""
     policy = model(*range(3, 32, 2))
-    engine = trainer(str(tmp_path), model=policy, train_dataset=PROMPTS).engine
+    engine = build(trainer, config, str(tmp_path), model=policy, train_dataset=PROMPTS).engine
     assert engine.sampling.stop_ids == (EOS, *range(3, 32, 2))
     batch = engine.source.batch(0)
     rollout = engine.rollout_engine.generate(batch, sampling=engine.sampling, seed=0)

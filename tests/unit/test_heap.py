@@ -5,7 +5,6 @@ import platform
 import pytest
 
 from tests import processes
-from tests.e2e.small import small
 
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 FRESH = """
@@ -36,11 +35,3 @@ def test_freed_blocks_between_small_ones_are_kept_or_returned():
     left, kept = map(int, done.stdout.split())
     assert kept > 100
     assert left < 64
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_learner_keeps_memory_unless_it_recomputes(checkpointing, monkeypatch):
-    kept = []
-    monkeypatch.setattr("kedge.learner.learner.keep_freed_memory", kept.append)
-    small(gradient_checkpointing=checkpointing)
-    assert kept == [not checkpointing]

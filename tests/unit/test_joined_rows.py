@@ -4,13 +4,13 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from transformers import Gemma3Config, Gemma3Model, Gemma3TextConfig
+from transformers import Gemma3Config, Gemma3Model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kedge.algorithms import ppo
 from kedge.loop.micro_batches import micro_batches
 from kedge.models.backbone import run_backbone
-from kedge.models.joined_rows import JoinedAttention, joins_rows, run_joined
+from kedge.models.joined_rows import VarlenAttention, run_packed, supports_packing
 from kedge.models.packing import pack
 from kedge.testing import tiny_policy
 from tests.learners import SLOTS, VOCAB, experience, learner, one_rank, rollout
@@ -30,14 +30,14 @@ def grouped():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_joined_rows_have_the_states_and_gradients_of_separate_rows(family):
     backbone = tiny_policy(family, vocab_size=VOCAB).double().eval().base_model
-    assert joins_rows(backbone)
+    assert supports_packing(backbone)
     r = grouped()
     slots = torch.arange(SLOTS) <= r.response_mask.sum(1)[:, None]
     weight = torch.randn(int(slots.sum()) + len(r), backbone.config.hidden_size).double()
     results = []
     for joined in (True, False):
         packed = pack(r.prompts.ids, r.prompts.mask, r.ids, r.response_mask, joined=joined)
-        with JoinedAttention([backbone]).active():
+        with VarlenAttention([backbone]).active():
             states = run_backbone(backbone, packed.ids, packed.groups).flatten(0, 1)
             states = states[torch.cat([packed.states(slots), packed.ends])]
             (states * weight).sum().backward()
@@ -59,11 +59,11 @@ def test_gradients_of_joined_and_padded_rows_agree(checkpointing, shared):
     found = learner("gpt_neox", gradient_checkpointing=checkpointing)
     found.module.double()
     module, gradients = found.module, []
-    assert module.parts.joins_rows
+    assert module.parts.packs_rows
     assert found.shares_prompts
     r = grouped() if shared else rollout()
     for joined in (True, False):
-        module._parts = (replace(module.parts, joins_rows=joined),)
+        module._parts = (replace(module.parts, packs_rows=joined),)
         before = {n: p.detach().clone() for n, p in module.named_parameters()}
         grads = {}
         rows = torch.arange(len(r))
@@ -120,12 +120,12 @@ def test_rows_of_a_prompt_are_cut_together():
 
 def test_models_that_need_a_mask_of_all_rows_keep_padding(monkeypatch):
     windowed = tiny_policy("mistral", vocab_size=VOCAB, sliding_window=4, head_dim=8)
-    assert not joins_rows(windowed.base_model)
+    assert not supports_packing(windowed.base_model)
     eager = tiny_policy("llama", vocab_size=VOCAB)
     eager.set_attn_implementation("eager")
-    assert not joins_rows(eager.base_model)
+    assert not supports_packing(eager.base_model)
     monkeypatch.setenv("KEDGE_CPU_KERNELS", "0")
-    assert not joins_rows(tiny_policy("llama", vocab_size=VOCAB).base_model)
+    assert not supports_packing(tiny_policy("llama", vocab_size=VOCAB).base_model)
 
 
 def test_nothing_is_changed_outside_of_the_context():
@@ -133,46 +133,41 @@ def test_nothing_is_changed_outside_of_the_context():
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
     assert usual.__module__.startswith("transformers.")
     ids = torch.arange(5)[None]
-    with JoinedAttention([model]).active():
-        with JoinedAttention([model]).active():  # as in another thread
+    with VarlenAttention([model]).active():
+        with VarlenAttention([model]).active():  # as in another thread
             assert model.config._attn_implementation != "sdpa"
-        run_joined(model.base_model, ids, [(5,)])
+        run_packed(model.base_model, ids, [(5,)])
         inside = model(input_ids=ids).logits  # another use of the model
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(inside, model(input_ids=ids).logits)
-    with pytest.raises(RuntimeError, match=r"within JoinedAttention\.active"):
-        run_joined(model.base_model, ids, [(5,)])
+    with pytest.raises(AssertionError, match=r"call it within active"):
+        run_packed(model.base_model, ids, [(5,)])
 
 
 def test_a_pass_in_one_thread_survives_the_end_of_another():
     backbone = tiny_policy("llama", vocab_size=VOCAB).eval().base_model
     ids, groups = torch.arange(12)[None] % VOCAB, ((4,), (2, 3, 3))
     with torch.no_grad():
-        expected = run_joined(backbone, ids, groups)
-        other = JoinedAttention([backbone]).active()
+        expected = run_packed(backbone, ids, groups)
+        other = VarlenAttention([backbone]).active()
         other.__enter__()
 
         def leave(*_):
             other.__exit__(None, None, None)
 
         hook = backbone.layers[0].register_forward_hook(leave)
-        assert torch.equal(run_joined(backbone, ids, groups), expected)
+        assert torch.equal(run_packed(backbone, ids, groups), expected)
         hook.remove()
     assert backbone.config._attn_implementation == "sdpa"
 
 
 def test_windows_of_the_text_part_of_a_configuration_are_seen():
-    text = Gemma3TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        sliding_window=64,
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    text = {"vocab_size": VOCAB, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    vision = {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(
+        text_config=shape | text | {"sliding_window": 64},
+        vision_config=shape | vision,
+        mm_tokens_per_image=4,
     )
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    config = Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4)
-    assert not joins_rows(Gemma3Model(config).eval())
+    assert not supports_packing(Gemma3Model(config).eval())

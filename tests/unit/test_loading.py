@@ -122,22 +122,6 @@ def test_a_quantized_base_is_loaded_for_an_adapter(make: Any, folder: str) -> No
     assert any(not torch.equal(x, after[n]) for n, x in before.items())
 
 
-def test_the_command_takes_them(folder: str, tmp_path: Path) -> None:
-    from kedge.cli.arguments import parse
-    from kedge.cli.train.ppo import build
-    from kedge.config.grpo import GRPOConfig
-
-    (tmp_path / "rewards.py").write_text("def long(completions, **_):\n    return [1.0] * 8\n")
-    argv = ["--model_name_or_path", folder, "--reward_funcs", f"{tmp_path}/rewards.py:long"]
-    argv += ["--output_dir", str(tmp_path / "out"), "--use_cpu", "--max_steps", "1"]
-    argv += ["--attn_implementation", "sdpa"]
-    argv += ["--model_init_kwargs", '{"attn_implementation": "eager"}']
-    argv += ["--per_device_train_batch_size", "8", "--max_completion_length", "6"]
-    options = parse(argv, prog="kedge grpo", config=GRPOConfig)
-    made = build(options, train_dataset=[{"prompt": "w1 w2"}])
-    assert made.model.config._attn_implementation == "eager"
-
-
 def test_workers_on_ray_take_a_reference_by_name_without_options_for_loading() -> None:
     algorithm: Any = SimpleNamespace(needs_reference=True, needs_full_kl=False)
 

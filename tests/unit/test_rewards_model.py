@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kedge.errors import ConfigError, RewardError
-from kedge.models.packing import Packed
+from kedge.models.packing import JoinedInput
 from kedge.models.value_head import scalar_model
 from kedge.rewards import RewardModel, TextCache
 
@@ -258,6 +258,6 @@ def test_values_under_bfloat16_are_not_rounded_to_it():
     value = scalar_model(neox_reward())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         lengths = torch.tensor([8])
-        row = Packed(ids=torch.arange(5, 13)[None], lengths=lengths, prompt_lengths=lengths)
+        row = JoinedInput(ids=torch.arange(5, 13)[None], lengths=lengths, prompt_lengths=lengths)
         found = value(row, torch.arange(8))
     assert not torch.equal(found, found.bfloat16().float())

@@ -13,11 +13,9 @@ from kedge.algorithms import ppo
 from kedge.errors import ConfigError
 from kedge.learner.reference import AdapterReference, FrozenModel
 from kedge.loop.micro_batches import micro_batches
-from kedge.models.model import checkpoint_activations
 from kedge.models.peft import (
     REWARD_ADAPTER,
     VALUE_ADAPTER,
-    AdapterSwitch,
     adapter_parameters,
     with_adapter,
 )
@@ -87,10 +85,6 @@ def gradients(found, *, only_value=False):
     return found.optimizer.seen[0], metrics
 
 
-def by_name(found, adapter):
-    return [n.replace(f".{adapter}.", ".") for n in adapter_parameters(found, adapter)]
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_equal_to_four_models(checkpointing):
     policy, value = shared_base()
@@ -124,38 +118,6 @@ def test_equal_to_four_models(checkpointing):
         torch.testing.assert_close(got, want, **exact)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradient_is_the_finite_difference(checkpointing):
-    policy, value = shared_base()
-    found = learner(
-        policy=policy, value=value, reference=None, gradient_checkpointing=checkpointing
-    )
-    grads, _ = gradients(found)
-    parameters = [p for ps in found._trained().values() for p in ps]
-    algo, batch = ppo(), experience(rollout())
-
-    def loss():
-        total = 0.0
-        for micro_batch in micro_batches(batch, torch.arange(6), algo, 6, one_rank):
-            with torch.no_grad():
-                output = found._output(micro_batch.rows, False)
-                total += float(algo.loss(output, micro_batch).total)
-        return total
-
-    for p, grad in zip(parameters, grads, strict=True):
-        i = int(grad.abs().argmax())
-        flat, step = p.data.view(-1), 3e-3  # log-probabilities are float32
-        middle = float(flat[i])
-        flat[i] = middle + step
-        high = loss()
-        flat[i] = middle - step
-        low = loss()
-        flat[i] = middle
-        assert float(grad.view(-1)[i]) == pytest.approx(
-            (high - low) / (2 * step), rel=2e-2, abs=3e-6
-        )
-
-
 def test_value_warmup_leaves_the_policy_alone():
     policy, value = shared_base()
     found = learner(policy=policy, value=value, reference=None, gradient_checkpointing=True)
@@ -163,20 +125,6 @@ def test_value_warmup_leaves_the_policy_alone():
     k = len(found._trained()["policy"])
     assert all(g is None for g in grads[:k])
     assert all(g is not None for g in grads[k:])
-
-
-def test_recomputing_with_another_adapter_is_found():
-    """Without the context of checkpointing the backward pass uses the policy's adapter."""
-    policy, value = shared_base()
-    right, _ = gradients(learner(policy=policy, value=value, gradient_checkpointing=True))
-    policy, value = shared_base()
-    found = learner(policy=policy, value=value, gradient_checkpointing=True)
-    checkpoint_activations(policy.get_base_model())
-    wrong, _ = gradients(found)
-    assert any(
-        (a is None) != (b is None) or (a is not None and not torch.allclose(a, b))
-        for a, b in zip(right, wrong, strict=True)
-    )
 
 
 def test_reentrant_checkpointing_is_refused():
@@ -188,20 +136,6 @@ def test_reentrant_checkpointing_is_refused():
             gradient_checkpointing=True,
             checkpointing_options={"use_reentrant": True},
         )
-
-
-def test_switch_keeps_what_trains():
-    policy, _ = shared_base()
-    flags = [p.requires_grad for p in policy.parameters()]
-    layer = policy.get_base_model().model.layers[0].self_attn.q_proj
-    switch = AdapterSwitch(policy)
-    for name in (None, VALUE_ADAPTER):
-        with switch.active(name):
-            assert layer.disable_adapters == (name is None)
-            assert name is None or layer.active_adapters == [name]
-            assert [p.requires_grad for p in policy.parameters()] == flags
-        assert layer.active_adapters == ["default"]
-        assert not layer.disable_adapters
 
 
 def test_weights_for_the_sampler_are_the_policys():
@@ -299,27 +233,6 @@ def test_value_starts_from_the_reward_adapter_and_is_saved_as_one(tmp_path):
     fresh.model.load_state_dict(base.model.state_dict())
     loaded = PeftModel.from_pretrained(fresh, tmp_path / "run" / "value_model").eval()
     torch.testing.assert_close(RewardModel(loaded).score(r).scores, values)
-
-
-def test_state_resumes_exactly():
-    def make():
-        policy, value = shared_base(torch.float32)
-        return learner(policy=policy, value=value, reference=AdapterReference(policy))
-
-    def step(found):
-        algo, batch = ppo(), experience(rollout())
-        found.optimizer_step(micro_batches(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
-
-    first = make()
-    step(first)
-    state = copy.deepcopy(first.state_dict())
-    assert [len(x) for x in state["weights"].values()] == [12, 13]
-    step(first)
-    second = make()
-    second.load_state_dict(state)
-    step(second)
-    for p, q in zip(first.module.parameters(), second.module.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 def test_refusals_name_the_way_out(tmp_path):

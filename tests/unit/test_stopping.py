@@ -3,7 +3,7 @@ import torch
 
 from kedge.errors import ConfigError
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.rollout.embedded.stopping import Stopper, StopStrings
+from kedge.rollout.embedded.stopping import StopCriteria, StopStrings
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling
 
@@ -93,19 +93,19 @@ class TestStopStrings:
             StopStrings(Sampling(max_new_tokens=1, stop_strings=("x",)), None)
 
 
-class TestStopper:
+class TestStopCriteria:
     def test_rows_stay_with_their_texts_when_some_are_dropped(self):
         sampling = Sampling(max_new_tokens=9, stop_strings=("ab",), stop_ids=(ord("!"),))
-        stopper = Stopper(sampling, byte_tokenizer())
-        stopper.add(3)
-        assert stopper.ended(torch.tensor([list(b"!ax")])).tolist() == [[True, False, False]]
-        stopper.select(torch.tensor([2, 1]))
-        assert stopper.ended(torch.tensor([list(b"bb")])).tolist() == [[False, True]]
+        criteria = StopCriteria(sampling, byte_tokenizer())
+        criteria.add(3)
+        assert criteria.ended(torch.tensor([list(b"!ax")])).tolist() == [[True, False, False]]
+        criteria.select(torch.tensor([2, 1]))
+        assert criteria.ended(torch.tensor([list(b"bb")])).tolist() == [[False, True]]
 
     def test_several_tokens_at_once_are_the_same_tokens_one_by_one(self):
         sampling = Sampling(max_new_tokens=9, stop_strings=("ab",), stop_ids=(ord("!"),))
         tokens = torch.tensor([list(b"xa!"), list(b"abc"), list(b"bxa"), list(b"!ab")])
-        once, each = (Stopper(sampling, byte_tokenizer()) for _ in range(2))
+        once, each = (StopCriteria(sampling, byte_tokenizer()) for _ in range(2))
         once.add(3)
         each.add(3)
         assert once.ended(tokens).tolist() == [each.ended(row[None])[0].tolist() for row in tokens]

@@ -8,7 +8,7 @@ from peft import LoraConfig
 from kedge.cli.arguments import parse
 from kedge.cli.planning.plan import plan
 from kedge.config.ppo import PPOv2Config
-from kedge.errors import CheckpointError, ConfigError, OptionError
+from kedge.errors import CheckpointError, ConfigError
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.small import VOCAB, rows, small
 
@@ -58,11 +58,6 @@ def test_policy_and_value_train_their_top_layers_and_numbers_stay():
 def test_what_cannot_work_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         small(**changes)
-
-
-def test_the_name_of_other_libraries_is_suggested():
-    with pytest.raises(OptionError, match="it is called train_layers here"):
-        PPOv2Config(output_dir="x", num_layers_unfrozen=2)
 
 
 def test_the_plan_counts_what_trains(tmp_path):

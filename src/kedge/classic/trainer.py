@@ -63,7 +63,7 @@ from kedge.errors import ConfigError, DataError
 from kedge.learner.optim import check_optimizer_covers
 from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.updater import Updater
-from kedge.models.end_tokens import listed
+from kedge.models.end_tokens import as_list
 from kedge.models.model import in_float32
 from kedge.suggestions import named
 from kedge.types import RewardOutput, Sample, require
@@ -363,7 +363,7 @@ class PPOTrainer(PPOSteps):
         model_config = getattr(getattr(model, "pretrained_model", model), "generation_config", None)
         stops = options.get("eos_token_id", getattr(model_config, "eos_token_id", None))
         device = next(model.parameters()).device
-        ends = torch.tensor([*listed(self.tokenizer.eos_token_id), *listed(stops)], device=device)
+        ends = torch.tensor([*as_list(self.tokenizer.eos_token_id), *as_list(stops)], device=device)
         pad, responses = options["pad_token_id"] or 0, []
         for i in range(0, len(query_tensors), batch_size):
             queries = query_tensors[i : i + batch_size]

@@ -43,16 +43,12 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         texts: list[str | None] = [None] * dist.get_world_size()
-        text = None if error is None else _message(error)
-        dist.all_gather_object(texts, text)
+        text = str(error) if isinstance(error, KedgeError) else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(texts, None if error is None else text)
         if first := next(filter(None, texts), None):
             raise SyncError(first) from error
     elif error is not None:
         raise error
-
-
-def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, KedgeError) else f"{type(error).__name__}: {error}"
 
 
 def all_gather_rows(local: Experience, device: torch.device, ranks: int) -> Experience:

@@ -17,15 +17,19 @@ from transformers import TrainingArguments
 
 from kedge.errors import ConfigError, KedgeError
 from kedge.learner import optim
-from kedge.learner.actor_critic import ActorCritic, ForwardOutput, Value, build_request
 from kedge.learner.distributed import accelerator_for, all_gather_rows, broadcast_parameters, total
 from kedge.learner.learner_state import WeightCopier, full_state, load_weights, read_state
-from kedge.learner.logprobs import compute_logprobs
+from kedge.learner.logprobs import (
+    ActorCritic,
+    ForwardOutput,
+    Value,
+    build_request,
+    compute_logprobs,
+)
 from kedge.learner.reference import Reference, RemoteReference
 from kedge.learner.settings import LearnerSettings
 from kedge.learner.sharding import (
     GatheredEngine,
-    check_shardable,
     receive,
     reshard,
     shard,
@@ -35,7 +39,7 @@ from kedge.learner.sharding import (
 from kedge.models.backbone import BackboneCache
 from kedge.models.compatibility import check_rows
 from kedge.models.fingerprint import fingerprint, policy_weights
-from kedge.models.joined_rows import JoinedAttention
+from kedge.models.joined_rows import VarlenAttention
 from kedge.models.model import (
     LanguageModelParts,
     causal_parts,
@@ -92,8 +96,11 @@ class HFLearner:
     ) -> None:
         self.settings = settings
         self.accelerator = accelerator or accelerator_for(args)
+        self.rank, self.world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.shards = sharding_strategy(self.accelerator)
+        self.sharded = self.shards != "none"  # weights, across ranks
         self.device = self.accelerator.device
+        self.policy, self.value = policy, value
         parts = parts or causal_parts(policy)
         self.module = ActorCritic(policy, parts, value, recomputes=settings.gradient_checkpointing)
         self.reference, self.remote = reference, remote
@@ -132,12 +139,13 @@ class HFLearner:
         self._kernels = Kernels(models)
         owners: list[Any] = [self.module.parts, self.value, getattr(self.reference, "parts", None)]
         self._backbones = BackboneCache(owners if plain and settings.cache_trunk else [])
-        self._joins_rows = plain and self.module.join_rows(self.reference)
-        self._attention = JoinedAttention(models if self._joins_rows else [])
+        # a prompt of several rows of a micro-batch is computed only once
+        self.shares_prompts = plain and self.module.enable_packing(self.reference)
+        self._attention = VarlenAttention(models if self.shares_prompts else [])
         budget = settings.padding_budget
         if budget is None:
             output, skipped = self.module.parts.output, self._backbones.skipped
-            budget = padding_budget(self.policy, output, skipped, joined=self._joins_rows)
+            budget = padding_budget(self.policy, output, skipped, joined=self.shares_prompts)
         self._max_padding = budget
 
     @contextmanager
@@ -168,7 +176,11 @@ class HFLearner:
             broadcast_parameters([self.module, *self._all_models()])
 
     def _shard(self, optimizer: Optimizer | None) -> None:
-        check_shardable(optimizer, self.accelerator.mixed_precision)
+        if optimizer is not None or self.accelerator.mixed_precision == "fp16":
+            raise ConfigError(
+                "sharded models need an optimizer built from options (optim=..., not optimizers=)"
+                " and bf16 or float32 (fp16=False)"
+            )
         resharding = self.shards == "weights"
         for model in self._all_models():
             shard(model, self.device, self.world_size, reshard_after_forward=resharding)
@@ -183,62 +195,36 @@ class HFLearner:
     def _groups(self, args: TrainingArguments) -> list[dict[str, Any]]:
         rate = self.settings.value_learning_rate
         models = {"policy": (self.policy, args.learning_rate)}
-        if self.module.value is not None:
-            models["value"] = (self.module.value, args.learning_rate if rate is None else rate)
+        if self.value is not None:
+            models["value"] = (self.value, args.learning_rate if rate is None else rate)
         return optim.parameter_groups(models, args.weight_decay)
-
-    @property
-    def policy(self) -> nn.Module:
-        """The policy module."""
-        return self.module.policy
-
-    @property
-    def value(self) -> Value | None:
-        """The value model, adapter or head."""
-        return self.module.value
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes that train."""
-        return self.accelerator.num_processes
-
-    @property
-    def rank(self) -> int:
-        """Index of this process."""
-        return self.accelerator.process_index
 
     @property
     def low_precision(self) -> bool:
         """Whether the forward pass runs in bf16, fp16 or 8-bit integers."""
-        low = self.settings.allow_low_precision_weights or rounds_activations(self.module.policy)
+        low = self.settings.allow_low_precision_weights or rounds_activations(self.policy)
         return low or self.accelerator.mixed_precision != "no"
-
-    @property
-    def shares_prompts(self) -> bool:
-        """Whether a prompt of several rows of a micro-batch is computed only once."""
-        return self._joins_rows
-
-    @property
-    def sharded(self) -> bool:
-        """Whether weights are sharded across ranks."""
-        return self.shards != "none"
 
     @torch.no_grad()
     def compute_logprobs(
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
     ) -> ModelOutputs:
         """Log-probabilities, reference and values of a rollout on the host, without gradient."""
-        self._check_models(values=values, reference=reference, full_kl=full_kl)
+        local = self.reference is not None
+        if (full_kl and not local) or (reference and not (local or self.remote)):
+            raise ConfigError("the KL term needs a reference, but the learner has none")
+        if values and self.value is None:
+            raise ConfigError("values need a value model, but the learner has none")
         check_rows(rollout, self._all_models())
         sampled = rollout.behavior_logprobs
         known = self.settings.reuse_behavior_logprobs and not self._stepped
         reuse = known and sampled is not None and bool((rollout.version == self.version).all())
         set_training(self.module, False)
         groups = group_rows(
-            rollout, self.settings.forward_rows, self._max_padding, by_prompt=self._joins_rows
+            rollout, self.settings.forward_rows, self._max_padding, by_prompt=self.shares_prompts
         )
         begin = self.remote.begin if reference and self.remote else None
-        pending = begin and begin(rollout, groups, joined=self._joins_rows)
+        pending = begin and begin(rollout, groups, joined=self.shares_prompts)
         wanted = {"values"} if values else set()
         wanted |= set() if reuse else {"logprobs", "entropy"}
         wanted |= {"ref_logprobs"} if reference and pending is None else set()
@@ -253,13 +239,6 @@ class HFLearner:
         if reuse and sampled is not None:
             out["logprobs"] = sampled
         return ModelOutputs(**out)
-
-    def _check_models(self, *, values: bool, reference: bool, full_kl: bool) -> None:
-        local = self.reference is not None
-        if (full_kl and not local) or (reference and not (local or self.remote)):
-            raise ConfigError("the KL term needs a reference, but the learner has none")
-        if values and self.value is None:
-            raise ConfigError("values need a value model, but the learner has none")
 
     def optimizer_step(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -20,14 +19,11 @@ from transformers.trainer_pt_utils import get_parameter_names
 from kedge.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from kedge.models.fingerprint import full
 
-logger = logging.getLogger(__name__)
-
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 # What a resumed run may change; other entries of a group may be the state of the optimizer.
 _OPTIONS = ("initial_lr", "weight_decay", "betas", "eps", "momentum", "alpha")
-_SIZES = (2, 3, 5, 7, 11, 13)  # of the dimensions of a sample weight
-_PLAIN = {"fused": False, "foreach": False, "capturable": False}
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")  # as large as a weight
 _WITHOUT_ARGS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 
 
@@ -233,7 +229,7 @@ def _load_state(optimizer: Optimizer, state: dict[str, Any], names: Mapping[int,
 
 
 def _check_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
-    """Compare the tensors of a state with those that the optimizer makes for a small weight.
+    """Compare the moments in a state with the weights of torch's own optimizers.
 
     Fused kernels trust the shapes in the state: a wrong one writes past the end of a weight.
     """
@@ -244,61 +240,31 @@ def _check_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[
             f"the checkpoint's optimizer has groups of {sizes_saved} weights, this run's"
             f" {type(optimizer).__name__} of {sizes}; train the same weights as in that run"
         )
-    layouts: dict[tuple[int, int, torch.dtype], Mapping[str, Any]] = {}
-    for i, (group, of_group) in enumerate(zip(groups, saved, strict=True)):
-        for weight, index in zip(group["params"], of_group["params"], strict=True):
-            saved_state = state["state"].get(index)
-            if not saved_state:  # no gradient so far
-                continue
-            key = (i, weight.dim(), weight.dtype)
-            if key not in layouts:
-                layouts[key] = _layout(optimizer, group, *key[1:])
-            problem = _problem(saved_state, layouts[key], weight)
-            if problem:
-                name = names.get(id(weight), f"number {index}")
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    moments = {name for x in state["state"].values() for name in x if name in _MOMENTS}
+    weights = [weight for group in groups for weight in group["params"]]
+    numbers = [index for group in saved for index in group["params"]]
+    for weight, index in zip(weights, numbers, strict=True):
+        kept = state["state"].get(index)
+        for name in sorted(moments) if kept else ():  # none without a gradient so far
+            if problem := _find_problem(kept, name, weight):
                 raise DamagedCheckpointError(
-                    f"the optimizer's tensor optimizer/state/{index}/{problem} (of the weight"
-                    f" {name})"
+                    f"the optimizer's tensor optimizer/state/{index}/{name} {problem} (of the"
+                    f" weight {names.get(id(weight), f'number {index}')})"
                 )
 
 
-def _problem(saved: Mapping[str, Any], layout: Mapping[str, Any], weight: Tensor) -> str | None:
-    for name, sample in layout.items():
-        if name not in saved:
-            return f"{name} is missing"
-        x = saved[name]
-        if not isinstance(sample, Tensor):
-            continue
-        if not isinstance(x, Tensor):
-            return f"{name} is {x!r}, not a tensor"
-        sizes = {**dict(zip(_SIZES, weight.shape, strict=False)), 1: 1}  # the sample's all differ
-        shape = tuple(sizes.get(size, -1) for size in sample.shape)
-        if -1 not in shape and tuple(x.shape) != shape:  # otherwise not made from the weight's
-            return f"{name} has the shape {tuple(x.shape)}, it must be {shape}"
-        if x.dtype != sample.dtype:
-            return f"{name} is {x.dtype}, it must be {sample.dtype}"
-    return None
-
-
-def _layout(
-    optimizer: Optimizer, group: Mapping[str, Any], dims: int, dtype: torch.dtype
-) -> Mapping[str, Any]:
-    """The state that the optimizer keeps, tried on a sample weight; empty if that fails."""
-    if dims > len(_SIZES):
-        return {}
-    sample = nn.Parameter(torch.zeros(_SIZES[:dims], dtype=dtype))
-    sample.grad = torch.zeros_like(sample)
-    options = {k: _PLAIN.get(k, v) for k, v in group.items() if k != "params"}
-    try:
-        trial = type(optimizer)([{**options, "params": [sample]}])  # type: ignore[call-arg]
-        trial.step()
-    except Exception as error:  # a custom optimizer, or a GPU-only one
-        logger.debug(
-            "the state of %s is loaded without checks: %s", type(optimizer).__name__, error
-        )
-        return {}
-    state: Mapping[str, Any] = trial.state[sample]
-    return state
+def _find_problem(kept: Mapping[str, Any], name: str, weight: Tensor) -> str | None:
+    """What is wrong with a moment of a weight."""
+    if name not in kept:
+        return "is missing"
+    x = kept[name]
+    if not isinstance(x, Tensor):
+        return f"is {x!r}, not a tensor"
+    if x.shape != weight.shape:
+        return f"has the shape {tuple(x.shape)}, it must be {tuple(weight.shape)}"
+    return None if x.dtype == weight.dtype else f"is {x.dtype}, it must be {weight.dtype}"
 
 
 def sum_gradients(trained: Sequence[nn.Parameter], ranks: int, bucket_mb: float) -> None:
@@ -307,26 +273,20 @@ def sum_gradients(trained: Sequence[nn.Parameter], ranks: int, bucket_mb: float)
     After the last micro-batch, not in hooks: ranks may have different numbers of micro-batches, and
     a step may leave some weights without a gradient.
     """
-    if ranks > 1:
-        _sum_whole([p for p in trained if not isinstance(p, DTensor)], bucket_mb)
+    whole = [p for p in trained if not isinstance(p, DTensor)]
+    if ranks > 1 and whole:
+        has = torch.tensor([float(p.grad is not None) for p in whole], device=whole[0].device)
+        dist.all_reduce(has)
+        present = [p for p, anywhere in zip(whole, has.tolist(), strict=True) if anywhere]
+        for p in present:  # a gradient that a rank lacks counts as 0
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        for grads in _take_tensors([p.grad for p in present], int(bucket_mb * 2**20)):
+            flat = _flatten_dense_tensors(grads)
+            dist.all_reduce(flat)
+            torch._foreach_copy_(grads, list(_unflatten_dense_tensors(flat, grads)))
     averaged: list[Tensor] = [p.grad for p in trained if isinstance(p.grad, DTensor)]
     if averaged:  # by FSDP
         torch._foreach_mul_(averaged, float(ranks))
-
-
-def _sum_whole(params: Sequence[nn.Parameter], bucket_mb: float) -> None:
-    """In buckets; a gradient that a rank lacks counts as 0."""
-    if not params:
-        return
-    has = torch.tensor([float(p.grad is not None) for p in params], device=params[0].device)
-    dist.all_reduce(has)
-    present = [p for p, anywhere in zip(params, has.tolist(), strict=True) if anywhere]
-    for p in present:
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    for grads in _take_tensors([p.grad for p in present], int(bucket_mb * 2**20)):
-        flat = _flatten_dense_tensors(grads)
-        dist.all_reduce(flat)
-        torch._foreach_copy_(grads, list(_unflatten_dense_tensors(flat, grads)))
 
 
 def norms(grads: Mapping[str, Iterable[Tensor]]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -16,27 +16,6 @@ from kedge.models.peft import AdapterSwitch
 from kedge.types import Rollout
 
 BuildParts = Callable[..., LanguageModelParts]
-
-
-class Reference(Protocol):
-    """Provides the reference policy within a ``with`` block."""
-
-    def active(self) -> AbstractContextManager[LanguageModelParts]:
-        """Backbone and head of the reference."""
-        ...
-
-    def to(self, device: torch.device) -> Reference:
-        """The same on a device."""
-        ...
-
-    def fingerprint(self) -> str:
-        """A short hash of its weights.  Collective."""
-        ...
-
-    @property
-    def separate_models(self) -> list[nn.Module]:
-        """Models that the reference does not share with the policy."""
-        ...
 
 
 class RemoteReference(Protocol):
@@ -130,6 +109,10 @@ class AdapterReference:
     def to(self, device: torch.device) -> AdapterReference:
         """Unchanged: it is on the policy's device."""
         return self
+
+
+# Provides the reference policy within a ``with`` block.
+Reference = FrozenModel | AdapterReference
 
 
 def frozen_copy(policy: nn.Module, *, sharded: bool = False) -> FrozenModel:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kedge.ops.logit_tiles import TokenConstraints
+from kedge.ops.linear_logprob import TokenConstraints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,23 +92,6 @@ def shard(
     register_fsdp_forward_method(model, _CALL)
 
 
-def check_shardable(optimizer: Optimizer | None, mixed_precision: str) -> None:
-    """Check that sharded models can be trained and stored.
-
-    Args:
-        optimizer: given by the user; None: built from options.
-        mixed_precision: "no", "bf16" or "fp16".
-
-    Raises:
-        ConfigError: with what to change.
-    """
-    if optimizer is not None or mixed_precision == "fp16":
-        raise ConfigError(
-            "sharded models need an optimizer built from options (optim=..., not optimizers=) "
-            "and bf16 or float32 (fp16=False)"
-        )
-
-
 def receive(unit: nn.Module, device: torch.device) -> None:
     """Move what is not sharded yet to the device, with the values of rank 0; keeps ties."""
     received: dict[int, Tensor] = {}
@@ -121,11 +104,11 @@ def receive(unit: nn.Module, device: torch.device) -> None:
         ]
         for kind, name, x in tensors:
             if id(x) not in received:
-                received[id(x)] = _received(x, device)
+                received[id(x)] = _receive_tensor(x, device)
             kind[name] = received[id(x)]
 
 
-def _received(x: Tensor, device: torch.device) -> Tensor:
+def _receive_tensor(x: Tensor, device: torch.device) -> Tensor:
     data = torch.empty_like(x, device=device) if x.is_meta else x.detach().to(device)
     dist.broadcast(data, src=0)
     if not isinstance(x, nn.Parameter):
@@ -200,16 +183,7 @@ class GatheredEngine:
 
     def __init__(self, engine: RolloutEngine, policy: nn.Module) -> None:
         self.engine, self.policy = engine, policy
-
-    @property
-    def shares_weights(self) -> bool:
-        """True: it samples from the learner's own modules."""
-        return self.engine.shares_weights
-
-    @property
-    def logprobs(self) -> Literal["sampled", "raw", "none"]:
-        """The kind of log-probabilities that the engine records."""
-        return self.engine.logprobs
+        self.shares_weights, self.logprobs = engine.shares_weights, engine.logprobs
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row.  Every rank calls this or ``wait_for_other_ranks``."""

@@ -18,11 +18,10 @@ from kedge.errors import RewardError, RolloutError, SyncError
 from kedge.loop.hooks import StepReport
 from kedge.loop.updater import Updater
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
-from kedge.rollout.scheduler.as_completed import AsCompletedScheduler
 from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
 from kedge.rollout.scheduler.fifo import FifoScheduler
 from kedge.rollout.scheduler.scheduler import RolloutScheduler
-from kedge.rollout.scheduler.weight_sync import WeightUpdate
+from kedge.rollout.scheduler.worker import WeightUpdate
 from kedge.types import Sample, Sampling
 
 
@@ -44,7 +43,7 @@ class Engine(Updater):
     def __post_init__(self) -> None:
         if self.partial_batches:
             in_flight = self.in_flight_weight_updates
-            self.scheduler = AsCompletedScheduler(
+            self.scheduler = RolloutScheduler(
                 self.partial_batches, self.max_lag, in_flight=in_flight
             )
             self.max_token_lag = self.max_lag if in_flight else None

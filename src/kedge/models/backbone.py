@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from kedge.models.freezing import find_layers, layer_number
-from kedge.models.joined_rows import run_joined
+from kedge.models.joined_rows import run_packed
 from kedge.models.mask_checks import known_masks
-from kedge.models.packing import Packed
+from kedge.models.packing import JoinedInput
 from kedge.ops.cpu.joined_attention import Group
 
 logger = logging.getLogger(__name__)
@@ -35,15 +35,15 @@ _active: ContextVar[Mapping[int, _CachedBackbone]] = ContextVar("cached", defaul
 def run_backbone(backbone: nn.Module, ids: Tensor, groups: Sequence[Group] | None = None) -> Tensor:
     """Last hidden states float [b, L, H] of right-padded rows, without an attention mask.
 
-    With ``groups`` the rows are joined (see ``run_joined``): ids [1, T], states [1, T, H].
+    With ``groups`` the rows are joined (see ``run_packed``): ids [1, T], states [1, T, H].
     """
     if groups is not None:
-        return run_joined(backbone, ids, groups)
+        return run_packed(backbone, ids, groups)
     with known_masks():
         return backbone(input_ids=ids, use_cache=False).last_hidden_state
 
 
-def read_backbone(backbone: nn.Module, packed: Packed) -> Tensor:
+def read_backbone(backbone: nn.Module, packed: JoinedInput) -> Tensor:
     """``run_backbone`` of packed rows; within ``BackboneCache.active`` it uses kept states."""
     cached = _active.get().get(id(backbone))
     if cached is None or any(p.requires_grad for p in cached.below.weights.values()):
@@ -51,56 +51,43 @@ def read_backbone(backbone: nn.Module, packed: Packed) -> Tensor:
     return cached.read(packed)
 
 
-class _StopForward(Exception):
-    """Ends a forward pass; carries the states that have been reached."""
-
-
 @dataclass(slots=True, eq=False)
-class _FrozenLayers:
-    """The frozen layers at the bottom of a backbone, and the states after them by row."""
+class _LowerStates:
+    """The states after frozen layers by row, of all backbones with the same tensors there."""
 
-    backbone: nn.Module
-    layers: nn.ModuleList  # of the whole backbone
-    depth: int  # of them are frozen
-    weights: dict[str, nn.Parameter]
+    kind: type[nn.Module]
+    depth: int  # layers that are frozen
+    weights: dict[str, nn.Parameter]  # frozen ones, by name
     returns_tuple: bool = False  # each layer does
+    trained: bool = False  # a weight below trains, or their input needs a gradient
     rows: dict[bytes, Tensor] = field(default_factory=dict)  # tokens -> float [length, H]
     size: int = 0  # bytes of ``rows``
     full: bool = False
 
-    def run(self, packed: Packed) -> Tensor:
-        """The states [b, L, H] after the frozen layers; [1, T, H] of joined rows."""
+    def serve(self, backbone: nn.Module, depth: int) -> bool:
+        """Whether another backbone, with ``depth`` frozen layers, begins with the same tensors."""
+        theirs = dict(backbone.named_parameters(remove_duplicate=False))
+        alike = type(backbone) is self.kind and depth >= self.depth
+        return alike and all(theirs.get(name) is p for name, p in self.weights.items())
 
-        def see(_: nn.Module, __: Any, output: Any) -> None:
-            self.returns_tuple = isinstance(output, tuple)
+    def find(self, keys: list[bytes], packed: JoinedInput) -> Tensor | None:
+        """States [b, L, H] ([1, T, H] of joined rows) with 0 on padding; None if one is missing."""
+        if not all(key in self.rows for key in keys):
+            return None
+        first = self.rows[keys[0]]
+        flat = first.new_zeros(packed.ids.numel(), first.shape[-1])
+        for key, index in zip(keys, packed.row_tokens(), strict=True):
+            flat[index] = self.rows[key]
+        return flat.view(*packed.ids.shape, -1)
 
-        def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            raise _StopForward(args[0] if args else kwargs["hidden_states"])
-
-        first = self.layers[0].register_forward_hook(see)
-        last = self.layers[self.depth].register_forward_pre_hook(stop, with_kwargs=True)
-        try:
-            run_backbone(self.backbone, packed.ids, packed.groups)
-        except _StopForward as stopped:
-            states: Tensor = stopped.args[0]
-            return states
-        finally:
-            first.remove()
-            last.remove()
-        raise RuntimeError("its layers do not run one after another")
-
-    @torch.no_grad()
-    def states(self, packed: Packed) -> Tensor:
-        """``run``, or the kept states if all rows were computed before, with 0 on padding."""
-        keys, tokens = packed.row_keys(), packed.row_tokens()
-        if all(key in self.rows for key in keys):
-            flat = self.rows[keys[0]].new_zeros(packed.ids.numel(), self.rows[keys[0]].shape[-1])
-            for key, index in zip(keys, tokens, strict=True):
-                flat[index] = self.rows[key]
-            return flat.view(*packed.ids.shape, -1)
-        states = self.run(packed)
+    def store(self, keys: list[bytes], packed: JoinedInput, output: Any) -> None:
+        """Keep the output of the last frozen layer, as far as memory allows."""
+        self.returns_tuple = isinstance(output, tuple)
+        states = output[0] if self.returns_tuple else output
+        self.trained |= states.requires_grad
+        states = states.detach()
         limit = _budget(states.device)
-        for key, index in zip(keys, tokens, strict=True):
+        for key, index in zip(keys, packed.row_tokens(), strict=True):
             row = states.flatten(0, 1)[index]
             if self.size + row.nbytes <= limit:
                 self.size += 0 if key in self.rows else row.nbytes
@@ -113,18 +100,11 @@ class _FrozenLayers:
                     " they are needed",
                     limit / 2**30,
                 )
-        return states
 
     def clear(self) -> None:
         """Drop all rows."""
         self.rows.clear()
         self.size = 0
-
-    def serves(self, other: _FrozenLayers) -> bool:
-        """Whether the frozen layers of another backbone begin with the same tensors."""
-        theirs = dict(other.backbone.named_parameters(remove_duplicate=False))
-        alike = type(other.backbone) is type(self.backbone) and other.depth >= self.depth
-        return alike and all(theirs.get(name) is p for name, p in self.weights.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +113,25 @@ class _CachedBackbone:
 
     backbone: nn.Module
     layers: nn.ModuleList
-    below: _FrozenLayers
-    requires_grad: bool  # of the states: by a hook on the embedding, for reentrant checkpointing
+    below: _LowerStates
 
-    def read(self, packed: Packed) -> Tensor:
+    def read(self, packed: JoinedInput) -> Tensor:
         """Last hidden states float [b, L, H]; [1, T, H] of joined rows."""
-        states = self.below.states(packed)
-        if self.requires_grad and torch.is_grad_enabled():
-            states = states.detach().requires_grad_()
-        output = (states,) if self.below.returns_tuple else states
-        skipped = [(x, vars(x).get("forward")) for x in self.layers[: self.below.depth]]
+        keys, frozen = packed.row_keys(), self.layers[: self.below.depth]
+        states = self.below.find(keys, packed)
+        if states is None:
+            hook = frozen[-1].register_forward_hook(
+                lambda _, __, output: self.below.store(keys, packed, output)
+            )
+            try:
+                return run_backbone(self.backbone, packed.ids, packed.groups)
+            finally:
+                hook.remove()
+        result = (states,) if self.below.returns_tuple else states
+        skipped = [(x, vars(x).get("forward")) for x in frozen]
         # The model computes its masks and position embeddings; its embedding is not used.
         for layer, _ in skipped:
-            layer.__dict__["forward"] = lambda *_, **__: output
+            layer.__dict__["forward"] = lambda *_, **__: result
         try:
             return run_backbone(self.backbone, packed.ids, packed.groups)
         finally:
@@ -153,19 +139,41 @@ class _CachedBackbone:
                 del layer.__dict__["forward"]
                 layer.__dict__.update({} if forward is None else {"forward": forward})
 
+    def agrees(self) -> bool:
+        """Whether the upper layers read nothing but fixed states; tried on a few tokens."""
+        modules = self.backbone.modules()
+        tokens = next(m.num_embeddings for m in modules if isinstance(m, nn.Embedding))
+        lengths = torch.tensor([8, 8])
+        ids = (torch.arange(16) % tokens).view(2, 8)
+        packed = JoinedInput(ids=ids, lengths=lengths, prompt_lengths=lengths)
+        packed = packed.to(next(self.backbone.parameters()).device)
+        try:
+            with torch.enable_grad():
+                whole = self.read(packed).detach()
+            with torch.no_grad():
+                # What the model itself may keep is of other rows.
+                run_backbone(self.backbone, packed.ids.flip(1))
+                gap = float((self.read(packed) - whole).abs().max())
+        except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
+            return False  # its layers return something else
+        finally:
+            self.below.clear()
+        slack = 1e-5 if whole.dtype in (torch.float32, torch.float64) else 2e-2
+        return not self.below.trained and gap <= slack * float(whole.abs().max())
+
 
 class BackboneCache:
     """Keeps the states below the trained layers of all models of a learner.
 
-    A model is left out where nothing below is frozen, and where a comparison on a few tokens shows
-    that its upper layers read more than these states.
+    A model is left out where nothing below is frozen, and where its upper layers read more than
+    these states.
 
     Args:
         models: objects with a ``backbone``, trained ones first; those without one are left out.
     """
 
     def __init__(self, models: Iterable[object]) -> None:
-        self._below: list[_FrozenLayers] = []
+        self._below: list[_LowerStates] = []
         self._cached: dict[int, _CachedBackbone] = {}
         for model in models:
             backbone = getattr(model, "backbone", None)
@@ -173,28 +181,35 @@ class BackboneCache:
                 self._add(backbone)
 
     def _add(self, backbone: nn.Module) -> None:
-        own, name = _frozen_layers(backbone), type(backbone).__name__
-        if own is None:
+        found, name = find_layers(backbone), type(backbone).__name__
+        if found is None or next(backbone.parameters()).is_meta:
             return
-        below = next((x for x in self._below if x.serves(own)), own)
-        if below is own and not any(p.requires_grad for p in backbone.parameters()):
-            return  # a reference with other weights, which reads each row once
-        try:
-            self._cached[id(backbone)] = _verified(backbone, own.layers, below)
-        except Exception as error:  # whatever the code of a model raises when layers are replaced
+        prefix, layers = found
+        depth = _count_frozen(backbone, prefix, len(layers))
+        below = next((x for x in self._below if x.serve(backbone, depth)), None)
+        if below is None:
+            named = dict(backbone.named_parameters(remove_duplicate=False))
+            if not depth or not any(p.requires_grad for p in named.values()):
+                return  # a reference with other weights reads each row once
+            layer = {name: layer_number(name, prefix) for name in named}
+            frozen = {n: p for n, p in named.items() if not p.requires_grad}
+            weights = {n: p for n, p in frozen.items() if (layer[n] or 0) < depth}
+            below = _LowerStates(type(backbone), depth, weights)
+        cached = _CachedBackbone(backbone, layers, below)
+        if not cached.agrees():
             logger.warning(
                 "%s: the states below its trained layers are computed in every pass, since they"
-                " cannot be kept: %s",
-                *(name, error),
+                " cannot be kept: its upper layers read more than these states, or a weight below"
+                " trains",
+                name,
             )
             return
-        finally:
-            below.clear()
-        if below is own:
-            self._below.append(own)
+        self._cached[id(backbone)] = cached
+        if below not in self._below:
+            self._below.append(below)
             logger.info(
                 "%s: %d of %d layers are frozen and computed once per batch",
-                *(name, own.depth, len(own.layers)),
+                *(name, depth, len(layers)),
             )
 
     @contextmanager
@@ -217,59 +232,15 @@ class BackboneCache:
             below.clear()
 
 
-def _frozen_layers(backbone: nn.Module) -> _FrozenLayers | None:
-    """The layers below the first one that trains or has an adapter; None if there are none."""
-    found = find_layers(backbone)
-    if found is None or next(backbone.parameters()).is_meta:
-        return None
-    prefix, layers = found
-    named = dict(backbone.named_parameters(remove_duplicate=False))
-    trained = {layer_number(name, prefix) for name, p in named.items() if p.requires_grad}
+def _count_frozen(backbone: nn.Module, prefix: str, layers: int) -> int:
+    """Layers below the first one that trains or has an adapter; 0 if one may be below them all."""
+    named = backbone.named_parameters(remove_duplicate=False)
+    changed = {layer_number(name, prefix) for name, p in named if p.requires_grad}
     modules = backbone.named_modules()
-    adapted = {layer_number(n, prefix) for n, m in modules if hasattr(m, "_active_adapter")}
-    if None in adapted:  # an adapter outside of the layers may be below them
-        return None
-    depth = min([layer for layer in trained | adapted if layer is not None], default=len(layers))
-    depth = min(depth, len(layers) - 1)
-    if depth < 1:
-        return None
-    weights = {}
-    for name, p in named.items():
-        layer = layer_number(name, prefix)
-        if not p.requires_grad if layer is None else layer < depth:
-            weights[name] = p
-    return _FrozenLayers(backbone, layers, depth, weights)
-
-
-def _verified(backbone: nn.Module, layers: nn.ModuleList, below: _FrozenLayers) -> _CachedBackbone:
-    """The backbone with kept states, compared with the whole one on a few tokens.
-
-    Raises:
-        ValueError: their outputs differ, or a weight below the layers trains.
-    """
-    rows = next((m.num_embeddings for m in backbone.modules() if isinstance(m, nn.Embedding)), 1)
-    ids = (torch.arange(16) % rows).view(2, 8)
-    lengths = torch.tensor([8, 8])
-    packed = Packed(ids=ids, lengths=lengths, prompt_lengths=lengths)
-    packed = packed.to(next(backbone.parameters()).device)
-    trained = [p for p in backbone.parameters() if p.requires_grad]
-    states = below.run(packed)
-    if states.requires_grad and trained:
-        gradients = torch.autograd.grad(states.sum(), trained, allow_unused=True)
-        if any(gradient is not None for gradient in gradients):
-            raise ValueError("a weight below its layers trains")
-    cached = _CachedBackbone(backbone, layers, below, states.requires_grad)
-    with torch.no_grad():
-        whole = run_backbone(backbone, packed.ids)
-        cached.read(packed)
-        run_backbone(
-            backbone, packed.ids.flip(1)
-        )  # what the model itself may keep is of other rows
-        worst = float((cached.read(packed) - whole).abs().max())
-    slack = 1e-5 if whole.dtype in (torch.float32, torch.float64) else 2e-2
-    if not worst <= slack * float(whole.abs().max()):
-        raise ValueError(f"its upper layers read more than these states (off by {worst:.3g})")
-    return cached
+    adapted = {layer_number(name, prefix) for name, m in modules if hasattr(m, "_active_adapter")}
+    if None in adapted:
+        return 0
+    return min([layer for layer in changed | adapted if layer is not None] + [layers - 1])
 
 
 @cache

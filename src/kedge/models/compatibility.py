@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from kedge.errors import ConfigError, DataError, RolloutError
 from kedge.types import Rollout
@@ -64,24 +64,18 @@ def check_length(
         limit = model if number else positions(model)
         kind = "" if number else f" ({type(model).__name__})"
         if limit is not None and prompt + response > limit:
+            ways = [f"{option}={limit - prompt} or less"] if limit > prompt else []
+            if limit - response >= prompt / 2:  # else hardly anything is left of the prompts
+                ways.append(f"max_prompt_length={limit - response} or less")
+            if not ways:
+                ways.append(
+                    f"max_prompt_length and {option} to at most {limit} together, such as "
+                    f"max_prompt_length={limit // 2} and {option}={limit - limit // 2}"
+                )
             raise ConfigError(
                 f"the longest prompt of {prompt} tokens and {option}={response} need "
-                f"{prompt + response} positions; {name}{kind} has {limit}. "
-                + _suggest_lengths(prompt, response, limit, option)
+                f"{prompt + response} positions; {name}{kind} has {limit}. Set {', or '.join(ways)}"
             )
-
-
-def _suggest_lengths(prompt: int, response: int, most: int, option: str) -> str:
-    """Suggest lengths that fit."""
-    ways = [f"{option}={most - prompt} or less"] if most > prompt else []
-    if most - response >= prompt / 2:  # else hardly anything is left of the prompts
-        ways.append(f"max_prompt_length={most - response} or less")
-    if ways:
-        return f"Set {', or '.join(ways)}"
-    return (
-        f"Set max_prompt_length and {option} to at most {most} together, such as "
-        f"max_prompt_length={most // 2} and {option}={most - most // 2}"
-    )
 
 
 def check_no_shared_weights(
@@ -110,17 +104,15 @@ def check_rows(rollout: Rollout, models: Iterable[nn.Module]) -> None:
     if empty:
         raise DataError(f"the prompts of rows {empty} are empty; each needs at least one token")
     known = [(rows, type(m).__name__) for m in models if (rows := vocabulary(m)) is not None]
+    if not known:
+        return
+    size, name = min(known)
     for ids, real in ((prompts.ids, prompts.mask), (rollout.ids, rollout.response_mask)):
-        if known:
-            _check_ids(ids, real, *min(known))
-
-
-def _check_ids(ids: Tensor, real: Tensor, rows: int, name: str) -> None:
-    over = (ids >= rows) & real
-    if bool(over.any()):
-        row, slot = (int(i) for i in over.nonzero()[0])
-        raise RolloutError(
-            f"row {row} holds token {int(ids[row, slot])}, but {name} has a vocabulary of {rows} "
-            "tokens; models that train together need the same vocabulary: resize the smaller one "
-            "(model.resize_token_embeddings), or use one with the same tokenizer"
-        )
+        over = ((ids >= size) & real).nonzero()
+        if len(over):
+            row, column = over[0].tolist()
+            raise RolloutError(
+                f"row {row} holds token {int(ids[row, column])}, but {name} has a vocabulary of"
+                f" {size} tokens; models that train together need the same vocabulary: resize the"
+                " smaller one (model.resize_token_embeddings), or use one with the same tokenizer"
+            )

@@ -32,13 +32,13 @@ def eos_token_ids(
     else:
         config = getattr(model, "config", None)
         generation = getattr(model, "generation_config", None)
-    ids = [tokenizer.eos_token_id, *listed(getattr(generation, "eos_token_id", None))]
+    ids = [tokenizer.eos_token_id, *as_list(getattr(generation, "eos_token_id", None))]
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(text, "vocab_size", None) or float("inf")
     return tuple(dict.fromkeys(int(i) for i in ids if i is not None and 0 <= i < size))
 
 
-def listed(eos_token_id: int | list[int] | None) -> list[int]:
+def as_list(eos_token_id: int | list[int] | None) -> list[int]:
     """``eos_token_id`` of a configuration, None, an id or a list, as a list."""
     if eos_token_id is None:
         return []

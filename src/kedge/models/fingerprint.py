@@ -42,7 +42,7 @@ class FingerprintSums:
 
     def __init__(self) -> None:
         self._whole: dict[str, Tensor] = {}  # int64 checksums by name, shape and type
-        self._shards: dict[str, Tensor] = {}  # those of this rank's shards
+        self._shards: dict[str, Tensor] = {}  # of what this rank holds of sharded tensors
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor, which may change or be freed afterwards."""
@@ -55,15 +55,15 @@ class FingerprintSums:
 
     def digest(self) -> str:
         """The fingerprint.  Collective if a tensor was sharded."""
-        whole = list(self._whole.values())
-        together = len({x.device for x in whole}) == 1  # one transfer instead of many
-        sums: list[int] = torch.stack(whole).tolist() if together else [int(x) for x in whole]
-        if self._shards:
-            parts = torch.stack(list(self._shards.values()))
-            dist.all_reduce(parts)
-            sums += parts.tolist()
-        pairs = zip([*self._whole, *self._shards], sums, strict=True)
-        lines = sorted(f"{key} {x % 2**32}" for key, x in pairs)
+        sums: dict[str, int] = {}
+        for checksums in (self._whole, self._shards):
+            if checksums:
+                device = next(iter(checksums.values())).device
+                together = torch.stack([x.to(device) for x in checksums.values()])  # one transfer
+                if checksums is self._shards:
+                    dist.all_reduce(together)
+                sums |= zip(checksums, together.tolist(), strict=True)
+        lines = sorted(f"{key} {x % 2**32}" for key, x in sums.items())
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 

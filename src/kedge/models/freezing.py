@@ -77,10 +77,7 @@ def share_frozen_weights(model: nn.Module, source: nn.Module) -> None:
         twin = theirs.get(name)
         if twin is None or twin is p or p.requires_grad or twin.requires_grad:
             continue
-        alike = (p.shape, p.dtype, p.device, type(p)) == (
-            *(twin.shape, twin.dtype, twin.device),
-            type(twin),
-        )
+        alike = type(p) is type(twin) and (p.dtype, p.device) == (twin.dtype, twin.device)
         if alike and not p.is_meta and torch.equal(p, twin):
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, twin)

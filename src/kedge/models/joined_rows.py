@@ -2,7 +2,7 @@
 
 All layers but attention treat tokens one by one: they run once over the tokens of all rows, however
 different their lengths, and once over a prompt that several rows share.  Attention runs row by row
-(``ops/cpu/joined_attention.py``).  transformers hands the keyword ``joined_groups`` down to its
+(``ops/cpu/joined_attention.py``).  transformers hands the keyword ``packed_segments`` down to its
 attention function, also when a layer is recomputed in the backward pass.
 """
 
@@ -32,15 +32,15 @@ _lock = Lock()
 _users: Counter[int] = Counter()  # contexts by the id of the configuration that they changed
 
 
-def join_rows(ids: Tensor, lengths: Tensor) -> Tensor:
+def pack_sequences(ids: Tensor, lengths: Tensor) -> Tensor:
     """The tokens int64 [1, T] of right-padded rows int64 [b, L] with lengths [b], joined."""
     return ids[torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]][None]
 
 
-def run_joined(backbone: Any, ids: Tensor, groups: Sequence[Group]) -> Tensor:
-    """Last hidden states float [1, T, H] of joined rows; ``joins_rows(backbone)`` must hold.
+def run_packed(backbone: Any, ids: Tensor, groups: Sequence[Group]) -> Tensor:
+    """Last hidden states float [1, T, H] of joined rows; ``supports_packing(backbone)`` must hold.
 
-    With gradient, call it and the backward pass within ``JoinedAttention.active``: layers may be
+    With gradient, call it and the backward pass within ``VarlenAttention.active``: layers may be
     recomputed.
 
     Args:
@@ -49,35 +49,25 @@ def run_joined(backbone: Any, ids: Tensor, groups: Sequence[Group]) -> Tensor:
         groups: (n,) for a row of n tokens, (n, a, b, ...) for a prompt of n tokens and the
             responses to it of a, b, ... tokens; their sum is T.
     """
-    if torch.is_grad_enabled():
-        attention = backbone.config._attn_implementation
-        if attention != _JOINED:
-            raise RuntimeError(
-                f"joined rows with attention {attention!r}: call run_joined within"
-                " JoinedAttention.active, for a model whose attention is 'sdpa'"
-            )
-        return _run(backbone, ids, groups)
-    with JoinedAttention([backbone]).active():  # also if another thread has it active now
-        return _run(backbone, ids, groups)
-
-
-def _run(backbone: Any, ids: Tensor, groups: Sequence[Group]) -> Tensor:
+    # Without gradient it is made active here, also if another thread has it active now.
+    attention = VarlenAttention([] if torch.is_grad_enabled() else [backbone])
     positions = []
     for prompt, *responses in groups:
         positions.append(torch.arange(prompt, device=ids.device))
         positions += [torch.arange(prompt, prompt + n, device=ids.device) for n in responses]
-    with known_masks():
+    with attention.active(), known_masks():
+        assert backbone.config._attn_implementation == _JOINED, "call it within active()"
         output = backbone(
             input_ids=ids,
             position_ids=torch.cat(positions)[None],
             use_cache=False,
-            joined_groups=tuple(groups),
+            packed_segments=tuple(groups),
         )
     hidden: Tensor = output.last_hidden_state
     return hidden
 
 
-class JoinedAttention:
+class VarlenAttention:
     """Lets models attend to joined rows.
 
     Args:
@@ -91,7 +81,7 @@ class JoinedAttention:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which the attention of the models obeys ``joined_groups``.
+        """Context in which the attention of the models obeys ``packed_segments``.
 
         Without this keyword their attention is the usual one.
         """
@@ -111,7 +101,7 @@ class JoinedAttention:
 
 
 @torch.no_grad()
-def joins_rows(backbone: Any) -> bool:
+def supports_packing(backbone: Any) -> bool:
     """Whether joined rows give the states of separate rows; tried on a few tokens.
 
     Always False on an accelerator, where padding is cheaper than many small attention kernels, and
@@ -149,7 +139,7 @@ def _agrees(backbone: Any) -> bool:
         joined_ids += rows
         apart.append(states(start))
         apart += [states(torch.cat([start, x]))[:, prompt:] for x in rows[1:]]
-    joined = run_joined(backbone, torch.cat(joined_ids)[None], _PROBE)
+    joined = run_packed(backbone, torch.cat(joined_ids)[None], _PROBE)
     expected = torch.cat(apart, dim=1)
     slack = 1e-4 if joined.dtype in (torch.float32, torch.float64) else 2e-2
     gap = (joined - expected).abs().max()
@@ -163,13 +153,13 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    joined_groups: tuple[Group, ...] | None = None,
+    packed_segments: tuple[Group, ...] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: states float [1, T, h, d]."""
-    if joined_groups is None:
+    if packed_segments is None:
         usual = ALL_ATTENTION_FUNCTIONS[_USUAL]
         states: tuple[Tensor, None] = usual(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options
@@ -177,7 +167,7 @@ def _attend(
         return states
     if attention_mask is not None or dropout or any(options.get(x) is not None for x in OTHER):
         raise ValueError(f"joined rows do not support a mask, dropout, or {OTHER}")
-    return joined_attention(query, key, value, joined_groups, scaling).transpose(1, 2), None
+    return joined_attention(query, key, value, packed_segments, scaling).transpose(1, 2), None
 
 
 # The first acts under bfloat16 autocast on a CPU, the second for single tokens on a GPU.

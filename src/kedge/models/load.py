@@ -77,17 +77,17 @@ def load_policy(
     if isinstance(source, nn.Module):
         return source  # type: ignore[return-value]
     check_folder(source, "the model")
-    optional = {
+    options = {
+        "dtype": dtype,
+        "use_safetensors": True,
+        "trust_remote_code": trust_remote_code,
         "revision": revision,
         "attn_implementation": attn_implementation,
         "quantization_config": quantization,
     }
-    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
-    options["trust_remote_code"] = trust_remote_code
-    options |= {name: value for name, value in optional.items() if value is not None}
-    options |= more or {}
+    options = {k: v for k, v in options.items() if v is not None} | dict(more or {})
     what = f"the model {source!r}"
-    with _named_errors(what):
+    with _name_errors(what):
         if find_adapter_config_file(source, revision=revision) is not None:
             return _load_adapter(source, options)
     return load_whole(AutoModelForCausalLM, what, source, **options)
@@ -102,7 +102,7 @@ def load_tokenizer(
         ConfigError: it is missing or cannot be read.
     """
     check_folder(name, "the tokenizer")
-    with _named_errors(f"the tokenizer {name!r}"):
+    with _name_errors(f"the tokenizer {name!r}"):
         kwargs = {} if revision is None else {"revision": revision}
         return AutoTokenizer.from_pretrained(
             name, padding_side="left", trust_remote_code=trust_remote_code, **kwargs
@@ -110,7 +110,7 @@ def load_tokenizer(
 
 
 @contextmanager
-def _named_errors(what: str) -> Iterator[None]:
+def _name_errors(what: str) -> Iterator[None]:
     """Context in which any error names what could not be loaded."""
     try:
         yield
@@ -156,7 +156,7 @@ def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **o
     """
     if _WITHOUT_WEIGHTS.get():
         options["device_map"] = "meta"
-    with _named_errors(what), without_loading_report():
+    with _name_errors(what), without_loading_report():
         model, loading_info = kind.from_pretrained(source, output_loading_info=True, **options)
     architectures = getattr(model.config, "architectures", None) or []
     scores = any("SequenceClassification" in name for name in architectures)

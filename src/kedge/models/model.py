@@ -14,8 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kedge.errors import ConfigError
 from kedge.models.backbone import read_backbone, run_backbone
-from kedge.models.packing import Packed, pack
-from kedge.ops.logit_tiles import Head
+from kedge.models.packing import JoinedInput, pack
+from kedge.ops.linear_logprob import Head
 
 logger = logging.getLogger(__name__)
 _LOW = (torch.bfloat16, torch.float16)
@@ -36,12 +36,12 @@ class LanguageModelParts(Protocol):
 
     def pack(
         self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
-    ) -> Packed:
+    ) -> JoinedInput:
         """Rows as the backbone reads them: prompts [b, P] left-padded, responses [b, R] right."""
         ...
 
-    def read(self, packed: Packed) -> Tensor:
-        """Hidden states float [b, L, H] of packed rows, to be indexed by ``Packed.states``."""
+    def read(self, packed: JoinedInput) -> Tensor:
+        """Hidden states float [b, L, H] of packed rows, to be indexed by ``JoinedInput.states``."""
         ...
 
 
@@ -53,7 +53,7 @@ class CausalParts:
     output: nn.Module
     scale: float = 1.0
     softcap: float | None = None
-    joins_rows: bool = False
+    packs_rows: bool = False
 
     def head(self) -> Head:
         """The output head with the weights it has now."""
@@ -62,11 +62,11 @@ class CausalParts:
 
     def pack(
         self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
-    ) -> Packed:
+    ) -> JoinedInput:
         """Prompt and response joined."""
-        return pack(prompt_ids, prompt_mask, ids, response_mask, joined=self.joins_rows)
+        return pack(prompt_ids, prompt_mask, ids, response_mask, joined=self.packs_rows)
 
-    def read(self, packed: Packed) -> Tensor:
+    def read(self, packed: JoinedInput) -> Tensor:
         """Last hidden states of the backbone."""
         return read_backbone(self.backbone, packed)
 
@@ -131,11 +131,7 @@ def causal_parts(model: nn.Module, *, verify: bool = True) -> CausalParts:
 
 def silence_mask_warning(backbone: Any) -> None:
     """Silence the warning about a missing attention mask: rows are padded at the end only."""
-    backbone.warn_if_padding_and_no_attention_mask = _do_nothing
-
-
-def _do_nothing(*_: object) -> None:
-    pass
+    backbone.warn_if_padding_and_no_attention_mask = lambda *_: None
 
 
 def get_backbone(model: nn.Module) -> nn.Module | None:

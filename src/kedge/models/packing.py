@@ -21,7 +21,7 @@ _SHARED = 16  # tokens of prompts that must be saved to share one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class JoinedInput:
     """Joined rows, and how many tokens of each are real."""
 
     ids: Tensor  # int64 [b, L], right-padded with 0; or joined, [1, T]
@@ -29,7 +29,7 @@ class Packed:
     prompt_lengths: Tensor  # int64 [b]
     source: tuple[Tensor, Tensor] | None = None  # ids, mask [b, S]: input of an encoder
     host_ids: Tensor | None = None  # ``ids`` before they were moved to a device
-    groups: tuple[Group, ...] | None = None  # how joined rows are divided, see ``run_joined``
+    groups: tuple[Group, ...] | None = None  # how joined rows are divided, see ``run_packed``
     # Flat indices int64 [b] of first tokens, where rows are joined
     prompt_starts: Tensor | None = None
     response_starts: Tensor | None = None
@@ -61,7 +61,7 @@ class Packed:
         prompts, responses = self._starts()
         return torch.where(t > 0, responses[row] + t, (prompts + self.prompt_lengths)[row]) - 1
 
-    def to(self, device: torch.device) -> Packed:
+    def to(self, device: torch.device) -> JoinedInput:
         """The inputs of the model on a device; the lengths stay where they are."""
         source = self.source and (self.source[0].to(device), self.source[1].to(device))
         return replace(self, ids=self.ids.to(device), source=source, host_ids=self.ids)
@@ -96,7 +96,7 @@ def pack(
     response_mask: Tensor,
     *,
     joined: bool = False,
-) -> Packed:
+) -> JoinedInput:
     """Join prompts and responses.
 
     Args:
@@ -116,12 +116,12 @@ def pack(
     order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
     longest = int(lengths.max()) if len(lengths) else 0
     packed = both.masked_fill(~mask, 0).gather(1, order)[:, :longest]
-    return Packed(ids=packed, lengths=lengths, prompt_lengths=prompt_lengths)
+    return JoinedInput(ids=packed, lengths=lengths, prompt_lengths=prompt_lengths)
 
 
 def join(
     ids: Tensor, mask: Tensor, prompt_lengths: Tensor, lengths: Tensor, prompts: Sequence[int]
-) -> Packed:
+) -> JoinedInput:
     """Join rows of one prompt, if that saves enough, and then these groups.
 
     Args:
@@ -150,7 +150,7 @@ def join(
             groups.append((start, *(n for n in after if n)))
         else:
             groups += [(start + n,) for n in after]
-    return Packed(
+    return JoinedInput(
         ids=torch.cat(tokens)[None],
         lengths=lengths,
         prompt_lengths=prompt_lengths,

@@ -45,18 +45,16 @@ class AdapterSwitch:
     @contextmanager
     def _set(self, states: list[tuple[Any, bool]]) -> Iterator[None]:
         before = self._states()
-        self._assign(states)
         try:
+            for layer, state in zip(self._layers, states, strict=True):
+                layer._active_adapter, layer._disable_adapters = state
             yield
         finally:
-            self._assign(before)
+            for layer, state in zip(self._layers, before, strict=True):
+                layer._active_adapter, layer._disable_adapters = state
 
     def _states(self) -> list[tuple[Any, bool]]:
         return [(layer._active_adapter, layer._disable_adapters) for layer in self._layers]
-
-    def _assign(self, states: list[tuple[Any, bool]]) -> None:
-        for layer, (adapter, disabled) in zip(self._layers, states, strict=True):
-            layer._active_adapter, layer._disable_adapters = adapter, disabled
 
     def at_recompute(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """``context_fn`` of torch's checkpointing: recompute with the adapter of the forward."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from kedge.errors import ConfigError
 from kedge.models.backbone import read_backbone
 from kedge.models.model import causal_parts, eval_mode
-from kedge.models.packing import Packed
+from kedge.models.packing import JoinedInput
 from kedge.models.peft import (
     REFERENCE_ADAPTER,
     REWARD_ADAPTER,
@@ -66,7 +66,7 @@ class AdapterValue(nn.Module):
         yield from super().named_parameters(*args, **kwargs)
         yield from adapter_parameters(self.policy, VALUE_ADAPTER).items()
 
-    def forward(self, packed: Packed, states: Tensor) -> Tensor:
+    def forward(self, packed: JoinedInput, states: Tensor) -> Tensor:
         """Float32 [n]: the value of each of the flat ``states`` of packed rows."""
         with self.switch.active(VALUE_ADAPTER):
             hidden = read_backbone(self._backbone[0], packed).flatten(0, 1).index_select(0, states)
@@ -140,7 +140,7 @@ def value_adapter(policy: Any, source: str | None = None) -> AdapterValue:
     else:
         config = copy.deepcopy(policy.peft_config[policy.active_adapter])
         config.modules_to_save = None
-        with _kept_flags(policy):
+        with _keep_flags(policy):
             policy.add_adapter(VALUE_ADAPTER, config)
         weight = policy.get_input_embeddings().weight
         head = ScalarHead(weight.shape[1], bias=False).to(weight.device)
@@ -163,7 +163,7 @@ def copy_adapter(policy: Any) -> str | None:
     if kind != "LORA" or config.bias != "none" or any(more):
         return None
     config.init_lora_weights = True  # other ways of initialization change the base
-    with _kept_flags(policy), without_notices():
+    with _keep_flags(policy), without_notices():
         policy.add_adapter(REFERENCE_ADAPTER, config)
     copies = adapter_parameters(policy, REFERENCE_ADAPTER)
     for name, weight in adapter_parameters(policy, source).items():
@@ -253,7 +253,7 @@ def load_adapter(policy: Any, source: str | Path, name: str) -> Tensor:
     try:
         weights = load_peft_weights(source, device="cpu")
         config = PeftConfig.from_pretrained(source)
-        with _kept_flags(policy), without_notices():
+        with _keep_flags(policy), without_notices():
             result = policy.load_adapter(source, name, torch_device=str(device))
     except Exception as error:  # a damaged file raises whatever its reader raises
         raise ConfigError(f"the adapter {source!r} cannot be loaded: {error}") from error
@@ -282,7 +282,7 @@ def load_adapter(policy: Any, source: str | Path, name: str) -> Tensor:
 
 
 @contextmanager
-def _kept_flags(policy: Any) -> Iterator[None]:
+def _keep_flags(policy: Any) -> Iterator[None]:
     """Context that keeps ``requires_grad`` of a PEFT model's weights and its active adapter."""
     active, flags = policy.active_adapter, [(p, p.requires_grad) for p in policy.parameters()]
     try:

@@ -21,7 +21,7 @@ from kedge.models.model import (
     rounds_activations,
     silence_mask_warning,
 )
-from kedge.models.packing import Packed
+from kedge.models.packing import JoinedInput
 from kedge.rewards.heads import SHIFT, in_full
 
 HEAD_FILE = "value_head.safetensors"
@@ -84,7 +84,7 @@ class ScalarModel(nn.Module):
         compiled: Any = torch.compile(self.backbone, **how)
         self._backbone = [compiled]
 
-    def forward(self, packed: Packed, states: Tensor) -> Tensor:
+    def forward(self, packed: JoinedInput, states: Tensor) -> Tensor:
         """Float32 [n]: the value of each of the flat ``states`` of packed rows."""
         hidden = read_backbone(self.backbone, packed).flatten(0, 1).index_select(0, states)
         return in_full(self.head, hidden).float().sum(1) + self.shift  # one column

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kedge.learner.logprobs import reference_logprobs
 from kedge.learner.reference import FrozenModel
 from kedge.learner.settings import LearnerSettings
-from kedge.models.joined_rows import joins_rows
+from kedge.models.joined_rows import supports_packing
 from kedge.models.load import load_policy
 from kedge.models.model import CausalParts
 from kedge.ops.cpu.patch import Kernels
@@ -39,7 +39,7 @@ class ReferenceActor:
         self._settings, self._autocast = settings, autocast
         self._kernels = Kernels([policy] if quick else [])
         parts = self._reference.parts
-        self._joins = quick and isinstance(parts, CausalParts) and joins_rows(parts.backbone)
+        self._joins = quick and isinstance(parts, CausalParts) and supports_packing(parts.backbone)
 
     @torch.no_grad()
     def logprobs(
@@ -47,7 +47,7 @@ class ReferenceActor:
     ) -> list[Tensor]:
         """Log-probabilities (nats) of each group of rows: float32 [rows, R], on the CPU."""
         if isinstance(parts := self._reference.parts, CausalParts):
-            self._reference.parts = replace(parts, joins_rows=joined and self._joins)
+            self._reference.parts = replace(parts, packs_rows=joined and self._joins)
         device_type, dtype = self._device.type, self._autocast
         enabled = dtype is not None
         with self._kernels.active(), torch.autocast(device_type, dtype, enabled=enabled):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kedge.errors import RewardError
-from kedge.models.joined_rows import join_rows, joins_rows, run_joined
+from kedge.models.joined_rows import pack_sequences, run_packed, supports_packing
 
 SHIFT = "kedge_score_shift"  # in a configuration: added to every score (pretrain/reward.py)
 SHIFT_FILE = f"{SHIFT}.json"  # in the folder of an adapter, which has no configuration of a model
@@ -83,10 +83,10 @@ class _LastToken:
 
     def __call__(self, ids: Tensor, lengths: Tensor) -> Tensor:
         if self._joins is None:
-            self._joins = joins_rows(self._backbone)
+            self._joins = supports_packing(self._backbone)
         if self._joins:
             groups = [(n,) for n in lengths.tolist()]
-            joined = run_joined(self._backbone, join_rows(ids, lengths), groups)
+            joined = run_packed(self._backbone, pack_sequences(ids, lengths), groups)
             return in_full(self._score, joined[0, lengths.cumsum(0) - 1])
         out = self._backbone(input_ids=ids, attention_mask=_mask(ids, lengths), **self._options)
         hidden = _hidden(out)

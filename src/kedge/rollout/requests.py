@@ -12,13 +12,13 @@ from kedge.types import PromptBatch, Sampling, group_rows
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompleteGroups(Generic[T]):
+@dataclass(frozen=True, slots=True)
+class Groups(Generic[T]):
     """Whole groups, and the result of each row."""
 
     prompts: PromptBatch
     results: list[T]
-    sampling: Sampling | None  # of all of them, with the largest max_new_tokens
+    sampling: Sampling  # of all of them, with the largest max_new_tokens
 
 
 class GroupRequests(Generic[T]):
@@ -26,21 +26,17 @@ class GroupRequests(Generic[T]):
 
     def __init__(self) -> None:
         self._next = 0  # key
-        self._groups: dict[int, _Group[T]] = {}  # by group id
+        self._groups: dict[int, tuple[PromptBatch, Sampling]] = {}  # by group id
+        self._results: dict[int, dict[int, T]] = {}  # by group id and place in it
         self._of_row: dict[int, tuple[int, int]] = {}  # group id and place in it, by key
-        self._done: list[int] = []  # ids of complete groups
 
     @property
     def unfinished(self) -> int:
         """Rows without a result."""
         return len(self._of_row)
 
-    def add(self, prompts: PromptBatch, sampling: Sampling | None = None) -> range:
+    def add(self, prompts: PromptBatch, sampling: Sampling) -> range:
         """Hold whole groups; returns a key for each row, in their order.
-
-        Args:
-            prompts: the rows.
-            sampling: of these rows, to be returned with their results.
 
         Raises:
             ValueError: a group with this id is held.
@@ -50,47 +46,40 @@ class GroupRequests(Generic[T]):
         for number, rows in zip(*group_rows(prompts), strict=True):
             if number in self._groups:
                 raise ValueError(f"group {number} is being sampled; ids of groups must differ")
-            self._groups[number] = _Group(prompts.rows(rows), sampling)
+            self._groups[number], self._results[number] = (prompts.rows(rows), sampling), {}
             self._of_row |= {keys[i]: (number, n) for n, i in enumerate(rows.tolist())}
         return keys
 
     def put(self, key: int, result: T) -> None:
         """The result of a row."""
         number, place = self._of_row.pop(key)
-        group = self._groups[number]
-        group.results[place] = result
-        if len(group.results) == len(group.prompts):
-            self._done.append(number)
+        self._results[number][place] = result
 
-    def complete(self) -> list[CompleteGroups[T]]:
+    def complete(self) -> list[Groups[T]]:
         """Remove the groups of which all rows have results, by their distribution."""
-        by_distribution: dict[Sampling | None, list[_Group[T]]] = {}
-        for group in (self._groups.pop(number) for number in self._done):
-            kind = group.sampling and replace(group.sampling, max_new_tokens=0)
-            by_distribution.setdefault(kind, []).append(group)
-        self._done = []
-        return [_joined(groups) for groups in by_distribution.values()]
+        done = [
+            n for n, (prompts, _) in self._groups.items() if len(prompts) == len(self._results[n])
+        ]
+        by_distribution: dict[Sampling, list[tuple[PromptBatch, Sampling, list[T]]]] = {}
+        for number in done:
+            (prompts, sampling), results = self._groups.pop(number), self._results.pop(number)
+            ordered = [results[i] for i in range(len(prompts))]
+            kind = replace(sampling, max_new_tokens=0)
+            by_distribution.setdefault(kind, []).append((prompts, sampling, ordered))
+        return [
+            Groups(
+                PromptBatch.cat([prompts for prompts, _, _ in groups]),
+                [result for _, _, results in groups for result in results],
+                max((sampling for _, sampling, _ in groups), key=lambda s: s.max_new_tokens),
+            )
+            for groups in by_distribution.values()
+        ]
 
     def clear(self) -> None:
         """Forget all rows."""
         self._groups.clear()
+        self._results.clear()
         self._of_row.clear()
-        self._done.clear()
-
-
-class _Group(Generic[T]):
-    def __init__(self, prompts: PromptBatch, sampling: Sampling | None) -> None:
-        self.prompts, self.sampling = prompts, sampling
-        self.results: dict[int, T] = {}
-
-
-def _joined(groups: list[_Group[T]]) -> CompleteGroups[T]:
-    sampling = [group.sampling for group in groups if group.sampling is not None]
-    return CompleteGroups(
-        prompts=PromptBatch.cat([group.prompts for group in groups]),
-        results=[group.results[i] for group in groups for i in range(len(group.prompts))],
-        sampling=max(sampling, key=lambda s: s.max_new_tokens) if sampling else None,
-    )
 
 
 def token_versions(spans: list[list[tuple[int, int]]], size: int) -> torch.Tensor | None:

@@ -59,6 +59,8 @@ class ShardedEngine:
         on_close: called once, after closing the engines; on garbage collection in a new thread.
     """
 
+    shares_weights: Literal[False] = False
+
     def __init__(
         self,
         engines: Sequence[RolloutEngine],
@@ -76,11 +78,6 @@ class ShardedEngine:
         self._forgotten.atexit = False
         self._closed = False
         self._threads = ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine")
-
-    @property
-    def shares_weights(self) -> Literal[False]:
-        """False: the engines hold copies of the policy."""
-        return False
 
     @property
     def logprobs(self) -> Literal["sampled", "raw", "none"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,15 +29,6 @@ class _Request:
     prompts: PromptBatch | None = None
     sampling: Sampling | None = None
     seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Response:
-    """What one rank receives after a round of sampling."""
-
-    rollout: Rollout | None = None
-    ticket: Any = None  # to read the rollout with
-    others_active: bool = False
 
 
 class Exchange(Protocol):
@@ -66,6 +58,8 @@ class RankSharedEngine:
         exchange: how ranks read their responses; None: rank 0 sends them.
     """
 
+    shares_weights: Literal[False] = False
+
     def __init__(
         self,
         engine: RolloutEngine | None,
@@ -80,11 +74,6 @@ class RankSharedEngine:
         self.logprobs: Literal["sampled", "raw", "none"] = logprobs
         self._groups, self._extra_slots = groups, extra_slots
         self._lock = threading.Lock()
-
-    @property
-    def shares_weights(self) -> Literal[False]:
-        """False: it holds a copy of the policy."""
-        return False
 
     @property
     def sync_dtype(self) -> torch.dtype | None:
@@ -107,16 +96,14 @@ class RankSharedEngine:
         request = _Request(
             call=call, prompts=without_columns(prompts), sampling=sampling, seed=seed
         )
-        response = self._request(request, self._generate)
-        if response.ticket is not None:
-            assert self._exchange is not None  # it made the ticket
-            return self._exchange.read(response.ticket, prompts)
-        assert response.rollout is not None  # the request had prompts
-        return with_prompts(response.rollout, prompts)
+        _, share = self._request(request, self._generate)
+        if self._exchange is not None:
+            return self._exchange.read(share, prompts)
+        return with_prompts(share, prompts)
 
     def wait_for_other_ranks(self) -> None:
         """Request nothing until no rank samples any more; rank 0 continues to serve the others."""
-        while self._request(_Request(), self._generate).others_active:
+        while self._request(_Request(), self._generate)[0]:
             pass
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
@@ -133,34 +120,27 @@ class RankSharedEngine:
         if close is not None:
             close()
 
-    def _generate(self, engine: RolloutEngine, requests: list[_Request]) -> list[_Response]:
+    def _generate(self, engine: RolloutEngine, requests: list[_Request]) -> list[tuple[bool, Any]]:
+        """Of each rank: whether any samples, and its rollout, or the ticket to read it with."""
         parts = [r.prompts for r in requests if r.prompts is not None]
-        first = next((r for r in requests if r.prompts is not None), None)
-        if first is None:
-            return [_Response()] * len(requests)
+        if not parts:
+            return [(False, None)] * len(requests)
+        first = next(r for r in requests if r.prompts is not None)
         assert first.sampling is not None  # set with the prompts
         sampled: dict[str, Any] = {"sampling": first.sampling, "seed": first.seed}
+        whole, sizes = stack_prompts(parts), [len(prompts) for prompts in parts]
+        shares: Sequence[Any]
         if self._exchange is not None:
-            sizes = [len(prompts) for prompts in parts]
-            shares = self.engine.generate_stored(stack_prompts(parts), sizes=sizes, **sampled)
-            tickets = iter(self._exchange.hand_out(shares))
-            return [
-                _Response(others_active=True)
-                if request.prompts is None
-                else _Response(ticket=next(tickets))
-                for request in requests
+            stored = self.engine.generate_stored(whole, sizes=sizes, **sampled)
+            shares = self._exchange.hand_out(stored)
+        else:
+            rollout, ends = engine.generate(whole, **sampled), itertools.accumulate(sizes)
+            shares = [
+                slice_rollout(rollout, slice(end - len(prompts), end), prompts, self._extra_slots)
+                for prompts, end in zip(parts, ends, strict=True)
             ]
-        whole = engine.generate(stack_prompts(parts), **sampled)
-        responses, begin = [], 0
-        for prompts in (r.prompts for r in requests):
-            if prompts is None:
-                responses.append(_Response(others_active=True))
-                continue
-            rows = slice(begin, begin + len(prompts))
-            part = slice_rollout(whole, rows, prompts, self._extra_slots)
-            responses.append(_Response(rollout=part))
-            begin = rows.stop
-        return responses
+        left = iter(shares)
+        return [(True, None if r.prompts is None else next(left)) for r in requests]
 
     def _request(
         self, request: _Request, serve: Callable[[RolloutEngine, list[_Request]], list[T]]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from kedge.errors import ConfigError
 from kedge.models.model import LanguageModelParts, causal_parts, eval_mode, head_weight
-from kedge.models.packing import Packed
-from kedge.ops.logit_tiles import Head
+from kedge.models.packing import JoinedInput
+from kedge.ops.linear_logprob import Head
 from kedge.rollout.embedded.decode import get_base_model
 
 
@@ -36,7 +36,7 @@ class EncoderDecoderParts:
 
     def pack(
         self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
-    ) -> Packed:
+    ) -> JoinedInput:
         """Prompts right-padded for the encoder, start token and response for the decoder."""
         order = prompt_mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
         width = int(prompt_mask.sum(1).max())
@@ -44,14 +44,14 @@ class EncoderDecoderParts:
         longest = int(response_mask.sum(1).max())
         target = ids.masked_fill(~response_mask, self.start)[:, :longest]
         begin = target.new_full((len(target), 1), self.start)
-        return Packed(
+        return JoinedInput(
             ids=torch.cat([begin, target], dim=1),
             lengths=response_mask.sum(1) + 1,
             prompt_lengths=torch.ones_like(target.sum(1)),
             source=(source, prompt_mask.gather(1, order)[:, :width].long()),
         )
 
-    def read(self, packed: Packed) -> Tensor:
+    def read(self, packed: JoinedInput) -> Tensor:
         """Last hidden states of the decoder, start token included."""
         assert packed.source is not None  # made by ``pack``
         ids, mask = packed.source

@@ -56,7 +56,7 @@ def by_onednn(x: Tensor) -> bool:
     return _may_choose(x) and _unused_by_mkl()
 
 
-def by_packed_weights(w: Tensor) -> bool:
+def by_prepacked_weights(w: Tensor) -> bool:
     """Whether packing ``w`` for oneDNN makes products of a few rows faster on this machine."""
     return _may_choose(w) and _amd()
 

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.pytorch_utils import Conv1D
 
 from kedge.ops.cpu import matmul
@@ -20,13 +19,13 @@ from kedge.ops.cpu.low_precision import (
     bf16_linear,
     may_run_in_bf16,
 )
-from kedge.ops.cpu.matmul import by_onednn, by_packed_weights, linear
+from kedge.ops.cpu.matmul import by_onednn, by_prepacked_weights, linear
 from kedge.ops.fused_norms import fused_forward, rms_norms
 
 Forward = Callable[..., Tensor]
 _MKL_ROWS = 256  # of a product above which MKL is as fast as packed weights with AVX2
-PACKED_TOKENS = 16  # sampled per row, from which it pays to pack weights
-PACKED_BYTES = 2 << 30  # of a model's packed weights; a larger one is sampled from as it is
+PREPACKED_TOKENS = 16  # sampled per row, from which it pays to pack weights
+PREPACKED_BYTES = 2 << 30  # of a model's packed weights; a larger one is sampled from as it is
 _SPARING_BYTES = 1 << 30  # the same where activations are checkpointed to save memory
 _FLOAT32 = torch.empty(0)
 
@@ -50,12 +49,12 @@ class Kernels:
     def active(self) -> Iterator[None]:
         """Context that uses the faster kernels, backward passes included."""
         forwards: list[tuple[nn.Module, Forward]] = [
-            (layer, _usual_forward(layer, low))
+            (layer, _build_forward(layer, low))
             for layer, low in zip(self._layers, self._low, strict=True)
             if by_onednn(layer.weight) or may_run_in_bf16(layer.weight)
         ]
         forwards += [(layer, fused_forward(layer)) for layer in self._norms]
-        with _replaced(forwards):
+        with _replace_forwards(forwards):
             try:
                 yield
             finally:
@@ -68,7 +67,7 @@ class Kernels:
             low.expire()
 
     @contextmanager
-    def packed(self, rows: int) -> Iterator[None]:
+    def prepacked(self, rows: int) -> Iterator[None]:
         """Context that is faster still where weights do not change and no gradient is needed.
 
         oneDNN copies weights into its own layout for each product; here that is done once.  Where
@@ -79,17 +78,20 @@ class Kernels:
         """
         low = autocasts_to_bf16()
         plain = not torch.is_autocast_enabled("cpu")
-        layers = [x for x in self._layers if low or (plain and by_packed_weights(x.weight))]
+        layers = [x for x in self._layers if low or (plain and by_prepacked_weights(x.weight))]
         layers = [x for x in layers if 2 * rows * x.weight.numel() >= matmul.SMALLEST]
         weights = sum(layer.weight.numel() for layer in layers)
-        if not packed_bytes(weights, low=low, checkpointing=self._checkpoints):
+        if not prepacked_bytes(weights, low=low, checkpointing=self._checkpoints):
             layers = []
-        with _replaced([(x, _packed_forward(x, rows, low=low)) for x in layers]), self.active():
+        with (
+            _replace_forwards([(x, _build_prepacked_forward(x, rows, low=low)) for x in layers]),
+            self.active(),
+        ):
             yield
 
 
-def packed_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
-    """Memory that ``Kernels.packed`` takes for a model; 0 if it packs nothing.
+def prepacked_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
+    """Memory that ``Kernels.prepacked`` takes for a model; 0 if it packs nothing.
 
     The rule does not ask for free memory: products with packed weights may have other last bits,
     and a run that resumes must repeat them.
@@ -99,18 +101,18 @@ def packed_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
         low: whether they are sampled from in bfloat16, under autocast, or else in float32.
         checkpointing: whether the model's activations are checkpointed.
     """
-    faster = may_run_in_bf16(_FLOAT32) if low else by_packed_weights(_FLOAT32)
+    faster = may_run_in_bf16(_FLOAT32) if low else by_prepacked_weights(_FLOAT32)
     size = weights * (2 if low else 4)
-    most = _SPARING_BYTES if checkpointing else PACKED_BYTES  # may be more than training takes
+    most = _SPARING_BYTES if checkpointing else PREPACKED_BYTES  # may be more than training takes
     return size if faster and size <= most else 0
 
 
 @contextmanager
-def _replaced(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
+def _replace_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
     """Context in which layers have another forward."""
     # An instance attribute `forward` was set by the user or by an outer context.
     patched = [
-        (layer, partial(_one_call, layer, forward))
+        (layer, partial(_call_with_one_input, layer, forward))
         for layer, forward in forwards
         if "forward" not in vars(layer)
     ]
@@ -124,26 +126,15 @@ def _replaced(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
                 del layer.__dict__["forward"]
 
 
-def _one_call(layer: nn.Module, forward: Forward, *args: Tensor, **named: Tensor) -> Tensor:
-    """``forward``, which a recording of torch calls sees as one call of the layer."""
+def _call_with_one_input(
+    layer: nn.Module, forward: Forward, *args: Tensor, **named: Tensor
+) -> Tensor:
+    """``forward`` of the input; the layer's own if it is called with more."""
     if len(args) + len(named) != 1:  # a norm that takes more than its input
         result: Tensor = type(layer).forward(layer, *args, **named)
         return result
     (x,) = (*args, *named.values())  # called input by one class and x by the other
-    if has_torch_function_unary(x):
-        return handle_torch_function(run_layer, (x,), layer, x)
     return forward(x)
-
-
-def is_replaced(layer: nn.Module) -> bool:
-    """Whether ``Kernels`` has replaced its forward now."""
-    return getattr(vars(layer).get("forward"), "func", None) is _one_call
-
-
-def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
-    """The forward that a layer has now, without hooks."""
-    result: Tensor = layer.forward(x)
-    return result
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Linear | Conv1D]:
@@ -156,7 +147,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Linear | Conv1D]:
 
 def _gains(weight: Tensor) -> bool:
     """Whether products with a weight may be faster, in float32 or under autocast."""
-    return by_packed_weights(weight) or may_run_in_bf16(weight)
+    return by_prepacked_weights(weight) or may_run_in_bf16(weight)
 
 
 def _weight(layer: nn.Linear | Conv1D) -> Tensor:
@@ -164,7 +155,7 @@ def _weight(layer: nn.Linear | Conv1D) -> Tensor:
     return layer.weight.T if isinstance(layer, Conv1D) else layer.weight
 
 
-def _usual_forward(layer: nn.Linear | Conv1D, low: Bf16Weight) -> Forward:
+def _build_forward(layer: nn.Linear | Conv1D, low: Bf16Weight) -> Forward:
     own, transposed = layer._parameters, isinstance(layer, Conv1D)
     smallest = matmul.SMALLEST / (2 * len(_weight(layer)))  # numbers in x
 
@@ -179,7 +170,7 @@ def _usual_forward(layer: nn.Linear | Conv1D, low: Bf16Weight) -> Forward:
     return forward
 
 
-def _packed_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool) -> Forward:
+def _build_prepacked_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool) -> Forward:
     bias: Tensor | None = layer.bias
     weight, smallest = _weight(layer).detach(), matmul.SMALLEST // (2 * layer.weight.numel())
     largest = math.inf if low or by_onednn(layer.weight) else _MKL_ROWS
@@ -187,7 +178,7 @@ def _packed_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool) -> Forwa
         weight, smallest = weight.to(torch.bfloat16), 0
         bias = None if bias is None else bias.to(torch.bfloat16)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    usual = _usual_forward(layer, Bf16Weight(partial(_weight, layer)))
+    usual = _build_forward(layer, Bf16Weight(partial(_weight, layer)))
 
     def forward(x: Tensor) -> Tensor:
         if low and not autocasts_to_bf16():  # the model turned it off here

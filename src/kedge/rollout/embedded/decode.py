@@ -17,7 +17,7 @@ from kedge.errors import ConfigError
 from kedge.models.compatibility import cache_argument, positions
 from kedge.models.mask_checks import known_masks
 from kedge.rollout.embedded.decode_graph import DecodeGraph, can_capture
-from kedge.rollout.embedded.kv_cache import GrowingLayer, growing_cache, keep_rows
+from kedge.rollout.embedded.kv_cache import GrowingLayer, growing_cache
 
 Draw = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens int64 [b] from logits, and what is read
 _EAGER_STEPS = 4  # before a step is captured, which takes as long as about four
@@ -48,7 +48,7 @@ def pad_left(x: Tensor, size: int, dim: int) -> Tensor:
     return nn.functional.pad(x, [*after, size - x.shape[dim], 0])
 
 
-class CausalStepper:
+class CausalDecoder:
     """A batch of left-padded sequences that grow by one token per step, with one cache.
 
     Args:
@@ -70,7 +70,7 @@ class CausalStepper:
         # rows that have ended may stay in the batch beyond the last position of the model
         self._last = (positions(config) or 2**31) - 1
         self._device = next(model.parameters()).device
-        self._graph: DecodeGraph[Any] | None = None
+        self._graph: DecodeGraph | None = None
         self._eager = 0  # steps without a graph
 
     @property
@@ -156,7 +156,7 @@ class CausalStepper:
         The next call may overwrite the results, and may replay the work of this one: ``draw`` keeps
         no state on the host, and is the same until rows are added or dropped.
         """
-        graph = self._ready_graph(tokens, lambda *inputs: draw(self._captured(*inputs)))
+        graph = self._ready_graph(tokens, lambda *inputs: draw(self._run_captured(*inputs)))
         if graph is not None:
             return graph.step(tokens)
         logits = self._run(tokens[:, None], self._position, self._mask)
@@ -169,17 +169,20 @@ class CausalStepper:
         """Drop the other rows from the cache, the mask and the positions."""
         self._leave_graph()
         self._padded, rows = self._padded[rows], rows.to(self._device)
-        keep_rows(self._cache, rows)
+        layers: list[Any] = self._cache.layers
+        for layer in layers:
+            # Recurrent layers only have the reordering of beam search, which does the same.
+            getattr(layer, "batch_select_indices", layer.reorder_cache)(rows)
         self._position = self._position[rows]
         if self._mask is not None:
             self._mask = self._mask[rows] if self._padded.any() else None
         return rows
 
-    def join(self, other: CausalStepper) -> None:
+    def join(self, other: CausalDecoder) -> None:
         """Add the rows of ``other`` at the end; see ``keeps_all``."""
         self._leave_graph()
-        steppers = (self, other)
-        masks = [x._whole_mask() for x in steppers]
+        decoders = (self, other)
+        masks = [x._whole_mask() for x in decoders]
         # Columns before the first real token of any row are dropped.
         begins = [int(mask.any(0).long().argmax()) for mask in masks]
         sizes = [mask.shape[1] - begin for mask, begin in zip(masks, begins, strict=True)]
@@ -187,8 +190,8 @@ class CausalStepper:
         self._mask = torch.cat(
             [pad_left(mask[:, b:], width, 1) for mask, b in zip(masks, begins, strict=True)]
         )
-        self._padded = torch.cat([torch.ones_like(x._padded) for x in steppers])
-        self._position = torch.cat([x._position for x in steppers])
+        self._padded = torch.cat([torch.ones_like(x._padded) for x in decoders])
+        self._position = torch.cat([x._position for x in decoders])
         cache = growing_cache(get_base_model(self._model).config)
         pairs = zip(self._cache.layers, other._cache.layers, strict=True)
         for number, layers in enumerate(pairs):
@@ -212,7 +215,7 @@ class CausalStepper:
         keys: Tensor = layer.keys
         return torch.ones(len(keys), keys.shape[-2] + 1, dtype=torch.bool, device=keys.device)
 
-    def _ready_graph(self, tokens: Tensor, step: Callable[..., Any]) -> DecodeGraph[Any] | None:
+    def _ready_graph(self, tokens: Tensor, step: Callable[..., Any]) -> DecodeGraph | None:
         """The captured step, made if it is worth it; None: step without."""
         if self._graph is not None and self._graph.is_full:
             self._leave_graph()
@@ -223,7 +226,6 @@ class CausalStepper:
                 for layer in layers:
                     if layer.keys.shape[-2] == layer.capacity:
                         layer.grow()
-                graph: DecodeGraph[Any]
                 graph = DecodeGraph(model, layers, self._mask, self._position)
                 self._graph = graph if graph.capture(tokens, step) else None
         return self._graph
@@ -244,7 +246,7 @@ class CausalStepper:
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         return self._run(ids, positions, self._mask)
 
-    def _captured(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def _run_captured(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """What a graph replays."""
         kind = self._device.type
         cached = torch.is_autocast_cache_enabled() and not self._across_updates
@@ -261,8 +263,8 @@ class CausalStepper:
         return logits
 
 
-def build_stepper(model: nn.Module, *, across_updates: bool = False) -> CausalStepper:
-    """A new stepper of a model that the embedded engine can sample from.
+def build_decoder(model: nn.Module, *, across_updates: bool = False) -> CausalDecoder:
+    """A new decoder of a model that the embedded engine can sample from.
 
     Raises:
         ConfigError: the embedded engine cannot sample from this kind of model.
@@ -289,4 +291,4 @@ def build_stepper(model: nn.Module, *, across_updates: bool = False) -> CausalSt
             )
     if getattr(base.config, "is_encoder_decoder", False):
         raise ConfigError(f"{name} is an encoder-decoder; a decoder-only model is needed")
-    return CausalStepper(model, across_updates=across_updates)
+    return CausalDecoder(model, across_updates=across_updates)

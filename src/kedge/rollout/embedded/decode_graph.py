@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from transformers.utils import logging
 
 from kedge.rollout.embedded.kv_cache import GrowingLayer
 
-T = TypeVar("T")
-Forward = Callable[[Tensor, Tensor, Tensor], T]
+Result = tuple[Tensor, Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor], Result]
 logger = logging.get_logger(__name__)
 _failed: set[str] = set()  # classes of models whose step could not be captured
 _SCARCE = 1 / 8  # of a GPU's memory
@@ -55,7 +55,7 @@ def _free_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
-class DecodeGraph(Generic[T]):
+class DecodeGraph:
     """A captured step of a batch whose prompts have been read.
 
     Args:
@@ -82,7 +82,7 @@ class DecodeGraph(Generic[T]):
         self._mask = torch.zeros(rows, self._capacity, dtype=torch.bool, device=device)
         self._mask[:, : self._used] = True if mask is None else mask[:, : self._used]
         self._graph = torch.cuda.CUDAGraph()
-        self._result: T | None = None
+        self._result: Result | None = None
 
     @property
     def is_full(self) -> bool:
@@ -95,7 +95,7 @@ class DecodeGraph(Generic[T]):
         seen = self._mask[:, : self._used]
         return nn.functional.pad(seen, (0, 1), value=True), self._position
 
-    def capture(self, tokens: Tensor, forward: Forward[T]) -> bool:
+    def capture(self, tokens: Tensor, forward: Forward) -> bool:
         """Record the step of tokens int64 [b]; False if this model cannot be captured.
 
         ``forward`` maps input ids int64 [b, 1], positions int64 [b, 1] and a mask bool [b, 1, 1, S]
@@ -121,7 +121,7 @@ class DecodeGraph(Generic[T]):
         main.wait_stream(side)
         return self._result is not None
 
-    def _record(self, forward: Forward[T]) -> None:
+    def _record(self, forward: Forward) -> None:
         # Another thread may train while this one samples.
         self._graph.capture_begin(capture_error_mode="thread_local")
         try:
@@ -133,7 +133,7 @@ class DecodeGraph(Generic[T]):
         self._graph.capture_end()
         self._result = result
 
-    def step(self, tokens: Tensor) -> T:
+    def step(self, tokens: Tensor) -> Result:
         """Append tokens int64 [b].  The result is valid until the next call."""
         assert self._result is not None
         self._tokens.copy_(tokens[:, None])
@@ -148,7 +148,7 @@ class DecodeGraph(Generic[T]):
         for layer in self._layers:
             layer.show(self._used)
 
-    def _run(self, forward: Forward[T]) -> T:
+    def _run(self, forward: Forward) -> Result:
         self._mask.index_fill_(1, self._cursor, True)
         return forward(self._tokens, self._position, self._mask[:, None, None])
 

@@ -16,8 +16,8 @@ from kedge.models.compatibility import positions
 from kedge.models.fingerprint import check_weights, fingerprint, policy_weights
 from kedge.models.model import eval_mode
 from kedge.models.peft import drop_adapters
-from kedge.ops.cpu.patch import PACKED_TOKENS, Kernels
-from kedge.rollout.embedded.decode import Prefix, build_stepper, get_base_model
+from kedge.ops.cpu.patch import PREPACKED_TOKENS, Kernels
+from kedge.rollout.embedded.decode import Prefix, build_decoder, get_base_model
 from kedge.rollout.embedded.generation import DecodeLoop, Response, build_rollout
 from kedge.rollout.embedded.kv_cache import rows_that_fit
 from kedge.rollout.embedded.sampling import check_sampling
@@ -48,6 +48,9 @@ class EmbeddedEngine:
             distribution.
     """
 
+    logprobs: Literal["sampled", "raw", "none"] = "sampled"
+    updates_in_flight: Literal[True] = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -65,7 +68,7 @@ class EmbeddedEngine:
             # Autocast keeps its casts of weights only if they require gradients.
             model = _copy(model, trains=autocast is not None, device=device)
         self.model = model
-        self._shares_weights = shares_weights
+        self.shares_weights = shares_weights
         self._pad_id = pad_id
         self._tokenizer = tokenizer
         self._chunk_rows = chunk_rows
@@ -89,23 +92,13 @@ class EmbeddedEngine:
         finally:
             self._prefixes = None
 
-    @property
-    def shares_weights(self) -> bool:
-        """True if it samples from the given model, False if from a copy."""
-        return self._shares_weights
-
-    @property
-    def logprobs(self) -> Literal["sampled", "raw", "none"]:
-        """Always "sampled": log-probabilities are of the distribution that is sampled from."""
-        return "sampled"
-
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
         """Sample from ``weights`` from now on; with shared weights, only store the version.
 
         Raises:
             SyncError: a name is unknown or a shape differs.
         """
-        shared = self._shares_weights
+        shared = self.shares_weights
         loaded = policy_weights(self.model) if shared else _load(self.model, weights)
         self._version = version
         return Receipt(version=version, fingerprint=fingerprint(loaded))
@@ -117,20 +110,14 @@ class EmbeddedEngine:
             ConfigError: the sampling cannot work for this model.
             RolloutError: the prompts break the contract, or the model returns NaN.
         """
-        host = self._checked(prompts, sampling)
+        host = self._check_prompts(prompts, sampling)
         device = next(self.model.parameters()).device
         keeps = self._prefixes is not None and len(host) <= self._chunk_rows and self.slots > 0
-        loop = DecodeLoop(
-            self.model,
-            sampling,
-            self._tokenizer,
-            slots=self._rows_at_once(host, sampling, device),
-            record=self._record_allowed_tokens and sampling.truncates,
-            prefixes=self._prefixes if keeps else None,
-        )
+        prefixes = self._prefixes if keeps else None
+        loop = self._loop(sampling, self._rows_at_once(host, sampling, device), prefixes=prefixes)
         loop.submit(host, range(len(host)), seed=seed, limits=host.limits(sampling))
         responses: dict[int, Response] = {}
-        with self._sampling_context(device, packs=sampling.max_new_tokens >= PACKED_TOKENS):
+        with self._sampling_context(device, packs=sampling.max_new_tokens >= PREPACKED_TOKENS):
             while len(responses) < len(host):
                 responses.update(loop.advance(self._version))
         rollout = self._build(host, [responses[i] for i in range(len(host))], sampling)
@@ -139,9 +126,7 @@ class EmbeddedEngine:
     @property
     def slots(self) -> int:
         """Responses sampled at once by ``advance``; 0 if the model does not keep all keys."""
-        return self._chunk_rows if build_stepper(self.model).keeps_all else 0
-
-    updates_in_flight: Literal[True] = True
+        return self._chunk_rows if build_decoder(self.model).keeps_all else 0
 
     @property
     def unfinished(self) -> int:
@@ -155,18 +140,10 @@ class EmbeddedEngine:
             ConfigError: the sampling cannot work for this model.
             RolloutError: the prompts break the contract.
         """
-        host = self._checked(prompts, sampling)
+        host = self._check_prompts(prompts, sampling)
         distribution = replace(sampling, max_new_tokens=0)
         if distribution not in self._loops:
-            record = self._record_allowed_tokens and sampling.truncates
-            self._loops[distribution] = DecodeLoop(
-                self.model,
-                distribution,
-                self._tokenizer,
-                slots=self._chunk_rows,
-                record=record,
-                joins=True,
-            )
+            self._loops[distribution] = self._loop(distribution, self._chunk_rows, joins=True)
         keys = self._requests.add(host, sampling)
         self._loops[distribution].submit(host, keys, seed=seed, limits=host.limits(sampling))
 
@@ -179,7 +156,6 @@ class EmbeddedEngine:
         parts = [
             self._build(groups.prompts, groups.results, groups.sampling)
             for groups in self._requests.complete()
-            if groups.sampling is not None
         ]
         return Rollout.cat(parts) if parts else None
 
@@ -193,7 +169,11 @@ class EmbeddedEngine:
         """Tokens of prompt and response together; None: no limit."""
         return positions(get_base_model(self.model))
 
-    def _checked(self, prompts: PromptBatch, sampling: Sampling) -> PromptBatch:
+    def _loop(self, sampling: Sampling, slots: int, **how: Any) -> DecodeLoop:
+        record = self._record_allowed_tokens and sampling.truncates
+        return DecodeLoop(self.model, sampling, self._tokenizer, slots=slots, record=record, **how)
+
+    def _check_prompts(self, prompts: PromptBatch, sampling: Sampling) -> PromptBatch:
         """The prompts on the host, after checks."""
         config: Any = get_base_model(self.model).config
         check_sampling(sampling, config.get_text_config().vocab_size)
@@ -206,7 +186,7 @@ class EmbeddedEngine:
         kernels, autocast = Kernels([self.model]), contextlib.nullcontext()
         if self._autocast is not None:
             autocast = torch.autocast(device.type, dtype=self._autocast)  # type: ignore[assignment]
-        faster = kernels.packed(self._chunk_rows) if packs else kernels.active()
+        faster = kernels.prepacked(self._chunk_rows) if packs else kernels.active()
         with torch.no_grad(), eval_mode(self.model), autocast, faster, _one_thread(self.model):
             yield
 

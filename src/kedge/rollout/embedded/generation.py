@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kedge.errors import RolloutError
-from kedge.rollout.embedded.decode import CausalStepper, Prefix, build_stepper
+from kedge.rollout.embedded.decode import CausalDecoder, Prefix, build_decoder
 from kedge.rollout.embedded.sampling import (
     MAX_ALLOWED,
     allowed_tokens,
@@ -22,7 +22,7 @@ from kedge.rollout.embedded.sampling import (
     sample_tokens,
     uniforms,
 )
-from kedge.rollout.embedded.stopping import Stopper
+from kedge.rollout.embedded.stopping import StopCriteria
 from kedge.rollout.requests import token_versions
 from kedge.types import PromptBatch, Rollout, Sampling, group_rows
 
@@ -63,7 +63,7 @@ class DecodeLoop:
         tokenizer: needed for stop strings.
         slots: rows sampled at once.
         record: record the allowed tokens.
-        joins: rows join others that are being sampled, which needs ``CausalStepper.keeps_all``;
+        joins: rows join others that are being sampled, which needs ``CausalDecoder.keeps_all``;
             False: only when all have ended, so that results do not depend on timing.
         prefixes: keys and values by row number, read and replaced; None: keep none.
     """
@@ -84,12 +84,12 @@ class DecodeLoop:
         self._device = next(model.parameters()).device
         self._on_cpu = self._device.type == "cpu"
         self._stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64).to(self._device)
-        self._stopper = Stopper(sampling, tokenizer)
+        self._stop_criteria = StopCriteria(sampling, tokenizer)
         self._poll = 1 if self._on_cpu else POLL
         if not (joins or record or sampling.stop_ids or sampling.stop_strings):
             self._poll = 2**31  # rows end at their limits only
         self._waiting: deque[_Row] = deque()
-        self._stepper: CausalStepper | None = None
+        self._decoder: CausalDecoder | None = None
         # of the b rows in the batch, on the device: the last token, its index, and random numbers
         self._token = self._t = torch.empty(0, dtype=torch.int64)
         self._u = torch.empty(0, 0)
@@ -101,7 +101,7 @@ class DecodeLoop:
 
     def _clear(self) -> None:
         """Begin a new batch."""
-        self._stepper, self._steps = None, 0
+        self._decoder, self._steps = None, 0
         self._versions: list[tuple[int, int]] = []  # and steps before the first with each
         self._dropped = 0  # steps that are not in the buffer any more
         self._buffer = torch.empty(0, 0, 2, dtype=torch.int64)  # [steps, b, ...], see _draw
@@ -173,9 +173,9 @@ class DecodeLoop:
 
     def _step(self) -> Tensor:
         """Sample the next token of every row; what the host reads, int64 [b, ...]."""
-        assert self._stepper is not None
+        assert self._decoder is not None
         self._t += 1
-        self._token, recorded = self._stepper.sample(self._token, self._draw)
+        self._token, recorded = self._decoder.sample(self._token, self._draw)
         return recorded if self._on_cpu else recorded.clone()
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,22 +201,22 @@ class DecodeLoop:
 
     def _fill(self, new: list[_Row]) -> Tensor:
         """Add rows to the batch, and sample the next token of all as ``_step`` does."""
-        recorded = [] if self._stepper is None else [self._step()]
-        parts = [] if self._stepper is None else [(self._token, self._t, self._u)]
-        stepper = build_stepper(self._model, across_updates=self._joins)
+        recorded = [] if self._decoder is None else [self._step()]
+        parts = [] if self._decoder is None else [(self._token, self._t, self._u)]
+        decoder = build_decoder(self._model, across_updates=self._joins)
         numbers = torch.tensor([row.number for row in new], device=self._device)
         every = torch.arange(max(row.limit for row in new), device=self._device)
         self._u = uniforms([row.seed for row in new], numbers, every)
         self._t = torch.zeros_like(numbers)
-        self._token, first = self._draw(self._start(stepper, new))
-        if self._stepper is None:
-            self._stepper = stepper
+        self._token, first = self._draw(self._start(decoder, new))
+        if self._decoder is None:
+            self._decoder = decoder
         else:
-            self._stepper.join(stepper)
+            self._decoder.join(decoder)
         for row in new:
             row.begin = self._steps
         self._rows += new
-        self._stopper.add(len(new))
+        self._stop_criteria.add(len(new))
         self._running = torch.cat([self._running, torch.ones(len(new), dtype=torch.bool)])
         self._end = torch.cat([self._end, torch.tensor([self._steps + row.limit for row in new])])
         self._buffer = nn.functional.pad(self._buffer, (0, 0, 0, len(new)), value=-1)
@@ -226,12 +226,12 @@ class DecodeLoop:
         self._token, self._t, self._u = torch.cat(token), torch.cat(t), _cat_padded(u)
         return _cat_padded([*recorded, first])
 
-    def _start(self, stepper: CausalStepper, new: list[_Row]) -> Tensor:
+    def _start(self, decoder: CausalDecoder, new: list[_Row]) -> Tensor:
         """Read the prompts of rows, each once; logits [b, V] of their first tokens."""
         if self._prefixes:
             kept = [self._prefixes[row.number] for row in new if row.number in self._prefixes]
             if len(kept) == len(new):
-                logits = stepper.resume(kept, [row.prompt for row in new])
+                logits = decoder.resume(kept, [row.prompt for row in new])
                 if logits is not None:
                     return logits
         prompts: dict[tuple[int, ...], int] = {}  # rows of several groups may share them
@@ -240,7 +240,7 @@ class DecodeLoop:
         ids = torch.tensor([[0] * (width - len(prompt)) + [*prompt] for prompt in prompts])
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         mask = torch.arange(width) >= width - lengths[:, None]
-        return stepper.start(ids, mask, torch.tensor(copies))
+        return decoder.start(ids, mask, torch.tensor(copies))
 
     def _read(self, window: Tensor) -> list[tuple[int, Response]]:
         """Store the tokens of a window int64 [w, b, ...]; the responses that are complete."""
@@ -254,7 +254,7 @@ class DecodeLoop:
         self._buffer[begin : begin + count, :, :width] = window
         before = self._steps
         self._steps += count
-        stopped = self._stopper.ended(window[..., 0])
+        stopped = self._stop_criteria.ended(window[..., 0])
         ended = stopped & self._running
         ended[-1] |= (self._end == self._steps) & self._running
         if not ended.any():
@@ -265,9 +265,9 @@ class DecodeLoop:
             for i in now.nonzero()[:, 0].tolist()
         ]
         self._running &= ~now
-        assert self._stepper is not None
+        assert self._decoder is not None
         keep = self._running.nonzero()[:, 0]
-        if len(keep) <= self._stepper.keep_share * len(self._rows):
+        if len(keep) <= self._decoder.keep_share * len(self._rows):
             self._keep(keep)
         return complete
 
@@ -296,28 +296,28 @@ class DecodeLoop:
         """Keep only these rows of the batch, on the host."""
         if self._prefixes is not None:
             self._store_prefixes(set(range(len(self._rows))) - set(rows.tolist()))
-        self._stopper.select(rows)
+        self._stop_criteria.select(rows)
         self._rows = [self._rows[i] for i in rows.tolist()]
         self._running, self._end = self._running[rows], self._end[rows]
         if not self._rows:
             self._clear()
             return
-        assert self._stepper is not None
+        assert self._decoder is not None
         first = min(row.begin for row in self._rows)
         self._buffer = self._buffer[first - self._dropped :, rows]
         self._dropped = first
-        rows = self._stepper.select(rows)
+        rows = self._decoder.select(rows)
         self._token, self._t, self._u = (x[rows] for x in (self._token, self._t, self._u))
 
     def _store_prefixes(self, places: set[int]) -> None:
         """Store what was read for rows of the batch, the last token of which was not."""
         assert self._prefixes is not None
-        assert self._stepper is not None
+        assert self._decoder is not None
         for i in places:
             row = self._rows[i]
             sampled = self._buffer[row.begin - self._dropped : self._steps - self._dropped - 1, i]
             tokens = row.prompt + sampled[:, 0].tolist()
-            self._prefixes[row.number] = self._stepper.prefix(i, tokens)
+            self._prefixes[row.number] = self._decoder.prefix(i, tokens)
 
 
 def _cat_padded(parts: Sequence[Tensor]) -> Tensor:

@@ -29,7 +29,10 @@ class GrowingLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append new keys and values [b, heads, n, size]; returns all."""
-        key_states, value_states = _as_attended(key_states), _as_attended(value_states)
+        key_states, value_states = (
+            _cast_for_attention(key_states),
+            _cast_for_attention(value_states),
+        )
         if self.cursor is not None:
             for slots, states in zip(self._slots, (key_states, value_states), strict=True):
                 slots.index_copy_(-2, self.cursor, states)
@@ -75,7 +78,7 @@ class GrowingLayer(DynamicLayer):
         self.is_initialized = True
 
 
-def _as_attended(states: Tensor) -> Tensor:
+def _cast_for_attention(states: Tensor) -> Tensor:
     """States in the dtype in which a GPU attends to them under autocast.
 
     Keys are float32 after the rotary embedding; attention would cast all of them for every token.
@@ -95,26 +98,16 @@ def growing_cache(config: Any) -> DynamicCache:
     return cache
 
 
-def keep_rows(cache: DynamicCache, rows: Tensor) -> None:
-    """Keep only the rows of every layer, also of those that hold a recurrent state."""
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        # Recurrent layers only have the reordering of beam search, which does the same.
-        getattr(layer, "batch_select_indices", layer.reorder_cache)(rows)
-
-
-def token_bytes(config: Any, width: int) -> int:
-    """Bytes of keys and values of one token of one row, with ``width`` bytes per number."""
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    return int(text.num_hidden_layers * 2 * kv_heads * size * width)
-
-
 def rows_that_fit(config: Any, tokens: int, width: int, device: torch.device) -> int:
-    """Rows of ``tokens`` tokens whose caches and logits take half of a GPU's free memory."""
+    """Rows of ``tokens`` tokens whose caches and logits take half of a GPU's free memory.
+
+    Keys and values take ``width`` bytes per number.
+    """
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    logits = 16 * config.get_text_config().vocab_size  # and probabilities, float32
-    return int(free / 2 / (_SPARE * tokens * token_bytes(config, width) + logits))
+    text = config.get_text_config()
+    logits = 16 * text.vocab_size  # and probabilities, float32
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    token_bytes = text.num_hidden_layers * 2 * heads * size * width
+    return int(free / 2 / (_SPARE * tokens * token_bytes + logits))

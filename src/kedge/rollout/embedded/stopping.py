@@ -58,7 +58,7 @@ class StopStrings:
         return self._may_end[token]
 
 
-class Stopper:
+class StopCriteria:
     """Finds where the rows of a chunk end, from tokens on the host."""
 
     def __init__(self, sampling: Sampling, tokenizer: Any) -> None:

@@ -18,7 +18,7 @@ from kedge.errors import RolloutError
 from kedge.loop.seeds import seed_for
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
 from kedge.rollout.scheduler.dynamic_sampling import resample_uniform_groups, spare_step
-from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling
+from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling, group_rows
 
 # A Rollout is still to be scored, a PromptBatch to be sampled.
 PendingSample = Sample | Rollout | PromptBatch
@@ -65,25 +65,17 @@ def collect(
     sampled = clock()
     reward_output = reward_source.score(rollout)
     if greedy and reward_output.greedy_scores is None:
-        answers = engine.generate(
-            prompts.rows(first_rows(prompts)), sampling=greedy_sampling(sampling), seed=seed
-        )
+        most_likely = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        first = prompts.rows(first_rows(prompts))
+        answers = engine.generate(first, sampling=most_likely, seed=seed)
         reward_output = add_greedy_scores(reward_output, prompts, reward_source.score(answers))
     times = {"time/rollout": sampled - begin, "time/reward": clock() - sampled}
     return Sample(rollout=rollout, reward_output=reward_output, times=times)
 
 
-def greedy_sampling(sampling: Sampling) -> Sampling:
-    """The same lengths and stop conditions, and always the most likely token."""
-    return replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-
-
 def first_rows(prompts: PromptBatch) -> Tensor:
     """The first row of each group, int64 [G], in ascending order of their ids."""
-    _, group = prompts.group.unique(return_inverse=True)
-    order = torch.arange(len(prompts), device=group.device)
-    first = order.new_full((int(group.max()) + 1,), len(prompts))
-    return first.scatter_reduce(0, group, order, "amin")
+    return torch.stack([rows[0] for rows in group_rows(prompts)[1]])
 
 
 def add_greedy_scores(
@@ -158,7 +150,7 @@ class RolloutCollector:
                 greedy=self.algorithm.needs_greedy,
             )
 
-        with self._then_others(engine):
+        with self._wait_for_others(engine):
             sample = collect_batch(self._prompts(step, rows), "rollout")
             if rounds:
                 sample = resample_uniform_groups(
@@ -174,7 +166,7 @@ class RolloutCollector:
     ) -> tuple[Rollout, float]:
         """Responses to the prompts of ``step`` (to ``rows`` of them), and seconds."""
         begin, seed = self.clock(), seed_for(self.seed, "rollout", step)
-        with self._then_others(engine):
+        with self._wait_for_others(engine):
             prompts = self._prompts(step, rows)
             rollout = sample_responses(prompts, engine, sampling=self.sampling, seed=seed)
         return rollout, self.clock() - begin
@@ -199,7 +191,7 @@ class RolloutCollector:
         return batch if rows is None else batch.rows(rows)
 
     @contextmanager
-    def _then_others(self, engine: RolloutEngine) -> Iterator[None]:
+    def _wait_for_others(self, engine: RolloutEngine) -> Iterator[None]:
         """At the end, the other ranks of a shared engine may sample further rounds or turns."""
         wait = getattr(engine, "wait_for_other_ranks", None)
         if wait is None or not (self.more or getattr(engine, "many_turns", False)):

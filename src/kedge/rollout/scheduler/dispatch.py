@@ -80,27 +80,27 @@ class Dispatcher:
         self.next = new.stop
         started += new
         self.running.update(dict.fromkeys(started, version))
-        _count(self._running_since, version, len(started))
+        self._running_since[version] += len(started)
         return started
 
     def complete(self, numbers: Iterable[int], version: int) -> None:
         """These groups are done; the engine has weights of ``version``."""
         for number in numbers:
             since = self.running.pop(number)
-            _count(self._running_since, since, -1)
+            self._running_since[since] -= 1
             self._add_done(number, version)
 
     def reload(self, numbers: Iterable[int], version: int) -> None:
         """The engine of these groups, which are being sampled, has new weights."""
         for number in numbers:
-            _count(self._running_since, self.running[number], -1)
-            _count(self._running_since, version, 1)
+            self._running_since[self.running[number]] -= 1
+            self._running_since[version] += 1
             self.running[number] = version
 
     def give_back(self, numbers: Iterable[int]) -> None:
         """An engine lost these groups: they are started again, before others."""
         for number in numbers:
-            _count(self._running_since, self.running.pop(number), -1)
+            self._running_since[self.running.pop(number)] -= 1
             heapq.heappush(self.returned, number)
 
     def take(self, step: int) -> list[int] | None:
@@ -118,8 +118,10 @@ class Dispatcher:
                     self._take_first(taken, required, since=limit)
             self._take_first(taken, self.per_step, since=step)
         for number in taken:
-            _count(self._done_since, self.done.pop(number), -1)
+            self._done_since[self.done.pop(number)] -= 1
         self.step = step + 1
+        for counts in (self._running_since, self._done_since):
+            counts += Counter()  # drops zeros: there are at most max_lag + 2 counts
         return list(taken)
 
     def restore(self, step: int, done: Mapping[int, int], lost: Iterable[int]) -> bool:
@@ -157,7 +159,7 @@ class Dispatcher:
 
     def _add_done(self, number: int, since: int) -> None:
         self.done[number] = since
-        _count(self._done_since, since, 1)
+        self._done_since[since] += 1
 
     def _ready(self, step: int) -> bool:
         """Whether the groups that ``step`` must take are done.
@@ -184,12 +186,5 @@ class Dispatcher:
                 taken[number] = None
 
 
-def _count(counter: Counter[int], version: int, by: int) -> None:
-    """Add to a count, without keeping zeros: there are at most ``max_lag + 2`` counts."""
-    counter[version] += by
-    if not counter[version]:
-        del counter[version]
-
-
-def _up_to(counter: Counter[int], version: int) -> int:
-    return sum(count for v, count in counter.items() if v <= version)
+def _up_to(counts: Counter[int], version: int) -> int:
+    return sum(count for v, count in counts.items() if v <= version)

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 from kedge.errors import CheckpointError
 from kedge.protocols import RolloutEngine
-from kedge.rollout.scheduler.collector import PendingSample
-from kedge.rollout.scheduler.dispatch import Dispatcher
+from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
 from kedge.rollout.scheduler.scheduler import RolloutScheduler
-from kedge.rollout.scheduler.weight_sync import WeightUpdate
-from kedge.rollout.scheduler.worker import EngineWorker, Occupancy, SampledNumbers
+from kedge.rollout.scheduler.worker import EngineWorker, Occupancy, SampledNumbers, WeightUpdate
 from kedge.types import PromptBatch, Rollout, Sample
 
 
@@ -24,11 +22,13 @@ class FifoScheduler(RolloutScheduler):
     """
 
     def __init__(self, max_lag: int) -> None:
-        super().__init__(Dispatcher(per_step=1, max_lag=max_lag), threads=max_lag > 0)
+        super().__init__(0, max_lag)
         self._scored: dict[int, Sample] = {}  # by iteration, not trained on yet
 
-    def _connect(self, rollouts: RolloutEngine) -> list[EngineWorker]:
-        return [EngineWorker(engine=rollouts, slots=0, all=Occupancy())]
+    def configure(self, collector: RolloutCollector, rollouts: RolloutEngine) -> None:
+        """Set the collector and the rollout engine used from now on."""
+        self.collector = collector
+        self._workers = [EngineWorker(engine=rollouts, slots=0, all=Occupancy())]
 
     def _begin(self, step: int) -> None:
         self._requeue(self._waiting(), step)
@@ -62,6 +62,10 @@ class FifoScheduler(RolloutScheduler):
         self._scored.pop(step - 1, None)
         return None if self._dispatcher.take(step) is None else [self._scored[step]]
 
+    def _join(self, samples: list[Sample], step: int) -> Sample:
+        (sample,) = samples
+        return sample
+
     def wait_for_syncs(self) -> None:
         """Wait until the engine has loaded the last weights."""
         (worker,) = self._workers
@@ -72,7 +76,7 @@ class FifoScheduler(RolloutScheduler):
             if self._failure is not None and not loaded:
                 raise self._failure
 
-    def _wait_until_idle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until all is scored that was asked for."""
         (worker,), dispatcher = self._workers, self._dispatcher
 
@@ -80,13 +84,14 @@ class FifoScheduler(RolloutScheduler):
             to_sample = dispatcher.next < dispatcher.end or worker.busy or self._sampled
             return bool(self._num_sampling and (to_sample or self._updates))
 
-        self._wait_while(at_work)
+        with self._lock:
+            self._wait_while(at_work)
 
     @property
     def in_flight(self) -> list[PendingSample]:
         """Samples not trained on yet; waits for those still being sampled."""
+        self.wait_until_idle()
         with self._lock:
-            self._wait_until_idle()
             return [*self._waiting()]
 
     def _recover(self, step: int) -> None:

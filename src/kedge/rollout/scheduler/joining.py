@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Lock
 
 import torch
@@ -74,13 +74,9 @@ class GroupPrompts:
         with self._lock:
             if (step, turn) not in self._batches:
                 number = spare_step(step, turn - 1, self._rounds) if turn else step
-                self._batches[step, turn] = _with_rows(self._source, number)
+                batch = self._source.batch(number)
+                self._batches[step, turn] = batch, group_rows(batch)[1]
             return self._batches[step, turn]
-
-
-def _with_rows(source: PromptSource, step: int) -> tuple[PromptBatch, Sequence[Tensor]]:
-    batch = source.batch(step)
-    return batch, group_rows(batch)[1]
 
 
 def with_groups(prompts: PromptBatch, ids: Sequence[int]) -> PromptBatch:
@@ -154,25 +150,23 @@ def _scaled(
     return {name: (total * share, count * share) for name, (total, count) in totals.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class RestoredGroups:
-    """Groups from a checkpoint."""
+def restore_groups(
+    pending: Sequence[PendingSample], store: SampleStore, *, size: int, step: int
+) -> tuple[dict[int, int], list[int]]:
+    """Add the groups of a checkpoint that was written before ``step`` to a store.
 
-    samples: list[Sample]  # their group ids are negative: they need no prompts any more
-    versions: dict[int, int]  # of these groups
-    lost: list[int]  # groups that were being sampled
-
-
-def restored_groups(pending: Sequence[PendingSample], *, size: int, step: int) -> RestoredGroups:
-    """The groups of a checkpoint that was written before ``step``.
+    Returns:
+        The version of each, by group id, and the ids of the groups that were being sampled.  The
+        ids of the first are negative: they need no prompts any more.
 
     Raises:
         CheckpointError: they do not have ``size`` rows, or are of another schedule.
     """
-    restored = RestoredGroups([], {}, [])
+    versions: dict[int, int] = {}
+    lost: list[int] = []
     for x in pending:
         if isinstance(x, PromptBatch):
-            restored.lost.extend(group_rows(x)[0])
+            lost.extend(group_rows(x)[0])
             continue
         if isinstance(x, Rollout):
             raise CheckpointError(
@@ -186,12 +180,12 @@ def restored_groups(pending: Sequence[PendingSample], *, size: int, step: int) -
                     f"samples in the checkpoint must have {size} responses per prompt, got"
                     f" {len(rows)}: resume with the same rollout_schedule and num_generations"
                 )
-            ids.append(-1 - len(restored.versions))
+            ids.append(-1 - len(versions))
             known = x.rollout.version[rows]
             known = known[known >= 0]
-            restored.versions[ids[-1]] = int(known.min()) if len(known) else step
-        restored.samples.append(renumber(x, ids))
-    return restored
+            versions[ids[-1]] = int(known.min()) if len(known) else step
+        store.add(renumber(x, ids))
+    return versions, lost
 
 
 def join_groups(samples: Sequence[Sample], like: PromptBatch) -> Sample:

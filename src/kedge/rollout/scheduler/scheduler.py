@@ -1,50 +1,92 @@
-"""What both orders of sampling share: threads that sample and score, errors, and the end of a run.
+"""Samples while the learner trains, and trains on responses as soon as they are done.
 
-One thread per rollout engine samples, another one scores, and the driver trains.  The dispatcher
-says which numbers start with which weights; a subclass says what a number is, and in which order
-weights are loaded.
+One thread per rollout engine samples, another one scores, and the driver trains.  Engines with
+slots hold many groups (the responses to one prompt) and get another one when slots become free;
+other engines sample partial batches of several groups.  An iteration takes the groups that were
+done first, so what is trained on depends on timing.  The staleness bound does not: the dispatcher
+says which numbers start with which weights, see ``kedge.rollout.scheduler.dispatch``.
+
+New weights reach an engine with slots when the groups that it holds are done, or at once with
+in-flight weight updates: then each token has the version that sampled it.
+
+``FifoScheduler`` takes whole batches in order instead.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kedge.errors import CheckpointError, ConfigError, LostRequestsError
 from kedge.protocols import RolloutEngine
-from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
+from kedge.rollout.scheduler.collector import LockedRewardSource, PendingSample, RolloutCollector
 from kedge.rollout.scheduler.dispatch import Dispatcher
-from kedge.rollout.scheduler.threads import on_current_gpu, working
-from kedge.rollout.scheduler.weight_sync import WeightUpdate
-from kedge.rollout.scheduler.worker import EngineWorker, SampledNumbers
+from kedge.rollout.scheduler.dynamic_sampling import REPLACED, uniform_rows
+from kedge.rollout.scheduler.joining import (
+    GroupPrompts,
+    SampleStore,
+    join_groups,
+    restore_groups,
+    with_groups,
+)
+from kedge.rollout.scheduler.threads import join_at_end
+from kedge.rollout.scheduler.worker import (
+    EngineWorker,
+    Occupancy,
+    SampledNumbers,
+    WeightUpdate,
+    list_engines,
+)
 from kedge.types import Rollout, Sample, add_times
 
+logger = logging.getLogger(__name__)
 
-class RolloutScheduler(ABC):
-    """Supplies the samples of each iteration.
+
+class RolloutScheduler:
+    """Supplies the samples of each iteration: groups as completed, none older than ``max_lag``.
+
+    The dispatcher numbers groups.  With dynamic sampling, a group whose scores are all equal is not
+    done: it starts again with another prompt, at most as many times as there are rounds.
 
     Everything is read and changed with the lock held, except what a thread has: an engine, and the
     worker of it that is ``busy``.
 
     Args:
-        dispatcher: decides which numbers start and which are trained on.
-        threads: without them, the driver samples and scores.
+        partial_batches: per iteration, for engines without slots; must divide its prompts.
+        max_lag: iterations that sampling may be ahead of training, at least 1.
+        in_flight: engines get new weights while they sample.
     """
 
     collector: RolloutCollector
+    _prompts: GroupPrompts
 
-    def __init__(self, dispatcher: Dispatcher, *, threads: bool = True) -> None:
-        self._dispatcher, self._has_threads = dispatcher, threads
+    def __init__(self, partial_batches: int, max_lag: int, *, in_flight: bool = False) -> None:
+        if partial_batches and max_lag < 1:
+            raise ConfigError(
+                f'rollout_schedule="as_completed" needs max_lag of at least 1, got {max_lag}'
+            )
+        self._dispatcher = Dispatcher(per_step=1, max_lag=max_lag, in_flight=in_flight)
+        self._partial_batches = partial_batches
+        self._has_threads = max_lag > 0  # otherwise the driver samples and scores
         self._workers: list[EngineWorker] = []
+        self._occupancy = Occupancy()
         self._sampled: list[SampledNumbers] = []  # to be scored, in this order
-        self._updates: deque[WeightUpdate] = deque()  # to be loaded
+        self._store = SampleStore()  # scored, not trained on
+        self._times: dict[str, float] = {}  # of groups that were all replaced
+        # To be loaded; of groups as completed, the newest alone.
+        self._updates: deque[WeightUpdate] = deque(maxlen=1 if partial_batches else None)
+        # "now": engines pause between tokens; "empty": when they hold no groups
+        self._pause: Literal["", "now", "empty"] = ""
         self._step = self._until = 0  # iterations finished, and those of the run
         self._threads: list[threading.Thread] = []
         self._num_sampling = 0  # threads that sample and have not ended
@@ -54,14 +96,29 @@ class RolloutScheduler(ABC):
         self._work = threading.Condition(self._lock)  # engines wait for numbers and weights
         self._changed = threading.Condition(self._lock)  # others wait for engines
 
+    # The driver.
+
     def configure(self, collector: RolloutCollector, rollouts: RolloutEngine) -> None:
         """Set the collector and the rollout engine used from now on.
 
         Raises:
             ConfigError: weights cannot be updated in flight.
         """
-        self.collector = collector
-        self._workers = self._connect(rollouts)
+        self.collector = replace(collector, reward=LockedRewardSource(collector.reward))
+        self._occupancy = Occupancy()
+        self._workers = [
+            EngineWorker(engine=e, slots=getattr(e, "slots", 0), all=self._occupancy)
+            for e in list_engines(rollouts)
+        ]
+        ready = all(
+            w.slots and getattr(w.engine, "updates_in_flight", False) for w in self._workers
+        )
+        if self._dispatcher.in_flight and not ready:
+            raise ConfigError(
+                "in_flight_weight_updates=True needs a rollout engine that gets weights while it"
+                f" holds single requests, but {type(rollouts).__name__} samples partial batches as"
+                " a whole; leave it out"
+            )
 
     @contextmanager
     def open(self, step: int, until: int) -> Iterator[None]:
@@ -75,18 +132,18 @@ class RolloutScheduler(ABC):
         for worker in self._workers:
             worker.reset()
         ready = threading.Event()
-        calls = [(partial(self._score_all, ready), self._end_scoring)]
+        calls = [(partial(self._score_all, ready), partial(setattr, self, "_scoring", False))]
         calls += [(partial(self._sample_all, w), partial(self._end, w)) for w in self._workers]
-        run = on_current_gpu(self._run)
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._threads = [
-            threading.Thread(target=run, args=call, name=f"rollout {n}", daemon=True)
+            threading.Thread(target=self._run, args=(*call, gpu), name=f"rollout {n}", daemon=True)
             for n, call in enumerate(calls if self._has_threads else [])
         ]
         self._num_sampling = len(self._threads[1:])
         for thread in self._threads:
             thread.start()
             ready.wait()  # engines may change the number of torch's threads
-        with working(self._threads, close=self._close, drop=partial(self._clear, 0)):
+        with join_at_end(self._threads, close=self._close, drop=partial(self._clear, 0)):
             yield
 
     def send(self, weight_update: WeightUpdate) -> None:
@@ -120,81 +177,222 @@ class RolloutScheduler(ABC):
         self._step, self._failure = step, None
         self._recover(step)
 
-    @abstractmethod
     def wait_for_syncs(self) -> None:
-        """Wait until the engines have confirmed the weights that they must load."""
+        """Wait until the engines have confirmed the weights that they must load.
+
+        Groups as completed need not wait: engines confirm weights before they sample with them.
+        """
 
     def wait_until_idle(self) -> None:
         """Wait until others can use the engines; they resume at the next ``next_sample``."""
         with self._lock:
-            self._wait_until_idle()
+            self._wait_for_pause("now" if self._dispatcher.in_flight else "empty")
 
     @property
-    @abstractmethod
     def in_flight(self) -> list[PendingSample]:
-        """What to save of the samples not trained on; engines resume at ``next_sample``."""
+        """What to save of the samples not trained on; engines resume at ``next_sample``.
 
-    @abstractmethod
+        Of groups that are being sampled: their prompts.
+        """
+        with self._lock:
+            self._wait_for_pause("now")
+            started = [*self._dispatcher.running, *self._dispatcher.returned]
+            prompts = [batch for *_, batch in self._prompts.prompts(started)]
+            return [*self._store.read(), *(replace(batch, columns={}) for batch in prompts)]
+
     def restore(self, samples: Sequence[PendingSample], step: int) -> None:
         """Use these samples first, as after a resume at ``step``.
 
         Raises:
-            CheckpointError: they are not those of a run with these settings.
+            CheckpointError: they are not those of a run with these settings, or too old.
         """
+        self._read_prompts(step)
+        self._clear(step)
+        versions, lost = restore_groups(
+            samples, self._store, size=self._prompts.rows_per_group, step=step
+        )
+        if not self._dispatcher.restore(step, versions, lost):
+            raise CheckpointError(
+                f"samples in the checkpoint are too old for max_lag={self._dispatcher.max_lag}:"
+                " resume with the same max_lag"
+            )
 
-    # What a subclass decides.  The lock is held in all that threads call but ``_sample``.
+    # The order of sampling.  The lock is held in all that threads call but ``_sample``.
 
-    @abstractmethod
-    def _connect(self, rollouts: RolloutEngine) -> list[EngineWorker]:
-        """The engines that sample."""
-
-    @abstractmethod
     def _begin(self, step: int) -> None:
         """The threads are about to start."""
+        self._read_prompts(step)
+        self._pause = ""
+        self._sampled.clear()
+        dispatcher = self._dispatcher
+        dispatcher.give_back(list(dispatcher.running))
+        dispatcher.next = max(dispatcher.next, step * dispatcher.per_step)
+        dispatcher.step, dispatcher.end = step, self._until * dispatcher.per_step
 
-    @abstractmethod
+    def _read_prompts(self, step: int) -> None:
+        rounds = self.collector.algorithm.resample
+        self._prompts = GroupPrompts(self.collector.source, step, rounds=rounds)
+        self._dispatcher.per_step = self._prompts.per_step
+
     def _request(self, step: int) -> None:
         """The sample of ``step`` is needed."""
+        self._pause = ""
 
-    @abstractmethod
     def _next_work(self, worker: EngineWorker) -> tuple[WeightUpdate | None, list[int]] | None:
         """Weights to load and numbers to start; None if the engine has nothing to do."""
+        if not self._updates or self._pause == "now" or self._closing or self._failure:
+            return None
+        newest = self._updates[-1]
+        full = self._room(newest.step) <= 0
+        changed = worker.update is None or worker.update.version != newest.version
+        load = changed and (self._dispatcher.in_flight or not worker.held)
+        update = newest if load else None
+        numbers = [] if self._pause or full else self._start(worker, update, newest)
+        if numbers or (worker.held and (update is not None or not full)):
+            return update, numbers
+        return None
 
-    @abstractmethod
+    def _start(
+        self, worker: EngineWorker, new: WeightUpdate | None, newest: WeightUpdate
+    ) -> list[int]:
+        """Groups for the free slots of the engine, which has its weights or is to load new ones."""
+        dispatcher, update = self._dispatcher, new or worker.update
+        assert update is not None
+        if not dispatcher.may_start(update.step, newest.step):
+            return []  # it completes what it holds, then loads the newest weights
+        limit = dispatcher.per_step // self._partial_batches
+        needs_greedy = self.collector.algorithm.needs_greedy
+        rows = self._prompts.rows_per_group + needs_greedy
+        if worker.slots:
+            free = max((worker.slots - worker.unfinished) // rows, not worker.held)
+            ahead = dispatcher.startable(update.step) + len(dispatcher.running)
+            limit = min(free, -(-ahead // len(self._workers)) - len(worker.held))
+            # a short greedy response may be most of a group
+            all_held = self._occupancy
+            held = all_held.groups if needs_greedy else all_held.responses / rows
+            limit = int(min(limit, self._room(update.step) - held))
+        numbers = dispatcher.start(update.step, max(limit, 0))
+        worker.hold(numbers, update.version, rows)
+        return numbers
+
+    def _room(self, version: int) -> float:
+        """How many more groups may complete with weights of ``version``, in flight."""
+        if not self._dispatcher.in_flight:
+            return math.inf
+        unscored = len(self._dispatcher.running) - self._occupancy.groups
+        return self._dispatcher.room(version, unscored)
+
     def _sample(self, worker: EngineWorker, numbers: list[int]) -> None:
         """Start these numbers, and sample."""
+        assert worker.update is not None
+        if worker.slots:
+            with self._lock:
+                full = not numbers and self._room(worker.update.step) <= 0
+            if not full:
+                self._advance(worker, numbers)
+            return
+        for step, groups, rows in self._prompts.rows(numbers):
+            self._sample_rows(worker, step, groups, rows)
+        with self._lock:
+            worker.release_all()
 
-    def _number(self, worker: EngineWorker, rollout: Rollout, numbers: list[int]) -> Rollout:
-        """The rollout with group ids that differ from others."""
-        return rollout
+    def _advance(self, worker: EngineWorker, numbers: list[int]) -> None:
+        sampled: SampledNumbers | None = None
+        try:
+            sampled = worker.advance(numbers, self.collector, self._prompts)
+        except LostRequestsError as error:
+            logger.warning("%s; they are sampled again", error)
+            with self._lock:
+                self._give_back(worker)
+        with self._lock:
+            worker.count_unfinished()
+            if sampled is not None:
+                worker.release(sampled.numbers)
+                self._sampled.append(sampled)
+                self._changed.notify_all()
 
-    @abstractmethod
     def _add(self, sampled: Sequence[SampledNumbers], sample: Sample) -> None:
         """These numbers are scored."""
+        versions = {number: x.step for x in sampled for number in x.numbers}
+        times, self._times = add_times([self._times, sample.times]), {}
+        if replaced := self._groups_to_replace(sample):
+            self._prompts.replace(replaced)
+            self._dispatcher.give_back(replaced)
+            self._work.notify_all()
+            versions = {n: version for n, version in versions.items() if n not in replaced}
+            if not versions:
+                self._times = times
+                return
+            kept = ~torch.isin(sample.rollout.prompts.group, torch.tensor(replaced))
+            sample = sample.rows(kept.nonzero()[:, 0])
+        self._store.add(replace(sample, times=times))
+        for number, version in versions.items():
+            self._dispatcher.complete([number], version)
 
-    @abstractmethod
+    def _groups_to_replace(self, sample: Sample) -> list[int]:
+        """Groups of equal scores that have rounds left; partial batches were drawn with theirs."""
+        rounds = self.collector.algorithm.resample
+        if not rounds or not self._workers[0].slots:
+            return []
+        uniform = sample.rollout.prompts.group[uniform_rows(sample)].unique().tolist()
+        return [number for number in uniform if self._prompts.turn(number) < rounds]
+
     def _take(self, step: int) -> list[Sample] | None:
         """The parts of the sample of ``step``, or None to wait."""
+        if (numbers := self._dispatcher.take(step)) is None:
+            return None
+        first, *others = self._store.take(numbers)
+        if self.collector.algorithm.resample:
+            replaced = float(self._prompts.pop_turns(numbers))
+            first = replace(first, times=add_times([first.times, {REPLACED: replaced}]))
+        return [first, *others]
 
     def _join(self, samples: list[Sample], step: int) -> Sample:
-        (sample,) = samples
-        return sample
+        sample = join_groups(samples, self._prompts.batch(step))
+        self._prompts.forget_before(step)
+        times = {
+            name: x / len(self._workers) if name.startswith("time/") else x
+            for name, x in sample.times.items()
+        }
+        return replace(sample, times=times)
 
-    @abstractmethod
-    def _wait_until_idle(self) -> None: ...
-
-    @abstractmethod
     def _clear(self, step: int) -> None:
         """Drop all samples; ``step`` starts with its first prompts."""
+        self._store.clear()
+        self._sampled.clear()
+        self._dispatcher.clear(step)
+        for worker in self._workers:
+            worker.release_all()
 
     def _recover(self, step: int) -> None:
         self._clear(step)
 
-    # What both orders share.
+    def _wait_for_pause(self, pause: Literal["now", "empty"]) -> None:
+        """Wait until no thread is at work and, with "empty", no engine holds groups."""
+        self._pause = pause
+        self._work.notify_all()
+        self._wait_while(
+            lambda: (
+                self._scoring
+                or self._sampled
+                or any(w.busy or (pause == "empty" and w.held) for w in self._workers)
+            )
+        )
 
-    def _run(self, target: Callable[[], None], end: Callable[[], None]) -> None:
+    def _wait_while(self, at_work: Callable[[], object]) -> None:
+        """Wait with the lock; raises the failure that ends all work."""
+        while self._failure is None and at_work():
+            self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    # The threads.
+
+    def _run(self, target: Callable[[], None], end: Callable[[], None], gpu: int | None) -> None:
         """A thread; that it has ended is known after its failure."""
         try:
+            if gpu is not None:  # that of the driver; new threads have the first
+                torch.cuda.set_device(gpu)
             target()
         except KeyboardInterrupt:
             pass  # the driver was interrupted first
@@ -280,7 +478,9 @@ class RolloutScheduler(ABC):
         else:
             rollout, seconds = self.collector.sample(step, worker.engine, rows)
             times = {"time/rollout": seconds, **times}
-        rollout = self._number(worker, rollout, numbers)
+        if rows is not None:  # of a whole batch, group ids are those of its prompts
+            rollout = replace(rollout, prompts=with_groups(rollout.prompts, numbers))
+            worker.check(rollout)
         sampled = SampledNumbers(
             rollout=rollout, numbers=numbers, step=worker.update.step, times=times
         )
@@ -298,9 +498,6 @@ class RolloutScheduler(ABC):
         ready.set()
         while sampled := self._wait_for_sampled():
             self._score(sampled)
-
-    def _end_scoring(self) -> None:
-        self._scoring = False
 
     def _wait_for_sampled(self) -> list[SampledNumbers]:
         with self._lock:
@@ -328,10 +525,3 @@ class RolloutScheduler(ABC):
             del self._sampled[: len(sampled)]
             self._add(sampled, replace(sample, times=times))
             self._changed.notify_all()
-
-    def _wait_while(self, at_work: Callable[[], object]) -> None:
-        """Wait with the lock; raises the failure that ends all work."""
-        while self._failure is None and at_work():
-            self._changed.wait()
-        if self._failure is not None:
-            raise self._failure

@@ -7,31 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
-
-import torch
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 PATIENCE = 5.0  # seconds to wait for an interrupted thread to return from a library
 
 
-def on_current_gpu(target: Callable[P, R]) -> Callable[P, R]:
-    """``target`` for a new thread, with this thread's current GPU: new threads have the first."""
-    if not torch.cuda.is_initialized():
-        return target
-    device = torch.cuda.current_device()
-
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        torch.cuda.set_device(device)
-        return target(*args, **kwargs)
-
-    return run
-
-
 @contextmanager
-def working(
+def join_at_end(
     threads: Sequence[threading.Thread], *, close: Callable[[], None], drop: Callable[[], None]
 ) -> Iterator[None]:
     """Context in which threads work for the driver; joins them at the end.
@@ -41,24 +22,22 @@ def working(
         close: asks the threads to finish.
         drop: called if the driver is interrupted: the threads end at once, their results are void.
     """
+    failure = None
     try:
         try:
             yield
-        except Exception:
-            _join(threads, close)
-            raise
-        _join(threads, close)
+        except Exception as error:
+            failure = error
+        close()
+        for thread in threads:
+            thread.join()
     except (KeyboardInterrupt, SystemExit):  # also while joining them
         close()
         interrupt(threads)
         drop()
         raise
-
-
-def _join(threads: Sequence[threading.Thread], close: Callable[[], None]) -> None:
-    close()
-    for thread in threads:
-        thread.join()
+    if failure is not None:
+        raise failure
 
 
 def interrupt(threads: Sequence[threading.Thread], *, patience: float = PATIENCE) -> None:

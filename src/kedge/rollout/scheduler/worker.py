@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from kedge.errors import SyncError
 from kedge.loop.seeds import seed_for
 from kedge.protocols import RolloutEngine
 from kedge.rollout.scheduler.collector import RolloutCollector, first_rows
 from kedge.rollout.scheduler.joining import GroupPrompts, with_groups
-from kedge.rollout.scheduler.weight_sync import WeightUpdate, verify_sync
-from kedge.types import SYNC_GAP, PromptBatch, Rollout, Sampling, group_rows
+from kedge.types import SYNC_GAP, PromptBatch, Receipt, Rollout, Sampling, group_rows
+
+
+class WeightUpdate(NamedTuple):
+    """The weights after an iteration, which every rollout engine must load."""
+
+    weights: Mapping[str, Tensor]  # empty if the engine shares the learner's modules
+    version: int
+    fingerprint: str
+    step: int  # iterations finished
+    moves: int  # iterations so far that trained the policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +37,7 @@ class SampledNumbers:
     step: int  # iterations that the engine's weights have seen
 
 
-def num_workers(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
+def list_engines(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
     """The engines that can sample concurrently: the parts of a composite engine, or the engine."""
     return tuple(getattr(rollouts, "engines", ())) or (rollouts,)
 
@@ -96,15 +107,33 @@ class EngineWorker:
         """Load weights and verify them.
 
         Raises:
-            SyncError: the engine has other weights.
+            SyncError: the engine has other weights, or training did not change them.
         """
-        receipt = self.engine.load_weights(new.weights, new.version)
-        moved = self.update is not None and new.moves > self.update.moves
-        self._fingerprint = verify_sync(receipt, new, confirmed=self._fingerprint, moved=moved)
+        receipt: Receipt | None = self.engine.load_weights(new.weights, new.version)
+        if receipt is not None:  # otherwise an engine without weights
+            moved = self.update is not None and new.moves > self.update.moves
+            self._verify(receipt, new, moved=moved)
+            self._fingerprint = receipt.fingerprint
         # Without the weights, of which only the newest stay in memory.
         self.update = new._replace(weights={})
         gap = None if receipt is None else receipt.gap
         self.gap = {} if gap is None else {SYNC_GAP: gap}
+
+    def _verify(self, receipt: Receipt, sent: WeightUpdate, *, moved: bool) -> None:
+        """Compare what the engine confirms with what it was sent and what it had before."""
+        if (receipt.version, receipt.fingerprint) != (sent.version, sent.fingerprint):
+            raise SyncError(
+                f"weight sync failed: the rollout engine must have weights {sent.fingerprint}"
+                f" (version {sent.version}), but reports {receipt.fingerprint} (version"
+                f" {receipt.version}); it would sample from another policy than the one being"
+                " trained"
+            )
+        if moved and receipt.fingerprint == self._fingerprint:
+            raise SyncError(
+                f"iteration {sent.version} had a gradient and a learning rate above 0, but the"
+                f" policy's weights did not change (fingerprint {sent.fingerprint}): the learning"
+                " rate is too small for their precision, or the optimizer has other parameters"
+            )
 
     def advance(
         self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts

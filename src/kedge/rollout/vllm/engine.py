@@ -185,9 +185,7 @@ class VLLMEngine:
         for key, result in sampled.items():
             self._requests.put(key, result)
         parts = [
-            self._build_rollout(x.results, x.prompts, x.sampling)
-            for x in self._requests.complete()
-            if x.sampling is not None
+            self._build_rollout(x.results, x.prompts, x.sampling) for x in self._requests.complete()
         ]
         return Rollout.cat(parts) if parts else None
 

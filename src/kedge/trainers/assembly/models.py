@@ -17,8 +17,8 @@ from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import vllm_limit
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
-from kedge.learner.actor_critic import Value
 from kedge.learner.learner import HFLearner
+from kedge.learner.logprobs import Value
 from kedge.learner.reference import (
     AdapterReference,
     FrozenModel,

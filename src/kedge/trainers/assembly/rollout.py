@@ -149,9 +149,9 @@ class RolloutStage:
         """Partial batches per batch if sampled as completed; 0: whole batches in order."""
         if not self.as_completed:
             return 0
-        from kedge.rollout.scheduler.worker import num_workers
+        from kedge.rollout.scheduler.worker import list_engines
 
-        limit = PARTIAL_BATCHES_PER_WORKER * len(num_workers(engine))
+        limit = PARTIAL_BATCHES_PER_WORKER * len(list_engines(engine))
         return self.setup.args.num_partial_batches or max(n for n in self._divisors() if n <= limit)
 
     def _divisors(self) -> list[int]:
