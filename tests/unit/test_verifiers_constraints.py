@@ -11,9 +11,14 @@ import pytest
 
 from kedge.errors import ConfigError, RewardError
 from kedge.verifiers import ConstraintVerifier, ifeval
-from kedge.verifiers.constraint_checks import CHECKS, sentences
-from kedge.verifiers.constraints import followed
-from kedge.verifiers.languages import KNOWN, detect_language, load_identifier
+from kedge.verifiers.constraints import (
+    CHECKS,
+    KNOWN,
+    count_sentences,
+    detect_language,
+    follows,
+    load_identifier,
+)
 
 TEXTS = {
     "kn": "ನಾನು ಇಂದು ಬೆಳಿಗ್ಗೆ ಶಾಲೆಗೆ ಹೋದೆನು. ಅಲ್ಲಿ ನನ್ನ ಸ್ನೇಹಿತರನ್ನು ಭೇಟಿಯಾದೆ.",
@@ -288,10 +293,10 @@ def test_a_missing_identifier_is_an_error_that_names_the_way_out(
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
     load_identifier.cache_clear()
     with pytest.raises(ConfigError, match=r"pip install 'kedge-rl\[ifeval\]'"):
-        followed("some text", "language:response_language", {"language": "en"}, "ifeval")
+        follows("some text", "language:response_language", {"language": "en"}, "ifeval")
     with pytest.raises(ConfigError, match="py3langid"):
         ifeval.prepare()  # a trainer calls it before it loads a model
-    assert followed("some text", "punctuation:no_comma", {}, "ifeval")
+    assert follows("some text", "punctuation:no_comma", {}, "ifeval")
 
 
 def test_short_texts_are_in_no_language() -> None:
@@ -301,10 +306,10 @@ def test_short_texts_are_in_no_language() -> None:
 
 
 def test_sentences() -> None:
-    assert sentences("") == sentences("...") == 0
-    assert sentences("Hello") == 1
-    assert sentences("今日は。元気？") == 2
-    assert sentences("I like example.com. It is no. 1!") == 3
+    assert count_sentences("") == count_sentences("...") == 0
+    assert count_sentences("Hello") == 1
+    assert count_sentences("今日は。元気？") == 2
+    assert count_sentences("I like example.com. It is no. 1!") == 3
 
 
 def test_scores() -> None:
@@ -354,7 +359,7 @@ def test_thinking_is_not_looked_at() -> None:
 )  # fmt: skip
 def test_unusable_instructions_are_errors(kind: str, given: dict[str, object]) -> None:
     with pytest.raises(RewardError, match="verifier ifeval"):
-        followed("some text", kind, given, "ifeval")
+        follows("some text", kind, given, "ifeval")
 
 
 @pytest.mark.parametrize(
@@ -377,5 +382,5 @@ def test_time_is_linear_in_enormous_responses(piece: str) -> None:
     began = time.perf_counter()
     pytest.importorskip("py3langid")
     for kind, given, *_ in CASES[:30]:
-        followed(text, kind, given, "ifeval")
+        follows(text, kind, given, "ifeval")
     assert time.perf_counter() - began < 20

@@ -11,7 +11,7 @@ import pytest
 from kedge.errors import ConfigError, RewardError
 from kedge.verifiers import math, math_verifier
 from kedge.verifiers.base import Unanswered
-from kedge.verifiers.mathematics.verifier import SymbolicChecker, equal, final_answer
+from kedge.verifiers.mathematics import SymbolicChecker, equal, final_answer
 from kedge.verifiers.worker import WorkerPool
 
 needs_math_verify = pytest.mark.skipif(

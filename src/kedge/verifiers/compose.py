@@ -12,8 +12,8 @@ from kedge.errors import ConfigError, RewardError
 from kedge.verifiers import texts
 from kedge.verifiers.base import Verifier, read_column, read_scores
 from kedge.verifiers.constraints import ifeval
-from kedge.verifiers.mathematics.arithmetic import gsm8k
-from kedge.verifiers.mathematics.verifier import math as math_answers
+from kedge.verifiers.mathematics import math as math_answers
+from kedge.verifiers.numbers import gsm8k
 from kedge.verifiers.programs import code
 
 RewardFunc = Callable[..., Sequence[float | None]]
