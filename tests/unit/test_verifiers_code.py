@@ -14,7 +14,7 @@ import pytest
 
 from kedge.errors import ConfigError, RewardError
 from kedge.verifiers import Sandbox, code_verifier
-from kedge.verifiers.programs import extract_code
+from kedge.verifiers.programs import _warn_untestable, extract_code
 from tests.unit.sandbox_attacks import ISOLATION
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the sandbox needs fork")
@@ -302,6 +302,7 @@ def test_what_the_processes_cannot_carry_is_counted(caplog: pytest.LogCaptureFix
         ("async def f(): return 3", "import asyncio\nassert asyncio.run(f()) == 3"),
         ("def f(): return 3", "import a_package_that_is_absent\nassert f() == 3"),
     ]
+    _warn_untestable.cache_clear()
     seen: dict[str, float] = {}
     scores = code_verifier(sandbox=ISOLATION, name="carried")(
         [program for program, _ in pairs],
@@ -309,7 +310,7 @@ def test_what_the_processes_cannot_carry_is_counted(caplog: pytest.LogCaptureFix
         log_metric=seen.__setitem__,
     )
     assert (scores, seen) == ([0.0] * 3, {"untestable/carried": 3.0})
-    assert "its rows score 0 and are counted in untestable/carried" in caplog.text
+    assert "score 0 and are counted in untestable" in caplog.text
 
 
 def test_errors_cross() -> None:

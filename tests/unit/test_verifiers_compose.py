@@ -75,7 +75,7 @@ def test_an_unknown_name_is_an_error(name: Any) -> None:
 
 
 def test_names_are_suggested_and_renamed() -> None:
-    with pytest.raises(RewardError, match="did you mean 'gsm8k'"):
+    with pytest.raises(RewardError, match="the nearest is gsm8k"):
         by_column()(["4"], dataset=["gsm8"], ground_truth=["4"])
     verify = by_column(rename={"openai/gsm8k": "gsm8k"})
     assert verify(["4"], dataset=["openai/gsm8k"], ground_truth=["4"]) == [1.0]

@@ -293,10 +293,10 @@ def test_a_missing_identifier_is_an_error_that_names_the_way_out(
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
     load_identifier.cache_clear()
     with pytest.raises(ConfigError, match=r"pip install 'kedge-rl\[ifeval\]'"):
-        follows("some text", "language:response_language", {"language": "en"}, "ifeval")
+        follows("some text", "language:response_language", {"language": "en"})
     with pytest.raises(ConfigError, match="py3langid"):
         ifeval.prepare()  # a trainer calls it before it loads a model
-    assert follows("some text", "punctuation:no_comma", {}, "ifeval")
+    assert follows("some text", "punctuation:no_comma", {})
 
 
 def test_short_texts_are_in_no_language() -> None:
@@ -358,8 +358,9 @@ def test_thinking_is_not_looked_at() -> None:
     ],
 )  # fmt: skip
 def test_unusable_instructions_are_errors(kind: str, given: dict[str, object]) -> None:
+    truth = {"instruction_id_list": [kind], "kwargs": [given]}
     with pytest.raises(RewardError, match="verifier ifeval"):
-        follows("some text", kind, given, "ifeval")
+        ifeval(["some text"], ground_truth=[truth])
 
 
 @pytest.mark.parametrize(
@@ -382,5 +383,5 @@ def test_time_is_linear_in_enormous_responses(piece: str) -> None:
     began = time.perf_counter()
     pytest.importorskip("py3langid")
     for kind, given, *_ in CASES[:30]:
-        follows(text, kind, given, "ifeval")
+        follows(text, kind, given)
     assert time.perf_counter() - began < 20

@@ -71,7 +71,7 @@ class ConstraintVerifier(Verifier):
     ) -> None:
         if score not in ("mean", "all"):
             raise ConfigError(f"score={score!r} must be 'mean' or 'all'")
-        check = partial(_check, every=score == "all", name=name)
+        check = partial(_check, every=score == "all")
         super().__init__(check, name=name, column=column, prepare=load_identifier)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -93,29 +93,23 @@ class ConstraintVerifier(Verifier):
         return super().__call__(completions, **columns)
 
 
-def _check(text: str, truth: Any, *, every: bool, name: str) -> float:
-    record = read_record(truth, name, EXAMPLE)
+def _check(text: str, truth: Any, *, every: bool) -> float:
+    record = read_record(truth, EXAMPLE)
     ids, kwargs = record.get("instruction_id_list"), record.get("kwargs")
     if not isinstance(ids, list) or not ids:
-        raise RewardError(
-            f"verifier {name}: the ground truth must list instructions, for example {EXAMPLE}"
-        )
+        raise RewardError(f"the ground truth must list instructions, for example {EXAMPLE}")
     kwargs = [{}] * len(ids) if kwargs is None else kwargs
     if not isinstance(kwargs, list) or len(kwargs) != len(ids):
-        raise RewardError(
-            f"verifier {name}: kwargs must be a list of {len(ids)} mappings, one for each of {ids}"
-        )
-    results = [follows(text, *pair, name) for pair in zip(ids, kwargs, strict=True)]
+        raise RewardError(f"kwargs must be a list of {len(ids)} mappings, one for each of {ids}")
+    results = [follows(text, *pair) for pair in zip(ids, kwargs, strict=True)]
     return float(all(results)) if every else sum(results) / len(results)
 
 
-def follows(response: str, instruction: str, arguments: dict[str, Any] | None, name: str) -> bool:
+def follows(response: str, instruction: str, arguments: dict[str, Any] | None) -> bool:
     """Whether a response follows one instruction; arguments that are None count as missing."""
     check = CHECKS.get(instruction)
     if check is None:
-        raise RewardError(
-            f"verifier {name}: unknown instruction {instruction!r}; known: {', '.join(CHECKS)}"
-        )
+        raise RewardError(f"unknown instruction {instruction!r}; known: {', '.join(CHECKS)}")
     known = {key: value for key, value in (arguments or {}).items() if value is not None}
     text = response.rpartition("</think>")[2].replace("<answer>", "").replace("</answer>", "")
     try:
@@ -123,9 +117,7 @@ def follows(response: str, instruction: str, arguments: dict[str, Any] | None, n
     except ConfigError:
         raise
     except (TypeError, ValueError, AttributeError) as error:
-        raise RewardError(
-            f"verifier {name}: invalid arguments {known} for {instruction!r}: {error}"
-        ) from error
+        raise RewardError(f"invalid arguments {known} for {instruction!r}: {error}") from error
 
 
 @functools.cache

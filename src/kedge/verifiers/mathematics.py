@@ -103,19 +103,17 @@ def math_verifier(
     """
     checker = SymbolicChecker(timeout, workers) if symbolic else None
 
-    check = partial(_check, checker=checker, name=name)
+    check = partial(_check, checker=checker)
     return Verifier(check, name=name, column=column, threads=workers if symbolic else 1)
 
 
-def _check(text: str, truth: Any, *, checker: SymbolicChecker | None, name: str) -> float:
+def _check(text: str, truth: Any, *, checker: SymbolicChecker | None) -> float:
     if isinstance(truth, (int, float)) and not isinstance(truth, bool):
         want = format(truth, ".12g")
     elif isinstance(truth, str) and truth.strip():
         want = marked_answer(truth) or truth
     else:
-        raise RewardError(
-            f"verifier {name}: the ground truth must be a number or non-empty text, got {truth!r}"
-        )
+        raise RewardError(f"the ground truth must be a number or non-empty text, got {truth!r}")
     answer = final_answer(text)
     return float(answer is not None and equal(answer, want, checker))
 

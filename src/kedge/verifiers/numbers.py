@@ -171,12 +171,12 @@ def number_verifier(
     if not 0 <= tolerance < 1:
         raise ConfigError(f"tolerance={tolerance} must be at least 0 and below 1")
 
-    check = partial(_check, marked_only=where == "marked", tolerance=tolerance, name=name)
+    check = partial(_check, marked_only=where == "marked", tolerance=tolerance)
     return Verifier(check, name=name, column=column)
 
 
-def _check(text: str, truth: Any, *, marked_only: bool, tolerance: float, name: str) -> float:
-    want = _read_truth(truth, name)
+def _check(text: str, truth: Any, *, marked_only: bool, tolerance: float) -> float:
+    want = _read_truth(truth)
     answer = final_number(text, marked_only=marked_only)
     return float(answer is not None and same_number(answer, want, tolerance))
 
@@ -225,15 +225,15 @@ def _right_side(cleaned: str, numbers: list[Number]) -> list[Number]:
     return [number for number in numbers if number.start > signs]
 
 
-def _read_truth(truth: Any, name: str) -> Number:
+def _read_truth(truth: Any) -> Number:
     text = str(truth).rsplit("####", 1)[-1]
     if isinstance(truth, float):
         text = format(Decimal(f"{truth:.12g}"), "f")
     numbers = _numbers(text.strip())[1]
     if len(numbers) != 1:
         raise RewardError(
-            f"verifier {name}: the ground truth must be one number, or text that ends in"
-            f" '#### <number>', got {len(numbers)} numbers in {str(truth)[:80]!r}"
+            "the ground truth must be one number, or text that ends in '#### <number>', got"
+            f" {len(numbers)} numbers in {str(truth)[:80]!r}"
         )
     return numbers[0]
 
