@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kedge.rewards import EosPenalty, RewardModel
+from kedge.rewards import Mixture, RewardModel
 
 from .text_toys import EOS, rollout_of
 
@@ -19,7 +19,8 @@ def test_recorded_scores(shared, case, penalty):
     record = json.loads((where / "record.json").read_text())
     assert record["config"].get("missing_eos_penalty") == penalty
     model = AutoModelForSequenceClassification.from_pretrained(where / "reward")
-    source = EosPenalty(RewardModel(model, chunk_rows=3), missing_eos_penalty=penalty)
+    reward = RewardModel(model, chunk_rows=3)
+    source = Mixture([("reward", reward, 1.0)], missing_eos_penalty=penalty)
     for step in record["steps"]:
         cut = [r[: r.index(EOS) + 1] if EOS in r else r for r in step["responses"]]
         pairs = list(zip(step["queries"], cut, strict=True))

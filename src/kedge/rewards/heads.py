@@ -33,7 +33,7 @@ def find_head(model: nn.Module) -> Head:
         return _LastToken(backbone, score)
     if callable(backbone) and callable(score) and type(model).forward is nn.Module.forward:
         return _Functions(backbone, score)
-    return _Whole(model)
+    return _FullModel(model)
 
 
 def save_adapter_shift(folder: str | Path, shift: float) -> None:
@@ -73,12 +73,14 @@ def in_full(head: nn.Module, hidden: Tensor) -> Tensor:
 
 
 class _LastToken:
+    """A backbone and a score layer, which reads the last real token."""
+
     def __init__(self, backbone: nn.Module, score: nn.Module) -> None:
         self._backbone, self._score = backbone, score
-        wanted = _accepted(backbone, {"use_cache": False, "return_dict": True})
+        wanted = {"use_cache": False, "return_dict": True}
         if not hasattr(backbone, "config"):
-            wanted |= _accepted(backbone, {"output_hidden_states": True})
-        self._options = wanted
+            wanted["output_hidden_states"] = True
+        self._options = _accepted(backbone, wanted)
         self._joins: bool | None = None  # known from the first call on, on the device of the model
 
     def __call__(self, ids: Tensor, lengths: Tensor) -> Tensor:
@@ -89,7 +91,16 @@ class _LastToken:
             joined = run_joined(self._backbone, join_rows(ids, lengths), groups)
             return in_full(self._score, joined[0, lengths.cumsum(0) - 1])
         out = self._backbone(input_ids=ids, attention_mask=_mask(ids, lengths), **self._options)
-        hidden = _hidden(out)
+        hidden = getattr(out, "last_hidden_state", None)
+        if hidden is None and getattr(out, "hidden_states", None) is not None:
+            hidden = out.hidden_states[-1]
+        if hidden is None:
+            hidden = out[0] if isinstance(out, tuple) else out
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            raise RewardError(
+                f"the reward model's backbone returned {_shape(hidden)}; expected last_hidden_state"
+                " of shape [rows, tokens, width]"
+            )
         last = hidden[torch.arange(len(ids), device=ids.device), lengths - 1]
         return in_full(self._score, last[:, None])[:, 0]
 
@@ -119,7 +130,7 @@ class _Functions:
         return scores.reshape(*ids.shape, -1)[torch.arange(len(ids)), lengths - 1]
 
 
-class _Whole:
+class _FullModel:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._masked = bool(_accepted(model, {"attention_mask": True}))
@@ -144,20 +155,6 @@ class _Whole:
 
 def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
     return (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
-
-
-def _hidden(out: Any) -> Tensor:
-    hidden = getattr(out, "last_hidden_state", None)
-    if hidden is None and getattr(out, "hidden_states", None) is not None:
-        hidden = out.hidden_states[-1]
-    if hidden is None:
-        hidden = out[0] if isinstance(out, tuple) else out
-    if not isinstance(hidden, Tensor) or hidden.dim() != 3:
-        raise RewardError(
-            f"the reward model's backbone returned {_shape(hidden)}; expected last_hidden_state"
-            " of shape [rows, tokens, width]"
-        )
-    return hidden
 
 
 def _shape(x: object) -> str:
