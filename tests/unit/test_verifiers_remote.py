@@ -57,7 +57,7 @@ def test_ids_and_columns_on_request() -> None:
             RemoteReward(server.url, columns=["c"])(["x"], a=[1])
         with pytest.raises(RewardError, match=r"columns=\["):
             RemoteReward(server.url)(["x"], b=[object()])
-        with pytest.raises(RewardError, match="2 values for 1 rows"):
+        with pytest.raises(RewardError, match="2 values for 1 completions"):
             RemoteReward(server.url)(["x"], b=[1, 2])
 
 

@@ -158,7 +158,7 @@ def read_column(columns: Mapping[str, Any], column: str, rows: int, name: str) -
     values = list(columns[column])
     if len(values) != rows:
         raise RewardError(
-            f"verifier {name}: column {column!r} has {len(values)} values for {rows} completions"
+            f"{name}: column {column!r} has {len(values)} values for {rows} completions"
         )
     return values
 
