@@ -133,7 +133,13 @@ def _build(kind: Any, family: str, seed: int, config: dict[str, Any]) -> PreTrai
 
     names = {"layers": "num_hidden_layers", "heads": "num_attention_heads",
              "max_positions": "max_position_embeddings"}  # fmt: skip
-    sizes = {"vocab_size": 64, "hidden_size": 32, "layers": 2, "heads": 4, "max_positions": 128}
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "layers": 2,
+        "heads": 4,
+        "max_positions": 128,
+    }
     options = {names.get(name, name): x for name, x in (sizes | config).items()}
     options = {"bos_token_id": 1, "eos_token_id": 1} | options
     if family != "gpt2":
