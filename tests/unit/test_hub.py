@@ -52,15 +52,9 @@ def test_a_push_creates_the_repository_once_and_uploads(tmp_path):
     assert first["folder_path"] == str(tmp_path)
     assert first["commit_message"] == "End of training"
     assert first["token"] == "secret"
+    assert {"checkpoint-*", "*completions*/*", "tokens*/*", ".*"} <= set(first["ignore_patterns"])
     assert not first["run_as_future"]
     assert second["run_as_future"]
-
-
-def test_checkpoints_and_completions_stay_out_of_the_model_push(tmp_path):
-    api = FakeApi()
-    Hub("run", api=api).push(tmp_path, message="m")
-    ignored = uploads(api)[0]["ignore_patterns"]
-    assert {"checkpoint-*", "*completions*/*", "tokens*/*", ".*"} <= set(ignored)
 
 
 def test_a_revision_is_created_and_pushed_to(tmp_path):
@@ -90,9 +84,6 @@ def test_hub_strategy(tmp_path, strategy, places):
         assert ("state-*" in upload["ignore_patterns"]) == model_alone
         stale = upload["path_in_repo"] == "last-checkpoint"
         assert upload["delete_patterns"] == ("*" if stale else None)
-
-
-def test_an_unknown_strategy_is_refused(tmp_path):
     with pytest.raises(ValueError, match="hub_strategy='sometimes' must be one of end"):
         Hub("run", api=FakeApi()).push_checkpoint(tmp_path, "sometimes")
 
@@ -189,13 +180,12 @@ def test_the_card_says_what_how_and_how_well(tmp_path):
     assert "top_k" not in body
 
 
-def test_a_local_base_model_is_named_in_the_text_alone(tmp_path):
-    front, body = card(base_model=str(tmp_path))
+def test_the_card_shows_command_curves_and_where_else_the_run_is(tmp_path):
+    front, body = card(base_model=str(tmp_path), algorithm="Mine")
     assert "base_model" not in front
     assert str(tmp_path) in body
-
-
-def test_the_card_shows_command_curves_and_where_else_the_run_is():
+    for absent in ("## Results", "## Hyperparameters", "## Citation", "\n\n\n"):
+        assert absent not in body
     _, body = card(
         command="kedge ppo --learning_rate 1e-5",
         curves="curves.png",
@@ -235,42 +225,18 @@ def test_a_run_links_hub_trackers_and_card(tmp_path, monkeypatch):
     text = (tmp_path / "README.md").read_text()
     assert "curves.png" in text
     assert "## Command" in text
-
-
-def test_save_model_with_arguments_of_the_hub_uploads(tmp_path, monkeypatch):
-    from kedge.reporting import hub as publishing
-    from tests.e2e.small import small
-
-    api = FakeApi()
-    monkeypatch.setattr(publishing, "Hub", lambda *a, **k: Hub(*a, **k, api=api))
-    trainer = small(output_dir=str(tmp_path), hub_model_id="x")
-    trainer.save_model()
-    assert api.calls == []
     trainer.save_model(commit_message="first", blocking=False, token="secret", revision="beta")
-    (upload,) = uploads(api)
+    upload = uploads(api)[-1]
     assert (upload["commit_message"], upload["run_as_future"]) == ("first", True)
     assert (upload["token"], upload["revision"]) == ("secret", "beta")
     assert upload["folder_path"] == str(tmp_path)
 
 
-def test_an_empty_card_has_no_empty_sections():
-    _, body = card(algorithm="Mine")
-    assert "## Results" not in body
-    assert "## Hyperparameters" not in body
-    assert "## Citation" not in body
-    assert "\n\n\n" not in body
-
-
-def test_the_card_is_written(tmp_path):
-    file = write_model_card(tmp_path / "out", model_name="x")
-    assert file == tmp_path / "out" / "README.md"
-    assert file.read_text() == model_card(model_name="x")
-
-
 def test_transformers_reads_the_card(tmp_path):
     from huggingface_hub import ModelCard
 
-    file = write_model_card(tmp_path, model_name="x: y", base_model="gpt2")
+    file = write_model_card(tmp_path / "out", model_name="x: y", base_model="gpt2")
+    assert file == tmp_path / "out" / "README.md"
     data = ModelCard.load(file).data
     assert data.base_model == "gpt2"
     assert data.model_name == "x: y"
@@ -293,10 +259,7 @@ def test_every_save_is_pushed_and_the_repository_made_before(tmp_path):
     callbacks.fire("on_save")
     assert [u["path_in_repo"] for u in uploads(api)] == [None, "checkpoint-4"]
     assert uploads(api)[0]["folder_path"] == str(tmp_path / "run" / "checkpoint-4")
-
-
-def test_other_ranks_push_nothing(tmp_path):
     callbacks, api = pushing(tmp_path, rank=1)
     callbacks.begin(max_steps=4, epochs=1, batch_size=1)
     callbacks.fire("on_save")
-    assert api.calls == []
+    assert api.calls == []  # only the first rank pushes

@@ -118,12 +118,17 @@ def test_a_run_sends_its_completions(hub: FakeHub, tmp_path: Path) -> None:
         num_sample_generations=3,
         log_completions_hub_repo="said",
         hub_token="secret",
+        hub_private_repo=False,
+        eval_dataset=PROMPTS[:4],
+        eval_strategy="steps",
+        eval_steps=3,
     )
     made.train()
-    assert hub.made[0]["private"]
+    assert hub.made[0]["private"] is False
     assert hub.made[0]["token"] == "secret"
     names = {f"completions/step-{step:06d}.jsonl" for step in (1, 2, 3)}
-    assert set(hub.files) == names | {"README.md"}
+    evaluated = {"eval_completions/step-000003.jsonl"}
+    assert set(hub.files) == names | evaluated | {"README.md"}
     about = json.loads((tmp_path / "run.json").read_text())
     assert about["links"]["completions"].endswith("/datasets/me/said")
     assert about["options"]["hub_token"] != "secret"
@@ -135,16 +140,6 @@ def test_a_wrong_token_is_found_before_training(hub: FakeHub) -> None:
     with pytest.raises(HubError, match="could not push to said"):
         made.train()
     assert rows(made) == []
-
-
-def test_public_is_said_in_so_many_words(hub: FakeHub) -> None:
-    small(num_sample_generations=1, log_completions_hub_repo="said", hub_private_repo=False).train()
-    assert hub.made[0]["private"] is False
-
-
-def test_evaluations_are_sent_too(hub: FakeHub) -> None:
-    small(eval_dataset=PROMPTS[:4], eval_strategy="steps", log_completions_hub_repo="said").train()
-    assert [name for name in hub.files if name.startswith("eval_completions/")]
 
 
 def test_a_repository_that_would_stay_empty_is_refused() -> None:

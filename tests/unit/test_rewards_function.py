@@ -48,16 +48,8 @@ def test_a_function_gets_the_arguments_it_names():
 
 def test_kwargs_take_everything():
     def reward(**kwargs):
-        assert sorted(kwargs) == [
-            "completion_ids",
-            "completions",
-            "level",
-            "log_extra",
-            "log_metric",
-            "prompt_ids",
-            "prompts",
-            "trainer_state",
-        ]
+        names = "completion_ids completions level log_extra log_metric prompt_ids prompts"
+        assert sorted(kwargs) == [*names.split(), "trainer_state"]
         assert kwargs["prompts"] == ["w5 w6", "w7"]
         assert kwargs["prompt_ids"] == [[5, 6], [7]]
         return kwargs["level"]
@@ -154,19 +146,12 @@ def nan_second(completion_ids):
         (raises_in_batches, r"ConnectionError: busy when called with all 2 rows, but not on an"),
         (nan_second, r"nan_second returned nan, .*; return None .*on row 1 \(prompt 'w7'\)"),
         (lambda prompts: [1, 1e39], r"returned 1e\+39, which is not a finite float32; .*on row 1"),
-        (
-            lambda prompts: [10**400, 1],
-            r"returned 1000+, which is not a finite float32; .*on row 0",
-        ),
+        (lambda prompts: [10**400, 1], r"returned 1000+, which is not a finite .*on row 0"),
         (lambda prompts: [[1, 2, 1e39], 1], r"per-token reward 1e\+39, not a finite number"),
         (lambda prompts: [1.0], r"lambda must return a list .* for each of 2 completions, got 1"),
         (lambda prompts: None, r"must return a list .*, got NoneType"),
         (lambda prompts: 1.0, r"must return a list .*, got float"),
         (lambda prompts: [1, "2"], r"returned str '2', not a number, on row 1"),
-        (
-            lambda prompts: [float("inf"), 1],
-            r"returned inf, which is not a finite float32; .*on row 0",
-        ),
         (lambda prompts: [[1, 2], 1], r"2 per-token rewards for a response of 3 tokens, on row 0"),
         (lambda prompts: [[1, 2, float("nan")], 1], r"per-token reward nan, not a finite number"),
         (lambda prompts, gold: [1, 2], r"requires gold, .*available: completion_ids, "),
@@ -228,9 +213,8 @@ def test_columns_that_the_dataset_lacks_are_named_before_anything_is_sampled():
 def test_a_failing_row_can_be_scored_or_dropped(function, caplog):
     log = RewardLog()
     with caplog.at_level(logging.WARNING):
-        scored = make(function, on_error="score", error_score=-3.0, log=log).score(
-            rollout_of(PAIRS)
-        )
+        source = make(function, on_error="score", error_score=-3.0, log=log)
+        scored = source.score(rollout_of(PAIRS))
     assert scored.scores.tolist() == [1.0, -3.0]
     assert scored.valid.all()
     name = function.__name__
@@ -241,9 +225,16 @@ def test_a_failing_row_can_be_scored_or_dropped(function, caplog):
     assert dropped.scores[0] == 1.0
 
 
-def test_a_call_that_fails_as_a_batch_only_is_reported(caplog):
-    judged = make(raises_in_batches, on_error="drop").score(rollout_of(PAIRS))
+def test_a_call_that_fails_as_a_batch_only_is_reported_and_logs_once(caplog):
+    log = RewardLog()
+
+    def reward(prompts, log_metric):
+        log_metric("calls", 1.0)
+        return raises_in_batches(prompts)
+
+    judged = make(reward, log=log, on_error="drop").score(rollout_of(PAIRS))
     assert judged.scores.tolist() == [2.0, 2.0]
+    assert log.drain()[0].totals == {"calls": (1.0, 1.0)}
     assert "busy when called with all 2 rows, but not on any single row" in caplog.text
 
 
@@ -316,19 +307,6 @@ def test_functions_log_metrics_and_columns():
     assert log.drain()[0].means() == {"rate": 0.75}
     assert extras == {"seen": ["w8 w9", "w10"]}
     assert log.drain() == (type(metrics)(), {})
-
-
-def test_what_a_failed_call_logs_is_not_counted_again():
-    log = RewardLog()
-
-    def reward(prompts, log_metric):
-        log_metric("calls", 1.0)
-        if len(prompts) > 1:
-            raise OSError
-        return [1.0]
-
-    make(reward, log=log, on_error="drop").score(rollout_of(PAIRS))
-    assert log.drain()[0].totals == {"calls": (1.0, 1.0)}
 
 
 def test_an_asynchronous_client_lives_from_step_to_step():

@@ -108,6 +108,8 @@ def test_a_penalty_subtracts_from_or_replaces_the_score_of_cut_off_rows():
     assert other.score(rollout).scores.tolist() == [1.0, -4.0, 3.0]
     zero = Mixture(given, missing_eos_penalty=0.0).score(rollout)
     assert zero.scores.tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(ConfigError, match="at least one reward source"):
+        Mixture([])
     with pytest.raises(ConfigError, match=r"missing_eos_penalty=1.0 subtracts.*set only one"):
         Mixture(given, missing_eos_penalty=1.0, non_eos_penalty=True)
 
@@ -236,8 +238,3 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "judge" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"judge' cannot be loaded: .*safetensors"):
         build(tmp_path / "judge")  # a pickle is never opened
-
-
-def test_an_empty_mixture_is_refused():
-    with pytest.raises(ConfigError, match="at least one reward source"):
-        Mixture([])

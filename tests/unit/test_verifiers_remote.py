@@ -61,28 +61,20 @@ def test_ids_and_columns_on_request() -> None:
             RemoteReward(server.url)(["x"], b=[1, 2])
 
 
-def test_a_busy_server_is_asked_again() -> None:
-    def reply(number: int, _: str) -> bytes:
-        busy = b"HTTP/1.0 503 Busy\r\nRetry-After: 0\r\n\r\nbusy"
-        return busy if number < 3 else ok({"rewards": [1.5]})
-
-    with raw_server(reply) as (url, requests):
+@pytest.mark.parametrize(
+    "failures",
+    [
+        [b"HTTP/1.0 503 Busy\r\nRetry-After: 0\r\n\r\nbusy"] * 2,
+        [b""],  # a dropped connection
+        [b"HTTP/1.0 200 OK\r\nContent-Length: 999\r\n\r\n{"],  # an answer that was cut off
+    ],
+)
+def test_a_failing_server_is_asked_again(failures: list[bytes]) -> None:
+    answers = [*failures, ok({"rewards": [1.5]})]
+    with raw_server(lambda number, _: answers[number - 1]) as (url, requests):
         assert RemoteReward(url, **QUICK)(["x"]) == [1.5]
-    assert len(requests) == 3
+    assert len(requests) == len(answers)
     assert requests[0].startswith("POST /score HTTP/1.1")
-
-
-def test_a_dropped_connection_is_tried_again() -> None:
-    with raw_server(lambda n, _: b"" if n == 1 else ok({"rewards": [1]})) as (url, requests):
-        assert RemoteReward(url, **QUICK)(["x"]) == [1.0]
-    assert len(requests) == 2
-
-
-def test_an_answer_that_was_cut_off_is_asked_for_again() -> None:
-    cut = b"HTTP/1.0 200 OK\r\nContent-Length: 999\r\n\r\n{"
-    with raw_server(lambda n, _: cut if n == 1 else ok({"rewards": [1]})) as (url, requests):
-        assert RemoteReward(url, **QUICK)(["x"]) == [1.0]
-    assert len(requests) == 2
 
 
 def test_retries_end() -> None:

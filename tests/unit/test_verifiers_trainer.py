@@ -7,21 +7,13 @@ from typing import Any
 import pytest
 
 from kedge.errors import RewardError
-from kedge.rewards import RewardFunction, RewardLog, TextCache
+from kedge.rewards import RewardFunction, TextCache
 from kedge.rewards.build import load_function
-from kedge.verifiers import by_column, gsm8k, math_verifier, r1_style_format, regex_reward
+from kedge.verifiers import by_column, gsm8k, math_verifier, r1_style_format
 
 from .text_toys import EOS, rollout_of, word_tokenizer
 
-WORDS = [
-    "4",
-    "5",
-    "answer",
-    "</think>",
-    "<answer>",
-    "</answer>",
-    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
-]
+WORDS = ["4", "5", "answer", "</think>", "<answer>", "</answer>"]
 PAIRS = [([5], [3, EOS]), ([5], [4, EOS]), ([5], [6, 7, 3, 8, EOS])]
 
 
@@ -45,28 +37,9 @@ def test_a_verifier_is_a_reward_function(function: Any, name: str, scores: list[
     assert judged.valid.all()
 
 
-def test_by_column_with_its_metrics() -> None:
-    log = RewardLog()
-    columns = {"dataset": ["gsm8k", "gsm8k", None], "ground_truth": ["4", "4", None]}
-    judged = make(by_column(), log=log).score(rollout_of(PAIRS, **columns))
-    assert judged.scores.tolist()[:2] == [1.0, 0.0]
-    assert judged.valid.tolist() == [True, True, False]
-    metrics, _ = log.drain()
-    assert metrics.means()["gsm8k_correct_rate"] == 0.5
-
-
 def test_an_unknown_verifier_stops_training() -> None:
     columns = {"dataset": ["gsm8k", "gsm9k", "gsm8k"], "ground_truth": ["4"] * 3}
     with pytest.raises(RewardError, match=r"'gsm9k'.*on row 1"):
         make(by_column()).score(rollout_of(PAIRS, **columns))
     dropped = make(by_column(), on_error="drop").score(rollout_of(PAIRS, **columns))
     assert dropped.valid.tolist() == [True, False, True]
-
-
-def test_hostile_responses_do_not_stop_training() -> None:
-    log = RewardLog()
-    pairs = [([5], [9, EOS]), ([5], [3, EOS])]
-    reward = regex_reward(r"^ (a|a)*4$|4", timeout=2.0)
-    judged = make(reward, log=log).score(rollout_of(pairs))
-    assert judged.scores.tolist() == [0.0, 1.0]
-    assert log.drain()[0].means()["timeouts/regex"] == 1.0
