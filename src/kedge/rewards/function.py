@@ -332,27 +332,21 @@ def one_row(kwargs: Mapping[str, Any], row: int) -> dict[str, Any]:
     return single | {name: silent[name] for name in silent.keys() & single.keys()}
 
 
-_lock = threading.Lock()
-_loop: asyncio.AbstractEventLoop | None = None
-_owner = 0  # process that started the loop: threads do not survive a fork
-
-
 def submit(awaitable: Awaitable[Any]) -> Future[Any]:
     """Run ``awaitable`` on the background event loop."""
 
     async def wait() -> Any:
         return await awaitable
 
-    return asyncio.run_coroutine_threadsafe(wait(), _background_loop())
+    return asyncio.run_coroutine_threadsafe(wait(), _background_loop(os.getpid()))
 
 
-def _background_loop() -> asyncio.AbstractEventLoop:
-    global _loop, _owner
-    with _lock:
-        if _loop is None or _owner != os.getpid():
-            _loop, _owner = asyncio.new_event_loop(), os.getpid()
-            threading.Thread(target=_loop.run_forever, name="kedge-rewards", daemon=True).start()
-        return _loop
+@functools.cache
+def _background_loop(process: int) -> asyncio.AbstractEventLoop:
+    """The event loop of this process: threads do not survive a fork."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=f"kedge-rewards-{process}", daemon=True).start()
+    return loop
 
 
 class RewardLog:
