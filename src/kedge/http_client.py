@@ -74,7 +74,7 @@ def post(
         return Reply(problem=f"cannot be reached: {type(cause).__name__}: {cause}", retry=True)
 
 
-def retried(
+def retry_request(
     send: Callable[[], Reply],
     *,
     retries: int,

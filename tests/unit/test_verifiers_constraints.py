@@ -380,8 +380,8 @@ def test_unusable_truths_are_errors(truth: object) -> None:
 )
 def test_time_is_linear_in_enormous_responses(piece: str) -> None:
     text = piece * (200_000 // len(piece))
-    began = time.perf_counter()
+    began = time.process_time()
     pytest.importorskip("py3langid")
     for kind, given, *_ in CASES[:30]:
         follows(text, kind, given)
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 20

@@ -142,14 +142,14 @@ class ByColumn:
         truths = [truth for _, truth in job]
         chosen |= {self.truth: truths, getattr(function, "column", None) or self.truth: truths}
         chosen |= {key: columns[key] for key in REPORTS if key in columns and key != "log_extra"}
-        returned = function(**accepted(function, chosen))
+        returned = function(**accepted_arguments(function, chosen))
         try:
             return read_scores(returned, len(job))
         except ValueError as error:
             raise RewardError(f"verifier {name} {error}") from error
 
 
-def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+def accepted_arguments(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments that a function accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

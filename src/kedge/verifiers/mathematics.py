@@ -141,14 +141,14 @@ def equal(answer: str, want: str, checker: SymbolicChecker | None = None) -> boo
 
 
 def _equal(answer: str, want: str, checker: SymbolicChecker | None) -> bool:
-    answer, want = bare(answer), bare(want)
-    (variable, left), (wanted, right) = prefix(answer), prefix(want)
+    answer, want = strip_parentheses(answer), strip_parentheses(want)
+    (variable, left), (wanted, right) = split_prefix(answer), split_prefix(want)
     if variable and wanted and variable != wanted:
         left, right = answer, want
-    left, right = bare(left), bare(right)
-    if squeezed(left) == squeezed(right):
+    left, right = strip_parentheses(left), strip_parentheses(right)
+    if squeeze(left) == squeeze(right):
         return True
-    one, other = one_number(flat(left)), one_number(flat(right))
+    one, other = one_number(flatten(left)), one_number(flatten(right))
     if one is not None and other is not None:
         return same_number(one, other)
     if _WORDS.fullmatch(right) and len(right) > 1:
@@ -156,9 +156,9 @@ def _equal(answer: str, want: str, checker: SymbolicChecker | None) -> bool:
         return left == right
     if _contradict(left, right):
         return False
-    parts, wanted_parts = group(left), group(right)
+    parts, wanted_parts = split_group(left), split_group(right)
     if (parts is None) != (wanted_parts is None) and (one is not None or other is not None):
-        left, right, parts, wanted_parts = flat(left), flat(right), None, None  # 1,000 is a number
+        left, right, parts, wanted_parts = flatten(left), flatten(right), None, None  # 1,000
     if parts and wanted_parts:
         same_kind = parts[0] == wanted_parts[0]
         return same_kind and _all_equal(*parts, wanted_parts[1], checker)
@@ -174,10 +174,10 @@ def _contradict(left: str, right: str) -> bool:
     """Whether an answer differs from what is wanted in a way that math-verify overlooks."""
     if "_" in right or bool(_MODULO.search(left)) != bool(_MODULO.search(right)):
         return True  # a number in another base, or a remainder
-    want = one_number(flat(right))
+    want = one_number(flatten(right))
     if want is None:
         return False
-    sides = [one_number(flat(side)) for side in left.split("=")[:-1]]  # 3 = 4
+    sides = [one_number(flatten(side)) for side in left.split("=")[:-1]]  # 3 = 4
     differ = any(side is not None and not same_number(side, want) for side in sides)
     return differ or (left.startswith("[") and "," in left)  # an interval
 
@@ -298,19 +298,19 @@ def _repeating(match: re.Match[str]) -> str:
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def flat(tidied: str) -> str:
+def flatten(tidied: str) -> str:
     r"""A tidied answer with simple fractions as ``a/b`` and no thousands separators."""
     text = re.sub(r"([_^])\s?\{\s?([0-9a-zA-Z]+)\s?\}", r"\1\2", tidied)
     text = _FLAT.sub(_fraction, text)
     return text.replace(",", "") if _GROUPED.fullmatch(text) else text
 
 
-def squeezed(tidied: str) -> str:
-    """A flat answer without whitespace."""
-    return "".join(flat(tidied).split())
+def squeeze(tidied: str) -> str:
+    """The same without whitespace."""
+    return "".join(flatten(tidied).split())
 
 
-def prefix(tidied: str) -> tuple[str, str]:
+def split_prefix(tidied: str) -> tuple[str, str]:
     r"""The variable left of ``=`` or ``\in`` ("" if it is not a single one), and the rest."""
     match = _PREFIX.match(tidied)
     rest = tidied[match.end() :] if match else ""
@@ -319,7 +319,7 @@ def prefix(tidied: str) -> tuple[str, str]:
     return match[1], rest
 
 
-def bare(tidied: str) -> str:
+def strip_parentheses(tidied: str) -> str:
     """A tidied answer without parentheses around a single value."""
     while (
         tidied.startswith("(")
@@ -336,7 +336,7 @@ def _fraction(match: re.Match[str]) -> str:
     return f" {value}" if before.isdigit() else value
 
 
-def group(tidied: str) -> tuple[str, list[str]] | None:
+def split_group(tidied: str) -> tuple[str, list[str]] | None:
     r"""Kind and parts of a tuple, interval, set, list, union or matrix; None for a single value.
 
     The kind is the opening and closing bracket, ``"set"`` for a list or set, ``"union"``, or

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kedge.errors import ConfigError, RewardError
-from kedge.http_client import Reply, excerpt, post, retried
+from kedge.http_client import Reply, excerpt, post, retry_request
 from kedge.verifiers.base import parallel, read_column, read_scores
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class RemoteReward:
             headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
             return post(self._url, body, headers, seconds=seconds)
 
-        reply, attempts = retried(
+        reply, attempts = retry_request(
             send,
             retries=self._retries,
             backoff=self._backoff,

@@ -16,7 +16,7 @@ from typing import Any
 
 from kedge.errors import ConfigError, install_command
 from kedge.verifiers.base import read_scores
-from kedge.verifiers.compose import accepted
+from kedge.verifiers.compose import accepted_arguments
 
 try:
     import uvicorn
@@ -265,7 +265,7 @@ async def _in_thread(function: Callable[..., Any], offered: dict[str, Any]) -> A
 
     def call() -> None:
         try:
-            returned = function(**accepted(function, offered))
+            returned = function(**accepted_arguments(function, offered))
             is_async = inspect.isawaitable(returned)
             answer.set_result(asyncio.run(wait(returned)) if is_async else returned)
         except BaseException as error:

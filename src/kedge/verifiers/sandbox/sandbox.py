@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.errors import ConfigError
-from kedge.verifiers.sandbox.wire import encoded
+from kedge.verifiers.sandbox.wire import encode_frame
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class Sandbox:
                 env=ENVIRONMENT | dict.fromkeys(("HOME", "TMPDIR"), WORK if isolated else folder),
                 start_new_session=True,
             )
-            data, stopped = b"".join(map(encoded, frames)), ""
+            data, stopped = b"".join(map(encode_frame, frames)), ""
             try:
                 output, problem = process.communicate(data, timeout=self.seconds + START_SECONDS)
             except subprocess.TimeoutExpired:
