@@ -129,10 +129,10 @@ class RunLock:
                 try:
                     if not _try_lock(handle):
                         raise ConfigError(self._in_use_message(_read_owner(handle)))
-                    if _same_file(handle, self.file):  # else the previous owner has just removed it
-                        _write_owner(handle)
-                        self._handle = handle
-                        return
+                    with contextlib.suppress(FileNotFoundError):  # the previous owner removed it
+                        if os.path.samestat(os.fstat(handle), self.file.stat()):
+                            self._write_owner(handle)
+                            return
                 except BaseException:
                     os.close(handle)
                     raise
@@ -142,6 +142,13 @@ class RunLock:
                 f"output_dir={str(self.file.parent)!r} cannot be written to ({error}); name"
                 " another folder"
             ) from error
+
+    def _write_owner(self, handle: int) -> None:
+        pid, since = os.getpid(), datetime.now(timezone.utc).isoformat(timespec="seconds")
+        owner = {"pid": pid, "host": socket.gethostname(), "started": _start_time(pid)}
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(owner | {"since": since}).encode(), 0)
+        self._handle = handle
 
     def _in_use_message(self, owner: Mapping[str, Any]) -> str:
         who = ": process {pid} on {host}, since {since}".format(**owner) if owner else ""
@@ -193,13 +200,6 @@ def _start_time(pid: object) -> str | None:
         return None
 
 
-def _same_file(handle: int, file: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), file.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _read_owner(handle: int) -> dict[str, Any]:
     """Contents of a lock file; empty while it is being written."""
     try:
@@ -207,18 +207,6 @@ def _read_owner(handle: int) -> dict[str, Any]:
     except ValueError:
         return {}
     return owner if isinstance(owner, dict) else {}
-
-
-def _write_owner(handle: int) -> None:
-    pid = os.getpid()
-    owner = {
-        "pid": pid,
-        "host": socket.gethostname(),
-        "started": _start_time(pid),
-        "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, json.dumps(owner).encode(), 0)
 
 
 # -- tables -----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import socket
 import time
 from typing import Any
 
+import httpx
 import pytest
 
 from kedge.errors import ConfigError, RewardError
@@ -144,6 +145,7 @@ def test_nonsense_is_an_error(answer: bytes) -> None:
 
 def test_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     with RewardServer({"length": length}, token="right") as server:
+        assert httpx.get(server.url.replace("/score", "/health")).status_code == 200  # needs none
         assert RemoteReward(server.url, token="right")(["xy"]) == [2.0]
         for wrong in (None, "", "wrong", "right2"):
             with pytest.raises(RewardError, match=f"401.* set {TOKEN_ENV}"):
