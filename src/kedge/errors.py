@@ -1,22 +1,4 @@
-"""Every exception Kedge raises on purpose.
-
-    KedgeError
-    ├── ConfigError (ValueError)      an invalid option or combination of options
-    │   └── OptionError (TypeError)   an unknown option or argument
-    ├── DataError (ValueError)        an unusable dataset, prompt or tokenizer
-    ├── RewardError (RuntimeError)    a reward failed, or returned an invalid value
-    ├── RolloutError (RuntimeError)   a rollout engine failed, or broke its contract
-    │   └── LostRequestsError         it was restarted, without the requests that it held
-    ├── SyncError (RuntimeError)      a rollout engine does not have the new weights
-    ├── PreflightError (RuntimeError) the first batch shows that training would be wrong
-    ├── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or from another run
-    │   └── DamagedCheckpointError    its files differ from what was written
-    ├── LaunchError (RuntimeError)    a process of a run on Ray failed, died or hung
-    ├── JudgeError (RuntimeError)     a judge cannot be reached, or its answer is unusable
-    └── HubError (RuntimeError)       the Hugging Face Hub refused, or is unreachable
-
-A message says what is wrong, the value it got, and how to fix it.
-"""
+"""Every exception Kedge raises on purpose: a message says what is wrong, the value, the way out."""
 
 from __future__ import annotations
 

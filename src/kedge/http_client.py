@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import re
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -73,7 +74,7 @@ def post(
         return Reply(problem=f"cannot be reached: {type(cause).__name__}: {cause}", retry=True)
 
 
-def retried(
+def retry_request(
     send: Callable[[], Reply],
     *,
     retries: int,
@@ -131,19 +132,17 @@ async def _post(
     status = response.status_code
     reason = excerpt(response.reason_phrase.encode(errors="replace"))
     redirect = " (redirects are not followed)" if 300 <= status < 400 else ""
+    pause = response.headers.get("Retry-After", "")  # seconds, or a date, which is ignored
     return Reply(
         status=status,
         body=bytes(data),
         problem=f"answered {status} {reason}: {excerpt(bytes(data))}{redirect}",
         retry=status in RETRIED,
-        retry_after=_seconds(response.headers.get("Retry-After", "")),
+        retry_after=float(pause) if re.fullmatch(r"\d{1,9}(\.\d*)?", pause) else 0.0,
     )
 
 
-@functools.cache
-def _ssl_context() -> ssl.SSLContext:
-    """TLS context with the trusted certificates of this machine."""
-    return ssl.create_default_context()
+_ssl_context = functools.cache(ssl.create_default_context)  # reading certificates takes a while
 
 
 def _run(job: Coroutine[object, object, Reply]) -> Reply:
@@ -158,17 +157,6 @@ def _run(job: Coroutine[object, object, Reply]) -> Reply:
 
 def _root_cause(error: BaseException) -> BaseException:
     """The innermost OSError in the chain of causes, or the error itself."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError):
-            error = cause
-        cause = cause.__cause__ or cause.__context__
-    return error
-
-
-def _seconds(retry_after: str) -> float:
-    try:
-        seconds = float(retry_after)
-    except ValueError:
-        return 0.0
-    return seconds if 0.0 < seconds < 1e9 else 0.0
+    cause = error.__cause__ or error.__context__
+    inner = error if cause is None else _root_cause(cause)
+    return inner if isinstance(inner, OSError) else error

@@ -27,12 +27,7 @@ except ImportError:  # Windows
 logger = logging.getLogger(__name__)
 
 LOCK = "_kedge.lock"  # uploads to the hub leave out "_*"
-_NO_LOCKS = {
-    errno.ENOLCK,
-    errno.ENOSYS,
-    errno.EOPNOTSUPP,
-    errno.EINVAL,
-}  # the file system has no locks
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # of a file system
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -61,13 +56,9 @@ def check_folder(option: str, folder: str | Path) -> None:
             raise ConfigError(f"{shown}: {existing} is a file; name another folder")
         with tempfile.TemporaryFile(dir=existing):
             pass
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # ValueError: NUL; RuntimeError: unknown ~user
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:  # of a NUL; of an unknown ~user
         raise ConfigError(f"{shown} cannot be written to ({error}); name another folder") from error
 
 
@@ -138,10 +129,10 @@ class RunLock:
                 try:
                     if not _try_lock(handle):
                         raise ConfigError(self._in_use_message(_read_owner(handle)))
-                    if _same_file(handle, self.file):  # else the previous owner has just removed it
-                        _write_owner(handle)
-                        self._handle = handle
-                        return
+                    with contextlib.suppress(FileNotFoundError):  # the previous owner removed it
+                        if os.path.samestat(os.fstat(handle), self.file.stat()):
+                            self._write_owner(handle)
+                            return
                 except BaseException:
                     os.close(handle)
                     raise
@@ -152,16 +143,18 @@ class RunLock:
                 " another folder"
             ) from error
 
+    def _write_owner(self, handle: int) -> None:
+        pid, since = os.getpid(), datetime.now(timezone.utc).isoformat(timespec="seconds")
+        owner = {"pid": pid, "host": socket.gethostname(), "started": _start_time(pid)}
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(owner | {"since": since}).encode(), 0)
+        self._handle = handle
+
     def _in_use_message(self, owner: Mapping[str, Any]) -> str:
-        who = "another run"
-        if owner:
-            who = (
-                f"another run: process {owner.get('pid')} on {owner.get('host')}, since"
-                f" {owner.get('since')}"
-            )
+        who = ": process {pid} on {host}, since {since}".format(**owner) if owner else ""
         return (
-            f"output_dir={str(self.file.parent)!r} is in use by {who}; wait for it, stop it, or"
-            f" name another folder (if that process no longer runs, delete {self.file})"
+            f"output_dir={str(self.file.parent)!r} is in use by another run{who}; wait for it, stop"
+            f" it, or name another folder (if that process no longer runs, delete {self.file})"
         )
 
 
@@ -195,25 +188,16 @@ def _try_lock(handle: int) -> bool:
 
 def _is_alive(owner: Mapping[str, Any]) -> bool:
     """Whether the process in a lock file is running on this host."""
-    pid, started = owner.get("pid"), owner.get("started")
-    if owner.get("host") != socket.gethostname() or not isinstance(pid, int):
-        return False
-    return started is not None and _start_time(pid) == started
+    here, started = owner.get("host") == socket.gethostname(), owner.get("started")
+    return here and started is not None and _start_time(owner.get("pid")) == started
 
 
-def _start_time(pid: int) -> str | None:
+def _start_time(pid: object) -> str | None:
     """Start time of a process in clock ticks since boot; None if it is not running."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return None
-
-
-def _same_file(handle: int, file: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), file.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _read_owner(handle: int) -> dict[str, Any]:
@@ -223,18 +207,6 @@ def _read_owner(handle: int) -> dict[str, Any]:
     except ValueError:
         return {}
     return owner if isinstance(owner, dict) else {}
-
-
-def _write_owner(handle: int) -> None:
-    pid = os.getpid()
-    owner = {
-        "pid": pid,
-        "host": socket.gethostname(),
-        "started": _start_time(pid),
-        "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, json.dumps(owner).encode(), 0)
 
 
 # -- tables -----------------------------------------------------------------------------------

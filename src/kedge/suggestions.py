@@ -89,17 +89,13 @@ def named(
 
         @functools.wraps(init)
         def checked(self: Any, /, *args: Any, **kwargs: Any) -> None:
-            for name in kwargs:
-                if name not in known:
-                    raise OptionError(f"{type(self).__name__} has no {kind} {name!r}{_hint(name)}")
+            for name in kwargs.keys() - known:
+                in_config = "; it is an option of the config" if name in options else ""
+                problem = in_config or hint(name, known)
+                raise OptionError(f"{type(self).__name__} has no {kind} {name!r}{problem}")
             if kind == "option":
                 self.given = frozenset(kwargs)  # set by the caller, even to the default
             init(self, *args, **kwargs)
-
-        def _hint(name: str) -> str:
-            if name in options:
-                return "; it is an option of the config"
-            return hint(name, known)
 
         cls.__init__ = checked  # type: ignore[misc]
         return cls

@@ -102,52 +102,53 @@ class FunctionReward:
 def tiny_policy(
     family: Literal["llama", "gpt2", "gpt_neox", "qwen2"] = "llama",
     *,
-    vocab_size: int = 64,
-    hidden_size: int = 32,
-    layers: int = 2,
-    heads: int = 4,
-    max_positions: int = 128,
     seed: int = 0,
     **config: Any,
 ) -> PreTrainedModel:
-    """A randomly initialized causal language model of a few thousand weights, float32."""
+    """A randomly initialized causal language model of a few thousand weights, float32.
+
+    Args:
+        family: architecture.
+        seed: of the weights.
+        config: ``vocab_size`` (64), ``hidden_size`` (32), ``layers`` (2), ``heads`` (4),
+            ``max_positions`` (128), and fields of the model's configuration.
+    """
     from transformers import AutoModelForCausalLM
 
-    sizes = (vocab_size, hidden_size, layers, heads, max_positions)
-    return _build(AutoModelForCausalLM, family, seed, sizes, config)
+    return _build(AutoModelForCausalLM, family, seed, config)
 
 
 def tiny_reward_model(
-    family: Literal["llama", "gpt2", "gpt_neox", "qwen2"] = "llama",
-    *,
-    vocab_size: int = 64,
-    hidden_size: int = 32,
-    layers: int = 2,
-    heads: int = 4,
-    max_positions: int = 128,
-    seed: int = 1,
-    **config: Any,
+    family: Literal["llama", "gpt2", "gpt_neox", "qwen2"] = "llama", *, seed: int = 1, **config: Any
 ) -> PreTrainedModel:
-    """A randomly initialized sequence-classification model with one label, float32."""
+    """A sequence-classification model with one label, otherwise like ``tiny_policy``."""
     from transformers import AutoModelForSequenceClassification
 
-    sizes = (vocab_size, hidden_size, layers, heads, max_positions)
-    options = {"num_labels": 1, "pad_token_id": 0} | config
-    return _build(AutoModelForSequenceClassification, family, seed, sizes, options)
+    config = {"num_labels": 1, "pad_token_id": 0} | config
+    return _build(AutoModelForSequenceClassification, family, seed, config)
 
 
-def _build(
-    kind: Any, family: str, seed: int, sizes: tuple[int, ...], options: dict[str, Any]
-) -> PreTrainedModel:
+def _build(kind: Any, family: str, seed: int, config: dict[str, Any]) -> PreTrainedModel:
     from transformers import AutoConfig
 
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    shape: dict[str, Any] = dict(zip((*names, "max_position_embeddings"), sizes, strict=True))
-    shape |= {"bos_token_id": 1, "eos_token_id": 1}
+    names = {"layers": "num_hidden_layers", "heads": "num_attention_heads",
+             "max_positions": "max_position_embeddings"}  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "layers": 2,
+        "heads": 4,
+        "max_positions": 128,
+    }
+    options = {names.get(name, name): x for name, x in (sizes | config).items()}
+    options = {"bos_token_id": 1, "eos_token_id": 1} | options
     if family != "gpt2":
-        shape["intermediate_size"] = 2 * shape["hidden_size"]
-        shape["num_key_value_heads"] = shape["num_attention_heads"]
+        shape = {
+            "intermediate_size": 2 * options["hidden_size"],
+            "num_key_value_heads": options["num_attention_heads"],
+        }
+        options = shape | options
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = kind.from_config(AutoConfig.for_model(family, **shape | options))
+        model: PreTrainedModel = kind.from_config(AutoConfig.for_model(family, **options))
         return model

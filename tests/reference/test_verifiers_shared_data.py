@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kedge.verifiers import Sandbox, code_verifier, gsm8k, ifeval, math, math_verifier
-from kedge.verifiers.constraint_checks import CHECKS
+from kedge.verifiers.constraints import CHECKS
 from tests.unit.sandbox_attacks import ISOLATION
 from tests.unit.test_verifiers_constraints import TEXTS
 

@@ -44,25 +44,18 @@ def test_full_determinism_is_asked_of_torch(tmp_path, monkeypatch):
     assert torch.are_deterministic_algorithms_enabled()
 
 
-def test_log_level(tmp_path):
+def test_each_process_has_its_log_level(tmp_path, monkeypatch):
     before = transformers_logging.get_verbosity()
     configure_process(config(tmp_path))
     assert transformers_logging.get_verbosity() == before
     configure_process(config(tmp_path, log_level="error"))
     assert transformers_logging.get_verbosity() == logging.ERROR
     assert logging.getLogger("kedge").level == logging.ERROR
-
-
-def test_other_processes_have_their_own_level(tmp_path):
-    made = config(tmp_path, log_level="debug", log_level_replica="critical")
-    made.distributed_state.local_process_index = 1
-    made.distributed_state.process_index = 1
-    try:
-        configure_process(made)
-        assert logging.getLogger("kedge").level == logging.CRITICAL
-    finally:
-        made.distributed_state.local_process_index = 0
-        made.distributed_state.process_index = 0
+    other = config(tmp_path, log_level="debug", log_level_replica="critical")
+    monkeypatch.setattr(other.distributed_state, "local_process_index", 1)
+    monkeypatch.setattr(other.distributed_state, "process_index", 1)
+    configure_process(other)
+    assert logging.getLogger("kedge").level == logging.CRITICAL
 
 
 def test_a_new_run_does_not_mix_with_an_earlier_one(tmp_path):

@@ -147,11 +147,6 @@ def test_connections_without_a_head_give_way_and_others_are_told_to_come_back(
             assert slow.recv(1) == b""
 
 
-def test_health_needs_no_token() -> None:
-    with RewardServer({"length": length}, token="right") as server:
-        assert request(server.url, b"", "/health", "GET")[0] == 200
-
-
 def test_what_a_function_may_return() -> None:
     import numpy as np
 

@@ -9,7 +9,6 @@ import torch
 
 from kedge.errors import ConfigError, RewardError
 from kedge.rewards import (
-    EosPenalty,
     FunctionOptions,
     Mixture,
     ModelOptions,
@@ -101,15 +100,18 @@ def test_asynchronous_sources_wait_at_the_same_time():
 
 def test_a_penalty_subtracts_from_or_replaces_the_score_of_cut_off_rows():
     rollout = rollout_of(PAIRS, finished=[True, False, True])  # row 2 ended at another stop token
-    less = EosPenalty(gives(1, 2, 3), missing_eos_penalty=0.75).score(rollout)
+    given = [("given", gives(1, 2, 3), 1.0)]
+    less = Mixture(given, missing_eos_penalty=0.75).score(rollout)
     assert less.scores.tolist() == [1.0, 1.25, 3.0]
     assert less.components["given"].tolist() == [1.0, 2.0, 3.0]
-    other = EosPenalty(gives(1, 2, 3), non_eos_penalty=True, penalty_reward_value=-4.0)
+    other = Mixture(given, non_eos_penalty=True, penalty_reward_value=-4.0)
     assert other.score(rollout).scores.tolist() == [1.0, -4.0, 3.0]
-    zero = EosPenalty(gives(1, 2, 3), missing_eos_penalty=0.0).score(rollout)
+    zero = Mixture(given, missing_eos_penalty=0.0).score(rollout)
     assert zero.scores.tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(ConfigError, match="at least one reward source"):
+        Mixture([])
     with pytest.raises(ConfigError, match=r"missing_eos_penalty=1.0 subtracts.*set only one"):
-        EosPenalty(gives(1), missing_eos_penalty=1.0, non_eos_penalty=True)
+        Mixture(given, missing_eos_penalty=1.0, non_eos_penalty=True)
 
 
 def two(prompts):
@@ -236,8 +238,3 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "judge" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"judge' cannot be loaded: .*safetensors"):
         build(tmp_path / "judge")  # a pickle is never opened
-
-
-def test_an_empty_mixture_is_refused():
-    with pytest.raises(ConfigError, match="at least one reward source"):
-        Mixture([])

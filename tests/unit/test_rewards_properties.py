@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.rewards import Mixture, RewardFunction, RewardModel, TextCache
-from kedge.rewards.model import chunks, packed
+from kedge.rewards.model import join_responses, split_rows
 
 from .text_toys import EOS, bert_reward, neox_reward, rollout_of, word_tokenizer
 
@@ -59,7 +59,7 @@ def test_a_rows_reward_depends_on_the_row_alone(name, pairs, extra, pad):
 @settings(max_examples=50, deadline=None)
 @given(pairs=PAIRS, extra=st.integers(0, 4), pad=st.sampled_from([EOS, 1, 7]))
 def test_packed_rows_hold_every_token_and_nothing_between(pairs, extra, pad):
-    ids, lengths = packed(rollout_of(pairs, pad=pad, extra=extra))
+    ids, lengths = join_responses(rollout_of(pairs, pad=pad, extra=extra))
     for row, (prompt, response) in enumerate(pairs):
         assert ids[row, : int(lengths[row])].tolist() == [*prompt, *response]
 
@@ -67,7 +67,7 @@ def test_packed_rows_hold_every_token_and_nothing_between(pairs, extra, pad):
 @settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(1, 900), min_size=1, max_size=40), rows=st.integers(1, 9))
 def test_chunks_hold_every_row_once_longest_first(lengths, rows):
-    groups = chunks(torch.tensor(lengths), rows=rows, tokens=1000)
+    groups = split_rows(torch.tensor(lengths), rows=rows, tokens=1000)
     order = [row for group in groups for row in group.tolist()]
     assert sorted(order) == list(range(len(lengths)))
     assert [lengths[row] for row in order] == sorted(lengths, reverse=True)

@@ -76,9 +76,11 @@ def test_arguments_of_trainers(trainer: type[Any]) -> None:
     )
 
 
-def test_a_trainer_takes_the_older_names_that_it_knows() -> None:
+def test_older_arguments_of_trainers() -> None:
     with pytest.raises(ConfigError, match="policy and model are the older and the newer name"):
         kedge.RLOOTrainer(policy="a", model="b")
+    want = "PPOTrainer has no argument 'tokenizer'; it is called processing_class here"
+    assert said(kedge.PPOTrainer, "tokenizer") == want
 
 
 def test_flags_that_are_arguments_of_trainers() -> None:
@@ -93,11 +95,6 @@ def test_flags_that_are_arguments_of_trainers() -> None:
     ):
         with pytest.raises(ConfigError, match=f"unknown flag {flag}; it is called --{here} here"):
             parse([flag, "x"], prog="kedge ppo")
-
-
-def test_older_arguments_of_trainers() -> None:
-    want = "PPOTrainer has no argument 'tokenizer'; it is called processing_class here"
-    assert said(kedge.PPOTrainer, "tokenizer") == want
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.__module__}.{c.__name__}")

@@ -14,7 +14,7 @@ import pytest
 
 from kedge.errors import ConfigError, RewardError
 from kedge.verifiers import Sandbox, code_verifier
-from kedge.verifiers.programs import extract_code
+from kedge.verifiers.programs import _warn_untestable, extract_code
 from tests.unit.sandbox_attacks import ISOLATION
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the sandbox needs fork")
@@ -92,6 +92,8 @@ def test_memory_is_limited() -> None:
     hungry = "x = bytearray(200 << 20)\n" + ADD
     assert "MemoryError" in Sandbox(isolation=ISOLATION, memory_mb=128).test(hungry, TESTS).error
     assert Sandbox(isolation=ISOLATION, memory_mb=512).test(hungry, TESTS).passed == (True, True)
+    with pytest.raises(ConfigError, match="seconds=0"):
+        Sandbox(seconds=0)
 
 
 def test_the_environment_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,11 +186,9 @@ def test_time_is_that_of_the_solution_alone(monkeypatch: pytest.MonkeyPatch) -> 
         raise AssertionError("the sandbox waited longer, for the time that Python has to start")
 
     monkeypatch.setattr("kedge.verifiers.sandbox.sandbox._kill", killed)
-    assert (
-        Sandbox(isolation=ISOLATION, seconds=0.2).test("while True: pass", TESTS).stopped
-        == "timeouts"
-    )
-    assert Sandbox(isolation=ISOLATION, seconds=0.2).run("while True: pass").stopped == "timeouts"
+    hasty = Sandbox(isolation=ISOLATION, seconds=0.2)
+    assert hasty.test("while True: pass", TESTS).stopped == "timeouts"
+    assert hasty.run("while True: pass").stopped == "timeouts"
 
 
 def test_a_test_that_is_no_python_is_a_mistake_in_the_dataset() -> None:
@@ -302,6 +302,7 @@ def test_what_the_processes_cannot_carry_is_counted(caplog: pytest.LogCaptureFix
         ("async def f(): return 3", "import asyncio\nassert asyncio.run(f()) == 3"),
         ("def f(): return 3", "import a_package_that_is_absent\nassert f() == 3"),
     ]
+    _warn_untestable.cache_clear()
     seen: dict[str, float] = {}
     scores = code_verifier(sandbox=ISOLATION, name="carried")(
         [program for program, _ in pairs],
@@ -309,7 +310,7 @@ def test_what_the_processes_cannot_carry_is_counted(caplog: pytest.LogCaptureFix
         log_metric=seen.__setitem__,
     )
     assert (scores, seen) == ([0.0] * 3, {"untestable/carried": 3.0})
-    assert "its rows score 0 and are counted in untestable/carried" in caplog.text
+    assert "score 0 and are counted in untestable" in caplog.text
 
 
 def test_errors_cross() -> None:
@@ -347,9 +348,8 @@ def test_programs_with_input_and_output() -> None:
     endless = QUICK.run("while True: print('x' * 1000)")
     assert len(endless.output) <= 1 << 20
     assert QUICK.run("import os\nos.remove('stdout')\nprint('x')").output in ("", "x\n")
-
-
-def test_a_program_that_fails_after_its_output_is_wrong() -> None:
+    hashes = "print(list({'a', 'b', 'c', 'd'}))"
+    assert QUICK.run(hashes).output == QUICK.run(hashes).output
     truth = {"inputs": ["1"], "outputs": ["1"]}
     programs = ["print(1)", "print(1)\nraise SystemExit(1)", "print(1)\n1/0"]
     assert code(programs, ground_truth=[truth] * 3) == [1.0, 0.0, 0.0]
@@ -375,25 +375,17 @@ def test_ordinary_programs_are_not_hindered(body: str) -> None:
     assert solves(f"def add(a, b):\n    {body}\n    return a + b\n")
 
 
-def test_hash_order_is_fixed() -> None:
-    program = "print(list({'a', 'b', 'c', 'd'}))"
-    assert QUICK.run(program).output == QUICK.run(program).output
-
-
 def test_code_of() -> None:
     assert extract_code("x = 1") == "x = 1"
     assert extract_code("So:\n```python\nx = 1\n```\nDone.") == "x = 1\n"
     assert extract_code("```\na\n```\n```py\nb\n```\n```bash\nc\n```") == "b\n"
-    assert (
-        extract_code("```python\ndef f(): 1\n```\n```python\nprint(f())\n```", "f")
-        == "def f(): 1\n"
-    )
+    called = "```python\ndef f(): 1\n```\n```python\nprint(f())\n```"
+    assert extract_code(called, "f") == "def f(): 1\n"
     assert extract_code("```python\nx = 1") == "x = 1"
     assert extract_code("~~~python\nx = 1\n~~~\n") == "x = 1\n"
     assert extract_code('```python title="a.py"\nx = 1\n```') == "x = 1\n"
-    assert (
-        extract_code("1. So:\n   ```python\n   if 1:\n       x = 1\n   ```") == "if 1:\n    x = 1\n"
-    )
+    indented = "1. So:\n   ```python\n   if 1:\n       x = 1\n   ```"
+    assert extract_code(indented) == "if 1:\n    x = 1\n"
     assert extract_code("```python\n    return a + b\n```") == "    return a + b\n"
     usage = "```python\nclass S: pass\n```\nUse it:\n```python\nprint(S())\n```"
     assert extract_code(usage) == "print(S())\n"
@@ -438,11 +430,6 @@ def test_enormous_programs_score_zero() -> None:
 def test_unusable_truths_are_errors(truth: object) -> None:
     with pytest.raises(RewardError, match="verifier code"):
         code([ADD], ground_truth=[truth])
-
-
-def test_limits_are_checked() -> None:
-    with pytest.raises(ConfigError, match="seconds=0"):
-        Sandbox(seconds=0)
 
 
 def test_runs_in_threads_and_leaves_nothing_behind(

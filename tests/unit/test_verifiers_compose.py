@@ -75,7 +75,7 @@ def test_an_unknown_name_is_an_error(name: Any) -> None:
 
 
 def test_names_are_suggested_and_renamed() -> None:
-    with pytest.raises(RewardError, match="did you mean 'gsm8k'"):
+    with pytest.raises(RewardError, match="the nearest is gsm8k"):
         by_column()(["4"], dataset=["gsm8"], ground_truth=["4"])
     verify = by_column(rename={"openai/gsm8k": "gsm8k"})
     assert verify(["4"], dataset=["openai/gsm8k"], ground_truth=["4"]) == [1.0]
@@ -125,13 +125,6 @@ def test_it_reports_rates() -> None:
     assert counted == {1, 2, 3}  # rows behind each
 
 
-def test_all_built_in_verifiers_can_be_named() -> None:
-    assert set(VERIFIERS) == {
-        "gsm8k", "math", "ifeval", "code", "regex", "string_match", "exact_match",
-        "string_contains", "string_f1",
-    }  # fmt: skip
-
-
 def test_reward_mix() -> None:
     full = reward_mix(
         reward_model="rm",
@@ -156,9 +149,6 @@ def test_reward_mix() -> None:
     assert "reward_model" not in rules.trainer
     assert isinstance(rules.trainer["reward_funcs"][0], ByColumn)
     assert rules.trainer["reward_weights"] == [2.0]
-
-
-def test_reward_mix_of_nothing() -> None:
     with pytest.raises(ConfigError, match="no reward is left"):
         reward_mix(reward_model="rm", reward_model_multiplier=0)
     with pytest.raises(ConfigError, match="ignores them"):
@@ -224,14 +214,8 @@ def test_the_command_line_mixes(tmp_path: Path) -> None:
         lines = (json.dumps({"prompt": f"{name}{row}"}) for row in range(rows))
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     given = [str(tmp_path / "a.jsonl"), "0.5", str(tmp_path / "b.jsonl"), "6"]
-    flags = [
-        "--model_name_or_path",
-        "m",
-        "--reward_funcs",
-        "r.py:f",
-        "--dataset_mixer_list",
-        *given,
-    ]
+    flags = ["--model_name_or_path", "m", "--reward_funcs", "r.py:f"]
+    flags += ["--dataset_mixer_list", *given]
     train, test = load_prompts(parse(flags, prog="kedge ppo"))
     assert Counter(prompt[0] for prompt in train["prompt"]) == {"a": 20, "b": 6}
     assert test is None
@@ -241,8 +225,11 @@ def test_the_command_line_mixes(tmp_path: Path) -> None:
         load_prompts(parse([*flags, "--dataset_name", given[0]], prog="kedge ppo"))
 
 
-@pytest.mark.parametrize("name", VERIFIERS)
-def test_verifiers_can_be_pickled(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["gsm8k", "math", "ifeval", "code", "regex", "string_match", "exact_match",
+             "string_contains", "string_f1"],
+)  # fmt: skip
+def test_verifiers_can_be_named_and_pickled(name: str) -> None:
     copy = pickle.loads(pickle.dumps(VERIFIERS[name]))
     assert copy.__name__ == VERIFIERS[name].__name__  # type: ignore[attr-defined]
     assert copy.on("answer").column == "answer"

@@ -11,9 +11,14 @@ import pytest
 
 from kedge.errors import ConfigError, RewardError
 from kedge.verifiers import ConstraintVerifier, ifeval
-from kedge.verifiers.constraint_checks import CHECKS, sentences
-from kedge.verifiers.constraints import followed
-from kedge.verifiers.languages import KNOWN, detect_language, load_identifier
+from kedge.verifiers.constraints import (
+    CHECKS,
+    KNOWN,
+    count_sentences,
+    detect_language,
+    follows,
+    load_identifier,
+)
 
 TEXTS = {
     "kn": "ನಾನು ಇಂದು ಬೆಳಿಗ್ಗೆ ಶಾಲೆಗೆ ಹೋದೆನು. ಅಲ್ಲಿ ನನ್ನ ಸ್ನೇಹಿತರನ್ನು ಭೇಟಿಯಾದೆ.",
@@ -97,22 +102,10 @@ CASES: list[tuple[str, dict[str, object], list[str], list[str]]] = [
         ["# a\n## b"],
     ),
     (
-        "keywords:letter_frequency",
-        {"letter": "t", "let_frequency": 2, "let_relation": "less than"},
-        ["To be"],
-        ["To tell"],
-    ),
-    (
         "length_constraints:number_sentences",
         {"num_sentences": 3, "relation": "at least"},
-        ["One. Two! Three?", "A\n\nB\n\nC", 'He said: "No." She left. It rained.'],
-        ["Dr. No has 3.14 dollars. Yes.", "One... Two.", "e.g. this. And Mr. Fox"],
-    ),
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 2, "relation": "less than"},
-        ["Only one here", "यह एक है।"],
-        ["One. Two.", "एक। दो।"],
+        ["One. Two! Three?", "A\n\nB\n\nC", 'He said: "No." She left. It rained.', "एक। दो। तीन।"],
+        ["Dr. No has 3.14 dollars. Yes.", "One... Two.", "e.g. this. And Mr. Fox", "यह एक है।"],
     ),
     (
         "length_constraints:number_paragraphs",
@@ -125,12 +118,6 @@ CASES: list[tuple[str, dict[str, object], list[str], list[str]]] = [
         {"num_words": 3, "relation": "at least"},
         ["one two three", "one-two three"],
         ["one two", "one, two!"],
-    ),
-    (
-        "length_constraints:number_words",
-        {"num_words": 3, "relation": "less than"},
-        ["one two"],
-        ["one two three"],
     ),
     (
         "length_constraints:nth_paragraph_first_word",
@@ -234,12 +221,6 @@ CASES: list[tuple[str, dict[str, object], list[str], list[str]]] = [
         ["STOP it NOW", "I AM"],
         ["STOP it", "Stop It Now", "S0P 12"],
     ),
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": "less than"},
-        ["STOP it"],
-        ["STOP it NOW"],
-    ),
     ("punctuation:no_comma", {}, ["No commas; none."], ["One, two", "一，二", "واحد، اثنان"]),
     *(
         ("language:response_language", {"language": code}, [text], [TEXTS[other]])
@@ -276,8 +257,9 @@ def test_languages() -> None:
     assert {code: detect_language(text) for code, text in TEXTS.items()} == {c: c for c in TEXTS}
     assert KNOWN - set(TEXTS) == {"hy", "ml", "ka"}
     assert detect_language("") is detect_language("123 !?") is detect_language("🙂") is None
-    assert detect_language("xyzzy qwrt") is None
-    assert detect_language("This is a very nice day.") == "en"
+    short = ("ok", "hello", "WRITE", "123", "xyzzy qwrt")
+    assert [detect_language(text) for text in short] == [None] * 5
+    assert detect_language("THIS IS A VERY NICE DAY") == "en"
     mixed = f"{TEXTS['hi']} Python"
     assert detect_language(mixed) == "hi"
 
@@ -288,23 +270,17 @@ def test_a_missing_identifier_is_an_error_that_names_the_way_out(
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
     load_identifier.cache_clear()
     with pytest.raises(ConfigError, match=r"pip install 'kedge-rl\[ifeval\]'"):
-        followed("some text", "language:response_language", {"language": "en"}, "ifeval")
+        follows("some text", "language:response_language", {"language": "en"})
     with pytest.raises(ConfigError, match="py3langid"):
         ifeval.prepare()  # a trainer calls it before it loads a model
-    assert followed("some text", "punctuation:no_comma", {}, "ifeval")
-
-
-def test_short_texts_are_in_no_language() -> None:
-    pytest.importorskip("py3langid")
-    assert [detect_language(text) for text in ("ok", "hello", "WRITE", "123")] == [None] * 4
-    assert detect_language("THIS IS A VERY NICE DAY") == "en"
+    assert follows("some text", "punctuation:no_comma", {})
 
 
 def test_sentences() -> None:
-    assert sentences("") == sentences("...") == 0
-    assert sentences("Hello") == 1
-    assert sentences("今日は。元気？") == 2
-    assert sentences("I like example.com. It is no. 1!") == 3
+    assert count_sentences("") == count_sentences("...") == 0
+    assert count_sentences("Hello") == 1
+    assert count_sentences("今日は。元気？") == 2
+    assert count_sentences("I like example.com. It is no. 1!") == 3
 
 
 def test_scores() -> None:
@@ -321,10 +297,8 @@ def test_scores() -> None:
 def test_columns_as_in_the_dataset() -> None:
     ids = [["punctuation:no_comma"], None]
     kwargs = [[{"num_words": None}], None]
-    assert ifeval(["a", "b"], instruction_id_list=ids, kwargs=kwargs, prompts=["", ""]) == [
-        1.0,
-        None,
-    ]
+    scores = ifeval(["a", "b"], instruction_id_list=ids, kwargs=kwargs, prompts=["", ""])
+    assert scores == [1.0, None]
 
 
 def test_thinking_is_not_looked_at() -> None:
@@ -353,8 +327,9 @@ def test_thinking_is_not_looked_at() -> None:
     ],
 )  # fmt: skip
 def test_unusable_instructions_are_errors(kind: str, given: dict[str, object]) -> None:
+    truth = {"instruction_id_list": [kind], "kwargs": [given]}
     with pytest.raises(RewardError, match="verifier ifeval"):
-        followed("some text", kind, given, "ifeval")
+        ifeval(["some text"], ground_truth=[truth])
 
 
 @pytest.mark.parametrize(
@@ -374,8 +349,8 @@ def test_unusable_truths_are_errors(truth: object) -> None:
 )
 def test_time_is_linear_in_enormous_responses(piece: str) -> None:
     text = piece * (200_000 // len(piece))
-    began = time.perf_counter()
+    began = time.process_time()
     pytest.importorskip("py3langid")
     for kind, given, *_ in CASES[:30]:
-        followed(text, kind, given, "ifeval")
-    assert time.perf_counter() - began < 20
+        follows(text, kind, given)
+    assert time.process_time() - began < 20

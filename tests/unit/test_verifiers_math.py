@@ -11,7 +11,7 @@ import pytest
 from kedge.errors import ConfigError, RewardError
 from kedge.verifiers import math, math_verifier
 from kedge.verifiers.base import Unanswered
-from kedge.verifiers.mathematics.verifier import SymbolicChecker, equal, final_answer
+from kedge.verifiers.mathematics import SymbolicChecker, equal, final_answer
 from kedge.verifiers.worker import WorkerPool
 
 needs_math_verify = pytest.mark.skipif(
@@ -231,6 +231,6 @@ def test_what_breaks_the_judge_is_counted() -> None:
 @pytest.mark.parametrize("piece", ["$", "$x", "\\(", "\\boxed{", "answer is ", "{,", " and "])
 def test_time_is_linear_in_enormous_responses(piece: str) -> None:
     text = piece * (300_000 // len(piece))
-    began = time.perf_counter()
+    began = time.process_time()
     assert math_verifier(symbolic=False)([text], ground_truth=["18"]) == [0.0]
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10

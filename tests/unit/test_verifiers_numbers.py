@@ -9,7 +9,7 @@ import pytest
 
 from kedge.errors import ConfigError, RewardError
 from kedge.verifiers import gsm8k, number_verifier
-from kedge.verifiers.mathematics.numbers import clean, find_numbers, one_number
+from kedge.verifiers.numbers import clean, find_numbers, one_number
 
 RIGHT = [
     ("18", "The answer is 18."),

@@ -6,6 +6,7 @@ import socket
 import time
 from typing import Any
 
+import httpx
 import pytest
 
 from kedge.errors import ConfigError, RewardError
@@ -57,32 +58,24 @@ def test_ids_and_columns_on_request() -> None:
             RemoteReward(server.url, columns=["c"])(["x"], a=[1])
         with pytest.raises(RewardError, match=r"columns=\["):
             RemoteReward(server.url)(["x"], b=[object()])
-        with pytest.raises(RewardError, match="2 values for 1 rows"):
+        with pytest.raises(RewardError, match="2 values for 1 completions"):
             RemoteReward(server.url)(["x"], b=[1, 2])
 
 
-def test_a_busy_server_is_asked_again() -> None:
-    def reply(number: int, _: str) -> bytes:
-        busy = b"HTTP/1.0 503 Busy\r\nRetry-After: 0\r\n\r\nbusy"
-        return busy if number < 3 else ok({"rewards": [1.5]})
-
-    with raw_server(reply) as (url, requests):
+@pytest.mark.parametrize(
+    "failures",
+    [
+        [b"HTTP/1.0 503 Busy\r\nRetry-After: 0\r\n\r\nbusy"] * 2,
+        [b""],  # a dropped connection
+        [b"HTTP/1.0 200 OK\r\nContent-Length: 999\r\n\r\n{"],  # an answer that was cut off
+    ],
+)
+def test_a_failing_server_is_asked_again(failures: list[bytes]) -> None:
+    answers = [*failures, ok({"rewards": [1.5]})]
+    with raw_server(lambda number, _: answers[number - 1]) as (url, requests):
         assert RemoteReward(url, **QUICK)(["x"]) == [1.5]
-    assert len(requests) == 3
+    assert len(requests) == len(answers)
     assert requests[0].startswith("POST /score HTTP/1.1")
-
-
-def test_a_dropped_connection_is_tried_again() -> None:
-    with raw_server(lambda n, _: b"" if n == 1 else ok({"rewards": [1]})) as (url, requests):
-        assert RemoteReward(url, **QUICK)(["x"]) == [1.0]
-    assert len(requests) == 2
-
-
-def test_an_answer_that_was_cut_off_is_asked_for_again() -> None:
-    cut = b"HTTP/1.0 200 OK\r\nContent-Length: 999\r\n\r\n{"
-    with raw_server(lambda n, _: cut if n == 1 else ok({"rewards": [1]})) as (url, requests):
-        assert RemoteReward(url, **QUICK)(["x"]) == [1.0]
-    assert len(requests) == 2
 
 
 def test_retries_end() -> None:
@@ -152,6 +145,7 @@ def test_nonsense_is_an_error(answer: bytes) -> None:
 
 def test_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     with RewardServer({"length": length}, token="right") as server:
+        assert httpx.get(server.url.replace("/score", "/health")).status_code == 200  # needs none
         assert RemoteReward(server.url, token="right")(["xy"]) == [2.0]
         for wrong in (None, "", "wrong", "right2"):
             with pytest.raises(RewardError, match=f"401.* set {TOKEN_ENV}"):

@@ -1,4 +1,4 @@
-"""Verifiers of texts, formats and lengths, and what all verifiers share."""
+"""Verifiers of texts, formats, lengths and expressions, and what all verifiers share."""
 
 from __future__ import annotations
 
@@ -172,3 +172,46 @@ def test_what_is_no_completion_is_an_error() -> None:
         verifiers.gsm8k([3], ground_truth=["3"])
     with pytest.raises(RewardError, match="1 values for 2"):
         verifiers.gsm8k(["3", "3"], ground_truth=["3"])
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "score"),
+    [
+        ({"pattern": r"\d+"}, "a 12 b", 1.0),
+        ({"pattern": r"\d+", "mode": "match"}, "a 12 b", 0.0),
+        ({"pattern": r"\d+", "mode": "fullmatch"}, "12", 1.0),
+        ({"pattern": r"\d+", "mode": "fullmatch"}, "12 ", 0.0),
+        ({"pattern": r"a.b"}, "a\nb", 1.0),
+        ({"pattern": "ABC"}, "abc", 0.0),
+        ({"pattern": "ABC", "ignore_case": True}, "abc", 1.0),
+        ({"pattern": ""}, "", 1.0),
+    ],
+)
+def test_regex(options: dict[str, object], text: str, score: float) -> None:
+    assert verifiers.regex_reward(**options)([text]) == [score]  # type: ignore[arg-type]
+
+
+def test_regex_from_a_column() -> None:
+    scores = verifiers.regex_match(["ab", "ab", "x"], ground_truth=["b$", "^b", None])
+    assert scores == [1.0, 0.0, None]
+
+
+def test_catastrophic_backtracking_scores_zero_in_time() -> None:
+    seen: list[str] = []
+    verify = verifiers.regex_reward(r"(x+x+)+y", timeout=2.0)
+    began = time.perf_counter()
+    scores = verify(["x" * 5000, "xxy"], log_metric=lambda name, value: seen.append(name))
+    assert scores == [0.0, 1.0]
+    assert seen == ["timeouts/regex"]
+    assert time.perf_counter() - began < 60
+
+
+def test_bad_patterns_are_errors() -> None:
+    with pytest.raises(ConfigError, match="not a valid regular expression"):
+        verifiers.regex_reward("(")
+    with pytest.raises(ConfigError, match="mode"):
+        verifiers.regex_reward("a", mode="find")
+    with pytest.raises(RewardError, match="not a valid regular expression"):
+        verifiers.regex_match(["x"], ground_truth=["("])
+    with pytest.raises(RewardError, match="must be a regular expression"):
+        verifiers.regex_match(["x"], ground_truth=[3])

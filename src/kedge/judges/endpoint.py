@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.errors import JudgeError
-from kedge.http_client import Reply, excerpt, post, retried
+from kedge.http_client import Reply, excerpt, post, retry_request
 from kedge.judges.base import Answer, Pair, Prefer
 from kedge.judges.cache import Cache
 
@@ -165,7 +165,7 @@ class Endpoint:
                 return replace(reply, status=0, problem=str(error), retry=True)
             return reply
 
-        reply, sent = retried(
+        reply, sent = retry_request(
             send, retries=self.retries, backoff=1.0, longest_wait=_MOST_WAIT, sleep=self._sleep
         )
         if content:

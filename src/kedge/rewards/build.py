@@ -22,9 +22,8 @@ from kedge.models.load import (
     load_tokenizer,
     load_whole,
 )
-from kedge.protocols import RewardSource
 from kedge.rewards.function import OnError, RewardFunction, RewardLog, Signature, function_name
-from kedge.rewards.mixture import EosPenalty, Mixture
+from kedge.rewards.mixture import Mixture
 from kedge.rewards.model import RewardModel
 from kedge.rewards.texts import TextCache
 
@@ -69,7 +68,7 @@ def reward_source(
     missing_eos_penalty: float | None = None,
     non_eos_penalty: bool = False,
     penalty_reward_value: float = -1.0,
-) -> RewardSource:
+) -> Mixture:
     """Build one source from reward models and reward functions.
 
     Args:
@@ -83,33 +82,31 @@ def reward_source(
         models: options of every reward model.
         functions: options of every reward function.
         on_unscored: see :class:`Mixture`.
-        missing_eos_penalty: see :class:`EosPenalty`.
-        non_eos_penalty: see :class:`EosPenalty`.
-        penalty_reward_value: see :class:`EosPenalty`.
+        missing_eos_penalty: see :class:`Mixture`.
+        non_eos_penalty: see :class:`Mixture`.
+        penalty_reward_value: see :class:`Mixture`.
 
     Raises:
         ConfigError: no source, an unsupported kind of source, or lists of different lengths.
     """
-    items, models = _items(reward_model, reward_funcs), models or ModelOptions()
-    factors, functions = _weights(weights, len(items)), functions or FunctionOptions()
+    models, functions = models or ModelOptions(), functions or FunctionOptions()
     options = {f.name: getattr(functions, f.name) for f in fields(functions)}
     texts = TextCache(policy_tokenizer, skip_special_tokens=options.pop("skip_special_tokens"))
+    items = _items(reward_model, reward_funcs)
+    factors = _weights(weights, len(items))
     loaded = [_load(item, models.trust_remote_code) for item in items]
+    own_tokenizers = _tokenizers(tokenizers, loaded)
     sources = []
-    for item, source, tokenizer, weight in zip(
-        items, loaded, _tokenizers(tokenizers, loaded), factors, strict=True
-    ):
-        built: Any = source
-        if isinstance(source, nn.Module):
-            built = _build_model(item, source, tokenizer, models, texts)
-        elif not hasattr(source, "score"):
-            built = RewardFunction(source, texts, **options)
-        sources.append((getattr(built, "name", type(built).__name__), built, weight))
-    mixture: RewardSource = Mixture(sources, on_unscored=on_unscored)
-    if missing_eos_penalty is None and not non_eos_penalty:
-        return mixture
-    return EosPenalty(
-        mixture,
+    for item, given, tokenizer, weight in zip(items, loaded, own_tokenizers, factors, strict=True):
+        source = given
+        if isinstance(given, nn.Module):
+            source = _build_model(item, given, tokenizer, models, texts)
+        elif not hasattr(given, "score"):
+            source = RewardFunction(given, texts, **options)
+        sources.append((getattr(source, "name", type(source).__name__), source, weight))
+    return Mixture(
+        sources,
+        on_unscored=on_unscored,
         missing_eos_penalty=missing_eos_penalty,
         non_eos_penalty=non_eos_penalty,
         penalty_reward_value=penalty_reward_value,
@@ -159,25 +156,23 @@ def _build_model(
 
 
 def _items(reward_model: Any, reward_funcs: Any) -> list[Any]:
-    items = [*_list(reward_model), *_list(reward_funcs)]
+    items = [*_as_list(reward_model), *_as_list(reward_funcs)]
     if not items:
         raise ConfigError("no reward is configured: pass reward_model or reward_funcs")
     return items
 
 
-def _list(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _load(item: Any, trust_remote_code: bool) -> Any:
-    if isinstance(item, Path):
-        item = str(item)
-    if isinstance(item, str):
-        if names_function(item):
-            return load_function(item)
-        return load_model(item, trust_remote_code=trust_remote_code)
+    if isinstance(item, (str, Path)):
+        if names_function(str(item)):
+            return load_function(str(item))
+        return load_model(str(item), trust_remote_code=trust_remote_code)
     if isinstance(item, nn.Module) or callable(getattr(item, "score", None)) or callable(item):
         return item
     raise ConfigError(
@@ -194,28 +189,25 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
             f"reward_weights must have one number per reward source (models first, then functions):"
             f" got {len(weights)} for {count} sources"
         )
-    for weight in weights:
-        if isinstance(weight, str) or not math.isfinite(weight):
-            raise ConfigError(
-                f"reward_weights={list(weights)}: each must be a finite number, got {weight!r}"
-            )
+    if any(isinstance(weight, str) or not math.isfinite(weight) for weight in weights):
+        raise ConfigError(f"reward_weights={list(weights)} must be finite numbers")
     return [float(weight) for weight in weights]
 
 
 def _tokenizers(tokenizers: Any, loaded: list[Any]) -> list[Any]:
+    """One tokenizer, or None, for each source."""
     models = [i for i, source in enumerate(loaded) if isinstance(source, nn.Module)]
-    given = _list(tokenizers)
-    if not given:
-        return [None] * len(loaded)
+    given = _as_list(tokenizers)
     if len(given) == len(loaded):
         return given
-    if len(given) == len(models):
-        by_index = dict(zip(models, given, strict=True))
-        return [by_index.get(i) for i in range(len(loaded))]
-    raise ConfigError(
-        f"reward_processing_class has {len(given)} tokenizers for {len(models)} reward models among"
-        f" {len(loaded)} reward sources; pass one per model, or one per source (None for functions)"
-    )
+    if given and len(given) != len(models):
+        raise ConfigError(
+            f"reward_processing_class has {len(given)} tokenizers for {len(models)} reward models"
+            f" among {len(loaded)} reward sources; pass one per model, or one per source (None for"
+            " functions)"
+        )
+    by_index = dict(zip(models, given, strict=False))
+    return [by_index.get(i) for i in range(len(loaded))]
 
 
 def load_function(spec: str) -> Callable[..., Any]:

@@ -55,7 +55,7 @@ class RewardFunction:
             requires.  None: unchecked.
 
     Raises:
-        ConfigError: ``function`` is not callable, or an option is invalid.
+        ConfigError: an option is invalid, or the dataset lacks a column.
     """
 
     def __init__(
@@ -70,10 +70,6 @@ class RewardFunction:
         trainer_state: Callable[[], object] | None = None,
         dataset_columns: Collection[str] | None = None,
     ) -> None:
-        if not callable(function):
-            raise ConfigError(
-                f"a reward function must be callable, got {type(function).__name__} {function!r}"
-            )
         if on_error not in ("raise", "score", "drop"):
             raise ConfigError(f"on_reward_error={on_error!r} must be 'raise', 'score' or 'drop'")
         if on_error == "score" and error_score is None:
@@ -113,13 +109,13 @@ class RewardFunction:
         failed = torch.tensor([isinstance(value, Invalid) for value in values])
         if failed.any():
             row = int(failed.nonzero()[0])
-            message = f"reward function {self.name} {values[row]}, on {self._row(texts, row)}"
+            problem = self._error(texts, row, str(values[row]))
             if self._on_error == "raise":
-                raise RewardError(f"{message}; fix it, or choose on_reward_error='score' or 'drop'")
+                raise problem
             count = int(failed.sum())
             self._log.metric(f"reward_errors/{self.name}", float(count))
             action = "dropped" if self._on_error == "drop" else f"scored {self._error_score}"
-            logger.warning("%d rows %s: %s", count, action, message)
+            logger.warning("%d rows %s: %s", count, action, problem)
             if self._error_score is not None and self._on_error == "score":
                 score = float(self._error_score)
                 values = [score if isinstance(value, Invalid) else value for value in values]
@@ -132,39 +128,31 @@ class RewardFunction:
 
     def _row_by_row(self, texts: Texts, kwargs: dict[str, Any], error: Exception) -> list[Value]:
         """The values of one call per row, after a call with all rows raised ``error``."""
+        rows = range(len(texts.completion_ids))
+        single = [one_row(kwargs, row) for row in rows]
+        calls: list[Callable[[], Any]] = [functools.partial(self._call, call) for call in single]
+        if is_async(self._function):  # these start at once
+            calls = [submit(self._function(**call)).result for call in single]
 
         def value_of(row: int, call: Callable[[], Any]) -> Value:
             try:
                 returned = call()
             except Exception as cause:
-                if self._on_error != "raise":
-                    return Invalid(f"raised {_describe(cause)}")
-                raise RewardError(
-                    f"reward function {self.name} raised {_describe(cause)} on"
-                    f" {self._row(texts, row)}; fix it, or choose on_reward_error='score' or 'drop'"
-                ) from cause
+                problem = f"raised {_describe(cause)}"
+                if self._on_error == "raise":
+                    raise self._error(texts, row, problem) from cause
+                return Invalid(problem)
             return self._read(returned, texts, [row])[0]
 
-        rows = range(len(texts.completion_ids))
-        single = [one_row(kwargs, row) for row in rows]
-        calls: list[Callable[[], Any]]
-        if is_async(self._function):  # these start at once
-            calls = [submit(self._function(**call)).result for call in single]
-        else:
-            calls = [functools.partial(self._call, call) for call in single]
         values = [value_of(row, call) for row, call in enumerate(calls)]
+        problem = (
+            f"reward function {self.name} raised {_describe(error)} when called with all"
+            f" {len(rows)} rows, but not on any single row"
+        )
         if self._on_error == "raise":
-            raise RewardError(
-                f"reward function {self.name} raised {_describe(error)} when called with all"
-                f" {len(rows)} rows, but not on any single row; check what depends on the batch"
-            ) from error
+            raise RewardError(f"{problem}; check what depends on the batch") from error
         if not any(isinstance(value, Invalid) for value in values):
-            logger.warning(
-                "reward function %s raised %s when called with all rows, but not on any single"
-                " row; using the rewards of the single-row calls",
-                self.name,
-                _describe(error),
-            )
+            logger.warning("%s; using the rewards of the single-row calls", problem)
         return values
 
     def _read(self, returned: Any, texts: Texts, rows: Sequence[int]) -> list[Value]:
@@ -177,40 +165,40 @@ class RewardFunction:
             RewardError: ``returned`` does not have one entry per row.
         """
         entries = _plain(returned)
-        if not isinstance(entries, (list, tuple)):
+        if not isinstance(entries, (list, tuple)) or len(entries) != len(rows):
+            got = len(entries) if isinstance(entries, (list, tuple)) else type(returned).__name__
             raise RewardError(
                 f"reward function {self.name} must return a list with one number (or None) for each"
-                f" of the {len(rows)} completions, got {type(returned).__name__}"
-            )
-        if len(entries) != len(rows):
-            raise RewardError(
-                f"reward function {self.name} must return one number (or None) per completion: got"
-                f" {len(entries)} for {len(rows)} completions"
+                f" of {len(rows)} completions, got {got}"
             )
         width = texts.rollout.ids.shape[1] if getattr(returned, "ndim", 1) == 2 else None
         lengths = [len(texts.completion_ids[row]) for row in rows]
         return [read_value(*pair, width) for pair in zip(entries, lengths, strict=True)]
 
     def _to_output(self, rollout: Rollout, values: list[Value]) -> RewardOutput:
-        scores = [value if isinstance(value, float) else 0.0 for value in values]
-        totals = [sum(value) if isinstance(value, list) else value for value in values]
-        component = [value if isinstance(value, (int, float)) else torch.nan for value in totals]
-        dense: Tensor | None = None
-        if any(isinstance(value, list) for value in values):
-            dense, mask = torch.zeros(rollout.ids.shape), rollout.loss_mask.cpu()
-            for row, value in enumerate(values):
-                if isinstance(value, list):
-                    dense[row, mask[row]] = torch.tensor(value)
-        device = rollout.ids.device
+        scores = torch.zeros(len(values))
+        component = torch.full((len(values),), torch.nan)
+        dense, mask = torch.zeros(rollout.ids.shape), rollout.loss_mask.cpu()
+        for row, value in enumerate(values):
+            if isinstance(value, float):
+                scores[row] = component[row] = value
+            elif isinstance(value, list):
+                component[row] = sum(value)
+                dense[row, mask[row]] = torch.tensor(value)
+        some_dense = any(isinstance(value, list) for value in values)
         return RewardOutput(
-            scores=torch.tensor(scores, device=device),
-            valid=torch.tensor([isinstance(v, (float, list)) for v in values], device=device),
-            components={self.name: torch.tensor(component, device=device)},
-            token_rewards=None if dense is None else dense.to(device),
-        )
+            scores=scores,
+            valid=torch.tensor([isinstance(value, (float, list)) for value in values]),
+            components={self.name: component},
+            token_rewards=dense if some_dense else None,
+        ).to(rollout.ids.device)
 
-    def _row(self, texts: Texts, row: int) -> str:
-        return row_name(texts.rollout, row, texts.prompts[row])
+    def _error(self, texts: Texts, row: int, problem: str) -> RewardError:
+        where = row_name(texts.rollout, row, texts.prompts[row])
+        return RewardError(
+            f"reward function {self.name} {problem}, on {where}; fix it, or choose"
+            " on_reward_error='score' or 'drop'"
+        )
 
 
 class Invalid(str):
@@ -229,25 +217,26 @@ def read_value(entry: Any, length: int, width: int | None) -> Value:
         width: length of the entry if it is padded; None: it is not.
     """
     plain = _plain(entry)
-    if isinstance(plain, Real):
-        if _is_finite(plain):
-            return float(plain)
+    if plain is None:
+        return None
+    if isinstance(plain, (list, tuple)):
+        numbers = plain[:length] if len(plain) == width else plain
+        if len(numbers) != length:
+            return Invalid(
+                f"returned {len(numbers)} per-token rewards for a response of {length} tokens"
+            )
+        wrong = [number for number in numbers if not _is_finite(number)]
+        if wrong:
+            return Invalid(f"returned the per-token reward {wrong[0]}, not a finite number")
+        return [float(number) for number in numbers]
+    if isinstance(plain, Real) and not _is_finite(plain):
         return Invalid(
             f"returned {str(plain)[:80]}, which is not a finite float32; return None where the"
             " reward does not apply"
         )
-    if not isinstance(plain, (list, tuple)):
-        problem = f"returned {type(plain).__name__} {str(plain)[:80]!r}, not a number"
-        return None if plain is None else Invalid(problem)
-    numbers = plain[:length] if len(plain) == width else plain
-    if len(numbers) != length:
-        return Invalid(
-            f"returned {len(numbers)} per-token rewards for a response of {length} tokens"
-        )
-    for number in numbers:
-        if not _is_finite(number):
-            return Invalid(f"returned the per-token reward {number}, not a finite number")
-    return [float(number) for number in numbers]
+    if not _is_finite(plain):
+        return Invalid(f"returned {type(plain).__name__} {str(plain)[:80]!r}, not a number")
+    return float(plain)
 
 
 def _plain(returned: Any) -> Any:
@@ -284,21 +273,12 @@ class Signature:
     """The keyword arguments that a function accepts."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"reward function {name} has no signature that Python can inspect; wrap it in"
-                " def reward(completions, **columns): ..."
-            ) from error
+        parameters = inspect.signature(function).parameters.values()
         self._name = name
         self._all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._named = {
-            p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        }
-        self._required = {
-            p.name for p in parameters if p.name in self._named and p.default is p.empty
-        }
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._named = {p.name for p in named}
+        self._required = {p.name for p in named if p.default is p.empty}
 
     @property
     def columns(self) -> frozenset[str] | None:
@@ -314,14 +294,13 @@ class Signature:
         missing = sorted(self._required - {*PER_ROW, *FIXED} - ({*columns} - {"prompt"}))
         if not missing:
             return
-        available = ", ".join(sorted(columns)) or "none"
         plural = f"{missing[0]}s"
         fix = f"add a dataset column {missing[0]!r}, or give the argument a default"
         fix = f"use {plural}, a list, instead" if plural in PER_ROW else fix
         raise ConfigError(
             f"reward function {self._name} needs {', '.join(missing)}, and the dataset has no such"
-            f" column (its columns: {available}). In addition to columns, a function can take"
-            f" {', '.join([*PER_ROW, *FIXED])}; {fix}"
+            f" column (its columns: {', '.join(sorted(columns)) or 'none'}). In addition to"
+            f" columns, a function can take {', '.join([*PER_ROW, *FIXED])}; {fix}"
         )
 
     def arguments(self, texts: Texts, log: RewardLog, trainer_state: object) -> dict[str, Any]:
@@ -349,16 +328,8 @@ class Signature:
 def one_row(kwargs: Mapping[str, Any], row: int) -> dict[str, Any]:
     """The same arguments for a single row; what that call logs is discarded."""
     single = {k: v[row : row + 1] if isinstance(v, list) else v for k, v in kwargs.items()}
-    silent = RewardLog()
-    for name, method in (("log_metric", silent.metric), ("log_extra", silent.extra)):
-        if name in single:
-            single[name] = method
-    return single
-
-
-_lock = threading.Lock()
-_loop: asyncio.AbstractEventLoop | None = None
-_owner = 0  # process that started the loop: threads do not survive a fork
+    silent = {"log_metric": RewardLog().metric, "log_extra": RewardLog().extra}
+    return single | {name: silent[name] for name in silent.keys() & single.keys()}
 
 
 def submit(awaitable: Awaitable[Any]) -> Future[Any]:
@@ -367,16 +338,15 @@ def submit(awaitable: Awaitable[Any]) -> Future[Any]:
     async def wait() -> Any:
         return await awaitable
 
-    return asyncio.run_coroutine_threadsafe(wait(), _background_loop())
+    return asyncio.run_coroutine_threadsafe(wait(), _background_loop(os.getpid()))
 
 
-def _background_loop() -> asyncio.AbstractEventLoop:
-    global _loop, _owner
-    with _lock:
-        if _loop is None or _owner != os.getpid():
-            _loop, _owner = asyncio.new_event_loop(), os.getpid()
-            threading.Thread(target=_loop.run_forever, name="kedge-rewards", daemon=True).start()
-        return _loop
+@functools.cache
+def _background_loop(process: int) -> asyncio.AbstractEventLoop:
+    """The event loop of this process: threads do not survive a fork."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=f"kedge-rewards-{process}", daemon=True).start()
+    return loop
 
 
 class RewardLog:
@@ -437,6 +407,4 @@ class MetricCapturingSource:
 
     def close(self) -> None:
         """Release the source's resources outside this process."""
-        close = getattr(self._source, "close", None)
-        if close is not None:
-            close()
+        getattr(self._source, "close", lambda: None)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Callable
@@ -30,10 +31,10 @@ def find_head(model: nn.Module) -> Head:
     backbone = getattr(model, getattr(model, "base_model_prefix", None) or "-", None)
     score = getattr(model, "score", None)
     if isinstance(backbone, nn.Module) and isinstance(score, nn.Module):
-        return _LastToken(backbone, score)
+        return _last_token_head(backbone, score)
     if callable(backbone) and callable(score) and type(model).forward is nn.Module.forward:
-        return _Functions(backbone, score)
-    return _Whole(model)
+        return _function_head(backbone, score)
+    return _model_head(model)
 
 
 def save_adapter_shift(folder: str | Path, shift: float) -> None:
@@ -72,37 +73,43 @@ def in_full(head: nn.Module, hidden: Tensor) -> Tensor:
     return output
 
 
-class _LastToken:
-    def __init__(self, backbone: nn.Module, score: nn.Module) -> None:
-        self._backbone, self._score = backbone, score
-        wanted = _accepted(backbone, {"use_cache": False, "return_dict": True})
-        if not hasattr(backbone, "config"):
-            wanted |= _accepted(backbone, {"output_hidden_states": True})
-        self._options = wanted
-        self._joins: bool | None = None  # known from the first call on, on the device of the model
+def _last_token_head(backbone: nn.Module, score: nn.Module) -> Head:
+    """A score layer on the hidden state of the last real token."""
+    wanted = {"use_cache": False, "return_dict": True}
+    if not hasattr(backbone, "config"):
+        wanted["output_hidden_states"] = True
+    options = _accepted(backbone, wanted)
+    # asked at the first call, when the model is where it will run
+    joins = functools.cache(lambda: supports_packing(backbone))
 
-    def __call__(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        if self._joins is None:
-            self._joins = supports_packing(self._backbone)
-        if self._joins:
+    def head(ids: Tensor, lengths: Tensor) -> Tensor:
+        if joins():
             groups = [(n,) for n in lengths.tolist()]
-            joined = run_packed(self._backbone, pack_sequences(ids, lengths), groups)
-            return in_full(self._score, joined[0, lengths.cumsum(0) - 1])
-        out = self._backbone(input_ids=ids, attention_mask=_mask(ids, lengths), **self._options)
-        hidden = _hidden(out)
+            joined = run_packed(backbone, pack_sequences(ids, lengths), groups)
+            return in_full(score, joined[0, lengths.cumsum(0) - 1])
+        out = backbone(input_ids=ids, attention_mask=_mask(ids, lengths), **options)
+        hidden = getattr(out, "last_hidden_state", None)
+        if hidden is None and getattr(out, "hidden_states", None) is not None:
+            hidden = out.hidden_states[-1]
+        if hidden is None:
+            hidden = out[0] if isinstance(out, tuple) else out
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            raise RewardError(
+                f"the reward model's backbone returned {_shape(hidden)}; expected last_hidden_state"
+                " of shape [rows, tokens, width]"
+            )
         last = hidden[torch.arange(len(ids), device=ids.device), lengths - 1]
-        return in_full(self._score, last[:, None])[:, 0]
+        return in_full(score, last[:, None])[:, 0]
+
+    return head
 
 
-class _Functions:
+def _function_head(backbone: Callable[..., Any], score: Callable[[Any], Tensor]) -> Head:
     """What TRL calls of a reward module: its backbone, and ``score`` on the last hidden states."""
 
-    def __init__(self, backbone: Callable[..., Any], score: Callable[[Any], Tensor]) -> None:
-        self._backbone, self._score = backbone, score
-
-    def __call__(self, ids: Tensor, lengths: Tensor) -> Tensor:
+    def head(ids: Tensor, lengths: Tensor) -> Tensor:
         mask = _mask(ids, lengths)
-        out = self._backbone(
+        out = backbone(
             input_ids=ids * mask,
             attention_mask=mask,
             position_ids=mask.cumsum(1) - mask,
@@ -110,7 +117,7 @@ class _Functions:
             output_hidden_states=True,
             use_cache=False,
         )
-        scores = self._score(out.hidden_states[-1])
+        scores = score(out.hidden_states[-1])
         if scores.shape[:2] != ids.shape:
             raise RewardError(
                 f"the reward model's score returned {_shape(scores)}; expected [rows, tokens, 1] of"
@@ -118,46 +125,35 @@ class _Functions:
             )
         return scores.reshape(*ids.shape, -1)[torch.arange(len(ids)), lengths - 1]
 
+    return head
 
-class _Whole:
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._masked = bool(_accepted(model, {"attention_mask": True}))
-        self._named = bool(_accepted(model, {"input_ids": True}))
 
-    def __call__(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        options: dict[str, Any] = {"attention_mask": _mask(ids, lengths)} if self._masked else {}
-        out = self._model(input_ids=ids, **options) if self._named else self._model(ids, **options)
+def _model_head(model: nn.Module) -> Head:
+    """The logits of a whole model: per row, or those of the last real token."""
+    masked = bool(_accepted(model, {"attention_mask": True}))
+    named = bool(_accepted(model, {"input_ids": True}))
+
+    def head(ids: Tensor, lengths: Tensor) -> Tensor:
+        options: dict[str, Any] = {"attention_mask": _mask(ids, lengths)} if masked else {}
+        out = model(input_ids=ids, **options) if named else model(ids, **options)
         logits = getattr(out, "logits", out)
         logits = logits[0] if isinstance(logits, tuple) else logits
         if not isinstance(logits, Tensor) or logits.shape[:1] != ids.shape[:1]:
             raise RewardError(
-                f"reward model {type(self._model).__name__} returned {_shape(logits)} for"
-                f" {len(ids)} rows; expected logits [rows, labels], [rows] or [rows, tokens, 1]"
+                f"reward model {type(model).__name__} returned {_shape(logits)} for {len(ids)}"
+                " rows; expected logits [rows, labels], [rows] or [rows, tokens, 1]"
             )
         if logits.dim() == 1:
             return logits[:, None]
-        if logits.dim() == 3:  # one score per token: the last real one is the row's score
+        if logits.dim() == 3:
             return logits[torch.arange(len(ids), device=ids.device), lengths - 1]
         return logits
+
+    return head
 
 
 def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
     return (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
-
-
-def _hidden(out: Any) -> Tensor:
-    hidden = getattr(out, "last_hidden_state", None)
-    if hidden is None and getattr(out, "hidden_states", None) is not None:
-        hidden = out.hidden_states[-1]
-    if hidden is None:
-        hidden = out[0] if isinstance(out, tuple) else out
-    if not isinstance(hidden, Tensor) or hidden.dim() != 3:
-        raise RewardError(
-            f"the reward model's backbone returned {_shape(hidden)}; expected last_hidden_state"
-            " of shape [rows, tokens, width]"
-        )
-    return hidden
 
 
 def _shape(x: object) -> str:

@@ -1,8 +1,9 @@
-"""Weighted mixture of reward sources, and penalties for responses that were cut off."""
+"""Weighted mixture of reward sources, less penalties for responses that were cut off."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -19,21 +20,27 @@ Pending = Callable[[], tuple[RewardOutput, Tensor]]
 
 
 class Mixture:
-    """Weighted sum of the sources that apply to a row.
+    """Weighted sum of the sources that apply to a row, less the penalty of cut-off responses.
 
         score_i = sum over sources s that apply to row i of  weight_s * score_s,i
 
     Per-token rewards add up with the same weights.  Every source's own scores are kept in
-    ``components`` under its name, without the weight.  Rows on which a source
+    ``components`` under its name, without weight and penalty.  Rows on which a source
     failed, or to which no source applies, are not valid.
+
+    A response counts as ended if generation stopped it at a stop token or stop string
+    (``Rollout.terminated``), whatever that token is.
 
     Args:
         sources: (name, source, weight) triples; repeated names get ``_2``, ``_3``, ...
         on_unscored: a row to which no source applies is dropped (``"drop"``) or is an error
             (``"raise"``).
+        missing_eos_penalty: subtracted from the score of a cut-off response.
+        non_eos_penalty: replace the score of a cut-off response.
+        penalty_reward_value: the replacement.
 
     Raises:
-        ConfigError: ``sources`` is empty.
+        ConfigError: ``sources`` is empty, or both kinds of penalty are set.
     """
 
     def __init__(
@@ -41,18 +48,32 @@ class Mixture:
         sources: Sequence[tuple[str, RewardSource, float]],
         *,
         on_unscored: Literal["drop", "raise"] = "drop",
+        missing_eos_penalty: float | None = None,
+        non_eos_penalty: bool = False,
+        penalty_reward_value: float = -1.0,
     ) -> None:
         if not sources:
             raise ConfigError("a mixture needs at least one reward source")
-        names = unique_names([name for name, _, _ in sources])
-        self._sources = [
-            (name, source, float(weight))
-            for name, (_, source, weight) in zip(names, sources, strict=True)
-        ]
-        self.name = "+".join(names)
-        self.columns = columns_read([source for _, source, _ in sources])
-        self._on_unscored = on_unscored
+        if missing_eos_penalty is not None and non_eos_penalty:
+            raise ConfigError(
+                f"missing_eos_penalty={missing_eos_penalty} subtracts from the score of cut-off"
+                f" responses, non_eos_penalty=True replaces it by {penalty_reward_value};"
+                " set only one of them"
+            )
+        counts: Counter[str] = Counter()
+        self._sources: list[tuple[str, RewardSource, float]] = []
+        for name, source, weight in sources:
+            counts[name] += 1
+            unique = name if counts[name] == 1 else f"{name}_{counts[name]}"
+            self._sources.append((unique, source, float(weight)))
+        self.name = "+".join(name for name, _, _ in self._sources)
+        read = [getattr(source, "columns", None) for _, source, _ in sources]
+        known = frozenset(name for columns in read for name in columns or ())
+        self.columns = None if None in read else known
         self.only_models = all(getattr(s, "only_models", False) for _, s, _ in sources)
+        self._on_unscored = on_unscored
+        self._subtract = missing_eos_penalty or 0.0
+        self._replace = penalty_reward_value if non_eos_penalty else None
 
     def score(self, rollout: Rollout) -> RewardOutput:
         """The weighted sum for all rows; asynchronous sources run at the same time."""
@@ -91,29 +112,10 @@ class Mixture:
                 parts |= {f"{name}/{part}": column for part, column in components.items()}
             else:
                 parts[name] = torch.where(output.valid, output.scores.float(), torch.nan)
+        cut_off = scores - self._subtract if self._replace is None else self._replace
+        scores = torch.where(rollout.terminated, scores, cut_off)
         mixed = RewardOutput(scores=scores, valid=valid, components=parts, token_rewards=dense)
         return mixed, failed
-
-
-def columns_read(sources: Iterable[RewardSource]) -> frozenset[str] | None:
-    """Dataset columns that any of the sources reads; None if unknown."""
-    read: frozenset[str] = frozenset()
-    for source in sources:
-        columns = getattr(source, "columns", None)
-        if columns is None:
-            return None
-        read |= columns
-    return read
-
-
-def unique_names(names: Sequence[str]) -> list[str]:
-    """The names, with ``_2``, ``_3``, ... appended to repetitions."""
-    seen: dict[str, int] = {}
-    unique = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        unique.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
-    return unique
 
 
 def _begin(source: RewardSource, rollout: Rollout) -> Pending:
@@ -122,71 +124,18 @@ def _begin(source: RewardSource, rollout: Rollout) -> Pending:
         return begin(rollout)
 
     def score() -> tuple[RewardOutput, Tensor]:
-        output = _score(source, rollout)
+        name, output = type(source).__name__, source.score(rollout)
+        if not isinstance(output, RewardOutput):
+            raise RewardError(
+                f"{name}.score must return a kedge.types.RewardOutput, got {type(output).__name__}"
+                " (only a plain function of completions may return a list)"
+            )
+        shapes = (tuple(output.scores.shape), tuple(output.valid.shape))
+        if shapes != ((len(rollout),),) * 2:
+            raise RewardError(
+                f"{name}.score returned scores of shape {shapes[0]} and valid of shape {shapes[1]}"
+                f" for {len(rollout)} responses; both must have one entry per response"
+            )
         return output, ~output.valid
 
     return score
-
-
-def _score(source: RewardSource, rollout: Rollout) -> RewardOutput:
-    name, output = type(source).__name__, source.score(rollout)
-    if not isinstance(output, RewardOutput):
-        raise RewardError(
-            f"{name}.score must return a kedge.types.RewardOutput, got {type(output).__name__}"
-            " (only a plain function of completions may return a list)"
-        )
-    shapes = (tuple(output.scores.shape), tuple(output.valid.shape))
-    if shapes != ((len(rollout),),) * 2:
-        raise RewardError(
-            f"{name}.score returned scores of shape {shapes[0]} and valid of shape {shapes[1]} for"
-            f" {len(rollout)} responses; both must have one entry per response"
-        )
-    return output
-
-
-class EosPenalty:
-    """Lowers the score of responses that were cut off.
-
-    With ``missing_eos_penalty``: score - penalty.  With ``non_eos_penalty``: the score becomes
-    ``penalty_reward_value``.  A response counts as ended if generation stopped it at a stop token
-    or stop string (``Rollout.terminated``), whatever that token is.
-
-    Args:
-        inner: source of the scores.
-        missing_eos_penalty: subtracted from the score of a cut-off response.
-        non_eos_penalty: replace the score of a cut-off response.
-        penalty_reward_value: the replacement.
-
-    Raises:
-        ConfigError: both kinds of penalty are set.
-    """
-
-    def __init__(
-        self,
-        inner: RewardSource,
-        *,
-        missing_eos_penalty: float | None = None,
-        non_eos_penalty: bool = False,
-        penalty_reward_value: float = -1.0,
-    ) -> None:
-        if missing_eos_penalty is not None and non_eos_penalty:
-            raise ConfigError(
-                f"missing_eos_penalty={missing_eos_penalty} subtracts from the score of cut-off"
-                f" responses, non_eos_penalty=True replaces it by {penalty_reward_value};"
-                " set only one of them"
-            )
-        self._inner = inner
-        self.columns: frozenset[str] | None = getattr(inner, "columns", None)
-        self.only_models: bool = getattr(inner, "only_models", False)
-        self._subtract = missing_eos_penalty
-        self._replace = penalty_reward_value if non_eos_penalty else None
-
-    def score(self, rollout: Rollout) -> RewardOutput:
-        """The inner reward output; its components keep the scores before the penalty."""
-        output = self._inner.score(rollout)
-        scores, ended = output.scores, rollout.terminated
-        if self._subtract is not None:
-            scores = torch.where(ended, scores, scores - self._subtract)
-        if self._replace is not None:
-            scores = torch.where(ended, scores, self._replace)
-        return replace(output, scores=scores)

@@ -100,13 +100,13 @@ class RewardModel:
         """
         if self._own is not None and self._texts is not None:
             terminated = rollout.terminated.tolist()
-            ids, lengths = padded(self._own.rows(self._texts.of(rollout), terminated))
+            ids, lengths = pad_rows(self._own.rows(self._texts.of(rollout), terminated))
         else:
-            ids, lengths = packed(rollout)
+            ids, lengths = join_responses(rollout)
             if self._tail is not None:
                 ids, lengths = self._tail.append(ids, lengths, rollout)
             ids, lengths = self._cut(ids, lengths)
-        ids = filled(ids, lengths, self._pad)
+        ids = fill_padding(ids, lengths, self._pad)
         self._check_rows(rollout, ids, lengths)
         scores = self._scores(ids, lengths).to(rollout.ids.device)
         finite = scores.isfinite()
@@ -149,8 +149,8 @@ class RewardModel:
 
     def score_ids(self, rows: list[list[int]]) -> Tensor:
         """Scores of rows of token ids, float32 [len(rows)], each at its last token."""
-        ids, lengths = padded(rows)
-        return self._scores(filled(ids, lengths, self._pad), lengths)
+        ids, lengths = pad_rows(rows)
+        return self._scores(fill_padding(ids, lengths, self._pad), lengths)
 
     def _retokenizer(self, tokenizer: Any, max_length: int | None) -> Retokenizer:
         framed = bool(getattr(self._config, "is_encoder_decoder", False))
@@ -160,7 +160,7 @@ class RewardModel:
     def _scores(self, ids: Tensor, lengths: Tensor) -> Tensor:
         self.model.eval()
         device = next((p.device for p in self.model.parameters()), ids.device)
-        groups, scores = chunks(lengths, rows=self._chunk), []
+        groups, scores = split_rows(lengths, rows=self._chunk), []
         autocast: AbstractContextManager[Any] = nullcontext()
         if self._autocast is not None:
             autocast = torch.autocast(device.type, dtype=self._autocast)
@@ -244,11 +244,10 @@ def _label(config: Any, wanted: int | str | None, name: str) -> int | None:
     count = getattr(config, "num_labels", None)
     names: dict[int, str] = getattr(config, "id2label", None) or {}
     if wanted is None:
-        if isinstance(count, int) and count != 1 and config is not None:
-            listed = ", ".join(names.values()) or f"{count} of them"
+        if isinstance(count, int) and count != 1:
             raise ConfigError(
-                f"reward model {name} has {count} labels ({listed}); select the reward with"
-                " reward_label, or load the model with num_labels=1"
+                f"reward model {name} has {count} labels ({', '.join(names.values())}); select the"
+                " reward with reward_label, or load the model with num_labels=1"
             )
         return None
     index = wanted if isinstance(wanted, int) else {v: k for k, v in names.items()}.get(wanted)
@@ -370,8 +369,7 @@ class Retokenizer:
         body = ids[:-1] if ids[-1:] == [eos] else ids
         if not finished:
             return body or [self._placeholder()]
-        whole = [*body, eos]
-        return whole if self._max_length is None else whole[-self._max_length :]
+        return [*body, eos][-(self._max_length or 0) :]
 
     def _placeholder(self) -> int:
         special = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
@@ -390,7 +388,7 @@ class Retokenizer:
         )
 
 
-def packed(rollout: Rollout) -> tuple[Tensor, Tensor]:
+def join_responses(rollout: Rollout) -> tuple[Tensor, Tensor]:
     """Prompt and response of every row, joined without padding before or between them.
 
     Returns:
@@ -405,7 +403,7 @@ def packed(rollout: Rollout) -> tuple[Tensor, Tensor]:
     return ids.gather(1, order)[:, : int(lengths.max())], lengths
 
 
-def chunks(lengths: Tensor, *, rows: int, tokens: int = 1024) -> list[Tensor]:
+def split_rows(lengths: Tensor, *, rows: int, tokens: int = 1024) -> list[Tensor]:
     """Groups of row numbers to run together: longest first, with little padding.
 
     A group ends at ``rows`` rows, or when it holds ``tokens`` tokens and the next row is more than
@@ -431,15 +429,13 @@ def chunks(lengths: Tensor, *, rows: int, tokens: int = 1024) -> list[Tensor]:
     return [torch.tensor(group, device=lengths.device) for group in groups]
 
 
-def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+def pad_rows(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     """Token lists, right-padded with 0: ids int64 [B, L], lengths int64 [B]."""
-    lengths = torch.tensor([len(row) for row in rows])
-    width = int(lengths.max())
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64)
-    return ids, lengths
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    return ids, torch.tensor([len(row) for row in rows])
 
 
-def filled(ids: Tensor, lengths: Tensor, token: int) -> Tensor:
+def fill_padding(ids: Tensor, lengths: Tensor, token: int) -> Tensor:
     """``ids`` padded with ``token`` after the end of each row."""
     real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     return torch.where(real, ids, token)

@@ -32,9 +32,7 @@ class Texts:
     def prompt_ids(self) -> list[list[int]]:
         """Token ids of every prompt, without padding."""
         prompts = self.rollout.prompts
-        width, lengths = prompts.ids.shape[1], _lengths(prompts.mask)
-        rows = prompts.ids.tolist()
-        return [row[width - n :] for row, n in zip(rows, lengths, strict=True)]
+        return [ids[real].tolist() for ids, real in zip(prompts.ids, prompts.mask, strict=True)]
 
     @cached_property
     def completion_ids(self) -> list[list[int]]:
@@ -81,9 +79,8 @@ class Texts:
     def _turns(self) -> list[list[list[int]]]:
         """Token ids of each turn of every row."""
         rollout = self.rollout
-        turn = (
-            number_turns(rollout.loss_mask) if rollout.episodes is None else rollout.episodes.turn
-        )
+        episodes = rollout.episodes
+        turn = number_turns(rollout.loss_mask) if episodes is None else episodes.turn
         return [
             [ids[row == k].tolist() for k in row[row >= 0].unique()]
             for ids, row in self._rows(turn)
@@ -155,10 +152,6 @@ class TextCache:
 
 def row_name(rollout: Rollout, row: int, prompt: object) -> str:
     """A row in error messages: its number in the batch of all ranks, and its prompt."""
-    shown = repr(prompt)
-    shown = shown if len(shown) <= 200 else shown[:200] + "..."
-    return f"row {int(rollout.prompts.row[row])} (prompt {shown})"
-
-
-def _lengths(mask: Tensor) -> list[int]:
-    return mask.sum(1).tolist()
+    text = repr(prompt)
+    text = text if len(text) <= 200 else text[:200] + "..."
+    return f"row {int(rollout.prompts.row[row])} (prompt {text})"

@@ -8,8 +8,8 @@ Importing this package loads only the standard library.
 from kedge.verifiers.base import Verifier, text_of
 from kedge.verifiers.compose import VERIFIERS, ByColumn, RewardMix, by_column, reward_mix
 from kedge.verifiers.constraints import ConstraintVerifier, ifeval
-from kedge.verifiers.mathematics.arithmetic import gsm8k, number_verifier
-from kedge.verifiers.mathematics.verifier import accuracy_reward, math, math_verifier
+from kedge.verifiers.mathematics import accuracy_reward, math, math_verifier
+from kedge.verifiers.numbers import gsm8k, number_verifier
 from kedge.verifiers.programs import code, code_verifier
 from kedge.verifiers.remote import RemoteReward
 from kedge.verifiers.sandbox.sandbox import Outcome, Sandbox

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,8 +32,8 @@ class Verifier:
     mistake in the dataset and raises.
 
     Args:
-        check: scores one response; raises RewardError for an invalid ground truth and
-            Unanswered for a response that cannot be checked.
+        check: scores one response; raises RewardError for an invalid ground truth (the verifier's
+            name is added to its message) and Unanswered for a response that cannot be checked.
         name: reward source in the reward output, and suffix of the metrics.
         column: dataset column with the ground truth; None if the check needs none.
         threads: responses checked concurrently.
@@ -76,22 +77,24 @@ class Verifier:
             truths = read_column(columns, self.column, len(completions), name)
         texts = [text_of(completion) for completion in completions]
         rows = [i for i, t in enumerate(truths) if t is not None or self.column is None]
-        problems: list[str] = []
+        problems: Counter[str] = Counter()
 
         def score_row(row: int) -> float:
             try:
                 return float(self.check(texts[row], truths[row]))
             except Unanswered as problem:
-                problems.append(problem.kind)
+                problems[problem.kind] += 1
                 return 0.0
+            except RewardError as error:
+                raise RewardError(f"verifier {name}: {error}") from error
 
         scores: list[float | None] = [None] * len(completions)
         for row, score in zip(rows, parallel(score_row, rows, self.threads), strict=True):
             scores[row] = score
         log = columns.get("log_metric")
         if log is not None:
-            for kind in sorted(set(problems)):
-                log(f"{kind}/{name}", float(problems.count(kind)))
+            for kind, count in sorted(problems.items()):
+                log(f"{kind}/{name}", float(count))
         return scores
 
 
@@ -155,12 +158,12 @@ def read_column(columns: Mapping[str, Any], column: str, rows: int, name: str) -
     values = list(columns[column])
     if len(values) != rows:
         raise RewardError(
-            f"verifier {name}: column {column!r} has {len(values)} values for {rows} completions"
+            f"{name}: column {column!r} has {len(values)} values for {rows} completions"
         )
     return values
 
 
-def read_record(truth: Any, name: str, example: str) -> dict[str, Any]:
+def read_record(truth: Any, example: str) -> dict[str, Any]:
     """A ground truth given as a mapping or as a JSON object; keys with value None are dropped."""
     value = truth
     if isinstance(truth, str):
@@ -170,7 +173,7 @@ def read_record(truth: Any, name: str, example: str) -> dict[str, Any]:
             value = None
     if not isinstance(value, Mapping):
         raise RewardError(
-            f"verifier {name}: the ground truth must be a mapping or a JSON object such as"
-            f" {example}, got {str(truth)[:80]!r}"
+            f"the ground truth must be a mapping or a JSON object such as {example}, got"
+            f" {str(truth)[:80]!r}"
         )
     return {key: entry for key, entry in value.items() if entry is not None}

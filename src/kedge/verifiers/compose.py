@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kedge.errors import ConfigError, RewardError
+from kedge.suggestions import hint
 from kedge.verifiers import texts
 from kedge.verifiers.base import Verifier, read_column, read_scores
 from kedge.verifiers.constraints import ifeval
-from kedge.verifiers.mathematics.arithmetic import gsm8k
-from kedge.verifiers.mathematics.verifier import math as math_answers
+from kedge.verifiers.mathematics import math as math_answers
+from kedge.verifiers.numbers import gsm8k
 from kedge.verifiers.programs import code
 
 RewardFunc = Callable[..., Sequence[float | None]]
@@ -70,11 +70,16 @@ class ByColumn:
         names = read_column(columns, self.column, rows, self.__name__)
         truths = read_column(columns, self.truth, rows, self.__name__)
         jobs: dict[str, list[tuple[int, Any]]] = {}
-        for row, (names_of_row, truth) in enumerate(zip(names, truths, strict=True)):
-            for name, truth_of_name in self._verifiers_of(
-                f"row {row}" if rows > 1 else "a row", names_of_row, truth
-            ):
-                jobs.setdefault(name, []).append((row, truth_of_name))
+        for row, (value, truth) in enumerate(zip(names, truths, strict=True)):
+            known = self._read_names(value, f"row {row}" if rows > 1 else "a row")
+            own_truths = truth if isinstance(value, (list, tuple)) else [truth] * len(known)
+            if not isinstance(own_truths, (list, tuple)) or len(own_truths) != len(known):
+                raise RewardError(
+                    f"{self.__name__}: a row names {len(known)} verifiers in {self.column!r}, so"
+                    f" {self.truth!r} must be a list of {len(known)} ground truths"
+                )
+            for name, own_truth in zip(known, own_truths, strict=True):
+                jobs.setdefault(name, []).append((row, own_truth))
         scores: list[float | None] = [None] * rows
         log = columns.get("log_metric")
         for name, job in jobs.items():
@@ -97,45 +102,32 @@ class ByColumn:
             ConfigError: a verifier cannot run on this machine.
         """
         used: set[str] = set()
-        for row, names_of_row in enumerate(names):
-            several = isinstance(names_of_row, (list, tuple))
-            known = self._verifiers_of(
-                f"row {row}", names_of_row, [None] * len(names_of_row) if several else None
-            )
-            used.update(name for name, _ in known)
+        for row, value in enumerate(names):
+            used.update(self._read_names(value, f"row {row}"))
         for name in sorted(used):
             verifier = self.verifiers[name]
             if isinstance(verifier, Verifier):
                 verifier.prepare()
 
-    def _verifiers_of(self, row: str, names_of_row: Any, truth: Any) -> list[tuple[str, Any]]:
-        if names_of_row is None:
+    def _read_names(self, value: Any, where: str) -> list[str]:
+        """The verifiers that a row names: None, a name, or several."""
+        if value is None:
             return []
-        several = isinstance(names_of_row, (list, tuple))
-        names = list(names_of_row) if several else [names_of_row]
-        truths = truth if several else [truth]
-        if not isinstance(truths, (list, tuple)) or len(truths) != len(names):
-            raise RewardError(
-                f"{self.__name__}: {row} names {len(names)} verifiers in {self.column!r}, so"
-                f" {self.truth!r} must be a list of {len(names)} ground truths"
-            )
         known = []
-        for name in names:
-            known_name = self.rename.get(name, name) if isinstance(name, str) else name
-            if isinstance(known_name, str) and known_name not in self.verifiers:
-                known_name = known_name.lower()  # datasets write GSM8K and MATH
-            if not isinstance(known_name, str) or known_name not in self.verifiers:
-                raise RewardError(self._unknown(known_name, row))
-            known.append(known_name)
-        return list(zip(known, truths, strict=True))
+        for name in value if isinstance(value, (list, tuple)) else [value]:
+            alias = self.rename.get(name, name) if isinstance(name, str) else ""
+            choices = (alias, alias.lower())  # datasets write GSM8K and MATH
+            found = next((choice for choice in choices if choice in self.verifiers), None)
+            if found is None:
+                raise RewardError(self._unknown(name, where))
+            known.append(found)
+        return known
 
     def _unknown(self, name: Any, where: str) -> str:
-        near = difflib.get_close_matches(str(name), self.verifiers, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         return (
-            f"{self.__name__}: unknown verifier {name!r} in {where}{hint} (known:"
-            f" {', '.join(self.verifiers)}; add yours with ByColumn({{..., {str(name)!r}:"
-            " function}) or map the name with rename)"
+            f"{self.__name__}: unknown verifier {name!r} in {where}"
+            f"{hint(str(name), self.verifiers)} (known: {', '.join(self.verifiers)}; add yours with"
+            f" ByColumn({{..., {str(name)!r}: function}}) or map the name with rename)"
         )
 
     def _score(
@@ -150,14 +142,14 @@ class ByColumn:
         truths = [truth for _, truth in job]
         chosen |= {self.truth: truths, getattr(function, "column", None) or self.truth: truths}
         chosen |= {key: columns[key] for key in REPORTS if key in columns and key != "log_extra"}
-        returned = function(**accepted(function, chosen))
+        returned = function(**accepted_arguments(function, chosen))
         try:
             return read_scores(returned, len(job))
         except ValueError as error:
             raise RewardError(f"verifier {name} {error}") from error
 
 
-def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+def accepted_arguments(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments that a function accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -251,13 +243,12 @@ def reward_mix(
             "verifiers were given, but apply_verifiable_reward=False ignores them; drop one of"
             " the two"
         )
-    functions: list[RewardFunc] = []
-    weights: list[float] = []
     model = reward_model if reward_model_multiplier else None
+    functions: list[RewardFunc] = []
     if apply_verifiable_reward:
         chosen = by_column() if verifiers is None else verifiers
         functions += [chosen] if callable(chosen) else list(chosen)
-        weights += [verification_reward] * len(functions)
+    weights = [verification_reward] * len(functions)
     if add_r1_style_format_reward:
         functions.append(texts.r1_style_format)
         weights.append(r1_style_format_reward)
@@ -268,7 +259,7 @@ def reward_mix(
         )
     trainer: dict[str, Any] = {"reward_weights": weights}
     if model is not None:
-        trainer |= {"reward_model": model, "reward_weights": [reward_model_multiplier, *weights]}
+        trainer = {"reward_model": model, "reward_weights": [reward_model_multiplier, *weights]}
     if functions:
         trainer["reward_funcs"] = functions
     config = {"non_eos_penalty": non_stop_penalty, "penalty_reward_value": penalty_reward_value}

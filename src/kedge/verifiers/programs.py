@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -67,7 +68,7 @@ def code_verifier(
     """
     chosen = Sandbox(isolation=sandbox) if isinstance(sandbox, str) else sandbox or Sandbox()
     return Verifier(
-        partial(_check, sandbox=chosen, share=partial_credit, name=name),
+        partial(_check, sandbox=chosen, share=partial_credit),
         name=name,
         column=column,
         threads=workers or os.cpu_count() or 1,
@@ -98,71 +99,67 @@ def extract_code(response: str, entry_point: str = "", tests: Sequence[str] = ()
     return (defining or blocks)[-1]
 
 
-def _check(text: str, truth: Any, *, sandbox: Sandbox, share: bool, name: str) -> float:
-    record = read_record(truth, name, EXAMPLE)
+def _check(text: str, truth: Any, *, sandbox: Sandbox, share: bool) -> float:
+    record = read_record(truth, EXAMPLE)
     entry_point = str(record.get("entry_point", ""))
     prefix = str(record.get("prefix", record.get("prompt", "")))
-    tests = [] if "inputs" in record else _tests(record, entry_point, name)
+    cases = _read_cases(record) if "inputs" in record else []
+    tests = [] if cases else _read_tests(record, entry_point)
     code = extract_code(text, entry_point, tests)
     if len(code) > MAX_LETTERS:
         return 0.0
     joint = "\n" if code is not text else ""  # a bare response continues the prefix directly
     program = f"{prefix}{joint}{code}".replace("\x00", "")
-    passed, stopped = [], ""
-    if "inputs" in record:
-        for stdin, expected in _cases(record, name):
-            outcome = sandbox.run(program, stdin)
-            passed.append(not outcome.error and _lines(outcome.output) == _lines(expected))
-            stopped = stopped or outcome.stopped
-            if not passed[-1] and not share:
-                break
-    else:
+    passed, stopped, error = [], "", ""
+    for stdin, expected in cases:
+        outcome = sandbox.run(program, stdin)
+        passed.append(not outcome.error and _lines(outcome.output) == _lines(expected))
+        stopped = stopped or outcome.stopped
+        if not passed[-1] and not share:
+            break
+    if tests:
         outcome = sandbox.test(program, tests, entry_point=entry_point, prefix=prefix)
-        passed, stopped = list(outcome.passed), outcome.stopped
+        passed, stopped, error = list(outcome.passed), outcome.stopped, outcome.error
         if outcome.broken:
-            raise RewardError(f"verifier {name}: {outcome.broken}")
+            raise RewardError(outcome.broken)
     if share:
         return sum(passed) / len(passed)
     if stopped and not all(passed):
-        if stopped == "untestable" and name not in _warned:
-            _warned.add(name)
-            logger.warning(
-                "verifier %s: a test cannot be run in the sandbox (%s); its rows score 0 and are"
-                " counted in untestable/%s", name, outcome.error, name,
-            )  # fmt: skip
+        if stopped == "untestable":
+            _warn_untestable(error)
         raise Unanswered(stopped)
     return float(all(passed))
 
 
-_warned: set[str] = set()  # names of verifiers
+@functools.cache
+def _warn_untestable(reason: str) -> None:
+    logger.warning(
+        "tests cannot be run in the sandbox (%s): their rows score 0 and are counted in untestable",
+        reason,
+    )
 
 
-def _tests(record: dict[str, Any], entry_point: str, name: str) -> list[str]:
+def _read_tests(record: dict[str, Any], entry_point: str) -> list[str]:
     tests = record.get("tests", record.get("test"))
     tests = [tests] if isinstance(tests, str) else tests
     if not isinstance(tests, list) or not tests or not all(isinstance(t, str) for t in tests):
         raise RewardError(
-            f"verifier {name}: the ground truth must have tests, for example {EXAMPLE}; got keys"
-            f" {sorted(record)}"
+            f"the ground truth must have tests, for example {EXAMPLE}; got keys {sorted(record)}"
         )
     if entry_point and not entry_point.isidentifier():
-        raise RewardError(
-            f"verifier {name}: entry_point must be the name of a function, got {entry_point!r}"
-        )
+        raise RewardError(f"entry_point must be the name of a function, got {entry_point!r}")
     return tests
 
 
-def _cases(record: dict[str, Any], name: str) -> list[tuple[str, str]]:
+def _read_cases(record: dict[str, Any]) -> list[tuple[str, str]]:
     inputs, outputs = record["inputs"], record.get("outputs")
     lists = isinstance(inputs, list) and isinstance(outputs, list)
     if not lists or not inputs or len(inputs) != len(outputs or ()):
         raise RewardError(
-            f"verifier {name}: inputs and outputs must be non-empty lists of strings of equal"
-            f" length, for example {EXAMPLE}"
+            "inputs and outputs must be non-empty lists of strings of equal length, for example"
+            f" {EXAMPLE}"
         )
-    return [
-        (str(given), str(printed)) for given, printed in zip(inputs, outputs or (), strict=True)
-    ]
+    return [(str(one), str(other)) for one, other in zip(inputs, outputs or (), strict=True)]
 
 
 def _lines(text: str) -> list[str]:

@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kedge.errors import ConfigError, RewardError
-from kedge.http_client import Reply, excerpt, post, retried
-from kedge.verifiers.base import parallel, read_scores
+from kedge.http_client import Reply, excerpt, post, retry_request
+from kedge.verifiers.base import parallel, read_column, read_scores
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +83,7 @@ class RemoteReward:
         self._columns, self._send_ids = columns, send_ids
         parts = urlsplit(url)
         if self._token and parts.scheme == "http" and parts.hostname not in LOOPBACK:
-            logger.warning(
-                "the token for %s is sent unencrypted; use https or a tunnel", self._shown
-            )
+            logger.warning("the token for %s is sent unencrypted; use https", self._shown)
 
     def __repr__(self) -> str:
         return f"RemoteReward({self._shown!r})"
@@ -110,7 +108,14 @@ class RemoteReward:
             }
             if prompts is not None:
                 body["prompts"] = list(prompts[rows])
-            return self._request(self._encode(body), len(body["completions"]), until)
+            try:
+                data = json.dumps(body, allow_nan=False).encode()
+            except (TypeError, ValueError) as error:
+                raise RewardError(
+                    f"{self.__name__}: a dataset column cannot be sent as JSON ({error}); list the"
+                    " columns to send with columns=[...]"
+                ) from error
+            return self._request(data, len(body["completions"]), until)
 
         answers = parallel(score_batch, list(starts), self._concurrency)
         return [reward for answer in answers for reward in answer]
@@ -126,22 +131,7 @@ class RemoteReward:
                     f" missing: {', '.join(missing)}; available: {', '.join(wanted)}"
                 )
             wanted = [*self._columns, *(["completion_ids"] if self._send_ids else [])]
-        chosen = {key: list(columns[key]) for key in wanted}
-        for key, values in chosen.items():
-            if len(values) != rows:
-                raise RewardError(
-                    f"{self.__name__}: column {key!r} has {len(values)} values for {rows} rows"
-                )
-        return chosen
-
-    def _encode(self, body: dict[str, Any]) -> bytes:
-        try:
-            return json.dumps(body, allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
-            raise RewardError(
-                f"{self.__name__}: a dataset column cannot be sent as JSON ({error}); list the"
-                " columns to send with columns=[...]"
-            ) from error
+        return {key: read_column(columns, key, rows, self.__name__) for key in wanted}
 
     def _request(self, body: bytes, rows: int, until: float) -> list[float | None]:
         shown = self._shown
@@ -153,7 +143,7 @@ class RemoteReward:
             headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
             return post(self._url, body, headers, seconds=seconds)
 
-        reply, attempts = retried(
+        reply, attempts = retry_request(
             send,
             retries=self._retries,
             backoff=self._backoff,
@@ -172,17 +162,14 @@ class RemoteReward:
             )
         try:
             rewards = json.loads(reply.body)["rewards"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise RewardError(
-                f'reward server {shown} must answer {{"rewards": [...]}}, got'
-                f" {excerpt(reply.body)!r}"
-            ) from error
-        try:
-            if isinstance(rewards, list) and bool in map(type, rewards):
+            if bool in map(type, rewards):
                 raise ValueError("returned true or false, not a number or null")
             return read_scores(rewards, rows)
-        except ValueError as error:
-            raise RewardError(f"reward server {shown} {error}") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RewardError(
+                f'reward server {shown} must answer {{"rewards": [...]}}, one number or null for'
+                f" each of {rows} completions, got {excerpt(reply.body, 80)!r} ({str(error)[:80]})"
+            ) from error
 
 
 def _parse_url(url: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from kedge.errors import ConfigError, install_command
 from kedge.verifiers.base import read_scores
-from kedge.verifiers.compose import accepted
+from kedge.verifiers.compose import accepted_arguments
 
 try:
     import uvicorn
@@ -141,9 +141,7 @@ class RewardServer:
             raise HTTPException(
                 400, "the JSON must have a list 'completions' and an object 'columns'"
             )
-        offered = {**columns, "completions": completions}
-        if "prompts" in body:
-            offered["prompts"] = body["prompts"]
+        offered = {**columns, **{n: body[n] for n in ("completions", "prompts") if n in body}}
         rows = len(completions)
         invalid = [key for key, v in offered.items() if not isinstance(v, list) or len(v) != rows]
         if invalid:
@@ -199,9 +197,8 @@ class RewardServer:
         return body
 
     async def _call(self, function: Callable[..., Any], offered: dict[str, Any]) -> Any:
-        turns = self._turns
         try:
-            await asyncio.wait_for(turns.acquire(), WAIT_SECONDS)
+            await asyncio.wait_for(self._turns.acquire(), WAIT_SECONDS)
         except asyncio.TimeoutError as error:
             retry = {"Retry-After": "1"}
             raise HTTPException(503, "too many requests; try again later", retry) from error
@@ -211,7 +208,7 @@ class RewardServer:
             logger.exception("a reward function failed")
             raise HTTPException(422, f"{type(error).__name__}: {error}") from error
         finally:
-            turns.release()
+            self._turns.release()
 
 
 class _Protocol(H11Protocol):
@@ -263,19 +260,17 @@ async def _in_thread(function: Callable[..., Any], offered: dict[str, Any]) -> A
     answer: Future[Any] = Future()
     answer.set_running_or_notify_cancel()
 
+    async def wait(awaitable: Awaitable[Any]) -> Any:
+        return await awaitable
+
     def call() -> None:
         try:
-            returned = function(**accepted(function, offered))
-            if inspect.isawaitable(returned):
-                returned = asyncio.run(_wait_for(returned))
-            answer.set_result(returned)
+            returned = function(**accepted_arguments(function, offered))
+            is_async = inspect.isawaitable(returned)
+            answer.set_result(asyncio.run(wait(returned)) if is_async else returned)
         except BaseException as error:
             answer.set_exception(error)
 
     # A daemon: a function that hangs does not keep a terminated server alive.
     threading.Thread(target=call, daemon=True).start()
     return await asyncio.wrap_future(answer)
-
-
-async def _wait_for(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable

@@ -46,47 +46,49 @@ def f1(response: str, truth: str) -> float:
     return 2 * common / (len(answer) + len(expected))
 
 
-def _accepted(truth: Any, name: str) -> list[str]:
-    """The accepted texts of a ground truth, given as one text or a list."""
+def _best(response: str, truth: Any, *, score: Callable[[str, str], float]) -> float:
+    """The best score over the accepted texts of a ground truth, given as one text or a list."""
     texts = list(truth) if isinstance(truth, (list, tuple)) else [truth]
     texts = [str(text) if isinstance(text, (int, float)) else text for text in texts]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise RewardError(
-            f"verifier {name}: the ground truth must be a text or a non-empty list of accepted"
-            f" texts, got {str(truth)[:80]!r}"
+            "the ground truth must be a text or a non-empty list of accepted texts, got"
+            f" {str(truth)[:80]!r}"
         )
-    return texts
+    return max(float(score(response, text)) for text in texts)
 
 
-def _marked_or_all(response: str) -> str:
+def _read_answer(response: str) -> str:
+    """The marked answer of a response, or all of it."""
     marked = marked_answer(response)
     return response if marked is None else marked
 
 
-def _equal(response: str, truth: Any) -> float:
-    answer = normalize(_marked_or_all(response))
-    return float(any(answer == normalize(text) for text in _accepted(truth, "string_match")))
+def _equal(response: str, text: str) -> bool:
+    return normalize(_read_answer(response)) == normalize(text)
 
 
-def _identical(response: str, truth: Any) -> float:
-    return float(response.strip() in [text.strip() for text in _accepted(truth, "exact_match")])
+def _identical(response: str, text: str) -> bool:
+    return response.strip() == text.strip()
 
 
-def _contains(response: str, truth: Any) -> float:
-    padded = f" {normalize(response)} "
-    phrases = [normalize(text) for text in _accepted(truth, "string_contains")]
-    return float(any(text and f" {text} " in padded for text in phrases))
+def _contains(response: str, text: str) -> bool:
+    phrase = normalize(text)
+    return bool(phrase) and f" {phrase} " in f" {normalize(response)} "
 
 
-def _best_f1(response: str, truth: Any) -> float:
-    answer = _marked_or_all(response)
-    return max(f1(answer, text) for text in _accepted(truth, "string_f1"))
+def _answer_f1(response: str, text: str) -> float:
+    return f1(_read_answer(response), text)
 
 
-string_match = Verifier(_equal, name="string_match")
-exact_match = Verifier(_identical, name="exact_match")
-string_contains = Verifier(_contains, name="string_contains")
-string_f1 = Verifier(_best_f1, name="string_f1")
+def _text_verifier(name: str, score: Callable[[str, str], float]) -> Verifier:
+    return Verifier(partial(_best, score=score), name=name)
+
+
+string_match = _text_verifier("string_match", _equal)
+exact_match = _text_verifier("exact_match", _identical)
+string_contains = _text_verifier("string_contains", _contains)
+string_f1 = _text_verifier("string_f1", _answer_f1)
 
 
 def has_think_answer(text: str, *, strict: bool = True, opened: bool = False) -> bool:
@@ -184,41 +186,36 @@ def regex_reward(
         raise ConfigError(f"mode={mode!r} must be one of {', '.join(_MODES)}")
     if timeout <= 0:
         raise ConfigError(f"timeout={timeout} must be greater than 0")
-    match = partial(_match, mode=mode, ignore_case=ignore_case, timeout=timeout)
     if pattern is not None:
-        try:
-            match(pattern, "")
-        except ValueError as error:
-            raise ConfigError(f"pattern={pattern!r} {error}") from error
-    check = partial(_check_pattern, pattern, match=match, name=name)
+        _compile(pattern, ignore_case)
+    check = partial(_search, pattern, ignore_case=ignore_case, mode=mode, timeout=timeout)
     return Verifier(check, name=name, column=column if pattern is None else None, threads=workers)
 
 
-def _check_pattern(pattern: str | None, text: str, truth: Any, *, match: Any, name: str) -> float:
+def _search(
+    pattern: str | None, text: str, truth: Any, *, ignore_case: bool, mode: str, timeout: float
+) -> float:
     expression = truth if pattern is None else pattern
     if not isinstance(expression, str):
-        raise RewardError(
-            f"verifier {name}: the ground truth must be a regular expression as text, got"
-            f" {expression!r}"
-        )
+        raise RewardError(f"the ground truth must be a regular expression, got {expression!r}")
     try:
-        return float(match(expression, text))
+        search = getattr(_compile(expression, ignore_case), mode)
+        return float(search(text, timeout=timeout, concurrent=True) is not None)
     except TimeoutError as error:
         raise Unanswered("timeouts") from error
-    except ValueError as error:
-        raise RewardError(f"verifier {name}: the pattern {expression[:80]!r} {error}") from error
+    except ConfigError as error:
+        raise RewardError(str(error)) from error
 
 
-def _match(pattern: str, text: str, *, mode: str, ignore_case: bool, timeout: float) -> bool:
-    """Whether a pattern matches; raises TimeoutError, or ValueError for an invalid pattern."""
+def _compile(pattern: str, ignore_case: bool) -> Any:
     import regex
 
-    flags = regex.DOTALL | (regex.IGNORECASE if ignore_case else 0)
     try:
-        function = getattr(regex.compile(pattern, flags), mode)
+        return regex.compile(pattern, regex.DOTALL | (regex.IGNORECASE if ignore_case else 0))
     except (regex.error, RecursionError) as error:
-        raise ValueError(f"is not a valid regular expression: {error}") from error
-    return function(text, timeout=timeout, concurrent=True) is not None
+        raise ConfigError(
+            f"pattern={pattern[:80]!r} is not a valid regular expression: {error}"
+        ) from error
 
 
 regex_match = regex_reward()

@@ -8,6 +8,7 @@ fork.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
@@ -16,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kedge.errors import ConfigError
@@ -27,6 +28,7 @@ _CODE = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]);"
     "from kedge.verifiers.worker import serve; serve(*json.loads(sys.argv[2]))"
 )
+Worker = subprocess.Popen  # of bytes
 
 
 class TaskError(Exception):
@@ -51,12 +53,16 @@ class WorkerPool:
         if timeout <= 0 or size < 1:
             raise ConfigError(f"timeout={timeout} and workers={size} must be greater than 0")
         self.task, self.timeout, self.size, self.memory_mb = task, timeout, size, memory_mb
-        self._alive: set[_Worker] = set()
         self._reset()
-        weakref.finalize(self, _end_all, self._alive)
 
     def __reduce__(self) -> Any:
         return WorkerPool, (self.task, self.timeout, self.size, self.memory_mb)
+
+    def _reset(self) -> None:
+        self._owner, self._idle = os.getpid(), deque[Worker[bytes]]()
+        self._places = threading.Semaphore(self.size)
+        self._alive: set[Worker[bytes]] = set()
+        weakref.finalize(self, _end_all, self._alive, self._owner)
 
     def call(self, *arguments: Any) -> Any:
         """``function(*arguments)``.
@@ -69,92 +75,71 @@ class WorkerPool:
         if self._owner != os.getpid():  # after a fork the workers belong to the parent
             self._reset()
         with self._places:
-            worker = self._acquire()
+            worker = self._idle.pop() if self._idle else self._start()
+            if worker.poll() is not None:  # killed from outside while idle
+                self._end(worker)
+                worker = self._start()
             try:
-                answer = worker.ask(json.dumps(arguments), self.timeout)
+                answer = _ask(worker, json.dumps(arguments), self.timeout)
             except BaseException:
-                self._drop(worker)
+                self._end(worker)
                 raise
             self._idle.append(worker)
         if "raised" in answer:
             raise TaskError(answer["raised"])
         return answer["result"]
 
-    def _acquire(self) -> _Worker:
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.process.poll() is None:
-                return worker
-            self._drop(worker)  # it was killed from outside while idle
-        worker = _Worker(self.task, self.timeout, self.memory_mb)
-        self._alive.add(worker)
-        return worker
-
-    def _drop(self, worker: _Worker) -> None:
-        worker.end()
-        self._alive.discard(worker)
-
-    def _reset(self) -> None:
-        self._owner, self._idle = os.getpid(), deque[_Worker]()
-        self._places = threading.Semaphore(self.size)
-        self._alive.clear()
-
-
-def _end_all(workers: set[_Worker]) -> None:
-    for worker in list(workers):
-        worker.end()
-
-
-class _Worker:
-    def __init__(self, task: str, timeout: float, memory_mb: int | None) -> None:
-        options = json.dumps([task, timeout, memory_mb])
-        self._owner = os.getpid()
-        self.process = subprocess.Popen(
+    def _start(self) -> Worker[bytes]:
+        options = json.dumps([self.task, self.timeout, self.memory_mb])
+        worker = subprocess.Popen(
             [sys.executable, "-c", _CODE, json.dumps(sys.path), options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
+        self._alive.add(worker)
         try:
-            problem = self.ask("", START_SECONDS).get("raised")
+            problem = _ask(worker, "", START_SECONDS).get("raised")
         except Unanswered as error:
             problem = str(error)
         if problem is not None:
-            self.end()
-            raise ConfigError(f"the worker for {task} cannot start: {problem}")
+            self._end(worker)
+            raise ConfigError(f"the worker for {self.task} cannot start: {problem}")
+        return worker
 
-    def ask(self, line: str, timeout: float) -> dict[str, Any]:
-        """The answer to one line of JSON."""
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        timer = threading.Timer(timeout, self.process.kill)
-        timer.start()
-        data = b""
-        try:
-            with contextlib.suppress(OSError):  # a broken pipe
-                stdin.write(line.encode() + b"\n")
-                stdin.flush()
-                data = stdout.readline()
-        finally:
-            in_time = timer.is_alive()
-            timer.cancel()
-        if data.endswith(b"\n"):
-            answer: dict[str, Any] = json.loads(data)
-            return answer
-        if in_time:
-            raise Unanswered("crashes", "the worker died")
-        raise Unanswered("timeouts", f"no answer after {timeout} s")
+    def _end(self, worker: Worker[bytes]) -> None:
+        self._alive.discard(worker)
+        _end_all([worker], self._owner)
 
-    def end(self) -> None:
-        if self._owner != os.getpid():
-            return
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(OSError):  # input buffered for a dead process
-                if stream is not None:
-                    stream.close()
+
+def _ask(worker: Worker[bytes], line: str, timeout: float) -> dict[str, Any]:
+    """The answer to one line of JSON."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    timer = threading.Timer(timeout, worker.kill)
+    timer.start()
+    data = b""
+    try:
+        with contextlib.suppress(OSError):  # a broken pipe
+            worker.stdin.write(line.encode() + b"\n")
+            worker.stdin.flush()
+            data = worker.stdout.readline()
+    finally:
+        in_time = timer.is_alive()
+        timer.cancel()
+    if data.endswith(b"\n"):
+        answer: dict[str, Any] = json.loads(data)
+        return answer
+    if in_time:
+        raise Unanswered("crashes", "the worker died")
+    raise Unanswered("timeouts", f"no answer after {timeout} s")
+
+
+def _end_all(workers: Iterable[Worker[bytes]], owner: int) -> None:
+    for worker in list(workers) if owner == os.getpid() else ():
+        worker.kill()
+        with contextlib.suppress(OSError):  # input buffered for a dead process
+            worker.communicate()
 
 
 def serve(task: str, timeout: float, memory_mb: int | None) -> None:
@@ -163,16 +148,17 @@ def serve(task: str, timeout: float, memory_mb: int | None) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of libraries must not mix with answers
     function: Callable[..., Any] | None = None
     for line in sys.stdin:
-        _alarm(2 * timeout + 10 if function else 0)  # ends a worker whose parent is gone
+        answer: dict[str, Any] = {}
         try:
             if function is None:  # the first line only asks whether the worker is ready
-                function, answer = _load(task, memory_mb), {}
-            else:
-                answer = {"result": function(*json.loads(line))}
+                function = _load(task, memory_mb)
+            else:  # ends a worker whose parent is gone, even inside C code
+                faulthandler.dump_traceback_later(2 * timeout + 10, exit=True)
+                answer["result"] = function(*json.loads(line))
         except Exception as error:
-            answer = {"raised": f"{type(error).__name__}: {str(error)[:500]}"}
+            answer["raised"] = f"{type(error).__name__}: {str(error)[:500]}"
         print(json.dumps(answer), file=answers, flush=True)
-        _alarm(0)
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _load(task: str, memory_mb: int | None) -> Callable[..., Any]:
@@ -184,11 +170,3 @@ def _load(task: str, memory_mb: int | None) -> Callable[..., Any]:
 
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     return function
-
-
-def _alarm(seconds: float) -> None:
-    if hasattr(os, "fork"):
-        import signal
-
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills even inside C code
-        signal.setitimer(signal.ITIMER_REAL, seconds)

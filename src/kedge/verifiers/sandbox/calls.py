@@ -29,7 +29,7 @@ ONE_BY_ONE = 100  # items of an iterator that are sent singly
 TOGETHER = 100  # in one answer after that
 
 
-def described(error: BaseException) -> list[str]:
+def describe_error(error: BaseException) -> list[str]:
     """Class and message of an error."""
     text = ""
     with contextlib.suppress(Exception):
@@ -65,7 +65,7 @@ class ObjectTable:
         self._objects: dict[int, Any] = {}
         self._created: set[type] = set()  # classes of which the tests have created an instance
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Description for the tests: names, classes, exceptions and constants."""
         functions, classes, errors, values = [], [], {}, {}
         for name, thing in list(self._names.items()):
@@ -88,9 +88,9 @@ class ObjectTable:
             try:
                 with contextlib.redirect_stdout(printed):
                     answer = self._answer(request)
-                frame = wire.encoded(answer | {"printed": printed.getvalue()[:LONGEST]})
+                frame = wire.encode_frame(answer | {"printed": printed.getvalue()[:LONGEST]})
             except wire.Untestable as error:
-                frame = wire.encoded({"untestable": str(error)})
+                frame = wire.encode_frame({"untestable": str(error)})
             except BaseException as error:
                 frame = self._error(error)
             wire.write_all(answers, frame)
@@ -110,13 +110,13 @@ class ObjectTable:
         return {"state": state, "result": channel.pack(result)}
 
     def _error(self, error: BaseException) -> bytes:
-        kind, text = described(error)
+        kind, text = describe_error(error)
         raised: dict[str, Any] = {"kind": kind, "text": text}
         with contextlib.suppress(Exception):
             channel = self._wire()
             packed = [channel.pack(list(error.args)), channel.pack(dict(vars(error)))]
-            return wire.encoded({"raised": raised | {"parts": packed}})
-        return wire.encoded({"raised": raised})
+            return wire.encode_frame({"raised": raised | {"parts": packed}})
+        return wire.encode_frame({"raised": raised})
 
     def _is_data(self, value: Any) -> bool:
         if isinstance(value, Iterator):  # packing would consume it
@@ -153,7 +153,7 @@ class SolutionDied(BaseException):
 
 
 class RemoteSolution:
-    """Client for the solution in the tests' process; ``first`` is ``ObjectTable.described()``.
+    """Client for the solution in the tests' process; ``first`` is ``ObjectTable.describe()``.
 
     Attributes:
         calls: how often the tests have used the solution.
@@ -266,9 +266,9 @@ def _make_error(name: str, base: str) -> type[Exception]:
     return type(name, (kind,), {})
 
 
-def _forward(operation: str) -> Callable[..., Any]:
+def _forward(operation: str, *first: Any) -> Callable[..., Any]:
     def forward(self: Reference, *arguments: Any, **named: Any) -> Any:
-        return self._remote_solution.ask(self._index, operation, *arguments, **named)
+        return self._remote_solution.ask(self._index, operation, *first, *arguments, **named)
 
     return forward
 
@@ -310,21 +310,11 @@ class Reference:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._remote_solution.ask(self._index, "list"))
 
-    def __str__(self) -> str:
-        return str(self._remote_solution.ask(self._index, "str"))
-
-    def __repr__(self) -> str:
-        return str(self._remote_solution.ask(self._index, "repr"))
-
-    def __enter__(self) -> Any:
-        return self._remote_solution.ask(self._index, "method", "__enter__")
-
-    def __next__(self) -> Any:
-        return self._remote_solution.ask(self._index, "method", "__next__")
-
     def __exit__(self, *_: object) -> Any:
         return self._remote_solution.ask(self._index, "method", "__exit__", None, None, None)
 
+    __enter__, __next__ = _forward("method", "__enter__"), _forward("method", "__next__")
+    __str__, __repr__ = _forward("str"), _forward("repr")
     __getattr__, __setattr__ = _forward("get"), _forward("set")
     __call__, __len__, __bool__ = _forward("call"), _forward("len"), _forward("true")
     __contains__, __getitem__ = _forward("has"), _forward("item")

@@ -200,10 +200,10 @@ def solution(job: dict[str, Any], requests: int, answers: int) -> int:
         sys.stdout.flush()
         return int(error is not None)
     if error is not None:
-        wire.write_frame(answers, {"raised": calls.described(error)})
+        wire.write_frame(answers, {"raised": calls.describe_error(error)})
         return 1
     table = calls.ObjectTable(module)
-    wire.write_frame(answers, table.described())
+    wire.write_frame(answers, table.describe())
     table.serve(requests, answers)
     return 0
 
@@ -338,7 +338,7 @@ def failure(
     except BaseException as error:
         if isinstance(error, ModuleNotFoundError):
             remote.untestable = str(error)
-        return ": ".join(calls.described(error))
+        return ": ".join(calls.describe_error(error))
     return None
 
 

@@ -13,13 +13,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kedge.errors import ConfigError
-from kedge.verifiers.sandbox.wire import encoded
+from kedge.verifiers.sandbox.wire import encode_frame
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,8 @@ class Sandbox:
         secret = secrets.token_hex(16)
         common = {"isolated": isolated, "devices": view["devices"], "packages": view["packages"]}
         frames = [common | limits | {"folder": WORK} | job, checks | {"secret": secret}]
-        with _folder(isolated) as folder:
+        prefix = "kedge-sandbox-"  # an isolated process does not see this folder
+        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
             process = subprocess.Popen(
                 _command(isolated, view),
                 stdin=subprocess.PIPE,
@@ -181,7 +182,7 @@ class Sandbox:
                 env=ENVIRONMENT | dict.fromkeys(("HOME", "TMPDIR"), WORK if isolated else folder),
                 start_new_session=True,
             )
-            data, stopped = b"".join(map(encoded, frames)), ""
+            data, stopped = b"".join(map(encode_frame, frames)), ""
             try:
                 output, problem = process.communicate(data, timeout=self.seconds + START_SECONDS)
             except subprocess.TimeoutExpired:
@@ -278,14 +279,3 @@ def _kill(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just exited
         os.killpg(process.pid, signal.SIGKILL)
     return process.communicate()
-
-
-@contextlib.contextmanager
-def _folder(isolated: bool) -> Iterator[str]:
-    """Working directory of the first process; isolated ones get a private one."""
-    if isolated:
-        yield "/"
-        return
-    prefix = "kedge-sandbox-"
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
-        yield folder

@@ -149,7 +149,7 @@ class Wire:
         value.update(items) if isinstance(value, set) else value.extend(items)
 
 
-def encoded(value: Any) -> bytes:
+def encode_frame(value: Any) -> bytes:
     """One value as a frame: length and JSON."""
     body = json.dumps(value).encode()
     return struct.pack(">Q", len(body)) + body
@@ -157,7 +157,7 @@ def encoded(value: Any) -> bytes:
 
 def write_frame(fd: int, value: Any) -> None:
     """Send one value."""
-    write_all(fd, encoded(value))
+    write_all(fd, encode_frame(value))
 
 
 def write_all(fd: int, data: bytes) -> None:

@@ -1,1 +1,0 @@
-"""Verifiers of mathematical answers."""
