@@ -39,10 +39,10 @@ MUTANTS = [
     ),
     Mutant(
         "all turns of an episode have the random numbers of the first",
-        "environments/held.py",
-        "seed=turn_seed(first.seed, turn),",
-        "seed=first.seed,",
-        "tests/environments/test_held.py",
+        "environments/in_flight.py",
+        "turn_seed(first.seed, first.turns),",
+        "first.seed,",
+        EPISODES,
     ),
     Mutant(
         "every rank takes the first seats of a launch",

@@ -19,7 +19,7 @@ from kedge.environments import Response, ToolCall, adapters
 from kedge.environments.adapters import Gymnasium, OpenEnv, TextArena, Verifiers
 from kedge.environments.calls import Calls
 from kedge.errors import ConfigError, RolloutError
-from tests.environments.toys import prompts, rollouts, sampling
+from tests.environments.toys import call_all, prompts, rollouts, sampling
 
 # Notices of the other packages that a user of Kedge cannot act on.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -158,7 +158,7 @@ def test_textarena_games_side_by_side() -> None:
         ]
 
     alone = [play(seed) for seed in range(8)]
-    together = Calls()([lambda seed=seed: play(seed) for seed in range(8)])
+    together = call_all(Calls(), [lambda seed=seed: play(seed) for seed in range(8)])
     assert together == alone
     assert len({tuple(game) for game in alone}) > 1
 
@@ -282,7 +282,7 @@ def test_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, environment = Calls(timeout=120), Verifiers(make)
 
     def call(function: Any) -> Any:
-        (result,) = calls([function])
+        (result,) = call_all(calls, [function])
         if isinstance(result, Exception):
             raise result
         return result

@@ -154,7 +154,7 @@ def test_a_failing_factory_and_an_exit_are_failures() -> None:
         rollouts(Exits).generate(prompts(), sampling=sampling(), seed=0)
     with pytest.raises(
         RolloutError,
-        match=r"making the environment of row 0 failed: ImportError.*fix the environment$",
+        match=r"making the environment of row \d failed: ImportError.*fix the environment$",
     ):
         rollouts(missing).generate(prompts(), sampling=sampling(), seed=0)
 

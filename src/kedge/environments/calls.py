@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +19,6 @@ from kedge.errors import RolloutError
 
 Key = TypeVar("Key")
 _NO_ROOM = 0.01  # seconds to wait for room
-_POLL = 0.2  # seconds; an interrupt of the calling thread takes effect between two waits
 
 
 class Calls:
@@ -39,16 +38,6 @@ class Calls:
         self.room = threading.Semaphore(most)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()  # threads of environments may ask for it first
-
-    def __call__(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The result of each call, or the exception that it raised."""
-        running: RunningCalls[int] = RunningCalls(self)
-        for index, call in enumerate(calls):
-            running.add(index, call)
-        results: dict[int, Any] = {}
-        while running:
-            results |= running.wait(_POLL)
-        return [results[index] for index in range(len(calls))]
 
     @property
     def hung(self) -> int:

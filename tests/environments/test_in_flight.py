@@ -66,7 +66,7 @@ class Failing(Echo):
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_turns": 2, "max_turn_tokens": 4}, {"max_turns": 1}])
-def test_held_episodes_are_those_of_whole_batches(limits: dict[str, int]) -> None:
+def test_episodes_in_flight_are_those_of_whole_batches(limits: dict[str, int]) -> None:
     played, batch = rollouts(Cut, engine(chunk_rows=3), **limits), prompts(8)
     want = played.generate(batch, sampling=sampling(min_new_tokens=2), seed=5)
     assert played.slots == 3
@@ -182,6 +182,8 @@ def test_an_environment_that_is_slow_is_truncated() -> None:
     terminated = drained(played).terminated
     assert terminated.any()
     assert not terminated.all()
+    batch = played.generate(prompts(8), sampling=sampling(max_new_tokens=60), seed=5)
+    assert batch.terminated.tolist() == terminated.tolist()
 
 
 def test_first_turns_of_a_group_are_submitted_together_and_read_once() -> None:
