@@ -84,14 +84,6 @@ def test_two_learners_and_two_engines_have_the_numbers_of_a_run_without_ray(tmp_
     assert "engine 1" in said[0]
 
 
-def test_rank_0_passes_on_references_to_responses(tmp_path):
-    options = {"output_dir": str(tmp_path), "per_device_train_batch_size": 64}
-    found = on_two(jobs.Shared(options | {"total_episodes": 128}), engines=2)
-    for same, by_reference, through_first in found:
-        assert same
-        assert by_reference < 500 < 64 * 50 * 12 < through_first
-
-
 def test_learners_train_on_what_is_done_first_each_from_engines_of_its_own(tmp_path):
     options = {"max_lag": 1, "total_episodes": 40, "output_dir": str(tmp_path)}
     job = jobs.AsDone(options | {"num_partial_batches": 2})
@@ -175,7 +167,7 @@ def test_a_learner_that_is_killed_ends_the_run(tmp_path):
 
 def test_a_learner_that_hangs_is_found_and_ends_the_run(tmp_path):
     job = Train(options={"output_dir": str(tmp_path)}, strike=(1, 3, "stop"))
-    with pytest.raises(LaunchError, match=r"^learner 1 of 2: process .* was stopped by a signal"):
+    with pytest.raises(LaunchError, match=r"^learner 1 of 2: process .* did not respond for"):
         on_two(job)
 
 

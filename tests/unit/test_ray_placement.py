@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import operator
-import pickle
 import queue
 import threading
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +13,6 @@ import torch
 from kedge.errors import ConfigError, LostNodeError, SyncError
 from kedge.ray.placement import plan_seats
 from kedge.ray.resources import from_launch
-from kedge.ray.rollout_store import pack_shares
 from kedge.ray.worker import Failure, failure
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.rollout.rows import join_rollouts, slice_rollout, split_rows, stack_prompts
@@ -125,19 +121,6 @@ class TestRoot:
         assert "raise Odd(1, 2)" in told.trace
 
 
-class Storing:
-    """An engine whose store is this process; responses are pickled as by Ray."""
-
-    def __init__(self, engine):
-        self.generate = engine.generate
-
-    def generate_stored(self, prompts, *, sampling, seed, sizes):
-        rollout = self.generate(prompts, sampling=sampling, seed=seed)
-        versions, *packed = pack_shares(rollout, sizes, extra=1)
-        assert versions == [0]
-        return pickle.loads(pickle.dumps(packed))
-
-
 class TestRows:
     @pytest.mark.parametrize("spare", [False, True])
     @pytest.mark.parametrize("parts", [1, 2, 4, 9])
@@ -176,33 +159,6 @@ class TestRows:
             start += len(part)
             assert torch.equal(got.ids, want.ids)
             assert torch.equal(got.response_mask, want.response_mask)
-
-    @pytest.mark.parametrize("engines", [1, 2, 5])
-    @pytest.mark.parametrize("sampling", [SAMPLING, Sampling(max_new_tokens=6, top_p=0.7)])
-    def test_ranks_read_the_rows_that_rank_0_would_have_sent(self, engines, sampling):
-        engine, batch = Storing(embedded(extra_slot=True)), prompts(copies=2)
-        sizes = [5, 1, 6]
-        split = ShardedEngine([engine] * engines, pad_id=0)
-        whole = split.generate(batch, sampling=sampling, seed=2)
-        shares = split.generate_stored(batch, sampling=sampling, seed=2, sizes=sizes)
-        begin = 0
-        for size, share in zip(sizes, shares, strict=True):
-            rows = slice(begin, begin + size)
-            begin += size
-            want = slice_rollout(whole, rows, batch.rows(rows), extra=1)
-            parts, first = [], rows.start
-            for packed in share:
-                of_part = slice(first, first + len(packed.lengths))
-                parts.append(packed.unpack(batch.rows(of_part), 0))
-                first = of_part.stop
-            got = join_rollouts(want.prompts, parts, 0)
-            for field in fields(got):
-                have, wish = getattr(got, field.name), getattr(want, field.name)
-                if field.name == "allowed_tokens" and wish is not None:
-                    assert (wish[..., have.shape[-1] :] == -1).all()
-                    wish = wish[..., : have.shape[-1]]
-                same = torch.equal if isinstance(wish, torch.Tensor) else operator.is_
-                assert same(have, wish), field.name
 
     def test_groups_of_different_ranks_stay_apart(self):
         batch = prompts(rows=2)

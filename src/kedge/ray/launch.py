@@ -14,9 +14,8 @@ from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.ray import cluster
 from kedge.ray.actor import HEALTH
-from kedge.ray.context import DriverMailbox, RankContext
+from kedge.ray.context import ActorProcess, DriverMailbox, RankContext
 from kedge.ray.placement import Placement, place, plan_seats
-from kedge.ray.stop_probe import ActorProcess, StopProbe
 from kedge.ray.worker import Failure, RankWorker
 from kedge.rollout.liveness import HungCheck, RunningTime
 
@@ -242,7 +241,6 @@ class _LearnerGroup:
                 world_size=len(self.ranks),
                 placement=self.placement,
                 mailbox=self.mailbox,
-                first=self.ranks[0],
             )
             variables = {name: str(value) for name, value in launch_env.items()} | dict(environment)
             try:
@@ -329,9 +327,7 @@ class _LearnerGroup:
         return failures
 
     def _start_ping(self, rank: int) -> _Ping:
-        process = self.processes[rank]
-        name = f"learner {rank} ({process})"
-        check = HungCheck(name, self.limits.patience, StopProbe(process))
+        check = HungCheck(f"learner {rank} ({self.processes[rank]})", self.limits.patience)
         ping = self.pings[rank] = _Ping(ref=self._ping(rank), check=check)
         return ping
 

@@ -9,15 +9,11 @@ from typing import Any, Literal
 from kedge.errors import LostNodeError, LostRequestsError, RolloutError
 from kedge.ray.actor import Actor, ActorLimits, LostActorError
 from kedge.ray.resources import SharedArgument
-from kedge.ray.rollout_store import pack_shares
 from kedge.ray.weight_store import SharedWeights, StoredWeights
-from kedge.rollout.rows import without_columns
 from kedge.rollout.vllm import GenerationRequest, GenerationResult, InProcess
 from kedge.rollout.vllm.nccl_transfer import EngineGroup
 from kedge.rollout.vllm.policy_spec import PolicySpec
-from kedge.rollout.vllm.requests import build_requests, build_rollout, with_version
 from kedge.rollout.vllm.weight_payload import WeightPayload
-from kedge.types import PromptBatch, Sampling
 
 _SECONDS = 0.05  # of sampling in one call of an actor
 
@@ -78,27 +74,6 @@ class RayService:
         with self._failing_group():
             results: list[GenerationResult] = self.actor.call("generate", list(requests))
         return results
-
-    def generate_stored(
-        self,
-        prompts: PromptBatch,
-        sampling: Sampling,
-        seed: int,
-        sizes: list[int],
-        options: Mapping[str, Any],
-    ) -> list[Any]:
-        """The versions that sampled, and a ``ray.ObjectRef`` of the rows of each share.
-
-        Arguments as of ``StoringEngine.generate_stored``; ``options`` are ``pad_id``,
-        ``extra_slot``, and the ``version`` that vLLM must have or None.
-        """
-        sent = without_columns(prompts)
-        with self._failing_group():
-            return list(
-                self.actor.call_stored(
-                    "generate_packed", sent, sampling, seed, sizes, parts=len(sizes), **options
-                )
-            )
 
     @property
     def abilities(self) -> tuple[int, bool]:
@@ -204,31 +179,6 @@ def hosted_vllm(
     class HostedVLLM(kind):  # type: ignore[misc, valid-type]
         def load_stored(self, stored: StoredWeights, version: int) -> None:
             self.load(spec.payload(dict(stored.tensors())), version)
-
-        def generate_packed(
-            self,
-            prompts: PromptBatch,
-            sampling: Sampling,
-            seed: int,
-            sizes: list[int],
-            *,
-            version: int | None,
-            pad_id: int,
-            extra_slot: bool,
-        ) -> tuple[Any, ...]:
-            requests = build_requests(prompts, sampling, seed, vocabulary=spec.vocabulary)
-            results = self.generate(requests)
-            reported = sorted({result.version for result in results})
-            rollout = build_rollout(
-                results if version is None else with_version(results, version),
-                prompts,
-                sampling,
-                pad_id=pad_id,
-                tokenizer=spec.tokenizer,
-                extra_slot=extra_slot,
-                vocabulary=spec.vocabulary,
-            )
-            return reported, *pack_shares(rollout, sizes, extra=extra_slot)[1:]
 
     return HostedVLLM(spec, dict(stored.tensors()), engine_args, shares_gpu=shares_gpu)
 

@@ -90,19 +90,6 @@ class VLLMEngine:
             results = with_version(results, self._sent)
         return self._build_rollout(results, prompts, sampling)
 
-    def generate_stored(
-        self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
-    ) -> list[Any]:
-        """``StoringEngine.generate_stored``, by a service that leaves responses in a store."""
-        self._check_request(prompts, sampling)
-        options = {"pad_id": self._pad_id, "extra_slot": self._extra_slot, "version": self._sent}
-        with self._awake():
-            versions, *references = self.service.generate_stored(
-                prompts, sampling, seed, list(sizes), options
-            )
-        self._check_versions(set(versions))
-        return references
-
     def _build_rollout(
         self, results: Sequence[GenerationResult], prompts: PromptBatch, sampling: Sampling
     ) -> Rollout:
@@ -119,14 +106,11 @@ class VLLMEngine:
     def _checked_requests(
         self, prompts: PromptBatch, sampling: Sampling, seed: int
     ) -> list[GenerationRequest]:
-        self._check_request(prompts, sampling)
-        return build_requests(prompts, sampling, seed, vocabulary=self.spec.vocabulary)
-
-    def _check_request(self, prompts: PromptBatch, sampling: Sampling) -> None:
         self._check_complete()
         check_sampling(sampling, self.spec.vocabulary)
         check_prompts(prompts, sampling, self.spec.skeleton.config)
         self._check_length(prompts, sampling)
+        return build_requests(prompts, sampling, seed, vocabulary=self.spec.vocabulary)
 
     @property
     def sync_dtype(self) -> torch.dtype | None:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from kedge.config.rollout import installed_vllm
 from kedge.errors import ConfigError, LostRequestsError, RolloutError
-from kedge.rollout.liveness import watch_group
 from kedge.rollout.vllm import process_guard
 from kedge.rollout.vllm.inprocess import device_args, fixed_args
 from kedge.rollout.vllm.policy_spec import PolicySpec
@@ -302,7 +300,6 @@ class Process:
                 start_new_session=True,
             )
         self._finalizer = weakref.finalize(self, _terminate, self._running)
-        threading.Thread(target=watch_group, args=(self._running,), daemon=True).start()
 
     @property
     def pid(self) -> int:
