@@ -137,7 +137,7 @@ def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):
 
 
 def test_a_server_of_another_set_up_is_refused():
-    remote = server_of().service._remote
+    remote = server_of().service
     check_server(remote, tied=False, precision="float32")
     with pytest.raises(ConfigError, match=r"--dtype bfloat16 --hf-overrides"):
         check_server(remote, tied=True, precision="bfloat16")

@@ -111,7 +111,7 @@ def test_a_sync_that_is_skipped_is_caught(begun, shared, tmp_path, monkeypatch):
             if hasattr(service, "_llm"):
                 service._loop.set_version(2)
             else:
-                service._remote._name_version(2)
+                service._name_version(2)
         else:
             load(weights, version)
 
