@@ -62,7 +62,7 @@ class Odd(Echo):
 
 def call_all(calls: Calls, functions: Sequence[Callable[[], Any]]) -> list[Any]:
     """The result of each function, or the exception that it raised."""
-    running: RunningCalls[int] = RunningCalls(calls)
+    running = RunningCalls(calls)
     for index, function in enumerate(functions):
         running.add(index, function)
     results: dict[int, Any] = {}

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from kedge.errors import SyncError
 from kedge.learner.learner_state import WeightCopier
@@ -52,9 +51,9 @@ def puts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def named() -> dict[str, Tensor]:
+def test_weights_come_back_bit_for_bit_or_in_the_dtype_of_the_engines(puts: list[int]) -> None:
     generator = torch.Generator().manual_seed(0)
-    return {
+    want = {
         "matrix": torch.randn(7, 5, generator=generator),
         "transposed": torch.randn(4, 6, generator=generator).T,
         "low": torch.randn(9, generator=generator).bfloat16(),
@@ -62,31 +61,15 @@ def named() -> dict[str, Tensor]:
         "empty": torch.zeros(0, 3),
         "whole": torch.arange(4),
     }
-
-
-def test_weights_come_back_bit_for_bit() -> None:
-    want = named()
-    found = dict(StoredWeights.put(want.items()).tensors())
+    first, second = (StoredWeights.put(want.items(), dtype) for dtype in (None, torch.bfloat16))
+    found, low = dict(first.tensors()), dict(second.tensors())
     assert list(found) == list(want)
     assert fingerprint(found) == fingerprint(want)
-
-
-def test_floating_point_weights_are_stored_in_the_dtype_of_the_engines(puts: list[int]) -> None:
-    want = named()
-    found = dict(StoredWeights.put(want.items(), torch.bfloat16).tensors())
-    assert found["whole"].dtype == torch.int64
-    assert torch.equal(found["matrix"], want["matrix"].bfloat16())
-    assert sum(puts) == 2 * (35 + 24 + 9 + 1) + 8 * 4
-
-
-def test_buckets_bound_what_is_on_the_host(
-    puts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_payload, "BUCKET", 200)
-    want = {f"w{i}": torch.full((25,), float(i)) for i in range(10)}
-    stored = StoredWeights.put(want.items())
-    assert puts == [200] * 5
-    assert all(torch.equal(x, want[name]) for name, x in stored.tensors())
+    assert low["whole"].dtype == torch.int64
+    assert torch.equal(low["matrix"], want["matrix"].bfloat16())
+    assert puts[1] == 2 * (35 + 24 + 9 + 1) + 8 * 4
+    again = dict(first.tensors())  # readers map the store and hold no copy
+    assert found["matrix"].data_ptr() == again["matrix"].data_ptr()
 
 
 def test_a_tied_weight_is_stored_once(puts: list[int]) -> None:
@@ -96,12 +79,6 @@ def test_a_tied_weight_is_stored_once(puts: list[int]) -> None:
     found = dict(spec.payload(dict(stored.tensors())).named)  # in the engine
     assert sum(puts) == sum(4 * p.numel() for p in model.parameters())
     assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
-
-
-def test_readers_map_the_store_and_hold_no_copy() -> None:
-    stored = StoredWeights.put({"w": torch.randn(1 << 20)}.items())
-    first, second = (dict(stored.tensors())["w"] for _ in range(2))
-    assert first.data_ptr() == second.data_ptr()
 
 
 @pytest.mark.parametrize("engines", [1, 4, 16])

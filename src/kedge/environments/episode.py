@@ -180,46 +180,35 @@ def build_rollout(
     for episode in episodes:
         if not episode.ids:  # failed before its first turn: one token that is not trained on
             episode.add_observation([pad_id])
-    device = prompts.ids.device
     lengths = torch.tensor([len(e.ids) for e in episodes])
     width = int(lengths.max()) + spare
-
-    def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, fill: float) -> Tensor:
-        out = torch.full((len(rows), width), fill, dtype=dtype)
-        for i, row in enumerate(rows):
-            out[i, : len(row)] = torch.tensor(row, dtype=dtype)
-        return out.to(device)
-
-    ids = padded([e.ids for e in episodes], torch.int64, pad_id)
-    turn = padded([e.turn for e in episodes], torch.int64, -1)
-    rewards = torch.zeros(ids.shape)
+    turn = pad_rows([e.turn for e in episodes], width, torch.int64, -1)
+    rewards = torch.zeros(turn.shape)
     for i, episode in enumerate(episodes):
         for position, value in episode.rewards.items():
             rewards[i, position] = value
     recorded = [e.logprobs for e in episodes if e.logprobs is not None]
     logprobs = None
     if len(recorded) == len(episodes):
-        logprobs = padded(recorded, torch.float32, 0.0)
+        logprobs = pad_rows(recorded, width, torch.float32, 0.0)
     trained = turn >= 0
     versions = None  # those of the rows
     if any(v not in (-1, e.version) for e in episodes for v in e.versions):
-        versions = padded([e.versions for e in episodes], torch.int64, -1)
-    return Rollout(
+        versions = pad_rows([e.versions for e in episodes], width, torch.int64, -1)
+    rollout = Rollout(
         prompts=stack_rows(prompts, [e.prompt_ids for e in episodes], prompts.group, pad_id),
-        ids=ids,
+        ids=pad_rows([e.ids for e in episodes], width, torch.int64, pad_id),
         loss_mask=trained,
-        response_mask=(torch.arange(width) < lengths[:, None]).to(device),
-        terminated=torch.tensor([e.terminated for e in episodes], device=device),
-        version=torch.tensor(
-            [-1 if e.version is None else e.version for e in episodes], device=device
-        ),
+        response_mask=torch.arange(width) < lengths[:, None],
+        terminated=torch.tensor([e.terminated for e in episodes]),
+        version=torch.tensor([-1 if e.version is None else e.version for e in episodes]),
         behavior_logprobs=logprobs,
-        allowed_tokens=_allowed(episodes, width, device),
+        allowed_tokens=_allowed(episodes, width),
         token_version=versions,
         episodes=Episodes(
             turn=turn,
-            rewards=rewards.to(device),
-            valid=torch.tensor([not e.dropped for e in episodes], device=device) & trained.any(1),
+            rewards=rewards,
+            valid=torch.tensor([not e.dropped for e in episodes]) & trained.any(1),
             metrics=metrics,
             columns={
                 "observations": [e.observations for e in episodes],
@@ -228,9 +217,20 @@ def build_rollout(
             },
         ),
     )
+    return rollout.to(prompts.ids.device)
 
 
-def _allowed(episodes: Sequence[Episode], width: int, device: torch.device) -> Tensor | None:
+def pad_rows(
+    rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype, fill: float
+) -> Tensor:
+    """The rows as one tensor [rows, width], with ``fill`` after the end of each."""
+    out = torch.full((len(rows), width), fill, dtype=dtype)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
+    return out
+
+
+def _allowed(episodes: Sequence[Episode], width: int) -> Tensor | None:
     if all(e.allowed is None for e in episodes):
         return None
     rows = [e.allowed or [torch.tensor([token]) for token in e.ids] for e in episodes]
@@ -239,7 +239,7 @@ def _allowed(episodes: Sequence[Episode], width: int, device: torch.device) -> T
     for i, row in enumerate(rows):
         for t, tokens in enumerate(row):
             out[i, t, : len(tokens)] = tokens
-    return out.to(device)
+    return out
 
 
 def stack_rows(

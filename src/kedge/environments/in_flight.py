@@ -56,7 +56,7 @@ class InFlightEpisodes:
         self._engine, self._environments, self._tokens = engine, environments, tokens
         self._limits, self._pad, self._error_score = limits, pad_id, error_score
         self._clock, self._together = clock, together
-        self._calls: RunningCalls[int] = RunningCalls(environments.calls)
+        self._calls = RunningCalls(environments.calls)
         self._next = 0  # key
         self._running: dict[int, Episode] = {}  # by key
         self._groups: dict[int, list[Episode]] = {}  # that are not complete, by group id

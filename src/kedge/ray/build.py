@@ -21,8 +21,8 @@ from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.sharded import EngineInputs, ShardedEngine, start_all
 from kedge.rollout.vllm.nccl_transfer import (
     NCCL_SINCE,
-    Control,
     EngineGroup,
+    FanOut,
     NcclTransfer,
     can_use_nccl,
     nccl,
@@ -179,9 +179,9 @@ def _group(engines: int, gpus: int, limit: float, device: torch.device) -> Engin
 
     address = ray.util.get_node_ip_address()
 
-    def create(control: Control) -> NcclTransfer:
+    def create(client: FanOut) -> NcclTransfer:
         info = nccl(address=address, workers=engines * gpus)
-        return NcclTransfer(control, info, limit=limit, device=device)
+        return NcclTransfer(client, info, limit=limit, device=device)
 
     return EngineGroup(engines, gpus, create, limit=limit)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from kedge.errors import LostNodeError, LostRequestsError, RolloutError
@@ -114,7 +115,8 @@ class RayService:
                 self._group.fail(error)
                 raise
             try:
-                self._group.send(self, ActorControl(self.actor, self._limits.start), payload)
+                call = partial(self.actor.once, "transfer", within=self._limits.start)
+                self._group.send(self, call, payload)
                 self.actor.once("finish_load", version)
             except LostActorError as error:
                 raise RolloutError(
@@ -181,29 +183,3 @@ def hosted_vllm(
             self.load(spec.payload(dict(stored.tensors())), version)
 
     return HostedVLLM(spec, dict(stored.tensors()), engine_args, shares_gpu=shares_gpu)
-
-
-class ActorControl:
-    """``Control`` of the ``InProcess`` in an actor; ``limit`` is in seconds, for each call."""
-
-    def __init__(self, actor: Actor, limit: float) -> None:
-        self._actor, self._limit = actor, limit
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Join the process group of ``init_info``."""
-        self._call("init_weight_transfer_engine", init_info=init_info)
-
-    def start_weight_update(self) -> None:
-        """Prepare to receive weights."""
-        self._call("start_weight_update")
-
-    def update_weights(self, update_info: Any) -> None:
-        """Receive the weights of ``update_info``."""
-        self._call("update_weights", update_info=update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finish after all weights were received; ``finish_load`` sets the version."""
-        self._call("finish_weight_update")
-
-    def _call(self, method: str, **kwargs: Any) -> None:
-        self._actor.once("transfer", method, within=self._limit, **kwargs)

@@ -55,7 +55,7 @@ class VLLMEngine:
         extra_slot: bool = False,
         sleeps: bool = False,
     ) -> None:
-        self.service: Any = service  # a ContinuousService, if it has abilities
+        self.service: Service = service
         self.spec = spec
         self.sync_gap = 0.0  # mean difference at the last weight sync, nats per token
         self._pad_id = pad_id
@@ -124,7 +124,7 @@ class VLLMEngine:
 
     @property
     def slots(self) -> int:
-        """Requests that vLLM runs at once; 0 if its service samples whole batches only."""
+        """Requests that vLLM runs at once; 0 if it sleeps between whole batches."""
         return 0 if self._sleeps else self._abilities[0]
 
     @property
@@ -134,8 +134,7 @@ class VLLMEngine:
 
     @functools.cached_property
     def _abilities(self) -> tuple[int, bool]:
-        abilities: tuple[int, bool] = getattr(self.service, "abilities", (0, False))
-        return abilities
+        return self.service.abilities
 
     @property
     def unfinished(self) -> int:

@@ -189,7 +189,7 @@ class Server(Remote):
     @property
     def abilities(self) -> tuple[int, bool]:
         """As of ``Remote``."""
-        return _with_restarts(lambda server: super(Server, server).abilities)(self)
+        return _with_restarts(lambda server: super().abilities)(self)
 
     score = _with_restarts(Remote.score)
     version = _with_restarts(Remote.version)
