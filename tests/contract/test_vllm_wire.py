@@ -19,11 +19,11 @@ class Sent:
     """A vLLM in this process, which is sent its weights."""
 
     def __init__(self, model):
-        from kedge.rollout.vllm import PolicySpec, VLLMEngine
+        from kedge.rollout.vllm import PolicyTemplate, VLLMEngine
         from kedge.rollout.vllm.nccl_transfer import FanOut, NcclTransfer
         from tests.contract.relay import Relayed, info
 
-        spec = PolicySpec.of(model)
+        spec = PolicyTemplate.of(model)
         self.service = Relayed(spec, trained(model), {"kv_cache_memory_bytes": 2**26})
         self.calls = []
         self.engine = VLLMEngine(self, spec, pad_id=PAD)

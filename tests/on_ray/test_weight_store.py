@@ -20,7 +20,7 @@ from kedge.ray.resources import SharedArgument
 from kedge.ray.service import RayService
 from kedge.ray.weight_store import SharedWeights, StoredWeights
 from kedge.rollout.vllm import weight_payload
-from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.weight_payload import WeightPayload
 from kedge.testing import tiny_policy
 from kedge.types import Receipt
@@ -74,7 +74,7 @@ def test_weights_come_back_bit_for_bit_or_in_the_dtype_of_the_engines(puts: list
 
 def test_a_tied_weight_is_stored_once(puts: list[int]) -> None:
     model = tiny_policy("qwen2", tie_word_embeddings=True)
-    spec = PolicySpec.of(model)
+    spec = PolicyTemplate.of(model)
     stored = SharedWeights(1).store(spec.payload(policy_weights(model)))
     found = dict(spec.payload(dict(stored.tensors())).named)  # in the engine
     assert sum(puts) == sum(4 * p.numel() for p in model.parameters())
@@ -160,11 +160,11 @@ def test_what_actors_are_built_from_stays_in_the_store_until_all_have_it(
 
     put, objects = ray.put, list[Any]()
     monkeypatch.setattr(ray, "put", lambda x: (objects.append(x), put(x))[1])
-    argument = SharedArgument(lambda: "skeleton", 3)
+    argument = SharedArgument(lambda: "meta_model", 3)
     first = {argument.reference() for _ in range(3)}
-    assert (len(first), objects) == (1, ["skeleton"])
+    assert (len(first), objects) == (1, ["meta_model"])
     assert argument._reference is None
-    assert ray.get(argument.reference()) == "skeleton"  # for an actor that is restarted
+    assert ray.get(argument.reference()) == "meta_model"  # for an actor that is restarted
     assert argument._reference is None
     assert len(objects) == 2
 
@@ -173,7 +173,7 @@ def test_an_adapter_is_sent_alone(puts: list[int]) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(tiny_policy("llama"), config)
-    payload = PolicySpec.of(model).payload(policy_weights(model))
+    payload = PolicyTemplate.of(model).payload(policy_weights(model))
     SharedWeights(4).store(payload)
     adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sum(puts) == 4 * adapter

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kedge.errors import ConfigError, LostNodeError, SyncError
-from kedge.ray.placement import plan_seats
+from kedge.ray.placement import plan_bundles
 from kedge.ray.resources import from_launch
 from kedge.ray.worker import Failure, failure
 from kedge.rollout.embedded.engine import EmbeddedEngine
@@ -32,7 +32,7 @@ def embedded(**options):
 
 class TestPlan:
     def test_two_nodes_of_learners_and_engines_on_gpus(self):
-        plan = plan_seats(learners=[4, 2], engines=2, rewards=1, gpus=True, gpus_per_engine=2)
+        plan = plan_bundles(learners=[4, 2], engines=2, rewards=1, gpus=True, gpus_per_engine=2)
         assert [dict(b) for b in plan.bundles] == [
             {"CPU": 4, "GPU": 4},
             {"CPU": 2, "GPU": 2},
@@ -49,7 +49,9 @@ class TestPlan:
         assert [(s.bundle, s.gpus) for s in plan.of("engine")] == [(2, 2), (3, 2)]
 
     def test_workers_beside_the_learners(self):
-        plan = plan_seats(learners=[1], rewards=1, references=2, gpus=True, gpus_per_reference=0.25)
+        plan = plan_bundles(
+            learners=[1], rewards=1, references=2, gpus=True, gpus_per_reference=0.25
+        )
         assert plan.text().splitlines()[1:] == [
             "  bundle 1: CPU 1  reward 0",
             "  bundle 2: CPU 1, GPU 0.25  reference 0",
@@ -57,40 +59,40 @@ class TestPlan:
         ]
 
     def test_a_rank_takes_its_own_seats_of_a_launch(self, monkeypatch):
-        plan = plan_seats(learners=[2], engines=2, references=4)
+        plan = plan_bundles(learners=[2], engines=2, references=4)
         placement = SimpleNamespace(plan=plan)
 
-        def seats(rank, role, count, **about):
+        def slots(rank, role, count, **about):
             at = SimpleNamespace(rank=rank, world_size=2, placement=placement)
             monkeypatch.setattr("kedge.ray.resources.get_context", lambda: at)
             found = from_launch(role, count=count, option="ray_ref_workers", **about)
-            return None if found is None else [seat.index for seat in found.seats]
+            return None if found is None else [slot.index for slot in found.slots]
 
-        assert [seats(rank, "reference", 2) for rank in (0, 1)] == [[0, 1], [2, 3]]
-        assert [seats(rank, "engine", 2, each=False) for rank in (0, 1)] == [[0, 1], [0, 1]]
-        assert [seats(rank, "engine", 1) for rank in (0, 1)] == [[0], [1]]
-        assert seats(0, "reward", 1) is None
+        assert [slots(rank, "reference", 2) for rank in (0, 1)] == [[0, 1], [2, 3]]
+        assert [slots(rank, "engine", 2, each=False) for rank in (0, 1)] == [[0, 1], [0, 1]]
+        assert [slots(rank, "engine", 1) for rank in (0, 1)] == [[0], [1]]
+        assert slots(0, "reward", 1) is None
         with pytest.raises(
             ConfigError, match=r"ray_ref_workers=3 needs 6 reference actors .* reserved 4"
         ):
-            seats(0, "reference", 3)
+            slots(0, "reference", 3)
 
     @pytest.mark.parametrize("engines", [1, 2, 3, 7])
     def test_one_gpu_is_shared_by_learner_and_engines(self, engines):
-        plan = plan_seats(learners=[1], engines=engines, gpus=True, single_gpu_mode=True)
+        plan = plan_bundles(learners=[1], engines=engines, gpus=True, single_gpu_mode=True)
         (bundle,) = plan.bundles
         assert 0.999 < bundle["GPU"] <= 1.0
-        assert sum(seat.gpus for seat in plan.seats) == pytest.approx(bundle["GPU"])
+        assert sum(slot.gpus for slot in plan.slots) == pytest.approx(bundle["GPU"])
         assert plan.of("learner")[0].gpus == 0.5
 
     def test_one_gpu_is_not_for_several_learners(self):
         with pytest.raises(ConfigError, match="got 2 learners and 1 GPUs per engine"):
-            plan_seats(learners=[2], engines=1, gpus=True, single_gpu_mode=True)
+            plan_bundles(learners=[2], engines=1, gpus=True, single_gpu_mode=True)
 
     def test_the_plan_as_text(self):
-        plan = plan_seats(learners=[2], engines=1)
+        plan = plan_bundles(learners=[2], engines=1)
         assert plan.strategy == "PACK"
-        assert {seat.gpus for seat in plan.seats} == {0}
+        assert {slot.gpus for slot in plan.slots} == {0}
         assert plan.text(["10.0.0.1", "10.0.0.2"]).splitlines() == [
             "  bundle 0: CPU 2  learner 0, 1  on 10.0.0.1",
             "  bundle 1: CPU 1  engine 0  on 10.0.0.2",

@@ -17,7 +17,7 @@ from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError
 from kedge.rollout.vllm.build import check_local, gpus_of_servers
 from kedge.rollout.vllm.inprocess import _rank_args, device_args
-from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.remote import Remote
 from kedge.rollout.vllm.server import Process, Server, find_version, flags
 from kedge.rollout.vllm.server_check import check_server
@@ -201,7 +201,7 @@ def test_a_vllm_that_is_too_old_or_missing_is_one_clear_error(tmp_path):
     python.chmod(0o755)
     model = policy()
     with pytest.raises(ConfigError, match=r"vLLM of .*python has version 0.20.1, but"):
-        Server(PolicySpec.of(model), trained(model), python=str(python))
+        Server(PolicyTemplate.of(model), trained(model), python=str(python))
     python.write_text("#!/bin/sh\n")
     with pytest.raises(ConfigError, match=r"vllm_python=.* has no vLLM: install vllm"):
         find_version(str(python))

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kedge.errors import RolloutError
-from kedge.rollout.vllm import policy_spec
+from kedge.rollout.vllm import policy_template
 from kedge.rollout.vllm.nccl_transfer import EngineGroup, FanOut
-from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.weight_payload import WeightPayload
 from tests.contract.engines import policy, trained
 
@@ -121,10 +121,12 @@ def test_what_engines_must_report_is_computed_once(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = policy()
-    spec, calls = PolicySpec.of(model), []
-    compute = PolicySpec.logprobs
+    spec, calls = PolicyTemplate.of(model), []
+    compute = PolicyTemplate.logprobs
     monkeypatch.setattr(
-        PolicySpec, "logprobs", lambda *args, **named: calls.append(1) or compute(*args, **named)
+        PolicyTemplate,
+        "logprobs",
+        lambda *args, **named: calls.append(1) or compute(*args, **named),
     )
     first = trained(model)
     with ThreadPoolExecutor(count) as threads:
@@ -142,6 +144,6 @@ def test_what_engines_must_report_is_computed_once(
 def test_remembering_keeps_no_weights_alive() -> None:
     model = policy()
     weights = {name: x.clone() for name, x in trained(model).items()}
-    PolicySpec.of(model).expected(weights)
+    PolicyTemplate.of(model).expected(weights)
     weights.clear()
-    assert all(ref() is None for ref, _ in policy_spec._LATEST.key[1:])
+    assert all(ref() is None for ref, _ in policy_template._LATEST.key[1:])

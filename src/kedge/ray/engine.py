@@ -29,7 +29,7 @@ class RayEngine:
 
     Args:
         name: for messages; with ``options`` and ``limits`` as for ``Actor``.
-        skeleton: the policy without its trained weights, on the CPU; of all engines.
+        meta_model: the policy without its trained weights, on the CPU; of all engines.
         payload: the trained weights, version 0.
         settings: keyword arguments of ``EmbeddedEngine``.
     """
@@ -41,7 +41,7 @@ class RayEngine:
     def __init__(
         self,
         name: str,
-        skeleton: SharedArgument,
+        meta_model: SharedArgument,
         payload: WeightPayload,
         settings: Mapping[str, Any],
         *,
@@ -60,7 +60,7 @@ class RayEngine:
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(
-                HostedEngine, skeleton.reference(), self._stored, settings
+                HostedEngine, meta_model.reference(), self._stored, settings
             ),
             options=options,
             limits=limits,
@@ -155,11 +155,11 @@ class HostedEngine(EmbeddedEngine):
     """The actor's side of ``RayEngine``, on the GPU that Ray assigned to this process, if any."""
 
     def __init__(
-        self, skeleton: nn.Module, stored: StoredWeights, settings: Mapping[str, Any]
+        self, meta_model: nn.Module, stored: StoredWeights, settings: Mapping[str, Any]
     ) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        _allocate(skeleton)
-        super().__init__(skeleton, shares_weights=False, device=device, **settings)
+        _allocate(meta_model)
+        super().__init__(meta_model, shares_weights=False, device=device, **settings)
         self.load_stored(stored, 0)
 
     def load_stored(self, stored: StoredWeights, version: int) -> Receipt:

@@ -15,7 +15,7 @@ from kedge.loop.shutdown import GracefulShutdown
 from kedge.ray import cluster
 from kedge.ray.actor import HEALTH
 from kedge.ray.context import ActorProcess, DriverMailbox, RankContext
-from kedge.ray.placement import Placement, place, plan_seats
+from kedge.ray.placement import Placement, place, plan_bundles
 from kedge.ray.worker import Failure, RankWorker
 from kedge.rollout.liveness import HungCheck, RunningTime
 
@@ -91,7 +91,7 @@ def launch(  # noqa: PLR0913
     ranks = sum(learners)
     connected = cluster.connect(address, cpus=ranks * (1 + rewards + references) + engines)
     try:
-        plan = plan_seats(
+        plan = plan_bundles(
             learners=learners,
             engines=engines,
             rewards=rewards * ranks,
@@ -153,8 +153,8 @@ class _LearnerGroup:
 
         self.mailbox = self._start_mailbox()
         actor = ray.remote(concurrency_groups={HEALTH: 1})(RankWorker)
-        seats = self.placement.plan.of("learner")
-        self.ranks = [actor.options(**self.placement.options(seat)).remote() for seat in seats]
+        slots = self.placement.plan.of("learner")
+        self.ranks = [actor.options(**self.placement.options(slot)).remote() for slot in slots]
         pings = [self._ping(i) for i in range(len(self.ranks))]
         _, missing = ray.wait(
             pings, num_returns=len(pings), timeout=self.limits.start, fetch_local=False
@@ -224,12 +224,12 @@ class _LearnerGroup:
         import ray
 
         port = ray.get(self.ranks[0].free_port.remote(), timeout=self.limits.start)
-        seats = self.placement.plan.of("learner")
+        slots = self.placement.plan.of("learner")
         running = {}
         for rank, actor in enumerate(self.ranks):
-            same_node = [seat for seat in seats[:rank] if seat.bundle == seats[rank].bundle]
+            same_node = [slot for slot in slots[:rank] if slot.bundle == slots[rank].bundle]
             # Ray shows each process only its GPU, which therefore has index 0.
-            local_rank = 0 if seats[rank].gpus else len(same_node)
+            local_rank = 0 if slots[rank].gpus else len(same_node)
             launch_env: dict[str, object] = {
                 "RANK": rank,
                 "WORLD_SIZE": len(self.ranks),

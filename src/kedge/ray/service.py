@@ -13,7 +13,7 @@ from kedge.ray.resources import SharedArgument
 from kedge.ray.weight_store import SharedWeights, StoredWeights
 from kedge.rollout.vllm import GenerationRequest, GenerationResult, InProcess
 from kedge.rollout.vllm.nccl_transfer import EngineGroup
-from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.weight_payload import WeightPayload
 
 _SECONDS = 0.05  # of sampling in one call of an actor
@@ -30,7 +30,7 @@ class RayService:
 
     Args:
         name: for messages; with ``options`` and ``limits`` as for ``Actor``.
-        spec: the ``PolicySpec``, of all engines.
+        spec: the ``PolicyTemplate``, of all engines.
         payload: the initial weights, version 0.
         shared_weights: of all engines.
         group: of the engines that load the same versions at the same time.
@@ -170,7 +170,7 @@ class RayService:
 
 def hosted_vllm(
     kind: type[InProcess],
-    spec: PolicySpec,
+    spec: PolicyTemplate,
     stored: StoredWeights,
     engine_args: Mapping[str, Any],
     *,

@@ -15,7 +15,7 @@ from kedge.errors import LostRequestsError, RolloutError, SyncError
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
 from kedge.rollout.requests import GroupRequests
-from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.requests import build_requests, build_rollout, with_version
 from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, Service
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
@@ -48,7 +48,7 @@ class VLLMEngine:
     def __init__(
         self,
         service: Service,
-        spec: PolicySpec,
+        spec: PolicyTemplate,
         *,
         pad_id: int,
         tolerance: float | None = None,
@@ -108,7 +108,7 @@ class VLLMEngine:
     ) -> list[GenerationRequest]:
         self._check_complete()
         check_sampling(sampling, self.spec.vocabulary)
-        check_prompts(prompts, sampling, self.spec.skeleton.config)
+        check_prompts(prompts, sampling, self.spec.meta_model.config)
         self._check_length(prompts, sampling)
         return build_requests(prompts, sampling, seed, vocabulary=self.spec.vocabulary)
 

@@ -23,7 +23,7 @@ from kedge.config.rollout import installed_vllm
 from kedge.errors import ConfigError, LostRequestsError, RolloutError
 from kedge.rollout.vllm import process_guard
 from kedge.rollout.vllm.inprocess import device_args, fixed_args
-from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.remote import LostServerError, Remote
 from kedge.rollout.vllm.service import (
     GenerationRequest,
@@ -85,7 +85,7 @@ class Server(Remote):
 
     def __init__(
         self,
-        spec: PolicySpec,
+        spec: PolicyTemplate,
         weights: Mapping[str, Tensor],
         engine_args: Mapping[str, Any] | None = None,
         *,
