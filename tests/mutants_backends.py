@@ -61,8 +61,8 @@ MUTANTS = [
     Mutant(
         "all engines have the same ranks in the group that receives weights",
         "rollout/vllm/nccl_transfer.py",
-        'init_info | {"rank_offset": first + i * self._workers}',
-        'init_info | {"rank_offset": first}',
+        "offsets = [first + i * self._workers for",
+        "offsets = [first for",
         "tests/unit/test_weight_transfer.py",
     ),
     Mutant(

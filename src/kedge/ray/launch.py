@@ -121,18 +121,6 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ping:
-    """A health check of a rank."""
-
-    ref: Any
-    check: HungCheck
-    started: float = field(default_factory=time.monotonic)
-
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
-
-
 @dataclass(slots=True)
 class _LearnerGroup:
     """All ranks, and their mailbox to the driver."""
@@ -145,7 +133,7 @@ class _LearnerGroup:
     mailbox_process: int = 0  # process id; 0: not known yet
     ranks: list[Any] = field(default_factory=list)
     processes: list[ActorProcess] = field(default_factory=list)
-    pings: dict[int, _Ping] = field(default_factory=dict)  # by rank
+    pings: dict[int, tuple[Any, HungCheck]] = field(default_factory=dict)  # by rank
     mail: Any = None  # running call of ``take``
 
     def start(self) -> None:
@@ -317,19 +305,17 @@ class _LearnerGroup:
 
         failures = []
         for ref, rank in list(running.items()):
-            ping = self.pings.get(rank) or self._start_ping(rank)
-            if ray.wait([ping.ref], timeout=0)[0]:
-                if ping.seconds() > self.limits.heartbeat:
+            if rank not in self.pings:
+                name = f"learner {rank} ({self.processes[rank]})"
+                self.pings[rank] = self._ping(rank), HungCheck(name, self.limits.patience)
+            ping, check = self.pings[rank]
+            if ray.wait([ping], timeout=0)[0]:
+                if check.seconds() > self.limits.heartbeat:
                     self.pings.pop(rank)
-            elif reason := ping.check.reason():
+            elif reason := check.reason():
                 del running[ref]
                 failures.append(self._death(rank, reason))
         return failures
-
-    def _start_ping(self, rank: int) -> _Ping:
-        check = HungCheck(f"learner {rank} ({self.processes[rank]})", self.limits.patience)
-        ping = self.pings[rank] = _Ping(ref=self._ping(rank), check=check)
-        return ping
 
     def _root_cause(self, failures: Sequence[Failure]) -> KedgeError:
         root, *others = sorted(failures, key=lambda failure: failure.order)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from typing import Any, Literal
 
 from kedge.errors import ConfigError
 
-logger = logging.getLogger(__name__)
 Role = Literal["learner", "engine", "reward", "reference"]
 
 
@@ -21,8 +19,7 @@ class BundleSlot:
     role: Role
     index: int  # among the slots of its role
     bundle: int
-    cpus: float
-    gpus: float
+    gpus: float  # and one CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +95,7 @@ def plan_bundles(
         first = sum(slot.role == role for slot in slots)
         last = len(bundles) - 1
         slots.extend(
-            BundleSlot(role=role, index=index, bundle=last, cpus=1, gpus=gpus_each)
+            BundleSlot(role=role, index=index, bundle=last, gpus=gpus_each)
             for index in range(first, first + count)
         )
 
@@ -134,7 +131,7 @@ class Placement:
         strategy = PlacementGroupSchedulingStrategy(
             self.group, placement_group_bundle_index=slot.bundle
         )
-        return {"num_cpus": slot.cpus, "num_gpus": slot.gpus, "scheduling_strategy": strategy}
+        return {"num_cpus": 1, "num_gpus": slot.gpus, "scheduling_strategy": strategy}
 
     def text(self) -> str:
         """The plan with the nodes of its bundles."""

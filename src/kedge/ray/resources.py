@@ -79,7 +79,7 @@ class ActorResources:
 
 
 def from_launch(role: Role, *, count: int, option: str, each: bool = True) -> ActorResources | None:
-    """Seats reserved by ``launch``; None outside a launch, or if it reserved none.
+    """Slots that ``launch`` reserved, and releases; None outside a launch, or if there are none.
 
     Args:
         role: of the slots.
@@ -100,11 +100,7 @@ def from_launch(role: Role, *, count: int, option: str, each: bool = True) -> Ac
             f" launch(...) reserved {len(slots)}; set both to the same number"
         )
     first = at.rank * count if each else 0
-    return ActorResources(at.placement, slots[first : first + count], _keep)
-
-
-def _keep() -> None:
-    """``launch`` itself releases what it reserved."""
+    return ActorResources(at.placement, slots[first : first + count], lambda: None)
 
 
 class SharedArgument:

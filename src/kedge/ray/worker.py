@@ -73,7 +73,11 @@ class RankWorker:
         logging.getLogger("kedge").addHandler(_DriverHandler(place))
         try:
             result = job()
-            _destroy_process_group()
+            import torch.distributed as dist  # not before the environment is set
+
+            if dist.is_available() and dist.is_initialized():  # while all ranks still respond
+                with contextlib.suppress(RuntimeError):
+                    dist.destroy_process_group()
             return (result if place.rank == 0 else None), None
         except (Exception, SystemExit) as error:
             return None, failure(place.rank, error)
@@ -105,12 +109,3 @@ def failure(rank: int, error: BaseException) -> Failure:
         trace=trace,
         error=picklable,
     )
-
-
-def _destroy_process_group() -> None:
-    """Destroy the process group while all ranks still respond."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()

@@ -51,11 +51,11 @@ class HungCheck:
 
     def __init__(self, name: str, patience: float) -> None:
         self._name, self._patience = name, patience
-        self._silence, self._warned = RunningTime(), False
+        self.seconds, self._warned = RunningTime().seconds, False
 
     def reason(self) -> str | None:
         """Why it counts as hung; None: it does not.  To be called at least once a second."""
-        silent = self._silence.seconds()
+        silent = self.seconds()
         if silent > self._patience:
             return f"did not respond for {self._patience:g} s (worker_timeout)"
         if silent > WARN_AFTER and not self._warned:

@@ -30,14 +30,6 @@ class _Request:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Response:
-    """What one rank receives after a round of sampling."""
-
-    rollout: Rollout | None = None
-    others_active: bool = False
-
-
 class RankSharedEngine:
     """Rank 0 holds the engine; the other ranks send it their prompts and receive their responses.
 
@@ -91,13 +83,13 @@ class RankSharedEngine:
         request = _Request(
             call=call, prompts=without_columns(prompts), sampling=sampling, seed=seed
         )
-        response = self._request(request, self._generate)
-        assert response.rollout is not None  # the request had prompts
-        return with_prompts(response.rollout, prompts)
+        rollout, _ = self._request(request, self._generate)
+        assert rollout is not None  # the request had prompts
+        return with_prompts(rollout, prompts)
 
     def wait_for_other_ranks(self) -> None:
         """Request nothing until no rank samples any more; rank 0 continues to serve the others."""
-        while self._request(_Request(), self._generate).others_active:
+        while self._request(_Request(), self._generate)[1]:
             pass
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
@@ -114,21 +106,25 @@ class RankSharedEngine:
         if close is not None:
             close()
 
-    def _generate(self, engine: RolloutEngine, requests: list[_Request]) -> list[_Response]:
-        parts = [r.prompts for r in requests if r.prompts is not None]
-        first = next((r for r in requests if r.prompts is not None), None)
-        if first is None:
-            return [_Response()] * len(requests)
-        assert first.sampling is not None  # set with the prompts
-        whole = engine.generate(stack_prompts(parts), sampling=first.sampling, seed=first.seed)
-        responses, begin = [], 0
-        for prompts in (r.prompts for r in requests):
+    def _generate(
+        self, engine: RolloutEngine, requests: list[_Request]
+    ) -> list[tuple[Rollout | None, bool]]:
+        """The responses for each rank, and whether any rank requested some."""
+        active = [request for request in requests if request.prompts is not None]
+        if not active:
+            return [(None, False)] * len(requests)
+        parts = [request.prompts for request in active if request.prompts is not None]
+        sampling = active[0].sampling
+        assert sampling is not None  # set with the prompts
+        whole = engine.generate(stack_prompts(parts), sampling=sampling, seed=active[0].seed)
+        responses: list[tuple[Rollout | None, bool]] = []
+        begin = 0
+        for prompts in (request.prompts for request in requests):
             if prompts is None:
-                responses.append(_Response(others_active=True))
+                responses.append((None, True))
                 continue
             rows = slice(begin, begin + len(prompts))
-            part = slice_rollout(whole, rows, prompts, self._extra_slots)
-            responses.append(_Response(rollout=part))
+            responses.append((slice_rollout(whole, rows, prompts, self._extra_slots), True))
             begin = rows.stop
         return responses
 
