@@ -7,8 +7,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,14 +190,14 @@ class PolicyTemplate:
         mixed = torch.autocast(
             device.type, autocast, enabled=autocast is not None, cache_enabled=False
         )
-        with _MODEL_LOCK, mixed, _widening_layers(self.meta_model, parameters, device, sent):
+        with _MODEL_LOCK, mixed, _converting_layers(self.meta_model, parameters, device, sent):
             logits = functional_call(self.meta_model, parameters, kwargs={"input_ids": ids}).logits
         picked = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])
         return picked[..., 0].cpu()
 
 
 @contextlib.contextmanager
-def _widening_layers(
+def _converting_layers(
     model: nn.Module,
     weights: dict[str, Tensor],
     device: torch.device,
@@ -206,69 +205,43 @@ def _widening_layers(
 ) -> Iterator[None]:
     """Context in which weights are rounded as they are sent, and computed with on ``device``.
 
-    Those of layers are converted while the layer runs, so that no wide copy of the model exists,
-    nor a copy on the device.
+    Those of a layer are converted while it runs, so that no wide copy of the model exists, nor a
+    copy on the device.
 
     Args:
         model: called with ``weights`` in place of its parameters.
-        weights: those outside of layers are converted here.
+        weights: those outside of layers are converted here; empty after the context.
         device: of the computation.
         sent: dtypes in which rollout engines get them; None: as they are.
     """
     kinds = {name: (sent.get(name), p.dtype) for name, p in model.named_parameters()}
 
-    def converted(name: str, x: Tensor) -> Tensor:
-        narrow, wide = kinds[name]
+    def convert(name: str) -> Tensor:
+        x, (narrow, wide) = weights[name], kinds[name]
         return x.to(device, narrow if x.is_floating_point() else None).to(wide)
 
-    changed = {
-        name
-        for name, x in weights.items()
-        if x.device != device or {x.dtype, *kinds[name]} - {None} != {x.dtype}
-    }
-    hooks = []
-    layers: set[str] = set()
-    for prefix, layer in model.named_modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            names = {f"{prefix}.{name}": name for name, _ in layer.named_parameters()}
-            layers |= names.keys()
-            inner = {names[name]: partial(converted, name) for name in names.keys() & changed}
-            convert = _Converted(inner)
-            hooks += [
-                layer.register_forward_pre_hook(convert.enter),
-                layer.register_forward_hook(convert.leave),
-            ]
-    weights |= {name: converted(name, weights[name]) for name in changed - layers}
+    def forward_of(prefix: str, layer: nn.Module) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            del layer.forward  # that of the class runs
+            try:
+                own = {name: convert(f"{prefix}.{name}") for name, _ in layer.named_parameters()}
+                return functional_call(layer, own, args, kwargs)
+            finally:
+                layer.forward = forward
+
+        return forward
+
+    layers = {n: x for n, x in model.named_modules() if isinstance(x, GradientCheckpointingLayer)}
+    inside = tuple(f"{prefix}." for prefix in layers)
+    weights |= {name: convert(name) for name in weights if not name.startswith(inside)}
+    for prefix, layer in layers.items():
+        layer.forward = forward_of(prefix, layer)
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@dataclass(slots=True)
-class _Converted:
-    """Hooks that convert the parameters of a layer while it runs."""
-
-    functions: Mapping[str, Callable[[Tensor], Tensor]]
-    before: dict[str, Tensor] = field(default_factory=dict)
-
-    def enter(self, layer: nn.Module, _: Any) -> None:
-        for name, function in self.functions.items():
-            owner, last = _owner(layer, name)
-            self.before[name] = x = getattr(owner, last)
-            owner._parameters[last] = function(x)
-
-    def leave(self, layer: nn.Module, *_: Any) -> None:
-        for name, x in self.before.items():
-            owner, last = _owner(layer, name)
-            owner._parameters[last] = x
-        self.before.clear()
-
-
-def _owner(layer: nn.Module, name: str) -> tuple[Any, str]:
-    path, _, last = name.rpartition(".")
-    return layer.get_submodule(path), last
+        for layer in layers.values():
+            del layer.forward
+        weights.clear()  # the functions above refer to it and to themselves
 
 
 @dataclass(slots=True, kw_only=True)
