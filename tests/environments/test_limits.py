@@ -13,30 +13,25 @@ from kedge import GRPOConfig, GRPOTrainer
 from kedge.environments import Response
 from kedge.errors import ConfigError, RolloutError
 from kedge.testing import tiny_policy, tiny_reward_model
-from tests.e2e.small import rows, small
+from tests.e2e.small import rows
 from tests.environments.test_tools import calculator
+from tests.environments.test_trainers import played
 from tests.environments.toys import CHAT, VOCAB, chat_tokenizer, policy
 from tests.unit.text_toys import EOS
 
 PROMPTS = [{"prompt": p} for p in CHAT]
 
 
-def ppo(environment: Any, positions: int = 256, **options: Any) -> Any:
+def ppo(environment: Any, positions: int = 256, *, family: Any = "llama", **options: Any) -> Any:
     """A PPO trainer of tiny models on an environment."""
     parts: dict[str, Any] = {
-        "model": tiny_policy(
-            options.pop("family", "llama"), vocab_size=VOCAB, max_positions=positions
-        ),
-        "processing_class": chat_tokenizer(),
-        "reward_model": None,
-        "train_dataset": PROMPTS,
-        "response_length": 40,
-        "stop_token": "eos",
+        "model": tiny_policy(family, vocab_size=VOCAB, max_positions=positions),
+        "environment": environment,
+        "max_turn_tokens": None,
         "num_ppo_epochs": 1,
         "total_episodes": 4,
-        "environment": environment,
-    }  # fmt: skip
-    return small(**parts | options)
+    }
+    return played(**parts | options)
 
 
 def grpo(folder: Any, *, prompts: Any = PROMPTS[:1], **given: Any) -> dict[str, float]:

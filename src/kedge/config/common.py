@@ -47,7 +47,7 @@ class EnvironmentArguments:
     max_episode_seconds: float | None = _environment(
         None,
         "Seconds that the environment of an episode may work, without sampling, before the episode"
-        " is truncated; in order, those of the whole batch.",
+        " is truncated.",
         gt=0,
         le=SECONDS,
     )

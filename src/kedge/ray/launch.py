@@ -14,9 +14,8 @@ from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.ray import cluster
 from kedge.ray.actor import HEALTH
-from kedge.ray.context import DriverMailbox, RankContext
-from kedge.ray.placement import Placement, place, plan_seats
-from kedge.ray.stop_probe import ActorProcess, StopProbe
+from kedge.ray.context import ActorProcess, DriverMailbox, RankContext
+from kedge.ray.placement import Placement, place, plan_bundles
 from kedge.ray.worker import Failure, RankWorker
 from kedge.rollout.liveness import HungCheck, RunningTime
 
@@ -92,7 +91,7 @@ def launch(  # noqa: PLR0913
     ranks = sum(learners)
     connected = cluster.connect(address, cpus=ranks * (1 + rewards + references) + engines)
     try:
-        plan = plan_seats(
+        plan = plan_bundles(
             learners=learners,
             engines=engines,
             rewards=rewards * ranks,
@@ -122,18 +121,6 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ping:
-    """A health check of a rank."""
-
-    ref: Any
-    check: HungCheck
-    started: float = field(default_factory=time.monotonic)
-
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
-
-
 @dataclass(slots=True)
 class _LearnerGroup:
     """All ranks, and their mailbox to the driver."""
@@ -146,7 +133,7 @@ class _LearnerGroup:
     mailbox_process: int = 0  # process id; 0: not known yet
     ranks: list[Any] = field(default_factory=list)
     processes: list[ActorProcess] = field(default_factory=list)
-    pings: dict[int, _Ping] = field(default_factory=dict)  # by rank
+    pings: dict[int, tuple[Any, HungCheck]] = field(default_factory=dict)  # by rank
     mail: Any = None  # running call of ``take``
 
     def start(self) -> None:
@@ -154,8 +141,8 @@ class _LearnerGroup:
 
         self.mailbox = self._start_mailbox()
         actor = ray.remote(concurrency_groups={HEALTH: 1})(RankWorker)
-        seats = self.placement.plan.of("learner")
-        self.ranks = [actor.options(**self.placement.options(seat)).remote() for seat in seats]
+        slots = self.placement.plan.of("learner")
+        self.ranks = [actor.options(**self.placement.options(slot)).remote() for slot in slots]
         pings = [self._ping(i) for i in range(len(self.ranks))]
         _, missing = ray.wait(
             pings, num_returns=len(pings), timeout=self.limits.start, fetch_local=False
@@ -225,12 +212,12 @@ class _LearnerGroup:
         import ray
 
         port = ray.get(self.ranks[0].free_port.remote(), timeout=self.limits.start)
-        seats = self.placement.plan.of("learner")
+        slots = self.placement.plan.of("learner")
         running = {}
         for rank, actor in enumerate(self.ranks):
-            same_node = [seat for seat in seats[:rank] if seat.bundle == seats[rank].bundle]
+            same_node = [slot for slot in slots[:rank] if slot.bundle == slots[rank].bundle]
             # Ray shows each process only its GPU, which therefore has index 0.
-            local_rank = 0 if seats[rank].gpus else len(same_node)
+            local_rank = 0 if slots[rank].gpus else len(same_node)
             launch_env: dict[str, object] = {
                 "RANK": rank,
                 "WORLD_SIZE": len(self.ranks),
@@ -242,7 +229,6 @@ class _LearnerGroup:
                 world_size=len(self.ranks),
                 placement=self.placement,
                 mailbox=self.mailbox,
-                first=self.ranks[0],
             )
             variables = {name: str(value) for name, value in launch_env.items()} | dict(environment)
             try:
@@ -319,21 +305,17 @@ class _LearnerGroup:
 
         failures = []
         for ref, rank in list(running.items()):
-            ping = self.pings.get(rank) or self._start_ping(rank)
-            if ray.wait([ping.ref], timeout=0)[0]:
-                if ping.seconds() > self.limits.heartbeat:
+            if rank not in self.pings:
+                name = f"learner {rank} ({self.processes[rank]})"
+                self.pings[rank] = self._ping(rank), HungCheck(name, self.limits.patience)
+            ping, check = self.pings[rank]
+            if ray.wait([ping], timeout=0)[0]:
+                if check.seconds() > self.limits.heartbeat:
                     self.pings.pop(rank)
-            elif reason := ping.check.reason():
+            elif reason := check.reason():
                 del running[ref]
                 failures.append(self._death(rank, reason))
         return failures
-
-    def _start_ping(self, rank: int) -> _Ping:
-        process = self.processes[rank]
-        name = f"learner {rank} ({process})"
-        check = HungCheck(name, self.limits.patience, StopProbe(process))
-        ping = self.pings[rank] = _Ping(ref=self._ping(rank), check=check)
-        return ping
 
     def _root_cause(self, failures: Sequence[Failure]) -> KedgeError:
         root, *others = sorted(failures, key=lambda failure: failure.order)

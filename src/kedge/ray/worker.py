@@ -9,14 +9,12 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kedge.loop.shutdown import exit_with
-from kedge.ray.context import STOP, RankContext, set_context
-from kedge.ray.rollout_store import take_references
-from kedge.ray.stop_probe import ActorProcess
+from kedge.ray.context import STOP, ActorProcess, RankContext, set_context
 from kedge.rollout.vllm.nccl_transfer import free_port
 
 # Parts of errors that a rank raises because another one is gone.
@@ -66,10 +64,6 @@ class RankWorker:
         """A free TCP port of this node."""
         return free_port()
 
-    def take_references(self, ticket: int) -> Sequence[Any]:
-        """References to the responses of another rank; on rank 0."""
-        return take_references(ticket)
-
     def run(
         self, job: Callable[[], Any], environment: Mapping[str, str], place: RankContext
     ) -> tuple[Any, Failure | None]:
@@ -79,7 +73,11 @@ class RankWorker:
         logging.getLogger("kedge").addHandler(_DriverHandler(place))
         try:
             result = job()
-            _destroy_process_group()
+            import torch.distributed as dist  # not before the environment is set
+
+            if dist.is_available() and dist.is_initialized():  # while all ranks still respond
+                with contextlib.suppress(RuntimeError):
+                    dist.destroy_process_group()
             return (result if place.rank == 0 else None), None
         except (Exception, SystemExit) as error:
             return None, failure(place.rank, error)
@@ -111,12 +109,3 @@ def failure(rank: int, error: BaseException) -> Failure:
         trace=trace,
         error=picklable,
     )
-
-
-def _destroy_process_group() -> None:
-    """Destroy the process group while all ranks still respond."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()

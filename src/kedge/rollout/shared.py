@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,18 +30,6 @@ class _Request:
     seed: int = 0
 
 
-class Exchange(Protocol):
-    """Passes the responses of each rank to it, not through rank 0."""
-
-    def hand_out(self, shares: Sequence[Sequence[Any]]) -> Sequence[Any]:
-        """A ticket for each share from ``StoringEngine.generate_stored``.  On rank 0."""
-        ...
-
-    def read(self, ticket: Any, prompts: PromptBatch) -> Rollout:
-        """The rollout of a share."""
-        ...
-
-
 class RankSharedEngine:
     """Rank 0 holds the engine; the other ranks send it their prompts and receive their responses.
 
@@ -55,7 +42,6 @@ class RankSharedEngine:
         groups: process groups of the ranks.
         logprobs: the kind of log-probabilities that the engine records.
         extra_slots: slots that the engine leaves after the longest response.
-        exchange: how ranks read their responses; None: rank 0 sends them.
     """
 
     shares_weights: Literal[False] = False
@@ -67,10 +53,8 @@ class RankSharedEngine:
         *,
         logprobs: Literal["sampled", "raw", "none"],
         extra_slots: int,
-        exchange: Exchange | None = None,
     ) -> None:
         self.engine: Any = engine
-        self._exchange = exchange
         self.logprobs: Literal["sampled", "raw", "none"] = logprobs
         self._groups, self._extra_slots = groups, extra_slots
         self._lock = threading.Lock()
@@ -96,14 +80,13 @@ class RankSharedEngine:
         request = _Request(
             call=call, prompts=without_columns(prompts), sampling=sampling, seed=seed
         )
-        _, share = self._request(request, self._generate)
-        if self._exchange is not None:
-            return self._exchange.read(share, prompts)
-        return with_prompts(share, prompts)
+        rollout, _ = self._request(request, self._generate)
+        assert rollout is not None  # the request had prompts
+        return with_prompts(rollout, prompts)
 
     def wait_for_other_ranks(self) -> None:
         """Request nothing until no rank samples any more; rank 0 continues to serve the others."""
-        while self._request(_Request(), self._generate)[0]:
+        while self._request(_Request(), self._generate)[1]:
             pass
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
@@ -120,27 +103,27 @@ class RankSharedEngine:
         if close is not None:
             close()
 
-    def _generate(self, engine: RolloutEngine, requests: list[_Request]) -> list[tuple[bool, Any]]:
-        """Of each rank: whether any samples, and its rollout, or the ticket to read it with."""
-        parts = [r.prompts for r in requests if r.prompts is not None]
-        if not parts:
-            return [(False, None)] * len(requests)
-        first = next(r for r in requests if r.prompts is not None)
-        assert first.sampling is not None  # set with the prompts
-        sampled: dict[str, Any] = {"sampling": first.sampling, "seed": first.seed}
-        whole, sizes = stack_prompts(parts), [len(prompts) for prompts in parts]
-        shares: Sequence[Any]
-        if self._exchange is not None:
-            stored = self.engine.generate_stored(whole, sizes=sizes, **sampled)
-            shares = self._exchange.hand_out(stored)
-        else:
-            rollout, ends = engine.generate(whole, **sampled), itertools.accumulate(sizes)
-            shares = [
-                slice_rollout(rollout, slice(end - len(prompts), end), prompts, self._extra_slots)
-                for prompts, end in zip(parts, ends, strict=True)
-            ]
-        left = iter(shares)
-        return [(True, None if r.prompts is None else next(left)) for r in requests]
+    def _generate(
+        self, engine: RolloutEngine, requests: list[_Request]
+    ) -> list[tuple[Rollout | None, bool]]:
+        """The responses for each rank, and whether any rank requested some."""
+        active = [request for request in requests if request.prompts is not None]
+        if not active:
+            return [(None, False)] * len(requests)
+        parts = [request.prompts for request in active if request.prompts is not None]
+        sampling = active[0].sampling
+        assert sampling is not None  # set with the prompts
+        whole = engine.generate(stack_prompts(parts), sampling=sampling, seed=active[0].seed)
+        responses: list[tuple[Rollout | None, bool]] = []
+        begin = 0
+        for prompts in (request.prompts for request in requests):
+            if prompts is None:
+                responses.append((None, True))
+                continue
+            rows = slice(begin, begin + len(prompts))
+            responses.append((slice_rollout(whole, rows, prompts, self._extra_slots), True))
+            begin = rows.stop
+        return responses
 
     def _request(
         self, request: _Request, serve: Callable[[RolloutEngine, list[_Request]], list[T]]
@@ -203,7 +186,6 @@ def build_shared_engine(
     ranks: int,
     timeout: float,
     extra_slots: int,
-    exchange: Exchange | None = None,
 ) -> RolloutEngine:
     """The engine that ``make`` makes; with several ranks, one engine that all share.
 
@@ -212,7 +194,6 @@ def build_shared_engine(
         ranks: number of processes that train together; each must call this.
         timeout: seconds that making the engine, or one batch, may take.
         extra_slots: slots that the engine leaves after the longest response.
-        exchange: how ranks read their responses; None: rank 0 sends them.
     """
     if ranks == 1:
         return make()
@@ -229,5 +210,4 @@ def build_shared_engine(
         groups,
         logprobs=logprobs,
         extra_slots=extra_slots,
-        exchange=exchange,
     )

@@ -9,7 +9,7 @@ import math
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ import numpy as np
 
 from kedge.errors import RolloutError, SyncError
 from kedge.rollout.liveness import reporting_silence
-from kedge.rollout.vllm.held_requests import HeldRequests
 from kedge.rollout.vllm.service import (
     GenerationRequest,
     GenerationResult,
@@ -32,6 +31,8 @@ _RESTART = (
     "start it again with the same flags, and resume from the latest checkpoint with"
     " resume_from_checkpoint=True"
 )
+# Sends a request, and reads its result.
+Send = Callable[[httpx.AsyncClient], Awaitable[GenerationResult]]
 _SECONDS = 0.1  # of waiting for a result in one call of ``serve``
 _OVERLOADED = {429, 502, 503}  # sent again, after a pause that doubles
 _PAUSE = 0.5  # seconds
@@ -44,6 +45,104 @@ class LostServerError(RolloutError):
     def __init__(self, message: str, answers: Sequence[GenerationResult | None] = ()) -> None:
         super().__init__(message)
         self.answers = answers
+
+
+class InFlightRequests:
+    """Requests by key, and their results as they arrive.
+
+    The server works on all of them between calls of ``wait``; connections are read within.
+
+    Args:
+        connect: makes a client of the server.
+    """
+
+    def __init__(self, connect: Callable[[], httpx.AsyncClient]) -> None:
+        self._connect = connect
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: httpx.AsyncClient | None = None
+        self._arrived = asyncio.Event()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._results: dict[int, GenerationResult] = {}
+        self._error: Exception | None = None
+        self._heard = 0.0  # when a result arrived last, or the first request was sent
+
+    @property
+    def holds(self) -> bool:
+        """Whether there are requests, or results or an error to be returned."""
+        return bool(self._tasks or self._results or self._error)
+
+    def silent(self) -> float:
+        """Seconds since the server was heard of; 0 without requests."""
+        return time.monotonic() - self._heard if self._tasks else 0.0
+
+    def heard(self) -> None:
+        """The server has responded."""
+        self._heard = time.monotonic()
+
+    def wait(self, new: Mapping[int, Send], seconds: float) -> dict[int, GenerationResult]:
+        """Send new requests, and wait until a result arrives, at most ``seconds``.
+
+        Raises:
+            Exception: the first that a request raised, after all results are returned.
+        """
+        return self._run(self._wait(new, seconds)) if new or self.holds else {}
+
+    async def _wait(self, new: Mapping[int, Send], seconds: float) -> dict[int, GenerationResult]:
+        if not self._tasks:
+            self.heard()
+        for key, send in new.items():
+            self._tasks[key] = asyncio.create_task(self._send(key, send))
+        if not (self._results or self._error):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._arrived.wait(), seconds)
+        self._arrived.clear()
+        if self._results:
+            self.heard()
+        elif self._error is not None:
+            raise self._error
+        results, self._results = self._results, {}
+        return results
+
+    async def _send(self, key: int, send: Send) -> None:
+        if self._client is None:
+            self._client = self._connect()
+        try:
+            self._results[key] = await send(self._client)
+        except Exception as error:  # raised by ``wait``
+            self._error = self._error or error
+        del self._tasks[key]
+        self._arrived.set()
+
+    def cancel(self) -> None:
+        """Drop all requests; the server stops working on them as their connections close."""
+        if self._loop is not None:
+            self._run(self._cancel())
+            self._loop.close()
+            self._loop = None
+
+    async def _cancel(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._client is not None:
+            await self._client.aclose()
+        self._client, self._error = None, None
+        self._tasks.clear()
+        self._results.clear()
+        self._arrived = asyncio.Event()
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._loop.set_exception_handler(_report)
+        return self._loop.run_until_complete(work)
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Report an error in a callback, except that a Unix socket closed while it was waited for."""
+    if not isinstance(context.get("exception"), asyncio.InvalidStateError):
+        loop.default_exception_handler(context)
 
 
 class Remote:
@@ -87,7 +186,7 @@ class Remote:
         self._idle_since = math.inf  # when the server was first seen without requests
         transport = httpx.HTTPTransport(uds=uds)
         self._client = httpx.Client(base_url=self.url, transport=transport, timeout=patience)
-        self._held = HeldRequests[GenerationResult](self._async_client)
+        self._in_flight = InFlightRequests(self._async_client)
 
     # -- Service ---------------------------------------------------------------------------------
 
@@ -98,7 +197,7 @@ class Remote:
             LostServerError: the server died or hangs; has the results received before.
             RolloutError: the server rejects the request.
         """
-        held = HeldRequests[GenerationResult](self._async_client)
+        held = InFlightRequests(self._async_client)
         results = dict[int, GenerationResult]()
         new = dict(enumerate(requests))
         try:
@@ -144,7 +243,7 @@ class Remote:
     @property
     def holds(self) -> bool:
         """Whether the server works on requests of ``serve``."""
-        return self._held.holds
+        return self._in_flight.holds
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
         """Hold new requests, by key, and wait for results for a short time; results by key.
@@ -153,11 +252,11 @@ class Remote:
             LostServerError: the server died or hangs.
             RolloutError: the server rejects a request.
         """
-        return self._wait(self._held, new, _SECONDS)
+        return self._wait(self._in_flight, new, _SECONDS)
 
     def cancel(self) -> None:
         """Drop all requests that it holds."""
-        self._held.cancel()
+        self._in_flight.cancel()
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability (nats) of each token of each row but its first."""
@@ -254,7 +353,7 @@ class Remote:
 
     def close(self) -> None:
         """Close connections and forget the files of weights; the server keeps running."""
-        self._held.cancel()
+        self._in_flight.cancel()
         self._client.close()
         self._folder = None
 
@@ -294,7 +393,7 @@ class Remote:
 
     def _wait(
         self,
-        held: HeldRequests[GenerationResult],
+        held: InFlightRequests,
         new: Mapping[int, GenerationRequest],
         seconds: float,
     ) -> dict[int, GenerationResult]:
@@ -306,11 +405,11 @@ class Remote:
             raise self._gone(error) from error
         if held.silent() > self._heartbeat:
             self._check_alive()
-            self._check_held()
+            self._check_in_flight()
             held.heard()
         return results
 
-    def _check_held(self) -> None:
+    def _check_in_flight(self) -> None:
         """Check that the server works on something, by its own count of requests.
 
         Raises:

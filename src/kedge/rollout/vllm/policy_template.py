@@ -7,8 +7,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from kedge.rollout.vllm.weight_payload import (
 )
 
 _PROBE_ROWS, _PROBE_TOKENS = 4, 32
-_SKELETON_LOCK = threading.Lock()  # engines share one module and swap weights into it
+_MODEL_LOCK = threading.Lock()  # engines share one module and swap weights into it
 _EXPECTED_LOCK = threading.Lock()  # the first engine of a weight sync computes, the others wait
 
 
@@ -42,18 +41,18 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicySpec:
+class PolicyTemplate:
     """A policy without its trained weights; can be pickled and sent to other processes.
 
     Args:
-        skeleton: the policy with trained weights on the meta device and frozen weights shared.
+        meta_model: the policy with trained weights on the meta device and frozen weights shared.
         tied: names of the weights of output head and embedding, if they are one tensor.
         adapter: LoRA configuration, if only an adapter is trained.
         tokenizer: of the policy, or None; only needed for stop strings.
         dtype: of the rollout engine, in which weights are sent; None: as they are.
     """
 
-    skeleton: nn.Module
+    meta_model: nn.Module
     tied: tuple[str, str] | None
     tokenizer: Any = None
     adapter: Any = None
@@ -62,7 +61,7 @@ class PolicySpec:
     @classmethod
     def of(
         cls, policy: nn.Module, tokenizer: Any = None, *, dtype: torch.dtype | str | None = None
-    ) -> PolicySpec:
+    ) -> PolicyTemplate:
         """The spec of a transformers causal language model; ``dtype`` may be vLLM's name of it.
 
         Raises:
@@ -79,22 +78,22 @@ class PolicySpec:
         base = policy if adapter is None else model.get_base_model()
         if isinstance(dtype, str):  # "auto" is not a dtype
             dtype = getattr(torch, dtype.removeprefix("torch."), None)
-        return cls(skeleton(policy), _tied(base), tokenizer, adapter, dtype)
+        return cls(meta_model(policy), _tied(base), tokenizer, adapter, dtype)
 
-    def on_cpu(self) -> PolicySpec:
+    def on_cpu(self) -> PolicyTemplate:
         """The spec with its frozen weights on the CPU, to be sent to another process."""
-        return replace(self, skeleton=on_cpu(self.skeleton))
+        return replace(self, meta_model=on_cpu(self.meta_model))
 
     @property
     def base(self) -> nn.Module:
         """The model without its adapter."""
-        wrapped: Any = self.skeleton
-        return wrapped.get_base_model() if self.adapter is not None else self.skeleton
+        wrapped: Any = self.meta_model
+        return wrapped.get_base_model() if self.adapter is not None else self.meta_model
 
     @property
     def vocabulary(self) -> int:
         """Number of token ids."""
-        config: Any = self.skeleton.config
+        config: Any = self.meta_model.config
         return int(config.get_text_config().vocab_size)
 
     @property
@@ -118,7 +117,7 @@ class PolicySpec:
         Raises:
             SyncError: a weight is missing or unknown, or has another shape.
         """
-        parameters = dict(self.skeleton.named_parameters())
+        parameters = dict(self.meta_model.named_parameters())
         check_weights(parameters, weights)
         missing = [name for name, p in parameters.items() if p.is_meta and name not in weights]
         if missing:
@@ -137,7 +136,7 @@ class PolicySpec:
         if self.adapter is None:
             self.payload(weights).write(folder)
         else:
-            frozen = base_weights(dict(self.skeleton.named_parameters()))
+            frozen = base_weights(dict(self.meta_model.named_parameters()))
             WeightPayload(tuple(self._with_head(frozen)), dtype=self.dtype).write(folder)
 
     def _with_head(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -149,7 +148,7 @@ class PolicySpec:
 
     def probe(self) -> Tensor:
         """Fixed token ids int64 [rows, tokens] on which weight syncs are verified."""
-        model_config: Any = self.skeleton.config
+        model_config: Any = self.meta_model.config
         config = model_config.get_text_config()
         context = getattr(config, "max_position_embeddings", None) or _PROBE_TOKENS
         size = (_PROBE_ROWS, min(_PROBE_TOKENS, context - 1))
@@ -163,7 +162,7 @@ class PolicySpec:
             weights: trained weights by name; the result is remembered for these tensors.
         """
         with _EXPECTED_LOCK:
-            key = [self.skeleton, *weights.values()]
+            key = [self.meta_model, *weights.values()]
             if not _same(_LATEST.key, key):
                 _LATEST.value = self._expected(weights)
                 _LATEST.key = [(weakref.ref(x), getattr(x, "_version", 0)) for x in key]
@@ -184,21 +183,21 @@ class PolicySpec:
         """Log-probabilities of the probe by the learner's code: float32 [rows, tokens - 1]."""
         device = getattr(weights, "device", None) or next(iter(weights.values())).device
         ids = self.probe().to(device)
-        frozen = {n: p for n, p in self.skeleton.named_parameters() if not p.is_meta}
+        frozen = {n: p for n, p in self.meta_model.named_parameters() if not p.is_meta}
         parameters = {n: p.to(device) for n, p in frozen.items()} | dict(weights)
         sent = dict.fromkeys(weights, None if self.adapter is not None else self.dtype)
         # Without autocast's cache, which would hold a copy of all weights.
         mixed = torch.autocast(
             device.type, autocast, enabled=autocast is not None, cache_enabled=False
         )
-        with _SKELETON_LOCK, mixed, _widening_layers(self.skeleton, parameters, device, sent):
-            logits = functional_call(self.skeleton, parameters, kwargs={"input_ids": ids}).logits
+        with _MODEL_LOCK, mixed, _converting_layers(self.meta_model, parameters, device, sent):
+            logits = functional_call(self.meta_model, parameters, kwargs={"input_ids": ids}).logits
         picked = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])
         return picked[..., 0].cpu()
 
 
 @contextlib.contextmanager
-def _widening_layers(
+def _converting_layers(
     model: nn.Module,
     weights: dict[str, Tensor],
     device: torch.device,
@@ -206,74 +205,48 @@ def _widening_layers(
 ) -> Iterator[None]:
     """Context in which weights are rounded as they are sent, and computed with on ``device``.
 
-    Those of layers are converted while the layer runs, so that no wide copy of the model exists,
-    nor a copy on the device.
+    Those of a layer are converted while it runs, so that no wide copy of the model exists, nor a
+    copy on the device.
 
     Args:
         model: called with ``weights`` in place of its parameters.
-        weights: those outside of layers are converted here.
+        weights: those outside of layers are converted here; empty after the context.
         device: of the computation.
         sent: dtypes in which rollout engines get them; None: as they are.
     """
     kinds = {name: (sent.get(name), p.dtype) for name, p in model.named_parameters()}
 
-    def converted(name: str, x: Tensor) -> Tensor:
-        narrow, wide = kinds[name]
+    def convert(name: str) -> Tensor:
+        x, (narrow, wide) = weights[name], kinds[name]
         return x.to(device, narrow if x.is_floating_point() else None).to(wide)
 
-    changed = {
-        name
-        for name, x in weights.items()
-        if x.device != device or {x.dtype, *kinds[name]} - {None} != {x.dtype}
-    }
-    hooks = []
-    layers: set[str] = set()
-    for prefix, layer in model.named_modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            names = {f"{prefix}.{name}": name for name, _ in layer.named_parameters()}
-            layers |= names.keys()
-            inner = {names[name]: partial(converted, name) for name in names.keys() & changed}
-            convert = _Converted(inner)
-            hooks += [
-                layer.register_forward_pre_hook(convert.enter),
-                layer.register_forward_hook(convert.leave),
-            ]
-    weights |= {name: converted(name, weights[name]) for name in changed - layers}
+    def forward_of(prefix: str, layer: nn.Module) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            del layer.forward  # that of the class runs
+            try:
+                own = {name: convert(f"{prefix}.{name}") for name, _ in layer.named_parameters()}
+                return functional_call(layer, own, args, kwargs)
+            finally:
+                layer.forward = forward
+
+        return forward
+
+    layers = {n: x for n, x in model.named_modules() if isinstance(x, GradientCheckpointingLayer)}
+    inside = tuple(f"{prefix}." for prefix in layers)
+    weights |= {name: convert(name) for name in weights if not name.startswith(inside)}
+    for prefix, layer in layers.items():
+        layer.forward = forward_of(prefix, layer)
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@dataclass(slots=True)
-class _Converted:
-    """Hooks that convert the parameters of a layer while it runs."""
-
-    functions: Mapping[str, Callable[[Tensor], Tensor]]
-    before: dict[str, Tensor] = field(default_factory=dict)
-
-    def enter(self, layer: nn.Module, _: Any) -> None:
-        for name, function in self.functions.items():
-            owner, last = _owner(layer, name)
-            self.before[name] = x = getattr(owner, last)
-            owner._parameters[last] = function(x)
-
-    def leave(self, layer: nn.Module, *_: Any) -> None:
-        for name, x in self.before.items():
-            owner, last = _owner(layer, name)
-            owner._parameters[last] = x
-        self.before.clear()
-
-
-def _owner(layer: nn.Module, name: str) -> tuple[Any, str]:
-    path, _, last = name.rpartition(".")
-    return layer.get_submodule(path), last
+        for layer in layers.values():
+            del layer.forward
+        weights.clear()  # the functions above refer to it and to themselves
 
 
 @dataclass(slots=True, kw_only=True)
 class _Latest:
-    """The last result of ``PolicySpec.expected``; holds none of its weights."""
+    """The last result of ``PolicyTemplate.expected``; holds none of its weights."""
 
     key: list[tuple[weakref.ref[Any], int]]
     value: Expected | None
@@ -296,7 +269,7 @@ def weights_dtype(policy: nn.Module) -> torch.dtype:
     return dtype
 
 
-def skeleton(policy: nn.Module) -> nn.Module:
+def meta_model(policy: nn.Module) -> nn.Module:
     """A copy that shares frozen weights and has trained weights on the meta device."""
     trained = [p for p in policy.parameters() if p.requires_grad] or list(policy.parameters())
     memo: dict[int, Any] = {
@@ -308,14 +281,14 @@ def skeleton(policy: nn.Module) -> nn.Module:
     return drop_adapters(copy.deepcopy(policy, memo)).eval()
 
 
-def on_cpu(skeleton: nn.Module) -> nn.Module:
-    """A copy of a skeleton with its frozen weights on the CPU."""
+def on_cpu(meta_model: nn.Module) -> nn.Module:
+    """A copy of a meta_model with its frozen weights on the CPU."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().cpu(), requires_grad=False)
-        for p in skeleton.parameters()
+        for p in meta_model.parameters()
         if not p.is_meta
     }
-    return copy.deepcopy(skeleton, memo)
+    return copy.deepcopy(meta_model, memo)
 
 
 def _tied(policy: nn.Module) -> tuple[str, str] | None:
