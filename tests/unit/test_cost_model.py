@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from benchmarks.cost_model import Device, Job, operations, predict
 
-from kedge.cli.planning.memory import ModelDims
+from kedge.cli.tools.memory import ModelDims
 
 SHAPE = ModelDims(hidden=8, layers=2, intermediate=32, cache=16, vocab=100)
 JOB = Job(body=1000, shape=SHAPE, rows=4, prompt=6, response=10, epochs=2)

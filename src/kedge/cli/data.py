@@ -39,17 +39,17 @@ def load_prompts(options: Options) -> tuple[Any, Any]:
         if evaluates:
             train = train.shuffle(seed=config.seed)  # so that every dataset has held-out rows
             train, test = hold_out(train, script.dataset_test_split)
-    elif script.dataset_name is None and config.environment is not None:
-        return None, None  # the environment gives the prompts
-    elif script.dataset_name is None:
-        raise DataError("--dataset_name is required: a file, a folder or a hub name with prompts")
-    else:
+    elif script.dataset_name is not None:
         splits = Splits(script.dataset_name, script.dataset_config)
         train = splits.load(script.dataset_train_split)
         if evaluates and splits.has(script.dataset_test_split):
             test = splits.load(script.dataset_test_split)
         elif evaluates:
             train, test = hold_out(train, script.dataset_test_split)
+    elif config.environment is not None:
+        return None, None  # the environment gives the prompts
+    else:
+        raise DataError("--dataset_name is required: a file, a folder or a hub name with prompts")
     return _select_prompts(train, options), None if test is None else _select_prompts(test, options)
 
 
