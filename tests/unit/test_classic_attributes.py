@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from kedge.classic import PPOTrainer, create_reference_model, unwrap_model_for_generation
 from kedge.classic.core import PPODecorators
-from kedge.classic.tracking import log_batch
+from kedge.classic.reports import log_batch
 from kedge.errors import ConfigError
 from tests.classic_models import gpt2, letters, lora, samples, trainer
 
