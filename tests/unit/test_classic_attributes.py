@@ -63,7 +63,11 @@ def test_an_optimizer_and_a_schedule_that_are_assigned_train() -> None:
     assert not all(map(torch.equal, before, found.model_params))
     for name, value, message in (
         ("optimizer", 3, "optimizer must be a torch.optim.Optimizer, got int"),
-        ("lr_scheduler", 3, "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler, got int"),
+        (
+            "lr_scheduler",
+            3,
+            "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler or None, got int",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             setattr(found, name, value)

@@ -24,8 +24,9 @@ from transformers import DataCollatorForLanguageModeling
 from kedge.algorithms.ppo import ppo
 from kedge.checkpoint import checkpoint
 from kedge.classic.assembly import (
+    SCHEDULER,
     check_arguments,
-    check_scheduler,
+    check_kind,
     make_accelerator,
     make_learner,
 )
@@ -208,10 +209,7 @@ class PPOTrainer(PPOSteps):
     def optimizer(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigError(
-                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-            )
+        check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         check_optimizer_covers(optimizer, self.learner._trained())
         before, self.learner.optimizer = self.learner.optimizer, optimizer
         if isinstance(self.learner.scheduler, ConstantLR) and before is not optimizer:
@@ -224,7 +222,7 @@ class PPOTrainer(PPOSteps):
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: LRScheduler | None) -> None:
-        check_scheduler(scheduler)
+        check_kind("lr_scheduler", scheduler, LRScheduler | None, SCHEDULER)
         self.learner.scheduler = scheduler or ConstantLR(self.learner.optimizer, 1.0, 0)
 
     @property
@@ -243,11 +241,8 @@ class PPOTrainer(PPOSteps):
             ConfigError: ``dataset`` is not a dataset.
             DataError: fewer rows than ``batch_size``, or neither "input_ids" nor "query".
         """
-        if not isinstance(dataset, Dataset | TorchDataset):
-            raise ConfigError(
-                "dataset must be a datasets.Dataset or a torch Dataset, got "
-                f"{type(dataset).__name__}"
-            )
+        kinds = "a datasets.Dataset or a torch Dataset"
+        check_kind("dataset", dataset, Dataset | TorchDataset, kinds)
         if isinstance(dataset, Dataset):
             names = dataset.column_names
             if not {"input_ids", "query"} & set(names):

@@ -14,11 +14,10 @@ import yaml
 
 from kedge.checkpoint.checkpoint import checkpoints
 from kedge.cli.arguments import Options, parse
-from kedge.cli.data import Splits, load_prompts, note
+from kedge.cli.data import load_mixture, load_prompts, note
 from kedge.cli.train import ppo
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.rollout_engines import find_engine
-from kedge.data.mixer import mix, parse_mixer
 from kedge.errors import ConfigError, DataError, LostLearnerError
 
 # open-instruct does not pass its ``eps`` to AdamW, whose defaults therefore act.
@@ -107,27 +106,11 @@ def load_mixed(options: Options) -> tuple[Any, Any]:
         )
     else:
         splits = config.dataset_mixer_list_splits or [script.dataset_train_split]
-        train, test = _mixture(script.dataset_mixer_list, splits, options), None
+        train, test = load_mixture(script.dataset_mixer_list, splits, options), None
     if config.dataset_mixer_eval_list:
         splits = config.dataset_mixer_eval_list_splits or [script.dataset_test_split]
-        test = _mixture(config.dataset_mixer_eval_list, splits, options)
+        test = load_mixture(config.dataset_mixer_eval_list, splits, options)
     return _columns(train, config), None if test is None else _columns(test, config)
-
-
-def _mixture(mixer: Sequence[str], splits: Sequence[str], options: Options) -> Any:
-    names = [part.name for part in parse_mixer(mixer)]
-    if len(splits) not in (1, len(names)):
-        raise DataError(
-            "the splits of a mixture must be one for all datasets or one for each, got"
-            f" {len(splits)} splits ({', '.join(splits)}) for {len(names)} datasets"
-        )
-    # A dataset may be named twice with different splits; `mix` loads in order.
-    remaining = iter(splits if len(splits) > 1 else list(splits) * len(names))
-
-    def load(name: str) -> Any:
-        return Splits(name, options.script.dataset_config).load(next(remaining))
-
-    return mix(mixer, load, seed=options.config.seed)
 
 
 def _columns(rows: Any, config: AsyncPPOConfig) -> Any:
