@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kedge import GRPOConfig, PPOConfig, RLOOConfig
 from kedge.cli.arguments import parse
 from kedge.cli.data import Splits, load_prompts
 from kedge.cli.main import guarded
@@ -272,15 +271,6 @@ def test_a_model_without_weight_is_not_loaded(tiny):
     flags = ["--model_name_or_path", str(tiny), "--reward_model_path", "/no/such"]
     more = ["--reward_model_multiplier", "0", "--apply_verifiable_reward"]
     assert model_names(options(*flags, *more)).reward is None
-
-
-@pytest.mark.parametrize("config", [PPOConfig, RLOOConfig, GRPOConfig])
-def test_non_stop_penalty_is_another_name(config, tmp_path):
-    made = config(
-        output_dir=str(tmp_path), non_stop_penalty=True, penalty_reward_value=-10.0, use_cpu=True
-    )
-    assert made.non_eos_penalty
-    assert made.non_stop_penalty
 
 
 @pytest.mark.parametrize(
