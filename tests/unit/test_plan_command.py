@@ -46,6 +46,12 @@ def test_a_plan_needs_no_weights(tiny):
     tokens, logits = 2 * 8, 3 * (2 * 5 * 40 * 4)  # two tiles, and those that are kept
     assert policy.activations == tokens * (2 * 256 + 64) * 4 + logits
     assert policy.cache == 4 * (8 * 2 * (2 * 2 * 4) * 4 + 40 * 8)
+    resident = 7.0 + sum(m.resident for m in models)
+    assert memory.peaks(models, made.config, process=7.0) == {
+        "sampling": resident + policy.cache,
+        "training": resident + policy.activations + value.activations,
+    }
+    assert memory.process_bytes() > 50e6  # torch alone
 
 
 def test_checkpointing_optimizer_and_adapters_change_the_plan(tiny):
@@ -109,7 +115,7 @@ def test_flags_that_fit_a_sharded_run(tiny, monkeypatch, stage, size, words):
     count = {"total": 8 * 2**30, "trained": 8 * 2**30, "layer": 2**28, "root": 2**28}
     policy = memory.ModelMemory(role="policy", **count, activations=size * 2.0**30)
     run = {"ranks": 8, "stage": stage}
-    phases = memory.sharded_peaks([policy], made.config, **run)
+    phases = memory.peaks([policy], made.config, **run)
     # A pass gathers two layers and the root, or all 32 GiB of weights; gradients of one layer and
     # the root.
     gathered = 3 if stage == 3 else 32

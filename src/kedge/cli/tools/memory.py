@@ -154,7 +154,9 @@ def count_parameters(
         root = size_of(model) - sum(layers)
         if train_layers is not None:
             backbone = getattr(model, model.base_model_prefix)
-            train_top_layers(backbone, min(train_layers, len(layers)), what="the model")
+            if head == "score":  # a value model, which may have fewer than the policy
+                train_layers = min(train_layers, int(config.get_text_config().num_hidden_layers))
+            train_top_layers(backbone, train_layers, what="the policy")
         if adapter is not None:
             from peft import get_peft_model
 
@@ -296,51 +298,50 @@ def process_bytes() -> float:
     return float(int(status.read_text().split()[1]) * PAGE) if status.exists() else 0.0
 
 
-def peaks(models: list[ModelMemory], process: float = 0.0) -> dict[str, float]:
-    """Peak memory of sampling and of training, in bytes: what stays, and what they add to it.
-
-    Args:
-        models: all models of the run.
-        process: bytes besides models, if they are in the memory of the process.
-    """
-    resident = process + sum(m.resident for m in models)
-    return {
-        "sampling": resident + sum(m.cache for m in models),
-        "training": resident + sum(m.activations for m in models),
-    }
-
-
 def sync_width(config: OnPolicyConfig, policy: ModelMemory) -> float:
     """Bytes of a weight as it is sent to rollout engines: vLLM is sent its own precision."""
     half = find_engine(config).vllm and policy.whole and (config.bf16 or config.fp16)
     return 2.0 if half else 4.0
 
 
-def sharded_peaks(
-    models: list[ModelMemory], config: OnPolicyConfig, *, ranks: int, stage: int
+def peaks(
+    models: list[ModelMemory],
+    config: OnPolicyConfig,
+    *,
+    process: float = 0.0,
+    ranks: int = 1,
+    stage: int = 0,
 ) -> dict[str, float]:
-    """Peak memory of each phase on the first rank of a sharded run, which sends the weights.
+    """Peak memory of each phase in bytes: what stays, and what the phase adds to it.
+
+    With a ``stage``, of the first rank of a sharded run, which sends the weights.
 
     Args:
         models: all models of the run, unsharded, the policy first.
         config: of the run.
+        process: bytes besides models, if they are in the memory of the process.
         ranks: number of learners.
-        stage: of ZeRO: 1 and 2 leave weights gathered from the forward to the backward pass.
+        stage: of ZeRO: 1 and 2 leave weights gathered from the forward to the backward pass; 0:
+            without sharding.
     """
-    policy, separate = models[0], find_engine(config).copies_weights
-    sharded = [m for m in models if m.role in SHARDED]  # ranks hold others whole
+    sampling = sum(m.cache for m in models)
+    training = sum(m.activations for m in models)
+    if not stage:
+        resident = process + sum(m.resident for m in models)
+        return {"sampling": resident + sampling, "training": resident + training}
+    policy, sharded = models[0], [m for m in models if m.role in SHARDED]  # ranks hold others whole
     resident = sum(m.resident / (ranks if m in sharded else 1) for m in models)
-    # A layer and the root of the policy come back from the engines to be verified.
-    sync = (policy.root + policy.layer) * 4.0 + SEND_BYTES if separate else 0.0
-    meanwhile = resident + (sync if config.max_lag else 0.0)  # engines load during training
-    training = meanwhile
-    for m in (m for m in models if m.trained):
-        training += m.activations
-        if m in sharded:  # gathered weights: at stage 3 the root, the layer that runs and the next
+    sync, sampling = 0.0, sampling + policy.weights
+    if find_engine(config).copies_weights:
+        # A layer and the root of the policy come back from the engines to be verified.
+        sync, sampling = (policy.root + policy.layer) * 4.0 + SEND_BYTES, 0.0
+    for m in sharded:
+        if m.trained:  # gathered weights: at stage 3 the root, the layer that runs and the next
             training += m.weights * ((m.root + 2 * m.layer) / m.total if stage >= 3 else 1.0)
             training += (m.root + m.layer) * 4.0 if m.whole else 0.0  # gradients of a layer
+    meanwhile = resident + (sync if config.max_lag else 0.0)  # engines load during training
     return {
-        "sampling": meanwhile + (0.0 if separate else policy.weights + policy.cache),
-        "training": training,
+        "sampling": meanwhile + sampling,
+        "training": meanwhile + training,
         "weight sync": resident + sync,
     }

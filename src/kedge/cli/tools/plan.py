@@ -22,7 +22,6 @@ from kedge.cli.tools.memory import (
     peaks,
     process_bytes,
     read_config,
-    sharded_peaks,
     sync_width,
 )
 from kedge.cli.train import async_ppo
@@ -208,7 +207,10 @@ def show(
     console.print(
         "params: parameters; grads and optim: gradients and optimizer state of those that train; "
         "activ.: activations and logits of a micro-batch; cache: keys and values while sampling\n"
-        + describe(peaks(models, process), "per process, before sharding by FSDP or DeepSpeed")
+        + describe(
+            peaks(models, config, process=process),
+            "per process, before sharding by FSDP or DeepSpeed",
+        )
         + (f"; {human(process)} of it Python and libraries" if process else "")
     )
     ranks, stage = batches.world_size, getattr(config, "deepspeed_stage", None)
@@ -298,18 +300,17 @@ def verdict(
     if torch.cuda.is_available():
         memory = float(torch.cuda.get_device_properties(0).total_memory)
     gpu = f"a GPU of {human(memory)}, of which {human(RESERVE)} are left to CUDA and NCCL"
+    phases = peaks(models, config, ranks=ranks, stage=stage)
+    text = describe(phases, f"on the first of {ranks} GPUs at deepspeed_stage {stage}") + "\n"
+    if max(phases.values()) <= memory - RESERVE:
+        return f"{text}fits {gpu}"
+    flags = "--deepspeed_stage 3" * (stage < 3)
     one_row = [replace(m, activations=m.activations / rows) for m in models]
-    attempts = [("", stage, models)]
-    attempts += [("; set --deepspeed_stage 3", 3, models)] if stage < 3 else []
-    smaller = "; set" if stage == 3 else "; set --deepspeed_stage 3"
-    attempts += [(f"{smaller} --per_device_train_batch_size 1", 3, one_row)] if rows > 1 else []
-    phases = sharded_peaks(models, config, ranks=ranks, stage=stage)
-    where = f"on the first of {ranks} GPUs at deepspeed_stage {stage}"
-    text = f"{describe(phases, where)}\n"
-    for flags, at, changed in attempts:
-        peak = max(sharded_peaks(changed, config, ranks=ranks, stage=at).values())
-        if peak <= memory - RESERVE:
-            return f"{text}{'does not fit' if flags else 'fits'} {gpu}{flags}"
+    attempts = [(flags, models)] if flags else []
+    attempts += [(f"{flags} --per_device_train_batch_size 1".strip(), one_row)] if rows > 1 else []
+    for flags, changed in attempts:
+        if max(peaks(changed, config, ranks=ranks, stage=3).values()) <= memory - RESERVE:
+            return f"{text}does not fit {gpu}; set {flags}"
     return f"{text}does not fit {gpu}; use more GPUs or adapters (--use_peft)"
 
 
