@@ -112,11 +112,13 @@ def measure(case: str, folder: Path) -> dict[str, float]:
 def predict(case: str, folder: Path) -> dict[str, float]:
     """The plan's prediction for each phase, in MiB."""
     from kedge.cli.arguments import parse
-    from kedge.cli.planning.memory import peaks, process_bytes
-    from kedge.cli.planning.plan import plan
+    from kedge.cli.tools.memory import peaks, process_bytes
+    from kedge.cli.tools.plan import plan
 
-    *_, models = plan(parse(flags(case, folder), prog="kedge ppo"))
-    return {n: size / 2**20 for n, size in peaks(models, process_bytes()).items()}
+    options = parse(flags(case, folder), prog="kedge ppo")
+    *_, models = plan(options)
+    phases = peaks(models, options.config, process=process_bytes())
+    return {n: size / 2**20 for n, size in phases.items()}
 
 
 def child(action: str, case: str, folder: Path) -> Any:

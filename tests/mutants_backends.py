@@ -137,9 +137,9 @@ MUTANTS = [
     ),
     Mutant(
         "a classic state forgets where the random numbers stood",
-        "classic/state.py",
-        '        set_random_state(saved_state.local["random"])',
-        "        pass",
+        "classic/trainer.py",
+        '            set_random_state(saved.local["random"])',
+        "            pass",
         "tests/unit/test_classic_loop.py",
     ),
     Mutant(

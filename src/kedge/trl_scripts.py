@@ -162,7 +162,7 @@ class TrlParser(ConfigParser):
             place = flags.index("--config")
             if place + 1 == len(flags):
                 raise ConfigError("--config must be followed by the name of a YAML file")
-            values = _read_yaml(flags[place + 1])
+            values = read_yaml(flags[place + 1])
             del flags[place : place + 2]
             rest = self._set_defaults(
                 values, strict=fail_with_unknown_args and not return_remaining_strings
@@ -188,18 +188,23 @@ class TrlParser(ConfigParser):
         return [text for name in unknown for text in (f"--{name}", *_words(values[name]))]
 
 
-def _read_yaml(name: str) -> dict[str, Any]:
+def read_yaml(name: str, flag: str = "--config ") -> dict[str, Any]:
+    """The mapping in a YAML file; ``flag`` begins the errors.
+
+    Raises:
+        ConfigError: the file is missing, not valid, or not a mapping.
+    """
     import yaml
 
-    file = Path(name)
+    file = Path(name).expanduser()
     if not file.is_file():
-        raise ConfigError(f"--config {name}: there is no such file")
+        raise ConfigError(f"{flag}{name}: there is no such file")
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {name} is not valid YAML: {error}") from error
+        raise ConfigError(f"{flag}{name} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"--config {name} must map names to values, got {type(values).__name__}")
+        raise ConfigError(f"{flag}{name} must map names to values, got {type(values).__name__}")
     return values
 
 

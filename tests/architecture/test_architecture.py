@@ -70,7 +70,7 @@ THIRD_PARTY = {
     "loop": {"torch"},
     "checkpoint": {"torch", "safetensors"},
     "rollout/scheduler": {"torch"},
-    "compat": {"torch", "transformers", "datasets"},
+    "compat": {"torch", "transformers", "datasets", "yaml"},
     "http_client": {"httpx"},
     "output": set(),
     "judges": {"numpy"},

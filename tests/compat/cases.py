@@ -1,29 +1,12 @@
-"""The programs, and how each is called; only models, data sets and sizes are ours."""
+"""The programs of cases.yaml."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
 
-_PPO = (
-    *("--output_dir", "out/trl", "--per_device_train_batch_size", "4"),
-    *("--gradient_accumulation_steps", "2", "--total_episodes", "16", "--response_length", "12"),
-    *("--model_name_or_path", "EleutherAI/pythia-1b-deduped"),
-    *("--sft_model_path", "EleutherAI/pythia-1b-deduped", "--reward_model_path", "reward"),
-    *("--missing_eos_penalty", "1.0", "--num_sample_generations", "0", "--learning_rate", "3e-6"),
-    *("--report_to", "none", "--use_cpu"),
-)
-_STYLE = (
-    *("--dataset_name", "trl-internal-testing/descriptiveness-sentiment-trl-style"),
-    *("--dataset_train_split", "descriptiveness"),
-)
-_TLDR = (
-    *("--dataset_name", "trl-internal-testing/tldr-preference-sft-trl-style"),
-    *("--dataset_test_split", "validation"),
-)
-_SENTIMENT = (
-    *("--model_name", "gpt2", "--query_dataset", "imdb", "--batch_size", "16"),
-    *("--mini_batch_size", "8", "--reward_model", "sentiment-analysis:lvwerra/distilbert-imdb"),
-)
+import yaml
 
 
 @dataclass(frozen=True)
@@ -42,106 +25,53 @@ class Case:
     variables: dict[str, str] = field(default_factory=dict)
 
 
-def _trl(tag: str, path: str, *arguments: str, **more: object) -> Case:
-    name = f"trl-{tag[1:]}-{path.removesuffix('.py').replace('/', '-')}"
-    return Case(name, f"TRL {tag[1:]}", f"{tag}:{path}", arguments, **more)  # type: ignore[arg-type]
+def _trl(source: str, flags: str, compat: str = "", note: str = "") -> Case:
+    tag, path = source.split(":")
+    return Case(
+        name=f"trl-{tag[1:]}-{path.removesuffix('.py').replace('/', '-')}",
+        program=f"TRL {tag[1:]}",
+        source=source,
+        arguments=tuple(Template(flags).substitute(_DATA["flags"]).split()),
+        compat=tuple(compat.split()),
+        note=note,
+        expect=("out/trl/model.safetensors",) if "$ppo" in flags else (),
+    )
 
 
-_SCRIPTS = "examples/scripts"
-_REPLACE = "`ModelConfig` of the installed TRL lacks an option"
-_RLOO = "the installed TRL has another `RLOOTrainer`"
-_LLAMAFACTORY = ("--api", "trl-0.11", "--replace", "--report-version", "0.9.6", "-m")
-_SWIFT = (
-    *("--rlhf_type", "ppo", "--model", "gpt2", "--model_type", "llama", "--template", "default"),
-    *("--reward_model", "reward", "--reward_model_type", "llama", "--dataset", "swift.jsonl"),
-    *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"),
-    *("--max_completion_length", "12", "--num_train_epochs", "1", "--max_length", "256"),
-    *("--use_cpu", "true", "--torch_dtype", "float32", "--fp16", "false", "--bf16", "false"),
-    *("--report_to", "none", "--save_steps", "1", "--logging_steps", "1"),
-    *("--num_sample_generations", "0", "--split_dataset_ratio", "0", "--add_version", "false"),
-)
-_MODEL = ("out/trl/model.safetensors",)
+def _llamafactory(name: str, environment: str, note: str) -> Case:
+    return Case(
+        name=f"llamafactory-{name}",
+        program="LLaMA-Factory",
+        source="-m llamafactory.cli",
+        arguments=("train", f"llamafactory/{name}.yaml"),
+        compat=("--api", "trl-0.11", "--replace", "--report-version", "0.9.6", "-m"),
+        environment=environment,
+        packages=("llamafactory", *Case.packages),
+        note=note,
+        expect=(f"out/llamafactory_{name}/value_head.safetensors",),
+        variables={"DISABLE_VERSION_CHECK": "1"},
+    )
 
+
+def _swift(tuner: str) -> Case:
+    flags = f"{_DATA['flags']['swift']} --tuner_type {tuner} --output_dir out/swift_{tuner}"
+    return Case(
+        name=f"ms-swift-{tuner}",
+        program="ms-swift",
+        source="-m swift.cli.rlhf",
+        arguments=tuple(flags.split()),
+        compat=("--api", "ms-swift", "--replace", "-m"),
+        environment="ms-swift",
+        packages=("ms_swift", *Case.packages),
+        note=f"`--tuner_type {tuner}`",
+        expect=(f"out/swift_{tuner}/checkpoint-3/manifest.json",),
+        variables={"USE_HF": "1"},
+    )
+
+
+_DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 CASES = (
-    _trl("v0.11.4", "examples/hello_world.py"),
-    _trl("v0.11.4", f"{_SCRIPTS}/ppo.py", *_SENTIMENT),
-    _trl(
-        *("v0.11.4", f"{_SCRIPTS}/ppo/ppo.py", *_PPO),
-        compat=("--replace",),
-        note=_REPLACE,
-        expect=_MODEL,
-    ),
-    _trl(
-        *("v0.11.4", f"{_SCRIPTS}/ppo/ppo_tldr.py", *_PPO),
-        compat=("--replace", "--transformers-4"),
-        note=f"{_REPLACE}; `apply_chat_template` returns ids",
-        expect=_MODEL,
-    ),
-    _trl(
-        *("v0.11.4", f"{_SCRIPTS}/rloo/rloo.py", *_PPO, "--rloo_k", "2"),
-        compat=("--replace",),
-        note=_RLOO,
-        expect=_MODEL,
-    ),
-    _trl(
-        *("v0.17.0", f"{_SCRIPTS}/ppo/ppo.py", *_STYLE, *_PPO),
-        compat=("--replace",),
-        note=_REPLACE,
-        expect=_MODEL,
-    ),
-    _trl(
-        *("v0.17.0", f"{_SCRIPTS}/ppo/ppo_tldr.py", *_TLDR, *_PPO),
-        compat=("--replace", "--transformers-4"),
-        note=f"{_REPLACE}; `apply_chat_template` returns ids",
-        expect=_MODEL,
-    ),
-    _trl(
-        *("v0.17.0", f"{_SCRIPTS}/rloo/rloo.py", *_STYLE, *_PPO, "--rloo_k", "2"),
-        compat=("--replace",),
-        note=_RLOO,
-        expect=_MODEL,
-    ),
-    _trl("v1.9.0", f"{_SCRIPTS}/ppo/ppo.py", *_STYLE, *_PPO, expect=_MODEL),
-    _trl(
-        *("v1.9.0", f"{_SCRIPTS}/ppo/ppo_tldr.py", "--dataset_name", "trl-lib/tldr"),
-        *("--dataset_test_split", "validation", *_PPO),
-        expect=_MODEL,
-    ),
-    *(
-        Case(
-            f"llamafactory-{name}",
-            "LLaMA-Factory",
-            "-m llamafactory.cli",
-            ("train", f"llamafactory/{name}.yaml"),
-            _LLAMAFACTORY,
-            environment,
-            ("llamafactory", "trl", "transformers", "torch", "accelerate", "datasets", "peft"),
-            note,
-            (f"out/llamafactory_{name}/value_head.safetensors",),
-            {"DISABLE_VERSION_CHECK": "1"},
-        )
-        for name, environment, note in (
-            ("lora", "llamafactory", "LoRA policy, full reward model"),
-            ("full", "llamafactory", "all weights"),
-            (
-                *("lora_reward", "llamafactory-peft"),
-                "LoRA policy and LoRA reward model; with peft 0.18 its optimizer lacks the adapter",
-            ),
-        )
-    ),
-    *(
-        Case(
-            f"ms-swift-{tuner}",
-            "ms-swift",
-            "-m swift.cli.rlhf",
-            (*_SWIFT, "--tuner_type", tuner, "--output_dir", f"out/swift_{tuner}"),
-            ("--api", "ms-swift", "--replace", "-m"),
-            "ms-swift",
-            ("ms_swift", "trl", "transformers", "torch", "accelerate", "datasets", "peft"),
-            f"`--tuner_type {tuner}`",
-            (f"out/swift_{tuner}/checkpoint-3/manifest.json",),
-            {"USE_HF": "1"},
-        )
-        for tuner in ("full", "lora")
-    ),
+    *(_trl(*row) for row in _DATA["trl"]),
+    *(_llamafactory(name, *row) for name, row in _DATA["llamafactory"].items()),
+    *(_swift(tuner) for tuner in _DATA["ms-swift"]),
 )

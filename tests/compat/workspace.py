@@ -12,32 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 HEAD = "value_head.safetensors"
-LLAMAFACTORY = """\
-model_name_or_path: {model}
-stage: ppo
-do_train: true
-finetuning_type: {tuning}
-lora_target: q_proj,v_proj
-reward_model: {reward}
-reward_model_type: {reward_type}
-dataset: stories
-dataset_dir: llamafactory
-template: empty
-cutoff_len: 64
-output_dir: out/{name}
-per_device_train_batch_size: 4
-gradient_accumulation_steps: 2
-learning_rate: 1.0e-3
-max_steps: 2
-logging_steps: 1
-save_steps: 2
-max_new_tokens: 12
-top_k: 0
-top_p: 1.0
-ppo_epochs: 2
-report_to: none
-use_cpu: true
-"""
+LLAMAFACTORY = Path(__file__).with_name("llamafactory.yaml.txt").read_text(encoding="utf-8")
 
 
 def prepare(folder: Path, data: Path) -> None:

@@ -1,4 +1,4 @@
-"""The scripts of examples/classic, with tiny settings; and one of them on real stories."""
+"""The scripts of examples/classic, with tiny settings."""
 
 from __future__ import annotations
 
@@ -138,30 +138,3 @@ def test_multi_adapter(tmp_path: Path) -> None:
     means = module.main(args, small(model_name=str(folder)))
     assert len(set(means)) == 2
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
-
-
-@pytest.mark.slow
-def test_cheerful_stories(tmp_path: Path, shared: Path) -> None:
-    """stories260k against the sentiment model, 64 prompts a step, as ``benchmarks.stories``."""
-    module = script("sentiment")
-    data = shared / "data"
-    config = PPOConfig(
-        model_name=str(data / "stories260k"),
-        reward_model=str(data / "stories260k-sentiment"),
-        batch_size=64,
-        mini_batch_size=64,
-        learning_rate=3e-4,
-        init_kl_coef=0.05,
-        adap_kl_ctrl=False,
-    )
-    args = module.ScriptArguments(
-        dataset=str(data / "story-prompts" / "train.jsonl"),
-        column="prompt",
-        longest_query=64,
-        shortest_query=64,
-        max_steps=12,
-        max_new_tokens=53,
-        output_dir=str(tmp_path / "out"),
-    )
-    means = module.main(args, config)
-    assert sum(means[-3:]) / 3 > sum(means[:2]) / 2 + 0.7, means

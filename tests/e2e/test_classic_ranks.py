@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from kedge.classic import PPOTrainer
@@ -60,7 +59,6 @@ def work(out: str) -> None:
         rows.append({"weights": total, "objective/kl_coef": found.kl_ctl.value})
         if rank == 0:  # alone
             found.save_pretrained(Path(out).parent / kind.__name__)
-            found.record_step_stats(0.1, **one_row(found))
     assert found.config.global_batch_size == 8
     assert found.gathered == 3 * (world > 1)
     with (
@@ -72,20 +70,6 @@ def work(out: str) -> None:
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
     leave()
-
-
-def one_row(found: PPOTrainer) -> dict[str, Any]:
-    """What ``record_step_stats`` takes; no step on the way waits for other processes."""
-    zero, one = torch.zeros(1, 3), torch.ones(1, 3)
-    values, advantages, returns = found.compute_advantages(zero, one, one)
-    stats = found.loss(zero, values, None, zero, zero, one, advantages, returns)[2]
-    row = [torch.tensor([3, 4])]
-    shared = {"logprobs": zero, "ref_logprobs": zero, "non_score_reward": zero, "kls": zero}
-    return (
-        {"scores": torch.ones(1), "queries": row, "responses": row}
-        | shared
-        | {"masks": one, "train_stats": stats}
-    )
 
 
 # Statistics of an overridden step are means over processes, as in TRL, and not over all rows.

@@ -12,7 +12,7 @@ import pytest
 from kedge import AsyncPPOConfig
 from kedge.cli.arguments import ModelArguments, ScriptArguments
 from kedge.cli.train import async_ppo
-from kedge.cli.train.async_data import asked, dressed, load_mixed
+from kedge.cli.train.async_ppo import apply_template, load_mixed, without_answer
 from kedge.config.base import foreign
 from kedge.config.declare import default_of
 from kedge.errors import ConfigError, DataError
@@ -186,17 +186,18 @@ def test_each_dataset_has_its_split(chats: Path, tmp_path: Path) -> None:
     )
     assert len(train) == 9
     assert test is None
-    with pytest.raises(DataError, match="got 3 splits for 2 datasets"):
+    with pytest.raises(DataError, match=r"got 3 splits \(a, b, c\) for 2 datasets"):
         load_mixed(options(tmp_path, *both, "--dataset_mixer_list_splits", "a", "b", "c"))
 
 
 def test_a_chat_without_answer_stays_whole() -> None:
     user = {"role": "user", "content": "a"}
-    assert (asked([user]), asked([])) == ([user], [])
+    assert without_answer([user]) == [user]
+    assert without_answer([]) == []
 
 
 def test_tulu_is_the_format_that_it_says() -> None:
-    tokenizer = dressed(word_tokenizer(), small(chat_template_name="tulu"))
+    tokenizer = apply_template(word_tokenizer(), small(chat_template_name="tulu"))
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert text == "<|system|>\ns\n<|user|>\nu\n<|assistant|>\n"
@@ -210,13 +211,13 @@ def test_templates_from_files_and_begin_of_text(tmp_path: Path) -> None:
     file.write_text("{{ messages[0]['content'] }}!")
     tokenizer = word_tokenizer()
     tokenizer.bos_token = "w3"
-    dressed(tokenizer, small(chat_template_name=str(file), add_bos=True))
+    apply_template(tokenizer, small(chat_template_name=str(file), add_bos=True))
     said = tokenizer.apply_chat_template([{"role": "user", "content": "u"}], tokenize=False)
     assert said == "w3u!"
     with pytest.raises(ConfigError, match=r"must be tulu, .* or a file"):
-        dressed(word_tokenizer(), small(chat_template_name="llama"))
+        apply_template(word_tokenizer(), small(chat_template_name="llama"))
     with pytest.raises(ConfigError, match="needs a tokenizer with a BOS token"):
-        dressed(word_tokenizer(), small(add_bos=True))
+        apply_template(word_tokenizer(), small(add_bos=True))
 
 
 def test_templates_of_open_instruct_join_turns() -> None:
@@ -228,7 +229,7 @@ def test_templates_of_open_instruct_join_turns() -> None:
         "simple_concat_with_new_line": "u\na<eos>",
     }
     for name, text in joined.items():
-        tokenizer = dressed(word_tokenizer(), small(chat_template_name=name))
+        tokenizer = apply_template(word_tokenizer(), small(chat_template_name=name))
         assert tokenizer.apply_chat_template(turns, tokenize=False) == text
         asking = tokenizer.apply_chat_template(
             turns[:1], tokenize=False, add_generation_prompt=True

@@ -7,6 +7,7 @@ import math
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,24 +55,27 @@ def flags(place: Path, data: str, out: str, *more: str) -> list[str]:
     ]
 
 
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
+    """The rows that TRL's trainers train on, of each run."""
+    from transformers import Trainer
+
+    runs, train = [], Trainer.train
+
+    def watched(self: Trainer, *args: object, **kwargs: object) -> object:
+        runs.append(list(self.train_dataset))  # type: ignore[arg-type]
+        return train(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Trainer, "train", watched)
+    return runs
+
+
 @pytest.mark.slow
-def test_a_supervised_model_learns_completions_and_to_stop(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from trl.trainer.sft_trainer import SFTTrainer
-
-    seen = {}
-    train = SFTTrainer.train
-
-    def watched(self: SFTTrainer, *args: object, **kwargs: object) -> object:
-        row = self.train_dataset[0]
-        seen["ids"], seen["labels"] = row["input_ids"], row["labels"]
-        return train(self, *args, **kwargs)
-
-    monkeypatch.setattr(SFTTrainer, "train", watched)
+def test_a_supervised_model_learns_completions_and_to_stop(place: Path, trained: list[Any]) -> None:
     assert main(["sft", *flags(place, "sft", "sft", "--max_steps", "30")]) == 0
-    assert seen["ids"][-1] == 0  # <eos> ends every completion
-    assert seen["labels"] == [-100, -100, *seen["ids"][2:]]  # it is learned, the prompt is not
+    row = trained[0][0]
+    assert row["input_ids"][-1] == 0  # <eos> ends every completion
+    assert row["labels"] == [-100, -100, *row["input_ids"][2:]]  # it is learned, the prompt is not
     model = AutoModelForCausalLM.from_pretrained(place / "sft")
     tokenizer = word_tokenizer()
     ids = tokenizer("w9 w4", return_tensors="pt")["input_ids"]
@@ -146,43 +150,22 @@ def test_an_adapter_keeps_the_shift_of_its_scores(
 
 @pytest.mark.slow
 def test_a_judge_reads_what_the_reward_model_was_trained_to_read(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, trained: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trl.trainer.reward_trainer import RewardTrainer
-
     from kedge.cli.tools.judge import load_scores
 
-    seen: list[list[int]] = []
-    train = RewardTrainer.train
-
-    def watched(self: RewardTrainer, *args: object, **kwargs: object) -> object:
-        seen.extend(
-            self.train_dataset[
-                "chosen_input_ids"
-                if "chosen_input_ids" in self.train_dataset.column_names
-                else "chosen_ids"
-            ]
-        )
-        return train(self, *args, **kwargs)
-
-    monkeypatch.setattr(RewardTrainer, "train", watched)
     assert main(["reward", *flags(place, "pairs", "reward")]) == 0
     read: list[list[int]] = []
-    from kedge.rewards.model import RewardModel
-
     scores = RewardModel._scores
-    monkeypatch.setattr(
-        RewardModel,
-        "_scores",
-        lambda self, ids, lengths: (
-            read.extend(row[:n] for row, n in zip(ids.tolist(), lengths.tolist(), strict=True))
-            or scores(self, ids, lengths)
-        ),
-    )
+
+    def watched(self: RewardModel, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        read.extend(row[:n] for row, n in zip(ids.tolist(), lengths.tolist(), strict=True))
+        return scores(self, ids, lengths)
+
+    monkeypatch.setattr(RewardModel, "_scores", watched)
     rows = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
     load_scores(str(place / "reward"))(*([row[n] for row in rows] for n in ("prompt", "chosen")))
-    assert seen
-    assert sorted(read) == sorted(seen)
+    assert sorted(read) == sorted(row["chosen_ids"] for row in trained[0])
 
 
 def test_the_reward_of_training_has_the_shift() -> None:
@@ -343,24 +326,13 @@ def chats(place: Path, template: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_assistant_tokens_are_found_without_marks(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_assistant_tokens_are_found_without_marks(place: Path, trained: list[Any]) -> None:
     """All tokens and labels are those of the same template with marks, and bf16 runs on a CPU."""
-    from trl.trainer.sft_trainer import SFTTrainer
-
-    seen, train = [], SFTTrainer.train
-
-    def watched(self: SFTTrainer, *args: object, **kwargs: object) -> object:
-        seen.append([(row["input_ids"], row["labels"]) for row in self.train_dataset])
-        return train(self, *args, **kwargs)
-
-    monkeypatch.setattr(SFTTrainer, "train", watched)
     for template in (CHAT_TEMPLATE, MARKS.sub("", CHAT_TEMPLATE)):
         words = [*chats(place, template), "--bf16", "True", "--max_steps", "1"]
         words.remove("--use_cpu")
         assert main(["sft", *words]) == 0
-    marked, found = seen
+    marked, found = ([(row["input_ids"], row["labels"]) for row in rows] for rows in trained)
     assert found == marked
     ids, labels = found[0]
     assert ids[:2] == [30, 20]  # the template shows the tool

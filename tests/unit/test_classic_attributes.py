@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from kedge.classic import PPOTrainer, create_reference_model, unwrap_model_for_generation
 from kedge.classic.core import PPODecorators
-from kedge.classic.tracking import log_batch
+from kedge.classic.reports import log_batch
 from kedge.errors import ConfigError
 from tests.classic_models import gpt2, letters, lora, samples, trainer
 
@@ -63,7 +63,11 @@ def test_an_optimizer_and_a_schedule_that_are_assigned_train() -> None:
     assert not all(map(torch.equal, before, found.model_params))
     for name, value, message in (
         ("optimizer", 3, "optimizer must be a torch.optim.Optimizer, got int"),
-        ("lr_scheduler", 3, "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler, got int"),
+        (
+            "lr_scheduler",
+            3,
+            "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler or None, got int",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             setattr(found, name, value)

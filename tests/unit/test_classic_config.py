@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 from importlib.util import find_spec
@@ -15,71 +16,17 @@ import kedge.classic
 from kedge.classic import PPOConfig
 from kedge.errors import ConfigError
 
-# As the documentation of TRL 0.11 gives them; None where the trainer fills it in.
-DEFAULTS: dict[str, Any] = {
-    "seed": 0,
-    "log_with": None,
-    "task_name": None,
-    "model_name": "gpt2",
-    "query_dataset": "stanfordnlp/imdb",
-    "reward_model": "sentiment-analysis:lvwerra/distilbert-imdb",
-    "remove_unused_columns": True,
-    "tracker_kwargs": {},
-    "accelerator_kwargs": {},
-    "project_kwargs": {},
-    "tracker_project_name": "trl",
-    "push_to_hub_if_best_kwargs": {},
-    "steps": 20000,
-    "learning_rate": 1.41e-05,
-    "adap_kl_ctrl": True,
-    "init_kl_coef": 0.2,
-    "kl_penalty": "kl",
-    "target": 6.0,
-    "horizon": 10000.0,
-    "gamma": 1.0,
-    "lam": 0.95,
-    "cliprange": 0.2,
-    "cliprange_value": 0.2,
-    "vf_coef": 0.1,
-    "batch_size": 128,
-    "forward_batch_size": None,
-    "mini_batch_size": 128,
-    "gradient_accumulation_steps": 1,
-    "world_size": None,
-    "ppo_epochs": 4,
-    "max_grad_norm": None,
-    "optimize_cuda_cache": None,
-    "optimize_device_cache": False,
-    "early_stopping": False,
-    "target_kl": 1.0,
-    "compare_steps": 1,
-    "ratio_threshold": 10.0,
-    "use_score_scaling": False,
-    "use_score_norm": False,
-    "score_clip": None,
-    "whiten_rewards": False,
-    "gradient_checkpointing": False,
-    "is_encoder_decoder": None,
-    "is_peft_model": None,
-    "backward_batch_size": 128,
-    "global_backward_batch_size": None,
-    "global_batch_size": None,
-    "dataset_num_proc": None,
-}
+# As the documentation of TRL 0.11 gives them; null where the trainer fills it in.
+DEFAULTS: dict[str, Any] = json.loads(
+    Path(__file__).with_name("classic_config_defaults.json").read_text()
+)
 
 
-def test_fields_and_defaults_are_those_of_the_seed() -> None:
-    config = PPOConfig()
-    own = {f.name: getattr(config, f.name) for f in fields(config)}
+def test_fields_and_defaults_are_those_of_the_seed_in_their_order() -> None:
+    own = {f.name: getattr(PPOConfig(), f.name) for f in fields(PPOConfig)}
     assert own.pop("exp_name")
     assert own.pop("early_stopping_keeps_step") is False
-    assert own == DEFAULTS
-
-
-def test_order_of_the_fields_is_that_of_the_seed() -> None:
-    names = [f.name for f in fields(PPOConfig)]
-    assert names[0] == "exp_name"
-    assert names[1:-1] == list(DEFAULTS)
+    assert list(own.items()) == list(DEFAULTS.items())
 
 
 def test_sizes() -> None:
@@ -101,17 +48,6 @@ def test_sizes() -> None:
         ({"push_to_hub_if_best_kwargs": {"private": True}}, "needs a repo_id"),
         ({"tracker_kwargs": "[1]"}, "a JSON object or None"),
         ({"tracker_kwargs": "{"}, "JSON object or None, but is not valid JSON: Exp"),
-    ],
-    ids=str,
-)
-def test_values_that_cannot_work(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PPOConfig(**change)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
         ({"gamma": 5}, "gamma=5 must be at most 1"),
         ({"lam": -1}, "lam=-1 must be at least 0"),
         ({"vf_coef": -1}, "vf_coef=-1 must be at least 0"),
@@ -126,7 +62,7 @@ def test_values_that_cannot_work(change: dict[str, Any], message: str) -> None:
     ],
     ids=str,
 )
-def test_values_that_were_taken(change: dict[str, Any], message: str) -> None:
+def test_values_that_cannot_work(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PPOConfig(**change)
 

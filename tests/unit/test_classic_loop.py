@@ -272,19 +272,6 @@ def test_what_log_stats_refuses(tmp_path: Path) -> None:
         found.log_stats({}, {}, [torch.ones(())])
 
 
-def test_without_trackers_nothing_happens() -> None:
-    found = trainer(gpt2())
-    found.log_stats({"a": 1.0}, {"query": ["x"], "response": ["y"]}, torch.ones(1))
-
-
-def test_gathered_stats_of_one_process() -> None:
-    found = trainer(gpt2())
-    stats = found.gather_stats({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3]), "c": "x"})
-    assert stats["a"].tolist() == [1.0, 2.0]
-    assert stats["b"].tolist() == [3]
-    assert stats["c"] == "x"
-
-
 _RUN = """
 import sys
 from tests.classic_models import gpt2, samples, trainer

@@ -59,19 +59,6 @@ class Skipping(PPOTrainer):
         return stats
 
 
-@pytest.mark.parametrize(("kind", "factor"), [(Doubled, 2.0), (Skipping, 3.0)])
-def test_a_larger_loss_moves_sgd_further(kind: type, factor: float) -> None:
-    """One epoch of one optimizer step, so that the gradient is of the same weights."""
-    once = {"ppo_epochs": 1, "sgd": 1e-3}
-    change, _, stats = one_update(None, **once)
-    more, _, told = one_update(kind, **once)
-    # Means of mini-batch means against means over tokens: the same to the spread of lengths.
-    assert torch.allclose(more, factor * change, atol=0.05 * factor * float(change.abs().max()))
-    if kind is Doubled:
-        ratio = told["ppo/loss/total"] / stats["ppo/loss/total"]
-        assert ratio == pytest.approx(2, rel=0.1)
-
-
 def one_update(kind: type | None, **options: Any) -> tuple[Tensor, Any, Any]:
     found = trainer(gpt2(), kind=kind, **SIZES | options)
     before = weights(found)
@@ -82,10 +69,12 @@ def one_update(kind: type | None, **options: Any) -> tuple[Tensor, Any, Any]:
 @pytest.mark.parametrize("kind", [Doubled, Skipping])
 def test_with_one_mini_batch_the_gradient_is_exact(kind: type) -> None:
     once = {"ppo_epochs": 1, "sgd": 1e-3, "mini_batch_size": 8}
-    change, _, _ = one_update(None, **once)
-    more, _, _ = one_update(kind, **once)
+    change, _, stats = one_update(None, **once)
+    more, _, told = one_update(kind, **once)
     factor = 2.0 if kind is Doubled else 3.0
     assert torch.allclose(more, factor * change, atol=1e-6)
+    if kind is Doubled:
+        assert told["ppo/loss/total"] == pytest.approx(2 * stats["ppo/loss/total"], rel=1e-3)
 
 
 def test_an_overridden_train_minibatch_accumulates_as_trl_does() -> None:

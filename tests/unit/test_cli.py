@@ -208,8 +208,8 @@ def test_null_in_a_file_means_none(tmp_path):
         (["--learning_rate", "fast"], "argument --learning_rate/--learning-rate: invalid float"),
         (["--kl_estimator", "k9"], "argument --kl_estimator/--kl-estimator: invalid choice: 'k9'"),
         (["stray"], "'stray'"),
-        (["--config"], "--config needs a file name"),
-        (["--config", "none.yaml"], "--config none.yaml: the file does not exist"),
+        (["--config"], "argument --config: expected one argument"),
+        (["--config", "none.yaml"], "--config none.yaml: there is no such file"),
         (["--dataset_streaming"], "dataset_streaming=True is not supported"),
         (["--load_in_4bit"], "need --use_peft"),
         (["--lora_r", "4"], "lora_r needs --use_peft"),
@@ -266,7 +266,8 @@ def test_an_unknown_key_names_the_nearest_and_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("- a\n- b\n", "must hold `name: value`"), ("a: [", "is not valid YAML")]
+    ("text", "message"),
+    [("- a\n- b\n", "must map names to values, got list"), ("a: [", "is not valid YAML")],
 )
 def test_a_file_that_is_no_mapping(tmp_path, text, message):
     file = tmp_path / "run.yaml"

@@ -7,14 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from kedge import GRPOConfig, PPOConfig, RLOOConfig
 from kedge.cli.arguments import parse
 from kedge.cli.data import Splits, load_prompts
 from kedge.cli.main import guarded
-from kedge.cli.planning.plan import plan
-from kedge.cli.rewards import build_sources, check_rewards
-from kedge.cli.train.ppo import load_algorithm, model_names
-from kedge.cli.train.resume import command_to_repeat, resume_point
+from kedge.cli.tools.plan import plan
+from kedge.cli.train.ppo import (
+    build_rewards,
+    command_to_repeat,
+    find_reward,
+    load_algorithm,
+    model_names,
+    resume_point,
+)
 from kedge.errors import ConfigError, DataError
 
 MODEL = ["--model_name_or_path", "m"]
@@ -232,10 +236,10 @@ FUNCS = ["--reward_funcs", "mine.py:f"]
 def test_reward_flags(flags, model, names, weights):
     given = flags.split() if isinstance(flags, str) else flags
     made = options(*MODEL, *given)
-    check_rewards(made)
-    found = build_sources(made, model=model)
-    assert [f if isinstance(f, str) else f.__name__ for f in found.functions] == names
-    assert found.weights == weights
+    assert find_reward(made, "m") == ("m" if model else None)
+    functions, factors = build_rewards(made, model=model)
+    assert [f if isinstance(f, str) else f.__name__ for f in functions] == names
+    assert factors == weights
 
 
 @pytest.mark.parametrize(
@@ -255,8 +259,8 @@ def test_reward_flags_that_contradict(flags, message):
     made = options(*MODEL, *flags.split())
 
     def read():
-        check_rewards(made)
-        build_sources(made, model=False)
+        find_reward(made, "m")
+        build_rewards(made, model=False)
 
     with pytest.raises(ConfigError) as error:
         read()
@@ -267,15 +271,6 @@ def test_a_model_without_weight_is_not_loaded(tiny):
     flags = ["--model_name_or_path", str(tiny), "--reward_model_path", "/no/such"]
     more = ["--reward_model_multiplier", "0", "--apply_verifiable_reward"]
     assert model_names(options(*flags, *more)).reward is None
-
-
-@pytest.mark.parametrize("config", [PPOConfig, RLOOConfig, GRPOConfig])
-def test_non_stop_penalty_is_another_name(config, tmp_path):
-    made = config(
-        output_dir=str(tmp_path), non_stop_penalty=True, penalty_reward_value=-10.0, use_cpu=True
-    )
-    assert made.non_eos_penalty
-    assert made.non_stop_penalty
 
 
 @pytest.mark.parametrize(
@@ -311,6 +306,6 @@ def test_the_command_that_resumes(monkeypatch, typed, want):
     monkeypatch.setattr(sys, "argv", shlex.split(typed))
     module = SimpleNamespace(origin="/kedge/__main__.py", name="kedge.__main__")
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", module)
-    assert command_to_repeat(without="resume_from_checkpoint") == want
+    assert command_to_repeat() == want
     monkeypatch.setenv("RANK", "0")
-    assert command_to_repeat(without="resume_from_checkpoint") is None  # a launcher's words
+    assert command_to_repeat() is None  # a launcher's words

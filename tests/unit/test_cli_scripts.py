@@ -27,38 +27,17 @@ def run(*command):
     return done.stdout
 
 
-def test_the_printed_command_of_the_first_version(folders, tmp_path):
-    """As printed, with a local folder for the model and fewer episodes."""
-    printed = f"""
-        --learning_rate 3e-6
-        --num_ppo_epochs 1
-        --num_mini_batches 1
-        --output_dir {tmp_path}
-        --per_device_train_batch_size 64
-        --gradient_accumulation_steps 1
-        --total_episodes 64
-        --model_name_or_path {folders / "policy"}
-        --non_eos_penalty
-    """
-    out = run(ROOT / "examples" / "scripts" / "ppo" / "ppo.py", *printed.split())
-    assert "the trained model is in" in out
+LATER = """--dataset_name {0}/data --dataset_train_split descriptiveness --sft_model_path {0}/policy
+    --reward_model_path {0}/policy --missing_eos_penalty 1.0"""
 
 
-def test_the_printed_command_of_the_later_version(folders, tmp_path):
+@pytest.mark.parametrize("more", ["--non_eos_penalty", LATER], ids=["first", "later"])
+def test_the_printed_commands_of_ppo(folders, tmp_path, more):
+    """As printed by the first version and the later one, with a local model and fewer episodes."""
     printed = f"""
-        --dataset_name {folders / "data"}
-        --dataset_train_split descriptiveness
-        --learning_rate 3e-6
-        --num_ppo_epochs 1
-        --num_mini_batches 1
-        --output_dir {tmp_path}
-        --per_device_train_batch_size 64
-        --gradient_accumulation_steps 1
-        --total_episodes 64
-        --model_name_or_path {folders / "policy"}
-        --sft_model_path {folders / "policy"}
-        --reward_model_path {folders / "policy"}
-        --missing_eos_penalty 1.0
+        --learning_rate 3e-6 --num_ppo_epochs 1 --num_mini_batches 1 --output_dir {tmp_path}
+        --per_device_train_batch_size 64 --gradient_accumulation_steps 1 --total_episodes 64
+        --model_name_or_path {folders}/policy {more.format(folders)}
     """
     out = run(ROOT / "examples" / "scripts" / "ppo" / "ppo.py", *printed.split())
     assert "the trained model is in" in out
@@ -183,29 +162,6 @@ def test_the_path_of_open_instruct(tmp_path):
     assert "--dataset_mixer_list" in run(script, "--help", "all")
 
 
-SPELLINGS = {
-    "older": "--rloo_k 4 --num_ppo_epochs 2 --response_length 5",
-    "newer": "--num_generations 4 --num_iterations 2 --max_completion_length 5",
-}
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_rloo_in_both_spellings(folders, tmp_path, spelling):
-    code = main(
-        [
-            *("rloo", "--model_name_or_path", str(folders / "policy")),
-            *("--dataset_name", str(folders / "data"), "--output_dir", str(tmp_path)),
-            *("--per_device_train_batch_size", "8", "--max_steps", "2", "--logging_steps", "1"),
-            *("--reward_model_path", str(folders / "reward"), "--num_sample_generations", "0"),
-            *("--reward_funcs", f"{folders}/rewards.py:long", *SPELLINGS[spelling].split()),
-        ]
-    )
-    assert code == 0
-    rows = logged(tmp_path)
-    assert len(rows) == 2
-    assert {"rewards/reward", "rewards/long", "objective/uniform_groups"} <= set(rows[0])
-
-
 def test_grpo_from_the_command_line(folders, tmp_path, capfd):
     flags_of = [
         *("grpo", "--model_name_or_path", str(folders / "policy")),
@@ -254,3 +210,10 @@ def test_learning_rules_by_name(folders, tmp_path, name):
     made = flags(folders, tmp_path, "--max_steps", "2", *more, *group)
     assert main(["ppo", *made]) == 0
     assert "loss/value_avg" not in logged(tmp_path)[0]  # none of them has a value model
+
+
+@pytest.mark.parametrize("file", [*(ROOT / "examples" / "accelerate_configs").glob("*.yaml")])
+def test_accelerate_reads_the_launch_files(file):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    assert load_config_from_file(str(file)).num_processes >= 1

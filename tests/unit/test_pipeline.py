@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from kedge.cli.main import main
-from kedge.cli.pipeline import pipeline, results, stages
+from kedge.cli.tools import pipeline
 from kedge.errors import ConfigError, KedgeError
 from kedge.judges.match import interval
 
@@ -41,12 +41,12 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     def command_of(name: str) -> Callable[[list[str]], None]:
         return lambda words: calls.append((name, words))
 
-    monkeypatch.setattr("kedge.cli.main.load_command", command_of)
+    monkeypatch.setattr("kedge.cli.tools.pipeline.load_command", command_of)
     return calls
 
 
 def start(file: str, **options: Any) -> None:
-    pipeline.run(stages.read(file), **options)
+    pipeline.run(pipeline.read(file)[1], **options)
 
 
 def test_stages_get_one_anothers_folders(tmp_path: Path, ran: list[Any]) -> None:
@@ -101,7 +101,7 @@ def test_a_stage_that_failed_is_not_done_and_goes_on_from_its_checkpoint(
 
         return command
 
-    monkeypatch.setattr("kedge.cli.main.load_command", command_of)
+    monkeypatch.setattr("kedge.cli.tools.pipeline.load_command", command_of)
     file = write(tmp_path, SFT, PPO)
     with pytest.raises(RuntimeError, match="killed"):
         start(file)
@@ -131,10 +131,10 @@ def test_a_dry_run_runs_nothing(
         ([{"sft": {"learnin_rate": 1}}], "the nearest is learning_rate"),
         ([PPO], r"\$\{sft\} must be a variable or an earlier stage; earlier stages: none"),
         ([SFT, SFT], "the name 'sft' must be unique"),
-        ([{"sft": {}, "ppo": {}}], "must be one command, got ppo, sft"),
+        ([{"sft": {}, "ppo": {}}], "must be one COMMAND: {options}, got ppo, sft"),
         ([{"judge": {"ours": "a"}}], "judge needs theirs"),
         ([{"sft": {"output_dir": "x"}}], "set by the pipeline"),
-        (["sft"], "must be COMMAND"),
+        (["sft"], "must be one COMMAND: {options}, got sft"),
         ([{"script": {}}], "script needs path"),
         (
             [{"script": {"path": "none.py"}}],
@@ -147,16 +147,16 @@ def test_mistakes_are_found_before_anything_runs(
     entries: list[Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        stages.read(write(tmp_path, *entries))
+        pipeline.read(write(tmp_path, *entries))
 
 
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "list.yaml").write_text("[1]")
     for file, said in (
-        ("none.yaml", "the file does not exist"),
-        (str(tmp_path / "list.yaml"), "must have output_dir and a list of stages"),
+        ("none.yaml", "there is no such file"),
+        (str(tmp_path / "list.yaml"), "must map names to values"),
         (tmp_path / "more.yaml", "unknown key 'stage'"),
-        (tmp_path / "number.yaml", "output_dir is missing"),
+        (tmp_path / "number.yaml", "must have output_dir, a folder, and a list of stages"),
     ):
         if isinstance(file, Path):
             more = {"stage": 1} if file.stem == "more" else {"output_dir": 3}
@@ -172,11 +172,10 @@ def test_variables_are_replaced_and_keep_their_type(tmp_path: Path, ran: list[An
     }
     file = write(tmp_path, SFT, asked, variables={"seed": 3, "d": None})
     with pytest.raises(ConfigError, match="the variable d has no value; add --set d=VALUE"):
-        stages.read(file)
-    plan = stages.read(file, {"d": "x.jsonl"})
-    assert plan.stages[1].options["seed"] == 3
-    assert plan.stages[1].options["run_name"] == "a-3"
-    assert plan.stages[1].options["dataset_name"] == "x.jsonl"
+        pipeline.read(file)
+    _, (_, ppo) = pipeline.read(file, {"d": "x.jsonl"})
+    assert (ppo.options["seed"], ppo.options["run_name"]) == (3, "a-3")
+    assert ppo.options["dataset_name"] == "x.jsonl"
     pipeline.main([file, "--set", "d=x.jsonl", "seed=4"])
     assert "--seed=4" in ran[1][1]
     assert "--run_name=a-4" in ran[1][1]
@@ -220,7 +219,7 @@ def judged(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, list[str]]) -> N
             json.dumps(summary | {"prompts": len(said), "invalid": said.count("invalid")})
         )
 
-    monkeypatch.setattr("kedge.cli.main.load_command", lambda name: command)
+    monkeypatch.setattr("kedge.cli.tools.pipeline.load_command", lambda name: command)
 
 
 def test_seeds_and_their_closing_table(
@@ -253,7 +252,7 @@ def test_the_interval_over_seeds_is_wider_than_over_their_rows() -> None:
 def test_no_judgement_no_table(tmp_path: Path, ran: list[Any]) -> None:
     pipeline.main([write(tmp_path, SFT)])
     assert not (tmp_path / "out" / "results.json").exists()
-    assert results.results([(tmp_path, stages.read(write(tmp_path, SFT)).stages)]) == []
+    assert pipeline.results([pipeline.read(write(tmp_path, SFT))[1]]) == []
 
 
 def test_a_script_of_the_user(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -273,7 +272,9 @@ def test_a_script_of_the_user(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     start(str(tmp_path / "moved" / "pipe.yaml"))  # elsewhere, and the same
     with (tmp_path / "moved" / "mine.py").open("a") as program:
         program.write("1\n")
-    with pytest.raises(ConfigError, match=r"mine.py has changed\); run it again with --redo"):
+    with pytest.raises(
+        ConfigError, match=r"mine.py: .* before, .* now\); run it again with --redo"
+    ):
         start(str(tmp_path / "moved" / "pipe.yaml"))
     (tmp_path / "bad.py").write_text("raise SystemExit(3)")
     with pytest.raises(KedgeError, match=r"stage script: .* failed with exit code 3"):
@@ -331,7 +332,7 @@ def test_a_whole_pipeline_on_tiny_models(tmp_path: Path) -> None:
     assert all((out / name / "done.json").is_file() for name in ("sft", "reward", "rloo", "judge"))
 
 
-def test_null_is_passed_on_where_it_says_something():
+def test_null_is_passed_on_where_it_says_something(tmp_path: Path) -> None:
     options = {"stop_token": None, "eval_steps": None, "seed": 1}
-    stage = stages.Stage(name="rl", command="ppo", options=options)
-    assert stage.words(Path()) == ["--stop_token=none", "--seed=1"]
+    _, (stage,) = pipeline.read(write(tmp_path, {"ppo": options}))
+    assert stage.words()[:2] == ["--stop_token=none", "--seed=1"]

@@ -8,10 +8,8 @@ import pytest
 
 from kedge.cli.arguments import parse
 from kedge.cli.main import main
-from kedge.cli.planning import memory
-from kedge.cli.planning.plan import plan
-from kedge.cli.planning.sharding import sharded_peaks, verdict
-from kedge.cli.planning.sizes import human, short, size_rows, sync_rows
+from kedge.cli.tools import memory
+from kedge.cli.tools.plan import human, plan, short, sync_rows, verdict
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.rollout_engines import elsewhere
 from kedge.testing import tiny_reward_model
@@ -39,44 +37,32 @@ def test_a_plan_needs_no_weights(tiny):
     # embed 40x16, head 16x40, 2 layers of q16x16 kv2x16x8 o16x16 mlp 3x16x24 2 norms; 1 norm
     per_layer = 16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16
     want = 2 * 40 * 16 + 2 * per_layer + 16
-    assert (policy.count.total, policy.count.trained) == (want, want)
+    assert (policy.total, policy.trained) == (want, want)
     assert (policy.weights, policy.gradients, policy.optimizer) == (want * 4, want * 4, 0)
     assert reference.resident == want * 4
-    assert value.count.trained == want - 40 * 16 + 16
-    assert reward.resident == value.count.total * 4
+    assert value.trained == want - 40 * 16 + 16
+    assert reward.resident == value.total * 4
     # a block keeps 10 x 16 + 4 x 24 numbers per token, 2 blocks; 4 x 16 at the end
     tokens, logits = 2 * 8, 3 * (2 * 5 * 40 * 4)  # two tiles, and those that are kept
-    assert policy.training == tokens * (2 * 256 + 64) * 4 + logits
-    assert policy.generation == 4 * (8 * 2 * (2 * 2 * 4) * 4 + 40 * 8)
-
-
-def test_operations_of_an_iteration(tiny):
-    flags = f"--model_name_or_path {tiny} --max_steps 1 --response_length 5 --num_generations 2"
-    made = options(
-        *flags.split(), "--no_gradient_checkpointing", "--per_device_train_batch_size", "4"
-    )
-    batches, _, models = plan(made)
-    policy, value = models[0].count.total, models[2].count.total
-    prompt = 10**12
-    *_, (name, total, note) = size_rows(made, batches, {"longest prompt": prompt}, models)
-    sampling, training = 2 * policy * prompt * 2, 4 * 3 * 2 * (policy + value) * 4 * prompt
-    whole = 2 * sum(m.count.total for m in models) * 4 * prompt
-    assert (name, float(total)) == (
-        "TFLOP per iteration",
-        pytest.approx((sampling + whole + training) / 1e12, rel=0.05),
-    )
-    assert "training in 4 passes" in note
+    assert policy.activations == tokens * (2 * 256 + 64) * 4 + logits
+    assert policy.cache == 4 * (8 * 2 * (2 * 2 * 4) * 4 + 40 * 8)
+    resident = 7.0 + sum(m.resident for m in models)
+    assert memory.peaks(models, made.config, process=7.0) == {
+        "sampling": resident + policy.cache,
+        "training": resident + policy.activations + value.activations,
+    }
+    assert memory.process_bytes() > 50e6  # torch alone
 
 
 def test_checkpointing_optimizer_and_adapters_change_the_plan(tiny):
     flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8"]
     plain = plan(options(*flags, "--no_gradient_checkpointing"))[2][0]
     saving = plan(options(*flags))[2][0]
-    assert saving.training < plain.training
-    assert plain.optimizer == plain.count.trained * 8
+    assert saving.activations < plain.activations
+    assert plain.optimizer == plain.trained * 8
     lora = plan(options(*flags, "--use_peft", "--lora_r", "2"))[2]
-    assert lora[0].count.trained < lora[0].count.total
-    assert lora[0].optimizer == lora[0].count.trained * 8
+    assert lora[0].trained < lora[0].total
+    assert lora[0].optimizer == lora[0].trained * 8
     assert [n.role for n in lora] == ["policy", "value", "reward"]  # the base is the reference
 
 
@@ -92,14 +78,12 @@ def test_one_base_model_is_planned_once(tiny, tmp_path):
     flags += ["--lora_r", "2", "--lora_target_modules", "all-linear", "--value_adapter", "True"]
     policy, value, reward = plan(options(*flags, "--reward_adapter", str(tmp_path / "reward")))[2]
     assert (value.role, reward.role) == ("value adapter", "reward adapter")
-    assert value.count.total == value.count.trained == policy.count.trained + 16
-    assert value.weights == value.count.trained * 4
-    assert reward.count.total == 2 * 2 * (2 * 16) + 16  # two layers of q: A 2x16, B 16x2; the head
-    assert policy.weights == policy.count.total * 4
+    assert value.total == value.trained == policy.trained + 16
+    assert value.weights == value.trained * 4
+    assert reward.total == 2 * 2 * (2 * 16) + 16  # two layers of q: A 2x16, B 16x2; the head
+    assert policy.weights == policy.total * 4
     half = plan(options(*flags, "--bf16", "--use_cpu"))[2][0]
-    assert (
-        half.weights == (policy.count.total - policy.count.trained) * 2 + policy.count.trained * 4
-    )
+    assert half.weights == (policy.total - policy.trained) * 2 + policy.trained * 4
 
 
 def test_a_budget_of_tokens_limits_the_activations(tiny):
@@ -108,21 +92,8 @@ def test_a_budget_of_tokens_limits_the_activations(tiny):
     flags += ["--response_length", "8"]
     rows = plan(options(*flags))[2][0]
     budget = plan(options(*flags, "--max_tokens_per_micro_batch", "64"))[2][0]
-    assert budget.training == pytest.approx(rows.training / 16)
+    assert budget.activations == pytest.approx(rows.activations / 16)
     assert budget.resident == rows.resident
-
-
-def test_peak_of_each_phase(tiny):
-    models = plan(options("--model_name_or_path", str(tiny), "--total_episodes", "8"))[2]
-    policy, _, value, reward = models
-    resident = 7.0 + sum(m.resident for m in models)
-    assert memory.peaks(models, 7.0) == {
-        "sampling": resident + policy.generation,
-        "scoring": resident + reward.forward,
-        "log-probabilities": resident + policy.forward,
-        "training": resident + policy.training + value.training,
-    }
-    assert memory.process_bytes() > 50e6  # torch alone
 
 
 STAGE, ROWS = "--deepspeed_stage 3", "--per_device_train_batch_size 1"
@@ -141,10 +112,10 @@ def test_flags_that_fit_a_sharded_run(tiny, monkeypatch, stage, size, words):
     with elsewhere():
         given = ["--model_name_or_path", str(tiny), "--use_cpu", "--ray_engine", "embedded"]
         made = parse(given, prog="kedge plan", config=AsyncPPOConfig)
-    count = memory.Parameters(total=8 * 2**30, trained=8 * 2**30, layer=2**28, root=2**28)
-    policy = memory.ModelMemory(role="policy", count=count, training=size * 2.0**30)
+    count = {"total": 8 * 2**30, "trained": 8 * 2**30, "layer": 2**28, "root": 2**28}
+    policy = memory.ModelMemory(role="policy", **count, activations=size * 2.0**30)
     run = {"ranks": 8, "stage": stage}
-    phases = sharded_peaks([policy], made.config, **run)
+    phases = memory.peaks([policy], made.config, **run)
     # A pass gathers two layers and the root, or all 32 GiB of weights; gradients of one layer and
     # the root.
     gathered = 3 if stage == 3 else 32
@@ -170,7 +141,10 @@ def test_no_kl_no_reference(tiny):
 
 @pytest.mark.parametrize(
     ("optim", "size"),
-    [("adamw_torch_fused", 8), ("adamw_8bit", 2), ("sgd", 0), ("rmsprop_bnb_8bit", 1)],
+    [
+        *(("adamw_torch_fused", 8), ("adamw_8bit", 2), ("paged_adamw_32bit", 8), ("lion_32bit", 4)),
+        *(("sgd", 0), ("rmsprop_bnb_8bit", 1), ("adamw_torch_4bit", 1), ("ademamix_8bit", 3)),
+    ],
 )
 def test_optimizer_state(optim, size):
     assert memory.optimizer_bytes(optim) == size
@@ -253,12 +227,11 @@ def test_a_weight_sync_is_planned(tiny, flags, size, note):
     with elsewhere():
         given = ["--model_name_or_path", str(tiny), "--vllm_num_engines", "3", "--use_cpu", *flags]
         made = parse(given, prog="kedge plan", config=AsyncPPOConfig)
-    count = memory.Parameters(total=1000, trained=1000)
-    policy = memory.ModelMemory(role="policy", count=count)
+    policy = memory.ModelMemory(role="policy", total=1000, trained=1000)
     [row] = sync_rows(made.config, policy)
     assert row[1] == human(1000.0 * size)
     assert note in row[2]
-    adapter = replace(policy, count=replace(count, trained=10))
+    adapter = replace(policy, trained=10)
     assert "the adapter" in sync_rows(made.config, adapter)[0][2]
     here = ["--model_name_or_path", str(tiny), "--rollout_engine", "embedded"]
     made = parse(here, prog="kedge plan", config=AsyncPPOConfig)
@@ -294,15 +267,3 @@ def test_units():
     assert sizes == ["-", "512 B", "2.0 KiB", "3.0 MiB", "5.0 GiB"]
     counts = [short(x) for x in (12, 1500, 260_000, 162_322_944)]
     assert counts == ["12", "1.5k", "260.0k", "162.3M"]
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["single_gpu", "multi_gpu", "fsdp1", "fsdp2", "cpu_2"]
-    + [f"deepspeed_zero{n}" for n in (1, 2, 3)],
-)
-def test_accelerate_reads_the_launch_files(name):
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    file = ROOT / "examples" / "accelerate_configs" / f"{name}.yaml"
-    assert load_config_from_file(str(file)).num_processes >= 1

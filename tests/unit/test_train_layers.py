@@ -6,7 +6,7 @@ import pytest
 from peft import LoraConfig
 
 from kedge.cli.arguments import parse
-from kedge.cli.planning.plan import plan
+from kedge.cli.tools.plan import plan
 from kedge.config.ppo import PPOv2Config
 from kedge.errors import CheckpointError, ConfigError
 from kedge.testing import tiny_policy, tiny_reward_model
@@ -70,11 +70,11 @@ def test_the_plan_counts_what_trains(tmp_path):
         return plan(parse([*flags, *more], prog="kedge plan", config=PPOv2Config))[2]
 
     (whole, reference, *_), (top, small_reference, *_) = models(), models("--train_layers", "1")
-    total = whole.count.total
-    assert whole.count.trained == reference.count.total == top.count.total == total
-    assert top.count.trained == small_reference.count.total < total / 2
+    total = whole.total
+    assert whole.trained == reference.total == top.total == total
+    assert top.trained == small_reference.total < total / 2
     assert top.optimizer < whole.optimizer / 2
-    kept = top.training - models("--train_layers", "1", "--cache_trunk", "False")[0].training
+    kept = top.activations - models("--train_layers", "1", "--cache_trunk", "False")[0].activations
     assert kept > 0
 
 

@@ -24,6 +24,8 @@ from kedge.learner.reference import AdapterReference, FrozenModel, Reference
 from kedge.learner.settings import LearnerSettings
 from kedge.learner.sharding import sharding_strategy
 
+SCHEDULER = "a torch.optim.lr_scheduler.LRScheduler or None"
+
 
 def check_arguments(
     config: PPOConfig,
@@ -39,19 +41,12 @@ def check_arguments(
     Raises:
         ConfigError: an invalid argument; says what it must be.
     """
-    if not isinstance(config, PPOConfig):
-        raise ConfigError(f"config must be a kedge.classic.PPOConfig, got {type(config).__name__}")
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ConfigError(
-            f"tokenizer must be a transformers tokenizer, got {type(tokenizer).__name__}"
-        )
-    if not isinstance(model, PreTrainedModelWrapper):
-        raise ConfigError(
-            "model must be an AutoModelForCausalLMWithValueHead or "
-            f"AutoModelForSeq2SeqLMWithValueHead, got {type(model).__name__}"
-        )
+    heads = "an AutoModelForCausalLMWithValueHead or AutoModelForSeq2SeqLMWithValueHead"
+    check_kind("config", config, PPOConfig, "a kedge.classic.PPOConfig")
+    check_kind("tokenizer", tokenizer, PreTrainedTokenizerBase, "a transformers tokenizer")
+    check_kind("model", model, PreTrainedModelWrapper, heads)
     check_reference(ref_model)
-    check_scheduler(lr_scheduler)
+    check_kind("lr_scheduler", lr_scheduler, LRScheduler | None, SCHEDULER)
     if lr_scheduler is not None and optimizer is None:
         raise ConfigError("lr_scheduler needs the optimizer that it schedules; pass optimizer too")
     if model.is_sequential_parallel:
@@ -60,10 +55,8 @@ def check_arguments(
             'load it with device_map={"": 0}, in 8 or 4 bits if it does not fit'
         )
     encodes = bool(getattr(model.config, "is_encoder_decoder", False))
-    for name, truth in {
-        "is_encoder_decoder": encodes,
-        "is_peft_model": model.is_peft_model,
-    }.items():
+    facts = {"is_encoder_decoder": encodes, "is_peft_model": model.is_peft_model}
+    for name, truth in facts.items():
         if getattr(config, name) not in (None, truth):
             raise ConfigError(
                 f"{name}={getattr(config, name)} must be {truth} for this model; remove it"
@@ -85,13 +78,10 @@ def check_reference(model: Any) -> None:
         )
 
 
-def check_scheduler(scheduler: Any) -> None:
-    """Reject what is not a learning-rate schedule; None is a constant rate."""
-    if scheduler is not None and not isinstance(scheduler, LRScheduler):
-        raise ConfigError(
-            "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler, got "
-            f"{type(scheduler).__name__}"
-        )
+def check_kind(name: str, value: Any, kind: Any, what: str) -> None:
+    """Reject an argument of another type than ``kind``, which is ``what`` in words."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} must be {what}, got {type(value).__name__}")
 
 
 def inner_model(model: Any) -> Any:

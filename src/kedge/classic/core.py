@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -228,3 +229,27 @@ def empty_device_cache() -> None:
     """Release unused cached memory of torch to the accelerator."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def random_state() -> dict[str, Any]:
+    """The random states of this process."""
+    name, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
+    words = torch.from_numpy(np.asarray(keys).astype(np.int64))
+    state = {
+        "python": random.getstate(),
+        "numpy": [name, words, place, has_gauss, gauss],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore the random states of ``random_state``."""
+    random.setstate(state["python"])
+    name, keys, place, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), place, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -464,14 +464,29 @@ class GradientAccumulator:
     _sums: Tensor | None = None  # float64 [3]: ratios, policy KL and tokens so far
 
     @contextmanager
-    def optimizer_step(self, masks: list[Tensor]) -> Iterator[None]:
-        """Context in which mini-batches with these masks [b, T] form one optimizer step."""
-        self.parts = len(masks)
+    def optimizer_step(
+        self, accelerator: Accelerator, masks: list[Tensor]
+    ) -> Iterator[Iterator[None]]:
+        """Context in which mini-batches with these masks [b, T] form one optimizer step.
+
+        Yields an iterator to advance before each mini-batch; it tells accelerate, too, which one
+        is the last.
+        """
+        previous_steps = accelerator.gradient_accumulation_steps
+        accelerator.gradient_accumulation_steps = self.parts = len(masks)
         self._tokens = self._mean(torch.stack([m.sum() for m in masks]).sum()) / self.parts
         self._sums = None
+
+        def mini_batches() -> Iterator[None]:
+            for i in range(self.parts):
+                accelerator.sync_gradients = self.last = i == self.parts - 1
+                yield
+
         try:
-            yield
+            yield mini_batches()
         finally:
+            accelerator.gradient_accumulation_steps = previous_steps
+            accelerator.sync_gradients = True
             self.parts, self.last, self._tokens, self._sums = 1, True, None, None
 
     def _mean(self, x: Tensor) -> Tensor:
@@ -511,27 +526,13 @@ class GradientAccumulator:
         self._sums = None
 
 
-@dataclass(slots=True, kw_only=True)
-class Batch:
-    """Rows on the trainer's device, with all inputs of ``train_minibatch``."""
-
-    queries: list[Tensor]  # int64 [P_i] each
-    responses: list[Tensor]  # int64 [R_i] each; of an encoder-decoder with its start token
-    inputs: Mapping[str, Tensor]  # of prepare_model_inputs
-    masks: Tensor  # int64 [B, T]
-    old_logprobs: Tensor  # float32 [B, T], likewise the rest
-    values: Tensor
-    advantages: Tensor
-    returns: Tensor
-
-
 def step_by_step(trainer: PPOSteps, samples: Samples, scores: Scores, *, masked: bool) -> Stats:
     """One PPO iteration; ``masked``: whether ``response_masks`` were given."""
     clock = [time.perf_counter()]
     kl_coef = float(trainer.kl_ctl.value)
     with torch.no_grad():
-        batch, record = _experience(trainer, samples, scores, masked, clock)
-    collected = _optimize(trainer, batch)
+        inputs, targets, record = _experience(trainer, samples, scores, masked, clock)
+    collected = _optimize(trainer, inputs, targets, record)
     clock.append(time.perf_counter())
     # Per mini-batch [n, 1] each; per-token numbers are concatenated to [1, N].
     train_stats = [{n: torch.as_tensor(x).detach().cpu() for n, x in s.items()} for s in collected]
@@ -570,8 +571,13 @@ def step_by_step(trainer: PPOSteps, samples: Samples, scores: Scores, *, masked:
 
 def _experience(
     trainer: PPOSteps, samples: Samples, scores: Scores, masked: bool, clock: list[float]
-) -> tuple[Batch, Stats]:
-    """Forward passes, rewards and advantages; also what ``record_step_stats`` is given."""
+) -> tuple[Mapping[str, Tensor], dict[str, Tensor], Stats]:
+    """Forward passes, rewards and advantages.
+
+    Returns:
+        The inputs of ``prepare_model_inputs``; old_logprobs, values, mask, advantages and returns
+        [B, T] as ``loss`` takes them; and what ``record_step_stats`` is given.
+    """
     device, start = trainer.current_device, trainer._start_token
     full, reference = trainer.config.kl_penalty == "full", trainer.ref_model
     queries = [q.to(device) for q in samples.queries]
@@ -591,58 +597,39 @@ def _experience(
         )
 
     with trainer.accelerator.autocast():
-        logprobs, logits, values, masks = forward(trainer.model, response_masks if masked else None)
+        logprobs, logits, values, mask = forward(trainer.model, response_masks if masked else None)
         with trainer.optional_peft_ctx() if reference is None else nullcontext():
             ref_logprobs, ref_logits, *_ = forward(reference or trainer.model)
-    _check_shapes("batched_forward_pass", masks, logprobs=logprobs, values=values)
+    _check_shapes("batched_forward_pass", mask, logprobs=logprobs, values=values)
+    pair = logprobs, ref_logprobs
     if full:
-        pair = _over_vocabulary(logits), _over_vocabulary(ref_logits)
-    else:
-        pair = logprobs, ref_logprobs
+        if logits is None or ref_logits is None:
+            raise DataError(
+                'kl_penalty="full" needs logits, but batched_forward_pass(return_logits=True) '
+                "returned None"
+            )
+        pair = logits.float().log_softmax(-1), ref_logits.float().log_softmax(-1)
     clock.append(time.perf_counter())
-    rewards, penalty, kls = trainer.compute_rewards(scores.whole.to(device), *pair, masks)
-    _check_shapes("compute_rewards", masks, rewards=rewards, non_score_reward=penalty, kls=kls)
+    rewards, penalty, kls = trainer.compute_rewards(scores.whole.to(device), *pair, mask)
+    _check_shapes("compute_rewards", mask, rewards=rewards, non_score_reward=penalty, kls=kls)
     if scores.tokens is not None:  # [B, R], to the places of the response
         places = response_mask(inputs, queries, responses, None, start=start)
         numbers = [x[: len(r)] for x, r in zip(scores.tokens, samples.responses, strict=True)]
         grid = torch.zeros(places.shape, device=places.device)
         grid[places.bool()] = torch.cat(numbers).to(grid)
-        rewards = rewards + grid * masks
+        rewards = rewards + grid * mask
     clock.append(time.perf_counter())
-    values, advantages, returns = trainer.compute_advantages(values, rewards, masks)
-    _check_shapes(
-        "compute_advantages", masks, values=values, advantages=advantages, returns=returns
-    )
+    values, advantages, returns = trainer.compute_advantages(values, rewards, mask)
+    targets = {"values": values, "advantages": advantages, "returns": returns}
+    _check_shapes("compute_advantages", mask, **targets)
     clock.append(time.perf_counter())
-    batch = Batch(
-        queries=queries,
-        responses=responses,
-        inputs=inputs,
-        masks=masks,
-        old_logprobs=logprobs.float(),
-        values=values.float(),
-        advantages=advantages.float(),
-        returns=returns.float(),
-    )
-    return batch, {
-        "scores": scores.sums.to(device),
-        "logprobs": logprobs,
-        "ref_logprobs": ref_logprobs,
-        "non_score_reward": penalty,
-        "masks": masks,
-        "queries": queries,
-        "responses": responses,
-        "kls": kls,
+    record = {
+        **{"scores": scores.sums.to(device), "queries": queries, "responses": responses},
+        **{"logprobs": logprobs, "ref_logprobs": ref_logprobs, "masks": mask},
+        **{"non_score_reward": penalty, "kls": kls},
     }
-
-
-def _over_vocabulary(logits: Tensor | None) -> Tensor:
-    if logits is None:
-        raise DataError(
-            'kl_penalty="full" needs logits, but batched_forward_pass(return_logits=True) '
-            "returned None"
-        )
-    return logprobs_from_logits(logits.float(), logits, gather=False)
+    targets = {name: x.float() for name, x in targets.items()}
+    return inputs, {"old_logprobs": logprobs.float(), "mask": mask, **targets}, record
 
 
 def _check_shapes(method: str, mask: Tensor, **tensors: Any) -> None:
@@ -656,56 +643,40 @@ def _check_shapes(method: str, mask: Tensor, **tensors: Any) -> None:
             )
 
 
-def _optimize(trainer: PPOSteps, batch: Batch) -> list[Stats]:
+def _optimize(
+    trainer: PPOSteps, inputs: Mapping[str, Tensor], targets: dict[str, Tensor], record: Stats
+) -> list[Stats]:
     """All passes over the batch; returns the statistics of every mini-batch."""
-    c, stats = trainer.config, []
+    c, stats, mask = trainer.config, [], targets["mask"]
     shuffle = torch.Generator().manual_seed(seed_for(c.seed, "shuffle", trainer.current_step))
     for _ in range(c.ppo_epochs):
-        order = torch.randperm(len(batch.queries), generator=shuffle)
+        order = torch.randperm(len(mask), generator=shuffle)
         for rows in order.split(c.backward_batch_size or c.batch_size):
-            parts = rows.split(c.mini_batch_size)
-            step_stats = _optimizer_step(trainer, batch, parts)
+            parts = [part.tolist() for part in rows.split(c.mini_batch_size)]
+            step_stats = []
+            masks = [mask[part] for part in parts]
+            with trainer._gradients.optimizer_step(trainer.accelerator, masks) as mini_batches:
+                for part, _ in zip(parts, mini_batches, strict=True):
+                    with trainer.accelerator.autocast():
+                        logprobs, logits, vpreds, _ = trainer.batched_forward_pass(
+                            trainer.model,
+                            [record["queries"][i] for i in part],
+                            [record["responses"][i] for i in part],
+                            {name: x[part] for name, x in inputs.items()},
+                            return_logits=True,
+                        )
+                    old, values, *rest = (targets[name][part] for name in _TARGETS)
+                    step_stats.append(
+                        trainer.train_minibatch(old, values, logprobs, logits, vpreds, *rest)
+                    )
             stats += step_stats
-            counts = [float(batch.masks[part].sum()) for part in parts]
+            counts = [float(m.sum()) for m in masks]
             if c.early_stopping and trainer._early_stop(_policy_kl(step_stats, counts)):
                 return stats
     return stats
 
 
-def _optimizer_step(trainer: PPOSteps, batch: Batch, parts: Sequence[Tensor]) -> list[Stats]:
-    accelerator, gradients = trainer.accelerator, trainer._gradients
-    previous_steps, stats = accelerator.gradient_accumulation_steps, []
-    accelerator.gradient_accumulation_steps = len(parts)
-    try:
-        with gradients.optimizer_step([batch.masks[part] for part in parts]):
-            for i, part in enumerate(parts):
-                accelerator.sync_gradients = gradients.last = i == len(parts) - 1
-                stats.append(_minibatch(trainer, batch, part.tolist()))
-    finally:
-        accelerator.gradient_accumulation_steps, accelerator.sync_gradients = previous_steps, True
-    return stats
-
-
-def _minibatch(trainer: PPOSteps, batch: Batch, index: list[int]) -> Stats:
-    with trainer.accelerator.autocast():
-        logprobs, logits, vpreds, _ = trainer.batched_forward_pass(
-            trainer.model,
-            [batch.queries[i] for i in index],
-            [batch.responses[i] for i in index],
-            {name: x[index] for name, x in batch.inputs.items()},
-            return_logits=True,
-        )
-    mask, advantages, returns = batch.masks[index], batch.advantages[index], batch.returns[index]
-    return trainer.train_minibatch(
-        batch.old_logprobs[index],
-        batch.values[index],
-        logprobs,
-        logits,
-        vpreds,
-        mask,
-        advantages,
-        returns,
-    )
+_TARGETS = ("old_logprobs", "values", "mask", "advantages", "returns")
 
 
 def _policy_kl(step_stats: list[Stats], counts: list[float]) -> Tensor:

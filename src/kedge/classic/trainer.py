@@ -22,10 +22,11 @@ from torch.utils.data import Dataset as TorchDataset
 from transformers import DataCollatorForLanguageModeling
 
 from kedge.algorithms.ppo import ppo
-from kedge.classic import state
+from kedge.checkpoint import checkpoint
 from kedge.classic.assembly import (
+    SCHEDULER,
     check_arguments,
-    check_scheduler,
+    check_kind,
     make_accelerator,
     make_learner,
 )
@@ -34,11 +35,13 @@ from kedge.classic.core import (
     PPODecorators,
     convert_to_scalar,
     empty_device_cache,
+    random_state,
+    set_random_state,
     set_seed,
     stats_to_np,
 )
 from kedge.classic.models.reference import create_reference_model
-from kedge.classic.publishing import model_card, push
+from kedge.classic.reports import log_batch, model_card, push, start_trackers
 from kedge.classic.samples import (
     RunningMoments,
     Samples,
@@ -58,16 +61,17 @@ from kedge.classic.stats_recorder import (
     update_statistics,
 )
 from kedge.classic.steps import ESTIMATORS, GradientAccumulator, PPOSteps, step_by_step
-from kedge.classic.tracking import log_batch, start_trackers
-from kedge.errors import ConfigError, DataError
+from kedge.errors import CheckpointError, ConfigError, DataError
 from kedge.learner.optim import check_optimizer_covers
 from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.updater import Updater
 from kedge.models.end_tokens import as_list
+from kedge.models.fingerprint import fingerprint
 from kedge.models.model import in_float32
 from kedge.suggestions import named
 from kedge.types import RewardOutput, Sample, require
 
+_UPDATER = ("step", "learner", "kl")  # parts of its state in a checkpoint
 _PREPARE = "; prepare their loader with trainer.accelerator.prepare(dataloader)"
 
 
@@ -205,10 +209,7 @@ class PPOTrainer(PPOSteps):
     def optimizer(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigError(
-                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-            )
+        check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         check_optimizer_covers(optimizer, self.learner._trained())
         before, self.learner.optimizer = self.learner.optimizer, optimizer
         if isinstance(self.learner.scheduler, ConstantLR) and before is not optimizer:
@@ -221,7 +222,7 @@ class PPOTrainer(PPOSteps):
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: LRScheduler | None) -> None:
-        check_scheduler(scheduler)
+        check_kind("lr_scheduler", scheduler, LRScheduler | None, SCHEDULER)
         self.learner.scheduler = scheduler or ConstantLR(self.learner.optimizer, 1.0, 0)
 
     @property
@@ -240,11 +241,8 @@ class PPOTrainer(PPOSteps):
             ConfigError: ``dataset`` is not a dataset.
             DataError: fewer rows than ``batch_size``, or neither "input_ids" nor "query".
         """
-        if not isinstance(dataset, Dataset | TorchDataset):
-            raise ConfigError(
-                "dataset must be a datasets.Dataset or a torch Dataset, got "
-                f"{type(dataset).__name__}"
-            )
+        kinds = "a datasets.Dataset or a torch Dataset"
+        check_kind("dataset", dataset, Dataset | TorchDataset, kinds)
         if isinstance(dataset, Dataset):
             names = dataset.column_names
             if not {"input_ids", "query"} & set(names):
@@ -526,13 +524,28 @@ class PPOTrainer(PPOSteps):
         Returns:
             The checkpoint's folder.
         """
-        if output_dir is not None:
-            return state.save(self, output_dir)
-        parent_save = getattr(super(), "save_state", None)
-        if parent_save is None:
-            raise ConfigError("save_state needs a folder; call save_state(output_dir)")
-        parent_save()
-        return None
+        if output_dir is None:
+            parent_save = getattr(super(), "save_state", None)
+            if parent_save is None:
+                raise ConfigError("save_state needs a folder; call save_state(output_dir)")
+            parent_save()
+            return None
+        updater = self._updater.state_dict()
+        parts = {
+            **{name: updater[name] for name in _UPDATER},
+            "running": self.running.state_dict(),
+            "reference": {"fingerprint": self._reference_fingerprint()},
+            "best": {"score": self.highest_reward, "calls": self._since_best},
+        }
+        return checkpoint.save(
+            output_dir,
+            self.current_step,
+            parts,
+            local={"random": random_state()},
+            rank=self.learner.rank,
+            world_size=self.learner.world_size,
+            barrier=self.accelerator.wait_for_everyone,
+        )
 
     def load_state(self, folder: str | Path) -> None:
         """Resume from ``save_state``; ``folder`` is a checkpoint or contains checkpoints.
@@ -540,7 +553,42 @@ class PPOTrainer(PPOSteps):
         Raises:
             CheckpointError: there is no checkpoint, it is damaged, or belongs to another model.
         """
-        state.load(self, folder)
+        path, total = Path(folder), self.learner.total
+        if path.name.startswith("checkpoint-"):
+            checkpoint.load_one(path, self._restore)
+            return
+        newest = checkpoint.load_latest(
+            path,
+            self._restore,
+            anywhere=lambda failed: bool(total(torch.tensor([float(failed)])).item()),
+        )
+        if newest is None:
+            raise CheckpointError(
+                f"{folder} has no checkpoint; pass the folder that save_state wrote to"
+            )
+
+    def _restore(self, folder: Path) -> None:
+        rank, world_size = self.learner.rank, self.learner.world_size
+        saved = checkpoint.load(folder, rank=rank, world_size=world_size, verified=True)
+        parts = saved.parts
+        if self._reference_fingerprint() != str(parts["reference"]["fingerprint"]):
+            raise CheckpointError(
+                f"the reference differs from that of the checkpoint {folder}; create the trainer"
+                " with the model that the run started from, or pass that as ref_model, then load"
+                " the state"
+            )
+        self._updater.load_state_dict({name: parts[name] for name in _UPDATER})
+        self.running.load_state_dict(parts["running"])
+        self.highest_reward = parts["best"]["score"]
+        self._since_best = int(parts["best"]["calls"])
+        if saved.local is not None:
+            set_random_state(saved.local["random"])
+
+    def _reference_fingerprint(self) -> str:
+        """A short hash of the reference: its weights, or those of the adapter's base."""
+        model = self.model if self.ref_model is None else self.ref_model
+        inner = getattr(model, "pretrained_model", model)
+        return fingerprint({n: p for n, p in inner.named_parameters() if not p.requires_grad})
 
     def save_pretrained(
         self,

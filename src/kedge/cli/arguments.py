@@ -9,12 +9,11 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, get_args, get_type_hints
 
 from transformers.hf_argparser import string_to_bool
 
-from kedge.cli.flags import Help
+from kedge.cli.flags import Flags, Help
 from kedge.config.base import ConfigType, OnPolicyConfig
 from kedge.config.compat.parser import ConfigParser
 from kedge.config.compat.training_arguments import REMOVED
@@ -22,7 +21,7 @@ from kedge.config.declare import Alias, Foreign, Unsupported, option, status
 from kedge.config.ppo import PPOv2Config
 from kedge.errors import ConfigError
 from kedge.suggestions import hint
-from kedge.trl_scripts import ModelConfig
+from kedge.trl_scripts import ModelConfig, read_yaml
 
 logger = logging.getLogger(__name__)
 _LIBRARIES_DROPOUT = 0.05  # default of lora_dropout in TRL and open-instruct
@@ -123,25 +122,13 @@ class Options:
 
 
 # Flags that ``--help`` shows; ``--help all`` shows the others, too.
-FIRST = (
-    *(
-        "model_name_or_path",
-        "dataset_name",
-        "eval_dataset_name",
-        "reward_model_path",
-        "reward_funcs",
-    ),
-    *(
-        "output_dir",
-        "total_episodes",
-        "num_train_epochs",
-        "learning_rate",
-        "per_device_train_batch_size",
-    ),
-    *("gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs", "num_generations"),
-    *("response_length", "max_length", "missing_eos_penalty", "kl_coef", "beta", "loss_type"),
-    *("use_peft", "rollout_engine", "max_lag", "report_to", "resume_from_checkpoint"),
-)
+_FIRST = """
+    model_name_or_path dataset_name eval_dataset_name reward_model_path reward_funcs output_dir
+    total_episodes num_train_epochs learning_rate per_device_train_batch_size
+    gradient_accumulation_steps num_mini_batches num_ppo_epochs num_generations response_length
+    max_length missing_eos_penalty kl_coef beta loss_type use_peft rollout_engine max_lag report_to
+    resume_from_checkpoint"""
+FIRST = _FIRST.split()
 
 
 class Parser(ConfigParser):
@@ -272,54 +259,33 @@ def read(
         ConfigError: an unknown flag or key, or an invalid value.
     """
     known = {action.dest for action in parser._actions if action.dest != "help"}
-    files, argv = _take_config(list(argv))
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS  # only what is set is in the namespace
+
+    def values(tokens: Sequence[str]) -> dict[str, Any]:
+        namespace, extra = parser.parse_known_args(tokens)
+        if extra:
+            name = extra[0].lstrip("-").partition("=")[0].replace("-", "_")
+            raise ConfigError(
+                f"unknown flag --{name}{hint(name, known, dashes='--')}"
+                if extra[0].startswith("-")
+                else f"{extra[0]!r} does not belong to a flag; flags look like --learning_rate 1e-5"
+            )
+        return vars(namespace)
+
+    files = Flags(parser.prog, add_help=False, allow_abbrev=False)
+    files.add_argument("--config", action="append", default=[], metavar="FILE")
+    chosen, argv = files.parse_known_args(argv)
     tokens: list[str] = []
-    for file in files:
-        tokens += _tokens(_read_yaml(file, known), parser)
-    tokens += argv
-    given = _names(tokens, known)
-    before = {k: v for k, v in (defaults or {}).items() if k not in given}
-    tokens = [*_tokens(before, parser), *tokens]
-    values, extra = parser.parse_known_args(tokens)
-    if extra:
-        raise ConfigError(_unknown(extra[0], known))
-    named = given | before.keys()
-    return parser.build({n: v for n, v in vars(values).items() if n in named}), given
-
-
-def _take_config(argv: list[str]) -> tuple[list[str], list[str]]:
-    files, rest = [], []
-    while argv:
-        token = argv.pop(0)
-        if token == "--config":
-            if not argv:
-                raise ConfigError("--config needs a file name")
-            files.append(argv.pop(0))
-        elif token.startswith("--config="):
-            files.append(token.removeprefix("--config="))
-        else:
-            rest.append(token)
-    return files, rest
-
-
-def _read_yaml(file: str, known: Iterable[str]) -> dict[str, Any]:
-    import yaml
-
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"--config {file}: the file does not exist")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {file} is not valid YAML: {error}") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"--config {file} must hold `name: value` lines, not a list or a string")
-    for key in values:
-        if key not in known:
-            raise ConfigError(f"{file}: {_unknown(str(key), known, in_file=True)}")
-    return values
+    for file in chosen.config:
+        content = read_yaml(file)
+        for key in content:
+            if key not in known:
+                raise ConfigError(f"{file}: unknown option {key}{hint(str(key), known)}")
+        tokens += _tokens(content, parser)
+    given = values([*tokens, *argv])
+    before = values(_tokens(defaults or {}, parser))
+    return parser.build(before | given), frozenset(given)
 
 
 def _tokens(values: Mapping[str, Any], parser: Parser) -> list[str]:
@@ -327,10 +293,8 @@ def _tokens(values: Mapping[str, Any], parser: Parser) -> list[str]:
     several = {action.dest for action in parser._actions if action.nargs == "+"}
     tokens: list[str] = []
     for key, value in values.items():
-        if value is None and key in parser.nullable:
-            tokens.append(f"--{key}=none")
-        elif value is None:
-            continue
+        if value is None:
+            tokens += [f"--{key}=none"] if key in parser.nullable else []
         elif key in several:
             listed = value if isinstance(value, list) else [value]
             tokens += [f"--{key}", *map(str, listed)] if listed else []
@@ -338,24 +302,6 @@ def _tokens(values: Mapping[str, Any], parser: Parser) -> list[str]:
             text = json.dumps(value) if isinstance(value, dict | list) else str(value)
             tokens.append(f"--{key}={text}")
     return tokens
-
-
-def _names(tokens: Iterable[str], known: set[str]) -> frozenset[str]:
-    names = set()
-    for token in tokens:
-        if token.startswith("--"):
-            name = token[2:].partition("=")[0].replace("-", "_")
-            names.add(name if name in known else name.removeprefix("no_"))
-    return frozenset(names & known)
-
-
-def _unknown(token: str, known: Iterable[str], *, in_file: bool = False) -> str:
-    if token.startswith("-") or in_file:
-        name = token.lstrip("-").partition("=")[0].replace("-", "_")
-        dashes = "--" if token.startswith("-") else ""
-        suggestion = hint(name, {*known}, dashes=dashes)
-        return f"unknown {'flag' if dashes else 'option'} {dashes}{name}{suggestion}"
-    return f"{token!r} does not belong to a flag; flags look like --learning_rate 1e-5"
 
 
 def _check(model: ModelArguments) -> None:

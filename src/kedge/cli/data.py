@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,38 +36,46 @@ def load_prompts(options: Options) -> tuple[Any, Any]:
         held_out = Splits(script.eval_dataset_name, script.dataset_config, quiet=True)
         test, evaluates = held_out.load(script.dataset_test_split), False
     if script.dataset_mixer_list:
-        train = _load_mixture(options)
+        if script.dataset_name is not None:
+            raise DataError(
+                f"dataset_name={script.dataset_name!r} and dataset_mixer_list are both given: set"
+                " only one"
+            )
+        train = load_mixture(script.dataset_mixer_list, [script.dataset_train_split], options)
         if evaluates:
             train = train.shuffle(seed=config.seed)  # so that every dataset has held-out rows
             train, test = hold_out(train, script.dataset_test_split)
-    elif script.dataset_name is None and config.environment is not None:
-        return None, None  # the environment gives the prompts
-    elif script.dataset_name is None:
-        raise DataError("--dataset_name is required: a file, a folder or a hub name with prompts")
-    else:
+    elif script.dataset_name is not None:
         splits = Splits(script.dataset_name, script.dataset_config)
         train = splits.load(script.dataset_train_split)
         if evaluates and splits.has(script.dataset_test_split):
             test = splits.load(script.dataset_test_split)
         elif evaluates:
             train, test = hold_out(train, script.dataset_test_split)
+    elif config.environment is not None:
+        return None, None  # the environment gives the prompts
+    else:
+        raise DataError("--dataset_name is required: a file, a folder or a hub name with prompts")
     return _select_prompts(train, options), None if test is None else _select_prompts(test, options)
 
 
-def _load_mixture(options: Options) -> Any:
-    from kedge.data.mixer import mix
+def load_mixture(mixer: Sequence[str], splits: Sequence[str], options: Options) -> Any:
+    """The rows of a mixture of datasets, from one split of all or from one of each."""
+    from kedge.data.mixer import mix, parse_mixer
 
-    script = options.script
-    if script.dataset_name is not None:
+    count = len(parse_mixer(mixer))
+    if len(splits) not in (1, count):
         raise DataError(
-            f"dataset_name={script.dataset_name!r} and dataset_mixer_list are both given: set"
-            " only one"
+            "the splits of a mixture must be one for all datasets or one for each, got"
+            f" {len(splits)} splits ({', '.join(splits)}) for {count} datasets"
         )
+    # A dataset may be named twice with different splits; `mix` loads in order.
+    remaining = iter(splits if len(splits) > 1 else list(splits) * count)
 
     def load(name: str) -> Any:
-        return Splits(name, script.dataset_config).load(script.dataset_train_split)
+        return Splits(name, options.script.dataset_config).load(next(remaining))
 
-    return mix(script.dataset_mixer_list or (), load, seed=options.config.seed)
+    return mix(mixer, load, seed=options.config.seed)
 
 
 class Splits:

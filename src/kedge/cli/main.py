@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 
 from kedge.trainers import TRAINERS
 
@@ -21,13 +22,9 @@ _PACKAGES = {
         "sft": "supervised fine-tuning before RL, with TRL's trainer",
         "reward": "train a reward model on preferences, with TRL's trainer",
     },
-    "kedge.cli.pipeline": {
-        "pipeline": "run several commands in order, resumable: sft, reward, ppo, generate, judge",
-    },
-    "kedge.cli.planning": {
-        "plan": "show batch sizes and estimated memory of a run without loading weights",
-    },
     "kedge.cli.tools": {
+        "pipeline": "run several commands in order, resumable: sft, reward, ppo, generate, judge",
+        "plan": "show batch sizes and estimated memory of a run without loading weights",
         "compare": "plot several runs in one figure, with bands over seeds",
         "init": "write a commented configuration for a task and a model size",
         "doctor": "diagnose a run from its log and suggest fixes",
@@ -93,15 +90,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(load_command(name), rest, name=f"kedge {name}")
 
 
-def load_command(name: str) -> Callable[[list[str]], object]:
-    """The ``main`` function of a command in ``COMMANDS``."""
+def find_module(name: str) -> ModuleType:
+    """The module of a command in ``COMMANDS``; trainers without one share that of ``ppo``."""
     package = next(package for package, commands in _PACKAGES.items() if name in commands)
     module = f"{package}.{name.replace('-', '_')}"
     if name in TRAINERS and importlib.util.find_spec(module) is None:
-        from kedge.cli.train import ppo
+        module = f"{package}.ppo"
+    return importlib.import_module(module)
 
-        return partial(ppo.main, command=name)
-    command: Callable[[list[str]], object] = importlib.import_module(module).main
+
+def load_command(name: str) -> Callable[[list[str]], object]:
+    """The ``main`` function of a command in ``COMMANDS``."""
+    module = find_module(name)
+    if module.__name__.endswith(".ppo"):
+        return partial(module.main, command=name)
+    command: Callable[[list[str]], object] = module.main
     return command
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kedge.cli.flags import Flags
-from kedge.cli.pipeline import pipeline
+from kedge.cli.tools import pipeline
 from kedge.demo.task import gold
 from kedge.errors import ConfigError, install_command
 

@@ -1,11 +1,7 @@
-"""Pairwise evaluation after training, by a judge that training never used.
+"""Pairwise evaluation after training, by a judge that training never used."""
 
-Imports only the standard library.
-"""
-
-from kedge.judges.base import Answer, Judge, Pair, Prefer
+from kedge.judges.base import Answer, FunctionJudge, Judge, Pair, Prefer, ScoreJudge
 from kedge.judges.endpoint import Endpoint
-from kedge.judges.functions import FunctionJudge, ScoreJudge
 from kedge.judges.match import Match, Row, match, rank
 
 __all__ = [

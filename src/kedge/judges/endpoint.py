@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +19,6 @@ from typing import Any
 from kedge.errors import JudgeError
 from kedge.http_client import Reply, excerpt, post, retry_request
 from kedge.judges.base import Answer, Pair, Prefer
-from kedge.judges.cache import Cache
 
 TEMPLATE = """\
 Compare two responses to the same prompt. Judge by how well each does what the prompt asks: \
@@ -41,6 +43,50 @@ _WORDS = re.compile(r"\bwinner\s*[:=]?\s*[\"'*(\[]*\s*(?:response[_ ])?(a|b|tie)
 _BARE = re.compile(r"[\s\"'*().\[\]]*(a|b|tie)[\s\"'*().\[\]]*", re.IGNORECASE)
 MAX_REPLY = 16 << 20  # bytes; far more than any answer has
 _MOST_WAIT = 60.0  # seconds between two requests
+
+
+class Cache:
+    """Replies keyed by request, in an SQLite file that survives kills; thread-safe.
+
+    Without a file, replies are kept in memory.
+    """
+
+    def __init__(self, file: str | Path | None) -> None:
+        self._lock, path = threading.Lock(), ":memory:"
+        try:
+            if file is not None:
+                path = str(Path(file).expanduser())
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._base = sqlite3.connect(path, check_same_thread=False, timeout=30)
+            weakref.finalize(self, self._base.close)
+            self._run("create table if not exists replies (key text primary key, reply text)")
+        except (sqlite3.Error, OSError) as error:
+            raise JudgeError(
+                f"the cache {path} cannot be opened: {error}; choose another file"
+            ) from error
+
+    def _run(self, statement: str, *values: str) -> Any:
+        with self._lock, self._base:  # on disk when this returns
+            return self._base.execute(statement, values).fetchone()
+
+    def get(self, request: Mapping[str, Any]) -> Any:
+        """The cached reply, or None."""
+        row = self._run("select reply from replies where key = ?", cache_key(request))
+        return None if row is None else json.loads(row[0])
+
+    def put(self, request: Mapping[str, Any], reply: Any) -> None:
+        """Store a reply."""
+        values = cache_key(request), json.dumps(reply)
+        try:
+            self._run("insert or replace into replies values (?, ?)", *values)
+        except sqlite3.Error as error:
+            raise JudgeError(f"a reply cannot be written to the cache: {error}") from error
+
+
+def cache_key(request: Mapping[str, Any]) -> str:
+    """A hash of everything that a reply depends on."""
+    text = json.dumps(request, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 class Endpoint:
@@ -88,9 +134,8 @@ class Endpoint:
         if not base_url.startswith(("http://", "https://")):
             raise JudgeError(f"base_url={base_url!r} must begin with http:// or https://")
         self.url = base_url.rstrip("/") + "/chat/completions"
-        self.name = self.model = model
-        self.template, self.key_env = template, key_env
-        self.temperature, self.max_tokens = temperature, max_tokens
+        self.name, self.template, self.key_env = model, template, key_env
+        self._options = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
         self.concurrency, self.timeout, self.retries = concurrency, timeout, retries
         self._cache, self._sleep = Cache(cache), sleep
         self._stop = threading.Event()
@@ -122,25 +167,15 @@ class Endpoint:
     def _ask(self, pair: Pair) -> Answer:
         # One pass, so that texts may contain braces.
         text = _PLACEHOLDERS.sub(lambda match: str(getattr(pair, match[1])), self.template)
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": text}],
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
-        }
+        body = {"messages": [{"role": "user", "content": text}], **self._options}
         request = {"url": self.url, **body}
         reply = self._cache.get(request)
         known = reply is not None
         if not known:
             reply = self._reply(body)
             self._cache.put(request, reply)
-        return Answer(
-            prefer=winner_in(reply["text"]),
-            reply=reply["text"],
-            prompt_tokens=reply["prompt_tokens"],
-            completion_tokens=reply["completion_tokens"],
-            cached=known,
-        )
+        text = reply.pop("text")
+        return Answer(prefer=winner_in(text), reply=text, cached=known, **reply)
 
     def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
         """The reply of the endpoint, with retries."""
@@ -199,20 +234,13 @@ def _parse_reply(body: bytes) -> dict[str, Any]:
             "prompt_tokens": int(usage.get("prompt_tokens") or 0),
             "completion_tokens": int(usage.get("completion_tokens") or 0),
         }
-    except (
-        *(ValueError, KeyError, IndexError, TypeError),
-        *(AttributeError, OverflowError, RecursionError),
-    ) as error:
+    except Exception as error:  # a server sends anything
         raise ValueError(f"the reply has no choices: {excerpt(body)}") from error
 
 
 def winner_in(text: str) -> Prefer:
     """The verdict in a reply: the last "Winner: ...", or a reply that is only A, B or tie."""
-    winners = _WORDS.findall(text)
-    if not winners:
-        whole = _BARE.fullmatch(text)
-        winners = [whole[1]] if whole else []
-    if not winners:
-        return "invalid"
+    whole = _BARE.fullmatch(text)
+    winners = [whole[1]] if whole else _WORDS.findall(text)
     sides: dict[str, Prefer] = {"a": "first", "b": "second", "tie": "tie"}
-    return sides[winners[-1].lower()]
+    return sides[winners[-1].lower()] if winners else "invalid"

@@ -8,7 +8,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal, get_args
+from statistics import fmean
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from kedge.errors import JudgeError
 from kedge.judges.base import Answer, Judge, Pair
 
 Outcome = Literal["win", "loss", "tie", "invalid"]
-_OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 RESAMPLES = 2000
 _WORTH: dict[Outcome, float] = {"win": 1.0, "tie": 0.5, "loss": 0.0}
 
@@ -47,7 +47,7 @@ class Match:
     @property
     def win_rate(self) -> float:
         """Share of wins among the valid answers; a tie counts half."""
-        return _mean(self._worths())
+        return fmean(self._worths())
 
     def interval(self, *, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
         """Bootstrap interval of the win rate over prompts (Efron 1979), percentile method."""
@@ -62,12 +62,13 @@ class Match:
         et al. 2024 (arXiv:2404.04475), equation 2, without its term for how hard a prompt is.
         None if the answers do not differ in length, or length alone determines the outcome.
         """
-        rows = [row for row in self.rows if row.outcome != "invalid"]
-        gaps = [len(row.ours) - len(row.theirs) for row in rows]
-        spread = math.sqrt(sum(g * g for g in gaps) / max(len(gaps), 1))
-        if not spread or len(set(gaps)) < 2:
+        worths = np.array(self._worths())
+        gaps = np.array(
+            [len(row.ours) - len(row.theirs) for row in self.rows if row.outcome != "invalid"]
+        )
+        if len(set(gaps.tolist())) < 2:
             return None
-        constant = _logistic([math.tanh(g / spread) for g in gaps], self._worths())
+        constant = _logistic(np.tanh(gaps / math.sqrt((gaps**2).mean())), worths)
         return None if constant is None else 1 / (1 + math.exp(-constant))
 
     def summary(self) -> dict[str, float | int | str | None]:
@@ -77,16 +78,17 @@ class Match:
         return {
             "judge": self.judge,
             "prompts": len(self.rows),
-            **dict(
-                zip(("wins", "losses", "ties", "invalid"), map(self.count, _OUTCOMES), strict=True)
-            ),
+            "wins": self.count("win"),
+            "losses": self.count("loss"),
+            "ties": self.count("tie"),
+            "invalid": self.count("invalid"),
             "win_rate": self.win_rate,
             "win_rate_low": low,
             "win_rate_high": high,
             "length_controlled_win_rate": self.controlled,
-            "mean_length_ours": _mean([len(row.ours) for row in self.rows]),
-            "mean_length_theirs": _mean([len(row.theirs) for row in self.rows]),
-            "first_preferred": _mean([float(row.answer.prefer == "first") for row in self.rows]),
+            "mean_length_ours": fmean([len(row.ours) for row in self.rows]),
+            "mean_length_theirs": fmean([len(row.theirs) for row in self.rows]),
+            "first_preferred": fmean([float(row.answer.prefer == "first") for row in self.rows]),
             "prompt_tokens": sum(a.prompt_tokens for a in answers if not a.cached),
             "completion_tokens": sum(a.completion_tokens for a in answers if not a.cached),
             "cached": sum(a.cached for a in answers),
@@ -131,10 +133,12 @@ def match(
         for prompt, a, b, swap in zip(prompts, ours, theirs, swaps, strict=True)
     ]
     answers = judge.judge(pairs)
-    rows = [
-        Row(prompt=p, ours=a, theirs=b, swapped=s, outcome=_outcome(answer, s), answer=answer)
-        for p, a, b, s, answer in zip(prompts, ours, theirs, swaps, answers, strict=True)
-    ]
+    rows = []
+    for p, a, b, swap, answer in zip(prompts, ours, theirs, swaps, answers, strict=True):
+        outcome: Outcome = "win" if (answer.prefer == "first") != swap else "loss"
+        if answer.prefer in ("tie", "invalid"):
+            outcome = answer.prefer
+        rows.append(Row(prompt=p, ours=a, theirs=b, swapped=swap, outcome=outcome, answer=answer))
     return Match(judge.name, rows)
 
 
@@ -156,7 +160,7 @@ def interval(
     means = []
     for _ in range(RESAMPLES):
         drawn = draw.choices(runs, k=len(runs)) if len(runs) > 1 else runs
-        means.append(_mean([_mean(draw.choices(rows, k=len(rows))) for rows in drawn]))
+        means.append(fmean([fmean(draw.choices(rows, k=len(rows))) for rows in drawn]))
     means.sort()
     tail, last = (1 - level) / 2, len(means) - 1
     return means[round(tail * last)], means[round((1 - tail) * last)]
@@ -178,32 +182,20 @@ def rank(
         rate = match(prompts, answers[one], answers[other], judge, seed=seed).win_rate
         rates[one].append(rate)
         rates[other].append(1 - rate)
-    means = {name: _mean(values) for name, values in rates.items()}
+    means = {name: fmean(values) for name, values in rates.items()}
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
-def _outcome(answer: Answer, swapped: bool) -> Outcome:
-    if answer.prefer in ("tie", "invalid"):
-        return answer.prefer
-    return "win" if (answer.prefer == "first") != swapped else "loss"
-
-
-def _mean(xs: Sequence[float]) -> float:
-    return sum(xs) / len(xs)
-
-
-def _logistic(xs: Sequence[float], ys: Sequence[float]) -> float | None:
+def _logistic(xs: Any, ys: Any) -> float | None:
     """The constant of a logistic regression on x by Newton's method; None if it diverges."""
     design, fit = np.stack([np.ones(len(xs)), xs], 1), np.zeros(2)
     for _ in range(50):
         p = 1 / (1 + np.exp(-(design @ fit).clip(-30, 30)))
         hessian = (design.T * (p * (1 - p))) @ design
-        if np.linalg.det(hessian) < 1e-12:
-            return None
+        if np.linalg.det(hessian) < 1e-12 or (abs(fit) > (20, 40)).any():
+            return None  # the outcomes are separated
         step = np.linalg.solve(hessian, design.T @ (ys - p))
         fit += step
-        if (abs(fit) > (20, 40)).any():
-            return None  # the outcomes are separated
         if abs(step).sum() < 1e-9:
             return float(fit[0])
     return None

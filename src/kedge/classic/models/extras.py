@@ -58,10 +58,8 @@ class BestOfNSampler:
         generation_config: Any = None,
     ) -> None:
         if not isinstance(model, SUPPORTED_ARCHITECTURES):
-            raise ConfigError(
-                "model must be an AutoModelForCausalLMWithValueHead or "
-                f"AutoModelForSeq2SeqLMWithValueHead, got {type(model).__name__}"
-            )
+            kinds = " or ".join(kind.__name__ for kind in SUPPORTED_ARCHITECTURES)
+            raise ConfigError(f"model must be an {kinds}, got {type(model).__name__}")
         if not 1 <= n_candidates <= sample_size:
             raise ConfigError(f"n_candidates={n_candidates} must be 1 to sample_size={sample_size}")
         if seed is not None:

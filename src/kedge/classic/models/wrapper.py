@@ -257,8 +257,8 @@ class PreTrainedModelWrapper(nn.Module):
         save_value(self.v_head, save_directory)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Upload the files of ``save_pretrained``; see ``kedge.classic.publishing.push``."""
-        from kedge.classic.publishing import push
+        """Upload the files of ``save_pretrained``; see ``kedge.classic.reports.push``."""
+        from kedge.classic.reports import push
 
         return push(self.save_pretrained, repo_id, **kwargs)
 

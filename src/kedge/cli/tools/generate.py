@@ -7,8 +7,9 @@ import inspect
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from kedge.cli.flags import Flags
 from kedge.config.common import EnvironmentArguments
@@ -26,11 +27,7 @@ With --environment, episodes are played as in training on separate seeds, and su
 with its 95% interval; each line of the output is an episode.  Give the limits of the training run.
 example: kedge generate MODEL --environment game.py:Game --response_length 300 --temperature 1"""
 BATCH = 64
-ENVIRONMENT = {  # options of environments, as in training, and their types
-    **{"environment": str, "environment_kwargs": str, "max_turns": int, "max_turn_tokens": int},
-    **{"max_episode_seconds": float, "environment_timeout": float, "on_env_error": str},
-    **{"environment_concurrency": int, "env_error_score": float},
-}
+ENVIRONMENT = [field.name for field in fields(EnvironmentArguments)]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,10 +59,12 @@ def parser() -> argparse.ArgumentParser:
         default=1.0,
         help="score of a success, for environments without a metric success",
     )
-    for name, kind in ENVIRONMENT.items():
-        option = EnvironmentArguments.__dataclass_fields__[name]
-        text = option.metadata["help"].replace("%", "%%")
-        group.add_argument(f"--{name}", type=kind, default=option.default, help=text)
+    hints = get_type_hints(EnvironmentArguments)
+    for field in fields(EnvironmentArguments):  # the options of environments, as in training
+        kinds = get_args(hints[field.name]) or (hints[field.name],)
+        kind = int if int in kinds else float if float in kinds else str
+        text = field.metadata["help"].replace("%", "%%")
+        group.add_argument(f"--{field.name}", type=kind, default=field.default, help=text)
     return flags
 
 
@@ -73,14 +72,7 @@ def main(argv: Sequence[str]) -> None:
     """Sample and write."""
     flags = parser().parse_args(list(argv))
     check_file("--output", flags.output)
-    if flags.environment is None:
-        _check_no_episodes(flags)
-        flags.max_new_tokens = 53 if flags.max_new_tokens is None else flags.max_new_tokens
-    elif flags.max_new_tokens is None:
-        raise ConfigError(
-            "--environment needs --response_length, the tokens of an episode after its prompt; give"
-            " that of the training run"
-        )
+    environment = read_environment(flags)
     rows = None
     if flags.prompts is not None:
         from kedge.cli.data import Splits
@@ -88,35 +80,46 @@ def main(argv: Sequence[str]) -> None:
         rows = Splits(flags.prompts).load(flags.split)
         if flags.limit is not None:
             rows = rows.select(range(min(flags.limit, len(rows))))
-    names = inspect.signature(generate_completions).parameters.keys() & vars(flags)
-    names -= {"environment", "episodes"}
-    sampling = {name: getattr(flags, name) for name in names}
+    names = inspect.signature(generate_completions).parameters.keys() & vars(flags).keys()
+    options = {name: getattr(flags, name) for name in names} | {"environment": environment}
+    if flags.max_new_tokens is None:
+        options["max_new_tokens"] = 53
     file = Path(flags.output)
-    if flags.environment is None:
-        completions = generate_completions(flags.model, rows, **sampling)
-        write(file, completions)
-        sys.stdout.write(f"kedge: {len(completions)} completions are in {file}\n")
-        return
-    from kedge.environments.success import describe, measure_success
+    completions = generate_completions(flags.model, rows, **options)
+    write(file, completions)
+    kind, summary = "completions", ""
+    if environment is not None:
+        from kedge.environments.success import describe, measure_success
 
-    options = EnvironmentArguments(**{name: getattr(flags, name) for name in ENVIRONMENT})
-    check_fields(options)
-    episodes = generate_completions(
-        flags.model, rows, **sampling | {"environment": options, "episodes": flags.episodes}
-    )
-    result = measure_success(episodes, flags.success_score)
-    write(file, episodes)
-    sys.stdout.write(f"kedge: {len(episodes)} episodes are in {file}\n{describe(result)}")
+        kind, summary = "episodes", describe(measure_success(completions, flags.success_score))
+    sys.stdout.write(f"kedge: {len(completions)} {kind} are in {file}\n{summary}")
 
 
-def _check_no_episodes(flags: argparse.Namespace) -> None:
-    """Reject flags of episodes without an environment, and a call without prompts."""
+def read_environment(flags: argparse.Namespace) -> EnvironmentArguments | None:
+    """The environment of the flags, or None; checks that the flags go together."""
+    if flags.environment is not None:
+        environment = EnvironmentArguments(**{name: getattr(flags, name) for name in ENVIRONMENT})
+        check_fields(environment)
+        if flags.max_new_tokens is None:
+            raise ConfigError(
+                "--environment needs --response_length, the tokens of an episode after its prompt;"
+                " give that of the training run"
+            )
+        return environment
     if flags.prompts is None:
         raise ConfigError("kedge generate needs PROMPTS or --environment; see --help")
     defaults = vars(parser().parse_args([flags.model]))
     for name in ("episodes", "success_score", *ENVIRONMENT):
         if getattr(flags, name) != defaults[name]:
             raise ConfigError(f"--{name} has no effect without --environment; leave it out")
+    return None
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows as jsonl, or as CSV if the file name ends in .csv."""
+    if not rows:
+        raise DataError(f"{file}: the dataset has no prompts")
+    (write_csv if file.suffix == ".csv" else write_jsonl)(file, rows)
 
 
 def generate_completions(  # noqa: PLR0913
@@ -217,38 +220,29 @@ def generate_completions(  # noqa: PLR0913
         batch_seed = seed + step if environment is None else seed_for(seed, "play", step)
         rollout = rollouts.generate(batch, sampling=sampling, seed=batch_seed)
         texts = Texts(rollout, tokenizer, skip_special_tokens=True)
-        if environment is None:
-            rows += _completion_rows(texts)
-        else:
-            rows += _episode_rows(texts, batch_seed)
+        rows += _read_rows(texts, batch_seed)
     if environment is not None:
         rollouts.close()
     return rows[: count * num_generations]  # the last batch is padded with rows from the start
 
 
-def _completion_rows(texts: Any) -> list[dict[str, Any]]:
-    rows, ended = [], texts.rollout.terminated.tolist()
-    for i, text in enumerate(texts.completion_texts):
-        columns = {n: values[i] for n, values in texts.rollout.prompts.columns.items()}
-        if "completion" in columns:
-            columns["reference"] = columns.pop("completion")
-        rows.append({**columns, "completion": text, "finished": ended[i]})
-    return rows
-
-
-def _episode_rows(texts: Any, seed: int) -> list[dict[str, Any]]:
+def _read_rows(texts: Any, seed: int) -> list[dict[str, Any]]:
+    """The columns of each prompt with its completion, or with its episode."""
     from kedge.environments.turns import environment_seed
 
-    rollout, episodes = texts.rollout, texts.rollout.episodes
-    rows = []
-    for i, (turn, rewards) in enumerate(zip(episodes.turn, episodes.rewards, strict=True)):
-        turns = int(turn.max()) + 1
+    rollout, episodes, rows = texts.rollout, texts.rollout.episodes, []
+    for i, ended in enumerate(rollout.terminated.tolist()):
         row = {name: values[i] for name, values in rollout.prompts.columns.items()}
+        if episodes is None:
+            if "completion" in row:
+                row["reference"] = row.pop("completion")
+            rows.append(row | {"completion": texts.completion_texts[i], "finished": ended})
+            continue
+        turn, rewards = episodes.turn[i], episodes.rewards[i]
+        each = [float(rewards[turn == k].sum()) for k in range(int(turn.max()) + 1)]
         row |= {"prompt": texts.prompt_texts[i], "completion": texts.completions[i]}
-        row |= {"score": float(rewards.sum()), "turns": turns}
-        row["rewards"] = [float(rewards[turn == k].sum()) for k in range(turns)]
-        row["terminated"] = bool(rollout.terminated[i])
-        row["seed"] = environment_seed(seed, int(rollout.prompts.group[i]))
+        row |= {"score": float(rewards.sum()), "turns": len(each), "rewards": each}
+        row |= {"terminated": ended, "seed": environment_seed(seed, int(rollout.prompts.group[i]))}
         rows.append(row | {name: episodes.columns[name][i] for name in ("error", "metrics")})
     return rows
 
@@ -273,10 +267,3 @@ def _engine(kind: str, model: Any, tokenizer: Any, batch_size: int) -> Any:
     spec = PolicyTemplate.of(model)
     weights = {n: p.detach() for n, p in model.named_parameters()}
     return VLLMEngine(InProcess(spec, weights), spec, pad_id=pad)
-
-
-def write(file: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows as jsonl, or as CSV if the file name ends in .csv."""
-    if not rows:
-        raise DataError(f"{file}: the dataset has no prompts")
-    (write_csv if file.suffix == ".csv" else write_jsonl)(file, rows)

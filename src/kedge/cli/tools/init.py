@@ -111,27 +111,21 @@ def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
         lines += ["", f"# {title}"]
         values = {name: value for name, value, _ in settings}
         if "gradient_accumulation_steps" in values:
-            rows = values["per_device_train_batch_size"]
-            batch = recipe.batches[SIZES.index(size)]
-            values["gradient_accumulation_steps"] = accumulation(batch, rows, processes)
+            rows, batch = values["per_device_train_batch_size"], recipe.batches[SIZES.index(size)]
+            if processes < 1 or batch % (rows * processes):
+                raise ConfigError(
+                    f"--num_processes must divide {batch // rows} ({batch} responses an iteration,"
+                    f" {rows} at a time on each process), got {processes}"
+                )
+            values["gradient_accumulation_steps"] = batch // (rows * processes)
         for name, _, comment in settings:
-            text = f"{name}: {shown(values[name]).replace('STEM', str(file.with_suffix('')))}"
+            value = values[name]
+            shown = str(value).lower() if isinstance(value, bool) else str(value)
+            if isinstance(value, float) and 0 < value < 1e-3:  # YAML reads 1e-6 as a text
+                shown = f"{value:.1e}".replace("e-0", "e-")
+            text = f"{name}: {shown.replace('STEM', str(file.with_suffix('')))}"
             lines.append(f"{text:<40}  # {comment}" if comment else text)
     return "\n".join(lines) + "\n"
-
-
-def accumulation(batch: int, rows: int, processes: int) -> int:
-    """Passes of ``rows`` responses that each process contributes to a batch.
-
-    Raises:
-        ConfigError: they do not add up to the batch.
-    """
-    if processes < 1 or batch % (rows * processes):
-        raise ConfigError(
-            f"--num_processes must divide {batch // rows} ({batch} responses an iteration, {rows}"
-            f" at a time on each process), got {processes}"
-        )
-    return batch // (rows * processes)
 
 
 def commands(recipe: Recipe, processes: int, file: Path) -> list[str]:
@@ -142,13 +136,3 @@ def commands(recipe: Recipe, processes: int, file: Path) -> list[str]:
         return [plan, start]
     several = f"--num_processes {processes}"
     return [f"{plan} {several}", f"{LAUNCH} {several} -m {start}"]
-
-
-def shown(value: Any) -> str:
-    """A value in YAML; small numbers as 1.0e-6, which YAML reads as a number."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and 0 < value < 1e-3:
-        mantissa, _, power = f"{value:.1e}".partition("e-")
-        return f"{mantissa}e-{int(power)}"
-    return str(value)

@@ -67,7 +67,10 @@ def main(argv: Sequence[str]) -> None:
     folder = Path(flags.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     result = match(prompts, ours, theirs, build_judge(flags), seed=flags.seed)
-    summary = summarize(result, flags)
+    summary = {"ours": flags.ours, "theirs": flags.theirs, **result.summary()}
+    prices = {"prompt_tokens": flags.price_in, "completion_tokens": flags.price_out}
+    if any(price is not None for price in prices.values()):
+        summary["cost"] = sum(summary[n] * (price or 0.0) for n, price in prices.items()) / 1e6
     write(folder, result, summary)
     show(summary)
     print(f"kedge: the judgments are in {folder}")
@@ -127,18 +130,14 @@ def read(flags: argparse.Namespace) -> tuple[list[str], list[str], list[str]]:
     answers: dict[str, deque[str]] = defaultdict(deque)
     for prompt, answer in zip(*columns, strict=True):
         answers[prompt].append(answer)
-    theirs, missing = [], []
-    for prompt in prompts:
-        if answers[prompt]:
-            theirs.append(answers[prompt].popleft())
-        else:
-            missing.append(prompt)
+    theirs = [answers[prompt].popleft() if answers[prompt] else None for prompt in prompts]
+    missing = [prompt for prompt, answer in zip(prompts, theirs, strict=True) if answer is None]
     if missing:
         raise DataError(
             f"{flags.theirs} has no answer to {len(missing)} of {len(prompts)} rows of"
             f" {flags.ours}, the first {missing[0][:80]!r}"
         )
-    return prompts, ours, theirs
+    return prompts, ours, [answer for answer in theirs if answer is not None]
 
 
 def _rows(file: str) -> list[dict[str, Any]]:
@@ -156,36 +155,23 @@ def _existing(file: str) -> Path:
 
 
 def _column(rows: list[dict[str, Any]], name: str, file: str) -> list[str]:
-    texts = [_readable(row.get(name)) for row in rows]
-    for number, (row, text) in enumerate(zip(rows, texts, strict=True), 1):
-        if text is None:
+    """A column as texts; of chat messages each with its role, but for a single one."""
+    texts = []
+    for number, row in enumerate(rows, 1):
+        text = row.get(name)
+        if isinstance(text, list):
+            try:
+                turns = [(str(turn["role"]), str(turn["content"])) for turn in text]
+            except (TypeError, KeyError):
+                turns = []
+            several = "\n\n".join(f"{role}: {content}" for role, content in turns)
+            text = turns[0][1] if len(turns) == 1 else several or None
+        if not isinstance(text, str):
             raise DataError(
                 f"{file}, row {number} has no text in column {name!r}; columns: {', '.join(row)}"
             )
-    return [text for text in texts if text is not None]
-
-
-def _readable(value: Any) -> str | None:
-    """Convert a string or chat messages (a single one without its role) to text; else None."""
-    if isinstance(value, str):
-        return value
-    try:
-        turns = [(str(turn["role"]), str(turn["content"])) for turn in value]
-    except (TypeError, KeyError):
-        return None
-    if len(turns) == 1:
-        return turns[0][1]
-    return "\n\n".join(f"{role}: {content}" for role, content in turns) or None
-
-
-def summarize(result: Match, flags: argparse.Namespace) -> dict[str, Any]:
-    """The results as numbers, and the cost if prices are given."""
-    summary: dict[str, Any] = {"ours": flags.ours, "theirs": flags.theirs, **result.summary()}
-    if flags.price_in is not None or flags.price_out is not None:
-        read_, written = summary["prompt_tokens"], summary["completion_tokens"]
-        cost = read_ * (flags.price_in or 0.0) + written * (flags.price_out or 0.0)
-        summary["cost"] = cost / 1e6
-    return summary
+        texts.append(text)
+    return texts
 
 
 def write(folder: Path, result: Match, summary: dict[str, Any]) -> None:

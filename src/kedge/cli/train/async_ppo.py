@@ -6,19 +6,19 @@ import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from kedge.checkpoint.checkpoint import checkpoints
-from kedge.cli.arguments import Options, parse, parser
-from kedge.cli.data import note
+from kedge.cli.arguments import Options, parse
+from kedge.cli.data import load_mixture, load_prompts, note
 from kedge.cli.train import ppo
-from kedge.cli.train.async_data import check_template, dressed, load_mixed
-from kedge.cli.train.resume import resume_line
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.rollout_engines import find_engine
-from kedge.errors import ConfigError, LostLearnerError
+from kedge.errors import ConfigError, DataError, LostLearnerError
 
 # open-instruct does not pass its ``eps`` to AdamW, whose defaults therefore act.
 _TORCH_EPSILON, _TORCH_DECAY = 1e-8, 0.01
@@ -26,7 +26,7 @@ _TORCH_EPSILON, _TORCH_DECAY = 1e-8, 0.01
 
 def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
     """Train with the given flags."""
-    if parser(prog, AsyncPPOConfig).show_help(argv):
+    if ppo.parser("async-ppo").show_help(argv):
         return
     options = parse_options(argv, prog=prog)
     config = options.config
@@ -51,7 +51,7 @@ def parse_options(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> Opti
     options = parse(argv, prog=prog, config=AsyncPPOConfig)
     script, given = options.script, options.given
     assert isinstance(options.config, AsyncPPOConfig)
-    check_template(options.config)
+    load_template(options.config.chat_template_name)
     unscored = script.reward_model_multiplier == 0 and "reward_model_path" in given
     if unscored and script.value_model_path is None:
         script = replace(script, value_model_path=options.config.reward_model_path)
@@ -84,6 +84,113 @@ def compare(options: Options) -> list[str]:
             f" {config.warmup_steps:g} iterations of {steps}"
         )
     return differences
+
+
+# -- prompts and tokenizer -------------------------------------------------------------------------
+
+
+def load_mixed(options: Options) -> tuple[Any, Any]:
+    """Training prompts, and evaluation prompts or None.
+
+    Raises:
+        DataError: no dataset is given, or it cannot be read.
+    """
+    config, script = options.config, options.script
+    assert isinstance(config, AsyncPPOConfig)
+    if not script.dataset_mixer_list:
+        train, test = load_prompts(options)
+    elif script.eval_dataset_name is not None:
+        raise DataError(
+            "--eval_dataset_name needs --dataset_name; with --dataset_mixer_list, set"
+            f" --dataset_mixer_eval_list {script.eval_dataset_name} 1.0"
+        )
+    else:
+        splits = config.dataset_mixer_list_splits or [script.dataset_train_split]
+        train, test = load_mixture(script.dataset_mixer_list, splits, options), None
+    if config.dataset_mixer_eval_list:
+        splits = config.dataset_mixer_eval_list_splits or [script.dataset_test_split]
+        test = load_mixture(config.dataset_mixer_eval_list, splits, options)
+    return _columns(train, config), None if test is None else _columns(test, config)
+
+
+def _columns(rows: Any, config: AsyncPPOConfig) -> Any:
+    """Rename columns to what Kedge reads: prompt, ground_truth, dataset."""
+    columns = rows.column_names
+    for theirs, ours in (
+        (config.ground_truths_key, "ground_truth"),
+        (config.dataset_source_key, "dataset"),
+    ):
+        if theirs != ours and theirs in columns:
+            if ours in columns:
+                rows = rows.remove_columns(ours)
+            rows = rows.rename_column(theirs, ours)
+    chats = config.sft_messages_key
+    if chats in columns and not {"prompt", "query", "input_ids"} & set(columns):
+        rows = rows.map(lambda row: {"prompt": without_answer(row[chats])}, remove_columns=[chats])
+    return rows
+
+
+def without_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A chat without its final assistant turn."""
+    last = messages[-1] if messages else {}
+    return messages[:-1] if last.get("role") == "assistant" else messages
+
+
+@cache
+def _templates() -> dict[str, str]:
+    file = Path(__file__).with_name("chat_templates.yaml")
+    templates: dict[str, str] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return templates
+
+
+def load_template(name: str | None) -> str | None:
+    """The chat template called ``name``, or of a file.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if name is None or name in _templates():
+        return None if name is None else _templates()[name]
+    if not Path(name).is_file():
+        raise ConfigError(
+            f"chat_template_name={name!r} must be {', '.join(_templates())} or a file with a Jinja"
+            " template; leave it unset to use the tokenizer's template"
+        )
+    return Path(name).read_text(encoding="utf-8")
+
+
+def apply_template(tokenizer: Any, config: AsyncPPOConfig) -> Any:
+    """Set the tokenizer's chat template as the options say.
+
+    Raises:
+        ConfigError: the template is unknown, or ``add_bos`` cannot be applied.
+    """
+    tokenizer.chat_template = load_template(config.chat_template_name) or tokenizer.chat_template
+    if config.add_bos:
+        if tokenizer.bos_token is None or tokenizer.chat_template is None:
+            raise ConfigError(
+                "add_bos=True needs a tokenizer with a BOS token and a chat template; leave add_bos"
+                " unset"
+            )
+        if "bos_token" not in tokenizer.chat_template:
+            tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    return tokenizer
+
+
+def load_chat_tokenizer(options: Options, names: ppo.Names) -> Any:
+    """The tokenizer, with the chat template that the options name.
+
+    Raises:
+        ConfigError: it cannot be loaded, or the template cannot be applied.
+    """
+    config = options.config
+    assert isinstance(config, AsyncPPOConfig)
+    name = config.tokenizer_name_or_path or names.tokenizer
+    tokenizer = ppo.load_tokenizer(name, options.model, config.tokenizer_revision)
+    return apply_template(tokenizer, config)
+
+
+# -- learners on Ray -------------------------------------------------------------------------------
 
 
 def on_ray(config: AsyncPPOConfig) -> bool:
@@ -144,7 +251,7 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
         _run_with_restarts(run, argv, config)
     except (KeyboardInterrupt, SystemExit):
         saved = [] if config.save_only_model else checkpoints(config.output_dir or "")
-        note(f"stopped; {resume_line(saved[-1] if saved else None)}")
+        note(f"stopped; {ppo.resume_line(saved[-1] if saved else None)}")
         raise
     finally:
         screen.close()
@@ -155,19 +262,18 @@ def _run_with_restarts(
     run: Callable[[Callable[[], None]], None], argv: list[str], config: AsyncPPOConfig
 ) -> None:
     """Launch the run; after the loss of a learner, again from its newest checkpoint."""
-    failures = 0
-    while True:
+    for failures in range(config.max_failures + 1):
         try:
             return run(partial(learn_from, argv, str(Path.cwd())))
         except LostLearnerError as error:  # noqa: PERF203
-            failures += 1
-            if failures > config.max_failures:
+            if failures == config.max_failures:
                 raise
             saved = checkpoints(config.output_dir or "")
             where = saved[-1].name if saved else "the beginning"
-            note(f"{error}\nrestart {failures} of {config.max_failures} from {where}")
+            note(f"{error}\nrestart {failures + 1} of {config.max_failures} from {where}")
             if saved:
                 argv = [*argv, "--resume_from_checkpoint", "True"]
+    return None
 
 
 def build_environment(config: AsyncPPOConfig, learners: int) -> dict[str, str]:
@@ -214,44 +320,26 @@ def learn(options: Options) -> Any:
     )
 
 
-def load_chat_tokenizer(options: Options, names: ppo.Names) -> Any:
-    """The tokenizer, with the chat template that the options name.
-
-    Raises:
-        ConfigError: it cannot be loaded, or the template cannot be applied.
-    """
-    config = options.config
-    assert isinstance(config, AsyncPPOConfig)
-    name = config.tokenizer_name_or_path or names.tokenizer
-    revision = config.tokenizer_revision
-    return dressed(ppo.load_tokenizer(name, options.model, revision), config)
-
-
 def _at_revision(options: Options) -> Options:
     """With ``reward_model_revision``, the options name the downloaded reward model."""
-    config, script = options.config, options.script
+    config, script = copy.copy(options.config), options.script
     assert isinstance(config, AsyncPPOConfig)
-    name = config.reward_model_path
-    if config.reward_model_revision is None or Path(name).expanduser().is_dir():
+    name, revision = config.reward_model_path, config.reward_model_revision
+    if revision is None or Path(name).expanduser().is_dir():
         return options
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(
-            name,
-            revision=config.reward_model_revision,
-            allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"],
-        )
+        kinds = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+        config.reward_model_path = snapshot_download(name, revision=revision, allow_patterns=kinds)
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as error:
         raise ConfigError(
-            f"reward_model_path={name!r} at reward_model_revision="
-            f"{config.reward_model_revision!r} cannot be downloaded: {error}"
+            f"reward_model_path={name!r} at reward_model_revision={revision!r} cannot be"
+            f" downloaded: {error}"
         ) from error
-    config = copy.copy(config)
-    config.reward_model_path = folder
     if script.value_model_path == name:
-        script = replace(script, value_model_path=folder)
+        script = replace(script, value_model_path=config.reward_model_path)
     return replace(options, config=config, script=script)
 
 
@@ -259,7 +347,7 @@ def _random_value_model(options: Options) -> Any:
     """A randomly initialized value model with the reward model's architecture."""
     from transformers import AutoModelForSequenceClassification, set_seed
 
-    from kedge.cli.planning.memory import read_config
+    from kedge.cli.tools.memory import read_config
 
     script, trust = options.script, options.model.trust_remote_code
     name = script.value_model_path or options.config.reward_model_path

@@ -1,31 +1,38 @@
-"""``kedge ppo``: builds a trainer from flags and runs it."""
+"""``kedge ppo``, ``rloo`` and ``grpo``: builds a trainer from flags and runs it."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kedge.cli.arguments import ModelArguments, Options, parse, parser
+from kedge.cli.arguments import ModelArguments, Options, parse
+from kedge.cli.arguments import parser as build_parser
 from kedge.cli.data import load_prompts, note
-from kedge.cli.rewards import build_sources, check_rewards, scores_without_model
-from kedge.cli.train.resume import how_to_resume, resume_point
 from kedge.config.declare import format_value
 from kedge.errors import ConfigError
+from kedge.suggestions import hint
 from kedge.trainers import find_trainer, load_trainer
 from kedge.trl_scripts import get_peft_config, get_quantization_config
 
 
+def parser(command: str = "ppo") -> Any:
+    """The flags of a name in ``kedge.trainers.TRAINERS``."""
+    return build_parser(f"kedge {command}", load_trainer(command).SPEC.command_config)
+
+
 def main(argv: Sequence[str], *, command: str = "ppo") -> None:
     """Train with the given flags; ``command`` is a name in ``kedge.trainers.TRAINERS``."""
-    prog, config = f"kedge {command}", load_trainer(command).SPEC.command_config
-    if parser(prog, config).show_help(argv):
-        return
-    train(parse(argv, prog=prog, config=config))
+    if not parser(command).show_help(argv):
+        config = load_trainer(command).SPEC.command_config
+        train(parse(argv, prog=f"kedge {command}", config=config))
 
 
 def train(options: Options, **given: Any) -> Any:
@@ -45,28 +52,24 @@ def train(options: Options, **given: Any) -> Any:
 
     config = options.config
     check_targets(config)
-    if "do_eval" in options.given and config.do_eval and not config.do_train:
+    evaluates = "do_eval" in options.given and config.do_eval
+    if evaluates and not config.do_train:
         trainer = build(options, **given)
         trainer.evaluate()
         return trainer
+    resume = resume_point(config.resume_from_checkpoint)
     with claimed(config):  # before minutes of loading, not after
-        return _train(options, given)
-
-
-def _train(options: Options, given: Mapping[str, Any]) -> Any:
-    config, resume = options.config, resume_point(options.config.resume_from_checkpoint)
-    evaluates = "do_eval" in options.given and config.do_eval
-    trainer = build(options, starts=not resume, **given)
-    learn(trainer, resume)
-    if evaluates:
-        trainer.evaluate()
-    trainer.save_model(config.output_dir)
-    if config.push_to_hub:
-        trainer.push_to_hub(dataset_name=options.script.dataset_name)
-    if config.num_sample_generations:
-        trainer.generate_completions()
-    if trainer.state.is_world_process_zero:
-        print(f"kedge: the trained model is in {config.output_dir}")
+        trainer = build(options, starts=not resume, **given)
+        learn(trainer, resume)
+        if evaluates:
+            trainer.evaluate()
+        trainer.save_model(config.output_dir)
+        if config.push_to_hub:
+            trainer.push_to_hub(dataset_name=options.script.dataset_name)
+        if config.num_sample_generations:
+            trainer.generate_completions()
+        if trainer.state.is_world_process_zero:
+            print(f"kedge: the trained model is in {config.output_dir}")
     return trainer
 
 
@@ -84,7 +87,10 @@ def learn(trainer: Any, resume: str | bool | None) -> None:
     with shutdown.install():
         trainer.train(resume_from_checkpoint=resume)
     if shutdown.requested:
-        note(how_to_resume(trainer))
+        state, args = trainer.state, trainer.args
+        saved = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        line = resume_line(saved if saved.is_dir() and not args.save_only_model else None)
+        note(f"stopped after iteration {state.global_step} of {state.max_steps}; {line}")
     shutdown.reraise()
 
 
@@ -110,38 +116,55 @@ def build(
     Raises:
         ConfigError: a value model for an algorithm without one, or whatever the trainer refuses.
     """
-    names, script = model_names(options), options.script
-    algorithm = load_algorithm(script.algorithm, script.algorithm_kwargs)
-    if starts and options.config.output_dir:  # before minutes of loading, not after
-        from kedge.trainers.run.files import earlier_run
+    from kedge.rewards.build import find_tokenizer, load_model
+    from kedge.trainers.assembly.setup import init_kwargs
+    from kedge.trainers.run.files import earlier_run
 
-        earlier_run(Path(options.config.output_dir), overwrite=options.config.overwrite_output_dir)
+    names, script, config, model = (
+        model_names(options),
+        options.script,
+        options.config,
+        options.model,
+    )
+    algorithm = load_algorithm(script.algorithm, script.algorithm_kwargs)
+    if starts and config.output_dir:  # before minutes of loading, not after
+        earlier_run(Path(config.output_dir), overwrite=config.overwrite_output_dir)
     if train_dataset is None:
         train_dataset, eval_dataset = load_prompts(options)
-    model = options.model
-    reward, reward_tokenizer = reward_model(names.reward, model, dummy=script.dummy_reward)
-    sources = build_sources(options, model=reward is not None)
+    reward, reward_tokenizer, trust = names.reward, None, model.trust_remote_code
+    if reward is not None and (trust or script.dummy_reward):  # the trainer loads others by name
+        reward_tokenizer = find_tokenizer(reward, trust_remote_code=trust)
+        reward = load_model(reward, trust_remote_code=trust, new_head=script.dummy_reward)
+    functions, weights = build_rewards(options, model=reward is not None)
+    kwargs = init_kwargs(config)
+    if kwargs:
+        config.model_init_kwargs = None  # the trainer gets a loaded model
+    if config.bf16 and model.use_peft and "dtype" not in options.given:
+        kwargs.setdefault("dtype", "bfloat16")  # the base under the adapter is frozen
     shared: dict[str, Any] = {
-        "args": options.config,
+        "args": config,
         "processing_class": tokenizer or load_tokenizer(names.tokenizer, model),
-        "model": load_policy(names.policy, model, more=_loading_overrides(options)),
+        "model": load_policy(names.policy, model, more=kwargs),
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
         "peft_config": get_peft_config(model),
         "algorithm": algorithm,
-        "reward_weights": sources.weights,
+        "reward_weights": weights,
     }
-    trainer = find_trainer(options.config)
+    trainer = find_trainer(config)
     if not trainer.SPEC.value_model:
-        rewards = [*([] if reward is None else [reward]), *sources.functions]
+        rewards = [*([] if reward is None else [reward]), *functions]
         return trainer(reward_funcs=rewards, reward_processing_classes=reward_tokenizer, **shared)
     return trainer(
         reward_model=reward,
         reward_processing_class=reward_tokenizer,
         value_model=value_model or script.value_model_path,
-        reward_funcs=sources.functions or None,
+        reward_funcs=functions or None,
         **shared,
     )
+
+
+# -- models and rewards by name --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,47 +185,103 @@ def model_names(options: Options) -> Names:
     Raises:
         ConfigError: no model or no reward is given, or a folder does not exist.
     """
-    given, config, main_name = options.given, options.config, options.model.model_name_or_path
-    no_values = not find_trainer(config).SPEC.value_model
-    if no_values and options.script.algorithm == "ppo":
-        raise ConfigError("--algorithm ppo needs a value model; use the command kedge ppo")
-    if no_values and options.script.value_model_path:
-        raise ConfigError(
-            f"--value_model_path {options.script.value_model_path}: this algorithm has no value "
-            "model; remove the flag, or use kedge ppo"
-        )
+    given, config, script = options.given, options.config, options.script
+    main_name, value_name = options.model.model_name_or_path, script.value_model_path
+    if not find_trainer(config).SPEC.value_model:
+        if script.algorithm == "ppo":
+            raise ConfigError("--algorithm ppo needs a value model; use the command kedge ppo")
+        if value_name:
+            raise ConfigError(
+                f"--value_model_path {value_name}: this algorithm has no value model; remove the"
+                " flag, or use kedge ppo"
+            )
     policy = config.sft_model_path if "sft_model_path" in given else main_name
     if policy is None:
         raise ConfigError("--model_name_or_path is required: a folder or a hub name")
-    tokenizer = main_name or policy
-    if "base_model" in given:
-        tokenizer = config.base_model
-    check_rewards(options)
-    reward = config.reward_model_path if "reward_model_path" in given else None
-    if options.script.reward_model_multiplier == 0:
-        reward = None
-    elif reward is None and not scores_without_model(options):
-        if not options.script.dummy_reward:
-            raise ConfigError(
-                "no reward is given: add --reward_model_path, --reward_funcs file.py:function, or"
-                " --dummy_reward to try a run with a random one"
-            )
-        reward = policy
-        note(
-            "no --reward_model_path or --reward_funcs given: using a dummy reward, a randomly"
-            f" initialized head on {policy}"
-        )
-    for name in (policy, tokenizer, reward, options.script.value_model_path):
-        _check_place(name)
+    tokenizer = config.base_model if "base_model" in given else main_name or policy
+    reward = find_reward(options, policy)
+    for name in filter(None, (policy, tokenizer, reward, value_name)):
+        outside_hub = name.startswith((".", "/", "~")) or name.count("/") > 1
+        if outside_hub and not Path(name).expanduser().is_dir():
+            raise ConfigError(f"cannot load the model {name!r}: the folder does not exist")
     return Names(policy=policy, tokenizer=tokenizer, reward=reward)
 
 
-def _check_place(name: str | None) -> None:
-    """Check that a name is an existing folder or may be on the hub (at most one slash)."""
-    if name is None or Path(name).expanduser().is_dir():
-        return
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"cannot load the model {name!r}: the folder does not exist")
+# Weight -> the flag it needs to have any effect.
+_NEEDS = {
+    "verification_reward": "apply_verifiable_reward",
+    "r1_style_format_reward": "add_r1_style_format_reward",
+}
+
+
+def find_reward(options: Options, policy: str) -> str | None:
+    """The name of the reward model; None if reward functions or an environment score alone.
+
+    Raises:
+        ConfigError: no source is left, or a flag would have no effect.
+    """
+    given, script, config = options.given, options.script, options.config
+    for amount, switch in _NEEDS.items():
+        if amount in given and not getattr(script, switch):
+            raise ConfigError(f"--{amount} needs --{switch}; add it")
+    if script.reward_model_multiplier != 1 and "reward_model_path" not in given:
+        raise ConfigError("--reward_model_multiplier needs --reward_model_path; add it")
+    others = [script.reward_funcs, *(getattr(script, switch) for switch in _NEEDS.values())]
+    scored = any((*others, config.environment, config.reward_adapter))
+    if script.reward_model_multiplier == 0 and not scored:
+        raise ConfigError(
+            "--reward_model_multiplier 0 leaves no reward source; add --reward_funcs,"
+            " --apply_verifiable_reward or --add_r1_style_format_reward"
+        )
+    if "reward_model_path" in given:
+        return config.reward_model_path if script.reward_model_multiplier else None
+    if scored:
+        return None
+    if not script.dummy_reward:
+        raise ConfigError(
+            "no reward is given: add --reward_model_path, --reward_funcs file.py:function, or"
+            " --dummy_reward to try a run with a random one"
+        )
+    note(
+        "no --reward_model_path or --reward_funcs given: using a dummy reward, a randomly"
+        f" initialized head on {policy}"
+    )
+    return policy
+
+
+def build_rewards(options: Options, *, model: bool) -> tuple[list[Any], list[float] | None]:
+    """Reward functions, and weights of all sources; None: ``reward_weights`` applies.
+
+    Args:
+        options: of the run.
+        model: a reward model comes first.
+    """
+    from kedge.verifiers import by_column, r1_style_format
+
+    script = options.script
+    weighted: list[tuple[Any, float]] = [(name, 1.0) for name in script.reward_funcs or []]
+    if script.apply_verifiable_reward:
+        renamed = getattr(options.config, "remap_verifier", None)
+        old, _, new = (renamed or "").partition("=")
+        if renamed is not None and not (old and new):
+            raise ConfigError(
+                f"--remap_verifier must be old=new, two verifier names, got {renamed}"
+            )
+        verifier = by_column(rename={} if renamed is None else {old: new})
+        weighted.append((verifier, script.verification_reward))
+    if script.add_r1_style_format_reward:
+        weighted.append((r1_style_format, script.r1_style_format_reward))
+    functions = [function for function, _ in weighted]
+    flags = ("reward_model_multiplier", *_NEEDS, *_NEEDS.values())
+    amounts = [flag for flag in flags if flag in options.given]
+    if not amounts:
+        return functions, None
+    if options.config.reward_weights is not None:
+        raise ConfigError(
+            f"--reward_weights and --{amounts[0]} both set reward weights; remove --reward_weights"
+        )
+    first = [script.reward_model_multiplier] if model else []
+    return functions, first + [weight for _, weight in weighted]
 
 
 def load_tokenizer(name: str, options: ModelArguments, revision: str | None = None) -> Any:
@@ -228,54 +307,25 @@ def load_policy(
     from kedge.models import load
     from kedge.trainers.assembly.setup import split
 
-    return load.load_policy(name, **split(_flags(options) | dict(more or {})))
-
-
-def _flags(options: ModelArguments) -> dict[str, Any]:
-    return {
-        "dtype": options.dtype or "float32",
-        "revision": options.model_revision,
-        "attn_implementation": options.attn_implementation,
-        "trust_remote_code": options.trust_remote_code,
-        "quantization_config": get_quantization_config(
-            replace(options, dtype=options.dtype or "bfloat16")
-        ),
-    }
-
-
-def _loading_overrides(options: Options) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that override the flags.
-
-    They are ``model_init_kwargs``, removed from the config since the trainer gets a loaded model,
-    and the dtype of a frozen base in a bf16 run.
-    """
-    from kedge.trainers.assembly.setup import init_kwargs
-
-    config, kwargs = options.config, init_kwargs(options.config)
-    if kwargs:
-        config.model_init_kwargs = None
-    if config.bf16 and options.model.use_peft and "dtype" not in options.given:
-        kwargs.setdefault("dtype", "bfloat16")
-    return kwargs
+    return load.load_policy(name, **split(loading(options) | dict(more or {})))
 
 
 def loading(options: ModelArguments) -> dict[str, Any]:
     """Keyword arguments of ``from_pretrained``."""
-    flags = _flags(options) | {"use_safetensors": True}
-    return {name: value for name, value in flags.items() if value is not None}
+    quantized = get_quantization_config(replace(options, dtype=options.dtype or "bfloat16"))
+    optional = {
+        "attn_implementation": options.attn_implementation,
+        "quantization_config": quantized,
+    }
+    return {
+        "dtype": options.dtype or "float32",
+        "revision": options.model_revision,
+        "trust_remote_code": options.trust_remote_code,
+        **{name: value for name, value in optional.items() if value is not None},
+    }
 
 
-def reward_model(
-    name: str | None, options: ModelArguments, *, dummy: bool = False
-) -> tuple[Any, Any]:
-    """The reward model and its tokenizer; ``dummy``: a missing score head is random."""
-    trust = options.trust_remote_code
-    if name is None or not (trust or dummy):
-        return name, None
-    from kedge.rewards.build import find_tokenizer, load_model
-
-    model = load_model(name, trust_remote_code=trust, new_head=dummy)
-    return model, find_tokenizer(name, trust_remote_code=trust)
+# -- an algorithm by name --------------------------------------------------------------------------
 
 
 def load_algorithm(spec: str | None, options: str | None = None) -> Any:
@@ -290,7 +340,16 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
     """
     from kedge import Algorithm
 
-    kwargs = _parse_kwargs(options)
+    try:
+        kwargs = json.loads(options or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"--algorithm_kwargs {format_value(options)} must be JSON: {error}"
+        ) from error
+    if not isinstance(kwargs, dict):
+        raise ConfigError(
+            f'--algorithm_kwargs {options} must be a JSON object, such as {{"beta": 0.1}}'
+        )
     if spec in (None, "ppo"):
         if kwargs:
             raise ConfigError(
@@ -299,14 +358,11 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
             )
         return None
     target = _find_algorithm(str(spec))
+    kwargs = {k: tuple(v) if isinstance(v, list) else v for k, v in kwargs.items()}
     try:
-        algorithm = target(**kwargs) if callable(target) else target
+        algorithm = target(**kwargs) if kwargs or callable(target) else target
     except (TypeError, ValueError) as error:
         raise ConfigError(f"--algorithm {spec} with {kwargs or 'no options'}: {error}") from error
-    if kwargs and not callable(target):
-        raise ConfigError(
-            f"--algorithm_kwargs {options}: {spec} is not a function that takes options"
-        )
     if not isinstance(algorithm, Algorithm):
         name = str(spec).rpartition(":")[2]
         raise ConfigError(
@@ -331,9 +387,7 @@ def _find_algorithm(spec: str) -> Any:
     where, _, name = spec.rpartition(":")
     choices = f"{', '.join(builtin)}, file.py:name or module:name"
     if not where or not name:
-        near = get_close_matches(spec, builtin, n=1)
-        suggestion = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"--algorithm {spec} must be one of {choices}{suggestion}")
+        raise ConfigError(f"--algorithm {spec} must be one of {choices}{hint(spec, builtin)}")
     try:
         module = load_module(where, "kedge_algorithm")
     except Exception as error:  # whatever the user's file raises
@@ -346,15 +400,43 @@ def _find_algorithm(spec: str) -> Any:
     return getattr(module, name)
 
 
-def _parse_kwargs(options: str | None) -> dict[str, Any]:
-    try:
-        kwargs = json.loads(options or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"--algorithm_kwargs {format_value(options)} must be JSON: {error}"
-        ) from error
-    if not isinstance(kwargs, dict):
-        raise ConfigError(
-            f'--algorithm_kwargs {options} must be a JSON object, such as {{"beta": 0.1}}'
-        )
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in kwargs.items()}
+# -- resuming --------------------------------------------------------------------------------------
+
+
+def resume_point(value: str | None) -> str | bool | None:
+    """``--resume_from_checkpoint`` alone, or True, is the newest checkpoint; else a folder."""
+    words: Mapping[str, bool | None] = {"true": True, "false": None, "": None}
+    return value if value is None else words.get(value.lower(), value)
+
+
+def resume_line(checkpoint: Path | None) -> str:
+    """How to resume this command from a checkpoint; None: it has none."""
+    if checkpoint is None:
+        return "no checkpoint was saved to resume from"
+    words = command_to_repeat()
+    if words is None:
+        return "add this to the same command to resume: --resume_from_checkpoint"
+    return f"to resume from {checkpoint}:\n    {words} --resume_from_checkpoint"
+
+
+def command_to_repeat() -> str | None:
+    """The command line of this process, quoted for a shell, without where it resumed.
+
+    None if it cannot be repeated: a launcher started this process, or it holds a secret.
+    """
+    from kedge.reporting.run_info import command
+
+    first, *words = sys.argv or [""]
+    if "RANK" in os.environ or "..." in command():
+        return None
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if module is not None and module.origin == first:  # not by its file: its folder would come
+        start = ["python", "-m", module.name.removesuffix(".__main__")]  # first in sys.path
+    elif first.endswith(".py"):
+        start = ["python", first]
+    elif Path(first).name == "kedge":
+        start = ["kedge"]
+    else:
+        return None
+    resumed = r" --resume[-_]from[-_]checkpoint(=\S+| (?!--)\S+)?"
+    return re.sub(resumed, "", shlex.join([*start, *words]))

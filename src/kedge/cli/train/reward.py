@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kedge.cli.data import Splits
@@ -36,14 +37,17 @@ class RewardArguments(BeforeArguments):
     )
 
 
+parser = partial(build_parser, "reward", RewardArguments)
+
+
 def main(argv: Sequence[str]) -> None:
     """Train with the given flags."""
-    if build_parser("reward", RewardArguments).show_help(argv):
+    if (flags := parser()).show_help(argv):
         return
     from kedge.pretrain import train_reward
     from kedge.trainers.run.files import claimed
 
-    script, config, model = read_step("reward", RewardArguments, argv)
+    script, config, model = read_step(flags, argv)
     peft = get_peft_config(model)
     if peft is not None:
         peft.task_type = "SEQ_CLS"  # the score head is trained and saved, too
@@ -65,8 +69,10 @@ def main(argv: Sequence[str]) -> None:
 def load_pairs(script: RewardArguments, config: Any) -> tuple[Any, Any]:
     """Pairs to train on, and pairs that are held out or None."""
     train, test = load_rows(script, config)
-    splits = Splits(str(script.dataset_name), script.dataset_config)
-    split = script.dataset_test_split
+    splits, split = (
+        Splits(str(script.dataset_name), script.dataset_config),
+        script.dataset_test_split,
+    )
     if test is not None or not script.num_held_out:
         return train, test
     if splits.local and splits.has(split):
@@ -90,7 +96,7 @@ def load_scorer(name: str, options: Any) -> Any:
     try:
         with without_loading_report():  # the head is meant to be missing
             return AutoModelForSequenceClassification.from_pretrained(
-                name, num_labels=1, **loading(options)
+                name, num_labels=1, use_safetensors=True, **loading(options)
             )
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load the model {name!r}: {error}") from error
@@ -109,9 +115,8 @@ def load_references(rows: Any, script: RewardArguments) -> list[str] | None:
         raise DataError(
             f"--reference_column {name} does not exist; columns: {', '.join(rows.column_names)}"
         )
-    first = rows.select(range(min(script.num_references, len(rows))))
     texts = []
-    for row in first:
+    for row in rows.select(range(min(script.num_references, len(rows)))):
         prompt, answer = row.get("prompt", ""), row[name]
         if not isinstance(answer, str) or not isinstance(prompt, str):
             raise DataError(

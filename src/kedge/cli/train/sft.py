@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
 from kedge.cli.arguments import ModelArguments, ModelArgumentsBeside, Parser, read
 from kedge.cli.data import Splits
-from kedge.cli.train.ppo import load_policy, load_tokenizer
-from kedge.cli.train.resume import resume_point
+from kedge.cli.train.ppo import load_policy, load_tokenizer, resume_point
 from kedge.config.declare import check_fields, option
 from kedge.errors import ConfigError
 from kedge.trl_scripts import get_peft_config
@@ -34,18 +34,18 @@ def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
 
     config = config_class(kind)
     trusts = "trust_remote_code" in {f.name for f in fields(config)}
-    model = ModelArgumentsBeside if trusts else ModelArguments
     return Parser(
-        (script, config, model),
+        (script, config, ModelArgumentsBeside if trusts else ModelArguments),
         prog=f"kedge {kind}",
         usage=f"kedge {kind} --model_name_or_path MODEL --dataset_name DATA --output_dir DIR ...",
         description="Every option of TRL's configuration is a flag; --config FILE.yaml reads them.",
     )
 
 
-def read_step(
-    kind: Literal["sft", "reward"], script: Any, argv: Sequence[str]
-) -> tuple[Any, Any, Any]:
+parser = partial(build_parser, "sft", BeforeArguments)
+
+
+def read_step(parser: Parser, argv: Sequence[str]) -> tuple[Any, Any, Any]:
     """Parse and check the flags of a step before anything is loaded.
 
     Raises:
@@ -54,11 +54,10 @@ def read_step(
     from kedge.pretrain.supervised import defaults
     from kedge.trainers.run.files import check_targets
 
-    parser = build_parser(kind, script)
     (arguments, config, model), names = read(parser, argv, defaults())
     for name in ("model_name_or_path", "dataset_name", "output_dir"):
         if name not in names:
-            raise ConfigError(f"kedge {kind}: --{name} is required")
+            raise ConfigError(f"{parser.prog}: --{name} is required")
     if model.lora_dropout and not model.use_peft:
         raise ConfigError("--lora_dropout needs --use_peft; add it")
     config.resume_from_checkpoint = resume_point(config.resume_from_checkpoint)
@@ -69,28 +68,22 @@ def read_step(
 def load_rows(script: BeforeArguments, config: Any) -> tuple[Any, Any]:
     """Training rows, and evaluation rows or None."""
     splits = Splits(str(script.dataset_name), script.dataset_config)
-    test = None
-    if str(getattr(config.eval_strategy, "value", config.eval_strategy)) != "no":
-        test = splits.load(script.dataset_test_split)
+    evaluates = str(getattr(config.eval_strategy, "value", config.eval_strategy)) != "no"
+    test = splits.load(script.dataset_test_split) if evaluates else None
     return splits.load(script.dataset_train_split), test
 
 
 def main(argv: Sequence[str]) -> None:
     """Train with the given flags."""
-    if build_parser("sft", BeforeArguments).show_help(argv):
+    if (flags := parser()).show_help(argv):
         return
     from kedge.pretrain import train_supervised
     from kedge.trainers.run.files import claimed
 
-    script, config, model = read_step("sft", BeforeArguments, argv)
+    script, config, model = read_step(flags, argv)
     with claimed(config):
         train, test = load_rows(script, config)
-        train_supervised(
-            load_policy(model.model_name_or_path, model),
-            load_tokenizer(model.model_name_or_path, model),
-            config,
-            train,
-            test,
-            peft=get_peft_config(model),
-        )
+        policy = load_policy(model.model_name_or_path, model)
+        tokenizer = load_tokenizer(model.model_name_or_path, model)
+        train_supervised(policy, tokenizer, config, train, test, peft=get_peft_config(model))
     print(f"kedge: the supervised model is in {config.output_dir}")

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,22 +16,21 @@ import torch
 from kedge.cli.arguments import Options, parse, parser
 from kedge.cli.data import load_prompts
 from kedge.cli.flags import Flags
-from kedge.cli.planning.memory import (
+from kedge.cli.tools.memory import (
     Estimate,
     ModelMemory,
     peaks,
     process_bytes,
     read_config,
+    sync_width,
 )
-from kedge.cli.planning.sharding import verdict
-from kedge.cli.planning.sizes import human, short, size_rows, sync_rows
-from kedge.cli.train.async_data import load_mixed
-from kedge.cli.train.async_ppo import load_chat_tokenizer, parse_options
+from kedge.cli.train import async_ppo
 from kedge.cli.train.ppo import load_algorithm, load_tokenizer, model_names
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
-from kedge.config.rollout_engines import elsewhere
+from kedge.config.rollout_engines import elsewhere, find_engine
 from kedge.config.sampling import build_sampling
+from kedge.config.schedule import warmup_iterations
 from kedge.errors import ConfigError
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.models.compatibility import check_length
@@ -55,6 +55,9 @@ Show batch sizes and estimated memory of a run, and check its flags, without loa
 example: kedge plan ppo --model_name_or_path MODEL --dataset_name prompts.jsonl \\
              --reward_funcs rewards.py:length --output_dir runs/a"""
 PROMPT_GUESS = 512  # tokens, where there is no dataset to look at
+RESERVE = 5 << 30  # bytes of a GPU that are left to CUDA, NCCL and fragments
+GPU = 79 << 30  # bytes that 80 GB are, where this machine has no GPU to look at
+Row = tuple[str, str, str]  # name, value, note
 
 
 def main(argv: Sequence[str]) -> None:
@@ -79,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(f"--num_processes {processes} must be at least 1")
     with elsewhere() if config is AsyncPPOConfig else nullcontext():
         if config is AsyncPPOConfig:
-            options = parse_options(rest, prog=prog)
+            options = async_ppo.parse_options(rest, prog=prog)
             assert isinstance(options.config, AsyncPPOConfig)
             processes = processes or sum(options.config.actor_num_gpus_per_node or [1])
         else:
@@ -129,7 +132,7 @@ def plan(
     config, script, names = options.config, options.script, model_names(options)
     is_async, trust = isinstance(config, AsyncPPOConfig), options.model.trust_remote_code
     if is_async:
-        tokenizer = load_chat_tokenizer(options, names)
+        tokenizer = async_ppo.load_chat_tokenizer(options, names)
     else:
         tokenizer = load_tokenizer(names.tokenizer, options.model)
     ends = eos_token_ids(
@@ -149,7 +152,7 @@ def plan(
         batches = compute_batch_sizes(**sizes, min_group=algorithm.min_group)
         facts = {"longest prompt, assumed": config.max_prompt_length or PROMPT_GUESS}
     else:
-        train, _ = load_mixed(options) if is_async else load_prompts(options)
+        train, _ = async_ppo.load_mixed(options) if is_async else load_prompts(options)
         here: Any = SimpleNamespace(process_index=0, num_processes=world_size)
         prompts, batches = build_prompts(
             train, config, tokenizer, here, min_group=algorithm.min_group
@@ -174,8 +177,7 @@ def plan(
             response=config.response_length,
             option=config.length_option,
         )
-    estimate = Estimate(options, batches, names, longest)
-    return batches, facts, estimate.models(algorithm)
+    return batches, facts, Estimate(options, batches, names, longest).models(algorithm)
 
 
 def show(
@@ -188,32 +190,149 @@ def show(
 
     config, console = options.config, Console()
     sizes = Table(title="sizes", show_header=False, title_justify="left")
-    for row in size_rows(options, batches, facts, models) + sync_rows(config, models[0]):
+    for row in size_rows(config, batches, facts) + sync_rows(config, models[0]):
         sizes.add_row(*row)
     console.print(sizes)
     # Eight columns have to fit into the 80 characters of a plain terminal.
-    table = Table(
-        title="memory per process, estimated",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+    table = Table(title="memory per process, estimated", title_justify="left")
+    table.box, table.padding, table.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
     for name in ("model", "params", "trained", "weights", "grads", "optim", "activ.", "cache"):
         table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
     for m in models:
-        parts = (m.weights, m.gradients, m.optimizer, m.training, m.generation)
-        table.add_row(m.role, short(m.count.total), short(m.count.trained), *map(human, parts))
+        parts = (m.weights, m.gradients, m.optimizer, m.activations, m.cache)
+        table.add_row(m.role, short(m.total), short(m.trained), *map(human, parts))
     console.print(table)
     process = process_bytes() if config.device.type == "cpu" else 0.0
-    phases = peaks(models, process)
     console.print(
         "params: parameters; grads and optim: gradients and optimizer state of those that train; "
         "activ.: activations and logits of a micro-batch; cache: keys and values while sampling\n"
-        f"peak about {human(max(phases.values()))} per process, before sharding by FSDP or"
-        f" DeepSpeed: {', '.join(f'{phase} {human(x)}' for phase, x in phases.items())}"
+        + describe(
+            peaks(models, config, process=process),
+            "per process, before sharding by FSDP or DeepSpeed",
+        )
         + (f"; {human(process)} of it Python and libraries" if process else "")
     )
     ranks, stage = batches.world_size, getattr(config, "deepspeed_stage", None)
     if isinstance(config, AsyncPPOConfig) and ranks > 1 and stage:
         console.print(verdict(models, config, ranks=ranks, stage=stage, rows=batches.micro_rows))
+
+
+def size_rows(config: OnPolicyConfig, batches: BatchSizes, facts: dict[str, int]) -> list[Row]:
+    """Every size with its name and where it comes from.
+
+    Args:
+        config: of the run.
+        batches: its sizes.
+        facts: numbers of prompts by name; the last one is the tokens of the longest.
+    """
+    response, prompt = config.response_length, [*facts.values()][-1]
+    micro = (
+        f"samples per forward pass; {batches.micro_rows} per process, "
+        f"{batches.micro_batches} passes per optimizer step"
+    )
+    if batches.max_tokens_per_micro_batch is not None:
+        micro = f"not used: passes of at most {batches.max_tokens_per_micro_batch:,} tokens"
+    mini = f"samples per optimizer step; {batches.local_mini_rows} per process"
+    passes = f"{batches.epochs} passes x {batches.minibatches} mini-batches"
+    counts: list[tuple[str, int, str]] = [
+        ("processes", batches.world_size, ""),
+        *((name, value, "") for name, value in facts.items()),
+        ("batch", batches.batch_size, f"samples; {batches.local_rows} per process"),
+        ("prompts per iteration", batches.prompts, f"{batches.group} responses each"),
+        ("mini-batch", batches.mini_batch_size, mini),
+        ("micro-batch", batches.micro_batch_size, micro),
+        ("optimizer steps per iteration", batches.optimizer_steps_per_iteration, passes),
+    ]
+    if config.environment is not None:
+        turns, most = min(config.max_turns or response, response), config.max_turn_tokens
+        each = "as many as are left" if most is None else f"{most:,}"
+        calls = f"at most, resets included; {config.environment_concurrency} at a time"
+        counts += [
+            ("tokens per episode", response, "at most, all turns and answers"),
+            ("turns per episode", turns, f"at most, of {each} tokens"),
+            ("environment calls per iteration", batches.batch_size * (turns + 1), calls),
+        ]
+    tokens, warmup = batches.batch_size * (prompt + response), batches.iterations
+    counts += [
+        ("iterations", batches.iterations, f"{warmup_iterations(config, warmup)} of them warm-up"),
+        ("optimizer steps", batches.optimizer_steps, ""),
+        ("episodes", batches.episodes, "responses generated"),
+        ("tokens per iteration", tokens, "at most, prompt and response"),
+        ("response tokens", batches.episodes * response, "at most, in the run"),
+    ]
+    return [(name, f"{value:,}", note) for name, value, note in counts]
+
+
+def sync_rows(config: OnPolicyConfig, policy: ModelMemory) -> list[Row]:
+    """What an iteration sends to rollout engines; no row if they use the learner's weights."""
+    engine, lag = find_engine(config), config.max_lag
+    if not engine.copies_weights:
+        return []
+    engines = config.vllm_num_engines if engine.several else 1
+    if config.rollout_schedule == "as_completed":  # engines may have weights of any age up to it
+        lag = min(lag, engines)
+    copies = f"up to {max(2, lag + 1)} copies in host memory"  # engines' and the next ones
+    if config.max_lag == 0 and engine.per_rank:
+        copies = "without a copy"
+    elif config.in_flight_weight_updates:
+        copies = "up to 2 copies in host memory"
+    width = sync_width(config, policy)
+    sent = "all weights" if policy.whole else "the adapter"
+    note = f"per iteration: {sent} in {'16 bits' if width == 2 else 'float32'}, {copies}"
+    size = human(policy.trained * width)
+    return [("weight sync", size, f"{note}; rollout engines: {engines}")]
+
+
+def verdict(
+    models: list[ModelMemory], config: OnPolicyConfig, *, ranks: int, stage: int, rows: int
+) -> str:
+    """The peaks on the first rank, and whether they fit its GPU or which flags make them fit.
+
+    Args:
+        models: all models of the run, unsharded, the policy first.
+        config: of the run.
+        ranks: number of learners.
+        stage: of ZeRO.
+        rows: of a micro-batch (per_device_train_batch_size).
+    """
+    memory = float(GPU)
+    if torch.cuda.is_available():
+        memory = float(torch.cuda.get_device_properties(0).total_memory)
+    gpu = f"a GPU of {human(memory)}, of which {human(RESERVE)} are left to CUDA and NCCL"
+    phases = peaks(models, config, ranks=ranks, stage=stage)
+    text = describe(phases, f"on the first of {ranks} GPUs at deepspeed_stage {stage}") + "\n"
+    if max(phases.values()) <= memory - RESERVE:
+        return f"{text}fits {gpu}"
+    flags = "--deepspeed_stage 3" * (stage < 3)
+    one_row = [replace(m, activations=m.activations / rows) for m in models]
+    attempts = [(flags, models)] if flags else []
+    attempts += [(f"{flags} --per_device_train_batch_size 1".strip(), one_row)] if rows > 1 else []
+    for flags, changed in attempts:
+        if max(peaks(changed, config, ranks=ranks, stage=3).values()) <= memory - RESERVE:
+            return f"{text}does not fit {gpu}; set {flags}"
+    return f"{text}does not fit {gpu}; use more GPUs or adapters (--use_peft)"
+
+
+def describe(phases: dict[str, float], where: str) -> str:
+    """The peak of all phases, and of each."""
+    listed = ", ".join(f"{phase} {human(size)}" for phase, size in phases.items())
+    return f"peak about {human(max(phases.values()))} {where}: {listed}"
+
+
+def short(count: int) -> str:
+    """A count in thousands, millions or billions."""
+    if count < 1000:
+        return str(count)
+    power = min(3, (len(str(count)) - 1) // 3)
+    return f"{count / 1000**power:.1f}{' kMB'[power]}"
+
+
+def human(size: float) -> str:
+    """Bytes in a unit that a person reads."""
+    if not size:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1000:
+            return f"{size:.{1 if size < 100 else 0}f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

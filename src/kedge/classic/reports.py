@@ -1,10 +1,12 @@
-"""Sends statistics and tables to trackers."""
+"""Statistics for trackers, model cards, and uploads to the hub."""
 
 from __future__ import annotations
 
 import importlib
+import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from kedge import __version__
 from kedge.classic.config import PPOConfig
 from kedge.errors import DataError
+from kedge.reporting.hub import Hub
 from kedge.reporting.tables import markdown
 
 TABLE = "game_log"
@@ -61,7 +65,20 @@ def log_batch(
             stacklevel=3,
         )
     else:
-        rows = _table_rows(batch, reward_sums, columns)
+        values = [*(batch[name] for name in columns), reward_sums]
+        if len({len(x) for x in values}) > 1:
+            sizes = ", ".join(f"{name}: {len(batch[name])}" for name in columns)
+            raise DataError(
+                f"columns and rewards must have equal lengths, got {len(reward_sums)} rewards and"
+                f" {sizes}"
+            )
+        rows = [
+            {
+                name: x.tolist() if isinstance(x, Tensor) else x
+                for name, x in zip([*columns, "reward"], row, strict=True)
+            }
+            for row in zip(*values, strict=True)
+        ]
     if accelerator.num_processes > 1:
         rows = gather_object(rows)
         reward_sums = accelerator.gather(reward_sums.to(accelerator.device)).cpu()
@@ -74,27 +91,6 @@ def log_batch(
     }
     for tracker in accelerator.trackers:
         _send(tracker, logs, rows, step)
-
-
-def _table_rows(
-    batch: Mapping[str, Any], rewards: Tensor, columns: list[str]
-) -> list[dict[str, object]]:
-    values = [batch[name] for name in columns]
-    if any(len(x) != len(rewards) for x in values):
-        sizes = ", ".join(f"{name}: {len(batch[name])}" for name in columns)
-        raise DataError(
-            f"columns and rewards must have equal lengths, got {len(rewards)} rewards and {sizes}"
-        )
-    return [
-        dict(
-            zip(
-                [*columns, "reward"],
-                [*(x.tolist() if isinstance(x, Tensor) else x for x in row), reward],
-                strict=True,
-            )
-        )
-        for *row, reward in zip(*values, rewards.tolist(), strict=True)
-    ]
 
 
 def _send(tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int) -> None:
@@ -119,3 +115,81 @@ def _send(tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], 
         frame = importlib.import_module("pandas").DataFrame(rows)
         sent[TABLE] = trackio.Table(dataframe=frame)
     tracker.log(sent, step=step)
+
+
+_CARD = """\
+---
+library_name: transformers
+tags:
+- kedge
+- ppo
+- reinforcement-learning
+---
+
+# {name}
+
+A language model trained by PPO (Schulman et al. 2017, arXiv:1707.06347) with
+[Kedge](https://pypi.org/project/kedge) {version}, transformers {transformers}.
+
+```python
+from kedge.classic import {loader}
+
+model = {loader}.from_pretrained({source!r})
+```
+
+The model alone, without its value head, loads as any transformers model does.
+
+| option | value |
+|---|---|
+{options}
+"""
+_OPTIONS = (
+    *("learning_rate", "batch_size", "mini_batch_size", "gradient_accumulation_steps"),
+    *("ppo_epochs", "init_kl_coef", "adap_kl_ctrl", "target", "kl_penalty", "gamma", "lam"),
+    *("cliprange", "cliprange_value", "vf_coef", "max_grad_norm", "seed", "reward_model"),
+)
+
+
+def push(
+    save: Callable[[str], None],
+    repo_id: str,
+    *,
+    commit_message: str = "Upload model",
+    branch: str | None = None,
+    **hub_options: Any,
+) -> Any:
+    """Upload the files that ``save`` writes to a repository, created if missing.
+
+    Args:
+        save: writes into the given folder.
+        repo_id: "name" or "organization/name".
+        commit_message: message of the commit.
+        branch: None: "main".
+        **hub_options: of ``kedge.reporting.hub.Hub``: private, token, api.
+
+    Raises:
+        HubError: the upload failed; says what to do.
+    """
+    hub = Hub(repo_id, revision=branch, **hub_options)
+    hub.create()
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder)
+        return hub.push(folder, message=commit_message)
+
+
+def model_card(config: PPOConfig, name: str | None, *, loader: str) -> str:
+    """The text of a model card: the model, how to load it, and its training options.
+
+    Args:
+        config: the options.
+        name: of the model, or its repository.
+        loader: class of ``kedge.classic`` that loads it.
+    """
+    return _CARD.format(
+        name=name,
+        version=__version__,
+        transformers=metadata.version("transformers"),
+        loader=loader,
+        source=name,
+        options="\n".join(f"| `{n}` | {getattr(config, n)} |" for n in _OPTIONS),
+    )

@@ -1,1 +1,0 @@
-"""Pipelines of several commands."""

@@ -1,0 +1,439 @@
+"""``kedge pipeline``: runs commands in order, each in its own folder, resumable."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from kedge.cli.flags import Flags
+from kedge.cli.main import find_module, load_command
+from kedge.cli.train import ppo
+from kedge.errors import ConfigError, KedgeError
+from kedge.judges.match import interval, worth
+from kedge.suggestions import hint
+from kedge.trainers import TRAINERS
+
+EPILOG = """\
+FILE.yaml:
+  output_dir: runs/mine
+  variables: {seed: 0}
+  stages:
+    - sft:      {model_name_or_path: MODEL, dataset_name: texts.jsonl, seed: "${seed}"}
+    - reward:   {model_name_or_path: "${sft}", dataset_name: pairs.jsonl}
+    - ppo:      {model_name_or_path: "${sft}", reward_model_path: "${reward}", dataset_name: p.json}
+    - generate: {model: "${ppo}", prompts: test.jsonl}
+    - judge:    {ours: "${generate}/completions.jsonl", theirs: "@reference", reward_model: GOLD}
+Options are the command's flags.  ${NAME} is the folder of an earlier stage, or a variable; ${here}
+is the folder of the file.  Next to a command, `name: other` names its stage (default: the command)
+and `launch: "accelerate launch --config_file fsdp2.yaml"` starts it in several processes.
+`script: {path: mine.py, ...}` runs a custom program with --output_dir."""
+SCRIPT = "script"  # a custom program
+POSITIONAL = {
+    **dict.fromkeys(("sft", "reward", *TRAINERS), ()),
+    "generate": ("model", "prompts"),
+    "judge": ("ours", "theirs"),
+    SCRIPT: ("path",),
+}  # arguments without a flag, by command
+HERE = "here"  # variable: the folder of the pipeline's file
+DONE = "done.json"  # written last
+_REFERENCE = re.compile(r"\$\{([^}]*)\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One command of a pipeline.
+
+    Args:
+        place: its folder, next to those of the other stages, with its name.
+        command: of ``kedge``, or "script".
+        options: of the command, with references to the folders of other stages.
+        here: folder of the pipeline's file.
+        launch: command that starts it in separate processes.
+        uses: stages whose folders its options name.
+    """
+
+    place: Path
+    command: str
+    options: Mapping[str, Any]
+    here: str
+    launch: tuple[str, ...]
+    uses: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.place.name
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """Everything that determines its results, as JSON: options and digests of programs."""
+        digests = {}
+        for value in self.options.values():
+            for word in value if isinstance(value, list) else [value]:
+                name = re.sub(r"(\.py):\w+$", r"\1", str(word))
+                file = Path(name.replace("${here}", self.here))
+                if name.endswith(".py") and file.is_file():
+                    digests[name] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+        options = json.loads(json.dumps(dict(self.options)))
+        return {"command": self.command, "options": options, "programs": digests}
+
+    def words(self) -> list[str]:
+        """Its command line, with flags that resume what was interrupted."""
+
+        def text(value: Any) -> str:
+            text = value if isinstance(value, str) else json.dumps(value)
+            folders = self.place.parent
+            return _REFERENCE.sub(
+                lambda match: self.here if match[1] == HERE else str(folders / match[1]), text
+            )
+
+        positional = POSITIONAL[self.command]
+        words = [text(self.options[name]) for name in positional]
+        for name, value in self.options.items():
+            if isinstance(value, list):
+                words += [f"--{name}", *map(text, value)]
+            elif isinstance(value, bool) and positional:  # its flags take no true or false
+                words += [f"--{name}"] if value else []
+            elif name not in positional:
+                words.append(f"--{name}={text(value)}")
+        if self.command == "generate":
+            return [*words, "--output", str(self.place / "completions.jsonl")]
+        return [*words, "--output_dir", str(self.place), *self._resume_flags()]
+
+    def _resume_flags(self) -> list[str]:
+        trains = self.command in TRAINERS
+        steps = [int(p.name.rpartition("-")[2]) for p in self.place.glob("checkpoint-*[0-9]")]
+        if not steps or "resume_from_checkpoint" in self.options:
+            return []
+        if (self.place / DONE).is_file():  # it runs again from the start
+            return ["--overwrite_output_dir"] if trains else []
+        if trains or self.command in ("sft", "reward"):
+            newest = str(self.place / f"checkpoint-{max(steps)}")
+            return ["--resume_from_checkpoint", "True" if trains else newest]
+        return []
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    flags = Flags("kedge pipeline", "Run commands in order.", EPILOG)
+    flags.add_argument("file", metavar="FILE.yaml")
+    flags.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="values of variables"
+    )
+    seeds = "run the pipeline once for each value of the variable seed"
+    flags.add_argument("--seeds", nargs="+", type=int, help=seeds)
+    flags.add_argument(
+        "--only", nargs="+", metavar="NAME", help="run only these stages and the stages they use"
+    )
+    flags.add_argument("--redo", metavar="NAME", help="run this stage and its dependents again")
+    flags.add_argument("--dry_run", action="store_true", help="only print the commands")
+    return flags
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the unfinished stages and show the results of the judges."""
+    import yaml
+
+    flags = parser().parse_args(list(argv))
+    variables: dict[str, Any] = {}
+    for pair in flags.set:
+        name, _, value = pair.partition("=")
+        if not name or "=" not in pair:
+            raise ConfigError(f"--set must be NAME=VALUE, got {pair}")
+        variables[name] = yaml.safe_load(value)  # 3 is a number
+    if flags.seeds is not None and "seed" in variables:
+        raise ConfigError("--seeds and --set seed=... are both given; set only one")
+    seeds: list[dict[str, Any]] = [{"seed": seed} for seed in dict.fromkeys(flags.seeds or [])]
+    runs = []
+    for seed in seeds or [{}]:
+        folder, stages = read(flags.file, variables | seed, **seed)
+        runs.append(select(stages, flags.only) if flags.only else stages)
+    names = [stage.name for stage in runs[0]]
+    if flags.redo is not None and flags.redo not in names:
+        raise ConfigError(f"--redo {flags.redo} must be one of the stages {', '.join(names)}")
+    for stages in runs:
+        run(stages, redo=flags.redo, dry=flags.dry_run)
+    rows = [] if flags.dry_run else results(runs)
+    if rows:
+        show(rows)
+        (folder / "results.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        print(f"kedge: the results are in {folder / 'results.json'}")
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def read(
+    file: str, given: Mapping[str, Any] | None = None, *, seed: int | None = None
+) -> tuple[Path, list[Stage]]:
+    """The output folder and the stages of a pipeline file, with every option checked.
+
+    Args:
+        file: its path.
+        given: values that override its variables.
+        seed: the stages are in a folder ``seed-N`` of the output folder.
+    """
+    from kedge.trl_scripts import read_yaml
+
+    content, given = read_yaml(file, ""), given or {}
+    variables, entries = content.pop("variables", None) or {}, content.pop("stages", None)
+    output, here = content.pop("output_dir", None), str(Path(file).expanduser().resolve().parent)
+    if content:
+        known = "a pipeline has output_dir, stages and variables"
+        raise ConfigError(f"{file}: unknown key {next(iter(content))!r}; {known}")
+    if not isinstance(output, str) or not isinstance(entries, list):
+        raise ConfigError(f"{file} must have output_dir, a folder, and a list of stages")
+    for name in given:
+        if name not in variables:
+            raise ConfigError(f"{file}: {_unknown('variable', name, variables)}")
+    variables = {**variables, **given}
+    for name, value in variables.items():
+        if value is None:
+            raise ConfigError(f"{file}: the variable {name} has no value; add --set {name}=VALUE")
+    folder = Path(_substitute(output, {**variables, HERE: here})).expanduser()
+    stages: list[Stage] = []
+    for number, entry in enumerate(entries, 1):
+        where = f"{file}, stage {number}"
+        place = folder if seed is None else folder / f"seed-{seed}"
+        stages.append(_read_stage(_substitute(entry, variables), where, stages, place, here))
+        if stages[-1].name in (*variables, HERE):
+            raise ConfigError(f"{where}: {stages[-1].name!r} is also a variable; rename one")
+    return folder, stages
+
+
+def _substitute(value: Any, variables: Mapping[str, Any]) -> Any:
+    """Substitute variables; one that is the whole value keeps its type."""
+    if isinstance(value, dict):
+        return {key: _substitute(item, variables) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_substitute(item, variables) for item in value]
+    if not isinstance(value, str):
+        return value
+    alone = _REFERENCE.fullmatch(value)
+    if alone and alone[1] in variables:
+        return variables[alone[1]]
+    return _REFERENCE.sub(lambda match: str(variables.get(match[1], match[0])), value)
+
+
+def _read_stage(entry: Any, where: str, earlier: Sequence[Stage], folder: Path, here: str) -> Stage:
+    rest = dict(entry) if isinstance(entry, dict) else {}
+    launch, name = str(rest.pop("launch", "")), rest.pop("name", None)
+    if len(rest) != 1:
+        got = entry if not rest else ", ".join(sorted(map(str, rest)))
+        raise ConfigError(f"{where} must be one COMMAND: {{options}}, got {got}")
+    ((command, options),) = rest.items()
+    options = _check_options(command, options or {}, where, here)
+    name, names = str(name or command), [stage.name for stage in earlier]
+    if name in names or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        raise ConfigError(
+            f"{where}: the name {name!r} must be unique and a valid folder name; set `name: other`"
+        )
+    uses = dict.fromkeys(_REFERENCE.findall(json.dumps(options)))
+    uses.pop(HERE, None)
+    for used in uses:
+        if used not in names:
+            raise ConfigError(
+                f"{where}: ${{{used}}} must be a variable or an earlier stage; earlier stages:"
+                f" {', '.join(names) or 'none'}"
+            )
+    return Stage(
+        place=folder / name,
+        command=command,
+        options=options,
+        here=here,
+        launch=tuple(shlex.split(launch)),
+        uses=tuple(uses),
+    )
+
+
+def _check_options(command: str, options: Any, where: str, here: str) -> dict[str, Any]:
+    """The options of a known command; null is left out, or ``none`` where that says something."""
+    if command not in POSITIONAL:
+        raise ConfigError(f"{where}: {_unknown('command', command, POSITIONAL)}")
+    if not isinstance(options, dict):
+        raise ConfigError(f"{where}: the options of {command} must be name: value")
+    missing = [place for place in POSITIONAL[command] if place not in options]
+    if missing:
+        raise ConfigError(f"{where}: {command} needs {' and '.join(missing)}")
+    nullable: Iterable[str] = ()
+    if command == SCRIPT:
+        accepted, program = {*options}, str(options["path"]).replace("${here}", here)
+        if not Path(program).is_file():
+            raise ConfigError(
+                f"{where}: the file {program} does not exist; ${{here}} is the folder of the"
+                " pipeline"
+            )
+    else:
+        trains = command in TRAINERS
+        flags = ppo.parser(command) if trains else find_module(command).parser()
+        accepted = {action.dest for action in flags._actions} - {"help"}
+        nullable = getattr(flags, "nullable", ())
+    for key in options:
+        if key in ("output_dir", "output"):
+            raise ConfigError(f"{where}: {key} is set by the pipeline; leave it out")
+        if key not in accepted:
+            raise ConfigError(f"{where}: {_unknown('option', key, accepted)}")
+    return {
+        name: "none" if value is None else value
+        for name, value in options.items()
+        if value is not None or name in nullable
+    }
+
+
+def _unknown(kind: str, word: Any, known: Iterable[str]) -> str:
+    return f"unknown {kind} {word!r}{hint(str(word), {*known})}"
+
+
+def select(stages: Sequence[Stage], names: Sequence[str]) -> list[Stage]:
+    """The named stages, and the stages that these use."""
+    known = [stage.name for stage in stages]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"unknown stage {name!r}; the stages are {', '.join(known)}")
+    wanted = set(names)
+    for stage in reversed(stages):  # a stage uses earlier ones
+        if stage.name in wanted:
+            wanted.update(stage.uses)
+    return [stage for stage in stages if stage.name in wanted]
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+def run(stages: Sequence[Stage], *, redo: str | None = None, dry: bool = False) -> None:
+    """Run the unfinished stages; a marker is written when a stage ends."""
+    marks: dict[str, str] = {}
+    for stage in stages:
+        inputs = {name: marks[name] for name in stage.uses}
+        mark = None if redo == stage.name else _finished(stage, inputs)
+        words = stage.words()
+        if dry or mark is None:
+            program = f"kedge {stage.command}" if stage.command != SCRIPT else "python"
+            print(f"kedge: stage {stage.name}: {program} {' '.join(words)}", flush=True)
+        else:
+            print(f"kedge: stage {stage.name} is done", flush=True)
+        if mark is None:
+            mark = "" if dry else _run_stage(stage, words, inputs)
+        marks[stage.name] = mark
+
+
+def _finished(stage: Stage, inputs: Mapping[str, str]) -> str | None:
+    """The marker of a stage that is up to date, else None.
+
+    Raises:
+        ConfigError: it was run with other options or programs.
+    """
+    if not (stage.place / DONE).is_file():
+        return None
+    done, now = json.loads((stage.place / DONE).read_text(encoding="utf-8")), stage.definition
+    before, after = (
+        {"command": x["command"], **x["options"], **x["programs"]}
+        for x in (done["definition"], now)
+    )
+    changes = [
+        f"{name}: {before.get(name)!r} before, {after.get(name)!r} now"
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    ]
+    if changes:
+        raise ConfigError(
+            f"stage {stage.name} in {stage.place} was run with other options"
+            f" ({', '.join(changes)}); run it again with --redo {stage.name}, or set another"
+            " output_dir"
+        )
+    return str(done["run"]) if done["inputs"] == dict(inputs) else None
+
+
+def _run_stage(stage: Stage, words: list[str], inputs: Mapping[str, str]) -> str:
+    stage.place.mkdir(parents=True, exist_ok=True)
+    (stage.place / DONE).unlink(missing_ok=True)
+    if stage.command == SCRIPT or stage.launch:
+        module = [] if stage.command == SCRIPT else ["-m", "kedge.cli.main", stage.command]
+        program = [*(stage.launch or (sys.executable,)), *module, *words]
+        try:
+            code: object = subprocess.run(program, check=False).returncode
+        except OSError as error:
+            code = error
+        if code:
+            raise KedgeError(
+                f"stage {stage.name}: {' '.join(program[:3])} ... failed with exit code {code}"
+            )
+    else:
+        load_command(stage.command)(words)
+    mark = uuid.uuid4().hex
+    about = {"run": mark, "definition": stage.definition, "inputs": inputs}
+    unfinished = stage.place / f"{DONE}.new"
+    unfinished.write_text(json.dumps(about, indent=1), encoding="utf-8")
+    unfinished.replace(stage.place / DONE)
+    return mark
+
+
+# -- the results of the judges ---------------------------------------------------------------------
+
+
+def results(runs: Sequence[Sequence[Stage]]) -> list[dict[str, Any]]:
+    """One row for each judge stage: means, intervals and sums over the seeds.
+
+    Args:
+        runs: the stages of each seed.
+    """
+    rows = []
+    for stages in zip(*runs, strict=True):
+        if stages[0].command != "judge":
+            continue
+        summaries, outcomes = [], []
+        for stage in stages:
+            summaries.append(json.loads((stage.place / "summary.json").read_text()))
+            text = (stage.place / "judgments.jsonl").read_text(encoding="utf-8")
+            lines = [json.loads(line) for line in text.split("\n") if line.strip()]
+            worths = [worth(line["outcome"]) for line in lines]
+            outcomes.append([x for x in worths if x is not None])
+        low, high = interval(outcomes)
+        rates = [one["win_rate"] for one in summaries]
+        controlled = [one["length_controlled_win_rate"] for one in summaries]
+        rows.append(
+            {
+                "stage": stages[0].name,
+                "judge": summaries[0]["judge"],
+                "win_rate": fmean(rates),
+                "win_rate_low": low,
+                "win_rate_high": high,
+                "each": rates,
+                "length_controlled_win_rate": None if None in controlled else fmean(controlled),
+                "prompts": sum(one["prompts"] for one in summaries),
+                "invalid": sum(one["invalid"] for one in summaries),
+            }
+        )
+    return rows
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    seeds = len(rows[0]["each"])
+    title = "win rates" if seeds == 1 else f"win rates, mean of {seeds} seeds"
+    table = Table("stage", "win rate", "95%", "at equal length", title=title, title_justify="left")
+    table.add_column("each seed")
+    for row in rows:
+        controlled = row["length_controlled_win_rate"]
+        table.add_row(
+            row["stage"],
+            f"{row['win_rate']:.1%}",
+            f"{row['win_rate_low']:.1%} .. {row['win_rate_high']:.1%}",
+            "-" if controlled is None else f"{controlled:.1%}",
+            ", ".join(f"{x:.1%}" for x in row["each"]),
+        )
+    Console().print(table)
