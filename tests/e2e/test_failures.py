@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,20 @@ def test_a_reward_that_cannot_score_anything_is_asked_again(tmp_path: Path, monk
     whole = small(reward_funcs=length_reward, **options | {"output_dir": str(tmp_path / "whole")})
     whole.train()
     assert rows(mended)[-1]["objective/scores"] == rows(whole)[-1]["objective/scores"]
+
+
+def test_a_reward_that_does_not_return_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kedge.rewards.function.SLOW", 0.1)
+
+    def slow(completions: list[str], **_: Any) -> list[float]:
+        time.sleep(0.5)
+        return length_reward(completions)
+
+    small(reward_model=None, reward_funcs=slow).train()
+    said = "reward function slow has not returned after 0.1 s, called with 4 responses"
+    assert caplog.messages.count(said) == 2
 
 
 def test_a_replayed_run_goes_on_after_a_failure(tmp_path: Path) -> None:
