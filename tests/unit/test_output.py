@@ -173,6 +173,14 @@ def test_a_run_may_take_its_lock_again_but_another_thread_may_not(tmp_path: Path
     assert len(refused) == 1
 
 
+def test_a_folder_that_is_moved_away_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunLock(tmp_path / "a"):
+        (tmp_path / "a").rename(tmp_path / "b")
+    assert f"{tmp_path / 'a'} was moved or deleted while the run wrote to it" in caplog.text
+
+
 def test_the_lock_is_given_back_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyError), RunLock(tmp_path):
         raise KeyError
