@@ -216,6 +216,9 @@ def test_a_reward_that_cannot_score_anything_is_asked_again(tmp_path: Path, monk
     with pytest.raises(RewardError, match="could be scored"):
         small(reward_funcs=out, **options).train()
     assert saved(tmp_path) == [3]
+    calls = itertools.count(3)
+    with pytest.raises(RewardError, match="check that the reward returns numbers, not only None"):
+        small(reward_model=None, reward_funcs=out).train()
     mended = small(reward_funcs=length_reward, **options)
     mended.train(resume_from_checkpoint=True)
     whole = small(reward_funcs=length_reward, **options | {"output_dir": str(tmp_path / "whole")})
