@@ -89,14 +89,6 @@ def test_a_failure_before_the_first_step_of_an_update_costs_nothing(tmp_path: Pa
     assert_same(second, whole_run(1))
 
 
-def test_a_failure_in_mid_update_saves_nothing(tmp_path: Path) -> None:
-    failing = trainer(tmp_path)
-    break_at(failing, "learner", "optimizer_step", 4 * 2 * 2 + 1, RuntimeError("out of memory"))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        failing.train()
-    assert saved(tmp_path) == [3]
-
-
 def test_the_same_trainer_goes_on_after_a_failure(tmp_path: Path) -> None:
     made = trainer(tmp_path, max_lag=1, save_strategy="no")
     break_at(made, "reward", "score", 3, RewardError("the judge is out"))
