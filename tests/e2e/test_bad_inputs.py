@@ -212,11 +212,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ConfigError,
         ["lambda needs solution", "its columns: answer, prompt"],
     ),
-    "a column whose name is not text": (
-        lambda: small(train_dataset=[{"prompt": "w3", 3: "1"}]),
-        DataError,
-        ["column names must be text, got 3"],
-    ),
     "a row that names no known verifier": (
         lambda: small(
             reward_model=None,

@@ -6,13 +6,13 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kedge import PPOTrainer
 from kedge.errors import KedgeError
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Rollout, Sampling
@@ -45,6 +45,8 @@ class Liar:
         self.honest = honest
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        from dataclasses import replace
+
         colder = replace(sampling, temperature=sampling.temperature * 2)
         return self.honest.generate(prompts, sampling=colder, seed=seed)
 
@@ -55,12 +57,17 @@ class Liar:
 def test_an_engine_that_samples_another_distribution_fails_the_preflight() -> None:
     trainer = small()
     trainer.engine.rollout_engine = Liar(trainer.engine.rollout_engine)
-    settings = trainer.engine.learner.settings
-    trainer.engine.learner.settings = replace(settings, reuse_behavior_logprobs=False)
+    trainer.engine.learner.settings = replace_settings(trainer)
     with pytest.raises(
         KedgeError, match="log-probabilities of rollout engine and learner differ by"
     ):
         trainer.train()
+
+
+def replace_settings(trainer: PPOTrainer) -> Any:
+    from dataclasses import replace
+
+    return replace(trainer.engine.learner.settings, reuse_behavior_logprobs=False)
 
 
 def test_active_dropout_cannot_happen() -> None:
@@ -108,6 +115,13 @@ def test_a_dataset_smaller_than_a_batch_repeats() -> None:
 def test_a_tokenizer_without_pad_works() -> None:
     trainer = small(processing_class=word_tokenizer(pad=False))
     assert trainer.train().global_step == 2
+
+
+def test_unwritable_output(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    with pytest.raises((KedgeError, OSError), match="file"):
+        run(output_dir=str(blocked / "below"), save_strategy="steps")
 
 
 def test_bad_input_leaves_the_models_as_they_were() -> None:

@@ -188,7 +188,6 @@ def test_importance_weights() -> None:
         return importance_weights(old, mu, mask, Correction(**how)).tolist()
 
     assert weights() == [[2.0, 0.5], [0.25, 0.0]]
-    assert weights(low=0.5) == [[2.0, 0.5], [0.5, 0.0]]
     assert weights(kind="mask", low=0.3, high=4.0)[0] == pytest.approx([3.0, 0.5])
     assert weights(kind="mask", low=0.3, high=4.0)[1] == [0.0, 0.0]
     assert weights(level="sequence", high=5.0)[0] == pytest.approx([1.5, 1.5])

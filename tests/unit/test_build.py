@@ -50,7 +50,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (small, {"credit": "turn", "score_position": "after_last"}, "credit='turn' needs every rew"),
     (small, {"credit": "turn", "lam_alpha": 0.05}, "would be 0 up to 20 turns"),
     (rloo, {"credit": "turn", "ratio_level": "sequence"}, "use ratio_level='token'"),
-    (rloo, {"credit": "turn", "token_level_kl": True}, "set token_level_kl=False"),
     # models
     (small, {"model": POLICY, "ref_model": POLICY}, "must not be the same object"),
     (small, {"ref_adapter_name": "first"}, "ref_adapter_name='first' must be an adapter"),
@@ -67,11 +66,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (small, {"reward_funcs": 3}, "a reward must be a model"),
     # rollout engine
     (with_engine, {"engine": None, "sampler_correction": "mask"}, "records none"),
-    (
-        grpo,
-        {"sampler_correction": "mask", "vllm_importance_sampling_mode": "token_mask"},
-        "both set the importance weights",
-    ),
     (small, {**URL, "min_new_tokens": 2}, "min_new_tokens=2 is not supported with the server"),
     (small, {**AS_COMPLETED, "num_partial_batches": 3}, "must divide the 4 prompts"),
     (

@@ -253,6 +253,8 @@ class Unreadable(torch.utils.data.Dataset):
 def test_a_dataset_whose_rows_cannot_be_read_is_named():
     with pytest.raises(DataError, match="row 0 of the dataset, a Unreadable, cannot be read: OSEr"):
         make(Unreadable())
+    with pytest.raises(DataError, match="column names must be text, got 3"):
+        make([{"prompt": "w3", 3: "1"}])
 
 
 @pytest.mark.parametrize("chat", [False, True])

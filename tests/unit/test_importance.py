@@ -14,8 +14,8 @@ from kedge.algorithms import ppo
 from kedge.compat import trl_trainers
 from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError, RolloutError
-from kedge.math.importance import Correction
-from kedge.testing import tiny_policy
+from kedge.math.importance import Correction, importance_weights
+from kedge.testing import ScriptedRollouts, tiny_policy
 from kedge.trainers.assembly.rollout import build_correction
 from kedge.types import RewardOutput, Rollout
 from tests.learners import with_metrics
@@ -250,6 +250,23 @@ def test_weights_of_trl_that_cannot_be(options, words, tmp_path) -> None:
     given = {f"vllm_importance_sampling_{k}": v for k, v in options.items()}
     with pytest.raises(ConfigError, match=words):
         correction_of(GRPOConfig(output_dir=str(tmp_path), **VLLM, **given))
+
+
+def test_truncation_has_a_lower_bound_too() -> None:
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    old, mu = torch.log(torch.tensor([[0.1, 0.9]])), torch.log(torch.tensor([[0.9, 0.1]]))
+    weight = importance_weights(old, mu, mask, Correction(low=0.5, high=2.0))
+    assert weight.tolist() == [[0.5, 2.0]]
+
+
+def test_what_cannot_be_weighed_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match="has no effect with sampler_correction='off'"):
+        run_of("rloo", tmp_path, sampler_correction="off", sampler_correction_level="token")
+    both = {"sampler_correction": "mask", "vllm_importance_sampling_mode": "token_mask"}
+    with pytest.raises(ConfigError, match="both set the importance weights"):
+        run_of("grpo", tmp_path, **both)
+    with pytest.raises(ConfigError, match="ScriptedRollouts records none"):
+        run_of("ppo", tmp_path, sampler_correction="mask", engine=ScriptedRollouts([[[3, 1]] * 4]))
 
 
 def test_what_an_engine_of_ones_own_records_is_checked_and_not_believed(tmp_path: Any) -> None:
