@@ -32,7 +32,12 @@ from kedge import PPOConfig, PPOTrainer
 
 SHARED = Path(os.environ.get("KEDGE_SHARED", Path(__file__).parents[2] / "shared"))
 RESULTS = Path(__file__).parent / "results"
-APART: dict[str, Any] = {"rollout_engine": "ray", "vllm_num_engines": 2, "max_lag": 1}
+APART: dict[str, Any] = {
+    "rollout_engine": "ray",
+    "vllm_num_engines": 2,
+    "max_lag": 1,
+    "sampler_correction": "off",
+}
 IN_FLIGHT: dict[str, Any] = APART | {
     "rollout_schedule": "as_completed",
     "in_flight_weight_updates": True,

@@ -118,7 +118,14 @@ class RunLock:
         if not lock._depth:
             del self._held[self.file]
             with contextlib.suppress(OSError):
-                lock.file.unlink()
+                if _same_file(lock._handle, lock.file):
+                    lock.file.unlink()
+                else:
+                    logger.warning(
+                        "%s was moved or deleted while the run wrote to it: what it holds now"
+                        " began after that",
+                        lock.file.parent,
+                    )
             os.close(lock._handle)
 
     def _acquire(self) -> None:

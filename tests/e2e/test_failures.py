@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,14 +87,6 @@ def test_a_failure_before_the_first_step_of_an_update_costs_nothing(tmp_path: Pa
     second = trainer(tmp_path, max_lag=1)
     second.train(resume_from_checkpoint=True)
     assert_same(second, whole_run(1))
-
-
-def test_a_failure_in_mid_update_saves_nothing(tmp_path: Path) -> None:
-    failing = trainer(tmp_path)
-    break_at(failing, "learner", "optimizer_step", 4 * 2 * 2 + 1, RuntimeError("out of memory"))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        failing.train()
-    assert saved(tmp_path) == [3]
 
 
 def test_the_same_trainer_goes_on_after_a_failure(tmp_path: Path) -> None:
@@ -198,11 +191,28 @@ def test_a_reward_that_cannot_score_anything_is_asked_again(tmp_path: Path, monk
     with pytest.raises(RewardError, match="could be scored"):
         small(reward_funcs=out, **options).train()
     assert saved(tmp_path) == [3]
+    calls = itertools.count(3)
+    with pytest.raises(RewardError, match="check that the reward returns numbers, not only None"):
+        small(reward_model=None, reward_funcs=out).train()
     mended = small(reward_funcs=length_reward, **options)
     mended.train(resume_from_checkpoint=True)
     whole = small(reward_funcs=length_reward, **options | {"output_dir": str(tmp_path / "whole")})
     whole.train()
     assert rows(mended)[-1]["objective/scores"] == rows(whole)[-1]["objective/scores"]
+
+
+def test_a_reward_that_does_not_return_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kedge.rewards.function.SLOW", 0.1)
+
+    def slow(completions: list[str], **_: Any) -> list[float]:
+        time.sleep(0.5)
+        return length_reward(completions)
+
+    small(reward_model=None, reward_funcs=slow).train()
+    said = "reward function slow has not returned after 0.1 s, called with 4 responses"
+    assert caplog.messages.count(said) == 2
 
 
 def test_a_replayed_run_goes_on_after_a_failure(tmp_path: Path) -> None:

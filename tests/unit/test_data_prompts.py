@@ -316,3 +316,8 @@ def test_token_ids_are_those_of_the_tokenizer(special):
     want = tokenizer(texts, add_special_tokens=special)["input_ids"]
     tokenizer(texts, truncation=True, max_length=2, padding=True)
     assert _token_ids(tokenizer, texts, add_special_tokens=special) == want
+
+
+def test_columns_have_names_of_text():
+    with pytest.raises(DataError, match="column names must be text, got 3"):
+        make([{"prompt": "w3", 3: "1"}])

@@ -260,15 +260,24 @@ def test_what_an_engine_of_ones_own_records_is_checked_and_not_believed(tmp_path
     from tests.unit.text_toys import EOS
 
     class Wrong(EmbeddedEngine):
+        gap, wrong = 0.1, 4  # nats, in the first rows
+
         def generate(self, *given: Any, **options: Any) -> Rollout:
             made = super().generate(*given, **options)
             assert made.behavior_logprobs is not None
-            return replace(made, behavior_logprobs=made.behavior_logprobs - 0.1)
+            gap = self.gap * (torch.arange(len(made)) < self.wrong)[:, None]
+            return replace(made, behavior_logprobs=made.behavior_logprobs - gap)
 
-    policy = tiny_policy(vocab_size=32)
-    engine = Wrong(policy, pad_id=EOS)
-    made = run_of("ppo", tmp_path, preflight=False, engine=engine, model=policy, num_ppo_epochs=1)
-    made.train()
-    rows = [row for row in made.state.log_history if "rollout/logprob_gap" in row]
-    assert rows[0]["rollout/logprob_gap"] > 0.05
-    assert rows[0]["val/ratio"] == pytest.approx(1.0, abs=1e-4)  # anchored at the learner
+    def first_row(**options: Any) -> dict[str, float]:
+        policy = tiny_policy(vocab_size=32)
+        options |= {"engine": Wrong(policy, pad_id=EOS), "model": policy, "num_ppo_epochs": 1}
+        made = run_of("ppo", tmp_path / str(Wrong.gap), preflight=False, **options)
+        made.train()
+        return next(row for row in made.state.log_history if "rollout/logprob_gap" in row)
+
+    row = first_row()
+    assert row["rollout/logprob_gap"] > 0.05
+    assert row["val/ratio"] == pytest.approx(1.0, abs=1e-4)  # anchored at the learner
+    Wrong.gap, Wrong.wrong = 3.0, 2  # weights of e^3 and more
+    rejected = first_row(sampler_correction="mask", sampler_correction_level="sequence")
+    assert rejected["rollout/untrained_rows"] == 2  # and leave the denominator of the loss

@@ -242,3 +242,11 @@ def test_no_run_starts_resumes_or_tidies_a_folder_in_use(
         with pytest.raises(ConfigError, match="in use by another run"):
             shell.train(resume_from_checkpoint=resume)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {LOCK, saving.name}
+
+
+def test_a_folder_that_is_moved_away_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunLock(tmp_path / "a"):
+        (tmp_path / "a").rename(tmp_path / "b")
+    assert f"{tmp_path / 'a'} was moved or deleted while the run wrote to it" in caplog.text

@@ -47,10 +47,14 @@ def test_what_the_server_refuses() -> None:
     def bad(completions: list[str]) -> list[float]:
         raise ValueError("the reason")
 
+    def ends(completions: list[str]) -> list[float]:
+        raise SystemExit(3)
+
     good = json.dumps({"completions": ["x"]}).encode()
     functions = {
         "length": length,
         "bad": bad,
+        "ends": ends,
         "short": lambda completions: [],
         "nan": lambda **_: [float("nan")],
         "huge": lambda **_: [10**400],
@@ -72,6 +76,7 @@ def test_what_the_server_refuses() -> None:
         for body in bodies:
             assert request(url, body, "/score/length")[0] == 400
         assert request(url, good, "/score/bad") == (422, {"error": "ValueError: the reason"})
+        assert request(url, good, "/score/ends") == (422, {"error": "SystemExit: 3"})
         assert request(url, good, "/score/short")[0] == 422
         assert request(url, good, "/score/nan")[0] == 422
         assert request(url, good, "/score/huge")[0] == 422
@@ -125,7 +130,7 @@ def test_connections_without_a_head_give_way_and_others_are_told_to_come_back(
     head = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with RewardServer({"length": length}) as server:
         place = ("127.0.0.1", urlsplit(server.url).port or 0)
-        idle = [socket.create_connection(place, timeout=60) for _ in range(2)]
+        idle = [socket.create_connection(place, timeout=60) for _ in range(40)]
         for client in idle:
             client.sendall(b"POST /score HTTP/1.1\r\nX: ")
         assert RemoteReward(server.url, **QUICK | {"retries": 0})(["xyz"]) == [3.0]

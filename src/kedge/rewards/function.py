@@ -29,6 +29,7 @@ OnError = Literal["raise", "score", "drop"]
 PER_ROW = ("prompts", "completions", "prompt_ids", "completion_ids")
 FIXED = ("trainer_state", "log_metric", "log_extra")
 LARGEST = 3.4e38  # scores are float32; a larger number would become infinite
+SLOW = 60.0  # seconds after which the log names a function that has not returned
 
 
 class RewardFunction:
@@ -100,12 +101,19 @@ class RewardFunction:
     def _finish(
         self, texts: Texts, kwargs: dict[str, Any], started: Future[Any] | None
     ) -> tuple[RewardOutput, Tensor]:
+        slow = "reward function %s has not returned after %g s, called with %d responses"
+        count = len(texts.completion_ids)
+        timer = threading.Timer(SLOW, logger.warning, (slow, self.name, SLOW, count))
+        timer.daemon = True
+        timer.start()
         try:
             returned = started.result() if started else self._call(kwargs)
         except Exception as error:
             values = self._row_by_row(texts, kwargs, error)
         else:
-            values = self._read(returned, texts, range(len(texts.completion_ids)))
+            values = self._read(returned, texts, range(count))
+        finally:
+            timer.cancel()
         failed = torch.tensor([isinstance(value, Invalid) for value in values])
         if failed.any():
             row = int(failed.nonzero()[0])

@@ -221,8 +221,9 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait_for_head()
-        waiting = [c for c in self.connections if isinstance(c, _Protocol) and c.idle]
-        if len(self.connections) > MAX_CONNECTIONS and len(waiting) > 1:
+        live = [c for c in self.connections if not c.transport.is_closing()]
+        waiting = [c for c in live if isinstance(c, _Protocol) and c.idle]
+        if len(live) > MAX_CONNECTIONS and len(waiting) > 1:
             min(waiting, key=lambda connection: connection.since).transport.abort()
 
     @property

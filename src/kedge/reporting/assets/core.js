@@ -83,7 +83,7 @@ function scoreChip(score, sorted) {
   let low = 0, high = sorted.length;
   while (low < high) { const m = (low + high) >> 1; if (sorted[m] < score) low = m + 1; else high = m; }
   const share = sorted.length > 1 ? low / (sorted.length - 1) : 0.5;
-  return el("span", { className: `chip ${share > 0.66 ? "good" : share < 0.33 ? "bad" : ""}`, title: "score" }, fmt(score));
+  return el("span", { className: `chip ${share > 0.66 ? "good" : share < 0.33 ? "bad" : ""}`, title: "score; green and red: the highest and lowest third" }, fmt(score));
 }
 
 // Text with the search term marked.
