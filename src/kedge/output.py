@@ -118,7 +118,8 @@ class RunLock:
         if not lock._depth:
             del self._held[self.file]
             with contextlib.suppress(OSError):
-                if _same_file(lock._handle, lock.file):
+                here = lock.file.stat() if lock.file.exists() else None
+                if here is not None and os.path.samestat(os.fstat(lock._handle), here):
                     lock.file.unlink()
                 else:
                     logger.warning(

@@ -268,8 +268,7 @@ class TrainerShell:
             self.SPEC.name if inputs.algorithm is None else inputs.algorithm.name,
             self.model,
             inputs.train_dataset,
-            inputs.reward_model,
-            inputs.reward_funcs,
+            self.reward_funcs,
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
