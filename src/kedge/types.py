@@ -214,6 +214,7 @@ class AdvantageOutput:
     # bool [B, R]; where the policy trains; None: the rollout's mask
     loss_mask: Tensor | None = None
     deviation: Tensor | None = None  # float32 []; of the advantages before they were scaled
+    penalized: Tensor | None = None  # bool [B, R]; tokens with a KL to the old policy (KL-Cov)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +234,7 @@ class Experience(Record):
     old_values: Tensor | None = None  # float32 [B, R]
     returns: Tensor | None = None  # float32 [B, R]
     behavior_logprobs: Tensor | None = None  # float32 [B, R]
+    penalized: Tensor | None = None  # bool [B, R]; see AdvantageOutput
     allowed_tokens: Tensor | None = rows_field(fill=-1, default=None)  # int64 [B, R, K]
 
 
@@ -255,7 +257,7 @@ class PolicyOutput:
     """One forward pass over a micro-batch, response positions only."""
 
     logprobs: Tensor  # float32 [b, R], with gradient; 0 outside the mask
-    entropy: Tensor  # float32 [b, R], no gradient; 0 outside the mask
+    entropy: Tensor  # float32 [b, R], 0 outside the mask; with gradient if there is a bonus
     values: Tensor | None = None  # float32 [b, R], with gradient
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs
+from kedge.math.advantage import group_count, group_std
 from kedge.math.kl import ESTIMATORS, per_token_kl
 from kedge.math.losses import Clip
 from kedge.math.masked import moments, standardize
@@ -34,6 +35,34 @@ def check_loss_kl(beta: float, option: str, estimator: str, *, reference: bool) 
         raise ValueError(f"beta={beta} needs a reference policy, got reference=False; set beta=0")
     if estimator not in ESTIMATORS:
         raise ValueError(f"{option} must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
+
+
+def longest_response(
+    response_length: int | None, needed: bool, overlong_buffer: int, *, what: str
+) -> int:
+    """The length limit of a response in tokens; 1 where nothing needs it.
+
+    Raises:
+        ValueError: it is missing, or shorter than ``overlong_buffer``.
+    """
+    if response_length is None:
+        if needed or overlong_buffer:
+            option = "overlong_buffer" if overlong_buffer else what
+            raise ValueError(f"{option} needs response_length, the longest response in tokens")
+        return 1
+    if not 0 <= overlong_buffer <= response_length:
+        raise ValueError(
+            f"overlong_buffer must be between 0 and response_length={response_length}, got"
+            f" {overlong_buffer}"
+        )
+    return response_length
+
+
+def uniform_groups(e: AdvantageInputs, scores: Tensor) -> Tensor:
+    """Rows whose group, of two rows or more, has equal scores with dense rewards.  bool [B]."""
+    group, valid = e.rollout.prompts.group, e.reward_output.valid
+    whole = torch.where(valid, scores, 0.0) + dense_totals(dense_rewards(e))
+    return (group_std(whole, group, valid) == 0) & (group_count(group, valid) > 1)
 
 
 def turn_numbers(e: AdvantageInputs) -> Tensor:

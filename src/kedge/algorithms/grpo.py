@@ -16,6 +16,7 @@ from kedge.algorithms.common import (
     clipped_sides,
     dense_totals,
     group_advantages,
+    longest_response,
     policy_metrics,
     reference_kl,
     shaped_rewards,
@@ -93,7 +94,9 @@ def grpo(  # noqa: PLR0913
     high = epsilon if epsilon_high is None else epsilon_high
     if delta is not None and delta <= 1 + high:
         raise ValueError(f"delta={delta} must be above 1 + epsilon_high = {1 + high:g}")
-    longest = _longest(response_length, loss_type, overlong_buffer)
+    longest = longest_response(
+        response_length, loss_type == "dr_grpo", overlong_buffer, what="dr_grpo"
+    )
     clip = Clip(epsilon, high, delta)
     top = 5.0 if epsilon_high is None else epsilon_high
     level: RatioLevel = "token" if importance_sampling_level == "token" else "sequence_mean"
@@ -161,18 +164,3 @@ def grpo(  # noqa: PLR0913
             *("rollout/untrained_rows", "rollout/resampled_groups"),
         ),
     )
-
-
-def _longest(response_length: int | None, loss_type: str, overlong_buffer: int) -> int:
-    if response_length is None:
-        if loss_type == "dr_grpo" or overlong_buffer:
-            raise ValueError(
-                "dr_grpo and overlong_buffer need response_length, the longest response in tokens"
-            )
-        return 1
-    if not 0 <= overlong_buffer <= response_length:
-        raise ValueError(
-            f"overlong_buffer must be between 0 and response_length={response_length}, got"
-            f" {overlong_buffer}"
-        )
-    return response_length

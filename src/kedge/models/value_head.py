@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,6 +150,33 @@ def load_value(
     arguments |= {k: v for k, v in options.items() if v is not None}
     what, kind = f"the value model {source!r}", AutoModelForSequenceClassification
     return scalar_model(load_whole(kind, what, source, new_head=True, dtype=dtype, **arguments))
+
+
+def copy_as_value(policy: nn.Module, parts: CausalParts) -> ScalarModel:
+    """A value model with a copy of the policy's backbone and a new head, which gives 0 at first.
+
+    Raises:
+        ConfigError: transformers has no sequence-classification model of the policy's kind.
+    """
+    config: Any = copy.deepcopy(policy.config)
+    config.num_labels = 1
+    weights = parts.backbone.state_dict()
+    sample = next(iter(weights.values()))
+    try:
+        with sample.device:
+            model: Any = AutoModelForSequenceClassification.from_config(config)
+    except ValueError as error:
+        raise ConfigError(
+            f'value_source="copy": transformers has no {type(policy).__name__} with a score head;'
+            ' set value_source="policy", or pass value_model'
+        ) from error
+    model.to(torch.float32)
+    backbone = get_backbone(model)
+    assert backbone is not None
+    backbone.load_state_dict(weights)
+    head = next(getattr(model, name) for name in _HEADS if hasattr(model, name))
+    nn.init.zeros_(head.weight)
+    return scalar_model(model)
 
 
 def build_value_head(parts: CausalParts, *, init: Literal["zero", "normal"] = "zero") -> ScalarHead:

@@ -21,7 +21,6 @@ _LEAVE = "leave it at its default"
 _SAMPLING = ("sampling would use another distribution than training", "leave it unset")
 _MOVING = ("the reference is always frozen", _LEAVE)
 _TORCH = "transformers does not sample here; Kedge's rollout engine or vLLM does"
-_ENTROPY = ("there is no entropy bonus", _LEAVE)
 _LOSS = ("this loss is not implemented", _LEAVE)
 
 # Names that every trainer of TRL has or had.
@@ -79,12 +78,6 @@ TRL_GRPO: dict[str, Foreign] = {
     "off_policy_mask_threshold": Unsupported(
         "sampler_correction handles off-policy responses", "set sampler_correction instead"
     ),
-    "entropy_coef": Unsupported(*_ENTROPY, default=0.0),
-    "use_adaptive_entropy": Unsupported(*_ENTROPY, default=False),
-    "entropy_coef_min": Unsupported(*_ENTROPY, default=0.0),
-    "entropy_coef_max": Unsupported(*_ENTROPY, default=1.0),
-    "entropy_coef_delta": Unsupported(*_ENTROPY, default=0.005),
-    "entropy_target": Unsupported(*_ENTROPY, default=0.2),
     "sapo_temperature_neg": Unsupported(*_LOSS, default=1.05),
     "sapo_temperature_pos": Unsupported(*_LOSS, default=1.0),
     "vespo_k_pos": Unsupported(*_LOSS, default=2.0),

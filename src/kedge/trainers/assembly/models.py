@@ -37,12 +37,23 @@ from kedge.models.compatibility import (
     vocabulary,
 )
 from kedge.models.fingerprint import fingerprint
-from kedge.models.freezing import find_layers, share_frozen_weights, train_top_layers
+from kedge.models.freezing import (
+    find_layers,
+    freeze_attention,
+    share_frozen_weights,
+    train_top_layers,
+)
 from kedge.models.load import load_policy
 from kedge.models.model import causal_parts, in_float32
 from kedge.models.peft import drop_adapters
 from kedge.models.shared_base import AdapterRewardModel, copy_adapter, value_adapter
-from kedge.models.value_head import ScalarModel, build_value_head, load_value, scalar_model
+from kedge.models.value_head import (
+    ScalarModel,
+    build_value_head,
+    copy_as_value,
+    load_value,
+    scalar_model,
+)
 from kedge.rewards.build import find_tokenizer
 from kedge.rewards.model import same_tokens
 from kedge.trainers.assembly.setup import Setup, trusts
@@ -100,8 +111,13 @@ class ModelStage:
         elif setup.algorithm.needs_values and inputs.value_model is None:
             if self.value_source == "reward":
                 self.reward.check()
-            elif self.value_source == "policy":
+            elif self.value_source in ("policy", "copy"):
                 self.reward = NO_REWARD
+            if self.value_source == "copy" and has_adapter(inputs.model, inputs):
+                raise ConfigError(
+                    'value_source="copy" copies a whole policy, but this one trains an adapter; set'
+                    " value_adapter=True for a value model on the same base"
+                )
 
     def build(self) -> Models:
         """Load the models and check that they fit together."""
@@ -170,6 +186,13 @@ class ModelStage:
             found = find_layers(value.backbone)  # it may have fewer than the policy
             layers = layers if found is None else min(layers, len(found[1]))
             train_top_layers(value.backbone, layers, what="the value model")
+        if isinstance(self.setup.args, PPOConfig) and self.setup.args.freeze_value_attention:
+            if not isinstance(value, ScalarModel):
+                raise ConfigError(
+                    "freeze_value_attention needs a separate value model, but the value is a head"
+                    ' or an adapter on the policy; set value_source="copy", or leave it out'
+                )
+            freeze_attention(value.backbone, what="the value model")
         return value
 
     def _load_value(self, policy: nn.Module) -> Value:
@@ -182,6 +205,8 @@ class ModelStage:
             if not args.allow_low_precision_weights:
                 in_float32(value, "value_model")
             return value
+        if self.value_source == "copy":
+            return copy_as_value(policy, causal_parts(policy))
         if self.reward.model is not None:
             try:
                 return self.reward.value_model()
@@ -389,6 +414,7 @@ class LearnerStage:
             and not self.setup.engine.copies_weights
             and self.setup.inputs.rollout_engine is None,  # those of other engines are verified
             allow_low_precision_weights=args.allow_low_precision_weights,
+            entropy_grad=bool(args.entropy_coef) or args.use_adaptive_entropy,
             cache_trunk=args.cache_trunk,
         )
 

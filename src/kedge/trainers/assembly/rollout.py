@@ -260,13 +260,15 @@ def _asked_correction(args: OnPolicyConfig, *, vllm: bool) -> tuple[list[str], C
         logger.warning("%s has no effect: vLLM does not sample", ", ".join(trl))
     elif trl:
         return trl, _trl_correction(args)
-    if mode == "off" and own:
+    if mode in ("off", "ratio") and own:
         raise ConfigError(
             f"{own[0]}={getattr(args, own[0])!r} has no effect with"
             f" sampler_correction={args.sampler_correction!r}; leave one of them out"
         )
     if not asked or mode == "off":
         return asked, None
+    if mode == "ratio":
+        return asked, Correction(kind="ratio")
     return asked, _own_correction(args, "mask" if mode == "mask" else "truncate")
 
 
