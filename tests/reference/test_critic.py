@@ -133,13 +133,13 @@ class TestCovariance:
         assert policy_loss(algorithm, new, mb)[0] - plain == pytest.approx(penalty, rel=1e-5)
 
     def test_clip_cov_takes_the_gradient_of_its_tokens(self):
-        scores = [30.0, -20.0, 8.0]
+        scores = [-30.0, 20.0, -8.0]
         inputs = evidence(scores, [0, 1, 2], lengths=LENGTHS, values=torch.zeros(MASK.shape))
         inputs.model_outputs.logprobs.copy_(3 * batch()[0])
         plain = ppo().compute_advantages(inputs, 0.0).advantages
         clipped = ppo(clip_cov=0.2).compute_advantages(inputs, 0.0).advantages
         changed = (plain != clipped).nonzero()
-        assert len(changed) in (1, 2), changed  # at most a fifth of eight tokens
+        assert changed.tolist() == [[0, 0], [0, 1]]  # a fifth of eight tokens; (1, 0) is left
         assert (clipped[plain != clipped] == 0).all()
 
 
