@@ -116,3 +116,23 @@ def test_the_check_by_hand(monkeypatch, tmp_path):
     assert high["truncated_bias"] == pytest.approx(0.25)
     assert high["terminated_bias"] == pytest.approx(0.0)
     assert "worse than the mean" in "".join(command.describe(check(lambda g, _: 3 - 3 * g)))
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_trained_head_or_adapter_starts_another_run(tmp_path, adapter):
+    """Its first values are those that the first run ended with, if the policy is the same."""
+    how = {"value_learning_rate": 3e-2, "learning_rate": 1e-12, "vf_coef": 1.0}
+    how |= {"reward_model": None, "reward_funcs": by_prompt, "num_mini_batches": 2}
+    if adapter:
+        from peft import LoraConfig
+
+        how |= {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4), "value_adapter": True}
+    first = small(**how, value_source="policy", output_dir=str(tmp_path / "a"), total_episodes=32)
+    first.train()
+    first.save_model(str(tmp_path / "saved"))
+    folder = str(tmp_path / "saved" / "value_model")
+    trained = [row["val/value_mean"] for row in rows(first)]
+    again = small(**how, value_model=folder, output_dir=str(tmp_path / "b"), total_episodes=4)
+    again.train()
+    assert trained[0] == 0.0
+    assert rows(again)[0]["val/value_mean"] > 0.5 * trained[-1] > 0.2

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
@@ -183,6 +184,20 @@ def build_value_head(parts: CausalParts, *, init: Literal["zero", "normal"] = "z
     """A value head that reads the policy's own backbone."""
     weight = parts.head().weight
     return ScalarHead(weight.shape[1], init=init).to(weight.device)
+
+
+def load_value_head(folder: str, parts: CausalParts) -> ScalarHead:
+    """The value head that ``save_value`` wrote to a folder, on the policy's backbone.
+
+    Raises:
+        ConfigError: it belongs to a model of another size.
+    """
+    head, file = build_value_head(parts), Path(folder) / HEAD_FILE
+    try:
+        head.load_state_dict(load_file(file))
+    except (RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"value_model={folder!r}: {file} cannot be loaded: {error}") from error
+    return head
 
 
 def save_value(value: Any, folder: str | Path, state: dict[str, Tensor] | None = None) -> None:

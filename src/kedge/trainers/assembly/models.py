@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,10 +49,12 @@ from kedge.models.model import causal_parts, in_float32
 from kedge.models.peft import drop_adapters
 from kedge.models.shared_base import AdapterRewardModel, copy_adapter, value_adapter
 from kedge.models.value_head import (
+    HEAD_FILE,
     ScalarModel,
     build_value_head,
     copy_as_value,
     load_value,
+    load_value_head,
     scalar_model,
 )
 from kedge.rewards.build import find_tokenizer
@@ -199,7 +202,10 @@ class ModelStage:
         inputs, args = self.setup.inputs, self.setup.args
         if isinstance(args, PPOConfig) and args.value_adapter:
             starts = None if self.value_source == "policy" else args.reward_adapter
-            return value_adapter(policy, starts)
+            return value_adapter(policy, inputs.value_model or starts)
+        given = inputs.value_model
+        if isinstance(given, str) and (Path(given) / HEAD_FILE).is_file():
+            return load_value_head(given, causal_parts(policy))
         if inputs.value_model is not None:
             value = load_value(inputs.value_model)
             if not args.allow_low_precision_weights:
@@ -255,10 +261,10 @@ def _check_train_layers(args: OnPolicyConfig, *, adapted: bool) -> None:
 
 def check_value_adapter(args: PPOConfig, inputs: TrainerInputs) -> None:
     """Check that nothing else is asked to be the value model, or to initialize it."""
-    if inputs.value_model is not None:
+    if isinstance(inputs.value_model, nn.Module):
         raise ConfigError(
             "value_adapter=True makes the value model an adapter on the policy's base, but"
-            " value_model is given; pass only one of them"
+            " value_model is a model; pass the folder of an adapter, or leave one of them out"
         )
     if args.value_source == "reward" and args.reward_adapter is None:
         raise ConfigError(
