@@ -88,21 +88,24 @@ class ToolCall:
     name: str  # "" if the call could not be read
     arguments: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""  # what is wrong with the call, in words for the policy
+    # The arguments as written, of formats in which 1 and "1" look alike.
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
     """One turn of the policy, as an environment gets it."""
 
-    text: str  # decoded, without special tokens
+    text: str  # decoded, without special tokens and reasoning
     ids: tuple[int, ...] = ()  # as sampled, with the stop token
     terminated: bool = True  # False: cut off by a token limit
     raw: str | None = None  # decoded with special tokens, without the stop token; None: the text
     parse: Callable[[str], Sequence[ToolCall]] | None = None
+    reasoning: str = ""  # what the policy thought before it answered
 
     @property
     def tool_calls(self) -> Sequence[ToolCall]:
-        """The calls in the response, parsed when this is read."""
+        """The calls in the response, parsed when this is read; none of its reasoning."""
         text = self.text if self.raw is None else self.raw
         return () if self.parse is None else self.parse(text)
 

@@ -129,11 +129,13 @@ class ToolEnvironment:
         if function is None:
             names = ", ".join(self._functions)
             return f"Error: there is no tool {call.name!r}; the tools are: {names}", True
-        problem = check_arguments(function, self._schemas[call.name], call.arguments)
+        schema = self._schemas[call.name]
+        arguments = _with_texts(call, schema["function"]["parameters"]["properties"])
+        problem = check_arguments(function, schema, arguments)
         if problem:
             return f"Error: {problem}", True
         try:
-            return function(**call.arguments), False
+            return function(**arguments), False
         except (Exception, SystemExit) as error:
             return _error_text(error), True
 
@@ -240,6 +242,16 @@ def _as_function(tool: Tool) -> Tool:
     call.__signature__ = signature.replace(parameters=[*free.values()])  # type: ignore[attr-defined]
     call.__annotations__ = {name: hint for name, hint in hints.items() if name in free}
     return call
+
+
+def _with_texts(call: ToolCall, properties: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, as written where the schema wants a text that looks like something else."""
+    return {
+        key: call.texts[key]
+        if key in call.texts and not _matches(value, properties.get(key, {}))
+        else value
+        for key, value in call.arguments.items()
+    }
 
 
 def check_arguments(tool: Tool, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
