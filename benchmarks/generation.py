@@ -76,9 +76,9 @@ def made(engine: str, model: Any) -> Any:
 
     if engine == "embedded":
         return EmbeddedEngine(model, pad_id=1, chunk_rows=256)
-    from kedge.rollout.vllm import InProcess, PolicySpec, VLLMEngine
+    from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
 
-    spec = PolicySpec.of(model)
+    spec = PolicyTemplate.of(model)
     arguments = {"max_num_seqs": 256, "max_num_batched_tokens": 256 * PROMPT}
     return VLLMEngine(InProcess(spec, policy_weights(model), arguments), spec, pad_id=1)
 

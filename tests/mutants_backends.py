@@ -39,13 +39,13 @@ MUTANTS = [
     ),
     Mutant(
         "all turns of an episode have the random numbers of the first",
-        "environments/held.py",
-        "seed=turn_seed(first.seed, turn),",
-        "seed=first.seed,",
-        "tests/environments/test_held.py",
+        "environments/in_flight.py",
+        "turn_seed(first.seed, first.turns),",
+        "first.seed,",
+        EPISODES,
     ),
     Mutant(
-        "every rank takes the first seats of a launch",
+        "every rank takes the first slots of a launch",
         "ray/resources.py",
         "first = at.rank * count if each else 0",
         "first = 0",
@@ -67,7 +67,7 @@ MUTANTS = [
     ),
     Mutant(
         "what engines must report is that of the weights before",
-        "rollout/vllm/policy_spec.py",
+        "rollout/vllm/policy_template.py",
         'ref() is x and version == getattr(x, "_version", 0)',
         "ref() is not None",
         "tests/unit/test_weight_transfer.py",

@@ -31,12 +31,12 @@ CUDA = torch.cuda.is_available()
 def build_engine(name: str, policy: Any) -> Any:
     from kedge.models.fingerprint import policy_weights
     from kedge.rollout.embedded.engine import EmbeddedEngine
-    from kedge.rollout.vllm import InProcess, PolicySpec, VLLMEngine
+    from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
 
     dtype = torch.bfloat16 if CUDA else torch.float32
     if name == "embedded":
         return EmbeddedEngine(policy, pad_id=1, chunk_rows=64, autocast=dtype if CUDA else None)
-    spec = PolicySpec.of(policy, dtype=dtype)
+    spec = PolicyTemplate.of(policy, dtype=dtype)
     arguments = {"dtype": str(dtype).removeprefix("torch."), "max_model_len": 1024}
     arguments |= {"enforce_eager": name == "vllm-eager"} if CUDA else {}
     return VLLMEngine(InProcess(spec, policy_weights(policy), arguments), spec, pad_id=1)

@@ -103,28 +103,6 @@ class ContinuousEngine(RolloutEngine, Protocol):
         """Drop all requests."""
 
 
-class StoringEngine(RolloutEngine, Protocol):
-    """A rollout engine that can leave responses in a store, from which each rank reads its own."""
-
-    def generate_stored(
-        self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
-    ) -> Sequence[Any]:
-        """``generate``, leaving the responses in the store.
-
-        Args:
-            prompts: one row per response.
-            sampling: the sampling distribution.
-            seed: of all rows.
-            sizes: number of rows of each share, in order.
-
-        Returns:
-            What each share is read with; a reference, or several in the order of its rows.
-
-        Raises:
-            RolloutError: as for ``generate``.
-        """
-
-
 # Text (a user message), chat messages, or token ids; None: nothing to say.
 Observation = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor | None
 Info = Mapping[str, Any]

@@ -5,7 +5,7 @@ import torch
 from transformers import Lfm2ForCausalLM
 
 from kedge.testing import tiny_policy
-from kedge.types import PromptBatch
+from kedge.types import PromptBatch, Rollout
 
 PAD, VOCAB = 0, 64
 FAMILIES = (
@@ -71,3 +71,13 @@ def full_logits(model, rollout):
 def logprobs_of(logits, rollout):
     picked = logits.log_softmax(-1).gather(-1, rollout.ids[..., None])[..., 0]
     return picked.masked_fill(~rollout.response_mask, 0.0)
+
+
+def drained(engine):
+    """Everything that the engine holds, in the order of the groups."""
+    parts = []
+    while engine.unfinished:
+        part = engine.advance()
+        parts += [] if part is None else [part]
+    whole = Rollout.cat(parts)
+    return whole.rows(whole.prompts.group.argsort(stable=True))

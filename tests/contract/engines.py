@@ -63,21 +63,21 @@ def vllm_of(family="llama", **config):
 
 @functools.cache
 def _vllm_of(family, **config):
-    from kedge.rollout.vllm import InProcess, PolicySpec, VLLMEngine
+    from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
 
     model = policy(family, **config)
-    spec = PolicySpec.of(model)
+    spec = PolicyTemplate.of(model)
     return VLLMEngine(InProcess(spec, trained(model)), spec, pad_id=PAD)
 
 
 @functools.cache
 def server_of():
     """A server of our own, ended with the tests."""
-    from kedge.rollout.vllm import PolicySpec, VLLMEngine
+    from kedge.rollout.vllm import PolicyTemplate, VLLMEngine
     from kedge.rollout.vllm.server import Server
 
     model = policy(max_positions=1024)  # long enough to receive weights while it samples
-    spec = PolicySpec.of(model)
+    spec = PolicyTemplate.of(model)
     return VLLMEngine(Server(spec, trained(model), heartbeat=0.5, patience=5.0), spec, pad_id=PAD)
 
 

@@ -13,7 +13,7 @@ from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Rollout, Sampling
 
-from .embedded import FAMILIES, PAD, full_logits, logprobs_of, policy, prompts
+from .embedded import FAMILIES, PAD, drained, full_logits, logprobs_of, policy, prompts
 
 SAMPLING = Sampling(max_new_tokens=24, stop_ids=(5, 6, 7, 9))
 WITHOUT_SLOTS = ("bloom", "mistral", "gemma2", "lfm2")  # no positions, windows, recurrent layers
@@ -25,17 +25,6 @@ def embedded(model: Any, slots: int = 4, **options: Any) -> EmbeddedEngine:
 
 def numbered(batch: PromptBatch, first: int = 0) -> PromptBatch:
     return replace(batch, group=batch.group + first)
-
-
-def drained(engine: EmbeddedEngine) -> Rollout:
-    """Everything that the engine holds, in the order of the rows."""
-    parts = []
-    while engine.unfinished:
-        part = engine.advance()
-        if part is not None:
-            parts.append(part)
-    whole = Rollout.cat(parts)
-    return whole.rows(whole.prompts.group.argsort(stable=True))
 
 
 def assert_same(got: Rollout, want: Rollout) -> None:

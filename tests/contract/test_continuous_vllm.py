@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from kedge.rollout.vllm import InProcess
-from kedge.types import PromptBatch, Rollout, Sampling
+from kedge.types import Rollout, Sampling
 
-from .embedded import prompts
+from .embedded import drained, prompts
 from .engines import needs_vllm, policy, server_of, trained, vllm_of
+from .test_continuous_engine import numbered
 
 pytestmark = needs_vllm
 SAMPLING = Sampling(max_new_tokens=24, stop_ids=(5, 6, 7, 9))
@@ -24,20 +24,6 @@ def engine(request: Any) -> Any:
     engine.cancel()
     engine.load_weights(trained(policy()), 0)
     return engine
-
-
-def numbered(batch: PromptBatch, first: int) -> PromptBatch:
-    return replace(batch, group=batch.group + first)
-
-
-def drained(engine: Any) -> Rollout:
-    parts = []
-    while engine.unfinished:
-        part = engine.advance()
-        if part is not None:
-            parts.append(part)
-    whole = Rollout.cat(parts)
-    return whole.rows(whole.prompts.group.argsort(stable=True))
 
 
 @pytest.mark.smoke

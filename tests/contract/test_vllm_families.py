@@ -26,9 +26,9 @@ KINDS = {
 
 
 def engine_for(model, **options):
-    from kedge.rollout.vllm import InProcess, PolicySpec, VLLMEngine
+    from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
 
-    spec = PolicySpec.of(model)
+    spec = PolicyTemplate.of(model)
     weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     service = InProcess(spec, weights, {"kv_cache_memory_bytes": 2**26, **options})
     return VLLMEngine(service, spec, pad_id=PAD)
@@ -99,13 +99,13 @@ def with_lora(**options):
 
 @pytest.mark.parametrize("place", ["here", "server"])
 def test_an_adapter_is_sent_as_an_adapter(place):
-    from kedge.rollout.vllm import PolicySpec, Server, VLLMEngine
+    from kedge.rollout.vllm import PolicyTemplate, Server, VLLMEngine
 
     model = with_lora()
     if place == "here":
         engine = engine_for(model)
     else:
-        spec = PolicySpec.of(model)
+        spec = PolicyTemplate.of(model)
         weights = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
         engine = VLLMEngine(Server(spec, weights), spec, pad_id=PAD)
     for version in (1, 2):
@@ -132,13 +132,13 @@ def test_two_workers_of_one_vllm_are_sent_weights():
 
 
 def test_an_adapter_on_a_base_in_bfloat16():
-    from kedge.rollout.vllm import InProcess, PolicySpec, VLLMEngine
+    from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
     from kedge.rollout.vllm.engine import LOW_PRECISION
 
     model = with_lora()
     for p in model.parameters():
         p.data = p.data if p.requires_grad else p.data.bfloat16()
-    spec = PolicySpec.of(model, dtype="bfloat16")
+    spec = PolicyTemplate.of(model, dtype="bfloat16")
     weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     arguments = {"kv_cache_memory_bytes": 2**26, "dtype": "bfloat16"}
     service = InProcess(spec, weights, arguments)
@@ -158,10 +158,10 @@ def test_an_adapter_on_a_base_in_bfloat16():
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])
 def test_adapters_that_vllm_computes_otherwise_are_refused(options):
-    from kedge.rollout.vllm import PolicySpec
+    from kedge.rollout.vllm import PolicyTemplate
 
     with pytest.raises(ConfigError, match=f"the policy's adapter has {next(iter(options))}"):
-        PolicySpec.of(with_lora(target_modules=["q_proj"], **options))
+        PolicyTemplate.of(with_lora(target_modules=["q_proj"], **options))
 
 
 def test_the_head_sizes_are_those_of_vllm():

@@ -20,7 +20,8 @@ from kedge.rollout.vllm import remote
 from kedge.rollout.vllm.remote import Remote
 from kedge.rollout.vllm.requests import build_requests
 from kedge.rollout.vllm.server_check import check_server
-from kedge.types import Rollout, Sampling
+from kedge.types import Sampling
+from tests.contract.embedded import drained
 from tests.contract.engines import needs_vllm, policy, server_of, trained
 from tests.contract.test_rollout_engine import prompts
 
@@ -79,13 +80,6 @@ def test_a_fault_in_the_middle_of_a_batch_changes_nothing(fault):
     assert group(struck) == []
 
 
-def drained(engine):
-    parts = []
-    while engine.unfinished:
-        parts += [part] if (part := engine.advance()) is not None else []
-    return Rollout.cat(parts)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_requests_that_a_lost_server_held_can_be_sampled_again():
     engine, batch = server_of(), prompts(copies=4)
@@ -101,7 +95,6 @@ def test_requests_that_a_lost_server_held_can_be_sampled_again():
     assert engine.unfinished == 0
     engine.submit(batch, sampling=LONG, seed=0)
     found = drained(engine)
-    found = found.rows(found.prompts.row.argsort())
     assert torch.equal(found.ids, want.ids)
     assert found.version.tolist() == [5] * 24
 
@@ -137,7 +130,7 @@ def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):
 
 
 def test_a_server_of_another_set_up_is_refused():
-    remote = server_of().service._remote
+    remote = server_of().service
     check_server(remote, tied=False, precision="float32")
     with pytest.raises(ConfigError, match=r"--dtype bfloat16 --hf-overrides"):
         check_server(remote, tied=True, precision="bfloat16")

@@ -19,15 +19,17 @@ class Sent:
     """A vLLM in this process, which is sent its weights."""
 
     def __init__(self, model):
-        from kedge.rollout.vllm import PolicySpec, VLLMEngine
-        from kedge.rollout.vllm.nccl_transfer import NcclTransfer
+        from kedge.rollout.vllm import PolicyTemplate, VLLMEngine
+        from kedge.rollout.vllm.nccl_transfer import FanOut, NcclTransfer
         from tests.contract.relay import Relayed, info
 
-        spec = PolicySpec.of(model)
+        spec = PolicyTemplate.of(model)
         self.service = Relayed(spec, trained(model), {"kv_cache_memory_bytes": 2**26})
         self.calls = []
         self.engine = VLLMEngine(self, spec, pad_id=PAD)
-        self.wire = NcclTransfer(self, info(), limit=60.0, device=torch.device("cpu"))
+        self.wire = NcclTransfer(
+            FanOut([self.transfer], 1), info(), limit=60.0, device=torch.device("cpu")
+        )
 
     def __getattr__(self, name):
         return getattr(self.service, name)
@@ -35,18 +37,6 @@ class Sent:
     def load(self, payload, version):
         self.wire.send(payload)
         self.service.finish_load(version)
-
-    def init_weight_transfer_engine(self, init_info):
-        self.transfer("init_weight_transfer_engine", init_info=init_info)
-
-    def start_weight_update(self):
-        self.transfer("start_weight_update")
-
-    def update_weights(self, update_info):
-        self.transfer("update_weights", update_info=update_info)
-
-    def finish_weight_update(self, weight_version=None):
-        self.transfer("finish_weight_update")
 
     def transfer(self, method, **about):
         self.calls.append((method, about))
@@ -86,7 +76,9 @@ class TestTransfer:
         with pytest.raises(
             SyncError, match=r"vLLM failed at update_weights.*must be called before"
         ):
-            sent.update_weights({"names": [], "dtype_names": [], "shapes": []})
+            sent.transfer(
+                "update_weights", update_info={"names": [], "dtype_names": [], "shapes": []}
+            )
         sent.engine.close()
 
     def test_the_group_of_gpus_is_named_as_vllm_wants_it(self):

@@ -1,4 +1,4 @@
-"""The examples of the page on games and adapters run."""
+"""The pages on environments, games and adapters: examples run, options and extras exist."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from kedge.environments import Response
+from kedge import PPOConfig
+from kedge.environments import Response, ToolEnvironment
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
 GAME, TOOL, LAKE, TIC_TAC_TOE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+ENVIRONMENTS = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+EXAMPLE, FUNCTION = re.findall(r"```python\n(.*?)```", ENVIRONMENTS, flags=re.DOTALL)
 
 
 def test_a_game_by_hand() -> None:
@@ -50,3 +53,29 @@ def test_a_tool() -> None:
     game = names["Doubling"]()
     assert game.reset(seed=21, options={})[0] == "What is twice 21?"
     assert game.step(Response("42"))[1:4] == (1.0, True, False)
+
+
+@pytest.mark.usefixtures("demo")
+def test_the_example_trains() -> None:
+    names: dict[str, Any] = {}
+    exec(EXAMPLE, names)
+    row = names["trainer"].state.log_history[0]
+    assert 1 < row["environment/turns"] <= 6
+    game = names["GuessTheNumber"]()
+    game.reset(seed=3, options={})
+    answers = [game.step(Response(str(guess))) for guess in range(1, 10)]
+    assert [answer[:3] for answer in answers].count((None, 1.0, True)) == 1
+
+
+def test_the_tool_has_a_schema() -> None:
+    names: dict[str, Any] = {}
+    exec(FUNCTION, names)
+    (schema,) = ToolEnvironment([names["calculator"]]).tools
+    assert set(schema["function"]["parameters"]["properties"]) == {"a", "b", "operation"}
+
+
+def test_the_options_exist() -> None:
+    (table,) = re.findall(r"\| option \| limits \|\n\|---\|---\|\n((?:\|.*\n)+)", ENVIRONMENTS)
+    named = re.findall(r"`(\w+)`", table)
+    assert len(named) == 6
+    assert set(named) <= set(PPOConfig.__dataclass_fields__)

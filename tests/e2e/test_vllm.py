@@ -9,11 +9,9 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
 
 from kedge import PPOConfig, PPOTrainer
 from kedge.errors import ConfigError, SyncError
-from kedge.models.end_tokens import eos_token_ids
 from kedge.rollout.vllm.remote import Remote
 from kedge.rollout.vllm.server import Process
 from tests.contract.engines import needs_vllm
@@ -111,7 +109,7 @@ def test_a_sync_that_is_skipped_is_caught(begun, shared, tmp_path, monkeypatch):
             if hasattr(service, "_llm"):
                 service._loop.set_version(2)
             else:
-                service._remote._name_version(2)
+                service._name_version(2)
         else:
             load(weights, version)
 
@@ -119,39 +117,6 @@ def test_a_sync_that_is_skipped_is_caught(begun, shared, tmp_path, monkeypatch):
     with pytest.raises(SyncError, match="loading version 2 had no effect"):
         made.train()
     assert made.engine.step == 2
-
-
-def test_every_eos_token_of_the_generation_config_ends_a_response(shared, tmp_path, begun):
-    from kedge.types import Sampling
-
-    made = trainer(shared, tmp_path, updates=1, engine=begun.engine.rollout_engine)
-    stops = made.engine.sampling.stop_ids
-    free = replace(made.engine.sampling, stop_ids=())
-    weights = dict(begun.engine.learner.weights())  # again, after the sync that failed above
-    begun.engine.rollout_engine.load_weights(weights, 3)
-    prompts = made.engine.source.batch(0)
-    sampled = begun.engine.rollout_engine.generate(prompts, sampling=free, seed=1)
-    common = int(sampled.ids.flatten().mode().values)
-    assert common not in stops
-    model = made.model
-    model.generation_config.eos_token_id = [*stops, common]
-    ids = eos_token_ids(model, made.processing_class)
-    assert ids == (*stops, common)
-    rollout = begun.engine.rollout_engine.generate(
-        prompts, sampling=Sampling(max_new_tokens=16, stop_ids=ids), seed=1
-    )
-    last = rollout.ids.gather(1, rollout.response_mask.sum(1, keepdim=True) - 1)[:, 0]
-    assert rollout.terminated.any()
-    assert {*last[rollout.terminated].tolist()} <= {*ids}
-    body = rollout.response_mask & (torch.arange(16) < rollout.response_mask.sum(1)[:, None] - 1)
-    assert not (rollout.ids[:, :16][body[:, : rollout.ids.shape[1]]] == common).any()
-
-
-def test_a_max_model_len_that_would_cut_responses_is_refused_at_the_start(shared, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"need \d+ positions; vLLM with vllm_max_model_length .* has 20"
-    ):
-        trainer(shared, tmp_path, vllm_engine_args={"max_model_len": 20})
 
 
 def test_two_servers_share_the_rows_of_a_batch(shared, tmp_path, close):

@@ -50,12 +50,8 @@ def test_two_ranks_with_a_vllm_each_give_the_numbers_of_one(shared: Path, tmp_pa
     assert len(one) == UPDATES
     for a, b in zip(one, two, strict=True):
         assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_two_ranks_with_a_vllm_each_train_as_completed(shared: Path, tmp_path: Path) -> None:
-    about = {"KEDGE_SHARED": str(shared), "MAX_LAG": "1", "SCHEDULE": "as_completed"}
-    assert len(launch(tmp_path / "two", 2, file=__file__, **about)) == UPDATES
+    completed = launch(tmp_path / "as completed", 2, **about, SCHEDULE="as_completed")
+    assert len(completed) == UPDATES
 
 
 if __name__ == "__main__":

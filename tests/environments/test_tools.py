@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import threading
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from kedge.errors import ConfigError, RolloutError
 from kedge.testing import ScriptedRollouts
 from kedge.types import PromptBatch, Sampling, ToolCall
 from tests.environments.families import FAMILIES, tokenizer
-from tests.environments.toys import Echo, engine, prompts, sampling
+from tests.environments.toys import Echo, prompts, sampling
 
 
 def calculator(a: float, b: float, operation: str = "add") -> float:
@@ -264,15 +263,6 @@ def test_arguments_match_their_hints(hint: Any, right: list[Any], wrong: list[An
         assert "must match" in check_arguments(tool, schema, {"x": value})
 
 
-def test_async_tools() -> None:
-    call = '<tool_call>{"name": "search", "arguments": {"query": "keys"}}</tool_call>'
-    _, read = played("qwen2.5", [call + CALLS["qwen2.5"], "done"], tool_environments(
-        [calculator, search]
-    ))  # fmt: skip
-    assert "found keys" in read[1]
-    assert "42" in read[1]
-
-
 class Counter:
     """TRL's convention: public methods are tools, reset takes the columns of the row."""
 
@@ -360,20 +350,20 @@ def test_tools_need_schemas() -> None:
         ToolEnvironment(target=object())
 
 
-def test_schemas_are_those_of_transformers() -> None:
-    (schema,) = ToolEnvironment([calculator]).tools
-    assert schema["function"]["name"] == "calculator"
-    assert schema["function"]["parameters"]["required"] == ["a", "b"]
-    json.dumps(schema)
-
-
 def test_a_response_without_a_parser_has_no_calls() -> None:
     assert Response("<tool_call>{}</tool_call>").tool_calls == ()
 
 
-def test_rollout_func() -> None:
-    model = engine()
-
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({}, ""),
+        ({"completion_ids": [[5]]}, "1 entries of 'completion_ids' for 2 prompts"),
+        ({"completion_ids": [[], [5]]}, "no token for prompt 0"),
+        ({"logprobs": [[0.0], [0.0]]}, "1 entries of 'logprobs' for the 3 tokens"),
+    ],
+)
+def test_rollout_func(wrong: dict[str, Any], text: str) -> None:
     def rollout_func(texts: list[Any], trainer: Any) -> dict[str, Any]:
         assert trainer == "the trainer"
         return {
@@ -382,33 +372,22 @@ def test_rollout_func() -> None:
             "logprobs": [[-1.0, 0.0, -2.0], [-1.0] * 4],
             "env_mask": [[1, 0, 1], [1, 1, 1, 1]],
             "game": ["won", "lost"],
-        }
+        } | wrong
 
     play = FunctionRollouts(rollout_func, lambda: "the trainer", pad_id=1)
+    if wrong:
+        with pytest.raises(RolloutError, match=text):
+            play.generate(prompts(2), sampling=sampling(), seed=0)
+        return
     rollout = play.generate(prompts(2), sampling=sampling(), seed=0)
     assert rollout.ids.tolist() == [[5, 6, 0, 1], [7, 8, 9, 10]]
     assert rollout.loss_mask.tolist() == [[True, False, True, False], [True] * 4]
     assert rollout.terminated.tolist() == [True, False]
     assert rollout.prompts.ids.tolist() == [[3, 4]] * 2
     assert rollout.prompts.columns["game"] == ["won", "lost"]
-    assert model is not None
-    for wrong, text in (
-        ({"completion_ids": [[5]]}, "1 entries of 'completion_ids' for 2 prompts"),
-        (
-            {"completion_ids": [[5], []], "logprobs": None, "env_mask": None},
-            "no token for prompt 1",
-        ),
-        ({"logprobs": [[0.0], [0.0]]}, "1 entries of 'logprobs' for the 3 tokens"),
-    ):
-        broken = FunctionRollouts(
-            lambda p, t, wrong=wrong: rollout_func(p, t) | wrong, lambda: "the trainer", pad_id=1
-        )
-        with pytest.raises(RolloutError, match=text):
-            broken.generate(prompts(2), sampling=sampling(), seed=0)
-    with pytest.raises(RolloutError, match="missing: logprobs"):
-        FunctionRollouts(
-            lambda p, t: {"prompt_ids": [], "completion_ids": []}, lambda: None, pad_id=1
-        ).generate(prompts(2), sampling=sampling(), seed=0)
+    play = FunctionRollouts(lambda *_: {"prompt_ids": []}, lambda: None, pad_id=1)
+    with pytest.raises(RolloutError, match="missing: completion_ids, logprobs"):
+        play.generate(prompts(2), sampling=sampling(), seed=0)
 
 
 def test_an_environment_may_have_its_tools() -> None:

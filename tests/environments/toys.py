@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from kedge.environments import EnvironmentRollouts, EpisodeReward, Response
+from kedge.environments.calls import Calls, RunningCalls
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling
@@ -57,6 +58,17 @@ class Odd(Echo):
         observation, _, done, truncated, _ = super().step(response)
         won = float(done and self.seed % 2)
         return observation, 0.5 + won, done, truncated, {"metrics": {"success": won}}
+
+
+def call_all(calls: Calls, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The result of each function, or the exception that it raised."""
+    running = RunningCalls(calls)
+    for index, function in enumerate(functions):
+        running.add(index, function)
+    results: dict[int, Any] = {}
+    while running:
+        results |= running.wait(0.2)
+    return [results[index] for index in range(len(functions))]
 
 
 def chat_tokenizer() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,42 +39,6 @@ class Train:
             close()
         found = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows(made)]
         return found, dict(made.engine.learner.weights())
-
-
-@dataclass
-class Shared:
-    """Samples one batch with the engines that ranks share, by reference and through rank 0."""
-
-    options: dict[str, Any]
-
-    def __call__(self) -> list[tuple[bool, int, int]]:
-        """Of each rank: whether both have the same responses, and bytes from rank 0 for each."""
-        import pickle
-
-        from accelerate.utils import gather_object
-        from torch import distributed as dist
-
-        made = small(**ON_RAY, **self.options).engine
-        engine, prompts, received = made.rollout_engine, made.source.batch(0), []
-        scatter = dist.scatter_object_list
-
-        def noting(found: list[Any], *args: Any, **named: Any) -> None:
-            scatter(found, *args, **named)
-            received.append(len(pickle.dumps(found)))
-
-        dist.scatter_object_list = noting
-        sampling = replace(made.sampling, max_new_tokens=50)
-        by_reference = engine.generate(prompts, sampling=sampling, seed=1)
-        engine._exchange = None
-        through_first = engine.generate(prompts, sampling=sampling, seed=1)
-        assert by_reference.prompts is prompts
-        same = all(
-            torch.equal(x, getattr(through_first, f.name))
-            for f in fields(by_reference)
-            if isinstance(x := getattr(by_reference, f.name), torch.Tensor)
-        )
-        engine.close()
-        return gather_object([(same, *received)])
 
 
 @dataclass

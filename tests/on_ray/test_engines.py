@@ -87,14 +87,6 @@ def test_a_run_has_the_numbers_of_one_without_ray(max_lag, pair):
     assert [row["objective/scores"] for row in want] == pytest.approx(scores, rel=1e-5)
 
 
-def test_engines_on_ray_are_lanes_of_their_own(pair):
-    run = {"max_lag": 1, "total_episodes": 16, "rollout_schedule": "as_completed"}
-    found = numbers(small(rollout_engine=pair, **run))
-    assert len(found) == 4
-    assert all(row["rollout/lag"] <= 1 for row in found)
-    assert len(pair.engines) == 2
-
-
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_engines_that_die_return_their_prompts(pair, in_flight):
     actors = [engine.actor for engine in pair.engines]

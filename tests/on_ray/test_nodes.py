@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 
 import pytest
@@ -11,9 +9,7 @@ import torch
 
 from kedge.errors import ConfigError
 from kedge.ray import LaunchLimits, launch
-from kedge.ray.placement import place, plan_seats
-from kedge.ray.stop_probe import StopProbe
-from kedge.ray.worker import RankWorker
+from kedge.ray.placement import place, plan_bundles
 from tests.on_ray.clusters import needs_ray
 from tests.on_ray.jobs import Train
 
@@ -60,7 +56,7 @@ def test_learners_of_two_nodes_are_on_two_nodes_and_train_as_on_one(nodes, tmp_p
         job, learners=[1, 1], engines=2, limits=LaunchLimits(placement=10), say=said.append
     )
     wait_until_free(4)
-    placement = place(plan_seats(learners=[1, 1]), wait_seconds=10)
+    placement = place(plan_bundles(learners=[1, 1]), wait_seconds=10)
     found_on = where(placement)
     placement.release()
     assert len(set(found_on)) == 2
@@ -78,29 +74,7 @@ def test_a_bundle_larger_than_any_node_is_said_to_be(nodes):
     wait_until_free(4)
     begin = time.monotonic()
     with pytest.raises(ConfigError) as caught:
-        place(plan_seats(learners=[3]), wait_seconds=1.0)
+        place(plan_bundles(learners=[3]), wait_seconds=1.0)
     assert time.monotonic() - begin < 60
     assert "CPU: 3 requested, 4 in the cluster, 4 free" in str(caught.value)
     assert "bundle 0 does not fit on any node; the largest has CPU 2" in str(caught.value)
-
-
-@pytest.mark.parametrize("here", [True, False])
-def test_a_stopped_process_is_found_on_its_node(nodes, here):
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    driver = ray.get_runtime_context().get_node_id()
-    (node,) = [n["NodeID"] for n in ray.nodes() if (n["NodeID"] == driver) is here]
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    actor = ray.remote(RankWorker).options(num_cpus=0, scheduling_strategy=strategy).remote()
-    process = ray.get(actor.ping.remote())
-    assert process.node == node
-    stopped = StopProbe(process)
-    for signal_, expected in ((signal.SIGCONT, False), (signal.SIGSTOP, True)):
-        os.kill(process.pid, signal_)
-        until = time.monotonic() + (30 if expected else 2)
-        while not (found := stopped()) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert found is expected
-    ray.kill(actor)
-    os.kill(process.pid, signal.SIGKILL)

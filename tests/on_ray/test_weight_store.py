@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from kedge.errors import SyncError
 from kedge.learner.learner_state import WeightCopier
@@ -21,7 +20,7 @@ from kedge.ray.resources import SharedArgument
 from kedge.ray.service import RayService
 from kedge.ray.weight_store import SharedWeights, StoredWeights
 from kedge.rollout.vllm import weight_payload
-from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.weight_payload import WeightPayload
 from kedge.testing import tiny_policy
 from kedge.types import Receipt
@@ -52,9 +51,9 @@ def puts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def named() -> dict[str, Tensor]:
+def test_weights_come_back_bit_for_bit_or_in_the_dtype_of_the_engines(puts: list[int]) -> None:
     generator = torch.Generator().manual_seed(0)
-    return {
+    want = {
         "matrix": torch.randn(7, 5, generator=generator),
         "transposed": torch.randn(4, 6, generator=generator).T,
         "low": torch.randn(9, generator=generator).bfloat16(),
@@ -62,46 +61,24 @@ def named() -> dict[str, Tensor]:
         "empty": torch.zeros(0, 3),
         "whole": torch.arange(4),
     }
-
-
-def test_weights_come_back_bit_for_bit() -> None:
-    want = named()
-    found = dict(StoredWeights.put(want.items()).tensors())
+    first, second = (StoredWeights.put(want.items(), dtype) for dtype in (None, torch.bfloat16))
+    found, low = dict(first.tensors()), dict(second.tensors())
     assert list(found) == list(want)
     assert fingerprint(found) == fingerprint(want)
-
-
-def test_floating_point_weights_are_stored_in_the_dtype_of_the_engines(puts: list[int]) -> None:
-    want = named()
-    found = dict(StoredWeights.put(want.items(), torch.bfloat16).tensors())
-    assert found["whole"].dtype == torch.int64
-    assert torch.equal(found["matrix"], want["matrix"].bfloat16())
-    assert sum(puts) == 2 * (35 + 24 + 9 + 1) + 8 * 4
-
-
-def test_buckets_bound_what_is_on_the_host(
-    puts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_payload, "BUCKET", 200)
-    want = {f"w{i}": torch.full((25,), float(i)) for i in range(10)}
-    stored = StoredWeights.put(want.items())
-    assert puts == [200] * 5
-    assert all(torch.equal(x, want[name]) for name, x in stored.tensors())
+    assert low["whole"].dtype == torch.int64
+    assert torch.equal(low["matrix"], want["matrix"].bfloat16())
+    assert puts[1] == 2 * (35 + 24 + 9 + 1) + 8 * 4
+    again = dict(first.tensors())  # readers map the store and hold no copy
+    assert found["matrix"].data_ptr() == again["matrix"].data_ptr()
 
 
 def test_a_tied_weight_is_stored_once(puts: list[int]) -> None:
     model = tiny_policy("qwen2", tie_word_embeddings=True)
-    spec = PolicySpec.of(model)
+    spec = PolicyTemplate.of(model)
     stored = SharedWeights(1).store(spec.payload(policy_weights(model)))
     found = dict(spec.payload(dict(stored.tensors())).named)  # in the engine
     assert sum(puts) == sum(4 * p.numel() for p in model.parameters())
     assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
-
-
-def test_readers_map_the_store_and_hold_no_copy() -> None:
-    stored = StoredWeights.put({"w": torch.randn(1 << 20)}.items())
-    first, second = (dict(stored.tensors())["w"] for _ in range(2))
-    assert first.data_ptr() == second.data_ptr()
 
 
 @pytest.mark.parametrize("engines", [1, 4, 16])
@@ -183,11 +160,11 @@ def test_what_actors_are_built_from_stays_in_the_store_until_all_have_it(
 
     put, objects = ray.put, list[Any]()
     monkeypatch.setattr(ray, "put", lambda x: (objects.append(x), put(x))[1])
-    argument = SharedArgument(lambda: "skeleton", 3)
+    argument = SharedArgument(lambda: "meta_model", 3)
     first = {argument.reference() for _ in range(3)}
-    assert (len(first), objects) == (1, ["skeleton"])
+    assert (len(first), objects) == (1, ["meta_model"])
     assert argument._reference is None
-    assert ray.get(argument.reference()) == "skeleton"  # for an actor that is restarted
+    assert ray.get(argument.reference()) == "meta_model"  # for an actor that is restarted
     assert argument._reference is None
     assert len(objects) == 2
 
@@ -196,7 +173,7 @@ def test_an_adapter_is_sent_alone(puts: list[int]) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(tiny_policy("llama"), config)
-    payload = PolicySpec.of(model).payload(policy_weights(model))
+    payload = PolicyTemplate.of(model).payload(policy_weights(model))
     SharedWeights(4).store(payload)
     adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sum(puts) == 4 * adapter

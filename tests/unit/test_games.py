@@ -27,13 +27,10 @@ def play(game: type, seed: int, **options: Any) -> dict[str, Any]:
 @settings(deadline=None, max_examples=60)
 @given(seed=SEEDS)
 def test_the_expert_solves_every_seed(game: type, seed: int) -> None:
-    assert play(game, seed)["reward"] == 1
-
-
-@settings(deadline=None, max_examples=60)
-@given(seed=SEEDS)
-def test_text_worlds_take_6_to_12_turns(seed: int) -> None:
-    assert 12 <= len(play(TextWorld, seed)["messages"]) <= 24
+    """Text worlds in 6 to 12 turns."""
+    episode = play(game, seed)
+    assert episode["reward"] == 1
+    assert game is not TextWorld or 12 <= len(episode["messages"]) <= 24
 
 
 @pytest.mark.parametrize("game", GAMES)
@@ -113,14 +110,10 @@ def test_calculate() -> None:
         calculate("2 * 3")
 
 
-def test_random_play_rarely_wins() -> None:
-    rewards = [row["reward"] for row in expert_episodes(TextWorld, range(200), noise=1.0)]
-    assert 0.05 < sum(rewards) / len(rewards) < 0.35
-
-
-def test_noise_replaces_turns() -> None:
-    rows = list(expert_episodes(TextWorld, range(100), noise=0.3))
-    assert 0.5 < sum(row["reward"] for row in rows) / 100 < 1
+@pytest.mark.parametrize(("noise", "low", "high"), [(1.0, 0.05, 0.35), (0.3, 0.5, 0.99)])
+def test_noise_replaces_turns(noise: float, low: float, high: float) -> None:
+    rows = list(expert_episodes(TextWorld, range(150), noise=noise))
+    assert low < sum(row["reward"] for row in rows) / len(rows) <= high
     assert all(row["messages"][-1]["role"] == "assistant" for row in rows)
 
 

@@ -25,7 +25,7 @@ from kedge.models.shared_base import AdapterRewardModel, AdapterValue, value_ada
 from kedge.models.value_head import ScalarModel
 from kedge.rewards import RewardModel
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.learners import VOCAB, Recorder, experience, learner, one_rank, rollout
 
@@ -222,8 +222,8 @@ def test_vllm_gets_the_base_and_the_policys_adapter(tmp_path):
     reward_adapter(tmp_path, tiny_policy(vocab_size=VOCAB))
     AdapterRewardModel(policy, str(tmp_path))
     found = learner(policy=policy, value=value, reference=AdapterReference(policy))
-    spec = PolicySpec.of(policy)
-    assert {*spec.skeleton.peft_config} == {"default"}
+    spec = PolicyTemplate.of(policy)
+    assert {*spec.meta_model.peft_config} == {"default"}
     assert {*policy.peft_config} == {"default", VALUE_ADAPTER, REWARD_ADAPTER}
     names = [name for name, _ in spec.payload(found.weights()).named]
     assert len(names) == len(found._trained()["policy"])

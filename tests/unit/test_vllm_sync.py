@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.func import functional_call
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kedge.errors import RolloutError, SyncError
+from kedge.learner.learner_state import WeightCopier
 from kedge.models.fingerprint import fingerprint
 from kedge.rollout.vllm.engine import VLLMEngine
-from kedge.rollout.vllm.policy_spec import PolicySpec, weights_dtype
+from kedge.rollout.vllm.policy_template import PolicyTemplate, weights_dtype
 from kedge.rollout.vllm.service import GenerationResult
 from kedge.rollout.vllm.weight_payload import max_lora_rank
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
-from tests import processes
 from tests.contract.engines import policy, trained
 from tests.contract.test_rollout_engine import prompts
+
+FAMILIES = ["llama", "gpt2", "gpt_neox", "qwen2"]
 
 
 class Ours:
@@ -63,7 +67,7 @@ def moved(weights, by):
 
 def receipts(broken, by=1e-2):
     model = policy()
-    spec = PolicySpec.of(model)
+    spec = PolicyTemplate.of(model)
     first = trained(model)
     engine = VLLMEngine(Ours(spec, first, broken), spec, pad_id=0)
     second = moved(first, by)
@@ -76,28 +80,30 @@ def test_a_receipt_is_for_what_the_engine_computes():
     assert (receipt.version, receipt.fingerprint) == (2, want)
 
 
+@pytest.mark.parametrize(
+    ("broken", "by", "message"),
+    [
+        ("skips", 1e-2, "had no effect"),
+        ("skips", 1e-5, "had no effect"),  # however small the update
+        ("one weight", 0.1, "differ by"),
+    ],
+)
+def test_what_vllm_does_not_compute_with_is_an_error(broken, by, message):
+    with pytest.raises(SyncError, match=message):
+        receipts(broken, by)
+
+
 def test_another_version_is_an_error():
     model = policy()
-    spec = PolicySpec.of(model)
+    spec = PolicyTemplate.of(model)
     engine = VLLMEngine(Ours(spec, trained(model), "version"), spec, pad_id=0)
     with pytest.raises(SyncError, match="reports version 0 after being sent 1"):
         engine.load_weights(trained(model), 1)
 
 
-@pytest.mark.parametrize("by", [1e-2, 1e-5])
-def test_a_sync_that_changed_nothing_is_an_error_however_small_the_update(by):
-    with pytest.raises(SyncError, match="had no effect"):
-        receipts("skips", by)
-
-
-def test_one_weight_left_behind_is_an_error():
-    with pytest.raises(SyncError, match="differ by"):
-        receipts("one weight", 0.1)
-
-
 def test_the_probe_says_what_the_model_says():
     for model in (policy(), tiny_policy("gpt2"), policy("qwen2", tie_word_embeddings=True)):
-        spec = PolicySpec.of(model)
+        spec = PolicyTemplate.of(model)
         probe = spec.probe()
         logits = model.eval()(probe).logits[:, :-1].log_softmax(-1)
         want = logits.gather(-1, probe[:, 1:, None])[..., 0]
@@ -106,14 +112,14 @@ def test_the_probe_says_what_the_model_says():
 
 def test_a_skeleton_holds_no_weights_and_takes_none():
     model = policy("qwen2", tie_word_embeddings=True)
-    spec = PolicySpec.of(model)
-    assert all(p.is_meta for p in spec.skeleton.parameters())
+    spec = PolicyTemplate.of(model)
+    assert all(p.is_meta for p in spec.meta_model.parameters())
     assert not any(p.is_meta for p in model.parameters())
 
 
 def test_a_tied_head_is_sent_as_a_weight_of_its_own():
     model = policy("qwen2", tie_word_embeddings=True)
-    spec = PolicySpec.of(model)
+    spec = PolicyTemplate.of(model)
     named = dict(spec.payload(trained(model)).named)
     assert torch.equal(named["lm_head.weight"], named["model.embed_tokens.weight"])
     assert set(named) == set(model.state_dict())
@@ -139,14 +145,14 @@ def test_a_tied_head_is_sent_as_a_weight_of_its_own():
 def test_weights_that_do_not_fit_are_refused(change, message):
     model = policy()
     with pytest.raises(SyncError, match=message):
-        PolicySpec.of(model).payload(change(trained(model)))
+        PolicyTemplate.of(model).payload(change(trained(model)))
 
 
 def test_a_folder_is_a_checkpoint_without_end_of_text(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = policy("qwen2", tie_word_embeddings=True)
-    PolicySpec.of(model).write(tmp_path, trained(model))
+    PolicyTemplate.of(model).write(tmp_path, trained(model))
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.tensor([[3, 4, 5]])
     torch.testing.assert_close(again(ids).logits, model(ids).logits)
@@ -156,9 +162,9 @@ def test_a_folder_is_a_checkpoint_without_end_of_text(tmp_path):
 
 def test_a_spec_can_be_sent_to_another_process():
     model = policy("qwen2", tie_word_embeddings=True)
-    sent = pickle.loads(pickle.dumps(PolicySpec.of(model)))
+    sent = pickle.loads(pickle.dumps(PolicyTemplate.of(model)))
     weights = trained(model)
-    want = PolicySpec.of(model).on_cpu().logprobs(weights)
+    want = PolicyTemplate.of(model).on_cpu().logprobs(weights)
     assert torch.equal(sent.logprobs(weights), want)
     assert [n for n, _ in sent.payload(weights).named].count("lm_head.weight") == 1
 
@@ -169,7 +175,7 @@ def test_an_adapter_is_a_separate_payload(tmp_path):
 
     about = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
     model = get_peft_model(policy(), LoraConfig(**about)).eval()
-    spec = PolicySpec.of(model)
+    spec = PolicyTemplate.of(model)
     weights = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     spec.write(tmp_path / "base", weights)
     spec.payload(weights).write(tmp_path / "adapter")
@@ -180,14 +186,6 @@ def test_an_adapter_is_a_separate_payload(tmp_path):
     torch.testing.assert_close(again(ids).logits, model(ids).logits)
     want = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     torch.testing.assert_close(spec.logprobs(weights), want.detach())
-
-
-def test_no_weights_stay_in_shared_memory_of_a_process_that_closed_nothing(tmp_path):
-    code = "import sys; from kedge.rollout.vllm.weight_files import WeightFolder; "
-    code += "f = WeightFolder(sys.argv[1]); (f.path / 'w').mkdir(); print(f.path)"
-    done = processes.run("-W", "ignore", "-c", code, str(tmp_path))
-    assert done.stdout.startswith(str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
 
 
 class Sleeper(Ours):
@@ -223,7 +221,7 @@ class Sleeper(Ours):
 
 def test_memory_is_freed_after_sampling_and_the_cache_comes_back_after_the_weights():
     model = policy()
-    spec, weights = PolicySpec.of(model), trained(model)
+    spec, weights = PolicyTemplate.of(model), trained(model)
     engine = VLLMEngine(Sleeper(spec, weights), spec, pad_id=0, sleeps=True)
     sampling = Sampling(max_new_tokens=1)
     for version in (1, 2):
@@ -238,7 +236,7 @@ def test_memory_is_freed_after_sampling_and_the_cache_comes_back_after_the_weigh
 
 def test_a_response_that_vllm_would_cut_is_refused():
     model = policy()
-    spec = PolicySpec.of(model)
+    spec = PolicyTemplate.of(model)
     engine = VLLMEngine(Sleeper(spec, trained(model)), spec, pad_id=0)
     engine.max_length = 8
     longest = int(prompts().mask.sum(-1).max())
@@ -249,7 +247,7 @@ def test_a_response_that_vllm_would_cut_is_refused():
 
 def test_weights_are_sent_in_the_dtype_of_the_rollout_engine(tmp_path):
     model = policy("qwen2", tie_word_embeddings=True)
-    spec = PolicySpec.of(model, dtype="bfloat16")
+    spec = PolicyTemplate.of(model, dtype="bfloat16")
     weights = trained(model)
     payload = spec.payload(weights)
     assert all(x.dtype == torch.float32 for _, x in payload.named)  # the learner's, not copied
@@ -260,7 +258,7 @@ def test_weights_are_sent_in_the_dtype_of_the_rollout_engine(tmp_path):
     spec.write(tmp_path, weights)
     stored = load_file(tmp_path / "model.safetensors")
     assert torch.equal(stored["model.norm.weight"], weights["model.norm.weight"].bfloat16())
-    assert PolicySpec.of(model, dtype="auto").dtype is None
+    assert PolicyTemplate.of(model, dtype="auto").dtype is None
 
 
 def test_a_base_in_bfloat16_is_sampled_in_bfloat16():
@@ -271,19 +269,9 @@ def test_a_base_in_bfloat16_is_sampled_in_bfloat16():
     assert weights_dtype(policy()) == torch.float32
 
 
-def test_a_full_disk_names_the_option(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("kedge.rollout.vllm.weight_payload.save_file", refuse)
-    model = policy()
-    with pytest.raises(SyncError, match=r"weights of 0.00 GB .* No space left.*weight_sync_folder"):
-        PolicySpec.of(model).payload(trained(model)).write(tmp_path)
-
-
 def test_rows_without_a_version_have_the_one_that_was_sent():
     model = policy()
-    spec = PolicySpec.of(model)
+    spec = PolicyTemplate.of(model)
     engine = VLLMEngine(Sleeper(spec, trained(model)), spec, pad_id=0)
     engine.load_weights(trained(model), 4)
     engine.service.said = -1
@@ -298,19 +286,19 @@ class Rounded(Ours):
         weights = {name: p.bfloat16() for name, p in self.weights.items()}
         with torch.no_grad():
             ids = {"input_ids": torch.tensor(rows)}
-            logits = functional_call(self.spec.skeleton, weights, kwargs=ids).logits
+            logits = functional_call(self.spec.meta_model, weights, kwargs=ids).logits
         logp = logits[:, :-1].float().log_softmax(-1)
         return logp.gather(-1, ids["input_ids"][:, 1:, None])[..., 0].tolist()
 
 
 def low_precision(broken="", **shape):
     model = policy(**shape)
-    spec = PolicySpec.of(model, dtype=torch.bfloat16)
+    spec = PolicyTemplate.of(model, dtype=torch.bfloat16)
     weights = trained(model)
     return VLLMEngine(Rounded(spec, weights, broken), spec, pad_id=0), weights
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_honest_syncs_in_bfloat16_are_accepted(family):
     engine, weights = low_precision(family=family)
     for version in range(1, 51):
@@ -319,23 +307,16 @@ def test_honest_syncs_in_bfloat16_are_accepted(family):
     assert engine.sync_gap > 1e-3  # the rounding hides what one update changes
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
-def test_a_lost_sync_in_bfloat16_is_found_at_the_first_update(family):
-    engine, weights = low_precision("skips", family=family)
-    engine.load_weights(weights, 1)
-    with pytest.raises(SyncError, match="loading version 2 had no effect"):
-        engine.load_weights(moved(weights, 1e-4), 2)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
-def test_a_sync_that_comes_one_late_in_bfloat16_is_found_at_the_first_update(family):
-    engine, weights = low_precision("late", family=family)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("broken", ["skips", "late"])
+def test_a_sync_that_is_lost_or_late_in_bfloat16_is_found_at_the_first_update(family, broken):
+    engine, weights = low_precision(broken, family=family)
     engine.load_weights(weights, 1)  # the engine already has them
     with pytest.raises(SyncError, match="loading version 2 had no effect"):
         engine.load_weights(moved(weights, 1e-4), 2)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_swapped_weights_in_bfloat16_are_found_at_the_first_update(family):
     engine, weights = low_precision("swapped", family=family)
     engine.load_weights(weights, 1)
@@ -364,3 +345,43 @@ def test_a_deep_model_may_differ_by_its_own_rounding():
     engine.service.load = load
     with pytest.raises(SyncError, match="differ by"):
         engine.load_weights(moved(weights, 1e-5), 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_that_the_learner_rounded_are_verified_as_exactly(family, monkeypatch):
+    """Computed in float32, one layer at a time, as from a float32 copy of the rounded weights."""
+    model = policy(family=family)
+    spec = PolicyTemplate.of(model, dtype=torch.bfloat16)
+    copied = WeightCopier(dtype=torch.bfloat16)(model.requires_grad_(True))
+    widened = {name: x.float() for name, x in copied.items()}
+    wide = Live(monkeypatch)
+    found = spec.expected(copied)
+    assert found.fingerprint == fingerprint(trained(model))
+    assert torch.equal(found.logprobs, spec.logprobs(widened))
+    assert torch.equal(found.rounded, spec.logprobs(widened, autocast=torch.bfloat16))
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    one_layer = sum(p.numel() for p in layers[0].parameters())
+    rest = sum(x.numel() for x in copied.values()) - len(layers) * one_layer
+    assert wide.most <= rest + one_layer < rest + len(layers) * one_layer
+    engine = VLLMEngine(Rounded(spec, copied), spec, pad_id=0)
+    assert engine.load_weights(copied, 1).fingerprint == found.fingerprint
+
+
+class Live:
+    """Counts the numbers in float32 copies of bfloat16 weights that exist at a time."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.most = 0
+        to = torch.Tensor.to
+        monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: self.note(x, to(x, *a, **k)))
+
+    def note(self, x, copied):
+        is_weight = x.dim() <= 2  # queries and keys have more dimensions
+        if is_weight and x.dtype == torch.bfloat16 and copied.dtype == torch.float32:
+            self.now += copied.numel()
+            self.most = max(self.most, self.now)
+            weakref.finalize(copied, self.free, copied.numel())
+        return copied
+
+    def free(self, count):
+        self.now -= count

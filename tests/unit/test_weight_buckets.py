@@ -11,7 +11,7 @@ from kedge.errors import SyncError
 from kedge.learner.learner_state import WeightCopier
 from kedge.rollout.vllm import Remote, weight_payload
 from kedge.rollout.vllm.engine import VLLMEngine
-from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.weight_files import StoredOnce, WeightFiles
 from kedge.rollout.vllm.weight_payload import WeightPayload
 from kedge.types import Sampling
@@ -23,7 +23,7 @@ from tests.unit.test_vllm_sync import Sleeper, moved
 
 def test_an_engine_with_half_of_the_weights_does_not_sample():
     model = policy()
-    spec, weights = PolicySpec.of(model), trained(model)
+    spec, weights = PolicyTemplate.of(model), trained(model)
     service = Sleeper(spec, weights)
     engine = VLLMEngine(service, spec, pad_id=0)
     engine.load_weights(weights, 1)
@@ -49,7 +49,7 @@ def test_an_engine_with_half_of_the_weights_does_not_sample():
 
 def test_weights_that_cannot_be_written_leave_the_old_ones(tmp_path, monkeypatch):
     remote = Remote("http://unused", files=WeightFiles(parent=str(tmp_path)))
-    spec, weights = PolicySpec.of(policy()), trained(policy())
+    spec, weights = PolicyTemplate.of(policy()), trained(policy())
     monkeypatch.setattr(remote, "reload", lambda version: None)
     remote.load(spec.payload(weights), 1)
     monkeypatch.setattr(weight_payload, "_save", lambda *_: (_ for _ in ()).throw(OSError("full")))
@@ -69,7 +69,7 @@ def test_weights_that_cannot_be_written_leave_the_old_ones(tmp_path, monkeypatch
 def test_servers_of_a_machine_read_the_same_files(servers, tmp_path, monkeypatch):
     files = WeightFiles(servers, str(tmp_path))
     remotes = [Remote(f"http://unused{i}", files=files) for i in range(servers)]
-    spec = PolicySpec.of(policy())
+    spec = PolicyTemplate.of(policy())
     for version in (1, 2):
         payload = spec.payload(moved(trained(policy()), 0.1 * version))
         for remote in remotes:
@@ -106,7 +106,7 @@ def test_a_synchronous_run_sends_the_learners_tensors_themselves():
     live = WeightCopier(live=True, dtype=torch.bfloat16)(model)
     assert {x.data_ptr() for x in live.values()} == {p.data_ptr() for p in model.parameters()}
     copied = WeightCopier(dtype=torch.bfloat16)(model)
-    spec = PolicySpec.of(model, dtype=torch.bfloat16)
+    spec = PolicyTemplate.of(model, dtype=torch.bfloat16)
     first, second = spec.expected(live), spec.expected(copied)
     assert torch.equal(first.logprobs, second.logprobs)
     assert torch.equal(first.rounded, second.rounded)

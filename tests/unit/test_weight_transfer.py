@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kedge.errors import RolloutError
-from kedge.rollout.vllm import policy_spec
+from kedge.rollout.vllm import policy_template
 from kedge.rollout.vllm.nccl_transfer import EngineGroup, FanOut
-from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.weight_payload import WeightPayload
 from tests.contract.engines import policy, trained
 
@@ -22,22 +22,13 @@ PAYLOAD = WeightPayload((("w", torch.zeros(3)),))
 
 
 class Engine:
-    """The control side of a pretend engine: notes what it is asked."""
+    """The side of the transfer in a pretend engine: notes what it is asked."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
+        self.calls: list[tuple[str, dict[str, Any]]] = []
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.calls.append(("init", init_info))
-
-    def start_weight_update(self) -> None:
-        self.calls.append(("start", None))
-
-    def update_weights(self, update_info: Any) -> None:
-        self.calls.append(("update", update_info))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.calls.append(("finish", weight_version))
+    def __call__(self, method: str, **named: Any) -> None:
+        self.calls.append((method, named))
 
 
 class Transfer:
@@ -64,7 +55,7 @@ def load(group: EngineGroup, engines: list[Engine]) -> list[BaseException | None
     return [call.exception() for call in calls]
 
 
-@pytest.mark.parametrize("count", [1, 4, 16])
+@pytest.mark.parametrize("count", [1, 4])
 def test_weights_are_broadcast_once_for_all_engines(count: int) -> None:
     Transfer.made.clear()
     engines = [Engine() for _ in range(count)]
@@ -73,11 +64,12 @@ def test_weights_are_broadcast_once_for_all_engines(count: int) -> None:
         assert load(group, engines) == [None] * count
     (transfer,) = Transfer.made
     assert transfer.broadcasts == 3
-    offsets = sorted(engine.calls[0][1]["rank_offset"] for engine in engines)
+    offsets = sorted(engine.calls[0][1]["init_info"]["rank_offset"] for engine in engines)
     assert offsets == [1 + 2 * i for i in range(count)]  # two GPUs each, after the learner
     for engine in engines:
-        assert engine.calls[0][1]["world_size"] == 1 + 2 * count
-        assert [name for name, _ in engine.calls[1:]] == ["start", "update", "finish"] * 3
+        assert engine.calls[0][1]["init_info"]["world_size"] == 1 + 2 * count
+        steps = [name.split("_")[0] for name, _ in engine.calls[1:]]
+        assert steps == ["start", "update", "finish"] * 3
 
 
 def test_the_group_is_formed_again_after_a_restart() -> None:
@@ -91,12 +83,12 @@ def test_the_group_is_formed_again_after_a_restart() -> None:
 
 
 def test_an_engine_that_fails_is_an_error_of_all() -> None:
-    engines = [Engine() for _ in range(3)]
+    class Fails(Engine):
+        def __call__(self, method: str, **named: Any) -> None:
+            if method == "update_weights":
+                raise RolloutError("engine 1 is gone")
 
-    def fails(info: Any) -> None:
-        raise RolloutError("engine 1 is gone")
-
-    engines[1].update_weights = fails  # type: ignore[method-assign]
+    engines = [Engine(), Fails(), Engine()]
     group = EngineGroup(3, 1, partial(Transfer, world_size=4), limit=30.0)
     assert {str(error) for error in load(group, engines)} == {"engine 1 is gone"}
 
@@ -121,21 +113,20 @@ def test_an_engine_that_does_not_come_is_an_error_in_bounded_time() -> None:
 def test_calls_of_a_fan_out_run_at_the_same_time() -> None:
     """As they must: each blocks until all have joined the process group."""
     together = threading.Barrier(4)
-    engines = [Engine() for _ in range(4)]
-    for engine in engines:
-        engine.update_weights = lambda info: together.wait(30)  # type: ignore[method-assign,assignment]
-    FanOut(engines, 1).update_weights({})
+    FanOut([lambda *_, **__: together.wait(30)] * 4, 1).update_weights({})  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("count", [1, 4, 16])
+@pytest.mark.parametrize("count", [1, 4])
 def test_what_engines_must_report_is_computed_once(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = policy()
-    spec, calls = PolicySpec.of(model), []
-    compute = PolicySpec.logprobs
+    spec, calls = PolicyTemplate.of(model), []
+    compute = PolicyTemplate.logprobs
     monkeypatch.setattr(
-        PolicySpec, "logprobs", lambda *args, **named: calls.append(1) or compute(*args, **named)
+        PolicyTemplate,
+        "logprobs",
+        lambda *args, **named: calls.append(1) or compute(*args, **named),
     )
     first = trained(model)
     with ThreadPoolExecutor(count) as threads:
@@ -153,6 +144,6 @@ def test_what_engines_must_report_is_computed_once(
 def test_remembering_keeps_no_weights_alive() -> None:
     model = policy()
     weights = {name: x.clone() for name, x in trained(model).items()}
-    PolicySpec.of(model).expected(weights)
+    PolicyTemplate.of(model).expected(weights)
     weights.clear()
-    assert all(ref() is None for ref, _ in policy_spec._LATEST.key[1:])
+    assert all(ref() is None for ref, _ in policy_template._LATEST.key[1:])

@@ -8,18 +8,16 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from kedge.errors import RolloutError
 
-Key = TypeVar("Key")
 _NO_ROOM = 0.01  # seconds to wait for room
-_POLL = 0.2  # seconds; an interrupt of the calling thread takes effect between two waits
 
 
 class Calls:
@@ -39,16 +37,6 @@ class Calls:
         self.room = threading.Semaphore(most)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()  # threads of environments may ask for it first
-
-    def __call__(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The result of each call, or the exception that it raised."""
-        running: RunningCalls[int] = RunningCalls(self)
-        for index, call in enumerate(calls):
-            running.add(index, call)
-        results: dict[int, Any] = {}
-        while running:
-            results |= running.wait(_POLL)
-        return [results[index] for index in range(len(calls))]
 
     @property
     def hung(self) -> int:
@@ -96,10 +84,10 @@ class Calls:
 
 
 @dataclass(slots=True)
-class _Run(Generic[Key]):
+class _Run:
     """A call that was started."""
 
-    key: Key
+    key: int
     begin: float
     end: float | None = None
 
@@ -107,19 +95,19 @@ class _Run(Generic[Key]):
         self.end = time.monotonic()
 
 
-class RunningCalls(Generic[Key]):
+class RunningCalls:
     """Calls that were started, by key; they run while ``calls`` has room."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._waiting: deque[tuple[Key, Callable[[], Any]]] = deque()
-        self._running: dict[Future[Any], _Run[Key]] = {}
-        self.seconds: dict[Key, float] = {}  # that the calls took which ``wait`` returned last
+        self._waiting: deque[tuple[int, Callable[[], Any]]] = deque()
+        self._running: dict[Future[Any], _Run] = {}
+        self.seconds: dict[int, float] = {}  # that the calls took which ``wait`` returned last
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
 
-    def add(self, key: Key, call: Callable[[], Any]) -> None:
+    def add(self, key: int, call: Callable[[], Any]) -> None:
         """Start a call, as soon as there is room."""
         self._waiting.append((key, call))
         self._start_waiting()
@@ -131,7 +119,7 @@ class RunningCalls(Generic[Key]):
             future.add_done_callback(run.stop)
             self._running[future] = run
 
-    def wait(self, seconds: float) -> dict[Key, Any]:
+    def wait(self, seconds: float) -> dict[int, Any]:
         """Results and exceptions by key; waits until there is one, at most ``seconds``.
 
         Raises:
@@ -147,7 +135,7 @@ class RunningCalls(Generic[Key]):
             seconds = min(seconds, _NO_ROOM)
             time.sleep(0.0 if self._running else seconds)
         done, _ = wait(self._running, timeout=seconds, return_when=FIRST_COMPLETED)
-        results: dict[Key, Any] = {}
+        results: dict[int, Any] = {}
         self.seconds = {}
         for future in done:
             results[self._end(future)] = future.result() if (e := _error(future)) is None else e
@@ -159,24 +147,24 @@ class RunningCalls(Generic[Key]):
         self._start_waiting()
         return results
 
-    def _end(self, future: Future[Any]) -> Key:
+    def _end(self, future: Future[Any]) -> int:
         run = self._running.pop(future)
         end = time.monotonic() if run.end is None else run.end
         self.seconds[run.key] = end - run.begin
         return run.key
 
-    def abandon(self, ended: Callable[[Key, BaseException | None], None]) -> None:
+    def abandon(self, ended: Callable[[int, BaseException | None], None]) -> None:
         """Forget all calls; ``ended`` gets key and error of each once it does not run any more."""
+
+        def tell(key: int, future: Future[Any]) -> None:
+            ended(key, _error(future))
+
         for key, _ in self._waiting:
             ended(key, None)
         for future, run in self._running.items():
-            future.add_done_callback(partial(_tell, ended, run.key))
+            future.add_done_callback(partial(tell, run.key))
         self._waiting.clear()
         self._running.clear()
-
-
-def _tell(ended: Callable[[Key, Any], None], key: Key, future: Future[Any]) -> None:
-    ended(key, _error(future))
 
 
 def _error(future: Future[Any]) -> BaseException | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,18 +14,20 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kedge.errors import RewardError, RolloutError
 from kedge.math.rewards import place_score
-from kedge.types import Episodes, PromptBatch, RewardOutput, Rollout
+from kedge.types import Episodes, PromptBatch, RewardOutput, Rollout, Sampling
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
-    """The tokens and rewards of one row, turn after turn."""
+    """One row of a batch: the tokens and rewards so far, and what is under way."""
 
-    row: int
-    prompt: object  # as in the dataset
-    options: Mapping[str, Any]
+    key: int
+    group: int
+    prompts: PromptBatch  # one row
+    sampling: Sampling
+    seed: int  # of the turns
     environment: Any = None
-    prompt_ids: list[int] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)  # with the first observation
     ids: list[int] = field(default_factory=list)
     turn: list[int] = field(default_factory=list)  # -1: not of the policy
     logprobs: list[float] | None = field(default_factory=list)
@@ -44,15 +46,36 @@ class Episode:
     metrics: dict[str, float] = field(default_factory=dict)  # summed over the episode
     info: dict[str, float] = field(default_factory=dict)  # the latest numbers
     observations: list[list[dict[str, Any]]] = field(default_factory=list)
+    seconds: float = 0.0  # that the environment has worked
+    limit: int = 0  # tokens of the turn that is being sampled
+    on_result: Callable[[Any], None] | None = None  # gets the result of the environment's call
+
+    def __post_init__(self) -> None:
+        self.prompt_ids = self.prompts.ids[0][self.prompts.mask[0]].tolist()
+
+    @property
+    def row(self) -> int:
+        """Index in the global batch."""
+        return int(self.prompts.row[0])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The dataset columns of the row."""
+        return {name: values[0] for name, values in self.prompts.columns.items()}
+
+    @property
+    def prompt(self) -> object:
+        """The prompt as in the dataset."""
+        return self.options.get("prompt")
 
     @property
     def history(self) -> list[int]:
         """Prompt and all tokens so far."""
         return self.prompt_ids + self.ids
 
-    def add_response(self, sampled: Rollout, i: int, limit: int) -> tuple[list[int], bool]:
+    def add_response(self, sampled: Rollout, i: int) -> tuple[list[int], bool]:
         """Append the first ``limit`` tokens of row ``i``; returns them, and if they ended."""
-        length = min(int(sampled.response_mask[i].sum()), limit)
+        length = min(int(sampled.response_mask[i].sum()), self.limit)
         ids = sampled.ids[i, :length].tolist()
         if sampled.behavior_logprobs is None:
             self.logprobs = None
@@ -105,7 +128,7 @@ class Episode:
 
 
 def read_step(result: object) -> tuple[Any, float, bool, bool, object]:
-    """The result of ``Environment.step``, checked.
+    """The result of ``Environment.step``.
 
     Raises:
         RolloutError: it is not what the protocol says.
@@ -113,50 +136,34 @@ def read_step(result: object) -> tuple[Any, float, bool, bool, object]:
     if not isinstance(result, tuple) or len(result) != 5:
         raise RolloutError(
             "step must return (observation, reward, terminated, truncated, info), got"
-            f" {_short(result)}"
+            f" {_describe(result)}"
         )
     observation, reward, terminated, truncated, info = result
-    return observation, read_reward(reward), bool(terminated), bool(truncated), info
+    reward = read_number(reward, "a reward")
+    return observation, reward, bool(terminated), bool(truncated), info
 
 
-def read_reward(value: Any) -> float:
-    """A reward as a finite number.
-
-    Raises:
-        RolloutError: it is not one.
-    """
-    return read_number(value, "a reward")
+def read_reset(result: object) -> tuple[Any, object]:
+    """The result of ``Environment.reset``; raises RolloutError as ``read_step`` does."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise RolloutError(f"reset must return (observation, info), got {_describe(result)}")
+    return result[0], result[1]
 
 
 def read_number(value: Any, name: str) -> float:
-    """A finite number.
-
-    Raises:
-        RolloutError: it is not one.
-    """
+    """A finite number; raises RolloutError if it is not one."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        raise RolloutError(f"{name} must be a number, got {_short(value)}") from None
+        raise RolloutError(f"{name} must be a number, got {_describe(value)}") from None
     if not math.isfinite(number):
         raise RolloutError(f"{name} must be finite, got {number}")
     return number
 
 
-def read_reset(result: object) -> tuple[Any, object]:
-    """The result of ``Environment.reset``, checked.
-
-    Raises:
-        RolloutError: it is not what the protocol says.
-    """
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise RolloutError(f"reset must return (observation, info), got {_short(result)}")
-    return result[0], result[1]
-
-
-def _short(value: object) -> str:
+def _describe(value: object) -> str:
     text = repr(value)
     return f"a {type(value).__name__}: {text if len(text) <= 80 else text[:77] + '...'}"
 
@@ -173,46 +180,35 @@ def build_rollout(
     for episode in episodes:
         if not episode.ids:  # failed before its first turn: one token that is not trained on
             episode.add_observation([pad_id])
-    device = prompts.ids.device
     lengths = torch.tensor([len(e.ids) for e in episodes])
     width = int(lengths.max()) + spare
-
-    def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, fill: float) -> Tensor:
-        out = torch.full((len(rows), width), fill, dtype=dtype)
-        for i, row in enumerate(rows):
-            out[i, : len(row)] = torch.tensor(row, dtype=dtype)
-        return out.to(device)
-
-    ids = padded([e.ids for e in episodes], torch.int64, pad_id)
-    turn = padded([e.turn for e in episodes], torch.int64, -1)
-    rewards = torch.zeros(ids.shape)
+    turn = pad_rows([e.turn for e in episodes], width, torch.int64, -1)
+    rewards = torch.zeros(turn.shape)
     for i, episode in enumerate(episodes):
         for position, value in episode.rewards.items():
             rewards[i, position] = value
     recorded = [e.logprobs for e in episodes if e.logprobs is not None]
     logprobs = None
     if len(recorded) == len(episodes):
-        logprobs = padded(recorded, torch.float32, 0.0)
+        logprobs = pad_rows(recorded, width, torch.float32, 0.0)
     trained = turn >= 0
     versions = None  # those of the rows
     if any(v not in (-1, e.version) for e in episodes for v in e.versions):
-        versions = padded([e.versions for e in episodes], torch.int64, -1)
-    return Rollout(
-        prompts=_with_observations(prompts, episodes, pad_id),
-        ids=ids,
+        versions = pad_rows([e.versions for e in episodes], width, torch.int64, -1)
+    rollout = Rollout(
+        prompts=stack_rows(prompts, [e.prompt_ids for e in episodes], prompts.group, pad_id),
+        ids=pad_rows([e.ids for e in episodes], width, torch.int64, pad_id),
         loss_mask=trained,
-        response_mask=(torch.arange(width) < lengths[:, None]).to(device),
-        terminated=torch.tensor([e.terminated for e in episodes], device=device),
-        version=torch.tensor(
-            [-1 if e.version is None else e.version for e in episodes], device=device
-        ),
+        response_mask=torch.arange(width) < lengths[:, None],
+        terminated=torch.tensor([e.terminated for e in episodes]),
+        version=torch.tensor([-1 if e.version is None else e.version for e in episodes]),
         behavior_logprobs=logprobs,
-        allowed_tokens=_allowed(episodes, width, device),
+        allowed_tokens=_allowed(episodes, width),
         token_version=versions,
         episodes=Episodes(
             turn=turn,
-            rewards=rewards.to(device),
-            valid=torch.tensor([not e.dropped for e in episodes], device=device) & trained.any(1),
+            rewards=rewards,
+            valid=torch.tensor([not e.dropped for e in episodes]) & trained.any(1),
             metrics=metrics,
             columns={
                 "observations": [e.observations for e in episodes],
@@ -221,9 +217,20 @@ def build_rollout(
             },
         ),
     )
+    return rollout.to(prompts.ids.device)
 
 
-def _allowed(episodes: Sequence[Episode], width: int, device: torch.device) -> Tensor | None:
+def pad_rows(
+    rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype, fill: float
+) -> Tensor:
+    """The rows as one tensor [rows, width], with ``fill`` after the end of each."""
+    out = torch.full((len(rows), width), fill, dtype=dtype)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
+    return out
+
+
+def _allowed(episodes: Sequence[Episode], width: int) -> Tensor | None:
     if all(e.allowed is None for e in episodes):
         return None
     rows = [e.allowed or [torch.tensor([token]) for token in e.ids] for e in episodes]
@@ -232,14 +239,7 @@ def _allowed(episodes: Sequence[Episode], width: int, device: torch.device) -> T
     for i, row in enumerate(rows):
         for t, tokens in enumerate(row):
             out[i, t, : len(tokens)] = tokens
-    return out.to(device)
-
-
-def _with_observations(
-    prompts: PromptBatch, episodes: Sequence[Episode], pad_id: int
-) -> PromptBatch:
-    """The prompts with the first observations, left-padded."""
-    return stack_rows(prompts, [e.prompt_ids for e in episodes], prompts.group, pad_id)
+    return out
 
 
 def stack_rows(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kedge.environments.episode import stack_rows
+from kedge.environments.episode import pad_rows, stack_rows
 from kedge.errors import RolloutError
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
@@ -60,8 +60,6 @@ class FunctionRollouts:
         output = dict(self._function(raw, self._trainer()))
         _check(output, len(prompts))
         completions = [[int(i) for i in ids] for ids in output.pop("completion_ids")]
-        lengths = torch.tensor([len(ids) for ids in completions])
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
         masks, logprobs = output.pop("env_mask", None), output.pop("logprobs")
         batch = stack_rows(
             prompts,
@@ -69,26 +67,21 @@ class FunctionRollouts:
             prompts.group,
             self._pad,
         )
-        rows = {"completion_ids": completions, "env_mask": masks, "logprobs": logprobs}
-        _check_lengths(rows)
-        device = prompts.ids.device
-
-        def padded(values: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) -> Tensor:
-            out = torch.full(mask.shape, fill, dtype=dtype)
-            for i, row in enumerate(values):
-                out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
-            return out.to(device)
-
-        trained = mask if masks is None else padded(masks, 0, torch.bool)
+        device, width = prompts.ids.device, max(map(len, completions))
+        mask = pad_rows([[True] * len(ids) for ids in completions], width, torch.bool, False)
+        behavior = None
+        if logprobs is not None:
+            behavior = pad_rows(logprobs, width, torch.float32, 0.0).to(device)
+        trained = mask if masks is None else pad_rows(masks, width, torch.bool, False)
         ended = [ids[-1] in sampling.stop_ids for ids in completions]
         return Rollout(
             prompts=replace(batch, columns={**prompts.columns, **output}),
-            ids=padded(completions, self._pad, torch.int64),
-            loss_mask=trained,
+            ids=pad_rows(completions, width, torch.int64, self._pad).to(device),
+            loss_mask=trained.to(device),
             response_mask=mask.to(device),
             terminated=torch.tensor(ended, device=device),
             version=torch.full((len(prompts),), self._version, device=device),
-            behavior_logprobs=None if logprobs is None else padded(logprobs, 0.0, torch.float32),
+            behavior_logprobs=behavior,
         )
 
 
@@ -104,14 +97,11 @@ def _check(output: Mapping[str, Any], rows: int) -> None:
                 f"rollout_func returned {len(values)} entries of {name!r} for {rows} prompts; it"
                 " must return one per prompt that it gets"
             )
-
-
-def _check_lengths(rows: Mapping[str, Any]) -> None:
-    for i, ids in enumerate(rows["completion_ids"]):
-        if not ids:
+    for i, ids in enumerate(output["completion_ids"]):
+        if not len(ids):
             raise RolloutError(f"rollout_func returned no token for prompt {i}")
         for name in ("env_mask", "logprobs"):
-            values = rows[name]
+            values = output.get(name)
             if values is not None and len(values[i]) != len(ids):
                 raise RolloutError(
                     f"rollout_func returned {len(values[i])} entries of {name!r} for the"

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from kedge.environments.calls import Calls
-from kedge.environments.episode import Episode, build_rollout, episode_metrics, stack_rows
-from kedge.environments.held import HeldEpisodes
+from kedge.environments.episode import Episode, build_rollout, episode_metrics
+from kedge.environments.in_flight import InFlightEpisodes
 from kedge.environments.pool import EnvironmentPool, MakeEnvironment, OnError
-from kedge.environments.tool_calls import tool_parser
 from kedge.environments.turn_tokens import TurnTokens
-from kedge.environments.turns import Turns, check_turn_tokens, turn_seed
+from kedge.environments.turns import TurnLimits, check_turn_tokens, environment_seed
 from kedge.protocols import RolloutEngine
-from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling
+from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 
 class EnvironmentRollouts:
     """Samples episodes: turns of another engine, answered by environments.
 
     A row is one episode: the tokens of the policy's turns, which are trained on, and between them
-    those of the environment, which are not (loss mask False).  ``generate`` samples each turn for
-    all live episodes at once; then the environments of all of them step at the same time.  Around
-    an engine with slots, ``submit`` and ``advance`` play each episode at its own pace.
+    those of the environment, which are not (loss mask False).  With ``submit`` and ``advance``,
+    around an engine with slots, an episode continues as soon as its environment has answered.
+    ``generate`` plays in the same way, but samples the turns of all live episodes together, so that
+    a batch depends on its seed to the last bit.
 
     ``sampling.max_new_tokens`` limits the tokens of a whole episode after its prompt, those of the
     environment included.  An episode that reaches a limit, or the end of the context, is truncated.
@@ -48,7 +46,7 @@ class EnvironmentRollouts:
         max_turns: turns per episode; None: as many as its tokens allow.
         max_turn_tokens: tokens per turn; None: as many as the episode has left.
         max_seconds: seconds that the environment of an episode may work, without sampling, before
-            the episode is truncated; for ``generate``, those of the whole batch, side by side.
+            the episode is truncated.
         timeout: seconds that a call of an environment may take; None: no limit.
         on_env_error: what an exception, a timeout or an invalid answer of an environment does:
             "raise" RolloutError, "drop" the episode from training, or "score" its last turn with
@@ -86,10 +84,8 @@ class EnvironmentRollouts:
         keep_last_observation: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.engine, self.tokenizer, self._clock = engine, tokenizer, clock
-        self._turns = Turns(
-            tokenizer=tokenizer,
-            parse=tool_parser(getattr(tokenizer, "chat_template", None)),
+        self.engine, self.tokenizer = engine, tokenizer
+        self._limits = TurnLimits(
             max_turns=max_turns,
             max_turn_tokens=max_turn_tokens,
             max_seconds=max_seconds,
@@ -99,20 +95,27 @@ class EnvironmentRollouts:
         self._environments = EnvironmentPool(
             make_environment,
             Calls(timeout=timeout, most=max_concurrency),
-            TurnTokens(tokenizer, chat_template_kwargs=chat_template_kwargs),
-            self._turns,
             on_error=on_env_error,
-            error_score=env_error_score,
         )
         self._pad = _pad_id(tokenizer) if pad_id is None else pad_id
         self._spare = int(extra_slot)
-        self._held: HeldEpisodes | None = None
+        self._play = partial(
+            InFlightEpisodes,
+            environments=self._environments,
+            tokens=TurnTokens(tokenizer, chat_template_kwargs=chat_template_kwargs),
+            limits=self._limits,
+            pad_id=self._pad,
+            error_score=env_error_score,
+            clock=clock,
+        )
+        self._in_flight = self._play(engine, together=False)
         self.engines = tuple(self._around(part) for part in getattr(engine, "engines", ()))
 
     def _around(self, engine: RolloutEngine) -> EnvironmentRollouts:
         """The same with another engine; both share the environments."""
         part = copy.copy(self)
-        part.engine, part.engines, part._held = engine, (), None
+        part.engine, part.engines = engine, ()
+        part._in_flight = self._play(engine, together=False)
         return part
 
     @property
@@ -132,8 +135,7 @@ class EnvironmentRollouts:
     def close(self) -> None:
         """Close the environments and the engine."""
         for part in (self, *self.engines):
-            if part._held is not None:
-                part._held.drop()
+            part._in_flight.drop()
         try:
             self._environments.close()
         finally:
@@ -154,20 +156,23 @@ class EnvironmentRollouts:
             RolloutError: the engine failed, an environment with ``on_env_error="raise"``, or with
                 "drop" nearly all of them.
         """
-        check_turn_tokens(sampling, self._turns.max_turn_tokens)
-        begin = self._clock()
-        episodes = self._environments.episodes(prompts)
+        check_turn_tokens(sampling, self._limits.max_turn_tokens)
+        play = self._play(self.engine, together=True)
+        episodes: list[Episode] = []
         try:
             with getattr(self.engine, "keep_prefixes", nullcontext)():
-                in_environments = self._play(prompts, episodes, sampling, seed)
-        finally:
-            for episode in episodes:
-                self._environments.release(episode)
-        seconds = (in_environments, self._clock() - begin - in_environments)
-        return self._build(prompts, episodes, seconds)
+                seeds = [environment_seed(seed, group) for group in prompts.group.tolist()]
+                play.submit(prompts, seeds, sampling=sampling, seed=seed)
+                while play.unfinished:
+                    episodes += play.advance()
+        except BaseException:
+            play.drop()
+            raise
+        episodes.sort(key=lambda episode: episode.key)
+        return self._build(prompts, episodes, play.seconds)
 
     def _build(
-        self, prompts: PromptBatch, episodes: list[Episode], seconds: tuple[float, float]
+        self, prompts: PromptBatch, episodes: Sequence[Episode], seconds: tuple[float, float]
     ) -> Rollout:
         return build_rollout(
             prompts,
@@ -190,17 +195,16 @@ class EnvironmentRollouts:
     @property
     def unfinished(self) -> int:
         """Episodes that are being played."""
-        return 0 if self._held is None else self._held.unfinished
+        return self._in_flight.unfinished
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
         """Play these rows as well; an episode continues as soon as its environment has answered."""
-        check_turn_tokens(sampling, self._turns.max_turn_tokens)
-        if self._held is None:
-            engine: Any = self.engine  # with slots
-            self._held = HeldEpisodes(
-                engine, self._environments, pad_id=self._pad, clock=self._clock
-            )
-        self._held.submit(prompts, sampling=sampling, seed=seed)
+        check_turn_tokens(sampling, self._limits.max_turn_tokens)
+        first: dict[int, int] = {}  # row of each group, whose ids are those of the dispatcher
+        for group, row in zip(prompts.group.tolist(), prompts.row.tolist(), strict=True):
+            first[group] = min(row, first.get(group, row))
+        seeds = [environment_seed(seed, first[group]) for group in prompts.group.tolist()]
+        self._in_flight.submit(prompts, seeds, sampling=sampling, seed=seed)
 
     def advance(self) -> Rollout | None:
         """Play on; the groups whose episodes are complete.
@@ -209,71 +213,18 @@ class EnvironmentRollouts:
             LostRequestsError: the engine was restarted, and holds nothing.
             RolloutError: as for ``generate``.
         """
-        complete = None if self._held is None else self._held.advance()
-        return None if complete is None else self._build(*complete)
+        episodes = self._in_flight.advance()
+        if not episodes:
+            return None
+        seconds, self._in_flight.seconds = self._in_flight.seconds, (0.0, 0.0)
+        prompts = PromptBatch.cat([episode.prompts for episode in episodes])
+        return self._build(prompts, episodes, seconds)
 
     def cancel(self) -> None:
         """Drop all episodes."""
-        if self._held is not None:
-            self._held.cancel()
-
-    def _play(
-        self, prompts: PromptBatch, episodes: list[Episode], sampling: Sampling, seed: int
-    ) -> float:
-        """Play the episodes to their ends; returns the seconds spent in environments."""
-        begin = self._clock()
-        self._environments.reset(prompts, episodes, sampling, seed)
-        in_environments = self._clock() - begin
-        for turn in itertools.count():
-            live = [episode for episode in episodes if not episode.done]
-            if not live:
-                break
-            index = torch.tensor([i for i, episode in enumerate(episodes) if not episode.done])
-            responses = self._sample(prompts.rows(index), live, sampling, seed, turn)
-            ready = self._clock()
-            late = self._turns.late(in_environments)
-            self._environments.step(
-                live,
-                responses,
-                sampling=sampling,
-                last=late or turn + 1 == self._turns.max_turns,
-            )
-            in_environments += self._clock() - ready
-        return in_environments
-
-    def _sample(
-        self, prompts: PromptBatch, live: list[Episode], sampling: Sampling, seed: int, turn: int
-    ) -> list[Response]:
-        """Sample a turn of every live episode and append its tokens."""
-        limits = [self._turns.limit(episode, sampling) for episode in live]
-        most = max(limits)
-        if self.wait_for_other_ranks is not None:  # the same on all ranks
-            limit = self._turns.max_turn_tokens
-            most = min(limit or sampling.max_new_tokens, sampling.max_new_tokens)
-        minimum = min(sampling.min_new_tokens, most) if turn == 0 else 0
-        histories = [episode.history for episode in live]
-        sampled = self.engine.generate(
-            stack_rows(
-                prompts, histories, _same_group(prompts, histories), self._pad, limits=limits
-            ),
-            sampling=replace(sampling, max_new_tokens=most, min_new_tokens=minimum),
-            seed=turn_seed(seed, turn),
-        )
-        added = [
-            episode.add_response(sampled, i, limit)
-            for i, (episode, limit) in enumerate(zip(live, limits, strict=True))
-        ]
-        return [self._turns.response(ids, terminated, sampling) for ids, terminated in added]
-
-
-def _same_group(prompts: PromptBatch, histories: Sequence[Sequence[int]]) -> Tensor:
-    """Groups of rows with the same tokens so far, which an engine reads once."""
-    keys: dict[tuple[int, tuple[int, ...]], int] = {}
-    groups = [
-        keys.setdefault((group, tuple(ids)), len(keys))
-        for group, ids in zip(prompts.group.tolist(), histories, strict=True)
-    ]
-    return torch.tensor(groups).to(prompts.group)
+        self._in_flight.drop()
+        engine: Any = self.engine  # with slots
+        engine.cancel()
 
 
 def _pad_id(tokenizer: Any) -> int:

@@ -71,19 +71,15 @@ class ToolEnvironment:
         if "seed" not in columns and "seed" in inspect.signature(reset).parameters:
             columns["seed"] = seed
         observation = reset(**columns)
-        if inspect.isawaitable(observation):
-            return _awaited(observation)
-        return observation, {}
+        return _then(observation, lambda observation: (observation, {}))
 
     def step(self, response: Response) -> Any:
         """Make the calls of the response; without any the episode ends."""
         calls = response.tool_calls
         limit = self._max_iterations
         if not calls or (limit is not None and self._iterations >= limit):
-            reward, whole = self.final_reward(), response.terminated
-            if inspect.isawaitable(reward):
-                return _ended(reward, whole)
-            return None, reward, whole, not whole, {}
+            whole = response.terminated
+            return _then(self.final_reward(), lambda reward: (None, reward, whole, not whole, {}))
         self._iterations += 1
         results = self._results(calls)
         if any(inspect.isawaitable(result) for result, _ in results):
@@ -328,9 +324,10 @@ def _error_text(error: BaseException) -> str:
     return f"Error: {type(error).__name__}: {error}"
 
 
-async def _awaited(observation: Any) -> tuple[Any, dict[str, Any]]:
-    return await observation, {}
+def _then(value: Any, finish: Callable[[Any], Any]) -> Any:
+    """``finish(value)``; a coroutine of it if the value is an awaitable."""
 
+    async def wait() -> Any:
+        return finish(await value)
 
-async def _ended(reward: Any, whole: bool) -> tuple[None, float, bool, bool, dict[str, Any]]:
-    return None, await reward, whole, not whole, {}
+    return wait() if inspect.isawaitable(value) else finish(value)

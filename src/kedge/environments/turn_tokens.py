@@ -14,8 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from kedge.chat_template import render_chat
+from kedge.environments.tool_calls import tool_parser
 from kedge.errors import DataError, RolloutError
 from kedge.protocols import Observation
+from kedge.types import Response, Sampling
 
 logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
@@ -38,8 +40,23 @@ class TurnTokens:
     ) -> None:
         self._tokenizer = tokenizer
         self._options = dict(chat_template_kwargs or {})
+        self._parse = tool_parser(getattr(tokenizer, "chat_template", None))
         self._tool_role: bool | None = None  # whether the template renders tool messages
         self._checked_tools = False
+
+    def response(self, ids: list[int], terminated: bool, sampling: Sampling) -> Response:
+        """A turn as an environment gets it."""
+        if self._tokenizer is None:
+            return Response("", ids=tuple(ids), terminated=terminated)
+        body = ids[:-1] if ids and ids[-1] in sampling.stop_ids else ids
+        decode = self._tokenizer.decode
+        return Response(
+            decode(body, skip_special_tokens=True),
+            ids=tuple(ids),
+            terminated=terminated,
+            raw=decode(body),
+            parse=self._parse,
+        )
 
     def prompt(
         self,

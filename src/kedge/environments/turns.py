@@ -1,25 +1,21 @@
-"""What the policy's turns are: their limits, their seeds, and how environments get them."""
+"""The limits of turns, and their seeds."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kedge.environments.episode import Episode
 from kedge.errors import ConfigError
-from kedge.types import Response, Sampling, ToolCall
+from kedge.types import Sampling
 
 _RESERVE = 64  # tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
-    """Limits of turns, and their text; see ``EnvironmentRollouts``."""
+class TurnLimits:
+    """Limits of the turns of an episode; see ``EnvironmentRollouts``."""
 
-    tokenizer: Any
-    parse: Callable[[str], Sequence[ToolCall]] | None
     max_turns: int | None
     max_turn_tokens: int | None
     max_seconds: float | None
@@ -32,64 +28,51 @@ class Turns:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
 
-    def room(self, episode: Episode, sampling: Sampling) -> int:
-        """Tokens that the episode may still have."""
-        left = sampling.max_new_tokens - len(episode.ids)
-        if self.context is None:
-            return left
-        return min(left, self.context - self.reserve - len(episode.history))
-
     @property
     def reserve(self) -> int:
         """Places of the context that are left for the observation after the last turn."""
         return min(_RESERVE, (self.context or 0) // 8) if self.keeps_last else 0
 
-    def limit(self, episode: Episode, sampling: Sampling) -> int:
+    def room(self, episode: Episode) -> int:
+        """Tokens that the episode may still have."""
+        left = episode.sampling.max_new_tokens - len(episode.ids)
+        if self.context is None:
+            return left
+        return min(left, self.context - self.reserve - len(episode.history))
+
+    def turn(self, episode: Episode) -> int:
         """Tokens that the next turn may have."""
-        left = self.room(episode, sampling)
+        left = self.room(episode)
         return min(left, self.max_turn_tokens or left)
 
-    def most(self, episode: Episode, sampling: Sampling, length: int) -> int:
-        """Tokens that an observation of ``length`` tokens may have; 0: none, the episode ends.
-
-        It is cut if it leaves less than the longest turn so far, and half of the room, or
-        ``max_turn_tokens``, is not less.
-        """
-        room = self.room(episode, sampling)
-        spare = min(self.max_turn_tokens or room, room // 2)
-        if room - length < episode.longest <= spare:
-            return room - spare
-        return length if length < room else 0
-
-    def most_of_prompt(self, sampling: Sampling) -> int | None:
+    def first_prompt(self, sampling: Sampling) -> int | None:
         """Tokens that a prompt may have with its first observation; None: any number."""
         if self.context is None:
             return None
         turn = self.max_turn_tokens or sampling.max_new_tokens
         return self.context - self.reserve - min(turn, self.context // 2)
 
-    def most_after(self, episode: Episode, sampling: Sampling) -> int:
+    def observation(self, episode: Episode, length: int) -> int:
+        """Tokens that an observation of ``length`` tokens may have; 0: none, the episode ends.
+
+        It is cut if it leaves less than the longest turn so far, and half of the room, or
+        ``max_turn_tokens``, is not less.
+        """
+        room = self.room(episode)
+        spare = min(self.max_turn_tokens or room, room // 2)
+        if room - length < episode.longest <= spare:
+            return room - spare
+        return length if length < room else 0
+
+    def last_observation(self, episode: Episode) -> int:
         """Tokens that the observation after the last turn of a truncated episode may have."""
-        room = max(self.room(episode, sampling), sampling.max_new_tokens // 4)
+        room = max(self.room(episode), episode.sampling.max_new_tokens // 4)
         return room if self.context is None else min(room, self.context - len(episode.history))
 
-    def late(self, seconds: float) -> bool:
-        """Whether an episode whose environment has worked for so long must end."""
-        return self.max_seconds is not None and seconds > self.max_seconds
-
-    def response(self, ids: list[int], terminated: bool, sampling: Sampling) -> Response:
-        """A turn as an environment gets it."""
-        if self.tokenizer is None:
-            return Response("", ids=tuple(ids), terminated=terminated)
-        body = ids[:-1] if ids and ids[-1] in sampling.stop_ids else ids
-        decode = self.tokenizer.decode
-        return Response(
-            decode(body, skip_special_tokens=True),
-            ids=tuple(ids),
-            terminated=terminated,
-            raw=decode(body),
-            parse=self.parse,
-        )
+    def reached(self, episode: Episode) -> bool:
+        """Whether the episode has had its turns, or its environment its seconds."""
+        late = self.max_seconds is not None and episode.seconds > self.max_seconds
+        return late or episode.turns == self.max_turns
 
 
 def check_turn_tokens(sampling: Sampling, most: int | None) -> None:

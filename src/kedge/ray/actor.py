@@ -7,15 +7,14 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from kedge.errors import ConfigError, KedgeError, LostNodeError, RolloutError
 from kedge.loop.shutdown import exit_with
 from kedge.ray.cluster import ControlStore, cause
-from kedge.ray.stop_probe import ActorProcess, StopProbe
+from kedge.ray.context import ActorProcess
 from kedge.rollout.liveness import HungCheck, RunningTime
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _MAX_RESTARTS = 3  # in a row, without a finished call in between
 _POLL = 1.0  # seconds between checks of a call
@@ -89,30 +88,12 @@ class Actor:
             RolloutError: the process was lost several times in a row.
             KedgeError: raised by the method.
         """
-        return self._repeat(lambda: self.once(method, *args, within=within, **named))
-
-    def call_stored(self, method: str, *args: Any, parts: int, **named: Any) -> tuple[Any, ...]:
-        """``call`` a method that returns a tuple of which only the first item is read here.
-
-        Args:
-            method: of the object.
-            args: as for ``call``.
-            parts: number of the other items.
-            named: as for ``call``.
-
-        Returns:
-            The first item, and a ``ray.ObjectRef`` of each other one.
-
-        Raises:
-            KedgeError: as for ``call``.
-        """
-
-        def once() -> tuple[Any, ...]:
-            call = self._handle_call.options(num_returns=1 + parts)
-            first, *others = call.remote(method, *args, **named)
-            return self._wait(first, self._limits.call), *others
-
-        return self._repeat(once)
+        tries = 0
+        while True:
+            try:
+                return self.once(method, *args, within=within, **named)
+            except LostActorError as error:  # noqa: PERF203
+                tries = self._restart(error, tries)
 
     def once(self, method: str, *args: Any, within: float | None = None, **named: Any) -> Any:
         """Call ``method`` of the object once.
@@ -121,33 +102,24 @@ class Actor:
             LostActorError: the process was lost.
             KedgeError: raised by the method.
         """
+        if self._handle is None:
+            raise LostActorError(f"{self.name} is not running")
         limit = self._limits.call if within is None else within
-        return self._wait(self._handle_call.remote(method, *args, **named), limit)
+        return self._wait(self._handle.call.remote(method, *args, **named), limit)
 
     def close(self) -> None:
         """Kill the process; may be called again."""
-        self._kill()
+        import ray
+
+        self.up = False
+        if self._handle is not None and ray.is_initialized():
+            ray.kill(self._handle)
+        self._handle = None
 
     @property
     def pid(self) -> int:
         """Process id on its node."""
         return self.process.pid
-
-    # -- below ----------------------------------------------------------------------------------
-
-    @property
-    def _handle_call(self) -> Any:
-        if self._handle is None:
-            raise LostActorError(f"{self.name} is not running")
-        return self._handle.call
-
-    def _repeat(self, once: Callable[[], T]) -> T:
-        tries = 0
-        while True:
-            try:
-                return once()
-            except LostActorError as error:  # noqa: PERF203
-                tries = self._restart(error, tries)
 
     def _restart(self, error: LostActorError, tries: int) -> int:
         if tries >= _MAX_RESTARTS:
@@ -156,14 +128,14 @@ class Actor:
             ) from error
         logger.warning("%s; restarting it", error)
         self.restarts += 1
-        self._kill()
+        self.close()
         try:
             self._start()
             if self._revive is not None:
                 self._revive(self)
         except LostActorError as lost:
             logger.warning("%s", lost)
-            self._kill()  # it may be alive, but must not be called without its state
+            self.close()  # it may be alive, but must not be called without its state
         else:
             self.up = True
         return tries + 1
@@ -179,10 +151,8 @@ class Actor:
         self.process = self._get(ping)
         built = self._build(self._handle)
         # Without health checks: a healthy process may not respond while it imports.
-        stopped, clock = StopProbe(self.process), RunningTime()
+        clock = RunningTime()
         while not self._ready([built], 1.0):
-            if stopped():
-                raise LostActorError(f"{self._where} was stopped (SIGSTOP) while it started")
             if clock.seconds() > self._limits.start:
                 raise LostActorError(
                     f"{self._where} was not ready within {self._limits.start:g} s"
@@ -197,13 +167,13 @@ class Actor:
             if not self.restarts or self._has_node():
                 with_node = now
             if now - with_node > _NODE_PATIENCE:
-                self._kill()
+                self.close()
                 raise LostNodeError(
                     f"{self.name} cannot be restarted: its node is lost, and no other node has"
                     f" room for it ({self._options_text()})"
                 )
             if now > self._limits.start:
-                self._kill()
+                self.close()
                 raise ConfigError(
                     f"{self.name} did not start within {self._limits.start:g} s"
                     f" (worker_start_timeout); it needs {self._options_text()}"
@@ -243,7 +213,7 @@ class Actor:
     def _check_health(self, call: Any, clock: RunningTime) -> None:
         """Wait until the call has ended, or its process responds."""
         ping = self._ping()
-        check = HungCheck(self._where, self._limits.patience, StopProbe(self.process))
+        check = HungCheck(self._where, self._limits.patience)
         while not self._ready([call, ping], 0.5):
             clock.seconds()  # reads it often enough
             if reason := check.reason():
@@ -275,14 +245,6 @@ class Actor:
         except RayError as error:
             reason = cause(error, self.process.node or None)
             raise LostActorError(f"{self._where} is gone: {reason}") from error
-
-    def _kill(self) -> None:
-        import ray
-
-        self.up = False
-        if self._handle is not None and ray.is_initialized():
-            ray.kill(self._handle)
-        self._handle = None
 
 
 class ActorHost:

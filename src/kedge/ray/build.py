@@ -14,20 +14,20 @@ from kedge.errors import ConfigError
 from kedge.models.fingerprint import policy_weights
 from kedge.protocols import RolloutEngine
 from kedge.ray.engine import RayEngine
-from kedge.ray.placement import plan_seats
+from kedge.ray.placement import plan_bundles
 from kedge.ray.resources import ActorResources, RayCluster, SharedArgument, from_launch
 from kedge.ray.weight_store import SharedWeights
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.sharded import EngineInputs, ShardedEngine, start_all
 from kedge.rollout.vllm.nccl_transfer import (
     NCCL_SINCE,
-    Control,
     EngineGroup,
+    FanOut,
     NcclTransfer,
     can_use_nccl,
     nccl,
 )
-from kedge.rollout.vllm.policy_spec import on_cpu, skeleton
+from kedge.rollout.vllm.policy_template import meta_model, on_cpu
 from kedge.rollout.vllm.weight_payload import WeightPayload
 
 NCCL = {"backend": "nccl"}  # vLLM's weight_transfer_config
@@ -49,21 +49,21 @@ def build_embedded(
         "chunk_rows": inputs.chunk_rows,
         "autocast": inputs.dtype,
     }
-    model = SharedArgument(partial(on_cpu, skeleton(inputs.policy)), len(resources.seats))
+    model = SharedArgument(partial(on_cpu, meta_model(inputs.policy)), len(resources.slots))
     payload = WeightPayload((), weights=policy_weights(inputs.policy))
-    shared_weights = SharedWeights(len(resources.seats))
+    shared_weights = SharedWeights(len(resources.slots))
     makers = [
         partial(
             RayEngine,
-            f"engine {seat.index}",
+            f"engine {slot.index}",
             model,
             payload,
             settings,
-            options=resources.placement.options(seat),
+            options=resources.placement.options(slot),
             limits=cluster.limits,
             shared_weights=shared_weights,
         )
-        for seat in resources.seats
+        for slot in resources.slots
     ]
     config: Any = inputs.policy.config
     return ShardedEngine(
@@ -127,7 +127,7 @@ def _resources(
         )
     return cluster.allocate(
         "engine",
-        lambda gpus: plan_seats(engines=count, gpus=gpus, gpus_per_engine=gpus_per_engine),
+        lambda gpus: plan_bundles(engines=count, gpus=gpus, gpus_per_engine=gpus_per_engine),
     )
 
 
@@ -144,33 +144,33 @@ def _vllm_starts(
     """``together``: all engines load the same versions at the same time."""
     from kedge.ray.service import RayService
 
-    seats = resources.seats
-    gpus = min(seat.gpus for seat in seats)
-    groups: list[EngineGroup | None] = [None] * len(seats)
+    slots = resources.slots
+    gpus = min(slot.gpus for slot in slots)
+    groups: list[EngineGroup | None] = [None] * len(slots)
     if _uses_nccl(weights, gpus=gpus, transfer=transfer, adapter=spec.adapter is not None):
         arguments = dict(arguments) | {"weight_transfer_config": NCCL}
         limit = cluster.worker_start_timeout
         device = next(iter(weights.values())).device
         if together:
-            groups = [_group(len(seats), int(gpus), limit, device)] * len(seats)
+            groups = [_group(len(slots), int(gpus), limit, device)] * len(slots)
         else:
-            groups = [_group(1, int(gpus), limit, device) for _ in seats]
-    shared_spec = SharedArgument(spec.on_cpu, len(seats))
+            groups = [_group(1, int(gpus), limit, device) for _ in slots]
+    shared_spec = SharedArgument(spec.on_cpu, len(slots))
     payload = spec.payload(weights)
-    shared_weights = SharedWeights(len(seats), payload.dtype)
+    shared_weights = SharedWeights(len(slots), payload.dtype)
     return [
         partial(
             RayService,
-            f"engine {seat.index}",
+            f"engine {slot.index}",
             shared_spec,
             payload,
             arguments,
-            options=resources.placement.options(seat),
+            options=resources.placement.options(slot),
             limits=cluster.limits,
             shared_weights=shared_weights,
             group=group,
         )
-        for seat, group in zip(seats, groups, strict=True)
+        for slot, group in zip(slots, groups, strict=True)
     ]
 
 
@@ -179,9 +179,9 @@ def _group(engines: int, gpus: int, limit: float, device: torch.device) -> Engin
 
     address = ray.util.get_node_ip_address()
 
-    def create(control: Control) -> NcclTransfer:
+    def create(client: FanOut) -> NcclTransfer:
         info = nccl(address=address, workers=engines * gpus)
-        return NcclTransfer(control, info, limit=limit, device=device)
+        return NcclTransfer(client, info, limit=limit, device=device)
 
     return EngineGroup(engines, gpus, create, limit=limit)
 

@@ -36,6 +36,26 @@ class DriverMailbox:
         return rows, notes, os.getpid()
 
 
+@dataclass(frozen=True, slots=True)
+class ActorProcess:
+    """Where an actor runs."""
+
+    pid: int
+    address: str  # of the node
+    node: str  # Ray's id of the node
+
+    @classmethod
+    def current(cls) -> ActorProcess:
+        """This process."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        return cls(os.getpid(), ray.util.get_node_ip_address(), node)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.address}"
+
+
 @dataclass(slots=True, kw_only=True)
 class RankContext:
     """A rank's view of the launch."""
@@ -44,7 +64,6 @@ class RankContext:
     world_size: int
     placement: Placement  # of all actors
     mailbox: Any  # handle of the DriverMailbox actor
-    first: Any = None  # handle of the RankWorker of rank 0
 
     def post(self, row: Mapping[str, Any]) -> None:
         """Send a row of metrics to the driver."""

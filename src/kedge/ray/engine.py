@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from kedge.errors import LostRequestsError, SyncError
 from kedge.ray.actor import Actor, ActorLimits, LostActorError
 from kedge.ray.resources import SharedArgument
-from kedge.ray.rollout_store import PackedRollout, pack_shares
 from kedge.ray.weight_store import SharedWeights, StoredWeights
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.rollout.rows import with_prompts, without_columns
@@ -30,7 +29,7 @@ class RayEngine:
 
     Args:
         name: for messages; with ``options`` and ``limits`` as for ``Actor``.
-        skeleton: the policy without its trained weights, on the CPU; of all engines.
+        meta_model: the policy without its trained weights, on the CPU; of all engines.
         payload: the trained weights, version 0.
         settings: keyword arguments of ``EmbeddedEngine``.
     """
@@ -42,7 +41,7 @@ class RayEngine:
     def __init__(
         self,
         name: str,
-        skeleton: SharedArgument,
+        meta_model: SharedArgument,
         payload: WeightPayload,
         settings: Mapping[str, Any],
         *,
@@ -53,16 +52,15 @@ class RayEngine:
         self._shared_weights = shared_weights
         self.stage_weights = shared_weights.stage
         self._stored = shared_weights.store(payload)
-        self._pad_id: int = settings["pad_id"]
         self._loaded: tuple[int, Receipt] | None = None
         self._slots: int | None = None
         self._unfinished = self._restarts = 0
-        self._held: dict[int, PromptBatch] = {}  # by group
+        self._in_flight: dict[int, PromptBatch] = {}  # by group
         self._new: list[tuple[PromptBatch, Sampling, int]] = []  # not sent yet
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(
-                HostedEngine, skeleton.reference(), self._stored, settings
+                HostedEngine, meta_model.reference(), self._stored, settings
             ),
             options=options,
             limits=limits,
@@ -76,33 +74,13 @@ class RayEngine:
             SyncError: the actor sampled with other weights than were loaded.
         """
         sent = without_columns(prompts)
-        versions, packed = self.actor.call(
-            "generate_packed", sent, [len(sent)], sampling=sampling, seed=seed
-        )
-        self._check_versions(versions)
-        return with_prompts(packed.unpack(sent, self._pad_id), prompts)
-
-    def generate_stored(
-        self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
-    ) -> list[Any]:
-        """``StoringEngine.generate_stored``: a ``ray.ObjectRef`` of each share."""
-        versions, *references = self.actor.call_stored(
-            "generate_packed",
-            without_columns(prompts),
-            list(sizes),
-            parts=len(sizes),
-            sampling=sampling,
-            seed=seed,
-        )
-        self._check_versions(versions)
-        return references
-
-    def _check_versions(self, versions: Sequence[int]) -> None:
+        rollout: Rollout = self.actor.call("generate", sent, sampling=sampling, seed=seed)
         version = self._loaded[0] if self._loaded is not None else 0
-        if list(versions) != [version]:
+        if (versions := rollout.version.unique().tolist()) != [version]:
             raise SyncError(
                 f"{self.actor.name} sampled with version {min(versions)} instead of {version}"
             )
+        return with_prompts(rollout, prompts)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
         """Load ``weights``; the receipt describes the weights in the actor."""
@@ -127,7 +105,7 @@ class RayEngine:
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
         """Hold these rows as well; they are sent with the next ``advance``."""
         for number, rows in zip(*group_rows(prompts), strict=True):
-            self._held[number] = prompts.rows(rows)
+            self._in_flight[number] = prompts.rows(rows)
         self._new.append((without_columns(prompts), sampling, seed))
         self._unfinished += len(prompts)
 
@@ -141,18 +119,17 @@ class RayEngine:
         try:
             if self.actor.restarts != self._restarts:
                 raise LostActorError(f"{self.actor.name} was restarted")
-            groups, packed, self._unfinished = self.actor.once("serve", new)
+            groups, rollout, self._unfinished = self.actor.once("serve", new)
         except LostActorError as error:
             self.cancel()  # restarts it, with its weights
             raise LostRequestsError(str(error)) from error
-        if packed is None:
+        if rollout is None:
             return None
-        prompts = PromptBatch.cat([self._held.pop(n) for n in groups])
-        return with_prompts(packed.unpack(without_columns(prompts), self._pad_id), prompts)
+        return with_prompts(rollout, PromptBatch.cat([self._in_flight.pop(n) for n in groups]))
 
     def cancel(self) -> None:
         """Drop all requests."""
-        self._held.clear()
+        self._in_flight.clear()
         self._new.clear()
         self._unfinished = 0
         self.actor.call("cancel")
@@ -178,27 +155,20 @@ class HostedEngine(EmbeddedEngine):
     """The actor's side of ``RayEngine``, on the GPU that Ray assigned to this process, if any."""
 
     def __init__(
-        self, skeleton: nn.Module, stored: StoredWeights, settings: Mapping[str, Any]
+        self, meta_model: nn.Module, stored: StoredWeights, settings: Mapping[str, Any]
     ) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        _allocate(skeleton)
-        super().__init__(skeleton, shares_weights=False, device=device, **settings)
+        _allocate(meta_model)
+        super().__init__(meta_model, shares_weights=False, device=device, **settings)
         self.load_stored(stored, 0)
 
     def load_stored(self, stored: StoredWeights, version: int) -> Receipt:
         """Load weights from the object store."""
         return self.load_weights(dict(stored.tensors()), version)
 
-    def generate_packed(
-        self, prompts: PromptBatch, sizes: Sequence[int], *, sampling: Sampling, seed: int
-    ) -> tuple[Any, ...]:
-        """``generate``; the versions, and the rows of each share."""
-        rollout = self.generate(prompts, sampling=sampling, seed=seed)
-        return pack_shares(rollout, sizes, extra=self._extra_slot)
-
     def serve(
         self, new: Sequence[tuple[PromptBatch, Sampling, int]]
-    ) -> tuple[list[int], PackedRollout | None, int]:
+    ) -> tuple[list[int], Rollout | None, int]:
         """Hold new rows and sample for a short time; complete groups, and ``unfinished``."""
         for prompts, sampling, seed in new:
             self.submit(prompts, sampling=sampling, seed=seed)
@@ -212,7 +182,7 @@ class HostedEngine(EmbeddedEngine):
             return [], None, self.unfinished
         rollout = Rollout.cat(parts)
         groups = rollout.prompts.group.unique_consecutive().tolist()
-        return groups, PackedRollout.pack(rollout), self.unfinished
+        return groups, rollout, self.unfinished
 
 
 def _allocate(model: nn.Module) -> None:

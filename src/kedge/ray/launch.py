@@ -14,9 +14,8 @@ from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.ray import cluster
 from kedge.ray.actor import HEALTH
-from kedge.ray.context import DriverMailbox, RankContext
-from kedge.ray.placement import Placement, place, plan_seats
-from kedge.ray.stop_probe import ActorProcess, StopProbe
+from kedge.ray.context import ActorProcess, DriverMailbox, RankContext
+from kedge.ray.placement import Placement, place, plan_bundles
 from kedge.ray.worker import Failure, RankWorker
 from kedge.rollout.liveness import HungCheck, RunningTime
 
@@ -92,7 +91,7 @@ def launch(  # noqa: PLR0913
     ranks = sum(learners)
     connected = cluster.connect(address, cpus=ranks * (1 + rewards + references) + engines)
     try:
-        plan = plan_seats(
+        plan = plan_bundles(
             learners=learners,
             engines=engines,
             rewards=rewards * ranks,
@@ -154,8 +153,8 @@ class _LearnerGroup:
 
         self.mailbox = self._start_mailbox()
         actor = ray.remote(concurrency_groups={HEALTH: 1})(RankWorker)
-        seats = self.placement.plan.of("learner")
-        self.ranks = [actor.options(**self.placement.options(seat)).remote() for seat in seats]
+        slots = self.placement.plan.of("learner")
+        self.ranks = [actor.options(**self.placement.options(slot)).remote() for slot in slots]
         pings = [self._ping(i) for i in range(len(self.ranks))]
         _, missing = ray.wait(
             pings, num_returns=len(pings), timeout=self.limits.start, fetch_local=False
@@ -225,12 +224,12 @@ class _LearnerGroup:
         import ray
 
         port = ray.get(self.ranks[0].free_port.remote(), timeout=self.limits.start)
-        seats = self.placement.plan.of("learner")
+        slots = self.placement.plan.of("learner")
         running = {}
         for rank, actor in enumerate(self.ranks):
-            same_node = [seat for seat in seats[:rank] if seat.bundle == seats[rank].bundle]
+            same_node = [slot for slot in slots[:rank] if slot.bundle == slots[rank].bundle]
             # Ray shows each process only its GPU, which therefore has index 0.
-            local_rank = 0 if seats[rank].gpus else len(same_node)
+            local_rank = 0 if slots[rank].gpus else len(same_node)
             launch_env: dict[str, object] = {
                 "RANK": rank,
                 "WORLD_SIZE": len(self.ranks),
@@ -242,7 +241,6 @@ class _LearnerGroup:
                 world_size=len(self.ranks),
                 placement=self.placement,
                 mailbox=self.mailbox,
-                first=self.ranks[0],
             )
             variables = {name: str(value) for name, value in launch_env.items()} | dict(environment)
             try:
@@ -329,9 +327,7 @@ class _LearnerGroup:
         return failures
 
     def _start_ping(self, rank: int) -> _Ping:
-        process = self.processes[rank]
-        name = f"learner {rank} ({process})"
-        check = HungCheck(name, self.limits.patience, StopProbe(process))
+        check = HungCheck(f"learner {rank} ({self.processes[rank]})", self.limits.patience)
         ping = self.pings[rank] = _Ping(ref=self._ping(rank), check=check)
         return ping
 

@@ -15,11 +15,11 @@ Role = Literal["learner", "engine", "reward", "reference"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class BundleSlot:
     """One actor's share of a bundle."""
 
     role: Role
-    index: int  # among the seats of its role
+    index: int  # among the slots of its role
     bundle: int
     cpus: float
     gpus: float
@@ -30,12 +30,12 @@ class PlacementPlan:
     """Bundles of resources, each on one node, and the actors in each."""
 
     bundles: tuple[Mapping[str, float], ...]
-    seats: tuple[Seat, ...]
+    slots: tuple[BundleSlot, ...]
     strategy: Literal["PACK", "SPREAD"] = "PACK"
 
-    def of(self, role: Role) -> list[Seat]:
-        """The seats of one role, in order."""
-        return [seat for seat in self.seats if seat.role == role]
+    def of(self, role: Role) -> list[BundleSlot]:
+        """The slots of one role, in order."""
+        return [slot for slot in self.slots if slot.role == role]
 
     @property
     def total(self) -> dict[str, float]:
@@ -49,19 +49,19 @@ class PlacementPlan:
         for i, bundle in enumerate(self.bundles):
             resources = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
             node = f"  on {nodes[i]}" if nodes else ""
-            lines.append(f"  bundle {i}: {resources}  {_actors(self.seats, i)}{node}")
+            lines.append(f"  bundle {i}: {resources}  {_actors(self.slots, i)}{node}")
         return "\n".join(lines)
 
 
-def _actors(seats: Sequence[Seat], bundle: int) -> str:
+def _actors(slots: Sequence[BundleSlot], bundle: int) -> str:
     indices: dict[str, list[int]] = {}
-    for seat in seats:
-        if seat.bundle == bundle:
-            indices.setdefault(seat.role, []).append(seat.index)
+    for slot in slots:
+        if slot.bundle == bundle:
+            indices.setdefault(slot.role, []).append(slot.index)
     return "; ".join(f"{role} {', '.join(map(str, i))}" for role, i in indices.items())
 
 
-def plan_seats(
+def plan_bundles(
     *,
     learners: Sequence[int] = (),
     engines: int = 0,
@@ -85,7 +85,7 @@ def plan_seats(
             f"single_gpu_mode needs one learner and one GPU per engine, got {sum(learners)}"
             f" learners and {gpus_per_engine} GPUs per engine"
         )
-    seats: list[Seat] = []
+    slots: list[BundleSlot] = []
     bundles: list[dict[str, float]] = []
 
     def add(role: Role, count: int, gpus_each: float, *, new_bundle: bool = True) -> None:
@@ -95,10 +95,10 @@ def plan_seats(
         bundle["CPU"] = bundle.get("CPU", 0) + count
         if gpus_each * count:
             bundle["GPU"] = bundle.get("GPU", 0) + gpus_each * count
-        first = sum(seat.role == role for seat in seats)
+        first = sum(slot.role == role for slot in slots)
         last = len(bundles) - 1
-        seats.extend(
-            Seat(role=role, index=index, bundle=last, cpus=1, gpus=gpus_each)
+        slots.extend(
+            BundleSlot(role=role, index=index, bundle=last, cpus=1, gpus=gpus_each)
             for index in range(first, first + count)
         )
 
@@ -117,7 +117,7 @@ def plan_seats(
     for _ in range(references):
         add("reference", 1, gpus_per_reference)
     strategy: Literal["PACK", "SPREAD"] = "SPREAD" if len(learners) > 1 else "PACK"
-    return PlacementPlan(bundles=tuple(bundles), seats=tuple(seats), strategy=strategy)
+    return PlacementPlan(bundles=tuple(bundles), slots=tuple(slots), strategy=strategy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +127,14 @@ class Placement:
     plan: PlacementPlan
     group: Any  # ray.util.placement_group.PlacementGroup
 
-    def options(self, seat: Seat) -> dict[str, Any]:
-        """Ray options of the actor in a seat."""
+    def options(self, slot: BundleSlot) -> dict[str, Any]:
+        """Ray options of the actor in a slot."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(
-            self.group, placement_group_bundle_index=seat.bundle
+            self.group, placement_group_bundle_index=slot.bundle
         )
-        return {"num_cpus": seat.cpus, "num_gpus": seat.gpus, "scheduling_strategy": strategy}
+        return {"num_cpus": slot.cpus, "num_gpus": slot.gpus, "scheduling_strategy": strategy}
 
     def text(self) -> str:
         """The plan with the nodes of its bundles."""

@@ -15,7 +15,7 @@ from kedge.models.joined_rows import joins_rows
 from kedge.models.load import load_policy
 from kedge.models.model import CausalParts
 from kedge.ops.cpu.patch import Kernels
-from kedge.ray.placement import plan_seats
+from kedge.ray.placement import plan_bundles
 from kedge.ray.resources import ActorPool, RayCluster, SharedArgument
 from kedge.rollout.rows import without_columns
 from kedge.types import Rollout
@@ -138,7 +138,7 @@ def ray_reference(
     Raises:
         ConfigError: the cluster lacks resources, or a worker does not start.
     """
-    plan = plan_seats(references=workers, gpus_per_reference=gpus)
+    plan = plan_bundles(references=workers, gpus_per_reference=gpus)
     resources = cluster.reserve("reference", plan, count=workers, option="ray_ref_workers")
     shared_model = SharedArgument(lambda: model, workers)
     arguments = {"autocast": autocast, "quick": quick, "trust": trust}

@@ -14,7 +14,7 @@ from kedge.errors import ConfigError
 from kedge.ray import cluster
 from kedge.ray.actor import Actor, ActorLimits
 from kedge.ray.context import get_context
-from kedge.ray.placement import Placement, PlacementPlan, Role, Seat, place
+from kedge.ray.placement import BundleSlot, Placement, PlacementPlan, Role, place
 from kedge.rollout.sharded import start_all
 
 
@@ -74,7 +74,7 @@ class ActorResources:
     """Seats of one role, and the function that releases them."""
 
     placement: Placement
-    seats: Sequence[Seat]
+    slots: Sequence[BundleSlot]
     release: Callable[[], None]
 
 
@@ -82,8 +82,8 @@ def from_launch(role: Role, *, count: int, option: str, each: bool = True) -> Ac
     """Seats reserved by ``launch``; None outside a launch, or if it reserved none.
 
     Args:
-        role: of the seats.
-        count: number of seats.
+        role: of the slots.
+        count: number of slots.
         option: of the trainer's config that sets ``count``, for messages.
         each: whether ``count`` is per rank rather than for all ranks together.
 
@@ -91,16 +91,16 @@ def from_launch(role: Role, *, count: int, option: str, each: bool = True) -> Ac
         ConfigError: the launch reserved another number.
     """
     at = get_context()
-    if at is None or not (seats := at.placement.plan.of(role)):
+    if at is None or not (slots := at.placement.plan.of(role)):
         return None
     needed = count * at.world_size if each else count
-    if len(seats) != needed:
+    if len(slots) != needed:
         raise ConfigError(
             f"{option}={count} needs {needed} {role} actors for {at.world_size} learners, but"
-            f" launch(...) reserved {len(seats)}; set both to the same number"
+            f" launch(...) reserved {len(slots)}; set both to the same number"
         )
     first = at.rank * count if each else 0
-    return ActorResources(at.placement, seats[first : first + count], _keep)
+    return ActorResources(at.placement, slots[first : first + count], _keep)
 
 
 def _keep() -> None:
@@ -139,7 +139,7 @@ class SharedArgument:
 class ActorPool:
     """The workers of one role, which share the rows of each batch.
 
-    ``resources`` have a seat for each, and are released if one does not start; ``build`` is called
+    ``resources`` have a slot for each, and are released if one does not start; ``build`` is called
     with an actor's handle and starts to build the actor's object.
     """
 
@@ -154,12 +154,12 @@ class ActorPool:
         makers = [
             partial(
                 Actor,
-                f"{role} worker {seat.index}",
+                f"{role} worker {slot.index}",
                 build,
-                options=resources.placement.options(seat),
+                options=resources.placement.options(slot),
                 limits=limits,
             )
-            for seat in resources.seats
+            for slot in resources.slots
         ]
         self.workers = start_all(makers, undo=resources.release)
         self._threads = ThreadPoolExecutor(len(self.workers), thread_name_prefix=role)

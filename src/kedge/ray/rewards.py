@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kedge.errors import ConfigError, RewardError, RolloutError
-from kedge.ray.placement import plan_seats
+from kedge.ray.placement import plan_bundles
 from kedge.ray.resources import ActorPool, RayCluster, SharedArgument
 from kedge.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
 from kedge.types import Metrics, RewardOutput, Rollout
@@ -126,7 +126,7 @@ def ray_rewards(
     Raises:
         ConfigError: the cluster lacks resources, or a worker does not start.
     """
-    plan = plan_seats(rewards=workers, gpus_per_reward=gpus)
+    plan = plan_bundles(rewards=workers, gpus_per_reward=gpus)
     resources = cluster.reserve("reward", plan, count=workers, option="ray_reward_workers")
     try:
         shared_recipe = SharedArgument(lambda: recipe, workers)

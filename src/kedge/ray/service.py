@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from kedge.errors import LostNodeError, LostRequestsError, RolloutError
 from kedge.ray.actor import Actor, ActorLimits, LostActorError
 from kedge.ray.resources import SharedArgument
-from kedge.ray.rollout_store import pack_shares
 from kedge.ray.weight_store import SharedWeights, StoredWeights
-from kedge.rollout.rows import without_columns
 from kedge.rollout.vllm import GenerationRequest, GenerationResult, InProcess
 from kedge.rollout.vllm.nccl_transfer import EngineGroup
-from kedge.rollout.vllm.policy_spec import PolicySpec
-from kedge.rollout.vllm.requests import build_requests, build_rollout, with_version
+from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.weight_payload import WeightPayload
-from kedge.types import PromptBatch, Sampling
 
 _SECONDS = 0.05  # of sampling in one call of an actor
 
@@ -33,7 +30,7 @@ class RayService:
 
     Args:
         name: for messages; with ``options`` and ``limits`` as for ``Actor``.
-        spec: the ``PolicySpec``, of all engines.
+        spec: the ``PolicyTemplate``, of all engines.
         payload: the initial weights, version 0.
         shared_weights: of all engines.
         group: of the engines that load the same versions at the same time.
@@ -79,27 +76,6 @@ class RayService:
             results: list[GenerationResult] = self.actor.call("generate", list(requests))
         return results
 
-    def generate_stored(
-        self,
-        prompts: PromptBatch,
-        sampling: Sampling,
-        seed: int,
-        sizes: list[int],
-        options: Mapping[str, Any],
-    ) -> list[Any]:
-        """The versions that sampled, and a ``ray.ObjectRef`` of the rows of each share.
-
-        Arguments as of ``StoringEngine.generate_stored``; ``options`` are ``pad_id``,
-        ``extra_slot``, and the ``version`` that vLLM must have or None.
-        """
-        sent = without_columns(prompts)
-        with self._failing_group():
-            return list(
-                self.actor.call_stored(
-                    "generate_packed", sent, sampling, seed, sizes, parts=len(sizes), **options
-                )
-            )
-
     @property
     def abilities(self) -> tuple[int, bool]:
         """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
@@ -139,7 +115,8 @@ class RayService:
                 self._group.fail(error)
                 raise
             try:
-                self._group.send(self, ActorControl(self.actor, self._limits.start), payload)
+                call = partial(self.actor.once, "transfer", within=self._limits.start)
+                self._group.send(self, call, payload)
                 self.actor.once("finish_load", version)
             except LostActorError as error:
                 raise RolloutError(
@@ -193,7 +170,7 @@ class RayService:
 
 def hosted_vllm(
     kind: type[InProcess],
-    spec: PolicySpec,
+    spec: PolicyTemplate,
     stored: StoredWeights,
     engine_args: Mapping[str, Any],
     *,
@@ -205,55 +182,4 @@ def hosted_vllm(
         def load_stored(self, stored: StoredWeights, version: int) -> None:
             self.load(spec.payload(dict(stored.tensors())), version)
 
-        def generate_packed(
-            self,
-            prompts: PromptBatch,
-            sampling: Sampling,
-            seed: int,
-            sizes: list[int],
-            *,
-            version: int | None,
-            pad_id: int,
-            extra_slot: bool,
-        ) -> tuple[Any, ...]:
-            requests = build_requests(prompts, sampling, seed, vocabulary=spec.vocabulary)
-            results = self.generate(requests)
-            reported = sorted({result.version for result in results})
-            rollout = build_rollout(
-                results if version is None else with_version(results, version),
-                prompts,
-                sampling,
-                pad_id=pad_id,
-                tokenizer=spec.tokenizer,
-                extra_slot=extra_slot,
-                vocabulary=spec.vocabulary,
-            )
-            return reported, *pack_shares(rollout, sizes, extra=extra_slot)[1:]
-
     return HostedVLLM(spec, dict(stored.tensors()), engine_args, shares_gpu=shares_gpu)
-
-
-class ActorControl:
-    """``Control`` of the ``InProcess`` in an actor; ``limit`` is in seconds, for each call."""
-
-    def __init__(self, actor: Actor, limit: float) -> None:
-        self._actor, self._limit = actor, limit
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Join the process group of ``init_info``."""
-        self._call("init_weight_transfer_engine", init_info=init_info)
-
-    def start_weight_update(self) -> None:
-        """Prepare to receive weights."""
-        self._call("start_weight_update")
-
-    def update_weights(self, update_info: Any) -> None:
-        """Receive the weights of ``update_info``."""
-        self._call("update_weights", update_info=update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finish after all weights were received; ``finish_load`` sets the version."""
-        self._call("finish_weight_update")
-
-    def _call(self, method: str, **kwargs: Any) -> None:
-        self._actor.once("transfer", method, within=self._limit, **kwargs)

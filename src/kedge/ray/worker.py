@@ -9,14 +9,12 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kedge.loop.shutdown import exit_with
-from kedge.ray.context import STOP, RankContext, set_context
-from kedge.ray.rollout_store import take_references
-from kedge.ray.stop_probe import ActorProcess
+from kedge.ray.context import STOP, ActorProcess, RankContext, set_context
 from kedge.rollout.vllm.nccl_transfer import free_port
 
 # Parts of errors that a rank raises because another one is gone.
@@ -65,10 +63,6 @@ class RankWorker:
     def free_port(self) -> int:
         """A free TCP port of this node."""
         return free_port()
-
-    def take_references(self, ticket: int) -> Sequence[Any]:
-        """References to the responses of another rank; on rank 0."""
-        return take_references(ticket)
 
     def run(
         self, job: Callable[[], Any], environment: Mapping[str, str], place: RankContext

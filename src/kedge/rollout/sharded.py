@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import weakref
@@ -107,39 +106,15 @@ class ShardedEngine:
         if self._check is not None:
             self._check(prompts, sampling)
 
-        def generate(engine: RolloutEngine, rows: slice) -> Rollout:
+        def sample(engine: RolloutEngine, rows: slice) -> Rollout:
             return engine.generate(prompts.rows(rows), sampling=sampling, seed=seed)
 
-        parts = self._sample(slice(0, len(prompts)), generate)
+        parts = self._sample(slice(0, len(prompts)), sample)
         return join_rollouts(prompts, parts, self._pad_id)
 
-    def generate_stored(
-        self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
-    ) -> list[list[Any]]:
-        """``StoringEngine.generate_stored``: the references of all engines, by share."""
-        if self._check is not None:
-            self._check(prompts, sampling)
-        ends = list(itertools.accumulate(sizes))
-
-        def generate(engine: Any, rows: slice) -> list[tuple[int, Any]]:
-            cuts = [max(end - size, rows.start) for end, size in zip(ends, sizes, strict=True)]
-            counts = [min(end, rows.stop) - cut for end, cut in zip(ends, cuts, strict=True)]
-            shares = [share for share, count in enumerate(counts) if count > 0]
-            references = engine.generate_stored(
-                prompts.rows(rows),
-                sampling=sampling,
-                seed=seed,
-                sizes=[counts[share] for share in shares],
-            )
-            return list(zip(shares, references, strict=True))
-
-        found: list[list[Any]] = [[] for _ in sizes]
-        for part in self._sample(slice(0, len(prompts)), generate):
-            for share, reference in part:
-                found[share].append(reference)
-        return found
-
-    def _sample(self, rows: slice, sample: Callable[[RolloutEngine, slice], T]) -> list[T]:
+    def _sample(
+        self, rows: slice, sample: Callable[[RolloutEngine, slice], Rollout]
+    ) -> list[Rollout]:
         """Results of ``sample`` on all engines, in the order of rows.
 
         Rows of engines whose nodes are lost are sampled again, on the others.
@@ -150,7 +125,7 @@ class ShardedEngine:
         ] or [rows]
         engines = self.engines[: len(parts)]
         calls = [partial(sample, engine, part) for engine, part in zip(engines, parts, strict=True)]
-        results: list[T] = []
+        results: list[Rollout] = []
         for result, part in zip(self._call_all(calls, engines), parts, strict=True):
             results += [result] if result is not None else self._sample(part, sample)
         return results

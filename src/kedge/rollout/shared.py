@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,20 +35,7 @@ class _Response:
     """What one rank receives after a round of sampling."""
 
     rollout: Rollout | None = None
-    ticket: Any = None  # to read the rollout with
     others_active: bool = False
-
-
-class Exchange(Protocol):
-    """Passes the responses of each rank to it, not through rank 0."""
-
-    def hand_out(self, shares: Sequence[Sequence[Any]]) -> Sequence[Any]:
-        """A ticket for each share from ``StoringEngine.generate_stored``.  On rank 0."""
-        ...
-
-    def read(self, ticket: Any, prompts: PromptBatch) -> Rollout:
-        """The rollout of a share."""
-        ...
 
 
 class RankSharedEngine:
@@ -63,7 +50,6 @@ class RankSharedEngine:
         groups: process groups of the ranks.
         logprobs: the kind of log-probabilities that the engine records.
         extra_slots: slots that the engine leaves after the longest response.
-        exchange: how ranks read their responses; None: rank 0 sends them.
     """
 
     def __init__(
@@ -73,10 +59,8 @@ class RankSharedEngine:
         *,
         logprobs: Literal["sampled", "raw", "none"],
         extra_slots: int,
-        exchange: Exchange | None = None,
     ) -> None:
         self.engine: Any = engine
-        self._exchange = exchange
         self.logprobs: Literal["sampled", "raw", "none"] = logprobs
         self._groups, self._extra_slots = groups, extra_slots
         self._lock = threading.Lock()
@@ -108,9 +92,6 @@ class RankSharedEngine:
             call=call, prompts=without_columns(prompts), sampling=sampling, seed=seed
         )
         response = self._request(request, self._generate)
-        if response.ticket is not None:
-            assert self._exchange is not None  # it made the ticket
-            return self._exchange.read(response.ticket, prompts)
         assert response.rollout is not None  # the request had prompts
         return with_prompts(response.rollout, prompts)
 
@@ -139,18 +120,7 @@ class RankSharedEngine:
         if first is None:
             return [_Response()] * len(requests)
         assert first.sampling is not None  # set with the prompts
-        sampled: dict[str, Any] = {"sampling": first.sampling, "seed": first.seed}
-        if self._exchange is not None:
-            sizes = [len(prompts) for prompts in parts]
-            shares = self.engine.generate_stored(stack_prompts(parts), sizes=sizes, **sampled)
-            tickets = iter(self._exchange.hand_out(shares))
-            return [
-                _Response(others_active=True)
-                if request.prompts is None
-                else _Response(ticket=next(tickets))
-                for request in requests
-            ]
-        whole = engine.generate(stack_prompts(parts), **sampled)
+        whole = engine.generate(stack_prompts(parts), sampling=first.sampling, seed=first.seed)
         responses, begin = [], 0
         for prompts in (r.prompts for r in requests):
             if prompts is None:
@@ -223,7 +193,6 @@ def build_shared_engine(
     ranks: int,
     timeout: float,
     extra_slots: int,
-    exchange: Exchange | None = None,
 ) -> RolloutEngine:
     """The engine that ``make`` makes; with several ranks, one engine that all share.
 
@@ -232,7 +201,6 @@ def build_shared_engine(
         ranks: number of processes that train together; each must call this.
         timeout: seconds that making the engine, or one batch, may take.
         extra_slots: slots that the engine leaves after the longest response.
-        exchange: how ranks read their responses; None: rank 0 sends them.
     """
     if ranks == 1:
         return make()
@@ -249,5 +217,4 @@ def build_shared_engine(
         groups,
         logprobs=logprobs,
         extra_slots=extra_slots,
-        exchange=exchange,
     )

@@ -268,9 +268,9 @@ def _engine(kind: str, model: Any, tokenizer: Any, batch_size: int) -> Any:
 
     if not installed("vllm"):
         raise ConfigError(f"--engine vllm needs vLLM: {install_command('vllm')}; or use embedded")
-    from kedge.rollout.vllm import InProcess, PolicySpec, VLLMEngine
+    from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
 
-    spec = PolicySpec.of(model)
+    spec = PolicyTemplate.of(model)
     weights = {n: p.detach() for n, p in model.named_parameters()}
     return VLLMEngine(InProcess(spec, weights), spec, pad_id=pad)
 

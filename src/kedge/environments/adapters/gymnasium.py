@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kedge.environments.adapters import import_package
+from kedge.environments.adapters.packages import import_package
 from kedge.errors import ConfigError
 from kedge.protocols import Observation, Step
 from kedge.types import Response

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kedge.environments.adapters import import_package
+from kedge.environments.adapters.packages import import_package
 from kedge.protocols import Observation, Step
 from kedge.types import Response
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kedge.environments.adapters import import_package
+from kedge.environments.adapters.packages import import_package
 from kedge.environments.turn_tokens import plain_text
 from kedge.errors import RolloutError
 from kedge.protocols import Observation, Step
@@ -116,7 +116,8 @@ class Verifiers:
             return None
         body = request.result()
         self.tools = body.get("tools") or []
-        return self._extend([plain(message) for message in body["messages"]])
+        messages = [m | {"content": plain_text(m.get("content") or "")} for m in body["messages"]]
+        return self._extend(messages)
 
     def _extend(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages after those that are known already.
@@ -216,8 +217,3 @@ def assistant_message(response: Response) -> Message:
             for i, call in enumerate(calls)
         ]
     return message
-
-
-def plain(message: Message) -> Message:
-    """The message with its content as one string."""
-    return {**message, "content": plain_text(message.get("content") or "")}

@@ -18,7 +18,7 @@ from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.sharded import EngineInputs, ShardedEngine, start_all
 from kedge.rollout.vllm.engine import VLLMEngine
 from kedge.rollout.vllm.inprocess import InProcess
-from kedge.rollout.vllm.policy_spec import PolicySpec, weights_dtype
+from kedge.rollout.vllm.policy_template import PolicyTemplate, weights_dtype
 from kedge.rollout.vllm.remote import Remote
 from kedge.rollout.vllm.server import Server
 from kedge.rollout.vllm.server_check import check_server
@@ -91,7 +91,7 @@ def _config_of(name: Any) -> Any:
 
 Start = Callable[[], Service]
 # (policy spec, weights, engine arguments) -> one function per vLLM that starts it
-Starts = Callable[[PolicySpec, Mapping[str, Tensor], Mapping[str, Any]], Sequence[Start]]
+Starts = Callable[[PolicyTemplate, Mapping[str, Tensor], Mapping[str, Any]], Sequence[Start]]
 
 
 def build_vllm(
@@ -121,7 +121,7 @@ def build_vllm(
         **({"enable_sleep_mode": True} if sleep else {}),
         **arguments,
     }
-    spec = PolicySpec.of(inputs.policy, inputs.tokenizer, dtype=arguments["dtype"])
+    spec = PolicyTemplate.of(inputs.policy, inputs.tokenizer, dtype=arguments["dtype"])
 
     def make(start: Start) -> VLLMEngine:
         return VLLMEngine(
@@ -216,7 +216,7 @@ def build_remote(
     """A running vLLM server at the address ``rollout_engine``, with the policy's weights."""
 
     def connect(
-        spec: PolicySpec, weights: Mapping[str, Tensor], arguments: Mapping[str, Any]
+        spec: PolicyTemplate, weights: Mapping[str, Tensor], arguments: Mapping[str, Any]
     ) -> Service:
         remote = Remote(
             rollout_engine,

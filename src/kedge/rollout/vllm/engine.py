@@ -15,7 +15,7 @@ from kedge.errors import LostRequestsError, RolloutError, SyncError
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
 from kedge.rollout.requests import GroupRequests
-from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.requests import build_requests, build_rollout, with_version
 from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, Service
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
@@ -48,14 +48,14 @@ class VLLMEngine:
     def __init__(
         self,
         service: Service,
-        spec: PolicySpec,
+        spec: PolicyTemplate,
         *,
         pad_id: int,
         tolerance: float | None = None,
         extra_slot: bool = False,
         sleeps: bool = False,
     ) -> None:
-        self.service: Any = service  # a ContinuousService, if it has abilities
+        self.service: Service = service
         self.spec = spec
         self.sync_gap = 0.0  # mean difference at the last weight sync, nats per token
         self._pad_id = pad_id
@@ -90,19 +90,6 @@ class VLLMEngine:
             results = with_version(results, self._sent)
         return self._build_rollout(results, prompts, sampling)
 
-    def generate_stored(
-        self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
-    ) -> list[Any]:
-        """``StoringEngine.generate_stored``, by a service that leaves responses in a store."""
-        self._check_request(prompts, sampling)
-        options = {"pad_id": self._pad_id, "extra_slot": self._extra_slot, "version": self._sent}
-        with self._awake():
-            versions, *references = self.service.generate_stored(
-                prompts, sampling, seed, list(sizes), options
-            )
-        self._check_versions(set(versions))
-        return references
-
     def _build_rollout(
         self, results: Sequence[GenerationResult], prompts: PromptBatch, sampling: Sampling
     ) -> Rollout:
@@ -119,14 +106,11 @@ class VLLMEngine:
     def _checked_requests(
         self, prompts: PromptBatch, sampling: Sampling, seed: int
     ) -> list[GenerationRequest]:
-        self._check_request(prompts, sampling)
-        return build_requests(prompts, sampling, seed, vocabulary=self.spec.vocabulary)
-
-    def _check_request(self, prompts: PromptBatch, sampling: Sampling) -> None:
         self._check_complete()
         check_sampling(sampling, self.spec.vocabulary)
-        check_prompts(prompts, sampling, self.spec.skeleton.config)
+        check_prompts(prompts, sampling, self.spec.meta_model.config)
         self._check_length(prompts, sampling)
+        return build_requests(prompts, sampling, seed, vocabulary=self.spec.vocabulary)
 
     @property
     def sync_dtype(self) -> torch.dtype | None:
@@ -140,7 +124,7 @@ class VLLMEngine:
 
     @property
     def slots(self) -> int:
-        """Requests that vLLM runs at once; 0 if its service samples whole batches only."""
+        """Requests that vLLM runs at once; 0 if it sleeps between whole batches."""
         return 0 if self._sleeps else self._abilities[0]
 
     @property
@@ -150,8 +134,7 @@ class VLLMEngine:
 
     @functools.cached_property
     def _abilities(self) -> tuple[int, bool]:
-        abilities: tuple[int, bool] = getattr(self.service, "abilities", (0, False))
-        return abilities
+        return self.service.abilities
 
     @property
     def unfinished(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kedge.errors import ConfigError, SyncError, install_command
-from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.request_loop import Output, RequestLoop
 from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, allowed_matrix
 from kedge.rollout.vllm.weight_files import WeightFolder
@@ -52,7 +52,7 @@ class InProcess:
 
     def __init__(
         self,
-        spec: PolicySpec,
+        spec: PolicyTemplate,
         weights: Mapping[str, Tensor],
         engine_args: Mapping[str, Any] | None = None,
         *,
@@ -76,7 +76,7 @@ class InProcess:
             raise
         for file in folder.glob("*.safetensors"):
             file.unlink()
-        _restore_call(spec.skeleton)
+        _restore_call(spec.meta_model)
         self._adapter: Any = None  # vllm.lora.request.LoRARequest
         self._adapters = WeightFolder()
         self._loads = 0
@@ -236,7 +236,7 @@ class InProcess:
         self._folder.delete()
 
 
-def fixed_args(spec: PolicySpec) -> dict[str, Any]:
+def fixed_args(spec: PolicyTemplate) -> dict[str, Any]:
     """Engine arguments that must not change, so that samples come from the policy."""
     lora: dict[str, Any] = {}
     if spec.adapter is not None:
@@ -321,13 +321,13 @@ def _start(folder: str, arguments: dict[str, Any], quiet: Any) -> Any:
         torch.set_num_threads = set_num_threads  # vLLM on CPUs replaces it for the whole process
 
 
-def _restore_call(skeleton: torch.nn.Module) -> None:
+def _restore_call(meta_model: torch.nn.Module) -> None:
     """Let the learner's model be called again after vLLM patched its classes.
 
     If vLLM runs a model through transformers, it replaces ``__call__`` of the class by one that
     fails for instances not created by vLLM.
     """
-    for kind in {type(module) for module in skeleton.modules()}:
+    for kind in {type(module) for module in meta_model.modules()}:
         if kind.__call__.__module__.startswith("vllm.") and not hasattr(kind, "do_not_compile"):
             kind.do_not_compile = True  # type: ignore[attr-defined]
 

@@ -11,7 +11,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,14 +24,14 @@ from kedge.rollout.vllm.weight_payload import WeightPayload
 
 T = TypeVar("T")
 NCCL_SINCE = "0.32"  # vLLM
-Control = Any  # of a vLLM during weight transfer: ``VLLMWeightSyncClient`` of vLLM
+TransferCall = Callable[..., None]  # calls a method of vLLM's weight transfer by name
 
 
 class NcclTransfer:
     """Process group of the learner and the workers of vLLMs for sending weights.
 
     Args:
-        control: of the vLLM, or of several.
+        client: of the vLLM, or of several (``FanOut``).
         info: of the group: vLLM's ``TrainerInitInfo`` of some backend; see ``nccl``.
         limit: seconds that creating the group, or sending all weights, may take.
         device: of the learner, to which weights in host memory are moved one at a time.
@@ -41,7 +40,7 @@ class NcclTransfer:
         RolloutError: the group was not created in time.
     """
 
-    def __init__(self, control: Control, info: Any, *, limit: float, device: torch.device) -> None:
+    def __init__(self, client: Any, info: Any, *, limit: float, device: torch.device) -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         self._source, self._limit, self._device = Source(device), limit, device
@@ -49,7 +48,7 @@ class NcclTransfer:
         def connect() -> Any:
             with self._current_device():
                 return WeightTransferTrainerFactory.trainer_init(
-                    info, client=control, source=self._source
+                    info, client=client, source=self._source
                 )
 
         what = "connecting to a vLLM for weight transfer"
@@ -93,7 +92,7 @@ class EngineGroup:
     Args:
         engines: number of engines.
         workers: GPUs of each engine.
-        create: forms the group, given the ``Control`` of all engines.
+        create: forms the group, given the client of all engines.
         limit: seconds that forming the group and sending may take together.
     """
 
@@ -101,24 +100,24 @@ class EngineGroup:
         self,
         engines: int,
         workers: int,
-        create: Callable[[Control], NcclTransfer],
+        create: Callable[[FanOut], NcclTransfer],
         *,
         limit: float,
     ) -> None:
         self._workers, self._create, self._limit = workers, create, limit
-        self._controls: dict[int, Control] = {}  # by the identity of the engine
+        self._calls: dict[int, TransferCall] = {}  # by the identity of the engine
         self._payload = WeightPayload(())
         self._transfer: NcclTransfer | None = None
         self._error: BaseException | None = None
         self._all_here = threading.Barrier(engines, self._send)
 
-    def send(self, engine: object, control: Control, payload: WeightPayload) -> None:
+    def send(self, engine: object, call: TransferCall, payload: WeightPayload) -> None:
         """Load the weights into this engine, together with the others.
 
         Raises:
             RolloutError: an engine failed; the group cannot be used any more.
         """
-        self._controls[id(engine)] = control
+        self._calls[id(engine)] = call
         self._payload = payload
         try:
             self._all_here.wait(2 * self._limit)
@@ -143,8 +142,8 @@ class EngineGroup:
     def _send(self) -> None:
         try:
             if self._transfer is None:
-                controls = list(self._controls.values())
-                self._transfer = self._create(FanOut(controls, self._workers))
+                calls = list(self._calls.values())
+                self._transfer = self._create(FanOut(calls, self._workers))
             self._transfer.send(self._payload)
         except BaseException as error:
             self._error = error
@@ -154,41 +153,39 @@ class EngineGroup:
 
 
 class FanOut:
-    """``Control`` of several engines, which are called concurrently.
+    """vLLM's weight transfer client of several engines, which are called concurrently.
 
     Args:
-        controls: of the engines.
+        calls: of each engine, calls a method of the transfer with keyword arguments.
         workers: GPUs of each engine, which have consecutive ranks in the group.
     """
 
-    def __init__(self, controls: Sequence[Control], workers: int) -> None:
-        self._controls, self._workers = controls, workers
+    def __init__(self, calls: Sequence[TransferCall], workers: int) -> None:
+        self._calls, self._workers = calls, workers
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Join the process group of ``init_info``, each engine with its ranks."""
         first = int(init_info["rank_offset"])
-        infos = [
-            init_info | {"rank_offset": first + i * self._workers}
-            for i in range(len(self._controls))
-        ]
-        calls = zip(self._controls, infos, strict=True)
-        self._call([partial(c.init_weight_transfer_engine, info) for c, info in calls])
+        offsets = [first + i * self._workers for i in range(len(self._calls))]
+        infos = [{"init_info": init_info | {"rank_offset": offset}} for offset in offsets]
+        self._call_all("init_weight_transfer_engine", infos)
 
     def start_weight_update(self) -> None:
         """Prepare to receive weights."""
-        self._call([c.start_weight_update for c in self._controls])
+        self._call_all("start_weight_update", [{}] * len(self._calls))
 
     def update_weights(self, update_info: Any) -> None:
         """Receive the weights of ``update_info``."""
-        self._call([partial(c.update_weights, update_info) for c in self._controls])
+        self._call_all("update_weights", [{"update_info": update_info}] * len(self._calls))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finish after all weights were received."""
-        self._call([partial(c.finish_weight_update, weight_version) for c in self._controls])
+        """Finish after all weights were received; ``finish_load`` sets their version."""
+        self._call_all("finish_weight_update", [{}] * len(self._calls))
 
-    def _call(self, calls: Sequence[Callable[[], Any]]) -> None:
-        with ThreadPoolExecutor(len(calls)) as threads:
-            for future in [threads.submit(call) for call in calls]:
+    def _call_all(self, method: str, arguments: Sequence[Mapping[str, Any]]) -> None:
+        with ThreadPoolExecutor(len(self._calls)) as threads:
+            pairs = zip(self._calls, arguments, strict=True)
+            for future in [threads.submit(call, method, **named) for call, named in pairs]:
                 future.result()
 
 

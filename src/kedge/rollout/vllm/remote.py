@@ -18,7 +18,7 @@ import numpy as np
 
 from kedge.errors import RolloutError, SyncError
 from kedge.rollout.liveness import reporting_silence
-from kedge.rollout.vllm.held_requests import HeldRequests
+from kedge.rollout.vllm.in_flight_requests import InFlightRequests
 from kedge.rollout.vllm.service import (
     GenerationRequest,
     GenerationResult,
@@ -87,7 +87,7 @@ class Remote:
         self._idle_since = math.inf  # when the server was first seen without requests
         transport = httpx.HTTPTransport(uds=uds)
         self._client = httpx.Client(base_url=self.url, transport=transport, timeout=patience)
-        self._held = HeldRequests[GenerationResult](self._async_client)
+        self._in_flight = InFlightRequests[GenerationResult](self._async_client)
 
     # -- Service ---------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Remote:
             LostServerError: the server died or hangs; has the results received before.
             RolloutError: the server rejects the request.
         """
-        held = HeldRequests[GenerationResult](self._async_client)
+        held = InFlightRequests[GenerationResult](self._async_client)
         results = dict[int, GenerationResult]()
         new = dict(enumerate(requests))
         try:
@@ -144,7 +144,7 @@ class Remote:
     @property
     def holds(self) -> bool:
         """Whether the server works on requests of ``serve``."""
-        return self._held.holds
+        return self._in_flight.holds
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
         """Hold new requests, by key, and wait for results for a short time; results by key.
@@ -153,11 +153,11 @@ class Remote:
             LostServerError: the server died or hangs.
             RolloutError: the server rejects a request.
         """
-        return self._wait(self._held, new, _SECONDS)
+        return self._wait(self._in_flight, new, _SECONDS)
 
     def cancel(self) -> None:
         """Drop all requests that it holds."""
-        self._held.cancel()
+        self._in_flight.cancel()
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability (nats) of each token of each row but its first."""
@@ -254,7 +254,7 @@ class Remote:
 
     def close(self) -> None:
         """Close connections and forget the files of weights; the server keeps running."""
-        self._held.cancel()
+        self._in_flight.cancel()
         self._client.close()
         self._folder = None
 
@@ -294,7 +294,7 @@ class Remote:
 
     def _wait(
         self,
-        held: HeldRequests[GenerationResult],
+        held: InFlightRequests[GenerationResult],
         new: Mapping[int, GenerationRequest],
         seconds: float,
     ) -> dict[int, GenerationResult]:
@@ -306,11 +306,11 @@ class Remote:
             raise self._gone(error) from error
         if held.silent() > self._heartbeat:
             self._check_alive()
-            self._check_held()
+            self._check_in_flight()
             held.heard()
         return results
 
-    def _check_held(self) -> None:
+    def _check_in_flight(self) -> None:
         """Check that the server works on something, by its own count of requests.
 
         Raises:

@@ -28,7 +28,7 @@ class RequestLoop:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._count = 0  # requests so far
-        self._held: dict[str, int] = {}  # vLLM's name of a request -> key
+        self._in_flight: dict[str, int] = {}  # vLLM's name of a request -> key
         self._outputs: dict[int, Output] = {}  # complete, by key
         self.version = 0  # of the weights
         self._starts: dict[int, list[tuple[int, int]]] = {}  # by key: (version, its first token)
@@ -36,13 +36,13 @@ class RequestLoop:
     @property
     def holds(self) -> bool:
         """Whether it holds requests, or outputs of them."""
-        return bool(self._held or self._outputs)
+        return bool(self._in_flight or self._outputs)
 
     def set_version(self, version: int) -> None:
         """Requests that are held sample their next tokens with weights of this version."""
         self.version = version
         for state in self._engine.output_processor.request_states.values():
-            key = self._held[state.external_req_id]
+            key = self._in_flight[state.external_req_id]
             self._starts[key].append((version, state.detokenizer.num_output_tokens()))
 
     def run(self, requests: Sequence[GenerationRequest], adapter: Any) -> list[Output]:
@@ -74,13 +74,13 @@ class RequestLoop:
                 self._engine.add_request(name, prompt, params, lora_request=adapter)
             except ValueError as error:
                 raise RolloutError(f"vLLM rejected a prompt: {error}") from error
-            self._held[name] = key
+            self._in_flight[name] = key
             self._starts[key] = [(self.version, 0)]
 
     def advance(self) -> dict[int, Output]:
         """Step until a request is complete, at most 16 times; outputs by key of at least 0."""
         for _ in range(_STEPS):
-            if self._outputs or not self._held:
+            if self._outputs or not self._in_flight:
                 break
             self._step()
         outputs, self._outputs = self._outputs, {}
@@ -88,15 +88,15 @@ class RequestLoop:
 
     def cancel(self) -> None:
         """Drop all requests."""
-        self._engine.abort_request(list(self._held))
-        self._held.clear()
+        self._engine.abort_request(list(self._in_flight))
+        self._in_flight.clear()
         self._starts.clear()
         self._outputs.clear()
 
     def _step(self) -> None:
         for out in self._engine.step():
             if out.finished:
-                key = self._held.pop(out.request_id)
+                key = self._in_flight.pop(out.request_id)
                 versions, starts = zip(*self._starts.pop(key), strict=True)
                 ends = (*starts[1:], len(out.outputs[0].token_ids))
                 counts = [end - start for start, end in zip(starts, ends, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -10,21 +11,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from kedge.config.rollout import installed_vllm
 from kedge.errors import ConfigError, LostRequestsError, RolloutError
-from kedge.rollout.liveness import watch_group
 from kedge.rollout.vllm import process_guard
 from kedge.rollout.vllm.inprocess import device_args, fixed_args
-from kedge.rollout.vllm.policy_spec import PolicySpec
+from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.remote import LostServerError, Remote
 from kedge.rollout.vllm.service import (
     GenerationRequest,
@@ -48,7 +47,22 @@ _GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 _MAX_RESTARTS = 3  # in a row, without a finished call in between
 
 
-class Server:
+def _with_restarts(method: Callable[..., T]) -> Callable[..., T]:
+    """The method of ``Remote``, called again by ``Server`` after each restart."""
+
+    @functools.wraps(method)
+    def call(server: Server, *args: Any) -> T:
+        tries = 0
+        while True:
+            try:
+                return method(server, *args)
+            except LostServerError as error:  # noqa: PERF203
+                tries = server._restart(error, tries)
+
+    return call
+
+
+class Server(Remote):
     """A vLLM server started by Kedge, on a private Unix socket.
 
     If it dies or hangs while it generates, it is restarted with the same weights and gets the
@@ -71,7 +85,7 @@ class Server:
 
     def __init__(
         self,
-        spec: PolicySpec,
+        spec: PolicyTemplate,
         weights: Mapping[str, Tensor],
         engine_args: Mapping[str, Any] | None = None,
         *,
@@ -92,28 +106,26 @@ class Server:
         arguments = (
             fixed_args(spec) | device_args(shares_gpu=devices is None) | dict(engine_args or {})
         )
-        socket = self._socket = home / "socket"
+        self._socket = home / "socket"
+        super().__init__(
+            "http://vllm",
+            uds=str(self._socket),
+            files=files,
+            heartbeat=heartbeat,
+            patience=patience,
+            slow=start_timeout,
+        )
         self._process = Process(
             [
                 *(python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-                *("--model", str(home / "policy"), "--uds", str(socket), *scale_out_flags(version)),
+                *("--model", str(home / "policy"), "--uds", str(self._socket)),
+                *scale_out_flags(version),
                 *flags(arguments),
             ],
             log=home / "log",
             eager=bool(arguments.get("enforce_eager")),
             devices=devices,
         )
-        self._start_timeout = start_timeout
-        self._remote = Remote(
-            "http://vllm",
-            uds=str(socket),
-            files=files,
-            heartbeat=heartbeat,
-            patience=patience,
-            slow=start_timeout,
-        )
-        self._version = 0
-        self._loaded = False
         self._tries = 0  # restarts since ``serve`` returned a result
         self._lost = False  # whether it was restarted while it held requests
         try:
@@ -132,21 +144,15 @@ class Server:
         results: list[GenerationResult | None] = [None] * len(requests)
         tries = 0
         while missing := [i for i, result in enumerate(results) if result is None]:
+            received: Sequence[GenerationResult | None]
             try:
-                received: Sequence[GenerationResult | None] = self._remote.generate(
-                    [requests[i] for i in missing]
-                )
+                received = super().generate([requests[i] for i in missing])
             except LostServerError as error:
                 received = error.answers
                 tries = self._restart(error, tries)
             for i, result in zip(missing, received, strict=False):
                 results[i] = result
         return [result for result in results if result is not None]
-
-    @property
-    def abilities(self) -> tuple[int, bool]:
-        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
-        return self._retry(lambda: self._remote.abilities)
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
         """Hold new requests, by key, and wait for results for a short time; results by key.
@@ -158,7 +164,7 @@ class Server:
         try:
             if self._lost:
                 raise LostServerError("the vLLM server was restarted")
-            results = self._remote.serve(new)
+            results = super().serve(new)
         except LostServerError as error:
             if not self._lost:
                 self._tries = self._restart(error, self._tries)
@@ -169,56 +175,38 @@ class Server:
 
     def cancel(self) -> None:
         """Drop all requests that it holds."""
-        self._remote.cancel()
+        super().cancel()
         self._lost = False
-
-    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probability (nats) of each token of each row but its first."""
-        return self._retry(lambda: self._remote.score(rows))
 
     def load(self, payload: WeightPayload, version: int) -> None:
         """Load the weights or the adapter, and reset the prefix cache."""
         try:
-            self._remote.load(payload, version)
+            super().load(payload, version)
         except LostServerError as error:  # the weights are written; a new server loads them
-            self._version, self._loaded = version, True
+            self._version = version
             self._restart(error, 0)
-        self._version, self._loaded = version, True
 
-    def version(self) -> int:
-        """Version of the weights that vLLM reports."""
-        return self._retry(self._remote.version)
+    @property
+    def abilities(self) -> tuple[int, bool]:
+        """As of ``Remote``."""
+        return _with_restarts(lambda server: super().abilities)(self)
 
-    def sleep(self) -> None:
-        """Free the KV cache and move the weights to host memory."""
-        self._retry(self._remote.sleep)
-
-    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Allocate a part of the GPU memory again."""
-        self._retry(lambda: self._remote.wake(part))
-
-    def max_length(self) -> int:
-        """Longest prompt and response together, in tokens."""
-        return self._retry(self._remote.max_length)
+    score = _with_restarts(Remote.score)
+    version = _with_restarts(Remote.version)
+    max_length = _with_restarts(Remote.max_length)
+    sleep = _with_restarts(Remote.sleep)
+    wake = _with_restarts(Remote.wake)
 
     def close(self) -> None:
         """Stop the server and delete its files."""
         self._process.stop()
-        self._remote.close()
+        super().close()
         self._home.delete()
 
     @property
     def pid(self) -> int:
         """Process group id of the server."""
         return self._process.pid
-
-    def _retry(self, call: Callable[[], T]) -> T:
-        tries = 0
-        while True:
-            try:
-                return call()
-            except LostServerError as error:  # noqa: PERF203
-                tries = self._restart(error, tries)
 
     def _restart(self, error: LostServerError, tries: int) -> int:
         if tries >= _MAX_RESTARTS:
@@ -228,7 +216,7 @@ class Server:
             ) from error
         logger.warning("%s; restarting it with version %d", error, self._version)
         self.restarts += 1
-        self._lost = self._remote.holds
+        self._lost = self.holds
         self._process.kill()
         self._start()
         return tries + 1
@@ -236,11 +224,11 @@ class Server:
     def _start(self) -> None:
         self._socket.unlink(missing_ok=True)  # left by a killed server
         self._process.start()
-        deadline = time.monotonic() + self._start_timeout
-        while not self._remote.healthy():
+        deadline = time.monotonic() + self._slow
+        while not self.healthy():
             late = time.monotonic() > deadline
             if late or not self._process.alive:
-                outcome = f"was not ready within {self._start_timeout:g} s" if late else "exited"
+                outcome = f"was not ready within {self._slow:g} s" if late else "exited"
                 log = self._process.log_tail()
                 self._process.kill()
                 raise ConfigError(
@@ -248,8 +236,8 @@ class Server:
                     f" vllm_python. End of its log:\n{log}"
                 )
             time.sleep(0.2)
-        if self._loaded:
-            self._remote.reload(self._version)
+        if self._folder is not None:
+            self.reload(self._version)
 
 
 def find_version(python: str) -> str:
@@ -302,7 +290,6 @@ class Process:
                 start_new_session=True,
             )
         self._finalizer = weakref.finalize(self, _terminate, self._running)
-        threading.Thread(target=watch_group, args=(self._running,), daemon=True).start()
 
     @property
     def pid(self) -> int:

@@ -45,6 +45,23 @@ class Service(Protocol):
         """One result per request, in order."""
         ...
 
+    @property
+    def abilities(self) -> tuple[int, bool]:
+        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
+        ...
+
+    def serve(self, new: Mapping[int, GenerationRequest]) -> Mapping[int, GenerationResult]:
+        """Hold new requests, by key, and sample for a short time; results by key.
+
+        Raises:
+            LostRequestsError: the vLLM was restarted, and holds nothing.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Drop all requests that it holds."""
+        ...
+
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability (nats, temperature 1) of each token of each row but its first."""
         ...
@@ -71,27 +88,6 @@ class Service(Protocol):
 
     def close(self) -> None:
         """Release all resources; may be called again."""
-        ...
-
-
-class ContinuousService(Service, Protocol):
-    """A vLLM that holds requests between calls."""
-
-    @property
-    def abilities(self) -> tuple[int, bool]:
-        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
-        ...
-
-    def serve(self, new: Mapping[int, GenerationRequest]) -> Mapping[int, GenerationResult]:
-        """Hold new requests, by key, and sample for a short time; results by key.
-
-        Raises:
-            LostRequestsError: the vLLM was restarted, and holds nothing.
-        """
-        ...
-
-    def cancel(self) -> None:
-        """Drop all requests that it holds."""
         ...
 
 

@@ -136,7 +136,6 @@ class RolloutStage:
 
     def _shared(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
         """The engine that ``make`` makes on rank 0, shared by all ranks."""
-        from kedge.ray.rollout_store import exchange_of_launch
         from kedge.rollout.shared import build_shared_engine
 
         setup, args = self.setup, self.setup.args
@@ -145,7 +144,6 @@ class RolloutStage:
             ranks=ranks,
             timeout=args.rollout_timeout + args.worker_start_timeout,
             extra_slots=int(setup.algorithm.extra_slot),
-            exchange=exchange_of_launch(setup.pad_id) if self.spec.actors else None,
         )
 
     def num_partial_batches(self, engine: RolloutEngine) -> int:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 Send = Callable[[httpx.AsyncClient], Awaitable[T]]  # sends a request, and reads its result
 
 
-class HeldRequests(Generic[T]):
+class InFlightRequests(Generic[T]):
     """Requests by key, and their results as they arrive.
 
     The server works on all of them between calls of ``wait``; connections are read within.

@@ -9,22 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.environments import EnvironmentRollouts
-from kedge.errors import LostRequestsError, RolloutError
+from kedge.errors import LostRequestsError
 from kedge.models.fingerprint import policy_weights
 from kedge.rollout.embedded.decode import CausalStepper
 from kedge.types import Rollout
+from tests.contract.embedded import drained
 from tests.environments.toys import CHAT, Echo, engine, policy, prompts, rollouts, sampling
-
-
-def drained(played: EnvironmentRollouts) -> Rollout:
-    """Everything that is held, in the order of the rows."""
-    parts = []
-    while played.unfinished:
-        part = played.advance()
-        parts += [] if part is None else [part]
-    whole = Rollout.cat(parts)
-    return whole.rows(whole.prompts.row.argsort())
 
 
 class Cut(Echo):
@@ -58,15 +48,8 @@ class Wrapped:
         return getattr(self.inner, name)
 
 
-class Failing(Echo):
-    def step(self, response: Any) -> Any:
-        if self.turn == 1:
-            raise ValueError("out of order")
-        return super().step(response)
-
-
 @pytest.mark.parametrize("limits", [{}, {"max_turns": 2, "max_turn_tokens": 4}, {"max_turns": 1}])
-def test_held_episodes_are_those_of_whole_batches(limits: dict[str, int]) -> None:
+def test_episodes_in_flight_are_those_of_whole_batches(limits: dict[str, int]) -> None:
     played, batch = rollouts(Cut, engine(chunk_rows=3), **limits), prompts(8)
     want = played.generate(batch, sampling=sampling(min_new_tokens=2), seed=5)
     assert played.slots == 3
@@ -122,21 +105,6 @@ def test_groups_are_complete_with_their_last_episode() -> None:
     assert seeds
 
 
-def test_failures_cost_their_episodes() -> None:
-    played = rollouts(Failing, on_env_error="drop")
-    played.submit(prompts(4), sampling=sampling(), seed=5)
-    rollout = drained(played)
-    assert rollout.episodes is not None
-    assert not rollout.episodes.valid.any()
-    played = rollouts(Failing)
-    played.submit(prompts(4), sampling=sampling(), seed=5)
-    with pytest.raises(RolloutError, match="step failed in turn 2 of row"):
-        drained(played)
-    played.cancel()
-    assert played.unfinished == 0
-    assert played.advance() is None
-
-
 def test_tokens_have_the_version_that_sampled_them() -> None:
     model = policy()
     played = rollouts(Echo, engine(model, shares_weights=False), max_turn_tokens=20)
@@ -160,28 +128,27 @@ def test_tokens_have_the_version_that_sampled_them() -> None:
     assert rollout.version.tolist() == first.tolist()
 
 
-def test_an_engine_that_is_slow_does_not_truncate_episodes() -> None:
+def test_slow_environments_are_truncated_and_a_slow_engine_truncates_none() -> None:
     class SlowEngine(Wrapped):
         def advance(self) -> Any:
             time.sleep(0.25)
             return self.inner.advance()
 
-    played = rollouts(Echo, SlowEngine(), max_seconds=0.5, max_turn_tokens=4)
-    played.submit(prompts(4), sampling=sampling(max_new_tokens=60), seed=5)
-    begin = time.monotonic()
-    assert drained(played).terminated.all()
-    assert time.monotonic() - begin > 0.5
-
-
-def test_an_environment_that_is_slow_is_truncated() -> None:
     class Slower(Slow):
         seconds = 1.2
 
+    options: dict[str, Any] = {"sampling": sampling(max_new_tokens=60), "seed": 5}
+    played = rollouts(Echo, SlowEngine(), max_seconds=0.5, max_turn_tokens=4)
+    played.submit(prompts(4), **options)
+    begin = time.monotonic()
+    assert drained(played).terminated.all()
+    assert time.monotonic() - begin > 0.5
     played = rollouts(Slower, engine(), max_seconds=1.0, max_turn_tokens=4)
-    played.submit(prompts(8), sampling=sampling(max_new_tokens=60), seed=5)
+    played.submit(prompts(8), **options)
     terminated = drained(played).terminated
     assert terminated.any()
     assert not terminated.all()
+    assert played.generate(prompts(8), **options).terminated.tolist() == terminated.tolist()
 
 
 def test_first_turns_of_a_group_are_submitted_together_and_read_once() -> None:

@@ -28,7 +28,7 @@ from kedge.rollout.vllm.weight_payload import (
 )
 
 _PROBE_ROWS, _PROBE_TOKENS = 4, 32
-_SKELETON_LOCK = threading.Lock()  # engines share one module and swap weights into it
+_MODEL_LOCK = threading.Lock()  # engines share one module and swap weights into it
 _EXPECTED_LOCK = threading.Lock()  # the first engine of a weight sync computes, the others wait
 
 
@@ -42,18 +42,18 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicySpec:
+class PolicyTemplate:
     """A policy without its trained weights; can be pickled and sent to other processes.
 
     Args:
-        skeleton: the policy with trained weights on the meta device and frozen weights shared.
+        meta_model: the policy with trained weights on the meta device and frozen weights shared.
         tied: names of the weights of output head and embedding, if they are one tensor.
         adapter: LoRA configuration, if only an adapter is trained.
         tokenizer: of the policy, or None; only needed for stop strings.
         dtype: of the rollout engine, in which weights are sent; None: as they are.
     """
 
-    skeleton: nn.Module
+    meta_model: nn.Module
     tied: tuple[str, str] | None
     tokenizer: Any = None
     adapter: Any = None
@@ -62,7 +62,7 @@ class PolicySpec:
     @classmethod
     def of(
         cls, policy: nn.Module, tokenizer: Any = None, *, dtype: torch.dtype | str | None = None
-    ) -> PolicySpec:
+    ) -> PolicyTemplate:
         """The spec of a transformers causal language model; ``dtype`` may be vLLM's name of it.
 
         Raises:
@@ -79,22 +79,22 @@ class PolicySpec:
         base = policy if adapter is None else model.get_base_model()
         if isinstance(dtype, str):  # "auto" is not a dtype
             dtype = getattr(torch, dtype.removeprefix("torch."), None)
-        return cls(skeleton(policy), _tied(base), tokenizer, adapter, dtype)
+        return cls(meta_model(policy), _tied(base), tokenizer, adapter, dtype)
 
-    def on_cpu(self) -> PolicySpec:
+    def on_cpu(self) -> PolicyTemplate:
         """The spec with its frozen weights on the CPU, to be sent to another process."""
-        return replace(self, skeleton=on_cpu(self.skeleton))
+        return replace(self, meta_model=on_cpu(self.meta_model))
 
     @property
     def base(self) -> nn.Module:
         """The model without its adapter."""
-        wrapped: Any = self.skeleton
-        return wrapped.get_base_model() if self.adapter is not None else self.skeleton
+        wrapped: Any = self.meta_model
+        return wrapped.get_base_model() if self.adapter is not None else self.meta_model
 
     @property
     def vocabulary(self) -> int:
         """Number of token ids."""
-        config: Any = self.skeleton.config
+        config: Any = self.meta_model.config
         return int(config.get_text_config().vocab_size)
 
     @property
@@ -118,7 +118,7 @@ class PolicySpec:
         Raises:
             SyncError: a weight is missing or unknown, or has another shape.
         """
-        parameters = dict(self.skeleton.named_parameters())
+        parameters = dict(self.meta_model.named_parameters())
         check_weights(parameters, weights)
         missing = [name for name, p in parameters.items() if p.is_meta and name not in weights]
         if missing:
@@ -137,7 +137,7 @@ class PolicySpec:
         if self.adapter is None:
             self.payload(weights).write(folder)
         else:
-            frozen = base_weights(dict(self.skeleton.named_parameters()))
+            frozen = base_weights(dict(self.meta_model.named_parameters()))
             WeightPayload(tuple(self._with_head(frozen)), dtype=self.dtype).write(folder)
 
     def _with_head(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -149,7 +149,7 @@ class PolicySpec:
 
     def probe(self) -> Tensor:
         """Fixed token ids int64 [rows, tokens] on which weight syncs are verified."""
-        model_config: Any = self.skeleton.config
+        model_config: Any = self.meta_model.config
         config = model_config.get_text_config()
         context = getattr(config, "max_position_embeddings", None) or _PROBE_TOKENS
         size = (_PROBE_ROWS, min(_PROBE_TOKENS, context - 1))
@@ -163,7 +163,7 @@ class PolicySpec:
             weights: trained weights by name; the result is remembered for these tensors.
         """
         with _EXPECTED_LOCK:
-            key = [self.skeleton, *weights.values()]
+            key = [self.meta_model, *weights.values()]
             if not _same(_LATEST.key, key):
                 _LATEST.value = self._expected(weights)
                 _LATEST.key = [(weakref.ref(x), getattr(x, "_version", 0)) for x in key]
@@ -184,15 +184,15 @@ class PolicySpec:
         """Log-probabilities of the probe by the learner's code: float32 [rows, tokens - 1]."""
         device = getattr(weights, "device", None) or next(iter(weights.values())).device
         ids = self.probe().to(device)
-        frozen = {n: p for n, p in self.skeleton.named_parameters() if not p.is_meta}
+        frozen = {n: p for n, p in self.meta_model.named_parameters() if not p.is_meta}
         parameters = {n: p.to(device) for n, p in frozen.items()} | dict(weights)
         sent = dict.fromkeys(weights, None if self.adapter is not None else self.dtype)
         # Without autocast's cache, which would hold a copy of all weights.
         mixed = torch.autocast(
             device.type, autocast, enabled=autocast is not None, cache_enabled=False
         )
-        with _SKELETON_LOCK, mixed, _widening_layers(self.skeleton, parameters, device, sent):
-            logits = functional_call(self.skeleton, parameters, kwargs={"input_ids": ids}).logits
+        with _MODEL_LOCK, mixed, _widening_layers(self.meta_model, parameters, device, sent):
+            logits = functional_call(self.meta_model, parameters, kwargs={"input_ids": ids}).logits
         picked = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])
         return picked[..., 0].cpu()
 
@@ -273,7 +273,7 @@ def _owner(layer: nn.Module, name: str) -> tuple[Any, str]:
 
 @dataclass(slots=True, kw_only=True)
 class _Latest:
-    """The last result of ``PolicySpec.expected``; holds none of its weights."""
+    """The last result of ``PolicyTemplate.expected``; holds none of its weights."""
 
     key: list[tuple[weakref.ref[Any], int]]
     value: Expected | None
@@ -296,7 +296,7 @@ def weights_dtype(policy: nn.Module) -> torch.dtype:
     return dtype
 
 
-def skeleton(policy: nn.Module) -> nn.Module:
+def meta_model(policy: nn.Module) -> nn.Module:
     """A copy that shares frozen weights and has trained weights on the meta device."""
     trained = [p for p in policy.parameters() if p.requires_grad] or list(policy.parameters())
     memo: dict[int, Any] = {
@@ -308,14 +308,14 @@ def skeleton(policy: nn.Module) -> nn.Module:
     return drop_adapters(copy.deepcopy(policy, memo)).eval()
 
 
-def on_cpu(skeleton: nn.Module) -> nn.Module:
-    """A copy of a skeleton with its frozen weights on the CPU."""
+def on_cpu(meta_model: nn.Module) -> nn.Module:
+    """A copy of a meta_model with its frozen weights on the CPU."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().cpu(), requires_grad=False)
-        for p in skeleton.parameters()
+        for p in meta_model.parameters()
         if not p.is_meta
     }
-    return copy.deepcopy(skeleton, memo)
+    return copy.deepcopy(meta_model, memo)
 
 
 def _tied(policy: nn.Module) -> tuple[str, str] | None:
