@@ -42,7 +42,7 @@ _KIMI = re.compile(
 )
 _PYTHONIC = re.compile(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)", re.DOTALL)
 _PHI = re.compile(r"<\|tool_call\|>(.*?)(?:<\|/tool_call\|>|\Z)", re.DOTALL)
-_REASONING = (
+REASONING = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("◁think▷", "◁/think▷"),
@@ -60,7 +60,7 @@ def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
         text: with special tokens.
         opened: the generation prompt has begun the reasoning.
     """
-    for begin, end in _REASONING:
+    for begin, end in REASONING:
         before, found, rest = text.partition(begin)
         if found and not before.strip():
             reasoning, _, answer = rest.partition(end)
@@ -273,7 +273,7 @@ def _from_python(text: str) -> list[ToolCall]:
     """Calls of functions with literal keyword arguments; nothing is evaluated."""
     try:
         tree: Any = ast.parse(text, mode="eval").body
-        calls = tree.elts if isinstance(tree, ast.List) else [tree]
+        calls: list[Any] = tree.elts if isinstance(tree, ast.List) else [tree]
         return [
             ToolCall(
                 name=ast.unparse(call.func),

@@ -202,7 +202,8 @@ class ModelStage:
         inputs, args = self.setup.inputs, self.setup.args
         if isinstance(args, PPOConfig) and args.value_adapter:
             starts = None if self.value_source == "policy" else args.reward_adapter
-            return value_adapter(policy, inputs.value_model or starts)
+            given: Any = inputs.value_model  # a folder
+            return value_adapter(policy, given or starts)
         given = inputs.value_model
         if isinstance(given, str) and (Path(given) / HEAD_FILE).is_file():
             return load_value_head(given, causal_parts(policy))
