@@ -126,3 +126,22 @@ def test_a_call_within_the_reasoning_is_not_made() -> None:
     response = tokens.response(ids["input_ids"], True, Sampling(max_new_tokens=9))
     assert (list(response.tool_calls), response.text) == ([], "no")
     assert response.reasoning == f"I could write {call} but must not"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [  # as their documentation shows them; no template is at hand
+        "<function=find>\n<parameter=number>\n12\n</parameter>\n</function>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>"
+        '{"number": 12}<|tool_call_end|><|tool_calls_section_end|>',
+        '<minimax:tool_call>\n<invoke name="find">\n<parameter name="number">12</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+        '<|tool_call|>[{"name": "find", "arguments": {"number": 12}}]<|/tool_call|>',
+        "[find(number=12)]",
+        '<|channel|>commentary to=functions.find <|constrain|>json<|message|>{"number": 12}',
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜>{"number": 12}',  # noqa: RUF001
+    ],
+)
+def test_other_families(text: str) -> None:
+    (call,) = parse_any(text)
+    assert (call.name, call.arguments, call.error) == ("find", {"number": 12}, "")

@@ -207,6 +207,7 @@ _BY_MARKER: dict[str, Parser] = {
     "<|tool_call>": parse_gemma,
     "invoke name=": parse_invokes,
     "<tool_call>": parse_tagged,
+    "<function=": parse_tagged,
     "[TOOL_CALLS]": parse_mistral,
     "<|python_tag|>": parse_llama,
     '"parameters":': parse_llama,

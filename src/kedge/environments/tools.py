@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, get_type_hints
 
 from kedge.environments.pool import MakeEnvironment
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, RewardError
 from kedge.protocols import Observation
 from kedge.types import Response, ToolCall
 
@@ -79,7 +79,13 @@ class ToolEnvironment:
         limit = self._max_iterations
         if not calls or (limit is not None and self._iterations >= limit):
             whole = response.terminated
-            return _then(self.final_reward(), lambda reward: (None, reward, whole, not whole, {}))
+            ending = "answer" if whole else "token_limit"
+            info = {"ending": "turn_limit" if calls else ending}
+            try:
+                final = self.final_reward()
+            except Exception as error:  # of the target
+                raise RewardError(_error_text(error)) from error
+            return _then(final, lambda reward: (None, reward, whole, not whole, info))
         self._iterations += 1
         results = self._results(calls)
         if any(inspect.isawaitable(result) for result, _ in results):

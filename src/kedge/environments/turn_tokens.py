@@ -233,7 +233,7 @@ class TurnTokens:
         name = next((str(m["name"]) for m in messages if m.get("name")), "f")
         call = {"name": name, "arguments": {"x": _ANSWER}}
         calls = [{"type": "function", "id": "000000000", "function": call}]
-        head = [
+        head: Messages = [
             {"role": "user", "content": "."},
             {"role": "assistant", "content": "", "tool_calls": calls},
         ]
@@ -250,14 +250,10 @@ class TurnTokens:
         call: dict[str, Any] = {"type": "function", "id": "000000000"}
         rendered = ""
         for written in (arguments, json.dumps(arguments)):  # DeepSeek wants a text
-            function = {"name": name, "arguments": written}
-            turn = {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [call | {"function": function}],
-            }
+            calls = [call | {"function": {"name": name, "arguments": written}}]
+            turn = {"role": "assistant", "content": "", "tool_calls": calls}
             with suppress(DataError):  # a template that knows no calls
-                question = [{"role": "user", "content": _ANSWER}]
+                question: Messages = [{"role": "user", "content": _ANSWER}]
                 start = self._render(question, tools=list(tools))
                 text = self._render([*question, turn], tools=list(tools))
                 whole = text.rpartition(_ANSWER)[2]

@@ -93,6 +93,10 @@ NAMES: dict[str, str] = {
     "environment/seconds": "seconds of sampling spent waiting for environments",
     "environment/model_seconds": "seconds of sampling spent in the model",
     "environment/errors": "share of episodes whose environment failed",
+    "environment/ended_done": "share of episodes that ended because their environment said so; "
+    "ended_truncated: it cut them off; ended_answer: an answer without a call; ended_turn_limit, "
+    "ended_token_limit, ended_time_limit: limits; ended_environment_error, ended_grader_error: the "
+    "environment, or its reward, failed",
     "environment/hung_calls": "calls of environments beyond environment_timeout that have not "
     "ended; each keeps a thread, at most environment_concurrency",
     "environment/cut_observations": "observations per episode whose middle was cut, because they "

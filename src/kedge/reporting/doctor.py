@@ -103,6 +103,24 @@ def _format_never_valid(log: RunLog) -> str | None:
 
 
 @rule(
+    "episodes end before they are done",
+    "raise the limit that ends them (max_turns, response_length or max_turn_tokens,"
+    " max_episode_seconds), or mend the environment whose errors end them",
+)
+def _episodes_cut(log: RunLog) -> str | None:
+    kinds = ("turn_limit", "token_limit", "time_limit", "environment_error", "grader_error")
+    shares = {kind: log.last(f"environment/ended_{kind}") or 0.0 for kind in kinds}
+    cut = {kind: share for kind, share in shares.items() if share > 0}
+    if (
+        sum(cut.values()) < 0.3
+        and cut.get("environment_error", 0) + cut.get("grader_error", 0) < 0.05
+    ):
+        return None
+    words = (f"{share:.0%} by {kind.replace('_', ' ')}" for kind, share in cut.items())
+    return f"{', '.join(words)}"
+
+
+@rule(
     "the reward comes from one turn alone",
     'reward intermediate steps in the environment, or set credit="turn" or lam=1, so that the'
     " last reward reaches the first turns",
@@ -287,6 +305,19 @@ def _value_explains_nothing(log: RunLog) -> str | None:
     if late > 0.05 or solved:  # equal scores leave little variance to explain
         return None
     return f"explained variance {late:.2f} over the second half"
+
+
+@rule(
+    "the first iterations were noise",
+    "let the value model train alone first (value_warmup_steps), or fit it on recorded rollouts"
+    " (kedge value fit) and check it (kedge value check) before the policy moves",
+)
+def _critic_starts_as_noise(log: RunLog) -> str | None:
+    known = [row.get("val/explained_variance") for row in log.rows if row.get("lr")]
+    first = next((i for i, x in enumerate(known) if x is not None and x > 0), len(known))
+    if len(known) < MIN_ROWS or not 3 <= first < len(known):
+        return None
+    return f"in the first {first} rows in which the policy moved, the value was worse than the mean"
 
 
 @rule(
