@@ -174,6 +174,7 @@ class Learner(Stateful, Protocol):
         loss: LossFn,
         *,
         only_value: bool = False,
+        skip_policy: bool = False,
         should_apply: ShouldApply = always,
     ) -> dict[str, float]:
         """ONE optimizer step.  Returns the loss metrics summed over micro-batches and ranks.

@@ -88,21 +88,24 @@ class ToolCall:
     name: str  # "" if the call could not be read
     arguments: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""  # what is wrong with the call, in words for the policy
+    # The arguments as written, of formats in which 1 and "1" look alike.
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
     """One turn of the policy, as an environment gets it."""
 
-    text: str  # decoded, without special tokens
+    text: str  # decoded, without special tokens and reasoning
     ids: tuple[int, ...] = ()  # as sampled, with the stop token
     terminated: bool = True  # False: cut off by a token limit
     raw: str | None = None  # decoded with special tokens, without the stop token; None: the text
     parse: Callable[[str], Sequence[ToolCall]] | None = None
+    reasoning: str = ""  # what the policy thought before it answered
 
     @property
     def tool_calls(self) -> Sequence[ToolCall]:
-        """The calls in the response, parsed when this is read."""
+        """The calls in the response, parsed when this is read; none of its reasoning."""
         text = self.text if self.raw is None else self.raw
         return () if self.parse is None else self.parse(text)
 
@@ -214,6 +217,7 @@ class AdvantageOutput:
     # bool [B, R]; where the policy trains; None: the rollout's mask
     loss_mask: Tensor | None = None
     deviation: Tensor | None = None  # float32 []; of the advantages before they were scaled
+    penalized: Tensor | None = None  # bool [B, R]; tokens with a KL to the old policy (KL-Cov)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +237,7 @@ class Experience(Record):
     old_values: Tensor | None = None  # float32 [B, R]
     returns: Tensor | None = None  # float32 [B, R]
     behavior_logprobs: Tensor | None = None  # float32 [B, R]
+    penalized: Tensor | None = None  # bool [B, R]; see AdvantageOutput
     allowed_tokens: Tensor | None = rows_field(fill=-1, default=None)  # int64 [B, R, K]
 
 
@@ -255,7 +260,7 @@ class PolicyOutput:
     """One forward pass over a micro-batch, response positions only."""
 
     logprobs: Tensor  # float32 [b, R], with gradient; 0 outside the mask
-    entropy: Tensor  # float32 [b, R], no gradient; 0 outside the mask
+    entropy: Tensor  # float32 [b, R], 0 outside the mask; with gradient if there is a bonus
     values: Tensor | None = None  # float32 [b, R], with gradient
 
 

@@ -222,3 +222,18 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
     text = json.dumps(row)[:-1] + ', "lr": 1e999}'
     (tmp_path / "metrics.jsonl").write_text(text + "\n")
     assert read_log(tmp_path).rows == [{"objective/scores": 1.0}]
+
+
+def test_endings_of_episodes_and_a_critic_that_starts_as_noise() -> None:
+    cut = {"environment__ended_turn_limit": [0.5] * 10, "environment__ended_done": [0.5] * 10}
+    (finding,) = examine(scored(0.5, 1.0, **cut))
+    assert (finding.rule, finding.seen) == (
+        "episodes end before they are done",
+        "50% by turn limit",
+    )
+    assert rules(scored(0.5, 1.0, environment__ended_grader_error=[0.1] * 10)) != []
+    noise = {"val__explained_variance": [-0.4] * 4 + [0.5] * 6, "lr": [1e-5] * 10}
+    (finding,) = examine(scored(0.5, 1.0, **noise))
+    assert finding.seen.startswith("in the first 4 rows in which the policy moved")
+    warm = {**noise, "lr": [0.0] * 4 + [1e-5] * 6}  # the value trained alone
+    assert rules(scored(0.5, 1.0, **warm)) == []

@@ -54,26 +54,37 @@ def constraint_cases(targets):
     }
 
 
+@pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.25, None), (0.5, 3.0)])
 @pytest.mark.parametrize("name", ["plain", "temperature", "banned", "support", "both"])
 @pytest.mark.parametrize(("tile", "most"), [(256, 0), (256, None), (2100, None), (None, None)])
-def test_equals_the_definition_with_gradients(tile, most, name, scale, softcap, monkeypatch):
+def test_equals_the_definition_with_gradients(
+    tile, most, name, scale, softcap, entropy_grad, monkeypatch
+):
     if most is not None:
         monkeypatch.setattr(module, "_KEPT", most)
     hidden, weight, bias, targets = case()
     constraints = constraint_cases(targets)[name]
-    up = torch.randn(N, generator=torch.Generator().manual_seed(1), dtype=hidden.dtype)
+    up = torch.randn(2, N, generator=torch.Generator().manual_seed(1), dtype=hidden.dtype)
     got, want = [], []
     for out, how in ((got, "tiles"), (want, "plain")):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
         head = Head(leaves[1], leaves[2], scale, softcap)
         if how == "tiles":
             logp, entropy = linear_logprob(
-                leaves[0], head, targets, constraints=constraints, tile=tile
+                leaves[0],
+                head,
+                targets,
+                constraints=constraints,
+                entropy_grad=entropy_grad,
+                tile=tile,
             )
         else:
             logp, entropy = plain(leaves[0], head, targets, constraints)
-        (up * logp).sum().backward()
+        loss = (up[0] * logp).sum()
+        if entropy_grad:
+            loss = loss + (up[1] * entropy).sum()
+        loss.backward()
         out.extend([logp, entropy, *(x.grad for x in leaves)])
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-10)
@@ -94,17 +105,22 @@ def test_by_hand():
     assert entropy[0] == 0
 
 
+@pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("kept", [0, N * V])
-def test_a_second_backward_pass_gives_the_same_gradients(kept, monkeypatch):
+def test_a_second_backward_pass_gives_the_same_gradients(kept, entropy_grad, monkeypatch):
     monkeypatch.setattr(module, "_KEPT", kept)
     hidden, weight, _, targets = case()
     weight.requires_grad_()
-    loss = linear_logprob(hidden, Head(weight), targets, tile=N * 256)[0].sum()
+    logp, entropy = linear_logprob(
+        hidden, Head(weight), targets, entropy_grad=entropy_grad, tile=N * 256
+    )
+    loss = logp.sum() + (entropy.sum() if entropy_grad else 0)
     first, second = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
-def test_bfloat16_states_have_the_scale_and_temperature_too():
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_bfloat16_states_have_the_scale_and_temperature_too(entropy_grad):
     hidden, weight, bias, targets = (
         x.bfloat16() if x.is_floating_point() else x for x in case(torch.float32)
     )
@@ -114,10 +130,12 @@ def test_bfloat16_states_have_the_scale_and_temperature_too():
         leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, bias)]
         head = Head(leaves[1], leaves[2], 0.5)
         if dtype == torch.bfloat16:
-            logp, entropy = linear_logprob(leaves[0], head, targets, constraints=constraints)
+            logp, entropy = linear_logprob(
+                leaves[0], head, targets, constraints=constraints, entropy_grad=entropy_grad
+            )
         else:
             logp, entropy = plain(leaves[0], head, targets, constraints)
-        logp.sum().backward()
+        (logp.sum() + (entropy.sum() if entropy_grad else 0)).backward()
         out += [logp, entropy, *(x.grad for x in leaves)]
     for mine, theirs in zip(found[:2], want[:2], strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
@@ -132,7 +150,9 @@ def test_gradcheck():
 
     def f(h, w, b):
         head = Head(w, b, 0.7, 2.0)
-        return linear_logprob(h, head, targets[:2] % 300, constraints=constraints, tile=256)[0]
+        return linear_logprob(
+            h, head, targets[:2] % 300, constraints=constraints, entropy_grad=True, tile=256
+        )
 
     assert torch.autograd.gradcheck(f, [x.requires_grad_() for x in (hidden, weight, bias)])
 
@@ -210,16 +230,19 @@ def test_never_holds_the_logits(softcap):
     assert seen.elements == rows * vocab  # the watch sees what it watches for
 
 
+@pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("kept", [0, N * 300, N * V])
-def test_kept_tiles_save_a_product_and_change_rounding_alone(kept, monkeypatch):
+def test_kept_tiles_save_a_product_and_change_rounding_alone(kept, entropy_grad, monkeypatch):
     hidden, weight, bias, targets = case()
     results, products = [], []
     for most in (0, kept):
         monkeypatch.setattr(module, "_KEPT", most)
         leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
         with Calls() as calls:
-            logp, entropy = linear_logprob(leaves[0], Head(*leaves[1:]), targets, tile=N * 256)
-            logp.sum().backward()
+            logp, entropy = linear_logprob(
+                leaves[0], Head(*leaves[1:]), targets, entropy_grad=entropy_grad, tile=N * 256
+            )
+            (logp.sum() + (entropy.sum() if entropy_grad else 0)).backward()
         results.append([logp, entropy, *(x.grad for x in leaves)])
         products.append(calls.addmm_out)
     assert all(map(torch.equal, results[0][:2], results[1][:2]))

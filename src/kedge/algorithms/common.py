@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs
+from kedge.math.advantage import group_count, group_std
 from kedge.math.kl import ESTIMATORS
-from kedge.math.losses import Clip, clipped_policy_loss, policy_is_clipped
+from kedge.math.losses import (
+    Clip,
+    clipped_policy_loss,
+    masked_policy_loss,
+    outside,
+    policy_is_clipped,
+)
 from kedge.math.masked import moments, standardize
 from kedge.math.ratios import RatioLevel, ratios
 from kedge.math.turns import (
@@ -46,6 +53,34 @@ def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tens
         raise ValueError(f"kl_estimator must be one of {known}, got {estimator!r}")
     ref = require(outputs.ref_logprobs, "reference")
     return ESTIMATORS[estimator](outputs.logprobs, ref) * mask
+
+
+def longest_response(
+    response_length: int | None, overlong_buffer: int, needed_by: str | None
+) -> int:
+    """The length limit of a response in tokens; 1 where nothing needs it.
+
+    Raises:
+        ValueError: it is missing, or shorter than ``overlong_buffer``.
+    """
+    if response_length is None:
+        if needed_by or overlong_buffer:
+            option = needed_by or "overlong_buffer"
+            raise ValueError(f"{option} needs response_length, the longest response in tokens")
+        return 1
+    if not 0 <= overlong_buffer <= response_length:
+        raise ValueError(
+            f"overlong_buffer must be between 0 and response_length={response_length}, got"
+            f" {overlong_buffer}"
+        )
+    return response_length
+
+
+def uniform_groups(e: AdvantageInputs, scores: Tensor) -> Tensor:
+    """Rows whose group, of two rows or more, has equal scores with dense rewards.  bool [B]."""
+    group, valid = e.rollout.prompts.group, e.reward_output.valid
+    whole = torch.where(valid, scores, 0.0) + dense_totals(dense_rewards(e))
+    return (group_std(whole, group, valid) == 0) & (group_count(group, valid) > 1)
 
 
 def dense_rewards(e: AdvantageInputs) -> Tensor:
@@ -151,23 +186,28 @@ class PolicyTerms:
 
     log_ratio: Tensor  # log p - log p_old, 0 where the token does not train
     ratio: Tensor  # of the token or of its response
-    loss: Tensor  # -min(ratio A, clip(ratio) A)
+    loss: Tensor  # -min(ratio A, clip(ratio) A), or -ratio A within the clips alone
     clipped: Tensor  # bool; the clip leaves the token without gradient
 
 
 def policy_terms(
-    new: PolicyOutput, mb: MicroBatch, clip: Clip, level: RatioLevel = "token"
+    new: PolicyOutput,
+    mb: MicroBatch,
+    clip: Clip,
+    level: RatioLevel = "token",
+    *,
+    masked: bool = False,
 ) -> PolicyTerms:
-    """The clipped loss of each token, with ratios as in ``kedge.math.ratios``."""
+    """The clipped or masked loss of each token, with ratios as in ``kedge.math.ratios``."""
     x = mb.rows
     log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
     ratio = ratios(log_ratio, x.loss_mask, level)
-    return PolicyTerms(
-        log_ratio=log_ratio,
-        ratio=ratio,
-        loss=clipped_policy_loss(ratio, x.advantages, clip=clip),
-        clipped=policy_is_clipped(ratio, x.advantages, clip=clip),
-    )
+    if masked:
+        loss, clipped = masked_policy_loss(ratio, x.advantages, clip=clip), outside(ratio, clip)
+    else:
+        loss = clipped_policy_loss(ratio, x.advantages, clip=clip)
+        clipped = policy_is_clipped(ratio, x.advantages, clip=clip)
+    return PolicyTerms(log_ratio=log_ratio, ratio=ratio, loss=loss, clipped=clipped)
 
 
 def policy_metrics(

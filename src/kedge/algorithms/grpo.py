@@ -19,6 +19,7 @@ from kedge.algorithms.common import (
     check_loss_kl,
     dense_totals,
     group_advantages,
+    longest_response,
     policy_metrics,
     policy_terms,
     reference_kl,
@@ -97,8 +98,8 @@ def grpo(  # noqa: PLR0913
     high = epsilon if epsilon_high is None else epsilon_high
     if delta is not None and delta <= 1 + high:
         raise ValueError(f"delta={delta} must be above 1 + epsilon_high = {1 + high:g}")
-    _check_length(response_length, loss_type, overlong_buffer)
-    longest = response_length or 1
+    needed_by = "dr_grpo" if loss_type == "dr_grpo" else None
+    longest = longest_response(response_length, overlong_buffer, needed_by)
     clip = Clip(epsilon, high, delta)
     top = 5.0 if epsilon_high is None else epsilon_high  # of "cispo"
     level: RatioLevel = "token" if importance_sampling_level == "token" else "sequence_mean"
@@ -160,15 +161,3 @@ def grpo(  # noqa: PLR0913
             *("rollout/untrained_rows", "rollout/resampled_groups"),
         ),
     )
-
-
-def _check_length(response_length: int | None, loss_type: str, overlong_buffer: int) -> None:
-    if response_length is None and (loss_type == "dr_grpo" or overlong_buffer):
-        raise ValueError(
-            "dr_grpo and overlong_buffer need response_length, the longest response in tokens"
-        )
-    if response_length is not None and not 0 <= overlong_buffer <= response_length:
-        raise ValueError(
-            f"overlong_buffer must be between 0 and response_length={response_length}, got"
-            f" {overlong_buffer}"
-        )

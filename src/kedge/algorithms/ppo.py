@@ -10,33 +10,48 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.algorithms.common import (
     CreditLevel,
     dense_rewards,
+    longest_response,
     policy_metrics,
     policy_terms,
     reference_kl,
     trained_turns,
     turn_numbers,
+    uniform_groups,
 )
 from kedge.math.advantage import gae, length_adaptive_lambda
-from kedge.math.losses import Clip, clipped_value_loss, value_is_clipped
+from kedge.math.losses import (
+    Clip,
+    clip_cov_tokens,
+    clipped_value_loss,
+    covariances,
+    kl_cov_tokens,
+    value_is_clipped,
+)
 from kedge.math.masked import extend, last_true, moments, whiten
-from kedge.math.rewards import place_score
+from kedge.math.rewards import overlong_penalty, place_score
 from kedge.math.turns import broadcast_turns, segment_sum, turn_starts
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 ScorePosition = Literal["last", "after_last"]
+LossAggregation = Literal["token", "sequence", "constant"]
 
 
-def ppo(  # noqa: PLR0913
+def ppo(  # noqa: C901, PLR0913, PLR0915
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
     cliprange: float = 0.2,
+    cliprange_high: float | None = None,
+    policy_loss: Literal["clip", "mask"] = "clip",
+    loss_aggregation: LossAggregation = "token",
+    response_length: int | None = None,
     cliprange_value: float = 0.2,
     vf_coef: float = 0.1,
     kl_estimator: str = "k1",
@@ -48,6 +63,13 @@ def ppo(  # noqa: PLR0913
     lam_alpha: float | None = None,
     dual_clip: float | None = None,
     credit: CreditLevel = "token",
+    kl_cov: float = 0.0,
+    kl_cov_coef: float = 1.0,
+    clip_cov: float = 0.0,
+    mask_truncated_completions: bool = False,
+    drop_uniform_groups: bool = False,
+    dynamic_sampling: int = 0,
+    overlong_buffer: int = 0,
     reference: bool = True,
 ) -> Algorithm:
     """PPO: GAE on KL-penalized rewards, clipped policy and value losses.
@@ -67,6 +89,13 @@ def ppo(  # noqa: PLR0913
         gamma: discount per token, or per turn.
         lam: GAE's lambda.
         cliprange: ratio clip, epsilon in eq. 7 of arXiv:1707.06347.
+        cliprange_high: the clip above 1, if it differs (clip-higher, DAPO, with 0.28).
+        policy_loss: "mask" leaves tokens out whose ratio is outside of both clips, whatever the
+            sign of the advantage (SAO, arXiv:2607.07508, with 0.3 and 5).
+        loss_aggregation: weights of tokens over one optimizer step and all ranks: "token"
+            1 / tokens, "sequence" 1 / (rows length); "constant" 1 / (rows response_length), in the
+            policy loss alone.
+        response_length: limit of a response in tokens, for "constant" and ``overlong_buffer``.
         cliprange_value: clip of the value around its old prediction.
         vf_coef: coefficient of the value loss.
         kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.
@@ -82,21 +111,41 @@ def ppo(  # noqa: PLR0913
             length in tokens (VAPO, arXiv:2504.05118, with 0.05).
         dual_clip: largest ratio of a token with negative advantage (arXiv:1912.09729, with 3).
         credit: what an action is: "token", or "turn" for tasks of many turns.
+        kl_cov: this share of the tokens, those whose log-probability and advantage covary most,
+            gets the penalty ``kl_cov_coef`` times abs(log rho) (KL-Cov, arXiv:2505.22617, with
+            0.002 and without a clip).
+        kl_cov_coef: see above.
+        clip_cov: this share of the tokens, of those with a covariance from 1 to 5, gets no policy
+            gradient (Clip-Cov, arXiv:2505.22617, with 2e-4).
+        mask_truncated_completions: responses truncated by the length limit are not trained on.
+        drop_uniform_groups: groups of equal scores train the value model alone.
+        dynamic_sampling: rounds in which such groups are replaced by other prompts (DAPO).
+        overlong_buffer: tokens before ``response_length`` over which the score falls by up to 1.
         reference: whether there is a reference policy for the KL penalty.
 
     Raises:
-        ValueError: ``credit="turn"`` with ``score_position="after_last"`` or ``lam_alpha``.
+        ValueError: ``credit="turn"`` with ``score_position="after_last"`` or ``lam_alpha``, or
+            a length limit that is missing.
     """
     _check_credit(credit, score_position, lam_alpha)
+    needed_by = "loss_aggregation" if loss_aggregation == "constant" else None
+    longest = longest_response(response_length, overlong_buffer, needed_by)
     by_batch = whiten_advantages == "batch" or score_position == "after_last"
     target_lam = (1.0 if lam_alpha else lam) if lam_value is None else lam_value
-    clip = Clip(cliprange, ceiling=dual_clip)
+    clip = Clip(cliprange, cliprange_high, dual_clip)
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
-        mask = e.rollout.loss_mask
+        mask, scores = e.rollout.loss_mask, e.reward_output.scores  # [B, R], [B]
         value_mask = extend(mask) if score_position == "after_last" else mask
         kl = reference_kl(e, kl_estimator, reference=reference)
-        rewards = place_score(e.reward_output.scores, value_mask) + dense_rewards(e)
+        learned = improved = torch.ones_like(scores, dtype=torch.bool)  # rows of value and policy
+        if mask_truncated_completions:
+            learned = improved = e.rollout.terminated
+        if drop_uniform_groups:
+            improved = learned & ~uniform_groups(e, scores)
+        if overlong_buffer:
+            scores = scores + overlong_penalty(mask.sum(1), longest=longest, buffer=overlong_buffer)
+        rewards = place_score(scores, value_mask) + dense_rewards(e)
         rewards = rewards if kl is None else rewards - kl_coef * kl
         turn, actions = turn_numbers(e) if credit == "turn" else None, mask
         if turn is not None:
@@ -112,33 +161,50 @@ def ppo(  # noqa: PLR0913
         same = lam_alpha is None and target_lam == lam
         target = raw if same else estimate(lam=target_lam)
         returns = (target + values) * value_mask
-        trained = e.trained if turn is None else trained_turns(turn, e.trained)
+        tokens = e.trained & improved[:, None]
+        trained = tokens if turn is None else trained_turns(turn, tokens)
         scaled = whiten(raw, trained, total=e.total, least=0.0 if by_batch else 1.0)
         advantages = scaled if whiten_advantages else raw * actions
         if turn is not None:
             advantages = broadcast_turns(advantages, turn)
+        penalized = None
+        if kl_cov or clip_cov:
+            logprobs = e.model_outputs.logprobs
+            covariance = covariances(logprobs, advantages, tokens, total=e.total)
+            penalized = kl_cov_tokens(covariance, share=kl_cov) if kl_cov else None
+            if clip_cov:
+                advantages = advantages * ~clip_cov_tokens(covariance, share=clip_cov)
+        filtered = mask_truncated_completions or drop_uniform_groups
         return AdvantageOutput(
             rewards=rewards,
             advantages=advantages,
             returns=returns,
             kl=kl,
-            value_mask=value_mask,
+            value_mask=value_mask & learned[:, None],
+            loss_mask=mask & improved[:, None] if filtered else None,
             deviation=moments(raw, trained, total=e.total)[1],
+            penalized=penalized,
         )
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
         x, w, v = mb.rows, mb.token_weight, mb.value_weight
-        terms = policy_terms(new, mb, clip)
-        policy = (w * terms.loss).sum()
+        terms = policy_terms(new, mb, clip, masked=policy_loss == "mask")
+        constant = loss_aggregation == "constant"
+        share = mb.row_weight[:, None] * x.loss_mask / longest if constant else w
+        policy = (share * terms.loss).sum()
         values, old, returns = (require(y, "values") for y in (new.values, x.old_values, x.returns))
         value = (v * clipped_value_loss(values, old, returns, clip=cliprange_value)).sum()
         value_clipped = value_is_clipped(values, old, returns, clip=cliprange_value)
+        parts = {"policy": policy, "value": vf_coef * value}
         metrics = policy_metrics(terms, policy, new, mb, w) | {
             "loss/value_avg": value,
             "policy/policykl_avg": -(w * terms.log_ratio).sum(),
             "val/clipfrac_avg": (v * value_clipped).sum(),
         }
-        return Loss(parts={"policy": policy, "value": vf_coef * value}, metrics=metrics)
+        if kl_cov:
+            penalty = (w * require(x.penalized, "penalized") * terms.log_ratio.abs()).sum()
+            parts["kl_cov"], metrics["loss/kl_cov_avg"] = kl_cov_coef * penalty, penalty
+        return Loss(parts=parts, metrics=metrics)
 
     return Algorithm(
         name="ppo",
@@ -148,10 +214,14 @@ def ppo(  # noqa: PLR0913
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",
         extra_slot=score_position == "after_last",
+        weighting="row_then_token_mean" if loss_aggregation == "sequence" else "token_mean",
+        min_group=2 if drop_uniform_groups or dynamic_sampling else 1,
+        resample=dynamic_sampling,
         metrics=(
             *("policy/policykl_avg", "loss/value_avg", "val/clipfrac_avg"),
             *("val/explained_variance", "val/value_mean", "val/return_mean"),
-            "val/raw_advantage_std",
+            *("val/raw_advantage_std", "loss/kl_cov_avg", "objective/uniform_groups"),
+            *("rollout/untrained_rows", "rollout/resampled_groups"),
         ),
     )
 

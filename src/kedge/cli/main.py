@@ -30,6 +30,7 @@ _PACKAGES = {
         "doctor": "diagnose a run from its log and suggest fixes",
         "report": "write an HTML report of a run: curves, completions, tokens",
         "generate": "sample completions of prompts with a model",
+        "value": "train a value model on recorded rollouts, and check it before PPO relies on it",
         "judge": "compare two sets of completions: win rate with a confidence interval",
         "serve-reward": "serve reward functions over HTTP to trainers on other machines",
     },

@@ -170,6 +170,7 @@ class AsyncPPOConfig(PPOConfig):
         Raises:
             ConfigError: sizes that do not divide, or two options that contradict each other.
         """
+        super().convert(c, given)
         _convert_sizes(c)
         if c.warm_up_steps:
             steps = c.num_ppo_epochs * c.num_mini_batches

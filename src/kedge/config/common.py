@@ -21,6 +21,7 @@ _script = partial(option, acts_in="command line and scripts")
 _sampling = partial(option, acts_in="sampling", resume=True)
 _reward = partial(option, acts_in="rewards", resume=True)
 _kl = partial(option, acts_in="KL controller", resume=True)
+_entropy = partial(option, acts_in="entropy bonus", resume=True)
 _prompts = partial(option, acts_in="prompts", resume=True)
 _eval = partial(option, acts_in="evaluation")
 _tracker = partial(option, acts_in="trackers")
@@ -234,6 +235,22 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
     adaptive_kl: bool = _kl(False, "Adapt kl_coef so that the KL approaches kl_target.")
     kl_target: float = _kl(6.0, "Target KL of adaptive_kl, in nats per response.", gt=0)
     kl_horizon: float = _kl(10000.0, "Horizon of adaptive_kl, in responses.", gt=0)
+
+    # Entropy bonus, in the names of TRL.
+    entropy_coef: float = _entropy(
+        0.0, "Weight of the entropy bonus in the loss, per token; the first one if adaptive.", ge=0
+    )
+    use_adaptive_entropy: bool = _entropy(
+        False, "Adapt entropy_coef so that the entropy stays above entropy_target."
+    )
+    entropy_coef_min: float = _entropy(0.0, "Lower bound of the adaptive entropy_coef.", ge=0)
+    entropy_coef_max: float = _entropy(1.0, "Upper bound of the adaptive entropy_coef.", ge=0)
+    entropy_coef_delta: float = _entropy(
+        0.005, "Change of the adaptive entropy_coef per optimizer step.", ge=0
+    )
+    entropy_target: float = _entropy(
+        0.2, "Nats per token at or below which the adaptive bonus acts.", ge=0
+    )
     # Prompts.
     max_prompt_length: int | None = _prompts(None, "Maximum length of a prompt, in tokens.", ge=1)
     chat_template_kwargs: dict[str, Any] | str | None = _prompts(
@@ -286,11 +303,11 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         "With as_completed: engines get new weights while they sample, and responses continue with "
         "them. Each token has its policy version; those older than max_lag are not trained on.",
     )
-    sampler_correction: Literal["auto", "off", "truncate", "mask"] | None = _engine(
+    sampler_correction: Literal["auto", "off", "truncate", "mask", "ratio"] | None = _engine(
         "auto",
         "Importance weights of the learner against the rollout engine: truncate or mask large "
         "ones, or off. auto: truncate with vLLM, from max_lag=2, and if one of the options below "
-        "is set; else off.",
+        "is set; else off. ratio: no weights; the loss takes its ratio to the rollout engine.",
     )
     sampler_correction_level: Literal["token", "sequence", "sequence_mean"] | None = _engine(
         None, "Weights per token, per response, or their geometric mean per response. Unset: token."

@@ -3,16 +3,43 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
-from kedge.config.base import OnPolicyConfig
-from kedge.config.declare import option
+from kedge.config.base import OnPolicyConfig, fields_of, foreign
+from kedge.config.declare import default_of, option
 from kedge.errors import ConfigError
 
 _ppo = partial(option, acts_in="algorithm: kedge.algorithms.ppo", resume=True)
 _value = partial(option, acts_in="value model", resume=True)
+
+
+# Single-rollout asynchronous optimization, Hou et al. 2026 (arXiv:2607.07508); where each value
+# comes from: docs/algorithms/sao.md.
+RECIPES: dict[str, dict[str, Any]] = {
+    "sao": {
+        "num_generations": 1,
+        "rollout_schedule": "as_completed",
+        "max_lag": 1,
+        "sampler_correction": "ratio",
+        "policy_loss": "mask",
+        "cliprange": 0.3,
+        "cliprange_high": 5.0,
+        "kl_coef": 0.0,
+        "num_ppo_epochs": 1,
+        "lam_alpha": 0.05,
+        "lam_value": 1.0,
+        "value_source": "copy",
+        "freeze_value_attention": True,
+        "num_value_epochs": 2,
+        "value_warmup_steps": 10,
+        "learning_rate": 1e-6,
+        "value_learning_rate": 5e-6,
+        "temperature": 1.0,
+    }
+}
 
 
 @dataclass(repr=False)
@@ -28,15 +55,61 @@ class PPOConfig(OnPolicyConfig):
     """
 
     exp_name: str = option("ppo_config", "Name of the experiment.")
+    recipe: Literal["sao"] | None = option(
+        None,
+        "Values of a published method for the options that are not set: sao, single-rollout "
+        "asynchronous PPO for agents.",
+        acts_in="defaults of other options",
+    )
 
     # PPO.
     whiten_rewards: bool = _ppo(False, "Scale rewards to unit variance, keeping their mean.")
     whiten_advantages: bool = _ppo(True, "Scale advantages to mean 0 and at most unit variance.")
     cliprange: float = _ppo(
         0.2,
-        "Clip range of the probability ratio: 1 - cliprange to 1 + cliprange.",
+        "Clip range of the probability ratio: 1 - cliprange to 1 + cliprange; or both, low and "
+        "high.",
         gt=0,
         le=math.inf,
+        accepts=float | list[float],
+    )
+    cliprange_high: float | None = _ppo(
+        None, "Clip range above 1, such as 0.28. Unset: cliprange.", gt=0, le=math.inf
+    )
+    policy_loss: Literal["clip", "mask"] = _ppo(
+        "clip",
+        "Clip the ratio, or mask: leave out tokens whose ratio is outside of both clips, as SAO.",
+    )
+    loss_aggregation: Literal["token", "sequence", "constant"] = _ppo(
+        "token",
+        "Weight of a token: equal, equal per response, or 1 / response_length (policy loss alone).",
+    )
+    kl_cov: float = _ppo(
+        0.0,
+        "Share of tokens, of largest covariance of log-probability and advantage, with a penalty "
+        "on the change of their log-probability (KL-Cov, 0.002).",
+        ge=0,
+        le=1,
+    )
+    kl_cov_coef: float = _ppo(1.0, "Weight of the penalty of kl_cov.", ge=0)
+    clip_cov: float = _ppo(
+        0.0,
+        "Share of tokens, of those with a covariance from 1 to 5, without policy gradient "
+        "(Clip-Cov, 2e-4).",
+        ge=0,
+        le=1,
+    )
+    mask_truncated_completions: bool = _ppo(
+        False, "Exclude responses that were truncated at the length limit from the losses."
+    )
+    drop_uniform_groups: bool = _ppo(
+        False, "With num_generations: groups with equal scores train the value model alone."
+    )
+    dynamic_sampling: int = _ppo(
+        0, "Most rounds of replacing groups with equal scores by new prompts (DAPO).", ge=0
+    )
+    overlong_buffer: int = _ppo(
+        0, "Tokens before response_length over which the score drops by up to 1 (DAPO).", ge=0
     )
     vf_coef: float = _ppo(0.1, "Weight of the value loss.", ge=0)
     cliprange_value: float = _ppo(
@@ -67,10 +140,10 @@ class PPOConfig(OnPolicyConfig):
     )
 
     # Value model.
-    value_source: Literal["auto", "reward", "policy"] = _value(
+    value_source: Literal["auto", "reward", "policy", "copy"] = _value(
         "auto",
-        "Initialization of the value model: the reward model, or the policy with a new head. "
-        "auto: the reward model if it fits.",
+        "Initialization of the value model: the reward model, a head on the policy (policy), or a "
+        "model of its own with the policy's weights (copy). auto: the reward model if it fits.",
     )
     value_adapter: bool = _value(
         False,
@@ -81,13 +154,41 @@ class PPOConfig(OnPolicyConfig):
         None, "Learning rate of the value model. Unset: learning_rate.", ge=0
     )
     value_warmup_steps: int = _value(0, "First iterations that train only the value model.", ge=0)
+    num_value_epochs: int = _value(
+        1, "Passes of the value model over the batch for each pass of the policy.", ge=1
+    )
+    freeze_value_attention: bool = _value(
+        False, "Train the value model without its attention layers (full, linear or recurrent)."
+    )
+
+    @classmethod
+    def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
+        """Fill in the values of ``recipe``."""
+        own = fields_of(cls)
+        names = {getattr(foreign(cls).get(name), "target", name) for name in given}
+        if len(given) >= len(own):  # from an argument parser, which passes every default
+            names = {name for name in names if getattr(c, name, None) != default_of(own[name])}
+        names |= {"cliprange_high"} if "cliprange" in names else set()
+        for name, value in RECIPES.get(c.recipe, {}).items():
+            if name not in names:
+                setattr(c, name, value)
+
+    def _fill_defaults(self) -> None:
+        super()._fill_defaults()
+        if isinstance(self.cliprange, list):
+            if len(self.cliprange) != 2 or self.cliprange_high is not None:
+                raise ConfigError(
+                    f"cliprange={self.cliprange} must be one number or low, high, without"
+                    " cliprange_high beside it"
+                )
+            self.cliprange, self.cliprange_high = self.cliprange
 
     def _check(self) -> None:
         super()._check()
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.cliprange:
+        high = self.cliprange if self.cliprange_high is None else self.cliprange_high
+        if self.dual_clip is not None and self.dual_clip <= 1 + high:
             raise ConfigError(
-                f"dual_clip={self.dual_clip} must be above 1 + cliprange={1 + self.cliprange:g};"
-                " 3 is usual"
+                f"dual_clip={self.dual_clip} must be above 1 + cliprange={1 + high:g}; 3 is usual"
             )
 
 

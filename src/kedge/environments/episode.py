@@ -16,6 +16,13 @@ from kedge.errors import RewardError, RolloutError
 from kedge.math.rewards import place_score
 from kedge.types import Episodes, PromptBatch, RewardOutput, Rollout, Sampling
 
+# Why episodes end: the environment says so (or cuts it off), an answer without a call, limits of
+# turns, tokens and seconds, failures of the environment and of its reward.
+ENDINGS = (
+    *("done", "truncated", "answer", "turn_limit", "token_limit", "time_limit"),
+    *("environment_error", "grader_error"),
+)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
@@ -39,6 +46,7 @@ class Episode:
     done: bool = False
     terminated: bool = False
     cut_off: bool = False  # ended by a limit of the rollout engine
+    ending: str = ""  # one of ENDINGS
     longest: int = 0  # tokens of the longest turn
     shortened: int = 0  # observations that were cut, since they left no room for a turn
     error: str = ""  # why the environment failed
@@ -122,9 +130,10 @@ class Episode:
             if isinstance(value, bool | int | float | np.number | np.bool_) and np.isfinite(value):
                 self.info[name] = float(value)
 
-    def end(self, *, terminated: bool = False, cut_off: bool = False) -> None:
+    def end(self, ending: str, *, terminated: bool = False, cut_off: bool = False) -> None:
         """No further turn."""
         self.done, self.terminated, self.cut_off = True, terminated, cut_off
+        self.ending = ending
 
 
 def read_step(result: object) -> tuple[Any, float, bool, bool, object]:
@@ -214,6 +223,7 @@ def build_rollout(
                 "observations": [e.observations for e in episodes],
                 "metrics": [dict(e.metrics) for e in episodes],
                 "error": [e.error for e in episodes],
+                "ending": [e.ending for e in episodes],
             },
         ),
     )
@@ -288,6 +298,9 @@ def episode_metrics(
         "environment/last_reward_share": (final, total),
         "environment/loss_tokens": (float(trained), float(tokens)),
     }
+    for ending in ENDINGS:
+        share = float(sum(episode.ending == ending for episode in episodes))
+        metrics[f"environment/ended_{ending}"] = (share, count)
     for name in sorted({name for episode in episodes for name in episode.metrics}):
         values = [episode.metrics.get(name, 0.0) for episode in episodes]
         metrics[f"environment/{name}"] = (sum(values), count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,11 +13,18 @@ from typing import Any
 import torch
 
 from kedge.environments.calls import RunningCalls
-from kedge.environments.episode import Episode, read_number, read_reset, read_step, stack_rows
+from kedge.environments.episode import (
+    ENDINGS,
+    Episode,
+    read_number,
+    read_reset,
+    read_step,
+    stack_rows,
+)
 from kedge.environments.pool import EnvironmentPool
 from kedge.environments.turn_tokens import TurnTokens, as_messages
 from kedge.environments.turns import TurnLimits, turn_seed
-from kedge.errors import ConfigError, LostRequestsError, RolloutError
+from kedge.errors import ConfigError, LostRequestsError, RewardError, RolloutError
 from kedge.protocols import Observation
 from kedge.types import PromptBatch, Response, Rollout, Sampling
 
@@ -245,8 +252,8 @@ class InFlightEpisodes:
                 episode.prompt, observation, last=response.ids[-1], stopped=response.terminated
             )
 
-        ids = None
-        if not (terminated or truncated or self._limits.reached(episode)):
+        ids, limit = None, self._limits.reached(episode)
+        if not (terminated or truncated or limit):
             ids = render(observation)
             most = self._limits.observation(episode, len(ids))
             if len(ids) > most:
@@ -258,7 +265,10 @@ class InFlightEpisodes:
             episode.add_observation(ids)
             episode.observations.append(as_messages(observation))
             return
-        episode.end(terminated=terminated, cut_off=not (terminated or truncated))
+        ending = "done" if terminated else "truncated" if truncated else limit or "token_limit"
+        if isinstance(info, Mapping) and info.get("ending") in ENDINGS:
+            ending = info["ending"]
+        episode.end(ending, terminated=terminated, cut_off=not (terminated or truncated))
         follows = episode.cut_off or observation is not None
         if self._limits.keeps_last and not terminated and follows:
             ids, most = render(observation), self._limits.last_observation(episode)
@@ -295,7 +305,9 @@ class InFlightEpisodes:
                 raise RolloutError(f"{what}: {episode.error}; fix the environment{fix}") from error
             logger.warning("%s: %s", what, episode.error)
             # What is scored counts as an end, not as cut off: the policy learns from the penalty.
-            episode.end(terminated=on_error == "score")
+            grader = method == "final_reward" or isinstance(error, RewardError)
+            ending = "grader_error" if grader else "environment_error"
+            episode.end(ending, terminated=on_error == "score")
             episode.dropped = on_error == "drop"
             if not episode.dropped:
                 episode.reward(self._error_score)

@@ -1,14 +1,14 @@
-"""Tool calls in the text of a response, in the format of the model's chat template.
+"""Tool calls and reasoning in the text of a response, in the format of the model's chat template.
 
-    hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>      Qwen, Hermes
-    mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]          or NAME[ARGS]{...}
-    llama     <|python_tag|>{"name": ..., "parameters": {...}}              or the JSON alone
-
-A call that cannot be read becomes a ``ToolCall`` with an error for the policy.
+A call that cannot be read becomes a ``ToolCall`` with an error for the policy.  Calls within the
+reasoning are not calls.  ``docs/agents.md`` has the table of model families.
 """
+
+# ruff: noqa: RUF001  (DeepSeek's markers have bars of another width)
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,57 @@ from kedge.types import ToolCall
 
 Parser = Callable[[str], Sequence[ToolCall]]
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)  # GLM
+_INVOKE = re.compile(r'<(?:[\w:]*:)?invoke name="([^"]+)">(.*?)</(?:[\w:]*:)?invoke>', re.DOTALL)
+_INVOKE_VALUE = re.compile(
+    r'<(?:[\w:]*:)?parameter name="([^"]+)">(.*?)</(?:[\w:]*:)?parameter>', re.DOTALL
+)
 _MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*\{)")
+_DEEPSEEK = re.compile(
+    r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL
+)
+_HARMONY = re.compile(
+    r"to=functions\.([\w.-]+)[^{]*?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|\Z)", re.DOTALL
+)
+_GEMMA = re.compile(
+    r"<\|tool_call>call:([\w.-]+)(\{.*?\})(?:<tool_call\|>|(?=<\|tool_call>)|\Z)", re.DOTALL
+)
+_KIMI = re.compile(
+    r"<\|tool_call_begin\|>\s*(.*?)\s*<\|tool_call_argument_begin\|>(.*?)(?:<\|tool_call_end\|>|\Z)",
+    re.DOTALL,
+)
+_PYTHONIC = re.compile(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)", re.DOTALL)
+_PHI = re.compile(r"<\|tool_call\|>(.*?)(?:<\|/tool_call\|>|\Z)", re.DOTALL)
+REASONING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    ("<|channel>thought", "<channel|>"),  # Gemma 4
+    ("<|channel|>analysis<|message|>", "<|end|>"),  # gpt-oss
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
 _decoder = json.JSONDecoder()
+
+
+def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
+    """The reasoning at the beginning of a response, and what follows it.
+
+    Args:
+        text: with special tokens.
+        opened: the generation prompt has begun the reasoning.
+    """
+    for begin, end in REASONING:
+        before, found, rest = text.partition(begin)
+        if found and not before.strip():
+            reasoning, _, answer = rest.partition(end)
+            return reasoning.strip(), answer
+        if opened and end in text:
+            reasoning, _, answer = text.partition(end)
+            return reasoning.strip(), answer
+    return (text.strip(), "") if opened else ("", text)
 
 
 def tool_parser(chat_template: object) -> Parser:
@@ -40,9 +88,31 @@ def parse_any(text: str) -> Sequence[ToolCall]:
     return parse_llama(text)
 
 
-def parse_hermes(text: str) -> Sequence[ToolCall]:
-    """Calls in ``<tool_call>`` tags."""
-    return [_read_json(match[1]) for match in _HERMES.finditer(text)]
+def parse_tagged(text: str) -> Sequence[ToolCall]:
+    """Calls in ``<tool_call>`` tags: JSON (Qwen 2.5 and 3, Hermes), or XML.
+
+    XML with ``<function=name><parameter=key>`` is that of Qwen3-Coder, Qwen 3.5 and Nemotron 3, a
+    name with ``<arg_key>`` that of GLM.
+    """
+    bodies = [match[1] for match in _TAGGED.finditer(text)]
+    if not bodies and "<function=" in text:  # Qwen3-Coder leaves the tag out at times
+        bodies = [text[text.index("<function=") :]]
+    return [call for body in bodies for call in _from_tag(body)]
+
+
+def _from_tag(body: str) -> list[ToolCall]:
+    functions = [(m[1].strip(), _PARAMETER.findall(m[2])) for m in _FUNCTION.finditer(body)]
+    if functions:
+        return [_from_texts(name, values) for name, values in functions]
+    name = body.partition("<arg_key>")[0].strip()
+    if name and name[0] not in "{[" and "\n" not in name:
+        return [_from_texts(name, _ARGUMENT.findall(body))]
+    return [_read_json(body)]
+
+
+def parse_invokes(text: str) -> Sequence[ToolCall]:
+    """``<invoke name=...><parameter name=...>``, with any prefix of the tags: MiniMax-M2."""
+    return [_from_texts(m[1], _INVOKE_VALUE.findall(m[2])) for m in _INVOKE.finditer(text)]
 
 
 def parse_mistral(text: str) -> Sequence[ToolCall]:
@@ -51,22 +121,23 @@ def parse_mistral(text: str) -> Sequence[ToolCall]:
     for part in text.split("[TOOL_CALLS]")[1:]:
         named = _MISTRAL_NAMED.match(part)
         if named is not None:
-            arguments, error = _first_value(part[named.end() :])
-            calls.append(_call(named[1], arguments, error))
-            continue
-        value, error = _first_value(part)
-        if isinstance(value, list):
-            calls += [_from_value(item, "") for item in value]
+            calls.append(_named(named[1], part[named.end() :]))
         else:
-            calls.append(_from_value(value, error))
+            calls += _read_list(part)
     return calls
 
 
 def parse_llama(text: str) -> Sequence[ToolCall]:
-    """JSON after ``<|python_tag|>``, or a response that is nothing but JSON with a name."""
+    """JSON after ``<|python_tag|>``, or a response that is nothing but JSON or Python calls.
+
+    Without the tag the JSON must have a name and parameters (Llama 3); ``[f(a=1)]`` is Llama 4's.
+    """
     tagged = "<|python_tag|>" in text
     body = text.rpartition("<|python_tag|>")[2].strip()
-    if not tagged and not (body.startswith("{") and '"name"' in body):
+    if not tagged and re.match(r"\[\s*[\w.]+\(", body):
+        return _from_python(body)
+    arguments = '"parameters"' in body or '"arguments"' in body
+    if not tagged and not (body.startswith("{") and '"name"' in body and arguments):
         return []
     calls = []
     while body:
@@ -78,8 +149,65 @@ def parse_llama(text: str) -> Sequence[ToolCall]:
     return calls
 
 
+def parse_deepseek(text: str) -> Sequence[ToolCall]:
+    """``function<sep>NAME`` and fenced JSON (V3, R1), or ``NAME<sep>`` and JSON (V3.1)."""
+    calls = []
+    for match in _DEEPSEEK.finditer(text):
+        head, body = match[1].strip(), match[2].strip()
+        if head == "function" and not body.startswith("{"):
+            head, _, body = body.partition("\n")
+        body = body.strip().removeprefix("```json").removesuffix("```")
+        calls.append(_named(head.strip(), body))
+    return calls
+
+
+def parse_harmony(text: str) -> Sequence[ToolCall]:
+    """``to=functions.NAME`` and a JSON message: gpt-oss."""
+    return [_named(match[1], match[2]) for match in _HARMONY.finditer(text)]
+
+
+def parse_gemma(text: str) -> Sequence[ToolCall]:
+    """``call:NAME{key:value}`` with ``<|"|>`` around texts: Gemma 4."""
+    calls = []
+    for match in _GEMMA.finditer(text):
+        parts = match[2].split('<|"|>')  # texts are the odd ones
+        plain = [re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part) for part in parts[::2]]
+        texts = [json.dumps(part) for part in parts[1::2]]
+        joined = "".join(a + b for a, b in zip(plain, [*texts, ""], strict=False))
+        calls.append(_named(match[1], joined))
+    return calls
+
+
+def parse_kimi(text: str) -> Sequence[ToolCall]:
+    """``functions.NAME:0`` and JSON: Kimi K2."""
+    return [
+        _named(match[1].removeprefix("functions.").rpartition(":")[0] or match[1], match[2])
+        for match in _KIMI.finditer(text)
+    ]
+
+
+def parse_pythonic(text: str) -> Sequence[ToolCall]:
+    """A list of Python calls between markers: LFM2."""
+    return [call for match in _PYTHONIC.finditer(text) for call in _from_python(match[1].strip())]
+
+
+def parse_phi(text: str) -> Sequence[ToolCall]:
+    """A list of JSON calls between markers: Phi-4-mini."""
+    return [call for match in _PHI.finditer(text) for call in _read_list(match[1])]
+
+
+# In a chat template; the first one decides.
 _BY_MARKER: dict[str, Parser] = {
-    "<tool_call>": parse_hermes,
+    "<｜tool▁call▁begin｜>": parse_deepseek,
+    "to=functions.": parse_harmony,
+    "'functions.'": parse_harmony,
+    "<|tool_call_begin|>": parse_kimi,
+    "<|tool_call_start|>": parse_pythonic,
+    "<|tool_call|>": parse_phi,
+    "<|tool_call>": parse_gemma,
+    "invoke name=": parse_invokes,
+    "<tool_call>": parse_tagged,
+    "<function=": parse_tagged,
     "[TOOL_CALLS]": parse_mistral,
     "<|python_tag|>": parse_llama,
     '"parameters":': parse_llama,
@@ -89,6 +217,11 @@ _BY_MARKER: dict[str, Parser] = {
 def _read_json(text: str) -> ToolCall:
     value, error = _first_value(text)
     return _from_value(value, error)
+
+
+def _read_list(text: str) -> list[ToolCall]:
+    value, error = _first_value(text)
+    return [_from_value(item, error) for item in (value if isinstance(value, list) else [value])]
 
 
 def _first_value(text: str) -> tuple[Any, str]:
@@ -109,6 +242,10 @@ def _from_value(value: Any, error: str) -> ToolCall:
     return _call(value["name"], value.get("arguments", value.get("parameters", {})), "")
 
 
+def _named(name: str, arguments: str) -> ToolCall:
+    return _call(name, *_first_value(arguments))
+
+
 def _call(name: str, arguments: Any, error: str) -> ToolCall:
     if isinstance(arguments, str):  # as OpenAI's format has them
         arguments, error = _first_value(arguments)
@@ -117,3 +254,33 @@ def _call(name: str, arguments: Any, error: str) -> ToolCall:
     if error:
         return ToolCall(name=name, error=error)
     return ToolCall(name=name, arguments=arguments)
+
+
+def _from_texts(name: str, values: Sequence[tuple[str, str]]) -> ToolCall:
+    """A call of a format without types: values are JSON where they can be, else texts."""
+    texts = {key.strip(): text for key, text in values}
+    arguments = {key: _json_or_text(text) for key, text in texts.items()}
+    return ToolCall(name=name, arguments=arguments, texts=texts)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _from_python(text: str) -> list[ToolCall]:
+    """Calls of functions with literal keyword arguments; nothing is evaluated."""
+    try:
+        tree: Any = ast.parse(text, mode="eval").body
+        calls: list[Any] = tree.elts if isinstance(tree, ast.List) else [tree]
+        return [
+            ToolCall(
+                name=ast.unparse(call.func),
+                arguments={str(k.arg): ast.literal_eval(k.value) for k in call.keywords},
+            )
+            for call in calls
+        ]
+    except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
+        return [ToolCall(name="", error=f"the tool call is not a list of calls f(a=1): {error}")]

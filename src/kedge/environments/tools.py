@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, get_type_hints
 
 from kedge.environments.pool import MakeEnvironment
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, RewardError
 from kedge.protocols import Observation
 from kedge.types import Response, ToolCall
 
@@ -79,7 +79,13 @@ class ToolEnvironment:
         limit = self._max_iterations
         if not calls or (limit is not None and self._iterations >= limit):
             whole = response.terminated
-            return _then(self.final_reward(), lambda reward: (None, reward, whole, not whole, {}))
+            ending = "answer" if whole else "token_limit"
+            info = {"ending": "turn_limit" if calls else ending}
+            try:
+                final = self.final_reward()
+            except Exception as error:  # of the target
+                raise RewardError(_error_text(error)) from error
+            return _then(final, lambda reward: (None, reward, whole, not whole, info))
         self._iterations += 1
         results = self._results(calls)
         if any(inspect.isawaitable(result) for result, _ in results):
@@ -125,11 +131,13 @@ class ToolEnvironment:
         if function is None:
             names = ", ".join(self._functions)
             return f"Error: there is no tool {call.name!r}; the tools are: {names}", True
-        problem = check_arguments(function, self._schemas[call.name], call.arguments)
+        schema = self._schemas[call.name]
+        arguments = _with_texts(call, schema["function"]["parameters"]["properties"])
+        problem = check_arguments(function, schema, arguments)
         if problem:
             return f"Error: {problem}", True
         try:
-            return function(**call.arguments), False
+            return function(**arguments), False
         except (Exception, SystemExit) as error:
             return _error_text(error), True
 
@@ -236,6 +244,16 @@ def _as_function(tool: Tool) -> Tool:
     call.__signature__ = signature.replace(parameters=[*free.values()])  # type: ignore[attr-defined]
     call.__annotations__ = {name: hint for name, hint in hints.items() if name in free}
     return call
+
+
+def _with_texts(call: ToolCall, properties: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, as written where the schema wants a text that looks like something else."""
+    return {
+        key: call.texts[key]
+        if key in call.texts and not _matches(value, properties.get(key, {}))
+        else value
+        for key, value in call.arguments.items()
+    }
 
 
 def check_arguments(tool: Tool, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:

@@ -7,14 +7,17 @@ response, and so on.
 
 from __future__ import annotations
 
+import json
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, Literal
 
 from torch import Tensor
 
 from kedge.chat_template import render_chat
-from kedge.environments.tool_calls import tool_parser
+from kedge.environments.tool_calls import REASONING, split_reasoning, tool_parser
 from kedge.errors import DataError, RolloutError
 from kedge.protocols import Observation
 from kedge.types import Response, Sampling
@@ -24,6 +27,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 _ANSWER = "KEDGE0ANSWER"  # stands for the response in a rendered conversation
 _RESULT = "KEDGE0RESULT"
+_FINAL = "<|channel|>final<|message|>"
 _CUT = "...(truncated)..."  # in the middle of an observation that is cut
 
 
@@ -41,7 +45,9 @@ class TurnTokens:
         self._tokenizer = tokenizer
         self._options = dict(chat_template_kwargs or {})
         self._parse = tool_parser(getattr(tokenizer, "chat_template", None))
-        self._tool_role: bool | None = None  # whether the template renders tool messages
+        # How the template renders tool messages: as such, only behind a call, or not at all.
+        self._tool_role: Literal["plain", "call", "user"] | None = None
+        self._opens_reasoning: bool | None = None  # the generation prompt begins the reasoning
         self._checked_tools = False
 
     def response(self, ids: list[int], terminated: bool, sampling: Sampling) -> Response:
@@ -50,13 +56,33 @@ class TurnTokens:
             return Response("", ids=tuple(ids), terminated=terminated)
         body = ids[:-1] if ids and ids[-1] in sampling.stop_ids else ids
         decode = self._tokenizer.decode
+        whole = decode(body)
+        reasoning, answer = split_reasoning(whole, opened=self._begins_reasoning())
+        begin = 0
+        if len(answer) < len(whole):  # the first token of the answer
+            before = len(whole) - len(answer)
+            begin = bisect_left(range(len(body)), before, key=lambda i: len(decode(body[:i])))
+        text = decode(body[begin:], skip_special_tokens=True)
+        if _FINAL in answer:  # gpt-oss names the channel in plain text
+            text = answer.rpartition(_FINAL)[2]
         return Response(
-            decode(body, skip_special_tokens=True),
+            text,
             ids=tuple(ids),
             terminated=terminated,
-            raw=decode(body),
+            raw=answer,
             parse=self._parse,
+            reasoning=reasoning,
         )
+
+    def _begins_reasoning(self) -> bool:
+        if self._opens_reasoning is None:
+            text = ""
+            if getattr(self._tokenizer, "chat_template", None):
+                text = self._render([{"role": "user", "content": "."}])
+            self._opens_reasoning = any(
+                end not in text.rpartition(begin)[2] for begin, end in REASONING if begin in text
+            )
+        return self._opens_reasoning
 
     def prompt(
         self,
@@ -115,8 +141,12 @@ class TurnTokens:
         if not _is_chat(prompt):
             return self._plain(observation)
         messages = _messages(observation)
-        if any(message["role"] == "tool" for message in messages) and not self._knows_tools():
-            messages = [_as_user(message) for message in messages]
+        if any(message["role"] == "tool" for message in messages):
+            role = self._find_tool_role()
+            if role == "call":
+                return self._encode(self._after_call(messages, self._tokenizer.decode([last])))
+            if role == "user":
+                messages = [_as_user(message) for message in messages]
         ids = self._encode(self._after_answer(messages))
         return ids[1:] if stopped and ids[:1] == [last] else ids
 
@@ -173,6 +203,8 @@ class TurnTokens:
     def _check_shown(self, tools: Sequence[Any], text: str) -> None:
         """Warn once about tools that the policy cannot know of: many templates leave them out."""
         hidden = [name for name in map(_tool_name, tools) if name not in text]
+        if not self._checked_tools:
+            self._check_calls(tools)
         if hidden and not self._checked_tools:
             logger.warning(
                 "the chat template does not show the tools %s to the policy: describe them and the"
@@ -181,14 +213,59 @@ class TurnTokens:
             )
         self._checked_tools = True
 
-    def _knows_tools(self) -> bool:
+    def _find_tool_role(self) -> Literal["plain", "call", "user"]:
         if self._tool_role is None:
             probe = {"role": "tool", "name": "f", "content": _RESULT, "tool_call_id": "000000000"}
-            try:
-                self._tool_role = _RESULT in self._after_answer([probe])
-            except Exception:  # templates raise any type
-                self._tool_role = False
+            after: dict[Literal["plain", "call"], Callable[[Messages], str]] = {
+                "plain": self._after_answer,
+                "call": lambda messages: self._after_call(messages, ""),
+            }
+            self._tool_role = "user"
+            for role, render in after.items():
+                with suppress(Exception):  # templates raise any type
+                    if _RESULT in render([probe]):
+                        self._tool_role = role
+                        break
         return self._tool_role
+
+    def _after_call(self, messages: Messages, stop: str) -> str:
+        """What the template renders behind a call and its stop token."""
+        name = next((str(m["name"]) for m in messages if m.get("name")), "f")
+        call = {"name": name, "arguments": {"x": _ANSWER}}
+        calls = [{"type": "function", "id": "000000000", "function": call}]
+        head: Messages = [
+            {"role": "user", "content": "."},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+        ]
+        rest = self._render([*head, *messages]).rpartition(_ANSWER)[2]
+        return rest.partition(stop)[2] if stop and stop in rest else rest
+
+    def _check_calls(self, tools: Sequence[Any]) -> None:
+        """Check that a call, as the template renders it, is read back.
+
+        Raises:
+            DataError: it is not; every call of the policy would be lost.
+        """
+        name, arguments = _tool_name(tools[0]), {"x": 12, "text": "a b"}
+        call: dict[str, Any] = {"type": "function", "id": "000000000"}
+        rendered = ""
+        for written in (arguments, json.dumps(arguments)):  # DeepSeek wants a text
+            calls = [call | {"function": {"name": name, "arguments": written}}]
+            turn = {"role": "assistant", "content": "", "tool_calls": calls}
+            with suppress(DataError):  # a template that knows no calls
+                question: Messages = [{"role": "user", "content": _ANSWER}]
+                start = self._render(question, tools=list(tools))
+                text = self._render([*question, turn], tools=list(tools))
+                whole = text.rpartition(_ANSWER)[2]
+                rendered = text.removeprefix(start) if text.startswith(start) else whole
+                break
+        found = [c for c in self._parse(rendered) if c.name == name and c.arguments == arguments]
+        if name and name in rendered and not found:
+            raise DataError(
+                "the chat template renders a tool call in a format that is not read back:"
+                f" {rendered[:200]!r}; use the template of a family in docs/agents.md, or one"
+                " without tools, and describe them and <tool_call> in a system message"
+            )
 
     def _after_answer(self, messages: Messages) -> str:
         """What the template renders after the content of an assistant message."""

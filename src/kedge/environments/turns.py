@@ -69,10 +69,11 @@ class TurnLimits:
         room = max(self.room(episode), episode.sampling.max_new_tokens // 4)
         return room if self.context is None else min(room, self.context - len(episode.history))
 
-    def reached(self, episode: Episode) -> bool:
-        """Whether the episode has had its turns, or its environment its seconds."""
-        late = self.max_seconds is not None and episode.seconds > self.max_seconds
-        return late or episode.turns == self.max_turns
+    def reached(self, episode: Episode) -> str:
+        """The limit that an episode has reached: of its turns, or of its environment's seconds."""
+        if self.max_seconds is not None and episode.seconds > self.max_seconds:
+            return "time_limit"
+        return "turn_limit" if episode.turns == self.max_turns else ""
 
 
 def check_turn_tokens(sampling: Sampling, most: int | None) -> None:

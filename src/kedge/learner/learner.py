@@ -246,9 +246,14 @@ class HFLearner:
         loss: LossFn,
         *,
         only_value: bool = False,
+        skip_policy: bool = False,
         should_apply: ShouldApply = always,
     ) -> dict[str, float]:
         """One optimizer step; returns the loss's metrics summed over micro-batches and ranks.
+
+        With ``only_value`` the policy gets no gradient.  ``skip_policy`` takes its old
+        log-probabilities instead of a forward pass, so that only metrics of the value mean
+        anything.
 
         If ``should_apply`` rejects these metrics, the gradient is dropped.
 
@@ -261,7 +266,7 @@ class HFLearner:
         max_padding = _NO_LIMIT if self.sharded else self._max_padding
         with self._passes():  # micro-batches are split where lengths differ much
             for micro_batch in split_by_length(step, max_padding=max_padding):
-                output = self._output(micro_batch.rows, only_value)
+                output = self._output(micro_batch.rows, only_value, policy=not skip_policy)
                 losses = loss(output, to_device(micro_batch, self.device))
                 self.scaler.scale(losses.total).backward()
                 for name, x in {"loss": losses.total, **losses.metrics}.items():
@@ -275,7 +280,9 @@ class HFLearner:
     def _step_metrics(self) -> dict[str, float]:
         return optim.learning_rates(self.optimizer) | {"skipped_steps": self.skipped}
 
-    def _output(self, rows: Experience, only_value: bool, *, values: bool = True) -> PolicyOutput:
+    def _output(
+        self, rows: Experience, only_value: bool, *, values: bool = True, policy: bool = True
+    ) -> PolicyOutput:
         """The forward pass over rows on the host; its output is on the device of the models."""
         request = build_request(
             self.module.parts,
@@ -285,15 +292,20 @@ class HFLearner:
             self.settings.constraints(rows.loss_mask, rows.allowed_tokens),
             device=self.device,
             value_slots=rows.value_mask if values and self.value is not None else None,
+            policy=policy,
             only_value=only_value,
+            entropy_grad=self.settings.entropy_grad,
         )
         with self.accelerator.autocast():
             output: ForwardOutput = self.module(request)
-        assert output.logprobs is not None and output.entropy is not None  # requested  # noqa: PT018
+        predicted = None if output.values is None else request.values(output.values)
+        if output.logprobs is None or output.entropy is None:
+            old = rows.old_logprobs.to(self.device)
+            return PolicyOutput(logprobs=old, entropy=torch.zeros_like(old), values=predicted)
         return PolicyOutput(
             logprobs=request.tokens(output.logprobs),
             entropy=request.tokens(output.entropy),
-            values=None if output.values is None else request.values(output.values),
+            values=predicted,
         )
 
     @torch.no_grad()

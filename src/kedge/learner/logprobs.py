@@ -47,6 +47,7 @@ class ForwardRequest:
         value_slots: int64 [at most m]; flat indices in [b, R] of the first of these values.
         policy: compute log-probabilities.
         only_value: no gradient for the policy, including its backbone.
+        entropy_grad: the entropies have a gradient.
     """
 
     packed: JoinedInput
@@ -59,6 +60,7 @@ class ForwardRequest:
     value_slots: Tensor | None = None
     policy: bool = True
     only_value: bool = False
+    entropy_grad: bool = False
 
     def hidden(self, parts: LanguageModelParts) -> Tensor:
         """States float [n, H] of a model before the n tokens."""
@@ -66,7 +68,13 @@ class ForwardRequest:
 
     def logprobs(self, parts: LanguageModelParts, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [n] of the tokens from ``hidden``."""
-        return linear_logprob(hidden, parts.head(), self.targets, constraints=self.constraints)
+        return linear_logprob(
+            hidden,
+            parts.head(),
+            self.targets,
+            constraints=self.constraints,
+            entropy_grad=self.entropy_grad,
+        )
 
     def tokens(self, x: Tensor) -> Tensor:
         """Values [n] of the tokens at their slots [b, R]; 0 elsewhere."""
@@ -90,6 +98,7 @@ def build_request(
     last_values: bool = False,
     policy: bool = True,
     only_value: bool = False,
+    entropy_grad: bool = False,
 ) -> ForwardRequest:
     """A request on ``device`` for rows on the host; see ``ForwardRequest``.
 
@@ -104,6 +113,7 @@ def build_request(
         last_values: append the values of the b states after the last token.
         policy: compute log-probabilities.
         only_value: no gradient for the policy.
+        entropy_grad: the entropies have a gradient.
     """
     packed = parts.pack(*prompts, *responses)
     states = packed.states(tokens)
@@ -125,6 +135,7 @@ def build_request(
         value_slots=value_index,
         policy=policy,
         only_value=only_value,
+        entropy_grad=entropy_grad,
     )
 
 

@@ -30,6 +30,7 @@ class LearnerSettings:
         checkpointing_options: passed to torch.utils.checkpoint.
         reuse_behavior_logprobs: use the rollout engine's if it had the same weights.
         allow_low_precision_weights: let bf16 and fp16 weights train.
+        entropy_grad: the loss has an entropy bonus.
         cache_trunk: compute the states below the trained layers once per batch.
     """
 
@@ -46,6 +47,7 @@ class LearnerSettings:
     checkpointing_options: Mapping[str, Any] | None = None
     reuse_behavior_logprobs: bool = False
     allow_low_precision_weights: bool = False
+    entropy_grad: bool = False
     cache_trunk: bool = True
 
     def constraints(self, tokens: Tensor, allowed_tokens: Tensor | None) -> TokenConstraints:

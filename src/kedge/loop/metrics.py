@@ -48,9 +48,11 @@ NAMES: dict[str, str] = {
     "1 - epsilon and negative advantage; GRPO and RLOO",
     "clip_ratio/high_mean": "the same above: ratio over 1 + epsilon_high and positive advantage",
     "policy/entropy_avg": "nats per token; entropy of the policy during training",
+    "policy/entropy_coef": "coefficient of the entropy bonus, mean over optimizer steps",
     "loss": "the minimized loss: all terms times their coefficients, mean over optimizer steps",
     "loss/policy_avg": "policy loss, mean over optimizer steps",
     "loss/kl_avg": "KL in the loss without its coefficient beta, mean over optimizer steps",
+    "loss/kl_cov_avg": "penalty of kl_cov without its coefficient, mean over optimizer steps",
     "loss/value_avg": "value loss without vf_coef, mean over optimizer steps",
     "val/clipfrac_avg": "share of tokens whose clipped value loss is the larger one",
     "val/ratio": "probability ratio to the same policy as in policy/approxkl_avg, mean over "
@@ -91,6 +93,10 @@ NAMES: dict[str, str] = {
     "environment/seconds": "seconds of sampling spent waiting for environments",
     "environment/model_seconds": "seconds of sampling spent in the model",
     "environment/errors": "share of episodes whose environment failed",
+    "environment/ended_done": "share of episodes that ended because their environment said so; "
+    "ended_truncated: it cut them off; ended_answer: an answer without a call; ended_turn_limit, "
+    "ended_token_limit, ended_time_limit: limits; ended_environment_error, ended_grader_error: the "
+    "environment, or its reward, failed",
     "environment/hung_calls": "calls of environments beyond environment_timeout that have not "
     "ended; each keeps a thread, at most environment_concurrency",
     "environment/cut_observations": "observations per episode whose middle was cut, because they "

@@ -17,6 +17,7 @@ from torch import Tensor
 from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.loop.early_stopping import StepLimits
+from kedge.loop.entropy_bonus import EntropyBonus
 from kedge.loop.micro_batches import micro_batches
 from kedge.math.importance import Correction, importance_weights
 from kedge.protocols import Learner
@@ -59,7 +60,8 @@ def make_experience(
     The denominator of the ratio is the learner's policy or, for stale tokens, the behavior policy.
     With a ``correction`` it is the learner's for all tokens, and advantages are multiplied by
     bounded importance weights (learner / rollout engine): decoupled PPO
-    (Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298, eq. 5).
+    (Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298, eq. 5).  With a
+    correction of kind "ratio" it is the rollout engine's for all tokens, without weights.
 
     What does not train leaves the policy loss with its normalizer and the statistics of advantages:
     tokens that a correction of kind "mask" rejects, which also leave the value loss, and tokens
@@ -77,18 +79,19 @@ def make_experience(
     logprobs, behavior = model_outputs.logprobs, rollout.behavior_logprobs  # [B, R]
     versions = rollout.token_versions  # [B, R]; -1: unknown
     age = torch.where(versions >= 0, learner.version - versions, 0)
-    if behavior is not None and correction is None:
-        old_logprobs = torch.where(age > 0, behavior, logprobs)
+    if correction is not None and behavior is None:
+        raise RolloutError(
+            f"sampler_correction={correction.kind!r} needs log-probabilities from the rollout"
+            " engine, which records none; use an engine that does, or leave the option out"
+        )
+    direct = correction is not None and correction.kind == "ratio"
+    if behavior is not None and (correction is None or direct):
+        old_logprobs = behavior if direct else torch.where(age > 0, behavior, logprobs)
         model_outputs = replace(model_outputs, logprobs=old_logprobs)
 
     too_old = None if max_token_lag is None else age > max_token_lag
     weight = rejected = None
-    if correction is not None:
-        if behavior is None:
-            raise RolloutError(
-                f"sampler_correction={correction.kind!r} needs log-probabilities from the rollout"
-                " engine, which records none; use an engine that does, or leave the option out"
-            )
+    if correction is not None and behavior is not None and not direct:
         trained = mask if too_old is None else mask & ~too_old
         weight = importance_weights(logprobs, behavior, trained, correction)  # 0 where not trained
         if correction.kind == "mask":
@@ -131,6 +134,7 @@ def make_experience(
         advantages=outputs.advantages,
         returns=outputs.returns,
         behavior_logprobs=behavior,
+        penalized=outputs.penalized,
         allowed_tokens=rollout.allowed_tokens,
     )
     return experience, Terms(
@@ -187,8 +191,13 @@ def optimize(  # noqa: PLR0913
     before_step: Callable[[], None] = lambda: None,
     after_step: Callable[[], None] = lambda: None,
     step_limits: StepLimits | None = None,
+    value_passes: int = 1,
+    entropy_bonus: EntropyBonus | None = None,
 ) -> dict[str, float]:
     """``epochs`` passes over the experience, ``minibatches`` optimizer steps each.
+
+    Each pass is followed by ``value_passes`` - 1 passes that train the value model alone; their
+    metrics are not logged.
 
     Mini-batches are drawn from the rows of all ranks, so they do not depend on the world size;
     each rank processes an equal share of every mini-batch.  With ``detach_old_logprobs`` the ratio
@@ -200,6 +209,7 @@ def optimize(  # noqa: PLR0913
         experience = learner.all_gather(experience)
         share = slice(learner.rank, None, learner.world_size)
     limits = step_limits or StepLimits()
+    bonus = entropy_bonus or EntropyBonus()
     history: list[dict[str, float]] = []
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
@@ -213,8 +223,9 @@ def optimize(  # noqa: PLR0913
             before_step()
         return apply
 
-    for _ in range(epochs):
+    for number in range(epochs * value_passes):
         order = torch.randperm(len(experience), generator=shuffle)
+        value_pass = number % value_passes > 0
         for index in order.chunk(minibatches):
             step = micro_batches(
                 experience,
@@ -225,10 +236,14 @@ def optimize(  # noqa: PLR0913
                 max_tokens=max_tokens,
                 by_prompt=learner.shares_prompts,
             )
+            if value_pass:
+                learner.optimizer_step(step, loss, only_value=True, skip_policy=True)
+                after_step()
+                continue
             metrics = learner.optimizer_step(
-                step, loss, only_value=only_value, should_apply=should_apply
+                step, bonus.add_to(loss), only_value=only_value, should_apply=should_apply
             )
-            history.append(metrics)
+            history.append(metrics | bonus.update(metrics))
             after_step()
             if limits.should_stop(metrics):
                 return _mean_over_steps(history)

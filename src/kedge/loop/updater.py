@@ -15,6 +15,7 @@ from kedge.errors import RewardError
 from kedge.loop.batch_metrics import batch_metrics
 from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.early_stopping import StepLimits
+from kedge.loop.entropy_bonus import EntropyBonus
 from kedge.loop.hooks import Hooks
 from kedge.loop.metrics import check_known
 from kedge.loop.seeds import seed_for
@@ -40,6 +41,8 @@ class Updater:
     hooks: Hooks = field(default_factory=Hooks)
     seed: int = 0
     value_warmup_steps: int = 0  # first iterations, which train only the value model
+    value_passes: int = 1  # of the value model for each of the policy
+    entropy_bonus: EntropyBonus = field(default_factory=EntropyBonus)
     correction: Correction | None = None  # importance weights of tokens
     max_token_lag: int | None = None  # tokens of older policy versions are left out of the loss
     step_limits: StepLimits = field(default_factory=StepLimits)
@@ -83,6 +86,7 @@ class Updater:
             stale = (rollout.version >= 0) & (rollout.version < self.learner.version)
             # In low precision, log-probabilities differ between passes of different shapes.
             one_pass = self.learner.low_precision and sizes.optimizer_steps_per_iteration == 1
+            direct = self.correction is not None and self.correction.kind == "ratio"
             metrics |= optimize(
                 experience,
                 self.learner,
@@ -93,10 +97,12 @@ class Updater:
                 max_tokens=sizes.max_tokens_per_micro_batch,
                 seed=seed_for(self.seed, "shuffle", self.step),
                 only_value=self.step < self.value_warmup_steps,
-                detach_old_logprobs=one_pass and not bool(stale.any()),
+                detach_old_logprobs=one_pass and not direct and not bool(stale.any()),
                 step_limits=self.step_limits,
                 before_step=self._mark_inconsistent,
                 after_step=self.hooks.on_optimizer_step,
+                value_passes=self.value_passes,
+                entropy_bonus=self.entropy_bonus,
             )
         else:
             metrics = self._without_scores(len(rollout))
@@ -153,11 +159,16 @@ class Updater:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the run without samples in flight (those are saved as records)."""
-        learner, kl = self.learner.state_dict(), self.kl.state_dict()
-        return {"step": self.step, "learner": learner, "kl": kl}
+        return {
+            "step": self.step,
+            "learner": self.learner.state_dict(),
+            "kl": self.kl.state_dict(),
+            "entropy_bonus": self.entropy_bonus.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from ``state``."""
         self.step, self.state_consistent = int(state["step"]), True
         self.learner.load_state_dict(state["learner"])
         self.kl.load_state_dict(state["kl"])
+        self.entropy_bonus.load_state_dict(state["entropy_bonus"])

@@ -20,14 +20,15 @@ class Correction:
     """How the importance weight old / mu of a token is bounded.
 
     Args:
-        kind: "truncate" clamps weights to ``low .. high``; "mask" sets weights outside to 0.
+        kind: "truncate" clamps weights to ``low .. high``; "mask" sets weights outside to 0;
+            "ratio" has no weights: the loss takes the ratio to ``mu`` instead of ``old``.
         level: weight of the token, of the response (product over its tokens), or the geometric
             mean over its tokens.
         high: upper bound; about 2 for tokens, 5 for responses, 1.01 for the geometric mean.
         low: lower bound; 0 disables it.
     """
 
-    kind: Literal["truncate", "mask"] = "truncate"
+    kind: Literal["truncate", "mask", "ratio"] = "truncate"
     level: Literal["token", "sequence", "sequence_mean"] = "token"
     high: float = 2.0
     low: float = 0.0

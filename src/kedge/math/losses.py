@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kedge.math.masked import Total, masked_mean
+
 
 class Clip(NamedTuple):
     """Where probability ratios are clipped.
@@ -51,6 +53,71 @@ def policy_is_clipped(ratio: Tensor, advantages: Tensor, *, clip: float | Clip) 
     c = clip if isinstance(clip, Clip) else Clip(clip)
     clipped = -ratio.clamp(1 - c.low, c.top) * advantages > -ratio * advantages
     return clipped if c.ceiling is None else clipped | ((ratio > c.ceiling) & (advantages < 0))
+
+
+def masked_policy_loss(ratio: Tensor, advantages: Tensor, *, clip: Clip) -> Tensor:
+    """-r A where 1 - low < r < 1 + high, and 0 elsewhere, whatever the sign of A.
+
+    "Direct double-sided importance sampling" with r = pi / pi_rollout: eq. 1 and 3 of SAO, Hou et
+    al. 2026 (arXiv:2607.07508), with low 0.3 and high 5.
+
+    Args:
+        ratio: float [*], with gradient.
+        advantages: float [*].
+        clip: the bounds; ``ceiling`` is not used.
+    """
+    return torch.where(outside(ratio, clip), 0.0, -ratio * advantages)
+
+
+def outside(ratio: Tensor, clip: Clip) -> Tensor:
+    """Where ``masked_policy_loss`` leaves the token out.  bool."""
+    return (ratio <= 1 - clip.low) | (ratio >= clip.top)
+
+
+def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, *, total: Total) -> Tensor:
+    """(log p_t - mean log p) (A_t - mean A), with means over all tokens of the mask and all ranks.
+
+    Tokens with a large one carry the fall of the entropy: Cui et al. 2025, section 4
+    (arXiv:2505.22617).
+
+    Args:
+        logprobs: float32 [B, R].
+        advantages: float32 [B, R].
+        mask: bool [B, R].
+        total: sums a tensor over ranks.
+
+    Returns:
+        float32 [B, R], -inf outside the mask.
+    """
+    gaps = [x - masked_mean(x, mask, total=total) for x in (logprobs, advantages)]
+    return torch.where(mask, gaps[0] * gaps[1], -torch.inf)
+
+
+def kl_cov_tokens(covariance: Tensor, *, share: float) -> Tensor:
+    """The ``share`` of the tokens with the largest covariance, at least one.  bool [B, R].
+
+    KL-Cov, arXiv:2505.22617, with 0.002; of each rank.
+    """
+    known = int(covariance.isfinite().sum())
+    chosen = torch.zeros(covariance.numel(), dtype=torch.bool, device=covariance.device)
+    chosen[covariance.flatten().topk(min(known, max(1, round(share * known)))).indices] = True
+    return chosen.view_as(covariance)
+
+
+def clip_cov_tokens(
+    covariance: Tensor, *, share: float, low: float = 1.0, high: float = 5.0
+) -> Tensor:
+    """A ``share`` of the tokens, of those with a covariance from ``low`` to ``high``.  bool [B, R].
+
+    Clip-Cov, arXiv:2505.22617, with 2e-4, which draws them at random; here they are evenly
+    spaced among those, so that a run repeats.
+    """
+    known = int(covariance.isfinite().sum())
+    places = ((covariance >= low) & (covariance <= high)).flatten().nonzero()[:, 0]
+    count = min(len(places), max(1, round(share * known)))
+    chosen = torch.zeros(covariance.numel(), dtype=torch.bool, device=covariance.device)
+    chosen[places[torch.arange(count, device=places.device) * len(places) // max(count, 1)]] = True
+    return chosen.view_as(covariance)
 
 
 def weighted_policy_loss(

@@ -9,6 +9,8 @@ from torch import nn
 
 from kedge.errors import ConfigError
 
+_MIXERS = ("attn", "attention", "mixer", "mamba", "conv")  # in names of parts of a layer
+
 
 def find_layers(backbone: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """Name and list of the decoder layers of a backbone; None if it has no such list."""
@@ -63,6 +65,37 @@ def train_top_layers(backbone: nn.Module, count: int, *, what: str) -> None:
         after = layer is None and any(name.startswith(norm) for norm in final)
         if not (after or (layer is not None and layer >= len(layers) - count)):
             p.requires_grad_(False)
+
+
+def freeze_attention(backbone: nn.Module, *, what: str) -> None:
+    """Freeze what mixes tokens in every layer of a backbone: attention, full, linear or recurrent.
+
+    The feed-forward parts (or experts), norms and embeddings train: the critic of SAO
+    (arXiv:2607.07508).
+
+    Raises:
+        ConfigError: the layers, or the attention in one of them, are not found.
+    """
+    found = find_layers(backbone)
+    for number, layer in enumerate(found[1] if found else []):
+        mixers = [
+            module
+            for name, module in layer.named_children()
+            if "norm" not in name and any(mixer in name for mixer in _MIXERS)
+        ]
+        if not mixers:
+            children = ", ".join(name for name, _ in layer.named_children())
+            raise ConfigError(
+                f"freeze_value_attention: layer {number} of {what}, a {type(backbone).__name__},"
+                f" has no attention among its parts ({children}); leave the option out"
+            )
+        for module in mixers:
+            module.requires_grad_(False)
+    if found is None:
+        raise ConfigError(
+            f"freeze_value_attention: {what}, a {type(backbone).__name__}, must have a list of"
+            " num_hidden_layers decoder layers; leave the option out"
+        )
 
 
 def share_frozen_weights(model: nn.Module, source: nn.Module) -> None:

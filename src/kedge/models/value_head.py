@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
@@ -151,10 +153,51 @@ def load_value(
     return scalar_model(load_whole(kind, what, source, new_head=True, dtype=dtype, **arguments))
 
 
+def copy_as_value(policy: nn.Module, parts: CausalParts) -> ScalarModel:
+    """A value model with a copy of the policy's backbone and a new head, which gives 0 at first.
+
+    Raises:
+        ConfigError: transformers has no sequence-classification model of the policy's kind.
+    """
+    config: Any = copy.deepcopy(policy.config)
+    config.num_labels = 1
+    weights = parts.backbone.state_dict()
+    sample = next(iter(weights.values()))
+    try:
+        with sample.device:
+            model: Any = AutoModelForSequenceClassification.from_config(config)
+    except ValueError as error:
+        raise ConfigError(
+            f'value_source="copy": transformers has no {type(policy).__name__} with a score head;'
+            ' set value_source="policy", or pass value_model'
+        ) from error
+    model.to(torch.float32)
+    backbone = get_backbone(model)
+    assert backbone is not None
+    backbone.load_state_dict(weights)
+    head = next(getattr(model, name) for name in _HEADS if hasattr(model, name))
+    nn.init.zeros_(head.weight)
+    return scalar_model(model)
+
+
 def build_value_head(parts: CausalParts, *, init: Literal["zero", "normal"] = "zero") -> ScalarHead:
     """A value head that reads the policy's own backbone."""
     weight = parts.head().weight
     return ScalarHead(weight.shape[1], init=init).to(weight.device)
+
+
+def load_value_head(folder: str, parts: CausalParts) -> ScalarHead:
+    """The value head that ``save_value`` wrote to a folder, on the policy's backbone.
+
+    Raises:
+        ConfigError: it belongs to a model of another size.
+    """
+    head, file = build_value_head(parts), Path(folder) / HEAD_FILE
+    try:
+        head.load_state_dict(load_file(file))
+    except (RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"value_model={folder!r}: {file} cannot be loaded: {error}") from error
+    return head
 
 
 def save_value(value: Any, folder: str | Path, state: dict[str, Tensor] | None = None) -> None:

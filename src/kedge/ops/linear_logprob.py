@@ -121,13 +121,15 @@ class LogitTiles:
             memory = self._buffers[buffer][:size]
         return memory.view(len(self.hidden), columns)
 
-    def logits(self, low: int, high: int, *, slope: bool = False) -> tuple[Tensor, Tensor | None]:
+    def logits(
+        self, low: int, high: int, *, slope: bool = False, keep: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Logits float32+ [N, high-low] and, with ``slope``, of a softcap d(nats)/d(product).
 
-        They are in buffer 0.
+        They are in buffer 0, or in new memory to ``keep`` them.
         """
         head, temperature = self.head, self.constraints.temperature
-        out = self.room(high - low, buffer=0)
+        out = self.room(high - low, buffer=None if keep else 0)
         w = head.weight[low:high].to(self.hidden.dtype)
         bias = None if head.bias is None else head.bias[low:high].to(w.dtype)
         if bias is not None and self._in_bits:
@@ -195,29 +197,31 @@ def row_slices(n: int, tile: int) -> Iterator[slice]:
 
 
 def _scan(
-    tiles: LogitTiles, targets: Tensor, kept: _KeptTiles | None = None
+    tiles: LogitTiles, targets: Tensor, kept: _KeptTiles | None = None, *, keep_logits: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of each target and entropy in nats, log-sum-exp in the tiles' unit, each [n].
 
-    Appends to ``kept`` the powers of each block relative to the running maximum; or None where they
-    would take too much memory.
+    Appends to ``kept`` the powers of each block, or with ``keep_logits`` the logits, relative to
+    the running maximum; or None where they would take too much memory.
     """
     online = OnlineSoftmax(tiles)
     chosen = torch.full_like(online.top, NEVER)
     for low, high in tiles.blocks():
         size = sum(x.numel() for x in (kept or ())[::2] if x is not None)
         keep = kept is not None and size + len(targets) * (high - low) <= _KEPT
-        z, _ = tiles.logits(low, high)
+        z, _ = tiles.logits(low, high, keep=keep and keep_logits)
         column, inside = tiles.columns(targets[:, None], low, high)
         chosen = torch.where(inside, z.gather(1, column), chosen)
         before = online.top
         z = online.shift(z)
         online.weighted.add_((before - online.top) * online.sum)  # z is relative to top
-        e = tiles.power(z, out=tiles.room(high - low, buffer=None if keep else 1))
+        room = tiles.room(high - low, buffer=None if keep and not keep_logits else 1)
+        e = tiles.power(z, out=room)
         if kept is not None:
-            kept += [e, online.top] if keep else [None, None]
+            kept += [z if keep_logits else e, online.top] if keep else [None, None]
         online.sum.add_(e.sum(1, keepdim=True))
-        online.weighted.add_(z.mul_(e).sum(1, keepdim=True))
+        product = e.mul_(z) if keep and keep_logits else z.mul_(e)
+        online.weighted.add_(product.sum(1, keepdim=True))
     entropy = online.sum.log() - online.weighted / online.sum * tiles.nats
     lse = online.lse
     return ((chosen - lse) * tiles.nats)[:, 0], entropy[:, 0], lse[:, 0]
@@ -226,7 +230,7 @@ def _scan(
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        hidden, weight, bias, targets, head, constraints, tile, keeps = args
+        hidden, weight, bias, targets, head, constraints, tile, entropy_grad, keeps = args
         kind = hidden.device.type
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         head = head._replace(weight=weight, bias=bias)
@@ -236,23 +240,23 @@ class _LinearLogprob(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for part in row_slices(len(hidden), tile):
                 tiles = LogitTiles(hidden[part], head, constraints.rows(part), tile)
-                logprob[part], entropy[part], lse[part] = _scan(tiles, targets[part], kept)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, *(kept or []))
-        ctx.spec = (head._replace(weight=lse, bias=None), constraints, tile, low)
-        ctx.mark_non_differentiable(entropy)
+                logprob[part], entropy[part], lse[part] = _scan(
+                    tiles, targets[part], kept, keep_logits=entropy_grad
+                )
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, *(kept or []))
+        ctx.spec = (head._replace(weight=lse, bias=None), constraints, tile, entropy_grad, low)
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *up: Any) -> tuple[Any, ...]:
-        hidden, weight, bias, targets, lse, *kept = ctx.saved_tensors
-        head, constraints, tile, low = ctx.spec
+        hidden, weight, bias, targets, lse, entropy, *kept = ctx.saved_tensors
+        head, constraints, tile, entropy_grad, low = ctx.spec
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grads = _Grads(
             torch.zeros_like(hidden, dtype=lse.dtype) if need_hidden else None,
-            # the first rows overwrite it
-            (torch.empty_like if len(hidden) else torch.zeros_like)(weight)
-            if need_weight
-            else None,
+            _uninitialized(weight, rows=len(hidden)) if need_weight else None,
             torch.zeros_like(bias) if need_bias else None,
         )
         in_order = iter(kept)
@@ -264,10 +268,11 @@ class _LinearLogprob(torch.autograd.Function):
                     constraints.rows(part),
                     tile,
                 )
-                saved = _Saved(targets[part], lse[part], in_order)
-                _accumulate_grads(tiles, saved, up[0][part], grads.rows(part), low)
+                of = (up[0][part], up[1][part] if entropy_grad else None)
+                saved = _Saved(targets[part], lse[part], entropy[part], in_order)
+                _accumulate_grads(tiles, saved, of, grads.rows(part), low)
         grad_hidden = None if grads.hidden is None else grads.hidden.to(hidden.dtype)
-        return (grad_hidden, grads.weight, grads.bias, None, None, None, None, None)
+        return (grad_hidden, grads.weight, grads.bias, None, None, None, None, None, None)
 
 
 class _Grads(NamedTuple):
@@ -286,25 +291,36 @@ class _Saved(NamedTuple):
 
     targets: Tensor  # int64 [n]
     lse: Tensor  # [n], in the tiles' unit
+    entropy: Tensor  # [n], nats
     kept: Iterator[Tensor | None]
 
 
-def _accumulate_grads(
-    tiles: LogitTiles, saved: _Saved, up: Tensor, grads: _Grads, dtype: torch.dtype
-) -> None:
-    """Backward of ``_scan``: add to ``grads``, given the gradients ``up`` [n] of log p.
+def _uninitialized(weight: Tensor, *, rows: int) -> Tensor:
+    """Memory for a gradient that the first of ``rows`` overwrite; zeros if there are none."""
+    return torch.empty_like(weight) if rows else torch.zeros_like(weight)
 
-    d log p_t / d z = onehot_t - p
+
+def _accumulate_grads(
+    tiles: LogitTiles,
+    saved: _Saved,
+    up: tuple[Tensor, Tensor | None],
+    grads: _Grads,
+    dtype: torch.dtype,
+) -> None:
+    """Backward of ``_scan``: add to ``grads``, given the gradients ``up`` of its outputs.
+
+    d log p_t / d z = onehot_t - p          d entropy / d z = -p (log p + entropy)
 
     ``dtype`` is that of the operands of the products with the gradient.
     """
     factor = (
         1.0 if tiles.head.softcap is not None else tiles.head.scale / tiles.constraints.temperature
     )
-    of_logprob = (up * factor)[:, None]
+    of_logprob = (up[0] * factor)[:, None]
+    of_entropy = None if up[1] is None else (up[1] * factor)[:, None]
     hidden = tiles.hidden.to(dtype)
     for low, high in tiles.blocks():
-        d, slope = _grad_of_logits(tiles, (low, high), saved, of_logprob)
+        d, slope = _grad_of_logits(tiles, (low, high), saved, of_logprob, of_entropy)
         column, inside = tiles.columns(saved.targets[:, None], low, high)
         at_target = d.gather(1, column)
         d.scatter_(1, column, torch.where(inside, at_target + of_logprob, at_target))
@@ -320,17 +336,30 @@ def _accumulate_grads(
 
 
 def _grad_of_logits(
-    tiles: LogitTiles, block: tuple[int, int], saved: _Saved, of_logprob: Tensor
+    tiles: LogitTiles,
+    block: tuple[int, int],
+    saved: _Saved,
+    of_logprob: Tensor,
+    of_entropy: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient without the part of the targets, in a buffer, and the slope of the softcap."""
-    lse = saved.lse[:, None]
+    lse, slope = saved.lse[:, None], None
     kept, top = next(saved.kept, None), next(saved.kept, None)
+    width = block[1] - block[0]
     if kept is not None and top is not None:
-        share = tiles.power(top - lse).mul_(-of_logprob)
-        return torch.mul(kept, share, out=tiles.room(block[1] - block[0], buffer=0)), None
-    z, slope = tiles.logits(*block, slope=True)
-    z.sub_(lse)
-    return tiles.power(z, out=z).mul_(-of_logprob), slope
+        if of_entropy is None:
+            share = tiles.power(top - lse).mul_(-of_logprob)
+            return torch.mul(kept, share, out=tiles.room(width, buffer=0)), None
+        z = torch.add(kept, top - lse, out=tiles.room(width, buffer=0))
+    else:
+        z, slope = tiles.logits(*block, slope=True)
+        z.sub_(lse)
+    if of_entropy is None:
+        return tiles.power(z, out=z).mul_(-of_logprob), slope
+    p = tiles.power(z, out=tiles.room(width, buffer=1))
+    # -(log p + entropy) of_entropy - of_logprob, where log p is z in nats
+    at_zero = -saved.entropy[:, None] * of_entropy - of_logprob
+    return p.mul_(torch.addcmul(at_zero, z, -of_entropy * tiles.nats, out=z)), slope
 
 
 def _tile(hidden: Tensor, tile: int | None) -> int:
@@ -351,6 +380,7 @@ def linear_logprob(
     targets: Tensor,
     *,
     constraints: TokenConstraints | None = None,
+    entropy_grad: bool = False,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of one token per row, and the entropy of the distribution, in nats.
@@ -367,6 +397,7 @@ def linear_logprob(
         head: weight float [V, H], bias float [V], ...; gradients flow to both.
         targets: int64 [N].
         constraints: temperature and tokens that each row can sample; None: all, at temperature 1.
+        entropy_grad: whether the entropy is differentiable, at a small cost.
         tile: elements of logits in memory at a time; affects only rounding.
 
     Returns:
@@ -381,6 +412,7 @@ def linear_logprob(
         head,
         constraints or TokenConstraints(),
         _tile(hidden, tile),
+        entropy_grad,
         torch.is_grad_enabled(),
     )
     return outputs

@@ -116,6 +116,20 @@ def tool_calls_are_never_valid(log: RunLog) -> str | None:
 
 
 @rule
+def episodes_end_before_they_are_done(log: RunLog) -> str | None:
+    """Raise the limit that ends them (max_turns, response_length or max_turn_tokens,
+    max_episode_seconds), or mend the environment whose errors end them.
+    """
+    kinds = ("turn_limit", "token_limit", "time_limit", "environment_error", "grader_error")
+    shares = {kind: log.last(f"environment/ended_{kind}") or 0.0 for kind in kinds}
+    cut = {kind: share for kind, share in shares.items() if share > 0}
+    failed = cut.get("environment_error", 0) + cut.get("grader_error", 0)
+    if sum(cut.values()) < 0.3 and failed < 0.05:
+        return None
+    return ", ".join(f"{share:.0%} by {kind.replace('_', ' ')}" for kind, share in cut.items())
+
+
+@rule
 def the_reward_comes_from_one_turn_alone(log: RunLog) -> str | None:
     """Reward intermediate steps in the environment, or set credit="turn" or lam=1, so that the last
     reward reaches the first turns.
@@ -285,6 +299,18 @@ def the_value_explains_nothing(log: RunLog) -> str | None:
     if late > 0.05 or solved:  # equal scores leave little variance to explain
         return None
     return f"explained variance {late:.2f} over the second half"
+
+
+@rule
+def the_first_iterations_were_noise(log: RunLog) -> str | None:
+    """Let the value model train alone first (value_warmup_steps), or fit it on recorded rollouts
+    (kedge value fit) and check it (kedge value check) before the policy moves.
+    """
+    known = [row.get("val/explained_variance") for row in log.rows if row.get("lr")]
+    first = next((i for i, x in enumerate(known) if x is not None and x > 0), len(known))
+    if len(known) < MIN_ROWS or not 3 <= first < len(known):
+        return None
+    return f"in the first {first} rows in which the policy moved, the value was worse than the mean"
 
 
 @rule

@@ -85,11 +85,6 @@ TRL_GRPO: dict[str, Foreign] = {
         "sampler_correction handles off-policy responses", "set sampler_correction instead"
     ),
     **unsupported(
-        "there is no entropy bonus",
-        **{"entropy_coef": 0.0, "use_adaptive_entropy": False, "entropy_coef_min": 0.0},
-        **{"entropy_coef_max": 1.0, "entropy_coef_delta": 0.005, "entropy_target": 0.2},
-    ),
-    **unsupported(
         "this loss is not implemented",
         **{"sapo_temperature_neg": 1.05, "sapo_temperature_pos": 1.0, "vespo_k_pos": 2.0},
         **{"vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},

@@ -7,6 +7,7 @@ import logging
 import math
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,12 +37,25 @@ from kedge.models.compatibility import (
     vocabulary,
 )
 from kedge.models.fingerprint import fingerprint
-from kedge.models.freezing import find_layers, share_frozen_weights, train_top_layers
+from kedge.models.freezing import (
+    find_layers,
+    freeze_attention,
+    share_frozen_weights,
+    train_top_layers,
+)
 from kedge.models.load import load_policy
 from kedge.models.model import causal_parts, in_float32
 from kedge.models.peft import drop_adapters, with_adapter
 from kedge.models.shared_base import AdapterRewardModel, copy_adapter, value_adapter
-from kedge.models.value_head import ScalarModel, build_value_head, load_value, scalar_model
+from kedge.models.value_head import (
+    HEAD_FILE,
+    ScalarModel,
+    build_value_head,
+    copy_as_value,
+    load_value,
+    load_value_head,
+    scalar_model,
+)
 from kedge.rewards.build import find_tokenizer
 from kedge.rewards.model import same_tokens
 from kedge.trainers.assembly.setup import Setup, trusts
@@ -100,6 +114,11 @@ class ModelStage:
         usable = [pair for pair in pairs if isinstance(pair[0], nn.Module | str)]
         self.reward: Any = usable[0][0] if usable else None
         self.reward_tokenizer: Any = usable[0][1] if usable else None
+        if self.value_source == "copy" and has_adapter(inputs.model, inputs):
+            raise ConfigError(
+                'value_source="copy" copies a whole policy, but this one trains an adapter; set'
+                " value_adapter=True for a value model on the same base"
+            )
         starts = setup.algorithm.needs_values and inputs.value_model is None
         if starts and not self.value_adapter and self.value_source == "reward":
             self._check_reward()
@@ -139,6 +158,13 @@ class ModelStage:
             found = find_layers(value.backbone)  # it may have fewer than the policy
             layers = args.train_layers if found is None else min(args.train_layers, len(found[1]))
             train_top_layers(value.backbone, layers, what="the value model")
+        if getattr(args, "freeze_value_attention", False):
+            if not isinstance(value, ScalarModel):
+                raise ConfigError(
+                    "freeze_value_attention needs a separate value model, but the value is a head"
+                    ' or an adapter on the policy; set value_source="copy", or leave it out'
+                )
+            freeze_attention(value.backbone, what="the value model")
         reward = AdapterRewardModel(policy, args.reward_adapter) if args.reward_adapter else None
         reference, fresh = self._build_reference(policy)
         if converted and isinstance(reference, FrozenModel) and not args.bf16:
@@ -179,7 +205,7 @@ class ModelStage:
         sharded = sharding_strategy(self.setup.accelerator) != "none"
         return frozen_copy(policy, sharded=sharded), True
 
-    def _build_value(self, policy: nn.Module) -> Value:
+    def _build_value(self, policy: nn.Module) -> Value:  # noqa: C901, PLR0912
         """The value model: given, an adapter, from the reward model, or a head on the policy.
 
         With ``value_source="auto"`` a reward model that cannot be a value model is not used: one
@@ -188,12 +214,18 @@ class ModelStage:
         inputs, args = self.setup.inputs, self.setup.args
         if self.value_adapter:
             starts = None if self.value_source == "policy" else args.reward_adapter
-            return value_adapter(policy, starts)
+            given: Any = inputs.value_model  # a folder
+            return value_adapter(policy, given or starts)
+        given = inputs.value_model
+        if isinstance(given, str) and (Path(given) / HEAD_FILE).is_file():
+            return load_value_head(given, causal_parts(policy))
         if inputs.value_model is not None:
             value = load_value(inputs.value_model)
             if not args.allow_low_precision_weights:
                 in_float32(value, "value_model")
             return value
+        if self.value_source == "copy":
+            return copy_as_value(policy, causal_parts(policy))
         if self.reward is not None and self.value_source != "policy":
             try:
                 self._check_reward()
@@ -252,10 +284,10 @@ def _check_train_layers(args: OnPolicyConfig, *, adapted: bool) -> None:
 
 def check_value_adapter(args: Any, inputs: TrainerInputs) -> None:
     """Check that nothing else is asked to be the value model, or to initialize it."""
-    if inputs.value_model is not None:
+    if isinstance(inputs.value_model, nn.Module):
         raise ConfigError(
             "value_adapter=True makes the value model an adapter on the policy's base, but"
-            " value_model is given; pass only one of them"
+            " value_model is a model; pass the folder of an adapter, or leave one of them out"
         )
     if args.value_source == "reward" and args.reward_adapter is None:
         raise ConfigError(
@@ -350,6 +382,7 @@ class LearnerStage:
             and not self.setup.engine.copies_weights
             and self.setup.inputs.rollout_engine is None,  # those of other engines are verified
             allow_low_precision_weights=args.allow_low_precision_weights,
+            entropy_grad=bool(args.entropy_coef) or args.use_adaptive_entropy,
             cache_trunk=args.cache_trunk,
         )
 

@@ -249,13 +249,15 @@ def _asked_correction(args: Any, *, vllm: bool) -> tuple[list[str], Correction |
         return trl, _trl_correction(args) if on else None
     if trl:
         logger.warning("%s has no effect: vLLM does not sample", ", ".join(trl))
-    if mode == "off" and own:
+    if mode in ("off", "ratio") and own:
         raise ConfigError(
             f"{own[0]}={getattr(args, own[0])!r} has no effect with sampler_correction={mode!r};"
             " leave one of them out"
         )
     if not asked or mode == "off":
         return asked, None
+    if mode == "ratio":
+        return asked, Correction(kind="ratio")
     level: Level = args.sampler_correction_level or "token"
     kind: Kind = "mask" if mode == "mask" else "truncate"
     low, high = args.sampler_correction_low, args.sampler_correction_high

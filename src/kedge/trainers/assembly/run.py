@@ -23,6 +23,7 @@ from kedge.errors import ConfigError
 from kedge.learner.learner import HFLearner
 from kedge.learner.sharding import sharding_strategy
 from kedge.loop.batch_sizes import BatchSizes
+from kedge.loop.entropy_bonus import EntropyBonus
 from kedge.loop.kl_control import AdaptiveKL, FixedKL
 from kedge.loop.loop import Engine
 from kedge.models.load import without_weights
@@ -179,6 +180,15 @@ def build_engine(
         in_flight_weight_updates=args.in_flight_weight_updates,
         correction=rollout.correction,
         value_warmup_steps=setup.value_warmup_steps,
+        value_passes=getattr(args, "num_value_epochs", 1),
+        entropy_bonus=EntropyBonus(
+            coef=args.entropy_coef,
+            adaptive=args.use_adaptive_entropy,
+            target=args.entropy_target,
+            delta=args.entropy_coef_delta,
+            low=args.entropy_coef_min,
+            high=args.entropy_coef_max,
+        ),
     )
 
 

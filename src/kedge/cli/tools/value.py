@@ -1,0 +1,169 @@
+"""``kedge value``: trains a value model on recorded rollouts, and checks it before PPO uses it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kedge.cli.flags import Flags
+from kedge.errors import ConfigError, install_command
+
+EPILOG = """\
+ROLLOUTS are folders written by --save_rollouts, or .jsonl files of any library with prompt,
+completion and score.  fit writes a value model for `kedge ppo --value_model`, and what check says
+of the responses that it held out.
+example: kedge ppo ... --save_rollouts runs/a/rollouts
+         kedge value fit runs/a/rollouts --model runs/sft --output_dir runs/critic
+         kedge value check runs/b/rollouts --value_model runs/critic --plot critic.png"""
+_TABLE = "{:<28}{:>12}{:>10}"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    flags = Flags("kedge value", "Train and check a value model on recorded rollouts.", EPILOG)
+    flags.add_argument("action", choices=("fit", "check"))
+    flags.add_argument("rollouts", nargs="+", help="folders of save_rollouts, or .jsonl files")
+    flags.add_argument("--model", help="fit: the policy whose weights the value model starts from")
+    flags.add_argument("--value_model", help="check: folder; fit: one to train on")
+    flags.add_argument("--output_dir", help="fit: folder of the value model")
+    flags.add_argument("--epochs", type=int, default=2, help="passes over the responses")
+    flags.add_argument("--batch_size", type=int, default=32, help="responses per optimizer step")
+    flags.add_argument("--learning_rate", type=float, default=1e-5)
+    flags.add_argument("--freeze_attention", action="store_true", help="train without attention")
+    flags.add_argument("--held_out", type=float, default=0.2, help="fit: share to check with")
+    flags.add_argument("--gamma", type=float, default=1.0, help="discount per token")
+    flags.add_argument("--plot", help="picture of the check, .png or .svg")
+    flags.add_argument("--seed", type=int, default=0)
+    return flags
+
+
+def main(argv: Sequence[str]) -> None:
+    """Fit or check."""
+    flags = parser().parse_args(list(argv))
+    start = flags.value_model or flags.model
+    if flags.action == "fit" and not (start and flags.output_dir):
+        raise ConfigError("kedge value fit needs --model (or --value_model) and --output_dir")
+    if flags.action == "check" and not flags.value_model:
+        raise ConfigError("kedge value check needs --value_model, a folder that fit or ppo wrote")
+    if not 0 < flags.held_out < 1:
+        raise ConfigError(f"--held_out={flags.held_out} must be between 0 and 1")
+    from kedge.models.load import load_tokenizer
+    from kedge.pretrain.value import check_value, fit_value, read_episodes, split, worst_tokens
+
+    tokenizer = load_tokenizer(start)
+    episodes = read_episodes(flags.rollouts, tokenizer, gamma=flags.gamma)
+    train, held_out = split(episodes, flags.held_out, flags.seed)
+    model = _load(flags)
+    if flags.action == "fit":
+        say = sys.stdout.write
+        say(f"kedge: {len(train)} responses to train on, {len(held_out)} held out\n")
+        before = check_value(model, episodes, held_out)
+        steps = flags.epochs * -(-len(train) // flags.batch_size)
+        losses = fit_value(
+            model,
+            episodes,
+            train,
+            epochs=flags.epochs,
+            batch_size=flags.batch_size,
+            learning_rate=flags.learning_rate,
+            seed=flags.seed,
+        )
+        for number, loss in enumerate(losses, 1):
+            if number % max(1, steps // 10) == 0:
+                say(f"step {number}/{steps}  value loss {loss:.4g}\n")
+        folder = Path(flags.output_dir)
+        model.model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        say(f"kedge: the value model is in {folder}; explained variance before ")
+        say(f"{_number(before['explained_variance'])}\n")
+    index = held_out if flags.action == "fit" else list(range(len(episodes)))
+    check = check_value(model, episodes, index)
+    check["worst_tokens"] = worst_tokens(model, episodes, index, tokenizer)
+    sys.stdout.write("\n".join(describe(check)) + "\n")
+    target = Path(flags.output_dir if flags.action == "fit" else flags.value_model)
+    (target / "value_check.json").write_text(json.dumps(check, indent=1), encoding="utf-8")
+    if flags.plot:
+        plot(check, flags.plot)
+        sys.stdout.write(f"kedge: {flags.plot} shows it\n")
+
+
+def _load(flags: argparse.Namespace) -> Any:
+    from kedge.models.freezing import freeze_attention
+    from kedge.models.load import load_policy
+    from kedge.models.model import causal_parts, no_dropout
+    from kedge.models.value_head import copy_as_value, load_value
+
+    if flags.value_model:
+        model = load_value(flags.value_model)
+    else:
+        policy: Any = load_policy(flags.model).float()
+        model = copy_as_value(policy, causal_parts(policy))
+    if flags.freeze_attention:
+        freeze_attention(model.backbone, what="the value model")
+    no_dropout(model)
+    return model
+
+
+def describe(check: dict[str, Any]) -> list[str]:
+    """The check as lines of a table, with a verdict."""
+    lines = [_TABLE.format("", "explained", "tokens")]
+    lines.append(_TABLE.format("all tokens", _number(check["explained_variance"]), check["tokens"]))
+    tenths = [f"{10 * i} to {10 * (i + 1)}% of the response" for i in range(10)]
+    for name, (share, tokens) in zip(tenths, check["by_position"], strict=False):
+        lines.append(_TABLE.format(name, _number(share), tokens))
+    if len(check["by_turn"]) > 1:
+        for turn, (share, tokens) in enumerate(check["by_turn"]):
+            lines.append(_TABLE.format(f"turn {turn + 1}", _number(share), tokens))
+    lines.append(_TABLE.format("the mean return knows", "0", ""))
+    lines.append(_TABLE.format("the length would know", _number(check["by_length"]), ""))
+    lines += [
+        f"{kind} responses: V is {check[f'{kind}_bias']:+.3f} off on average"
+        for kind in ("truncated", "terminated")
+        if check[f"{kind}_bias"] is not None
+    ]
+    explained = check["explained_variance"]
+    if explained is None:
+        lines.append("all returns are equal: there is nothing to learn from these responses")
+    elif explained <= 0:
+        lines.append("the critic is worse than the mean return: advantages from it would be noise")
+    return lines
+
+
+def _number(x: float | None) -> str:
+    return "-" if x is None else f"{x:.3f}"
+
+
+def plot(check: dict[str, Any], file: str) -> None:
+    """Explained variance by position and turn, and calibration, as a picture.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"--plot needs matplotlib: {install_command('matplotlib')}") from error
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    position, turn, calibration = figure.subplots(1, 3)
+    for axes, name, label in (
+        (position, "by_position", "tenth of the response"),
+        (turn, "by_turn", "turn"),
+    ):
+        shares = [share for share, _ in check[name]]
+        known = [(i + 1, share) for i, share in enumerate(shares) if share is not None]
+        axes.bar([i for i, _ in known], [max(share, -1) for _, share in known], color="#3b6ea5")
+        axes.axhline(0, color="black", linewidth=0.8)
+        if check["by_length"] is not None:
+            axes.axhline(check["by_length"], color="gray", linestyle=":", label="length alone")
+            axes.legend(frameon=False)
+        axes.set(xlabel=label, ylabel="explained variance", ylim=(-1, 1))
+    means = [(v, g) for v, g, _ in check["calibration"]]
+    calibration.plot([v for v, _ in means], [g for _, g in means], "o-", color="#3b6ea5")
+    low, high = (pick(x for pair in means for x in pair) for pick in (min, max))
+    calibration.plot([low, high], [low, high], color="gray", linestyle=":")
+    calibration.set(xlabel="predicted value", ylabel="mean return")
+    figure.savefig(file, dpi=130)

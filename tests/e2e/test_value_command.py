@@ -1,0 +1,138 @@
+"""``kedge value``: a critic fitted on recorded rollouts, checked, and handed to PPO."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from kedge.cli.tools import value as command
+from kedge.errors import DataError
+from kedge.pretrain import value
+from kedge.pretrain.value import check_value, read_episodes
+from kedge.testing import tiny_policy
+from tests.e2e.small import PROMPTS, VOCAB, rows, small
+from tests.unit.text_toys import EOS, word_tokenizer
+
+
+def by_prompt(prompts, completions, **_):
+    """A return that the prompt decides, so that a critic can know it."""
+    return [float(len(p.split())) for p in prompts]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A policy, and a folder with 64 of its responses."""
+    folder = tmp_path_factory.mktemp("value")
+    policy = tiny_policy("gpt_neox", vocab_size=VOCAB, eos_token_id=EOS)
+    policy.save_pretrained(folder / "policy")
+    word_tokenizer().save_pretrained(folder / "policy")
+    options = {"learning_rate": 1e-9, "kl_coef": 0.0, "total_episodes": 64}
+    trainer = small(
+        **options,
+        model=str(folder / "policy"),
+        reward_model=None,
+        reward_funcs=by_prompt,
+        save_rollouts=str(folder / "rollouts"),
+    )
+    trainer.train()
+    return folder
+
+
+def test_fit_check_and_ppo(recorded, tmp_path, capsys):
+    critic, again = tmp_path / "critic", recorded / "rollouts"
+    how = ["--epochs", "40", "--batch_size", "16", "--learning_rate", "3e-3"]
+    command.main(
+        ["fit", str(again), "--model", str(recorded / "policy"), "--output_dir", str(critic), *how]
+    )
+    out = capsys.readouterr().out
+    assert "51 responses to train on, 13 held out" in out
+    check = json.loads((critic / "value_check.json").read_text())
+    assert check["explained_variance"] > 0.8  # before: below 0, since every value is 0
+    assert abs(check["calibration"][0][0] - check["calibration"][0][1]) < 0.5
+    command.main(["check", str(again), "--value_model", str(critic)])
+    assert "the mean return knows" in capsys.readouterr().out
+
+    def explained(**options):
+        trainer = small(
+            model=str(recorded / "policy"),
+            reward_model=None,
+            reward_funcs=by_prompt,
+            train_dataset=PROMPTS,
+            per_device_train_batch_size=12,
+            kl_coef=0.0,
+            lam=1.0,
+            total_episodes=12,
+            **options,
+        )
+        trainer.train()
+        return rows(trainer)[0]["val/explained_variance"]
+
+    assert explained(value_model=str(critic)) > 0.8
+    assert explained(value_source="copy") < 0.1
+
+
+def test_rows_of_other_libraries(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    row = {"prompt": "w3 w4", "response": " w5 w6", "reward": 2.0}
+    file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"finished": False}))
+    episodes = read_episodes([str(file)], word_tokenizer(), gamma=0.5)
+    assert episodes.rollout.loss_mask.sum(1).tolist() == [3, 2]  # with its EOS, and cut off
+    returns = episodes.reward_output.token_rewards
+    assert returns.tolist() == [[0.5, 1.0, 2.0], [1.0, 2.0, 0.0]]
+    file.write_text(json.dumps({"prompt": "w3"}))
+    with pytest.raises(DataError, match="row 0: it must have prompt and completion"):
+        read_episodes([str(file)], word_tokenizer())
+
+
+def test_the_check_by_hand(monkeypatch, tmp_path):
+    """Predictions that are planted: exact, the mean, and too high where responses were cut off."""
+    file = tmp_path / "rows.jsonl"
+    lines = [
+        {"prompt": "w3", "response": " w5" * (2 + i % 3), "score": i % 2, "finished": i % 4 > 1}
+        for i in range(12)
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    episodes = read_episodes([str(file)], word_tokenizer())
+
+    def check(predict):
+        def planted(_, rollout):
+            at = rollout.prompts.row
+            returns = episodes.reward_output.token_rewards[at]
+            return predict(returns[:, : rollout.ids.shape[1]], rollout)[rollout.loss_mask]
+
+        monkeypatch.setattr(value, "_predict", planted)
+        return check_value(None, episodes, range(12))
+
+    exact = check(lambda returns, _: returns)
+    assert exact["explained_variance"] == 1.0
+    assert {share for share, _ in exact["by_position"]} - {None} == {1.0}
+    mask = episodes.rollout.loss_mask
+    mean = float(episodes.reward_output.token_rewards[mask].mean())
+    constant = check(lambda returns, _: torch.full_like(returns, mean))
+    assert constant["explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    high = check(lambda returns, r: returns + 0.25 * ~r.terminated[:, None])
+    assert high["truncated_bias"] == pytest.approx(0.25)
+    assert high["terminated_bias"] == pytest.approx(0.0)
+    assert "worse than the mean" in "".join(command.describe(check(lambda g, _: 3 - 3 * g)))
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_trained_head_or_adapter_starts_another_run(tmp_path, adapter):
+    """Its first values are those that the first run ended with, if the policy is the same."""
+    how = {"value_learning_rate": 3e-2, "learning_rate": 1e-12, "vf_coef": 1.0}
+    how |= {"reward_model": None, "reward_funcs": by_prompt, "num_mini_batches": 2}
+    if adapter:
+        from peft import LoraConfig
+
+        how |= {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4), "value_adapter": True}
+    first = small(**how, value_source="policy", output_dir=str(tmp_path / "a"), total_episodes=32)
+    first.train()
+    first.save_model(str(tmp_path / "saved"))
+    folder = str(tmp_path / "saved" / "value_model")
+    trained = [row["val/value_mean"] for row in rows(first)]
+    again = small(**how, value_model=folder, output_dir=str(tmp_path / "b"), total_episodes=4)
+    again.train()
+    assert trained[0] == 0.0
+    assert rows(again)[0]["val/value_mean"] > 0.5 * trained[-1] > 0.2

@@ -1,0 +1,292 @@
+"""PPO's losses and its critic against float64 computations, each with a variant that fails."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kedge import PPOConfig
+from kedge.algorithms import ppo
+from kedge.config.ppo import RECIPES
+from kedge.errors import ConfigError
+from kedge.learner.reference import frozen_copy
+from kedge.loop.entropy_bonus import EntropyBonus
+from kedge.loop.stages import make_experience, optimize
+from kedge.math.importance import Correction
+from kedge.math.losses import Clip, clip_cov_tokens, covariances, kl_cov_tokens, masked_policy_loss
+from kedge.models.freezing import freeze_attention
+from kedge.models.model import causal_parts
+from kedge.models.value_head import copy_as_value
+from kedge.testing import tiny_policy
+from kedge.types import PolicyOutput, RewardOutput
+from tests.e2e.small import rows, small
+from tests.learners import VOCAB, experience, learner, rollout, take_step
+from tests.unit.advantage_inputs import evidence, micro_batch, one_rank, prefix
+
+LENGTHS = [4, 1, 3]
+MASK = prefix(LENGTHS)
+
+
+def batch(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    new, old, advantages = torch.randn(3, *MASK.shape, generator=g).mul(0.7)
+    return new - 2, old - 2, advantages
+
+
+def policy_loss(algorithm, new, mb):
+    """The policy's part of the loss with log-probabilities ``new``, and their gradient."""
+    new = new.clone().requires_grad_()
+    zeros = torch.zeros(MASK.shape)
+    out = algorithm.loss(PolicyOutput(logprobs=new * MASK, entropy=zeros, values=zeros), mb)
+    total = sum(part for name, part in out.parts.items() if name != "value")
+    return float(total.detach()), torch.autograd.grad(total, new)[0]
+
+
+def step_of(algorithm, **fields):
+    new, old, advantages = batch()
+    mb = micro_batch(algorithm, advantages, MASK, old=old * MASK)
+    zeros = torch.zeros(MASK.shape)
+    return new, replace(mb, rows=replace(mb.rows, old_values=zeros, returns=zeros, **fields))
+
+
+class TestMask:
+    """Eq. 1 and 3 of arXiv:2607.07508: -r A inside, nothing outside, whatever the sign of A."""
+
+    def reference(self, clipped=False):
+        new, old, advantages = (x.double() for x in batch())
+        loss, gradient, count = 0.0, torch.zeros(MASK.shape).double(), sum(LENGTHS)
+        for i, t in MASK.nonzero().tolist():
+            ratio = math.exp(new[i, t] - old[i, t])
+            inside = 1 - 0.3 < ratio < 1 + 0.8
+            if clipped:
+                inside = ratio < 1.8 if advantages[i, t] > 0 else ratio > 0.7
+            if inside:
+                loss -= ratio * float(advantages[i, t]) / count
+                gradient[i, t] = -ratio * advantages[i, t] / count
+        return loss, gradient
+
+    @pytest.mark.parametrize("broken", [False, True])
+    def test_loss_and_gradient(self, broken):
+        algorithm = ppo(policy_loss="mask", cliprange=0.3, cliprange_high=0.8)
+        new, mb = step_of(algorithm)
+        loss, gradient = policy_loss(algorithm, new, mb)
+        expected = self.reference(clipped=broken)
+        close = abs(loss - expected[0]) < 1e-6 and torch.allclose(gradient.double(), expected[1])
+        assert close is not broken
+
+    def test_the_default_is_the_clipped_loss_and_a_pair_is_clip_higher(self):
+        new, mb = step_of(ppo())
+        plain, higher = ppo(cliprange=0.2), ppo(cliprange=0.2, cliprange_high=0.28)
+        assert policy_loss(ppo(), new, mb)[0] == policy_loss(plain, new, mb)[0]
+        ratio, advantages = torch.tensor([1.25, 1.25]), torch.tensor([1.0, -1.0])
+        inside = masked_policy_loss(ratio, advantages, clip=Clip(0.2, 0.28))
+        assert inside.tolist() == [-1.25, 1.25]
+        assert policy_loss(higher, new, mb)[0] != policy_loss(plain, new, mb)[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "weight"),
+    [
+        ("token", lambda i: 1 / 8),
+        ("sequence", lambda i: 1 / (3 * LENGTHS[i])),
+        ("constant", lambda i: 1 / (3 * 10)),
+    ],
+)
+def test_aggregation(how, weight):
+    algorithm = ppo(loss_aggregation=how, response_length=10, cliprange=math.inf)
+    new, mb = step_of(algorithm)
+    _, old, advantages = (x.double() for x in batch())
+    expected = -sum(
+        weight(i) * math.exp(new[i, t] - old[i, t]) * float(advantages[i, t])
+        for i, t in MASK.nonzero().tolist()
+    )
+    assert policy_loss(algorithm, new, mb)[0] == pytest.approx(expected, rel=1e-5)
+
+
+class TestCovariance:
+    """Section 4 of arXiv:2505.22617."""
+
+    def test_tokens_by_hand(self):
+        logprobs, _, advantages = batch(3)
+        pairs = [(float(logprobs[i, t]), float(advantages[i, t])) for i, t in MASK.nonzero()]
+        means = [sum(column) / 8 for column in zip(*pairs, strict=True)]
+        by_hand = [(p - means[0]) * (a - means[1]) for p, a in pairs]
+        found = covariances(logprobs, advantages, MASK, total=one_rank)
+        assert found[MASK].tolist() == pytest.approx(by_hand, abs=1e-6)
+        chosen = kl_cov_tokens(found, share=0.25)
+        assert chosen.sum() == 2
+        assert set(found[chosen].tolist()) == set(sorted(found[MASK].tolist())[-2:])
+        inside = clip_cov_tokens(found, share=1.0, low=0.0, high=0.1)
+        assert torch.equal(inside, (found >= 0) & (found <= 0.1))
+        assert clip_cov_tokens(found, share=1.0, low=50.0, high=60.0).sum() == 0
+
+    def test_kl_cov_penalizes_its_tokens_alone(self):
+        algorithm = ppo(kl_cov=0.25, kl_cov_coef=2.0, cliprange=math.inf)
+        penalized = torch.zeros_like(MASK)
+        penalized[0, 2] = True
+        new, mb = step_of(algorithm, penalized=penalized)
+        plain = policy_loss(ppo(cliprange=math.inf), new, mb)[0]
+        penalty = 2.0 * abs(float(new[0, 2] - mb.rows.old_logprobs[0, 2])) / 8
+        assert policy_loss(algorithm, new, mb)[0] - plain == pytest.approx(penalty, rel=1e-5)
+
+    def test_clip_cov_takes_the_gradient_of_its_tokens(self):
+        scores = [-30.0, 20.0, -8.0]
+        inputs = evidence(scores, [0, 1, 2], lengths=LENGTHS, values=torch.zeros(MASK.shape))
+        inputs.model_outputs.logprobs.copy_(3 * batch()[0])
+        plain = ppo().compute_advantages(inputs, 0.0).advantages
+        clipped = ppo(clip_cov=0.2).compute_advantages(inputs, 0.0).advantages
+        changed = (plain != clipped).nonzero()
+        assert changed.tolist() == [[0, 0], [0, 1]]  # a fifth of eight tokens; (1, 0) is left
+        assert (clipped[plain != clipped] == 0).all()
+
+
+class TestFilters:
+    def outputs(self, **options):
+        inputs = evidence(
+            [1.0, 1.0, 2.0, 0.0],
+            [0, 0, 1, 1],
+            lengths=[2, 2, 2, 2],
+            finished=[True, True, True, False],
+            values=torch.zeros(4, 2),
+        )
+        return ppo(**options).compute_advantages(inputs, 0.0)
+
+    def test_uniform_groups_train_the_value_alone(self):
+        out = self.outputs(drop_uniform_groups=True)
+        assert out.loss_mask.any(1).tolist() == [False, False, True, True]
+        assert out.value_mask.any(1).tolist() == [True] * 4
+
+    def test_truncated_responses_train_nothing(self):
+        out = self.outputs(mask_truncated_completions=True)
+        assert out.loss_mask.any(1).tolist() == [True, True, True, False]
+        assert out.value_mask.any(1).tolist() == [True, True, True, False]
+
+    def test_the_overlong_penalty(self):
+        out = self.outputs(overlong_buffer=2, response_length=3)
+        assert out.rewards.sum(1).tolist() == [0.5, 0.5, 1.5, -0.5]  # (3 - 2 - 2) / 2
+
+
+class TestEntropyBonus:
+    def test_fixed(self):
+        """It raises the entropy of a policy; with the sign turned around it lowers it."""
+        entropies = {}
+        for coef in (10.0, 0.0, -10.0):
+            found = learner(entropy_grad=True)
+            how = {"epochs": 5, "minibatches": 1, "micro_rows": 3, "seed": 0}
+            optimize(
+                experience(rollout()), found, ppo(), **how, entropy_bonus=EntropyBonus(coef=coef)
+            )
+            entropies[coef] = take_step(found)["policy/entropy_avg"]
+        assert entropies[10.0] > entropies[0.0] + 1e-3
+        assert entropies[-10.0] < entropies[0.0] - 0.1
+
+    def test_adaptive_by_hand(self):
+        bonus = EntropyBonus(coef=0.02, adaptive=True, target=1.0, delta=0.01, high=0.03)
+        seen = [bonus.update({"policy/entropy_avg": x}) for x in (0.5, 0.9, 1.1, 1.2, 1.3, 1.4)]
+        coefs = [x["policy/entropy_coef"] for x in seen]
+        assert coefs == pytest.approx([0.03, 0.03, 0.02, 0.01, 0.0, 0.0])
+        again = EntropyBonus(adaptive=True)
+        again.load_state_dict(bonus.state_dict())
+        assert (again.coef, again.last) == (bonus.coef, 1.4)
+
+
+class TestCritic:
+    def critic(self, family="llama"):
+        policy = tiny_policy(family, vocab_size=VOCAB)
+        return policy, copy_as_value(policy, causal_parts(policy))
+
+    @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
+    def test_a_copy_has_the_backbone_of_the_policy_and_gives_0(self, family):
+        policy, value = self.critic(family)
+        backbone = causal_parts(policy).backbone.state_dict()
+        assert all(torch.equal(backbone[n], x) for n, x in value.backbone.state_dict().items())
+        assert not any(a is b for a in policy.parameters() for b in value.parameters())
+        found = learner(policy=policy, value=value, reference=frozen_copy(policy))
+        values = found.compute_logprobs(
+            rollout(), values=True, reference=False, full_kl=False
+        ).values
+        assert values.abs().max() == 0
+
+    @pytest.mark.parametrize(("family", "mixer"), [("llama", "self_attn"), ("gpt2", "attn")])
+    def test_frozen_attention(self, family, mixer):
+        policy, value = self.critic(family)
+        freeze_attention(value.backbone, what="the value model")
+        found = learner(policy=policy, value=value, reference=frozen_copy(policy))
+        before = {n: p.detach().clone() for n, p in value.named_parameters()}
+        take_step(found)
+        take_step(found)
+        moved = {n for n, p in value.named_parameters() if not torch.equal(p, before[n])}
+        assert moved
+        assert not any(f".{mixer}." in name for name in moved)
+        assert any(".mlp." in name for name in moved)
+
+    @pytest.mark.parametrize("passes", [1, 2, 4])
+    def test_value_passes_move_the_value_alone(self, passes):
+        policy, value = self.critic()
+        found = learner(policy=policy, value=value, reference=frozen_copy(policy))
+        data, steps = experience(rollout()), []
+        metrics = optimize(
+            data, found, ppo(), epochs=1, minibatches=2, micro_rows=3, seed=0,
+            value_passes=passes, after_step=lambda: steps.append(1),
+        )  # fmt: skip
+        assert len(steps) == 2 * passes
+        weights = {n: x.detach().clone() for n, x in policy.named_parameters()}
+        if passes == 1:
+            type(self).policy, type(self).metrics = weights, metrics
+        else:  # bitwise those of one pass
+            assert all(torch.equal(weights[n], x) for n, x in self.policy.items())
+            assert metrics == self.metrics
+
+
+class TestRatioToTheSampler:
+    def denominators(self, correction):
+        found = learner()
+        sampled = rollout()
+        behavior = torch.where(sampled.loss_mask, -3.0, 0.0)
+        sampled = replace(sampled, behavior_logprobs=behavior)
+        scores = RewardOutput(scores=torch.arange(6.0), valid=torch.ones(6, dtype=torch.bool))
+        made, terms = make_experience(sampled, scores, found, ppo(), 0.0, correction)
+        return made.old_logprobs, behavior, terms
+
+    def test_every_token_has_that_of_the_sampler(self):
+        old, behavior, terms = self.denominators(Correction(kind="ratio"))
+        assert torch.equal(old, behavior)
+        assert terms.weight is None
+
+    def test_without_it_fresh_tokens_have_the_learner_s(self):
+        old, behavior, _ = self.denominators(None)
+        assert not torch.equal(old, behavior)
+
+
+class TestRecipe:
+    def test_sao(self, tmp_path):
+        config = PPOConfig(output_dir=str(tmp_path), recipe="sao", use_cpu=True)
+        assert {n: getattr(config, n) for n in RECIPES["sao"]} == RECIPES["sao"]
+
+    def test_options_that_are_set_win(self, tmp_path):
+        given = {"learning_rate": 5e-5, "cliprange": [0.8, 3.0]}
+        config = PPOConfig(output_dir=str(tmp_path), recipe="sao", use_cpu=True, **given)
+        assert (config.learning_rate, config.cliprange, config.cliprange_high) == (5e-5, 0.8, 3.0)
+
+    def test_a_bad_pair(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"cliprange=\[0.1\] must be one number or low, high"):
+            PPOConfig(output_dir=str(tmp_path), cliprange=[0.1], use_cpu=True)
+
+    def test_at_lag_0_it_is_the_same_options_bit_for_bit(self, tmp_path):
+        """The sampler's log-probabilities are the learner's, so the ratio starts at exactly 1."""
+        sao = {"recipe": "sao", "max_lag": 0, "rollout_schedule": "in_order"}
+        sao |= {"value_warmup_steps": 1, "total_episodes": 16, "reward_model": None}
+        sao |= {"reward_funcs": lambda completions, **_: [float(len(c)) for c in completions]}
+        first, again = (small(**sao, output_dir=str(tmp_path / n)) for n in "ab")
+        plain = small(**{**sao, "sampler_correction": "off"}, output_dir=str(tmp_path / "c"))
+        for trainer in (first, again, plain):
+            trainer.train()
+        names = ("objective/scores", "loss/policy_avg", "loss/value_avg", "val/ratio")
+        runs = [[[row[n] for n in names] for row in rows(t)] for t in (first, again, plain)]
+        assert runs[0] == runs[1] == runs[2]
+        assert next(row["val/ratio"] for row in rows(first)) == 1.0
+        weights = [dict(t.model.named_parameters()) for t in (first, plain)]
+        assert all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0])
