@@ -13,7 +13,7 @@ SRC = ROOT / "src" / "kedge"
 BUDGETS = {
     ".": 2_060,
     "algorithms": 980,
-    "checkpoint": 970,
+    "checkpoint": 960,
     "classic": 4_040,
     "cli": 4_110,
     "compat": 820,
@@ -32,7 +32,7 @@ BUDGETS = {
     "ops/cpu": 690,
     "pretrain": 540,
     "ray": 2_790,
-    "reporting": 2_510,
+    "reporting": 2_480,
     "rewards": 1_780,
     "rollout": 810,
     "rollout/embedded": 1_570,

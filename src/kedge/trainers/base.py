@@ -28,9 +28,8 @@ from transformers.utils import logging as transformers_logging
 from kedge.config.base import OnPolicyConfig
 from kedge.errors import ConfigError, RewardError
 from kedge.loop.loop import Engine
-from kedge.reporting.best_effort import required_write
-from kedge.reporting.model_card import provenance, write_card
-from kedge.reporting.run_info import read_run_info, write_run_info
+from kedge.reporting.base import required_write
+from kedge.reporting.run_info import provenance, read_run_info, write_card, write_run_info
 from kedge.trainers.assembly.run import assemble_run
 from kedge.trainers.assembly.setup import build_eval_sets, own_or
 from kedge.trainers.run.files import claimed, write_models

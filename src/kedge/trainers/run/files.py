@@ -18,7 +18,7 @@ from kedge.config.declare import resume_values
 from kedge.data import DatasetPrompts
 from kedge.errors import CheckpointError, ConfigError, way_out
 from kedge.output import RunLock, check_folder
-from kedge.reporting.best_effort import required_write
+from kedge.reporting.base import required_write
 from kedge.types import Sampling
 
 if TYPE_CHECKING:

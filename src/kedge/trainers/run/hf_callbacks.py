@@ -28,7 +28,7 @@ from kedge.config.base import OnPolicyConfig
 from kedge.errors import ConfigError, DamagedCheckpointError, install_command
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.protocols import Tracker
-from kedge.reporting.best_effort import CompositeTracker
+from kedge.reporting.base import CompositeTracker
 
 if TYPE_CHECKING:
     from kedge.ray.context import RankContext

@@ -26,7 +26,7 @@ from kedge.learner.learner import HFLearner
 from kedge.loop.hooks import Hooks, StepReport
 from kedge.loop.loop import Engine
 from kedge.loop.preflight import FULL_PRECISION, LOW_PRECISION, preflight
-from kedge.reporting.best_effort import BestEffortWriter
+from kedge.reporting.base import BestEffortWriter
 from kedge.reporting.curves import draw_curves
 from kedge.reporting.doctor import LIVE, Rule
 from kedge.reporting.log import RunLog
