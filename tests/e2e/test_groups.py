@@ -31,7 +31,10 @@ SIZES = {
     "use_cpu": True,
     "disable_tqdm": True,
 }
-TRAINER = ("processing_class", "args", "model", "reward_funcs", "algorithm", "ref_model")
+TRAINER = (
+    *("processing_class", "args", "model", "reward_funcs", "algorithm", "ref_model"),
+    *("train_dataset", "rollout_engine"),
+)
 
 
 def make(trainer: Any, config: Any, **changes: Any) -> Any:

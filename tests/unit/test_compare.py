@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from kedge.cli.main import main
-from kedge.reporting.compare import band, ends
-from kedge.reporting.log import RunLog
+from kedge.reporting.log import RunLog, band, ends
 
 RUNS = Path(__file__).parents[1] / "data" / "doctor"
 

@@ -5,40 +5,40 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kedge import GRPOConfig, GRPOTrainer
 from kedge.rollout.scheduler.dynamic_sampling import resample_uniform_groups, spare_step
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, RewardOutput, Sample
+from tests.e2e.small import rows
+from tests.e2e.test_groups import grpo
 from tests.unit.advantage_inputs import rollout
-from tests.unit.text_toys import word_tokenizer
 
 
 def batch(names: list[str], width: int) -> PromptBatch:
     """Two responses to each named prompt; prompt tokens count the letters of the name."""
-    rows = [name for name in names for _ in range(2)]
+    named = [name for name in names for _ in range(2)]
     return PromptBatch(
-        ids=torch.tensor([[0] * (width - 1) + [len(name)] for name in rows]),
-        mask=torch.tensor([[False] * (width - 1) + [True]] * len(rows)),
+        ids=torch.tensor([[0] * (width - 1) + [len(name)] for name in named]),
+        mask=torch.tensor([[False] * (width - 1) + [True]] * len(named)),
         group=torch.arange(len(names)).repeat_interleave(2) + 10,
-        row=torch.arange(len(rows)),
-        columns={"name": rows},
+        row=torch.arange(len(named)),
+        columns={"name": named},
     )
 
 
 def answer(prompts: PromptBatch, scores: list[float], width: int) -> Sample:
-    rows = len(prompts)
-    mask = torch.ones(rows, width, dtype=torch.bool)
+    count = len(prompts)
+    mask = torch.ones(count, width, dtype=torch.bool)
     responses = rollout(
         mask,
         prompts=prompts,
-        ids=torch.full((rows, width), width),
-        version=torch.full((rows,), width),
+        ids=torch.full((count, width), width),
+        version=torch.full((count,), width),
         behavior_logprobs=-mask.float(),
-        allowed_tokens=torch.full((rows, width, width), 7),
+        allowed_tokens=torch.full((count, width, width), 7),
     )
     found = torch.tensor(scores)
     judged = RewardOutput(
-        scores=found, valid=torch.ones(rows, dtype=torch.bool), components={"part": found * 2}
+        scores=found, valid=torch.ones(count, dtype=torch.bool), components={"part": found * 2}
     )
     return Sample(rollout=responses, reward_output=judged)
 
@@ -101,28 +101,21 @@ def test_a_run_trains_on_groups_that_differ(tmp_path, lag) -> None:
 
     def train(rounds: int, folder: str) -> list[dict[str, float]]:
         torch.manual_seed(0)
-        trainer = GRPOTrainer(
+        trainer = grpo(
+            output_dir=str(tmp_path / folder),
             model=tiny_policy(vocab_size=32),
             reward_funcs=rare,
-            args=GRPOConfig(
-                output_dir=str(tmp_path / folder),
-                per_device_train_batch_size=16,
-                num_generations=4,
-                max_completion_length=4,
-                max_steps=4,
-                learning_rate=1e-3,
-                logging_steps=1,
-                dynamic_sampling=rounds,
-                max_lag=lag,
-                num_sample_generations=0,
-                use_cpu=True,
-                disable_tqdm=True,
-            ),
             train_dataset=[{"prompt": f"w{i} w{i + 1}"} for i in range(3, 25)],
-            processing_class=word_tokenizer(),
+            per_device_train_batch_size=16,
+            max_completion_length=4,
+            total_episodes=None,
+            max_steps=4,
+            learning_rate=1e-3,
+            dynamic_sampling=rounds,
+            max_lag=lag,
         )
         trainer.train()
-        return [row for row in trainer.state.log_history if "objective/scores" in row]
+        return rows(trainer)
 
     plain, refilled = train(0, "plain"), train(8, "refilled")
     assert sum(row["objective/uniform_groups"] for row in plain) > 0.5

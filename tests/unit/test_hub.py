@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from kedge.errors import HubError
 from kedge.reporting.hub import Hub, PushOnSave, build_hub
-from kedge.reporting.model_card import Provenance, model_card
+from kedge.reporting.run_info import Provenance, model_card
 from kedge.trainers.run.hf_callbacks import Callbacks
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer, TrlParser
+from kedge import GRPOConfig, TrlParser
 from kedge.algorithms import ppo
 from kedge.compat import trl_trainers
 from kedge.config.rollout_engines import find_engine
@@ -18,8 +18,9 @@ from kedge.math.importance import Correction
 from kedge.testing import ScriptedRollouts, tiny_policy
 from kedge.trainers.assembly.rollout import build_correction
 from kedge.types import RewardOutput, Rollout, Sampling
+from tests.e2e.small import small
+from tests.e2e.test_groups import grpo, rloo
 from tests.learners import with_metrics
-from tests.unit.text_toys import word_tokenizer
 from tests.unit.toys import ToyEngine, ToyLearner, ToyPrompts
 
 
@@ -96,34 +97,21 @@ def test_stale_rows_are_anchored_at_their_sampler_or_decoupled_from_it() -> None
 
 
 def run_of(kind: str, folder: Any, **options: Any) -> Any:
-    config, trainer = {
-        "ppo": (PPOConfig, PPOTrainer),
-        "rloo": (RLOOConfig, RLOOTrainer),
-        "grpo": (GRPOConfig, GRPOTrainer),
-    }[kind]
-    engine, model = options.pop("engine", None), options.pop("model", None)
-    groups = {} if kind == "ppo" else {"num_generations": 2}
-    args = config(
-        output_dir=str(folder),
-        per_device_train_batch_size=4,
-        response_length=4,
-        max_steps=4,
-        learning_rate=1e-2,
-        logging_steps=1,
-        num_sample_generations=0,
-        use_cpu=True,
-        disable_tqdm=True,
-        **groups,
-        **options,
-    )
-    return trainer(
-        args=args,
-        processing_class=word_tokenizer(),
-        model=model or tiny_policy(vocab_size=32),
-        reward_funcs=[lambda completions, **_: [float(len(c)) for c in completions]],
-        train_dataset=[{"prompt": f"w{i} w{i + 1}"} for i in range(3, 20)],
-        rollout_engine=engine,
-    )
+    make = {"ppo": small, "rloo": rloo, "grpo": grpo}[kind]
+    own = {"max_completion_length": 4, "num_generations": 2}
+    if kind == "ppo":
+        own = {"response_length": 4, "reward_model": None}
+    plain = {
+        "model": tiny_policy(vocab_size=32),
+        "reward_funcs": [lambda completions, **_: [float(len(c)) for c in completions]],
+        "train_dataset": [{"prompt": f"w{i} w{i + 1}"} for i in range(3, 20)],
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "total_episodes": None,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+    }
+    return make(**plain | own | options)
 
 
 @pytest.mark.parametrize("kind", ["ppo", "rloo", "grpo"])
@@ -252,7 +240,12 @@ def test_what_cannot_be_weighed_is_refused(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="both set the importance weights"):
         run_of("grpo", tmp_path, **both)
     with pytest.raises(ConfigError, match="ScriptedRollouts records none"):
-        run_of("ppo", tmp_path, sampler_correction="mask", engine=ScriptedRollouts([[[3, 1]] * 4]))
+        run_of(
+            "ppo",
+            tmp_path,
+            sampler_correction="mask",
+            rollout_engine=ScriptedRollouts([[[3, 1]] * 4]),
+        )
 
 
 def test_what_an_engine_of_ones_own_records_is_checked_and_not_believed(tmp_path: Any) -> None:
@@ -270,7 +263,8 @@ def test_what_an_engine_of_ones_own_records_is_checked_and_not_believed(tmp_path
 
     def first_row(**options: Any) -> dict[str, float]:
         policy = tiny_policy(vocab_size=32)
-        options |= {"engine": Wrong(policy, pad_id=EOS), "model": policy, "num_ppo_epochs": 1}
+        engine = Wrong(policy, pad_id=EOS)
+        options |= {"rollout_engine": engine, "model": policy, "num_ppo_epochs": 1}
         made = run_of("ppo", tmp_path / str(Wrong.gap), preflight=False, **options)
         made.train()
         return next(row for row in made.state.log_history if "rollout/logprob_gap" in row)

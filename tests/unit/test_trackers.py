@@ -14,8 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from kedge.reporting.base import JsonlTracker, Memory
-from kedge.reporting.best_effort import CompositeTracker
+from kedge.reporting.base import CompositeTracker, JsonlTracker, Memory
 from kedge.reporting.curves import draw_curves
 from kedge.reporting.progress import ConsoleTracker
 from kedge.reporting.tables import TableLogger

@@ -32,8 +32,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kedge.checkpoint.serialization import join, read_tensors, split, write_tensors
-from kedge.checkpoint.shards import stored_tensors, write_shards
+from kedge.checkpoint.serialization import (
+    join,
+    read_tensors,
+    split,
+    stored_tensors,
+    write_shards,
+    write_tensors,
+)
 from kedge.errors import CheckpointError, DamagedCheckpointError, KedgeError, way_out
 
 FORMAT = 2

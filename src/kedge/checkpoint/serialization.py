@@ -2,24 +2,35 @@
 
 A tree consists of dicts, lists and tuples; its leaves are tensors, numbers, strings, booleans and
 None.  It is restored bitwise, with the same types of keys and containers.
+
+Of sharded tensors each rank writes and reads its own shards, in the folder ``shards``: safetensors
+files of torch.distributed.checkpoint, which any number of ranks can read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kedge.errors import CheckpointError, DamagedCheckpointError
+from kedge.types import StoredTensor
 
+SHARDS = "shards"
+FILE_BYTES = 1 << 26  # of a file of one rank, which is assembled in memory
+Entry = Mapping[str, Any]
 KeyPath = tuple[str, ...]
 _SCALARS = (bool, int, str, type(None))
 
@@ -149,3 +160,80 @@ def _encode_mapping(
         )
     pairs = [(_encode(k, path, leaf), _encode(v, (*path, str(k)), leaf)) for k, v in x.items()]
     return {"items": [[k, v] for k, v in pairs]}
+
+
+def write_shards(folder: Path, tensors: Mapping[str, DTensor]) -> dict[str, Entry]:
+    """Write sharded tensors.  Collective.
+
+    Args:
+        folder: the checkpoint.
+        tensors: by label, the same on all ranks.
+
+    Returns:
+        label -> entry for ``stored_tensors``, as JSON.
+
+    Raises:
+        CheckpointError: a rank could not write.
+    """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = HuggingFaceStorageWriter(
+        str(folder / SHARDS), fqn_to_index_mapping=_files(tensors), save_distributed=True
+    )
+    with _first_failure(CheckpointError, f"could not write {folder / SHARDS}"):
+        save({**tensors}, storage_writer=writer)
+    return {
+        label: {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
+        for label, x in tensors.items()
+    }
+
+
+def stored_tensors(folder: Path, entries: Mapping[str, Entry]) -> dict[str, StoredTensor]:
+    """The tensors of the checkpoint ``folder`` that ``write_shards`` wrote, not read yet."""
+    read = partial(_read, folder)
+    return {
+        label: StoredTensor(
+            name=label,
+            shape=torch.Size(entry["shape"]),
+            dtype=getattr(torch, entry["dtype"]),
+            read=read,
+        )
+        for label, entry in entries.items()
+    }
+
+
+def _read(folder: Path, pairs: Sequence[tuple[StoredTensor, Tensor]]) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    what = f"could not read {folder / SHARDS}"
+    with _first_failure(DamagedCheckpointError, what), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        reader = HuggingFaceStorageReader(str(folder / SHARDS))
+        targets: dict[str, Any] = {stored.name: target for stored, target in pairs}
+        load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
+
+
+@contextmanager
+def _first_failure(kind: type[CheckpointError], what: str) -> Iterator[None]:
+    """Context in which the failure of any rank, or of the only one, is raised as ``kind``."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:  # a BaseException, raised on every rank
+        rank, (cause, _) = min(error.failures.items())
+        raise kind(f"{what}: {cause} (rank {rank})") from cause
+
+
+def _files(tensors: Mapping[str, DTensor]) -> dict[str, int]:
+    """The number of each tensor's file, from 1."""
+    files, size, number = {}, 0, 1
+    for label, x in tensors.items():
+        part = x.nbytes // x.device_mesh.size()
+        if size and size + part > FILE_BYTES:
+            size, number = 0, number + 1
+        size += part
+        files[label] = number
+    return files

@@ -101,10 +101,9 @@ def preflight(
     index = torch.arange(min(3, len(rollout))).flip(0)
     width, few_rows = rollout.ids.shape[1], rollout.rows(index)
     wider = few_rows.prompts.widen(few_rows.prompts.ids.shape[1] + 3)
+    padded = replace(few_rows.widen(width + 2), prompts=wider, behavior_logprobs=None)
     _check_gap(
-        compute(replace(few_rows.widen(width + 2), prompts=wider, behavior_logprobs=None)).logprobs[
-            :, :width
-        ],
+        compute(padded).logprobs[:, :width],
         model_outputs.logprobs[index],
         rollout.loss_mask[index],
         tolerance.same_kernel,
@@ -241,7 +240,7 @@ def _find_warnings(
     tokens = [f"{i} {decode([i])!r}" if decode else str(i) for i in sampling.stop_ids]
     kinds = {"stop token": tokens, "stop string": [*map(repr, sampling.stop_strings)]}
     ends = [
-        f"{kind}{'s'[: len(values) - 1]}: {', '.join(values[:8])}{', ...' * (len(values) > 8)}"
+        f"{kind}{'s' if values[1:] else ''}: {', '.join(values[:8])}{', ...' if values[8:] else ''}"
         for kind, values in kinds.items()
         if values
     ]

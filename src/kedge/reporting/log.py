@@ -1,4 +1,4 @@
-"""Reads the log of a run: ``metrics.jsonl``, one row per logged iteration."""
+"""Reads the logs of runs, ``metrics.jsonl`` with one row per iteration, and compares them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from kedge.errors import DataError
 
 FILE = "metrics.jsonl"
+AXES = ("episode", "step")
 _LARGEST = sys.float_info.max
 logger = logging.getLogger(__name__)
 
@@ -176,3 +177,40 @@ def responses_per_batch(log: RunLog) -> float | None:
     if len(episodes) == 1:
         return episodes[0]
     return min((b - a for a, b in pairwise(episodes) if b > a), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A metric over several runs, at the points that all of them have."""
+
+    x: list[float]  # episodes or iterations
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def band(runs: Sequence[RunLog], metric: str, axis: str = "episode") -> Band | None:
+    """The metric over the runs, on the x values of the first; None if a run never logged it."""
+    curves = [
+        [(row[axis], row[metric]) for row in run.rows if metric in row and axis in row]
+        for run in runs
+    ]
+    if not all(curves):
+        return None
+    points = [*zip(*curves, strict=False)]  # as many as the shortest curve has
+    columns = [[y for _, y in point] for point in points]
+    return Band(
+        x=[point[0][0] for point in points],
+        mean=[fmean(c) for c in columns],
+        low=[min(c) for c in columns],
+        high=[max(c) for c in columns],
+    )
+
+
+def ends(
+    runs: Sequence[RunLog], metric: str, *, at: Literal["start", "end"] = "end"
+) -> tuple[float, float, float] | None:
+    """Mean, minimum and maximum over the runs of the mean of each run's last (or first) fifth."""
+    means = [run.last(metric) if at == "end" else run.first(metric) for run in runs]
+    values = [x for x in means if x is not None]
+    return (fmean(values), min(values), max(values)) if values else None

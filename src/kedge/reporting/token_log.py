@@ -17,8 +17,7 @@ from torch import Tensor
 from kedge.config.schedule import IntervalSchedule
 from kedge.loop.hooks import StepReport
 from kedge.protocols import Learner
-from kedge.reporting.base import write_whole
-from kedge.reporting.best_effort import BestEffortWriter
+from kedge.reporting.base import BestEffortWriter, write_whole
 from kedge.types import Experience
 
 FOLDER = "tokens"

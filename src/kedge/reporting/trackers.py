@@ -13,8 +13,7 @@ from transformers.integrations.integration_utils import (
 from kedge.config.base import OnPolicyConfig
 from kedge.data import DatasetPrompts
 from kedge.protocols import Tracker
-from kedge.reporting.base import JsonlTracker
-from kedge.reporting.best_effort import BestEffortWriter, CompositeTracker, required_write
+from kedge.reporting.base import BestEffortWriter, CompositeTracker, JsonlTracker, required_write
 from kedge.reporting.hub import Hub, PushOnSave
 from kedge.reporting.progress import ConsoleTracker
 from kedge.reporting.run_info import add_links

@@ -28,14 +28,14 @@ from transformers.utils import logging as transformers_logging
 from kedge.config.base import OnPolicyConfig
 from kedge.errors import ConfigError, RewardError
 from kedge.loop.loop import Engine
-from kedge.reporting.best_effort import required_write
+from kedge.reporting.base import required_write
 from kedge.trainers.assembly.run import assemble_run
 from kedge.trainers.assembly.setup import build_eval_sets, own_or
 from kedge.trainers.run.files import claimed, write_models
 from kedge.trainers.spec import TrainerInputs, TrainerSpec, as_list
 
 if TYPE_CHECKING:
-    from kedge.reporting.model_card import Provenance
+    from kedge.reporting.run_info import Provenance
 
 logger = logging.getLogger(__name__)
 # What scripts read of other libraries' trainers: attributes, and options under TRL's names.
@@ -245,7 +245,7 @@ class TrainerShell:
     ) -> None:
         """Write the model card ``README.md`` into ``output_dir``: setup and results."""
         if self.accelerator.is_main_process:
-            from kedge.reporting.model_card import write_card
+            from kedge.reporting.run_info import write_card
             from kedge.reporting.run_info import read_run_info
 
             write_card(
@@ -261,7 +261,7 @@ class TrainerShell:
     @functools.cached_property
     def _provenance(self) -> Provenance:
         """What the model was trained with, for its card and ``run.json``."""
-        from kedge.reporting.model_card import provenance
+        from kedge.reporting.run_info import provenance
 
         inputs = self._inputs
         return provenance(

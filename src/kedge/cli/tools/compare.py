@@ -9,8 +9,7 @@ from typing import Any
 
 from kedge.cli.flags import Flags
 from kedge.errors import ConfigError, install_command
-from kedge.reporting.compare import AXES, Band, band, ends
-from kedge.reporting.log import RunLog, read_log
+from kedge.reporting.log import AXES, Band, RunLog, band, ends, read_log
 
 METRICS = ("objective/scores", "objective/kl", "policy/entropy_avg", "completions/mean_length")
 EPILOG = """\

@@ -20,8 +20,7 @@ from kedge.errors import CheckpointError
 from kedge.loop.evaluation import Evaluation, evaluate, solved, win_rate
 from kedge.loop.hooks import StepReport
 from kedge.loop.loop import Engine
-from kedge.reporting.base import write_whole
-from kedge.reporting.best_effort import BestEffortWriter
+from kedge.reporting.base import BestEffortWriter, write_whole
 from kedge.reporting.completions import completion_rows
 from kedge.trainers.assembly.setup import EvalSet
 from kedge.trainers.run.hf_callbacks import Callbacks

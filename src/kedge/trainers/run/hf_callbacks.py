@@ -27,7 +27,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 from kedge.config.base import OnPolicyConfig
 from kedge.errors import ConfigError, DamagedCheckpointError, install_command
 from kedge.protocols import Tracker
-from kedge.reporting.best_effort import CompositeTracker
+from kedge.reporting.base import CompositeTracker
 from kedge.trainers.spec import as_list
 
 if TYPE_CHECKING:

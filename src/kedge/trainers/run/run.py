@@ -24,7 +24,7 @@ from kedge.errors import CheckpointError, ConfigError
 from kedge.learner.learner import HFLearner
 from kedge.loop.hooks import Hooks, StepReport
 from kedge.loop.loop import Engine
-from kedge.reporting.best_effort import BestEffortWriter, required_write
+from kedge.reporting.base import BestEffortWriter, required_write
 from kedge.trainers.run.evaluation import Evaluator, printed_rows
 from kedge.trainers.run.files import earlier_run, recording_fingerprint, resume_fingerprint
 from kedge.trainers.run.hf_callbacks import Callbacks, RunState, merge_rows, share_control
