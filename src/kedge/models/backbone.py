@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from kedge.models.freezing import find_layers, layer_number
+from kedge.models.freezing import find_final_norms, find_layers, layer_number
 from kedge.models.joined_rows import run_packed
 from kedge.models.mask_checks import known_masks
 from kedge.models.packing import JoinedInput
@@ -59,7 +59,6 @@ class _LowerStates:
     depth: int  # layers that are frozen
     weights: dict[str, nn.Parameter]  # frozen ones, by name
     returns_tuple: bool = False  # each layer does
-    trained: bool = False  # a weight below trains, or their input needs a gradient
     rows: dict[bytes, Tensor] = field(default_factory=dict)  # tokens -> float [length, H]
     size: int = 0  # bytes of ``rows``
     full: bool = False
@@ -83,9 +82,7 @@ class _LowerStates:
     def store(self, keys: list[bytes], packed: JoinedInput, output: Any) -> None:
         """Keep the output of the last frozen layer, as far as memory allows."""
         self.returns_tuple = isinstance(output, tuple)
-        states = output[0] if self.returns_tuple else output
-        self.trained |= states.requires_grad
-        states = states.detach()
+        states = (output[0] if self.returns_tuple else output).detach()
         limit = _budget(states.device)
         for key, index in zip(keys, packed.row_tokens(), strict=True):
             row = states.flatten(0, 1)[index]
@@ -139,8 +136,9 @@ class _CachedBackbone:
                 del layer.__dict__["forward"]
                 layer.__dict__.update({} if forward is None else {"forward": forward})
 
+    @torch.no_grad()
     def agrees(self) -> bool:
-        """Whether the upper layers read nothing but fixed states; tried on a few tokens."""
+        """Whether the upper layers read nothing but the kept states; tried on a few tokens."""
         modules = self.backbone.modules()
         tokens = next(m.num_embeddings for m in modules if isinstance(m, nn.Embedding))
         lengths = torch.tensor([8, 8])
@@ -148,18 +146,16 @@ class _CachedBackbone:
         packed = JoinedInput(ids=ids, lengths=lengths, prompt_lengths=lengths)
         packed = packed.to(next(self.backbone.parameters()).device)
         try:
-            with torch.enable_grad():
-                whole = self.read(packed).detach()
-            with torch.no_grad():
-                # What the model itself may keep is of other rows.
-                run_backbone(self.backbone, packed.ids.flip(1))
-                gap = float((self.read(packed) - whole).abs().max())
+            whole = self.read(packed)
+            # What the model itself may keep is of other rows.
+            run_backbone(self.backbone, packed.ids.flip(1))
+            gap = float((self.read(packed) - whole).abs().max())
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
             return False  # its layers return something else
         finally:
             self.below.clear()
         slack = 1e-5 if whole.dtype in (torch.float32, torch.float64) else 2e-2
-        return not self.below.trained and gap <= slack * float(whole.abs().max())
+        return gap <= slack * float(whole.abs().max())
 
 
 class BackboneCache:
@@ -199,8 +195,7 @@ class BackboneCache:
         if not cached.agrees():
             logger.warning(
                 "%s: the states below its trained layers are computed in every pass, since they"
-                " cannot be kept: its upper layers read more than these states, or a weight below"
-                " trains",
+                " cannot be kept: its upper layers read more than these states",
                 name,
             )
             return
@@ -234,13 +229,11 @@ class BackboneCache:
 
 def _count_frozen(backbone: nn.Module, prefix: str, layers: int) -> int:
     """Layers below the first one that trains or has an adapter; 0 if one may be below them all."""
-    named = backbone.named_parameters(remove_duplicate=False)
-    changed = {layer_number(name, prefix) for name, p in named if p.requires_grad}
-    modules = backbone.named_modules()
-    adapted = {layer_number(name, prefix) for name, m in modules if hasattr(m, "_active_adapter")}
-    if None in adapted:
-        return 0
-    return min([layer for layer in changed | adapted if layer is not None] + [layers - 1])
+    after, named = find_final_norms(backbone, prefix), backbone.named_parameters()
+    changed = [name for name, p in named if p.requires_grad and not name.startswith(after)]
+    changed += [name for name, m in backbone.named_modules() if hasattr(m, "_active_adapter")]
+    numbers = [layer_number(name, prefix) for name in changed]
+    return min([0 if number is None else number for number in numbers] + [layers - 1])
 
 
 @cache

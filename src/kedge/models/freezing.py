@@ -29,6 +29,17 @@ def layer_number(name: str, layers: str) -> int | None:
     return None if rest == name else int(rest.split(".")[0])
 
 
+def find_final_norms(backbone: nn.Module, layers: str) -> tuple[str, ...]:
+    """How the names of weights of norms after the layers begin."""
+    return tuple(
+        f"{name}."
+        for name, module in backbone.named_modules()
+        if "norm" in type(module).__name__.lower()
+        and "emb" not in name
+        and layer_number(name, layers) is None
+    )
+
+
 def train_top_layers(backbone: nn.Module, count: int, *, what: str) -> None:
     """Freeze a backbone but for its last ``count`` layers and the norm after them.
 
@@ -55,15 +66,10 @@ def train_top_layers(backbone: nn.Module, count: int, *, what: str) -> None:
             f"train_layers={count} must be at most {len(layers)}, the layers of {what}; leave it"
             " out to train the whole model"
         )
-    final = {
-        f"{name}."
-        for name, module in backbone.named_modules()
-        if "norm" in type(module).__name__.lower() and "emb" not in name
-    }
+    final = find_final_norms(backbone, prefix)
     for name, p in backbone.named_parameters():
         layer = layer_number(name, prefix)
-        after = layer is None and any(name.startswith(norm) for norm in final)
-        if not (after or (layer is not None and layer >= len(layers) - count)):
+        if not (name.startswith(final) or (layer is not None and layer >= len(layers) - count)):
             p.requires_grad_(False)
 
 
