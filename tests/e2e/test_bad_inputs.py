@@ -222,7 +222,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
             ],
         ),
         KedgeError,
-        ["row 1", "'gsm8kk'", "did you mean 'gsm8k'"],
+        ["row 1", "'gsm8kk'", "the nearest is gsm8k"],
     ),
     "an evaluation row that names no known verifier": (
         lambda: small(
