@@ -11,7 +11,7 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_060,
+    ".": 2_000,
     "algorithms": 980,
     "checkpoint": 1_070,
     "classic": 4_040,
@@ -33,14 +33,14 @@ BUDGETS = {
     "pretrain": 540,
     "ray": 2_790,
     "reporting": 2_710,
-    "rewards": 1_780,
+    "rewards": 1_660,
     "rollout": 810,
     "rollout/embedded": 1_570,
     "rollout/scheduler": 1_750,
     "rollout/vllm": 3_320,
     "trainers": 4_080,
-    "verifiers": 2_850,
-    "verifiers/sandbox": 1_400,
+    "verifiers": 2_660,
+    "verifiers/sandbox": 1_380,
 }
 TOTAL = 54_330
 TESTS = 45_510
