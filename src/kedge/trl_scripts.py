@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -185,7 +185,11 @@ class TrlParser(ConfigParser):
         for action in self._actions:
             if action.dest in values:
                 action.default, action.required = values[action.dest], False
-        return [text for name in unknown for text in (f"--{name}", *_words(values[name]))]
+        flags: list[str] = []
+        for name in unknown:
+            value = values[name]
+            flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        return flags
 
 
 def read_yaml(name: str, flag: str = "--config ") -> dict[str, Any]:
@@ -206,7 +210,3 @@ def read_yaml(name: str, flag: str = "--config ") -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{flag}{name} must map names to values, got {type(values).__name__}")
     return values
-
-
-def _words(value: Any) -> Iterable[str]:
-    return map(str, value) if isinstance(value, list) else [str(value)]

@@ -46,7 +46,7 @@ KEDGE_RULES = {
     | {*("config", "learner", "loop", "models", "ops/cpu", "rewards"), "rollout"}
     | {"rollout/embedded", "rollout/vllm"},
     "pretrain": RECORDS | {"models", "ops/cpu", "reporting", "rewards"},
-    "verifiers": {"errors", "http_client"},
+    "verifiers": {"errors", "http_client", "suggestions"},
     "judges": {"errors", "http_client"},
     "testing": {"types", "errors"},
     "classic": RECORDS

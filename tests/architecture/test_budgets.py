@@ -11,7 +11,7 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_060,
+    ".": 2_000,
     "algorithms": 980,
     "checkpoint": 960,
     "classic": 3_955,
@@ -33,14 +33,14 @@ BUDGETS = {
     "pretrain": 520,
     "ray": 2_390,
     "reporting": 2_480,
-    "rewards": 1_780,
+    "rewards": 1_660,
     "rollout": 650,
     "rollout/embedded": 1_550,
     "rollout/scheduler": 1_610,
     "rollout/vllm": 3_230,
     "trainers": 4_080,
-    "verifiers": 2_850,
-    "verifiers/sandbox": 1_400,
+    "verifiers": 2_660,
+    "verifiers/sandbox": 1_380,
 }
 TOTAL = 54_330
 TESTS = 45_570

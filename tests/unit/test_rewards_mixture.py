@@ -9,9 +9,7 @@ import torch
 
 from kedge.errors import ConfigError, RewardError
 from kedge.rewards import (
-    FunctionOptions,
     Mixture,
-    ModelOptions,
     RewardFunction,
     RewardModel,
     TextCache,
@@ -131,7 +129,7 @@ def test_the_builder_mixes_models_functions_and_sources():
         [two, lambda prompts: [1, 1, None], two, ConstantReward(5.0)],
         weights=[3.0, 1.0, 1.0, 10.0, 1.0],
         missing_eos_penalty=100.0,
-        models=ModelOptions(chunk_rows=2, device=torch.device("cpu")),
+        models={"chunk_rows": 2, "device": torch.device("cpu")},
     )
     judged = source.score(rollout)
     want = alone * 3 + 2 + torch.tensor([1.0, 1.0, 0.0]) + 20 + 5 - torch.tensor([0.0, 100.0, 0.0])
@@ -218,7 +216,7 @@ def test_a_checkpoint_without_a_head_is_refused(tmp_path):
             {"tokenizers": [TOKENIZER]},
             "1 tokenizers for 0 reward models among 2 reward sources",
         ),
-        ((None, two), {"functions": FunctionOptions(on_error="score")}, "needs reward_error_score"),
+        ((None, two), {"functions": {"on_error": "score"}}, "needs reward_error_score"),
     ],
 )
 def test_what_the_builder_refuses(args, options, message):

@@ -14,7 +14,7 @@ from torch import Tensor
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.ray.placement import plan_bundles
 from kedge.ray.resources import ActorPool, RayCluster, SharedArgument
-from kedge.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
+from kedge.rewards import RewardLog, reward_source
 from kedge.types import Metrics, RewardOutput, Rollout
 
 
@@ -24,8 +24,8 @@ class Recipe:
 
     reward_model: Any
     reward_funcs: Any
-    models: Mapping[str, Any]  # keyword arguments of ModelOptions
-    functions: Mapping[str, Any]  # keyword arguments of FunctionOptions
+    models: Mapping[str, Any]  # options of every reward model
+    functions: Mapping[str, Any]  # options of every reward function
     mixture: Mapping[str, Any]  # other arguments of reward_source
 
 
@@ -35,14 +35,11 @@ class RewardActor:
     def __init__(self, recipe: Recipe) -> None:
         self._log, self._state = RewardLog(), None
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        functions = FunctionOptions(
-            log=self._log, trainer_state=lambda: self._state, **recipe.functions
-        )
         self._source = reward_source(
             recipe.reward_model,
             recipe.reward_funcs,
-            models=ModelOptions(device=device, **recipe.models),
-            functions=functions,
+            models={**recipe.models, "device": device},
+            functions={**recipe.functions, "log": self._log, "trainer_state": lambda: self._state},
             **recipe.mixture,
         )
 

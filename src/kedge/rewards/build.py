@@ -7,8 +7,7 @@ import importlib.util
 import logging
 import math
 import sys
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,37 +21,12 @@ from kedge.models.load import (
     load_tokenizer,
     load_whole,
 )
-from kedge.rewards.function import OnError, RewardFunction, RewardLog, Signature, function_name
+from kedge.rewards.function import RewardFunction, Signature, function_name
 from kedge.rewards.mixture import Mixture
 from kedge.rewards.model import RewardModel
 from kedge.rewards.texts import TextCache
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """How reward models are loaded and run; see :class:`RewardModel`."""
-
-    chunk_rows: int = 64  # rows scored at a time
-    max_length: int | None = None  # tokens; longer rows lose their first ones
-    reward_label: int | str | None = None  # which label is the reward if there are several
-    autocast: torch.dtype | None = None
-    device: torch.device | None = None  # None leaves models where they are
-    policy_vocab_size: int | None = None  # None: the length of the policy's tokenizer
-    trust_remote_code: bool = False  # run code from a model's repository
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionOptions:
-    """How reward functions are called; see :class:`RewardFunction`."""
-
-    on_error: OnError = "raise"
-    error_score: float | None = None
-    log: RewardLog | None = None
-    trainer_state: Callable[[], object] | None = None
-    dataset_columns: Collection[str] | None = None  # of the prompts; None: unchecked
-    skip_special_tokens: bool = True  # leave tokens such as eos out of the text
 
 
 def reward_source(
@@ -62,8 +36,8 @@ def reward_source(
     policy_tokenizer: Any,
     weights: Sequence[float] | None = None,
     tokenizers: Any = None,
-    models: ModelOptions | None = None,
-    functions: FunctionOptions | None = None,
+    models: Mapping[str, Any] | None = None,
+    functions: Mapping[str, Any] | None = None,
     on_unscored: Literal["drop", "raise"] = "drop",
     missing_eos_penalty: float | None = None,
     non_eos_penalty: bool = False,
@@ -79,8 +53,9 @@ def reward_source(
         weights: one per source, models first; None: 1 for every source.
         tokenizers: tokenizers of the reward models: one, one per model, or one per source (None:
             the policy's).  A model given by name uses the tokenizer in its folder or repository.
-        models: options of every reward model.
-        functions: options of every reward function.
+        models: options of every reward model: those of :class:`RewardModel`, ``device`` (None
+            leaves models where they are) and ``trust_remote_code`` (of a model's repository).
+        functions: options of every reward function, see :class:`RewardFunction`.
         on_unscored: see :class:`Mixture`.
         missing_eos_penalty: see :class:`Mixture`.
         non_eos_penalty: see :class:`Mixture`.
@@ -89,20 +64,18 @@ def reward_source(
     Raises:
         ConfigError: no source, an unsupported kind of source, or lists of different lengths.
     """
-    models, functions = models or ModelOptions(), functions or FunctionOptions()
-    options = {f.name: getattr(functions, f.name) for f in fields(functions)}
-    texts = TextCache(policy_tokenizer, skip_special_tokens=options.pop("skip_special_tokens"))
+    models, texts = models or {}, TextCache(policy_tokenizer)
     items = _items(reward_model, reward_funcs)
     factors = _weights(weights, len(items))
-    loaded = [_load(item, models.trust_remote_code) for item in items]
+    loaded = [_load(item, models.get("trust_remote_code", False)) for item in items]
     own_tokenizers = _tokenizers(tokenizers, loaded)
     sources = []
     for item, given, tokenizer, weight in zip(items, loaded, own_tokenizers, factors, strict=True):
         source = given
         if isinstance(given, nn.Module):
-            source = _build_model(item, given, tokenizer, models, texts)
+            source = _build_model(item, given, tokenizer, texts, **models)
         elif not hasattr(given, "score"):
-            source = RewardFunction(given, texts, **options)
+            source = RewardFunction(given, texts, **(functions or {}))
         sources.append((getattr(source, "name", type(source).__name__), source, weight))
     return Mixture(
         sources,
@@ -137,22 +110,22 @@ def check_sources(
 
 
 def _build_model(
-    item: Any, model: nn.Module, tokenizer: Any, options: ModelOptions, texts: TextCache
+    item: Any,
+    model: nn.Module,
+    tokenizer: Any,
+    texts: TextCache,
+    *,
+    device: torch.device | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> RewardModel:
-    size, has_name = options.policy_vocab_size, isinstance(item, (str, Path))
+    has_name = isinstance(item, (str, Path))
     if has_name and tokenizer is None:
-        tokenizer = find_tokenizer(str(item), trust_remote_code=options.trust_remote_code)
-    return RewardModel(
-        model if options.device is None else model.to(options.device),
-        tokenizer,
-        texts=texts,
-        policy_vocab_size=len(texts.tokenizer) if size is None else size,
-        chunk_rows=options.chunk_rows,
-        max_length=options.max_length,
-        reward_label=options.reward_label,
-        autocast=options.autocast,
-        name=Path(item if has_name else getattr(model, "name_or_path", "") or "").name or None,
-    )
+        tokenizer = find_tokenizer(str(item), trust_remote_code=trust_remote_code)
+    options = {"policy_vocab_size": len(texts.tokenizer)} | options
+    options["name"] = Path(item if has_name else getattr(model, "name_or_path", "") or "").name
+    model = model if device is None else model.to(device)
+    return RewardModel(model, tokenizer, texts=texts, **options)
 
 
 def _items(reward_model: Any, reward_funcs: Any) -> list[Any]:

@@ -270,11 +270,8 @@ def function_name(function: Callable[..., Any]) -> str:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling ``function`` returns a coroutine without doing any work."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004
-    )
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 class Signature:

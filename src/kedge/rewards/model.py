@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -70,9 +71,13 @@ class RewardModel:
         self._head = find_head(base)
         self._config = getattr(base, "config", None)
         self._shift = float(getattr(self._config, SHIFT, 0.0))
+        limit = getattr(self._config, "max_position_embeddings", None)  # -1: none
+        self._limit = limit if isinstance(limit, int) and limit > 0 else sys.maxsize
         self._label = _label(self._config, reward_label, self.name)
-        self._vocab = _vocab(base)
-        self._pad = _pad(self._config, self._vocab)
+        embeddings = getattr(base, "get_input_embeddings", lambda: None)()
+        self._vocab: int | None = getattr(embeddings, "num_embeddings", None)
+        pad = getattr(self._config, "pad_token_id", None)  # read by encoder-decoders alone
+        self._pad = pad if isinstance(pad, int) and 0 <= pad < (self._vocab or pad + 1) else 0
         self._texts = texts
         self._tail = None if texts is None else TemplateTail(texts.tokenizer)
         self._own: Retokenizer | None = None
@@ -83,8 +88,8 @@ class RewardModel:
                     " the policy's: pass texts=TextCache(policy_tokenizer)"
                 )
             self._own = self._retokenizer(tokenizer, max_length)
-        known = None if self._own is not None else self._vocab  # None: all tokens can be read
-        if known is not None and policy_vocab_size is not None and known < policy_vocab_size:
+        known = self._vocab if self._own is None else None  # None: all tokens can be read
+        if known is not None and known < (policy_vocab_size or 0):
             raise ConfigError(
                 f"reward model {self.name} has {self._vocab} tokens, but the policy's tokenizer has"
                 f" {policy_vocab_size}: it cannot read the policy's tokens. Pass the tokenizer it"
@@ -139,10 +144,9 @@ class RewardModel:
         """
         rows = self._retokenizer(tokenizer, None).whole(texts, [True] * len(texts))
         longest, text = max(zip(map(len, rows), texts, strict=True), default=(0, ""))
-        limit = getattr(self._config, "max_position_embeddings", None)
-        if isinstance(limit, int) and longest > limit > 0:
+        if longest > self._limit:
             raise RewardError(
-                f"a text has {longest} tokens, more than the {limit} that reward model"
+                f"a text has {longest} tokens, more than the {self._limit} that reward model"
                 f" {self.name} supports: {text[:80]!r}..."
             )
         return self.score_ids(rows)
@@ -189,17 +193,14 @@ class RewardModel:
         return ids.gather(1, at.clamp(max=ids.shape[1] - 1)), lengths - skip
 
     def _check_rows(self, rollout: Rollout, ids: Tensor, lengths: Tensor) -> None:
-        limit = getattr(self._config, "max_position_embeddings", None)
-        if isinstance(limit, int) and ids.shape[1] > limit > 0:
+        if ids.shape[1] > self._limit:
             row = int(lengths.argmax())
             raise RewardError(
                 f"{self._name_row(rollout, row)} has {int(lengths[row])} tokens, more than the"
-                f" {limit} that reward model {self.name} supports; shorten prompts or responses,"
-                f" or set max_length={limit} to score the end of such rows"
+                f" {self._limit} that reward model {self.name} supports; shorten prompts or"
+                f" responses, or set max_length={self._limit} to score the end of such rows"
             )
-        if self._vocab is None:
-            return
-        over = ids >= self._vocab
+        over = ids >= (self._vocab or sys.maxsize)
         if bool(over.any()):
             row, column = (int(i) for i in over.nonzero()[0])
             raise RewardError(
@@ -219,25 +220,9 @@ class RewardModel:
 
 def same_tokens(one: Any, other: Any) -> bool:
     """Whether two tokenizers share vocabulary, EOS token and chat template."""
-    if one is other:
-        return True
-    return (
-        one.get_vocab() == other.get_vocab()
-        and one.eos_token_id == other.eos_token_id
-        and one.chat_template == other.chat_template
-    )
-
-
-def _vocab(model: nn.Module) -> int | None:
-    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
-    rows = getattr(embeddings, "num_embeddings", None)
-    return rows if isinstance(rows, int) else None
-
-
-def _pad(config: Any, vocab: int | None) -> int:
-    """Padding token; only encoder-decoders, which count EOS tokens, read padding."""
-    pad = getattr(config, "pad_token_id", None)
-    return pad if isinstance(pad, int) and 0 <= pad < (vocab or pad + 1) else 0
+    names = ("eos_token_id", "chat_template")
+    alike = all(getattr(one, name) == getattr(other, name) for name in names)
+    return one is other or (alike and one.get_vocab() == other.get_vocab())
 
 
 def _label(config: Any, wanted: int | str | None, name: str) -> int | None:

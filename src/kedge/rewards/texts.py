@@ -23,7 +23,9 @@ class Texts:
     is the text of the whole row: Llama-style decoders strip the space before a first word.
     """
 
-    def __init__(self, rollout: Rollout, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, rollout: Rollout, tokenizer: Any, *, skip_special_tokens: bool = True
+    ) -> None:
         self.rollout = rollout
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
@@ -133,20 +135,17 @@ class TextCache:
 
     Args:
         tokenizer: tokenizer of the policy.
-        skip_special_tokens: leave tokens such as eos out of the text.
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's tokenizer
-        self._skip = skip_special_tokens
         self._latest: Texts | None = None
 
     def of(self, rollout: Rollout) -> Texts:
         """The texts of ``rollout``."""
         latest = self._latest
         if latest is None or latest.rollout is not rollout:
-            latest = Texts(rollout, self.tokenizer, skip_special_tokens=self._skip)
-            self._latest = latest
+            latest = self._latest = Texts(rollout, self.tokenizer)
         return latest
 
 

@@ -245,8 +245,7 @@ class TrainerShell:
     ) -> None:
         """Write the model card ``README.md`` into ``output_dir``: setup and results."""
         if self.accelerator.is_main_process:
-            from kedge.reporting.run_info import write_card
-            from kedge.reporting.run_info import read_run_info
+            from kedge.reporting.run_info import read_run_info, write_card
 
             write_card(
                 self._provenance,

@@ -29,9 +29,7 @@ from kedge.loop.loop import Engine
 from kedge.models.load import without_weights
 from kedge.protocols import RewardSource, RolloutEngine
 from kedge.rewards import (
-    FunctionOptions,
     MetricCapturingSource,
-    ModelOptions,
     RewardLog,
     check_sources,
     reward_source,
@@ -320,8 +318,8 @@ class RewardStage:
             source = reward_source(
                 self._reward_models(models.reward_adapter),
                 inputs.reward_funcs,
-                models=ModelOptions(device=setup.accelerator.device, **model_options),
-                functions=FunctionOptions(log=log, trainer_state=trainer_state, **function_options),
+                models=model_options | {"device": setup.accelerator.device},
+                functions=function_options | {"log": log, "trainer_state": trainer_state},
                 **mixture,
             )
         prompts: list[Any] = [setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)]
