@@ -60,6 +60,7 @@ class Setup:
     sizes: BatchSizes
     eval_sets: list[EvalSet]
     engine: RolloutEngineSpec  # that the config names
+    pad_id: int  # the id that pads responses
     loading: Mapping[str, Any]  # arguments of ``load_policy`` for the policy and the reference
 
     @property
@@ -86,11 +87,6 @@ class Setup:
     def value_warmup_steps(self) -> int:
         """Iterations at the start that train only the value model."""
         return getattr(self.args, "value_warmup_steps", 0) if self.algorithm.needs_values else 0
-
-    @property
-    def pad_id(self) -> int:
-        """The id that pads responses."""
-        return pad_id(self.tokenizer)
 
 
 def build_setup(inputs: TrainerInputs) -> Setup:
@@ -147,6 +143,7 @@ def build_setup(inputs: TrainerInputs) -> Setup:
         sizes=sizes,
         eval_sets=build_eval_sets(inputs.eval_dataset, args, tokenizer, accelerator),
         engine=find_engine(args),
+        pad_id=pad_id(tokenizer),
         loading=loading_options(inputs),
     )
 
