@@ -37,9 +37,10 @@ from kedge.config.declare import (
     flags,
     format_value,
     option,
+    read_mapping,
     status,
 )
-from kedge.config.rollout_engines import check_rollout, json_object
+from kedge.config.rollout_engines import check_rollout
 from kedge.config.sampling import check_end
 from kedge.errors import ConfigError, OptionError
 from kedge.redaction import redact
@@ -433,7 +434,7 @@ def _check_learner(c: Any) -> None:
             " such as 'momentum=0.9'"
         )
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        arguments = json_object(name, getattr(c, name, None))
+        arguments = read_mapping(getattr(c, name, None))
         if unknown := sorted({*arguments} - {*CHECKPOINTING}):
             raise ConfigError(
                 f"{name}={format_value(arguments)} has the unknown argument {unknown[0]!r};"
@@ -441,7 +442,7 @@ def _check_learner(c: Any) -> None:
             )
     options, defaults = c.accelerator_config, AcceleratorConfig().to_dict()
     if isinstance(options, str) and options.startswith("{"):
-        options = json_object("accelerator_config", options)
+        options = read_mapping(options)
     for name, value in options.items() if isinstance(options, dict) else ():
         acts = name in ("use_configured_state", "non_blocking")
         if not acts and value != defaults.get(name, ...):  # a config's to_dict() has all defaults

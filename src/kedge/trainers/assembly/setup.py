@@ -13,7 +13,8 @@ from torch import nn
 
 from kedge.algorithms import Algorithm
 from kedge.config.base import OnPolicyConfig
-from kedge.config.rollout_engines import RolloutEngineSpec, find_engine, json_object
+from kedge.config.declare import read_mapping
+from kedge.config.rollout_engines import RolloutEngineSpec, find_engine
 from kedge.config.sampling import build_sampling
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError, DataError
@@ -187,7 +188,7 @@ def pad_id(tokenizer: Any) -> int:
 
 def init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
     """``model_init_kwargs``, with ``torch_dtype`` renamed to ``dtype``."""
-    kwargs = dict(json_object(_INIT_KWARGS, getattr(config, _INIT_KWARGS, None)))
+    kwargs = read_mapping(getattr(config, _INIT_KWARGS, None))
     for name, reason in _REFUSED_INIT_KWARGS.items():
         if kwargs.get(name) is not None:
             raise ConfigError(f"{_INIT_KWARGS} sets {name}={kwargs[name]!r}: {reason}")
@@ -270,7 +271,7 @@ def _prompt_source(
         world_size=accelerator.num_processes,
         max_prompt_length=args.max_prompt_length,
         overlong=args.overlong_prompts,
-        chat_template_kwargs=json_object("chat_template_kwargs", args.chat_template_kwargs),
+        chat_template_kwargs=read_mapping(args.chat_template_kwargs),
         dataset_num_proc=args.dataset_num_proc,
         **options,
     )
