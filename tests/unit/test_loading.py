@@ -91,10 +91,6 @@ def test_everything_of_from_pretrained_is_handed_on(
         ({"model_init_kwargs": "{"}, "must be a dictionary"),
         ({"quantization_config": object()}, "freezes the weights; pass a peft_config"),
         ({"quantization_config": object(), "model": None}, "the model is already loaded"),
-        (
-            {"quantization_config": 1, "model_init_kwargs": {"quantization_config": 1}},
-            "set it once",
-        ),
     ],
     ids=lambda x: str(x)[:40],
 )
