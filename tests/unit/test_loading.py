@@ -80,7 +80,7 @@ def test_everything_of_from_pretrained_is_handed_on(
     [
         (
             {"model_init_kwargs": {"revision": "v2"}, "model": None},
-            "sets revision, but the model is",
+            "revision cannot be set .*the model is already loaded",
         ),
         ({"model_init_kwargs": {"device_map": "auto"}}, "device_map='auto': accelerate places"),
         (
