@@ -17,7 +17,7 @@ BUDGETS = {
     "classic": 4_040,
     "cli": 4_110,
     "compat": 820,
-    "config": 3_216,
+    "config": 3_210,
     "data": 850,
     "demo": 500,
     "environments": 2_490,
@@ -38,7 +38,7 @@ BUDGETS = {
     "rollout/embedded": 1_570,
     "rollout/scheduler": 1_750,
     "rollout/vllm": 3_320,
-    "trainers": 3_854,
+    "trainers": 3_860,
     "verifiers": 2_850,
     "verifiers/sandbox": 1_400,
 }
