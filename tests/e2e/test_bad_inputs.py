@@ -124,7 +124,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ),
     (
         verified([by_column()], train_dataset=[UNKNOWN | {"dataset": "gsm8k"}, UNKNOWN]),
-        *(KedgeError, ["row 1", "'gsm8kk'", "did you mean 'gsm8k'"]),
+        *(KedgeError, ["row 1", "'gsm8kk'", "the nearest is gsm8k"]),
     ),
     (
         verified(by_column(), eval_dataset={"new": Dataset.from_list([UNKNOWN])}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -214,21 +215,11 @@ def test_a_run_goes_on_from_the_adapter_that_another_left(tmp_path: Path) -> Non
     assert rows(second)[0]["val/ratio"] == pytest.approx(1.0, abs=0.2)
 
 
-def ppo_on(**parts: Any) -> Any:
-    return small(**parts)
-
-
-def ppo_with_a_value_adapter(**parts: Any) -> Any:
-    options = {"value_adapter": True, "reward_model": None, "reward_funcs": length_reward}
-    return small(**options, **parts)
-
-
-def grpo_on(**parts: Any) -> Any:
-    return make(GRPOTrainer, GRPOConfig, beta=0.1, **parts)
-
-
-def rloo_on(**parts: Any) -> Any:
-    return make(RLOOTrainer, RLOOConfig, **parts)
+VALUE_ADAPTER = {"value_adapter": True, "reward_model": None, "reward_funcs": length_reward}
+GRPO, RLOO = (
+    partial(make, GRPOTrainer, GRPOConfig, beta=0.1),
+    partial(make, RLOOTrainer, RLOOConfig),
+)
 
 
 def trained_adapter(**options: Any) -> Any:
@@ -243,12 +234,12 @@ def trained_adapter(**options: Any) -> Any:
 @pytest.mark.parametrize(
     ("build", "options"),
     [
-        (ppo_on, {}),
-        (ppo_with_a_value_adapter, {}),
-        (grpo_on, {}),
-        (rloo_on, {}),
-        (rloo_on, {"modules_to_save": ["embed_out"], "target_modules": ["query_key_value"]}),
-        (rloo_on, {"bias": "all"}),  # the reference is a copy of its own
+        (small, {}),
+        (partial(small, **VALUE_ADAPTER), {}),
+        (GRPO, {}),
+        (RLOO, {}),
+        (RLOO, {"modules_to_save": ["embed_out"], "target_modules": ["query_key_value"]}),
+        (RLOO, {"bias": "all"}),  # the reference is a copy of its own
     ],
     ids=["ppo", "value adapter", "grpo", "rloo", "saved modules", "biases"],
 )

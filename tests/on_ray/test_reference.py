@@ -75,7 +75,7 @@ class TestOnRay:
         ({"kl_coef": 0.0}, "needs a KL term"),
         ({"kl_estimator": "full"}, "kl_estimator='full' needs"),
         ({"peft_config": {"r": 2}}, "the policy's base model"),
-        ({"ray_ref_workers": 0, "ray_ref_gpus": 0.5}, "ray_ref_gpus=0.5 has no effect without"),
+        ({"ray_ref_workers": 0, "ray_ref_gpus": 0.5}, "ray_ref_gpus=0.5 has no effect with"),
     ],
 )
 def test_workers_without_work_are_refused(changes, said, monkeypatch):

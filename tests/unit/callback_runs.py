@@ -66,7 +66,7 @@ class Run(run.Run):
     def evaluate(self):
         self.evaluated_at.append(self.state.global_step)
         metrics = {"eval_objective/scores": next(self.evals, 0.0)}
-        self.callbacks.evaluated(metrics)
+        self.callbacks.log_evaluation(metrics)
         return metrics
 
     def save_checkpoint(self):

@@ -149,7 +149,7 @@ def test_every_field_that_acts_is_read_somewhere(cls):
                 where is None
                 or f.name in by_signature
                 or re.search(rf"\b(args|_args|config|self|c|options)\.{f.name}\b", text)
-                or re.search(rf'getattr\((config|self\.args), "{f.name}"', text)
+                or re.search(rf'getattr\((config|args|self\.args), "{f.name}"', text)
             )
         if not read:
             missing.append(f.name)

@@ -188,8 +188,7 @@ class PPOConfig:
     def _check_values(self) -> None:
         if self.log_with is not None and self.log_with not in TRACKERS:
             raise ConfigError(
-                f"log_with={format_value(self.log_with)} must be None or one of"
-                f" {', '.join(TRACKERS)}"
+                f"log_with={format_value(self.log_with)} must be one of {', '.join(TRACKERS)}"
             )
         if self.log_with not in (None, "all") and find_spec(str(self.log_with)) is None:
             raise ImportError(

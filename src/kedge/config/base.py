@@ -37,9 +37,10 @@ from kedge.config.declare import (
     flags,
     format_value,
     option,
+    read_mapping,
     status,
 )
-from kedge.config.rollout_engines import check_rollout, json_object
+from kedge.config.rollout_engines import check_rollout
 from kedge.config.sampling import check_end
 from kedge.errors import ConfigError, OptionError
 from kedge.redaction import redact
@@ -403,6 +404,12 @@ def _check_schedule(c: Any) -> None:
             'rollout_schedule="as_completed" trains on a partial batch while others are sampled,'
             " but max_lag=0 does not sample during training; set max_lag=1 or more"
         )
+    evaluates = str(getattr(c.eval_strategy, "value", c.eval_strategy)) != "no"
+    if c.log_completions_hub_repo and not (c.num_sample_generations or evaluates):
+        raise ConfigError(
+            f"log_completions_hub_repo={c.log_completions_hub_repo!r} needs tables of completions;"
+            " set num_sample_generations above 0 (and not log_completions=False), or leave it out"
+        )
     if c.replay_rollouts is None:
         return
     replay = f"replay_rollouts={format_value(c.replay_rollouts)}"
@@ -433,7 +440,7 @@ def _check_learner(c: Any) -> None:
             " such as 'momentum=0.9'"
         )
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        arguments = json_object(name, getattr(c, name, None))
+        arguments = read_mapping(getattr(c, name, None))
         if unknown := sorted({*arguments} - {*CHECKPOINTING}):
             raise ConfigError(
                 f"{name}={format_value(arguments)} has the unknown argument {unknown[0]!r};"
@@ -441,7 +448,7 @@ def _check_learner(c: Any) -> None:
             )
     options, defaults = c.accelerator_config, AcceleratorConfig().to_dict()
     if isinstance(options, str) and options.startswith("{"):
-        options = json_object("accelerator_config", options)
+        options = read_mapping(options)
     for name, value in options.items() if isinstance(options, dict) else ():
         acts = name in ("use_configured_state", "non_blocking")
         if not acts and value != defaults.get(name, ...):  # a config's to_dict() has all defaults

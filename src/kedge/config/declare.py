@@ -324,6 +324,11 @@ def _check_json(text: str) -> str:
     return text
 
 
+def read_mapping(value: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """The checked value of an option that is a mapping or a JSON object."""
+    return dict(json.loads(value) if isinstance(value, str) else value or {})
+
+
 def _check_json_file(text: str) -> str:
     if text.startswith("{"):
         return _check_json(text)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ from importlib import metadata
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from kedge.config.declare import SECONDS, format_value, option
+from kedge.config.declare import SECONDS, format_value, option, read_mapping
 from kedge.errors import ConfigError, install_command
 
 LOWEST_VLLM = "0.26"  # oldest that the tests pass with
@@ -266,12 +265,6 @@ def find_engine(config: Any) -> RolloutEngineSpec:
         ConfigError: there is none of that name.
     """
     name = config.rollout_engine
-    if not isinstance(name, str):
-        raise ConfigError(
-            f"rollout_engine={type(name).__name__} must be the name of an engine"
-            f" ({', '.join(ENGINE_NAMES)}, or an http:// address); pass an engine object to the"
-            " trainer: PPOTrainer(..., rollout_engine=engine)"
-        )
     if name.startswith(("http://", "https://")):
         return ROLLOUT_ENGINES["http://"]
     if name not in ENGINE_NAMES:
@@ -363,7 +356,7 @@ def engine_args(
     Raises:
         ConfigError: an argument that Kedge sets.
     """
-    args = json_object("vllm_engine_args", value)
+    args = read_mapping(value)
     decided = sorted(set(args) & set(DECIDED))
     if decided:
         raise ConfigError(
@@ -380,23 +373,3 @@ def vllm_limit(config: Any) -> dict[str, int]:
     if not isinstance(limit, int) or limit < 1:  # unset, or for vLLM to decide
         return {}
     return {"vLLM with vllm_max_model_length (max_model_len)": limit}
-
-
-def json_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
-    """The value of an option that is a mapping or a JSON object.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if isinstance(value, str):
-        try:
-            parsed = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{name}={format_value(value)} must be a JSON object: {error}"
-            ) from error
-    else:
-        parsed = value or {}
-    if not isinstance(parsed, dict):
-        raise ConfigError(f"{name}={format_value(value)} must be a JSON object of names and values")
-    return parsed

@@ -21,9 +21,10 @@ from kedge.config.declare import (
     format_value,
     no_effect,
     option,
+    read_mapping,
     unsupported,
 )
-from kedge.config.rollout_engines import engine_args, json_object
+from kedge.config.rollout_engines import engine_args
 from kedge.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ def convert_newer(c: Any) -> None:
     """
     _convert_sizes(c)
     _convert_vllm(c)
-    kwargs = dict(json_object("generation_kwargs", c.generation_kwargs))
+    kwargs = read_mapping(c.generation_kwargs)
     stop = kwargs.pop("stop", None)
     if kwargs:
         raise ConfigError(

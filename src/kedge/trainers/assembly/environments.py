@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from kedge.config.common import EnvironmentArguments
-from kedge.config.rollout_engines import json_object
+from kedge.config.declare import read_mapping
 from kedge.data.encode import SOURCES
 from kedge.data.table import read_table
 from kedge.environments import (
@@ -147,7 +147,7 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
 
 def _factory(environment: Any, args: EnvironmentArguments) -> Make:
     """What makes environments: from a class, a function, its name, or a mapping of them."""
-    kwargs = json_object("environment_kwargs", args.environment_kwargs)
+    kwargs = read_mapping(args.environment_kwargs)
     if isinstance(environment, Mapping):
         for key, each in environment.items():
             _check_factory(f"environment[{key!r}]", each)

@@ -17,7 +17,7 @@ from torch import nn
 
 from kedge.config.base import OnPolicyConfig
 from kedge.config.common import EnvironmentArguments
-from kedge.config.rollout_engines import json_object
+from kedge.config.declare import read_mapping
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
 from kedge.learner.learner import HFLearner
@@ -97,7 +97,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
             args,
             rollout_engine,
             setup.tokenizer,
-            chat_template_kwargs=json_object("chat_template_kwargs", args.chat_template_kwargs),
+            chat_template_kwargs=read_mapping(args.chat_template_kwargs),
             keep_last_observation=getattr(args, "bootstrap_truncated", False),
             pad_id=setup.pad_id,
             extra_slot=setup.algorithm.extra_slot,

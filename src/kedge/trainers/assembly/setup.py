@@ -13,7 +13,8 @@ from torch import nn
 
 from kedge.algorithms import Algorithm
 from kedge.config.base import OnPolicyConfig
-from kedge.config.rollout_engines import RolloutEngineSpec, find_engine, json_object
+from kedge.config.declare import read_mapping
+from kedge.config.rollout_engines import RolloutEngineSpec, find_engine
 from kedge.config.sampling import build_sampling
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError, DataError
@@ -60,6 +61,7 @@ class Setup:
     sizes: BatchSizes
     eval_sets: list[EvalSet]
     engine: RolloutEngineSpec  # that the config names
+    pad_id: int  # the id that pads responses
     loading: Mapping[str, Any]  # arguments of ``load_policy`` for the policy and the reference
 
     @property
@@ -86,11 +88,6 @@ class Setup:
     def value_warmup_steps(self) -> int:
         """Iterations at the start that train only the value model."""
         return getattr(self.args, "value_warmup_steps", 0) if self.algorithm.needs_values else 0
-
-    @property
-    def pad_id(self) -> int:
-        """The id that pads responses."""
-        return pad_id(self.tokenizer)
 
 
 def build_setup(inputs: TrainerInputs) -> Setup:
@@ -147,6 +144,7 @@ def build_setup(inputs: TrainerInputs) -> Setup:
         sizes=sizes,
         eval_sets=build_eval_sets(inputs.eval_dataset, args, tokenizer, accelerator),
         engine=find_engine(args),
+        pad_id=pad_id(tokenizer),
         loading=loading_options(inputs),
     )
 
@@ -190,7 +188,7 @@ def pad_id(tokenizer: Any) -> int:
 
 def init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
     """``model_init_kwargs``, with ``torch_dtype`` renamed to ``dtype``."""
-    kwargs = dict(json_object(_INIT_KWARGS, getattr(config, _INIT_KWARGS, None)))
+    kwargs = read_mapping(getattr(config, _INIT_KWARGS, None))
     for name, reason in _REFUSED_INIT_KWARGS.items():
         if kwargs.get(name) is not None:
             raise ConfigError(f"{_INIT_KWARGS} sets {name}={kwargs[name]!r}: {reason}")
@@ -273,7 +271,7 @@ def _prompt_source(
         world_size=accelerator.num_processes,
         max_prompt_length=args.max_prompt_length,
         overlong=args.overlong_prompts,
-        chat_template_kwargs=json_object("chat_template_kwargs", args.chat_template_kwargs),
+        chat_template_kwargs=read_mapping(args.chat_template_kwargs),
         dataset_num_proc=args.dataset_num_proc,
         **options,
     )

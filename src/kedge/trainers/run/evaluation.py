@@ -74,7 +74,7 @@ class Evaluator:
             results |= names
             metrics |= {f"{eval_set.prefix}{name}": x for name, x in results.items()}
             self._show(rows, f"{eval_set.prefix}completions")
-        self.callbacks.evaluated(metrics)
+        self.callbacks.log_evaluation(metrics)
         return metrics
 
     def _eval_metrics(

@@ -78,7 +78,7 @@ class Callbacks:
         for callback in all_callbacks if folder is not None else []:
             if isinstance(callback, TensorBoardCallback):
                 callback.logging_dir = folder
-        all_callbacks += [_checked(callback) for callback in callbacks or ()]
+        all_callbacks += [_check_callback(callback) for callback in callbacks or ()]
         self.handler = CallbackHandler(all_callbacks, None, None, None, None)
         self.control = TrainerControl()
         self.state = RunState(
@@ -93,7 +93,7 @@ class Callbacks:
 
     def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Add a callback, an object or a class."""
-        self.handler.add_callback(_checked(callback))
+        self.handler.add_callback(_check_callback(callback))
 
     def fire(self, event: str, **kwargs: Any) -> TrainerControl:
         """Call ``event`` ("on_step_begin", ...) of every callback with the usual arguments."""
@@ -128,7 +128,7 @@ class Callbacks:
         if self.state.is_world_process_zero:
             self.tracker.log(row, step=self.state.global_step)
 
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
+    def log_evaluation(self, metrics: Mapping[str, float]) -> None:
         """After an evaluation: log its metrics (named eval_...) and fire on_evaluate."""
         self.log(dict(metrics))
         self.fire("on_evaluate", metrics=dict(metrics))
@@ -219,7 +219,7 @@ def reporting_callbacks(report_to: str | list[str] | None) -> list[TrainerCallba
     return callbacks
 
 
-def _checked(callback: Any) -> Any:
+def _check_callback(callback: Any) -> Any:
     kind = callback if isinstance(callback, type) else type(callback)
     if not issubclass(kind, TrainerCallback):
         raise ConfigError(

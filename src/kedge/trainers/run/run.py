@@ -119,8 +119,15 @@ class Run(Hooks):
         try:
             engine.run(sizes.iterations)
             self.end_epoch()
-            totals = self._totals(time.perf_counter() - begin, engine.step - before)
-            if engine.step > before or resumed is not None:  # killed before the last row
+            seconds, iterations = time.perf_counter() - begin, engine.step - before
+            rate = iterations / max(seconds, 1e-9)
+            totals = {  # of this call, in the names of transformers
+                "train_runtime": seconds,
+                "train_samples_per_second": rate * sizes.batch_size,
+                "train_steps_per_second": rate,
+                "train_loss": self.state.loss_sum / max(engine.step, 1),
+            }
+            if iterations > 0 or resumed is not None:  # killed before the last row
                 self.callbacks.log(self.take_pending() | totals)
             self._load_best()
             self.callbacks.fire("on_train_end")
@@ -187,16 +194,6 @@ class Run(Hooks):
         self._epoch_open = False
         self._first = self._saved = self.state.global_step  # of the last checkpoint
         self._findings: set[Rule] = set()
-
-    def _totals(self, seconds: float, iterations: int) -> dict[str, float]:
-        """The last row, in the names of transformers; of this call of ``train``."""
-        rate = iterations / max(seconds, 1e-9)
-        return {
-            "train_runtime": seconds,
-            "train_samples_per_second": rate * self.engine.batch_sizes.batch_size,
-            "train_steps_per_second": rate,
-            "train_loss": self.state.loss_sum / max(self.engine.step, 1),
-        }
 
     # -- during training --------------------------------------------------------------------------
 
