@@ -45,7 +45,8 @@ KEDGE_RULES = {
     "ray": RECORDS
     | {*("config", "learner", "loop", "models", "ops/cpu", "rewards"), "rollout"}
     | {"rollout/embedded", "rollout/vllm"},
-    "pretrain": RECORDS | {"models", "ops/cpu", "reporting", "rewards"},
+    "pretrain": RECORDS
+    | {"models", "ops/cpu", "reporting", "rewards", "checkpoint", "loop", "math"},
     "verifiers": {"errors", "http_client", "suggestions"},
     "judges": {"errors", "http_client"},
     "testing": {"types", "errors"},

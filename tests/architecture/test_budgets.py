@@ -11,39 +11,39 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_000,
-    "algorithms": 980,
+    ".": 1_990,
+    "algorithms": 1_080,
     "checkpoint": 960,
-    "classic": 3_955,
-    "cli": 3_720,
+    "classic": 3_950,
+    "cli": 3_890,
     "compat": 750,
-    "config": 3_590,
+    "config": 3_320,
     "data": 790,
     "demo": 500,
-    "environments": 2_330,
+    "environments": 2_620,
     "environments/adapters": 540,
     "environments/games": 500,
     "judges": 610,
-    "learner": 1_780,
-    "loop": 1_980,
-    "math": 650,
-    "models": 2_300,
-    "ops": 580,
+    "learner": 1_800,
+    "loop": 2_090,
+    "math": 720,
+    "models": 2_380,
+    "ops": 610,
     "ops/cpu": 680,
-    "pretrain": 520,
-    "ray": 2_390,
-    "reporting": 2_480,
-    "rewards": 1_660,
-    "rollout": 650,
+    "pretrain": 800,
+    "ray": 2_380,
+    "reporting": 2_500,
+    "rewards": 1_640,
+    "rollout": 660,
     "rollout/embedded": 1_550,
     "rollout/scheduler": 1_610,
     "rollout/vllm": 3_230,
-    "trainers": 4_080,
+    "trainers": 3_900,
     "verifiers": 2_660,
     "verifiers/sandbox": 1_380,
 }
-TOTAL = 54_330
-TESTS = 45_570
+TOTAL = 51_960
+TESTS = 42_960
 
 
 def count_lines(files: list[Path]) -> int:

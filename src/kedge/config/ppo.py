@@ -143,7 +143,7 @@ class PPOConfig(OnPolicyConfig):
     value_source: Literal["auto", "reward", "policy", "copy"] = _value(
         "auto",
         "Initialization of the value model: the reward model, a head on the policy (policy), or a "
-        "model of its own with the policy's weights (copy). auto: the reward model if it fits.",
+        "separate model with the policy's weights (copy). auto: the reward model if it fits.",
     )
     value_adapter: bool = _value(
         False,
@@ -179,7 +179,7 @@ class PPOConfig(OnPolicyConfig):
             if len(self.cliprange) != 2 or self.cliprange_high is not None:
                 raise ConfigError(
                     f"cliprange={self.cliprange} must be one number or low, high, without"
-                    " cliprange_high beside it"
+                    " cliprange_high next to it"
                 )
             self.cliprange, self.cliprange_high = self.cliprange
 

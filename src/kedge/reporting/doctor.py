@@ -118,7 +118,7 @@ def tool_calls_are_never_valid(log: RunLog) -> str | None:
 @rule
 def episodes_end_before_they_are_done(log: RunLog) -> str | None:
     """Raise the limit that ends them (max_turns, response_length or max_turn_tokens,
-    max_episode_seconds), or mend the environment whose errors end them.
+    max_episode_seconds), or fix the environment whose errors end them.
     """
     kinds = ("turn_limit", "token_limit", "time_limit", "environment_error", "grader_error")
     shares = {kind: log.last(f"environment/ended_{kind}") or 0.0 for kind in kinds}

@@ -146,7 +146,7 @@ def plot(check: dict[str, Any], file: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(f"--plot needs matplotlib: {install_command('matplotlib')}") from error
+        raise ConfigError(f"--plot needs matplotlib: {install_command('plots')}") from error
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     position, turn, calibration = figure.subplots(1, 3)
     for axes, name, label in (
