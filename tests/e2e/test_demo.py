@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def test_the_gold_judge_by_hand() -> None:
     facts = {"name": "mia", "color": "red", "animal": "fox", "place": "harbour", "day": "monday"}
-    post = task.Post(facts, ("the sky was grey", "the sea was calm"), "")
+    post = task.Post(facts, "the sky was grey", "")
     perfect = "mia saw a red fox at the harbour on monday ."
     assert task.judge(post, perfect) == pytest.approx(1.0)
     assert task.judge(post, perfect[:-2]) == pytest.approx(0.5)
@@ -28,8 +28,7 @@ def test_the_gold_judge_by_hand() -> None:
     assert task.judge(post, "mia saw a fox and on monday on monday .") == pytest.approx(0.4)
     assert task.judge(post, perfect + " and the sky was grey .") == pytest.approx(0.8)
     written = task.write_post(random.Random(0))
-    assert task.read_post(written.text).facts == written.facts
-    assert set(task.read_post(written.text).remarks) == set(written.remarks)
+    assert task.read_post(written.text) == written
     told = task.write_summary(written, random.Random(0), care=1.0)
     assert task.gold([written.text], [told]) == [pytest.approx(1.0)]
 
@@ -62,7 +61,7 @@ def test_quick_demo(tmp_path: Path) -> None:
     assert len((tmp_path / "completions.jsonl").read_text().splitlines()) == 32
     assert "gold win rate" in done.stdout
     seen = json.loads((tmp_path / "exchanges" / "exchanges.json").read_text())
-    assert f"misses {sum(s <= 0.5 for s in seen.values())} of 334 wrong values" in done.stdout
+    assert f"misses {sum(s <= 0.5 for s in seen.values())} of 60 wrong values" in done.stdout
     again = processes.run(*run, "--output_dir", str(tmp_path))
     assert "stage ppo is done" in again.stdout
     assert json.loads((tmp_path / "summary.json").read_text()) == summary

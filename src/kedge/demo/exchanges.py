@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from kedge.demo.task import FACTS, write_post, write_summary
 from kedge.rewards.model import RewardModel
 
-POSTS = 6  # per exchange
+POSTS = 12  # per exchange
 BLIND = 0.5  # share of pairs in the right order
 
 

@@ -1,13 +1,13 @@
 """The demo's task: short posts, their one-line summaries, and a gold judge.
 
-    POST : it was monday . the sky was grey . mia went to the harbour . the animal was a fox .
-           the crowd was loud . it was red . TL;DR :
+    POST : on monday . it was red . the sky was grey . at the harbour . mia was there .
+           a fox came . TL;DR :
     mia saw a red fox at the harbour on monday . <eos>
 
-A post tells who saw what, in which color, where and when, among irrelevant remarks.  A good summary
-states all of these facts and nothing else, and ends.  Careless writers omit facts, invent some,
-repeat themselves and add remarks.  Annotators state which of two summaries they prefer and are
-sometimes wrong.  The gold judge scores a summary by rules that are never used in training.
+A post tells who saw what, in which color, where and when, and makes an irrelevant remark.  A good
+summary states all of these facts and nothing else, and ends.  Careless writers omit facts, invent
+some, repeat themselves and add remarks.  Annotators state which of two summaries they prefer and
+are sometimes wrong.  The gold judge scores a summary by rules that are never used in training.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ import random
 from dataclasses import dataclass
 
 FACTS = {
-    "name": ["mia", "tom", "ada", "ben", "eva", "sam", "lea", "max", "zoe", "ian"],
-    "color": ["red", "blue", "green", "black", "white", "brown", "golden", "striped"],
-    "animal": ["fox", "owl", "cat", "bear", "wolf", "hare", "frog", "crow", "goat", "swan"],
-    "place": ["harbour", "market", "station", "museum", "bridge", "castle", "garden", "forest"],
-    "day": ["monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"],
+    "name": ["mia", "tom", "ada", "ben"],
+    "color": ["red", "blue", "green", "black"],
+    "animal": ["fox", "owl", "cat", "bear"],
+    "place": ["harbour", "market", "station", "garden"],
+    "day": ["monday", "tuesday", "friday", "sunday"],
 }
 TOLD = {
-    "name": "a person called {} was there",
+    "name": "{} was there",
     "color": "it was {}",
-    "animal": "the animal was a {}",
-    "place": "it was at the {}",
-    "day": "that was on {}",
+    "animal": "a {} came",
+    "place": "at the {}",
+    "day": "on {}",
 }
 TOPICS = ["sky", "sea", "road", "town", "hill", "house", "dog", "crowd"]
 MOODS = ["grey", "calm", "loud", "cold", "busy", "happy", "quiet", "late"]
-REMARKS = 2
 WORDS = sorted(
     {
         *" ".join(TOLD.values()).replace("{}", "").split(),
@@ -46,20 +45,20 @@ PAD, EOS = "[PAD]", "<eos>"
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """The facts of a post and its text."""
+    """The facts and the remark of a post, and its text."""
 
     facts: dict[str, str]
-    remarks: tuple[str, ...]
+    remark: str
     text: str
 
 
 def write_post(rng: random.Random) -> Post:
-    """A post of five facts and two remarks, in random order."""
+    """A post of five facts and a remark, in random order."""
     facts = {kind: rng.choice(words) for kind, words in FACTS.items()}
-    remarks = tuple(f"the {topic} was {rng.choice(MOODS)}" for topic in rng.sample(TOPICS, REMARKS))
-    lines = [TOLD[kind].format(word) for kind, word in facts.items()] + [*remarks]
+    remark = f"the {rng.choice(TOPICS)} was {rng.choice(MOODS)}"
+    lines = [*(TOLD[kind].format(word) for kind, word in facts.items()), remark]
     rng.shuffle(lines)
-    return Post(facts, remarks, "POST : " + " ".join(f"{line} ." for line in lines) + " TL;DR :")
+    return Post(facts, remark, "POST : " + " ".join(f"{line} ." for line in lines) + " TL;DR :")
 
 
 def write_summary(post: Post, rng: random.Random, *, care: float) -> str:
@@ -76,7 +75,7 @@ def write_summary(post: Post, rng: random.Random, *, care: float) -> str:
     phrases += [f"at the {word('place')}"] if rng.random() > 0.5 * slip else []
     phrases += [f"on {word('day')}"] if rng.random() > 0.5 * slip else []
     if rng.random() < 0.8 * slip:
-        phrases += [f"and {rng.choice(post.remarks)}"]
+        phrases += [f"and {post.remark}"]
     if rng.random() < 0.3 * slip:
         phrases += [f"and on {post.facts['day']}"]
     return " " + " ".join([*phrases, "."])
@@ -93,7 +92,7 @@ def add_mistake(post: Post, summary: str, rng: random.Random) -> tuple[str, str]
         at = words.index(right[kind.removeprefix("no ")])
         del words[at - (2 if kind == "no place" else 1) : at + 1]
     elif kind in ("remark", "said twice"):
-        more = rng.choice(post.remarks) if kind == "remark" else f"on {post.facts['day']}"
+        more = post.remark if kind == "remark" else f"on {post.facts['day']}"
         end = words.index(".") if "." in words else len(words)
         words[end:end] = ["and", *more.split()]
     else:
@@ -107,12 +106,8 @@ def read_post(text: str) -> Post:
     """Parse a post from its text."""
     words = text.split()
     facts = {kind: next(w for w in words if w in known) for kind, known in FACTS.items()}
-    remarks = tuple(
-        f"the {topic} was {mood}"
-        for topic, mood in zip(words[1:], words[3:], strict=False)
-        if topic in TOPICS and mood in MOODS
-    )
-    return Post(facts, remarks, text)
+    topic, mood = (next(w for w in words if w in known) for known in (TOPICS, MOODS))
+    return Post(facts, f"the {topic} was {mood}", text)
 
 
 def liked(post: Post, summary: str, rng: random.Random) -> float:

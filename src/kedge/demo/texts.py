@@ -27,10 +27,8 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--output_dir", required=True, type=Path)
     flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--supervised", type=int, default=20_000, help="summaries to learn from")
-    flags.add_argument(
-        "--preferences", type=int, default=10_000, help="posts to compare answers on"
-    )
+    flags.add_argument("--supervised", type=int, default=14_000, help="summaries to learn from")
+    flags.add_argument("--preferences", type=int, default=3_500, help="posts to compare answers on")
     flags.add_argument("--judged", type=int, default=500, help="held-out posts")
     args = flags.parse_args()
     model(args.output_dir / "model", args.seed)
@@ -41,7 +39,7 @@ def main() -> None:
 
 
 def model(folder: Path, seed: int) -> None:
-    """A tokenizer with one token per word, and a transformer with 0.35 million weights."""
+    """A tokenizer with one token per word, and a transformer with 0.17 million weights."""
     vocabulary = {word: i for i, word in enumerate([PAD, EOS, *WORDS])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -51,8 +49,8 @@ def model(folder: Path, seed: int) -> None:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=256,
+        hidden_size=64,
+        intermediate_size=192,
         num_hidden_layers=3,
         # larger heads and a larger base keep dimensions that positions do not turn, to match words
         num_attention_heads=2,
