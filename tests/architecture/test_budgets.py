@@ -33,7 +33,7 @@ BUDGETS = {
     "pretrain": 540,
     "ray": 2_790,
     "reporting": 2_710,
-    "rewards": 1_660,
+    "rewards": 1_630,
     "rollout": 810,
     "rollout/embedded": 1_570,
     "rollout/scheduler": 1_750,
