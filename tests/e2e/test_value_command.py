@@ -47,7 +47,8 @@ def test_fit_check_and_ppo(recorded, tmp_path, capsys):
         ["fit", str(again), "--model", str(recorded / "policy"), "--output_dir", str(critic), *how]
     )
     out = capsys.readouterr().out
-    assert "51 responses to train on, 13 held out" in out
+    held_out = int(out.split(" responses to train on, ")[1].split(" held out")[0])
+    assert 10 <= held_out <= 20  # the responses to 3 of 13 prompts
     check = json.loads((critic / "value_check.json").read_text())
     assert check["explained_variance"] > 0.8  # before: below 0, since every value is 0
     assert abs(check["calibration"][0][0] - check["calibration"][0][1]) < 0.5

@@ -100,6 +100,9 @@ def test_results_are_rendered_as_the_template_does(family: str, behind: str) -> 
     ids = tokens.between(prompt, result, last=0, stopped=True)
     text = tokenizer(family).decode(ids)
     assert behind in text
+    cut_off = tokens.between(prompt, result, last=ord("o"), stopped=False)
+    assert "RESULT" in tokenizer(family).decode(cut_off)
+    assert cut_off[-len(ids) // 2 :] == ids[-len(ids) // 2 :]  # whatever its last token was
     assert "RESULT" in text
     assert "find: RESULT" not in text  # how a user message would say it
 
@@ -122,10 +125,33 @@ def test_a_call_within_the_reasoning_is_not_made() -> None:
     inner = tokenizer("qwen3")
     call = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
     ids = inner(f"<think>I could write {call} but must not</think>no", add_special_tokens=False)
-    tokens = TurnTokens(inner)
-    response = tokens.response(ids["input_ids"], True, Sampling(max_new_tokens=9))
+    tokens, sampling = TurnTokens(inner), Sampling(max_new_tokens=9)
+    response = tokens.response(ids["input_ids"], True, sampling)
     assert (list(response.tool_calls), response.text) == ([], "no")
     assert response.reasoning == f"I could write {call} but must not"
+    answer = inner("a</think>b", add_special_tokens=False)["input_ids"]
+    for before, text in (("assistant\n<think>\n", "b"), ("assistant\n", "a</think>b")):
+        read = tokens.response(answer, True, sampling, inner(before)["input_ids"])
+        assert read.text == text  # only what the prompt has opened is reasoning
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("<tool_call><function=find><parameter=words>cut o", "cut off within an argument"),
+        ("<tool_call>find<arg_key>words</arg_key><arg_value>cut o", "cut off within an argument"),
+        ("[find(3)]", "arguments must have names"),
+    ],
+)
+def test_half_a_call_is_not_made(call: str, error: str) -> None:
+    (read,) = parse_any(call)
+    assert error in read.error
+
+
+def test_python_words_of_a_template() -> None:
+    body = "<parameter=flag>\nTrue\n</parameter><parameter=x>\nNone\n</parameter>"
+    (call,) = parse_any(f"<tool_call><function=f>{body}</function></tool_call>")
+    assert call.arguments == {"flag": True, "x": None}
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,19 @@ class TestEntropyBonus:
         assert entropies[10.0] > entropies[0.0] + 1e-3
         assert entropies[-10.0] < entropies[0.0] - 0.1
 
+    def test_where_no_token_trains_neither_policy_nor_coefficient_moves(self):
+        found = learner(entropy_grad=True)
+        take_step(found)  # momentum
+        bonus = EntropyBonus(coef=0.1, adaptive=True, target=9.0)
+        data = experience(rollout())
+        data = replace(data, loss_mask=torch.zeros_like(data.loss_mask))
+        before = {n: p.detach().clone() for n, p in found.policy.named_parameters()}
+        metrics = optimize(
+            data, found, ppo(), epochs=1, minibatches=1, micro_rows=3, seed=0, entropy_bonus=bonus
+        )
+        assert all(torch.equal(p, before[n]) for n, p in found.policy.named_parameters())
+        assert (bonus.coef, "val/ratio" in metrics) == (0.1, False)
+
     def test_adaptive_by_hand(self):
         bonus = EntropyBonus(coef=0.02, adaptive=True, target=1.0, delta=0.01, high=0.03)
         seen = [bonus.update({"policy/entropy_avg": x}) for x in (0.5, 0.9, 1.1, 1.2, 1.3, 1.4)]
@@ -270,6 +283,16 @@ class TestRecipe:
         given = {"learning_rate": 5e-5, "cliprange": [0.8, 3.0]}
         config = PPOConfig(output_dir=str(tmp_path), recipe="sao", use_cpu=True, **given)
         assert (config.learning_rate, config.cliprange, config.cliprange_high) == (5e-5, 0.8, 3.0)
+
+    def test_a_copy_and_what_goes_with_an_option(self, tmp_path):
+        given = {"output_dir": str(tmp_path), "recipe": "sao", "use_cpu": True}
+        config = PPOConfig(**given, max_lag=0, num_ppo_epochs=4)
+        assert (config.rollout_schedule, config.num_ppo_epochs) == ("in_order", 4)
+        again = replace(config, seed=3)
+        assert (again.max_lag, again.num_ppo_epochs, again.policy_loss) == (0, 4, "mask")
+        assert PPOConfig(**given, credit="turn").lam_alpha is None
+        with pytest.raises(ConfigError, match="dual_clip=3.0 has no effect with policy_loss"):
+            PPOConfig(**given, dual_clip=3.0)
 
     def test_a_bad_pair(self, tmp_path):
         with pytest.raises(ConfigError, match=r"cliprange=\[0.1\] must be one number or low, high"):

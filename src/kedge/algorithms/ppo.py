@@ -113,7 +113,7 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         credit: what an action is: "token", or "turn" for tasks of many turns.
         kl_cov: this share of the tokens, those whose log-probability and advantage covary most,
             gets the penalty ``kl_cov_coef`` times abs(log rho) (KL-Cov, arXiv:2505.22617, with
-            0.002 and without a clip).
+            0.002 and without a clip).  It acts from the second optimizer step of a batch on.
         kl_cov_coef: see above.
         clip_cov: this share of the tokens, of those with a covariance from 1 to 5, gets no policy
             gradient (Clip-Cov, arXiv:2505.22617, with 2e-4).
@@ -133,6 +133,7 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
     by_batch = whiten_advantages == "batch" or score_position == "after_last"
     target_lam = (1.0 if lam_alpha else lam) if lam_value is None else lam_value
     clip = Clip(cliprange, cliprange_high, dual_clip)
+    filters = mask_truncated_completions or drop_uniform_groups
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask, scores = e.rollout.loss_mask, e.reward_output.scores  # [B, R], [B]
@@ -174,14 +175,13 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
             penalized = kl_cov_tokens(covariance, share=kl_cov) if kl_cov else None
             if clip_cov:
                 advantages = advantages * ~clip_cov_tokens(covariance, share=clip_cov)
-        filtered = mask_truncated_completions or drop_uniform_groups
         return AdvantageOutput(
             rewards=rewards,
             advantages=advantages,
             returns=returns,
             kl=kl,
             value_mask=value_mask & learned[:, None],
-            loss_mask=mask & improved[:, None] if filtered else None,
+            loss_mask=mask & improved[:, None] if filters else None,
             deviation=moments(raw, trained, total=e.total)[1],
             penalized=penalized,
         )
@@ -202,7 +202,8 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
             "val/clipfrac_avg": (v * value_clipped).sum(),
         }
         if kl_cov:
-            penalty = (w * require(x.penalized, "penalized") * terms.log_ratio.abs()).sum()
+            change = terms.log_ratio.abs()  # at 0 its gradient would be the sign of rounding
+            penalty = (w * require(x.penalized, "penalized") * change * (change > 1e-5)).sum()
             parts["kl_cov"], metrics["loss/kl_cov_avg"] = kl_cov_coef * penalty, penalty
         return Loss(parts=parts, metrics=metrics)
 
@@ -220,8 +221,10 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         metrics=(
             *("policy/policykl_avg", "loss/value_avg", "val/clipfrac_avg"),
             *("val/explained_variance", "val/value_mean", "val/return_mean"),
-            *("val/raw_advantage_std", "loss/kl_cov_avg", "objective/uniform_groups"),
-            *("rollout/untrained_rows", "rollout/resampled_groups"),
+            "val/raw_advantage_std",
+            *(("loss/kl_cov_avg",) if kl_cov else ()),
+            *(("rollout/untrained_rows",) if filters else ()),
+            *(("rollout/resampled_groups",) if dynamic_sampling else ()),
         ),
     )
 

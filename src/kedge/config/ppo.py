@@ -67,8 +67,8 @@ class PPOConfig(OnPolicyConfig):
     whiten_advantages: bool = _ppo(True, "Scale advantages to mean 0 and at most unit variance.")
     cliprange: float = _ppo(
         0.2,
-        "Clip range of the probability ratio: 1 - cliprange to 1 + cliprange; or both, low and "
-        "high.",
+        "Clip range of the probability ratio: 1 - cliprange to 1 + cliprange. In Python also a "
+        "pair, low and high.",
         gt=0,
         le=math.inf,
         accepts=float | list[float],
@@ -155,7 +155,9 @@ class PPOConfig(OnPolicyConfig):
     )
     value_warmup_steps: int = _value(0, "First iterations that train only the value model.", ge=0)
     num_value_epochs: int = _value(
-        1, "Passes of the value model over the batch for each pass of the policy.", ge=1
+        1,
+        "Passes of the value model over the batch for each pass of the policy; max_kl ends both.",
+        ge=1,
     )
     freeze_value_attention: bool = _value(
         False, "Train the value model without its attention layers (full, linear or recurrent)."
@@ -164,27 +166,33 @@ class PPOConfig(OnPolicyConfig):
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
         """Fill in the values of ``recipe``."""
-        own = fields_of(cls)
+        own, recipe = fields_of(cls), RECIPES.get(c.recipe, {})
         names = {getattr(foreign(cls).get(name), "target", name) for name in given}
-        if len(given) >= len(own):  # from an argument parser, which passes every default
-            names = {name for name in names if getattr(c, name, None) != default_of(own[name])}
+        if len(given) >= len(own):  # from an argument parser or `replace`: every option is passed
+            names = {name for name in recipe if getattr(c, name) != default_of(own[name])}
+            if any(getattr(c, name) == recipe[name] for name in names):
+                return  # a copy of a config that has the recipe's values
         names |= {"cliprange_high"} if "cliprange" in names else set()
-        for name, value in RECIPES.get(c.recipe, {}).items():
+        names |= {"rollout_schedule"} if "max_lag" in names and c.max_lag == 0 else set()
+        names |= {"lam_alpha"} if "lam" in names or c.credit == "turn" else set()
+        for name, value in recipe.items():
             if name not in names:
                 setattr(c, name, value)
 
     def _fill_defaults(self) -> None:
         super()._fill_defaults()
         if isinstance(self.cliprange, list):
-            if len(self.cliprange) != 2 or self.cliprange_high is not None:
-                raise ConfigError(
-                    f"cliprange={self.cliprange} must be one number or low, high, without"
-                    " cliprange_high next to it"
-                )
+            if len(self.cliprange) != 2:
+                raise ConfigError(f"cliprange={self.cliprange} must be one number or low, high")
             self.cliprange, self.cliprange_high = self.cliprange
 
     def _check(self) -> None:
         super()._check()
+        if self.dual_clip is not None and self.policy_loss == "mask":
+            raise ConfigError(
+                f"dual_clip={self.dual_clip} has no effect with policy_loss='mask', which leaves"
+                " out tokens with a ratio above 1 + cliprange_high; leave dual_clip unset"
+            )
         high = self.cliprange if self.cliprange_high is None else self.cliprange_high
         if self.dual_clip is not None and self.dual_clip <= 1 + high:
             raise ConfigError(

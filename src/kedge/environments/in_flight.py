@@ -183,8 +183,9 @@ class InFlightEpisodes:
 
     def _take_turn(self, episode: Episode, sampled: Rollout, i: int) -> None:
         """Give a sampled turn to the environment."""
+        before = episode.history
         ids, terminated = episode.add_response(sampled, i)
-        response = self._tokens.response(ids, terminated, episode.sampling)
+        response = self._tokens.response(ids, terminated, episode.sampling, before)
         step = partial(episode.environment.step, response)
         self._call(episode, step, partial(self._on_step, response=response))
 
@@ -205,6 +206,7 @@ class InFlightEpisodes:
                     observation,
                     tools=getattr(environment, "tools", None),
                     separator=getattr(environment, "separator", "\n\n"),
+                    reads_calls=getattr(environment, "reads_calls", False),
                 )
 
             ids, most = render(observation), self._limits.first_prompt(episode.sampling)

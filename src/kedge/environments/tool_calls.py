@@ -51,6 +51,7 @@ REASONING = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 _decoder = json.JSONDecoder()
+_PYTHON = {"True": True, "False": False, "None": None}
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
@@ -101,6 +102,9 @@ def parse_tagged(text: str) -> Sequence[ToolCall]:
 
 
 def _from_tag(body: str) -> list[ToolCall]:
+    for begin, end in (("<parameter=", "</parameter>"), ("<arg_key>", "</arg_value>")):
+        if body.count(begin) > body.count(end):
+            return [ToolCall(name="", error="the tool call is cut off within an argument")]
     functions = [(m[1].strip(), _PARAMETER.findall(m[2])) for m in _FUNCTION.finditer(body)]
     if functions:
         return [_from_texts(name, values) for name, values in functions]
@@ -172,6 +176,7 @@ def parse_gemma(text: str) -> Sequence[ToolCall]:
     for match in _GEMMA.finditer(text):
         parts = match[2].split('<|"|>')  # texts are the odd ones
         plain = [re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part) for part in parts[::2]]
+        plain = [re.sub(r":None\b", ":null", part) for part in plain]
         texts = [json.dumps(part) for part in parts[1::2]]
         joined = "".join(a + b for a, b in zip(plain, [*texts, ""], strict=False))
         calls.append(_named(match[1], joined))
@@ -264,6 +269,8 @@ def _from_texts(name: str, values: Sequence[tuple[str, str]]) -> ToolCall:
 
 
 def _json_or_text(text: str) -> Any:
+    if text in _PYTHON:  # templates print them so
+        return _PYTHON[text]
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -275,6 +282,8 @@ def _from_python(text: str) -> list[ToolCall]:
     try:
         tree: Any = ast.parse(text, mode="eval").body
         calls: list[Any] = tree.elts if isinstance(tree, ast.List) else [tree]
+        if any(call.args or None in [k.arg for k in call.keywords] for call in calls):
+            raise ValueError("arguments must have names")
         return [
             ToolCall(
                 name=ast.unparse(call.func),

@@ -39,6 +39,7 @@ class ToolEnvironment:
     """
 
     separator = ""  # between the prompt and what ``target.reset`` returns, as in TRL
+    reads_calls = True  # so the template's calls must be readable
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kedge.chat_template import render_chat
 from kedge.environments.tool_calls import REASONING, split_reasoning, tool_parser
-from kedge.errors import DataError, RolloutError
+from kedge.errors import ConfigError, DataError, RolloutError
 from kedge.protocols import Observation
 from kedge.types import Response, Sampling
 
@@ -28,6 +28,7 @@ Messages = Sequence[Mapping[str, Any]]
 _ANSWER = "KEDGE0ANSWER"  # stands for the response in a rendered conversation
 _RESULT = "KEDGE0RESULT"
 _FINAL = "<|channel|>final<|message|>"
+_TAIL = 32  # tokens of a prompt that are looked at
 _CUT = "...(truncated)..."  # in the middle of an observation that is cut
 
 
@@ -47,21 +48,24 @@ class TurnTokens:
         self._parse = tool_parser(getattr(tokenizer, "chat_template", None))
         # How the template renders tool messages: as such, only behind a call, or not at all.
         self._tool_role: Literal["plain", "call", "user"] | None = None
-        self._opens_reasoning: bool | None = None  # the generation prompt begins the reasoning
         self._checked_tools = False
 
-    def response(self, ids: list[int], terminated: bool, sampling: Sampling) -> Response:
-        """A turn as an environment gets it."""
+    def response(
+        self, ids: list[int], terminated: bool, sampling: Sampling, before: Sequence[int] = ()
+    ) -> Response:
+        """A turn as an environment gets it; ``before`` are the tokens that it follows."""
         if self._tokenizer is None:
             return Response("", ids=tuple(ids), terminated=terminated)
         body = ids[:-1] if ids and ids[-1] in sampling.stop_ids else ids
         decode = self._tokenizer.decode
         whole = decode(body)
-        reasoning, answer = split_reasoning(whole, opened=self._begins_reasoning())
+        prompt = decode(list(before[-_TAIL:])).rstrip()
+        opened = any(prompt.endswith(mark) for mark, _ in REASONING)
+        reasoning, answer = split_reasoning(whole, opened=opened)
         begin = 0
         if len(answer) < len(whole):  # the first token of the answer
-            before = len(whole) - len(answer)
-            begin = bisect_left(range(len(body)), before, key=lambda i: len(decode(body[:i])))
+            skipped = len(whole) - len(answer)
+            begin = bisect_left(range(len(body)), skipped, key=lambda i: len(decode(body[:i])))
         text = decode(body[begin:], skip_special_tokens=True)
         if _FINAL in answer:  # gpt-oss names the channel in plain text
             text = answer.rpartition(_FINAL)[2]
@@ -74,16 +78,6 @@ class TurnTokens:
             reasoning=reasoning,
         )
 
-    def _begins_reasoning(self) -> bool:
-        if self._opens_reasoning is None:
-            text = ""
-            if getattr(self._tokenizer, "chat_template", None):
-                text = self._render([{"role": "user", "content": "."}])
-            self._opens_reasoning = any(
-                end not in text.rpartition(begin)[2] for begin, end in REASONING if begin in text
-            )
-        return self._opens_reasoning
-
     def prompt(
         self,
         prompt: object,
@@ -92,6 +86,7 @@ class TurnTokens:
         *,
         tools: Sequence[Any] | None = None,
         separator: str = "\n\n",
+        reads_calls: bool = False,
     ) -> list[int]:
         """Token ids of the prompt with the first observation.
 
@@ -104,6 +99,7 @@ class TurnTokens:
             observation: what ``Environment.reset`` returned.
             tools: JSON schemas of the tools that the template shows to the policy.
             separator: between the prompt and a text observation.
+            reads_calls: the environment reads ``Response.tool_calls``, so they must be readable.
         """
         if not _is_chat(prompt):
             if tools:
@@ -121,7 +117,7 @@ class TurnTokens:
         messages = _with_first(_messages(prompt), observation, separator)
         text = self._render(messages, tools=list(tools) if tools else None)
         if tools:
-            self._check_shown(tools, text)
+            self._check_shown(tools, text, reads_calls)
         return self._encode(text)
 
     def between(
@@ -144,7 +140,8 @@ class TurnTokens:
         if any(message["role"] == "tool" for message in messages):
             role = self._find_tool_role()
             if role == "call":
-                return self._encode(self._after_call(messages, self._tokenizer.decode([last])))
+                stop = self._tokenizer.decode([last]) if stopped else ""
+                return self._encode(self._after_call(messages, stop))
             if role == "user":
                 messages = [_as_user(message) for message in messages]
         ids = self._encode(self._after_answer(messages))
@@ -200,10 +197,10 @@ class TurnTokens:
             )
         return self._encode(observation)
 
-    def _check_shown(self, tools: Sequence[Any], text: str) -> None:
+    def _check_shown(self, tools: Sequence[Any], text: str, reads_calls: bool) -> None:
         """Warn once about tools that the policy cannot know of: many templates leave them out."""
         hidden = [name for name in map(_tool_name, tools) if name not in text]
-        if not self._checked_tools:
+        if reads_calls and not self._checked_tools:
             self._check_calls(tools)
         if hidden and not self._checked_tools:
             logger.warning(
@@ -229,7 +226,7 @@ class TurnTokens:
         return self._tool_role
 
     def _after_call(self, messages: Messages, stop: str) -> str:
-        """What the template renders behind a call and its stop token."""
+        """What the template renders behind a call, without its stop token."""
         name = next((str(m["name"]) for m in messages if m.get("name")), "f")
         call = {"name": name, "arguments": {"x": _ANSWER}}
         calls = [{"type": "function", "id": "000000000", "function": call}]
@@ -237,14 +234,15 @@ class TurnTokens:
             {"role": "user", "content": "."},
             {"role": "assistant", "content": "", "tool_calls": calls},
         ]
+        call_end = self._render(head, add_generation_prompt=False).rpartition(_ANSWER)[2]
         rest = self._render([*head, *messages]).rpartition(_ANSWER)[2]
-        return rest.partition(stop)[2] if stop and stop in rest else rest
+        return rest.partition(stop)[2] if stop and stop in call_end else rest.removeprefix(call_end)
 
     def _check_calls(self, tools: Sequence[Any]) -> None:
         """Check that a call, as the template renders it, is read back.
 
         Raises:
-            DataError: it is not; every call of the policy would be lost.
+            ConfigError: it is not; every call of the policy would be lost.
         """
         name, arguments = _tool_name(tools[0]), {"x": 12, "text": "a b"}
         call: dict[str, Any] = {"type": "function", "id": "000000000"}
@@ -261,7 +259,7 @@ class TurnTokens:
                 break
         found = [c for c in self._parse(rendered) if c.name == name and c.arguments == arguments]
         if name and name in rendered and not found:
-            raise DataError(
+            raise ConfigError(
                 "the chat template renders a tool call in a format that is not read back:"
                 f" {rendered[:200]!r}; use the template of a family in docs/agents.md, or one"
                 " without tools, and describe them and <tool_call> in a system message"

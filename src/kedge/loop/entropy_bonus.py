@@ -69,5 +69,5 @@ class EntropyBonus:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore coefficient and entropy of an adaptive bonus."""
-        if self.adaptive:
+        if self.adaptive and state:
             self.coef, self.last = float(state["coef"]), float(state["last"])

@@ -176,7 +176,7 @@ def _check_advantages(advantage_output: AdvantageOutput, algo: Algorithm, mask: 
         )
 
 
-def optimize(  # noqa: PLR0913
+def optimize(  # noqa: C901, PLR0913
     experience: Experience,
     learner: Learner,
     algo: Algorithm,
@@ -240,19 +240,36 @@ def optimize(  # noqa: PLR0913
                 learner.optimizer_step(step, loss, only_value=True, skip_policy=True)
                 after_step()
                 continue
+            # Where no token trains, momentum must not move the policy, nor 0 the entropy's control.
+            tokens = learner.total(experience.loss_mask[index[share]].sum().float())
+            empty = not float(tokens)
             metrics = learner.optimizer_step(
-                step, bonus.add_to(loss), only_value=only_value, should_apply=should_apply
+                step,
+                bonus.add_to(loss),
+                only_value=only_value or (empty and algo.needs_values),
+                should_apply=should_apply,
             )
-            history.append(metrics | bonus.update(metrics))
+            if empty:
+                metrics = {n: x for n, x in metrics.items() if n not in _OF_TOKENS}
+            elif not only_value:
+                metrics |= bonus.update(metrics)
+            history.append(metrics)
             after_step()
             if limits.should_stop(metrics):
                 return _mean_over_steps(history)
     return _mean_over_steps(history)
 
 
+_OF_TOKENS = ("val/ratio", "policy/entropy_avg", "policy/approxkl_avg", "policy/policykl_avg")
+
+
+_OF_TOKENS = ("val/ratio", "policy/entropy_avg", "policy/approxkl_avg", "policy/policykl_avg")
+
+
 def _mean_over_steps(history: list[dict[str, float]]) -> dict[str, float]:
     """Means over the optimizer steps of an iteration."""
-    metrics = {name: fmean(h[name] for h in history if name in h) for name in history[0]}
+    names = {name: None for step in history for name in step}
+    metrics = {name: fmean(h[name] for h in history if name in h) for name in names}
     if ratios := [h["val/ratio"] for h in history if "val/ratio" in h]:
         metrics["val/ratio_var"] = variance(ratios) if len(ratios) > 1 else 0.0
     return metrics

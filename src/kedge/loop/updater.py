@@ -171,4 +171,4 @@ class Updater:
         self.step, self.state_consistent = int(state["step"]), True
         self.learner.load_state_dict(state["learner"])
         self.kl.load_state_dict(state["kl"])
-        self.entropy_bonus.load_state_dict(state["entropy_bonus"])
+        self.entropy_bonus.load_state_dict(state.get("entropy_bonus", {}))

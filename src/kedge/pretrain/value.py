@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from kedge.math.rewards import place_score
 from kedge.math.turns import number_turns
 from kedge.models.packing import pack
 from kedge.models.value_head import ScalarModel
-from kedge.types import PromptBatch, RewardOutput, Rollout, Sample
+from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, number_prompts
 
 _COMPLETIONS, _SCORES = ("completion", "response", "output"), ("score", "reward")
 BINS = 10  # of positions and of predictions
@@ -45,12 +46,22 @@ def read_episodes(sources: Sequence[str], tokenizer: Any, *, gamma: float = 1.0)
     pairs: list[tuple[Rollout, RewardOutput]]
     for source in sources:
         if Path(source).is_dir():
-            replay = RolloutReplay(source)
-            pairs = [replay.read(step) for step in replay.steps]
+            replays = _open(source)
+            pairs = [replay.read(step) for replay in replays for step in replay.steps]
         else:
             pairs = [_read_rows(source, tokenizer)]
         samples += [_with_returns(rollout, reward, gamma) for rollout, reward in pairs]
     return Sample.cat(samples)
+
+
+def _open(folder: str) -> list[RolloutReplay]:
+    """The recording of each rank."""
+    files = sorted(Path(folder).glob("step-*.json"))
+    try:
+        world_size = json.loads(files[0].read_text(encoding="utf-8"))["world_size"] if files else 1
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{files[0]} is no recording of save_rollouts: {error}") from error
+    return [RolloutReplay(folder, rank=r, world_size=world_size) for r in range(world_size)]
 
 
 def _with_returns(rollout: Rollout, reward: RewardOutput, gamma: float) -> Sample:
@@ -69,20 +80,20 @@ def _with_returns(rollout: Rollout, reward: RewardOutput, gamma: float) -> Sampl
 def _read_rows(file: str, tokenizer: Any) -> tuple[Rollout, RewardOutput]:
     try:
         text = Path(file).read_text(encoding="utf-8")
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         raise DataError(f"{file} must be a folder of save_rollouts or a .jsonl: {error}") from error
     prompts, responses, scores, ended = [], [], [], []
     for number, row in enumerate(rows):
-        completion = next((row[name] for name in _COMPLETIONS if name in row), None)
-        score = next((row[name] for name in _SCORES if name in row), None)
-        if (
-            not (isinstance(row.get("prompt"), str) and isinstance(completion, str))
-            or score is None
-        ):
+        given = row if isinstance(row, dict) else {}
+        prompt = given.get("prompt")
+        completion = next((given[name] for name in _COMPLETIONS if name in given), None)
+        score = next((given[name] for name in _SCORES if name in given), None)
+        texts = isinstance(prompt, str) and isinstance(completion, str) and prompt and completion
+        if not texts or not isinstance(score, int | float) or not math.isfinite(score):
             raise DataError(
                 f"{file}, row {number}: it must have prompt and {' or '.join(_COMPLETIONS)} (texts)"
-                f" and {' or '.join(_SCORES)}, got {', '.join(row)}"
+                f" and {' or '.join(_SCORES)} (a number), got {str(row)[:80]}"
             )
         before = tokenizer(row["prompt"]).input_ids
         both = tokenizer(row["prompt"] + completion).input_ids
@@ -119,11 +130,20 @@ def _pad(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Tensor, Tensor]:
 
 
 def split(episodes: Sample, held_out: float, seed: int) -> tuple[list[int], list[int]]:
-    """Numbers of the responses to train on and to measure with; prompts are not told apart."""
+    """Numbers of the responses to train on and to measure with; they share no prompt.
+
+    Raises:
+        DataError: there is one prompt only.
+    """
+    prompts = episodes.rollout.prompts
+    number = number_prompts(prompts.ids, prompts.mask)
+    known = number.unique()
+    if len(known) < 2:
+        raise DataError(f"{len(number)} responses to {len(known)} prompt: some must be held out")
     generator = torch.Generator().manual_seed(seed_for(seed, "held out", 0))
-    order = torch.randperm(len(episodes), generator=generator).tolist()
-    count = max(1, round(held_out * len(order)))
-    return sorted(order[count:]), sorted(order[:count])
+    order = known[torch.randperm(len(known), generator=generator)]
+    kept_out = torch.isin(number, order[: max(1, round(held_out * len(order)))])
+    return (~kept_out).nonzero()[:, 0].tolist(), kept_out.nonzero()[:, 0].tolist()
 
 
 def _rows(episodes: Sample, index: Tensor) -> tuple[Rollout, Tensor]:
@@ -212,7 +232,8 @@ def check_value(model: ScalarModel, episodes: Sample, index: Sequence[int]) -> d
     x = {name: torch.cat(parts) for name, parts in found.items()}
     v, g = x["v"].double(), x["g"].double()
     lengths = x["long"].double()
-    edges = torch.quantile(lengths, torch.linspace(0, 1, BINS + 1).double()[1:-1]).unique()
+    ranks = torch.arange(1, BINS) * len(lengths) // BINS
+    edges = lengths.sort().values[ranks].unique()
     mean_of = _means(g, torch.bucketize(lengths, edges))
     order = v.argsort()
     return {

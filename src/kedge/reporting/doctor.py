@@ -308,9 +308,13 @@ def the_first_iterations_were_noise(log: RunLog) -> str | None:
     """
     known = [row.get("val/explained_variance") for row in log.rows if row.get("lr")]
     first = next((i for i, x in enumerate(known) if x is not None and x > 0), len(known))
-    if len(known) < MIN_ROWS or not 3 <= first < len(known):
+    scores = log.series("objective/scores")
+    if len(known) < MIN_ROWS or not 3 <= first < len(known) or scores[first] >= scores[0]:
         return None
-    return f"in the first {first} rows in which the policy moved, the value was worse than the mean"
+    return (
+        f"in the first {first} rows in which the policy moved, the value was worse than the mean,"
+        f" and the score fell from {scores[0]:.3g} to {scores[first]:.3g}"
+    )
 
 
 @rule

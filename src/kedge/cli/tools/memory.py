@@ -247,8 +247,9 @@ class Estimate:
     def value(self, policy: ModelMemory) -> ModelMemory:
         """The value model, or the adapter or head on the policy."""
         source, count, activations = self.options.script.value_model_path, {}, 0.0
-        if source is None and getattr(self.config, "value_source", "policy") != "policy":
-            source = self.names.reward
+        start = getattr(self.config, "value_source", "policy")
+        if source is None and start != "policy":
+            source = self.names.policy if start == "copy" else self.names.reward
         if getattr(self.config, "value_adapter", False):
             role, own = "value adapter", policy.trained + self.dims.hidden
             activations = self.activations(self.dims)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.cli.flags import Flags
+from kedge.config.rollout_engines import installed
 from kedge.errors import ConfigError, install_command
 
 EPILOG = """\
@@ -29,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("rollouts", nargs="+", help="folders of save_rollouts, or .jsonl files")
     flags.add_argument("--model", help="fit: the policy whose weights the value model starts from")
     flags.add_argument("--value_model", help="check: folder; fit: one to train on")
+    flags.add_argument("--tokenizer", help="folder or hub name; that of the model by default")
     flags.add_argument("--output_dir", help="fit: folder of the value model")
     flags.add_argument("--epochs", type=int, default=2, help="passes over the responses")
     flags.add_argument("--batch_size", type=int, default=32, help="responses per optimizer step")
@@ -44,54 +46,70 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> None:
     """Fit or check."""
     flags = parser().parse_args(list(argv))
-    start = flags.value_model or flags.model
-    if flags.action == "fit" and not (start and flags.output_dir):
+    _check_flags(flags)
+    from kedge.models.load import load_tokenizer
+    from kedge.pretrain.value import check_value, read_episodes, split, worst_tokens
+
+    start, say = flags.value_model or flags.model, sys.stdout.write
+    tokenizer = load_tokenizer(flags.tokenizer or start)
+    if not len(tokenizer):
+        raise ConfigError(f"{start!r} has no tokenizer; give that of the policy with --tokenizer")
+    episodes = read_episodes(flags.rollouts, tokenizer, gamma=flags.gamma)
+    index, folder, model = list(range(len(episodes))), Path(start), _load(flags)
+    if flags.action == "fit":
+        train, index = split(episodes, flags.held_out, flags.seed)
+        say(f"kedge: {len(train)} responses to train on, {len(index)} held out\n")
+        before = _number(check_value(model, episodes, index)["explained_variance"])
+        folder = Path(flags.output_dir)
+        _fit(flags, model, episodes, train)
+        model.model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        say(f"kedge: the value model is in {folder}; explained variance before {before}\n")
+    check = check_value(model, episodes, index)
+    check["worst_tokens"] = worst_tokens(model, episodes, index, tokenizer)
+    say("\n".join(describe(check)) + "\n")
+    if folder.is_dir():
+        (folder / "value_check.json").write_text(json.dumps(check, indent=1), encoding="utf-8")
+    if flags.plot:
+        plot(check, flags.plot)
+        say(f"kedge: {flags.plot} shows it\n")
+
+
+def _check_flags(flags: argparse.Namespace) -> None:
+    if flags.action == "fit" and not ((flags.value_model or flags.model) and flags.output_dir):
         raise ConfigError("kedge value fit needs --model (or --value_model) and --output_dir")
     if flags.action == "check" and not flags.value_model:
         raise ConfigError("kedge value check needs --value_model, a folder that fit or ppo wrote")
     if not 0 < flags.held_out < 1:
         raise ConfigError(f"--held_out={flags.held_out} must be between 0 and 1")
-    from kedge.models.load import load_tokenizer
-    from kedge.pretrain.value import check_value, fit_value, read_episodes, split, worst_tokens
+    for name in ("epochs", "batch_size"):
+        if getattr(flags, name) < 1:
+            raise ConfigError(f"--{name}={getattr(flags, name)} must be at least 1")
+    if flags.plot and not installed("matplotlib"):
+        raise ConfigError(f"--plot needs matplotlib: {install_command('plots')}")
 
-    tokenizer = load_tokenizer(start)
-    episodes = read_episodes(flags.rollouts, tokenizer, gamma=flags.gamma)
-    train, held_out = split(episodes, flags.held_out, flags.seed)
-    model = _load(flags)
-    if flags.action == "fit":
-        say = sys.stdout.write
-        say(f"kedge: {len(train)} responses to train on, {len(held_out)} held out\n")
-        before = check_value(model, episodes, held_out)
-        steps = flags.epochs * -(-len(train) // flags.batch_size)
-        losses = fit_value(
-            model,
-            episodes,
-            train,
-            epochs=flags.epochs,
-            batch_size=flags.batch_size,
-            learning_rate=flags.learning_rate,
-            seed=flags.seed,
-        )
-        for number, loss in enumerate(losses, 1):
-            if number % max(1, steps // 10) == 0:
-                say(f"step {number}/{steps}  value loss {loss:.4g}\n")
-        folder = Path(flags.output_dir)
-        model.model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        say(f"kedge: the value model is in {folder}; explained variance before ")
-        say(f"{_number(before['explained_variance'])}\n")
-    index = held_out if flags.action == "fit" else list(range(len(episodes)))
-    check = check_value(model, episodes, index)
-    check["worst_tokens"] = worst_tokens(model, episodes, index, tokenizer)
-    sys.stdout.write("\n".join(describe(check)) + "\n")
-    target = Path(flags.output_dir if flags.action == "fit" else flags.value_model)
-    (target / "value_check.json").write_text(json.dumps(check, indent=1), encoding="utf-8")
-    if flags.plot:
-        plot(check, flags.plot)
-        sys.stdout.write(f"kedge: {flags.plot} shows it\n")
+
+def _fit(flags: argparse.Namespace, model: Any, episodes: Any, train: Sequence[int]) -> None:
+    from kedge.pretrain.value import fit_value
+
+    steps = flags.epochs * -(-len(train) // flags.batch_size)
+    losses = fit_value(
+        model,
+        episodes,
+        train,
+        epochs=flags.epochs,
+        batch_size=flags.batch_size,
+        learning_rate=flags.learning_rate,
+        seed=flags.seed,
+    )
+    for number, loss in enumerate(losses, 1):
+        if number % max(1, steps // 10) == 0:
+            sys.stdout.write(f"step {number}/{steps}  value loss {loss:.4g}\n")
 
 
 def _load(flags: argparse.Namespace) -> Any:
+    import torch
+
     from kedge.models.freezing import freeze_attention
     from kedge.models.load import load_policy
     from kedge.models.model import causal_parts, no_dropout
@@ -105,7 +123,7 @@ def _load(flags: argparse.Namespace) -> Any:
     if flags.freeze_attention:
         freeze_attention(model.backbone, what="the value model")
     no_dropout(model)
-    return model
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def describe(check: dict[str, Any]) -> list[str]:
@@ -138,15 +156,9 @@ def _number(x: float | None) -> str:
 
 
 def plot(check: dict[str, Any], file: str) -> None:
-    """Explained variance by position and turn, and calibration, as a picture.
+    """Explained variance by position and turn, and calibration, as a picture."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"--plot needs matplotlib: {install_command('plots')}") from error
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     position, turn, calibration = figure.subplots(1, 3)
     for axes, name, label in (

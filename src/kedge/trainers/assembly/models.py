@@ -114,7 +114,8 @@ class ModelStage:
         usable = [pair for pair in pairs if isinstance(pair[0], nn.Module | str)]
         self.reward: Any = usable[0][0] if usable else None
         self.reward_tokenizer: Any = usable[0][1] if usable else None
-        if self.value_source == "copy" and has_adapter(inputs.model, inputs):
+        copies = self.value_source == "copy" and inputs.value_model is None
+        if copies and not self.value_adapter and has_adapter(inputs.model, inputs):
             raise ConfigError(
                 'value_source="copy" copies a whole policy, but this one trains an adapter; set'
                 " value_adapter=True for a value model on the same base"

@@ -226,6 +226,11 @@ def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Co
             " the loss does not correct for stale samples",
             *(args.max_lag, engine),
         )
+    if correction is not None and correction.kind == "ratio" and logprobs == "raw":
+        raise ConfigError(
+            f"sampler_correction='ratio' needs log-probabilities of the distribution that {engine}"
+            " samples from, but it records those of the model without temperature; leave it unset"
+        )
     if correction is not None and not recorded:
         raise ConfigError(
             f"{asked[0]}={getattr(args, asked[0])!r} needs log-probabilities of the rollout engine,"
