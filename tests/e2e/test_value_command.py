@@ -12,8 +12,10 @@ from kedge.errors import DataError
 from kedge.pretrain import value
 from kedge.pretrain.value import check_value, read_episodes
 from kedge.testing import tiny_policy
-from tests.e2e.small import PROMPTS, VOCAB, rows, small
+from tests.e2e.small import VOCAB, rows, small
 from tests.unit.text_toys import EOS, word_tokenizer
+
+PROMPTS = [{"prompt": f"w{3 + i // 4}" + " w3" * (i % 4)} for i in range(64)]
 
 
 def by_prompt(prompts, completions, **_):
@@ -34,6 +36,7 @@ def recorded(tmp_path_factory):
         model=str(folder / "policy"),
         reward_model=None,
         reward_funcs=by_prompt,
+        train_dataset=PROMPTS,
         save_rollouts=str(folder / "rollouts"),
     )
     trainer.train()
@@ -48,7 +51,7 @@ def test_fit_check_and_ppo(recorded, tmp_path, capsys):
     )
     out = capsys.readouterr().out
     held_out = int(out.split(" responses to train on, ")[1].split(" held out")[0])
-    assert 10 <= held_out <= 20  # the responses to 3 of 13 prompts
+    assert held_out == 13  # the responses to a fifth of the prompts
     check = json.loads((critic / "value_check.json").read_text())
     assert check["explained_variance"] > 0.8  # before: below 0, since every value is 0
     assert abs(check["calibration"][0][0] - check["calibration"][0][1]) < 0.5

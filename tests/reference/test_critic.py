@@ -291,7 +291,7 @@ class TestRecipe:
         again = replace(config, seed=3)
         assert (again.max_lag, again.num_ppo_epochs, again.policy_loss) == (0, 4, "mask")
         assert PPOConfig(**given, credit="turn").lam_alpha is None
-        with pytest.raises(ConfigError, match="dual_clip=3.0 has no effect with policy_loss"):
+        with pytest.raises(ConfigError, match=r"dual_clip=3\.0 has no effect with policy_loss"):
             PPOConfig(**given, dual_clip=3.0)
 
     def test_a_bad_pair(self, tmp_path):
