@@ -53,7 +53,7 @@ def test_fit_check_and_ppo(recorded, tmp_path, capsys):
     held_out = int(out.split(" responses to train on, ")[1].split(" held out")[0])
     assert held_out == 13  # the responses to a fifth of the prompts
     check = json.loads((critic / "value_check.json").read_text())
-    assert check["explained_variance"] > 0.8  # before: below 0, since every value is 0
+    assert check["explained_variance"] > 0.6  # before: below 0, since every value is 0
     assert abs(check["calibration"][0][0] - check["calibration"][0][1]) < 0.5
     command.main(["check", str(again), "--value_model", str(critic)])
     assert "the mean return knows" in capsys.readouterr().out
