@@ -31,7 +31,7 @@ def test_the_first_run_learns_and_says_where_it_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     stages = str(ROOT / "src" / "kedge" / "demo" / "pipeline.yaml")
-    values = ["folder=runs/demo", "compared=1", "supervised=10000"]
+    values = ["folder=runs/demo", "compared=1", "supervised=14400"]
     python("-m", "kedge.cli.main", "pipeline", stages, "--only", "sft", "--set", *values)
     page = (ROOT / "docs" / "getting-started.md").read_text()
     (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -27,7 +27,7 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--output_dir", required=True, type=Path)
     flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--supervised", type=int, default=14_000, help="summaries to learn from")
+    flags.add_argument("--supervised", type=int, default=22_400, help="summaries to learn from")
     flags.add_argument("--preferences", type=int, default=3_500, help="posts to compare answers on")
     flags.add_argument("--judged", type=int, default=500, help="held-out posts")
     args = flags.parse_args()
