@@ -15,24 +15,24 @@ BUDGETS = {
     "algorithms": 1_080,
     "checkpoint": 960,
     "classic": 3_950,
-    "cli": 3_890,
+    "cli": 3_900,
     "compat": 750,
-    "config": 3_320,
+    "config": 3_330,
     "data": 790,
     "demo": 500,
-    "environments": 2_620,
+    "environments": 2_630,
     "environments/adapters": 540,
     "environments/games": 500,
     "judges": 610,
     "learner": 1_800,
-    "loop": 2_090,
+    "loop": 2_100,
     "math": 720,
     "models": 2_380,
     "ops": 610,
     "ops/cpu": 680,
-    "pretrain": 800,
+    "pretrain": 820,
     "ray": 2_380,
-    "reporting": 2_500,
+    "reporting": 2_510,
     "rewards": 1_640,
     "rollout": 660,
     "rollout/embedded": 1_550,
@@ -42,8 +42,8 @@ BUDGETS = {
     "verifiers": 2_660,
     "verifiers/sandbox": 1_380,
 }
-TOTAL = 51_960
-TESTS = 42_960
+TOTAL = 52_040
+TESTS = 43_010
 
 
 def count_lines(files: list[Path]) -> int:
