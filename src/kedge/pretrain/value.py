@@ -60,7 +60,7 @@ def _open(folder: str) -> list[RolloutReplay]:
     try:
         world_size = json.loads(files[0].read_text(encoding="utf-8"))["world_size"] if files else 1
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{files[0]} is no recording of save_rollouts: {error}") from error
+        raise DataError(f"{files[0]} must be a recording of save_rollouts: {error}") from error
     return [RolloutReplay(folder, rank=r, world_size=world_size) for r in range(world_size)]
 
 
