@@ -32,6 +32,7 @@ SIZES = {
     "disable_tqdm": True,
 }
 TRAINER = (
+    "quantization_config",
     *("processing_class", "args", "model", "reward_funcs", "algorithm", "ref_model"),
     *("train_dataset", "rollout_engine"),
 )

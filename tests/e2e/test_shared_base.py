@@ -106,7 +106,10 @@ def test_reward_adapter_in_other_trainers_and_next_to_functions(tmp_path, reward
         ({"max_lag": 1}, "set max_lag=0"),
         ({"inputs": {"peft_config": None}}, "pass peft_config"),
         ({"reward_adapter": None, "value_source": "reward"}, "set reward_adapter"),
-        ({"inputs": {"value_model": tiny_reward_model("gpt_neox", **SIZES)}}, "only one of them"),
+        (
+            {"inputs": {"value_model": tiny_reward_model("gpt_neox", **SIZES)}},
+            "leave one of them out",
+        ),
         ({"value_adapter": False, "value_source": "reward"}, "needs a reward model"),
     ],
 )

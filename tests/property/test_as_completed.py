@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from kedge.loop.hooks import StepReport
 from kedge.rollout.scheduler.dispatch import Dispatcher
 from kedge.rollout.scheduler.fifo import FifoScheduler
 from kedge.rollout.scheduler.joining import join_groups
-from kedge.trainers.run.evaluation import Evaluator
 from kedge.types import PromptBatch, Receipt, Rollout, Sample, Sampling, group_rows
 
 from .test_staleness import Broken, Checkpoints, Learner, Rescue, Run, Sampler, engine
@@ -359,7 +357,8 @@ def test_weights_that_no_rank_can_evaluate_with_cost_no_finished_iteration() -> 
     class Evaluates(Rescue):
         def on_step_end(self, report: StepReport) -> bool:
             learner.broken = report.step == 2
-            Evaluator._idle_engine(SimpleNamespace(engine=self.run))  # type: ignore[arg-type]
+            self.run.scheduler.wait_until_idle()  # as before an evaluation
+            self.run.rollout_engine.load_weights(self.run.weights(), report.step)
             return False
 
     run, learner = writing(1, [Wide(random.Random(0), 0.0)], 3), Full()

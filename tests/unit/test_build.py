@@ -174,4 +174,4 @@ def test_penalties_reach_the_reward_source() -> None:
     subtracted = small(missing_eos_penalty=0.0).engine.reward._source
     assert (subtracted._subtract, subtracted._replace) == (0.0, None)
     replaced = small(non_eos_penalty=True, penalty_reward_value=-3.0).engine.reward._source
-    assert (replaced._subtract, replaced._replace) == (None, -3.0)
+    assert (replaced._subtract, replaced._replace) == (0.0, -3.0)

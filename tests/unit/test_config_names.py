@@ -316,8 +316,8 @@ def test_our_parsers_take_every_name():
     (made,) = ConfigParser((GRPOConfig,)).parse_args_into_dataclasses(flags.split())
     assert made.use_cpu is True
     parse = ConfigParser((GRPOConfig,)).parse_args_into_dataclasses
-    with pytest.raises(ConfigError, match=r"entropy_coef=0\.1 is not supported"):
-        parse([*flags.split(), "--entropy_coef", "0.1"])
+    with pytest.raises(ConfigError, match=r"sapo_temperature_pos=0\.1 is not supported"):
+        parse([*flags.split(), "--sapo_temperature_pos", "0.1"])
     with pytest.raises(
         ConfigError, match="another name of response_length, but response_length=4 is"
     ):

@@ -55,9 +55,8 @@ def test_folders_that_cannot_be_used_are_refused_and_nothing_is_left(tmp_path: P
     for folder in ("", " ", tmp_path / "file", below, "a\0b", "\ud800", "~nobody-x/y"):
         with pytest.raises(ConfigError, match=r"output_dir=.*name (a|one|ano)"):
             check_folder("output_dir", folder)
-    for folder in ("", "  "):
-        with pytest.raises(ConfigError, match=r"output_dir=.* must be a non-empty|must be the pa"):
-            PPOConfig(output_dir=folder, use_cpu=True)
+    with pytest.raises(ConfigError, match=r"output_dir='' must be a non-empty"):
+        PPOConfig(output_dir="", use_cpu=True)
     check_folder("output_dir", tmp_path / "new" / "below")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 

@@ -91,7 +91,7 @@ def test_damaged_answers_of_the_start_cost_the_win_rate_alone(tmp_path, text, ca
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "eval.json").write_bytes(text.encode("latin-1"))
     assert InitialPolicyScores(tmp_path, main=True).scores("eval_", 3) is None
-    assert "eval.json is damaged" in caplog.text
+    assert "the scores of the initial policy cannot be read" in caplog.text
 
 
 class Clock:

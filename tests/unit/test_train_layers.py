@@ -51,7 +51,7 @@ def test_policy_and_value_train_their_top_layers_and_numbers_stay():
                 "gradient_checkpointing": True,
                 "gradient_checkpointing_kwargs": {"use_reentrant": True},
             },
-            "set use_reentrant=False",
+            "needs use_reentrant=False",
         ),
     ],
 )
