@@ -31,7 +31,7 @@ JUDGMENTS = ("judged-sft", "judged-ppo", "ppo-against-sft")
 QUICK = ("supervised=640", "compared=128", "episodes=192", "judged=32", "epochs=1")
 
 DESCRIPTION = """\
-Train a small model to summarize posts, from nothing, in about three minutes on one CPU core:
+Train a small model to summarize posts, from nothing, in about four minutes on one CPU core:
 supervised training, a reward model from preferences, PPO, and a judge that training never sees."""
 
 console = Console()
