@@ -196,6 +196,16 @@ class TestEntropyBonus:
         assert all(torch.equal(p, before[n]) for n, p in found.policy.named_parameters())
         assert (bonus.coef, "val/ratio" in metrics) == (0.1, False)
 
+    def test_a_resumed_run_has_the_coefficient_of_an_uninterrupted_one(self, tmp_path):
+        how = {"use_adaptive_entropy": True, "entropy_target": 2.0, "entropy_coef": 0.1}
+        how |= {"save_strategy": "steps", "save_steps": 2, "total_episodes": 16}
+        whole = small(**how, output_dir=str(tmp_path / "a"))
+        whole.train()
+        again = small(**how, output_dir=str(tmp_path / "b"))
+        again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+        ends = [rows(t)[-1]["policy/entropy_coef"] for t in (whole, again)]
+        assert ends[0] == ends[1] == pytest.approx(0.1 - 7.5 * 0.005)  # mean of the last two steps
+
     def test_adaptive_by_hand(self):
         bonus = EntropyBonus(coef=0.02, adaptive=True, target=1.0, delta=0.01, high=0.03)
         seen = [bonus.update({"policy/entropy_avg": x}) for x in (0.5, 0.9, 1.1, 1.2, 1.3, 1.4)]
@@ -297,6 +307,19 @@ class TestRecipe:
     def test_a_bad_pair(self, tmp_path):
         with pytest.raises(ConfigError, match=r"cliprange=\[0.1\] must be one number or low, high"):
             PPOConfig(output_dir=str(tmp_path), cliprange=[0.1], use_cpu=True)
+
+    def test_as_completed_the_critic_trains_first(self):
+        """Lag and schedule of the recipe itself: no row older than 1, no step of the policy."""
+        scores = {"reward_funcs": lambda completions, **_: [float(len(c)) for c in completions]}
+        trainer = small(
+            recipe="sao", value_warmup_steps=2, total_episodes=24, reward_model=None, **scores
+        )
+        trainer.train()
+        log = rows(trainer)
+        assert [row["lr"] == 0 for row in log[:3]] == [True, True, False]
+        assert all(row["rollout/lag"] <= 1 for row in log)
+        assert max(row["rollout/lag"] for row in log) > 0
+        assert log[0]["policy/policykl_avg"] == pytest.approx(0.0, abs=1e-6)
 
     def test_at_lag_0_it_is_the_same_options_bit_for_bit(self, tmp_path):
         """The sampler's log-probabilities are the learner's, so the ratio starts at exactly 1."""
