@@ -43,7 +43,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_380,
 }
 TOTAL = 52_040
-TESTS = 43_010
+TESTS = 43_040
 
 
 def count_lines(files: list[Path]) -> int:

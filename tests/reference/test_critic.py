@@ -305,6 +305,11 @@ class TestRecipe:
             PPOConfig(**given, dual_clip=3.0)
 
     def test_a_bad_pair(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"entropy_coef_min=2\.0 must be at most"):
+            PPOConfig(
+                output_dir=str(tmp_path), use_adaptive_entropy=True, entropy_coef_min=2.0,
+                use_cpu=True,
+            )  # fmt: skip
         with pytest.raises(ConfigError, match=r"cliprange=\[0.1\] must be one number or low, high"):
             PPOConfig(output_dir=str(tmp_path), cliprange=[0.1], use_cpu=True)
 
