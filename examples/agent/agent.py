@@ -135,9 +135,6 @@ def train(
             temperature=1.0,
             per_device_train_batch_size=sizes.batch,
             max_steps=sizes.iterations,
-            num_ppo_epochs=2,
-            num_mini_batches=4,
-            learning_rate=5e-4,
             kl_coef=0.0,
             gradient_checkpointing=False,
             save_strategy="no",
@@ -146,7 +143,13 @@ def train(
             use_cpu=True,
             disable_tqdm=True,
             seed=seed,
-            **{"logging_steps": max(1, sizes.iterations // 20)} | options,
+            **{
+                "num_ppo_epochs": 2,
+                "num_mini_batches": 4,
+                "learning_rate": 5e-4,
+                "logging_steps": max(1, sizes.iterations // 20),
+            }
+            | options,
         ),
     )
     trainer.train()

@@ -192,3 +192,13 @@ def test_fewer_ends_at_a_rising_score_are_named_while_it_happens(
     assert cut[-1] > cut[0] + 0.2, cut
     assert len(seen) == 1
     assert seen[0] < len(cut)
+
+
+@pytest.mark.parametrize(("rate", "warned"), [(0.03, True), (1e-5, False)])
+def test_steps_that_mask_much_are_named_when_the_policy_first_moves(
+    rate: float, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = small(total_episodes=8, value_warmup_steps=1, policy_loss="mask", learning_rate=rate)
+    trainer.train()
+    assert ("the policy's first iteration masked" in caplog.text) == warned
+    assert rows(trainer)[0]["policy/clipfrac_avg"] == 0
