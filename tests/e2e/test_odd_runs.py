@@ -202,3 +202,13 @@ def test_steps_that_mask_much_are_named_when_the_policy_first_moves(
     trainer.train()
     assert ("the policy's first iteration masked" in caplog.text) == warned
     assert rows(trainer)[0]["policy/clipfrac_avg"] == 0
+
+
+def test_equal_returns_leave_nothing_to_explain() -> None:
+    equal = {
+        "reward_model": None,
+        "reward_funcs": lambda completions, **_: [0.3] * len(completions),
+    }
+    trainer = small(**equal, kl_coef=0.0, lam_value=1.0, value_learning_rate=0.1)
+    trainer.train()
+    assert all("val/explained_variance" not in row for row in rows(trainer))
