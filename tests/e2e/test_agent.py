@@ -53,3 +53,21 @@ def test_what_the_model_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     said = [m["content"] for m in rows[0]["messages"] if m["role"] == "assistant"]
     assert tokenizer.decode(actions) == "".join(f"{action}<end>" for action in said)
+
+
+def test_sao_with_its_mask_and_with_a_clip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the comparison runs as SAO: single episodes as completed, one pass with a mask."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    agent = importlib.import_module("agent")
+    made = {}
+    for name, (_, config, options) in agent.METHODS.items():
+        made[name] = config(output_dir=str(tmp_path), use_cpu=True, **options)
+    for name in ("SAO", "SAO, clipped"):
+        assert made[name].rollout_schedule == "as_completed"
+        assert (made[name].num_generations, made[name].max_lag) == (1, 1)
+        assert (made[name].value_source, made[name].sampler_correction) == ("copy", "ratio")
+        assert (made[name].lam, made[name].lam_alpha) == (0.95, None)
+    masked, clipped = made["SAO"], made["SAO, clipped"]
+    assert (masked.policy_loss, masked.cliprange, masked.cliprange_high) == ("mask", 0.3, 5.0)
+    assert (clipped.policy_loss, clipped.cliprange, clipped.cliprange_high) == ("clip", 0.2, 0.2)
+    assert (masked.num_ppo_epochs, masked.learning_rate) == (1, 2e-4)
