@@ -116,7 +116,7 @@ SAO = BY_TOKENS | {
     "value_warmup_steps": 2,
 }
 # Nothing brings back tokens that have left SAO's mask, so its steps are few and small.
-SMALL_STEPS = {"num_ppo_epochs": 1, "learning_rate": 2e-4, "lr_scheduler_type": "constant"}
+SMALL_STEPS = {"num_ppo_epochs": 1, "learning_rate": 2e-4}
 CLIPPED = {"policy_loss": "clip", "cliprange": 0.2, "cliprange_high": 0.2}
 METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "PPO, turns": (PPOTrainer, PPOConfig, VALUE | {"credit": "turn", "gamma": 0.98}),
