@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import math
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kedge.config.base import OnPolicyConfig
 from kedge.errors import CheckpointError
 from kedge.loop.evaluation import Evaluation, evaluate, solved, win_rate
 from kedge.loop.hooks import StepReport
 from kedge.loop.loop import Engine
-from kedge.reporting.base import BestEffortWriter, write_whole
 from kedge.reporting.completions import completion_rows
 from kedge.trainers.assembly.setup import EvalSet
 from kedge.trainers.run.hf_callbacks import Callbacks
 from kedge.trainers.spec import MetricNames
 
-logger = logging.getLogger(__name__)
-INITIAL_SCORES = "start"  # folder
 TEMPERATURE = 0.01  # arXiv:2403.17031 samples evaluations nearly greedily
 TABLE_ROWS = 5  # of a table drawn from the training batch
 
@@ -47,7 +38,6 @@ class Evaluator:
         callbacks: receive metrics and tables.
         tokenizer: decodes completions.
         sets: evaluation prompts, in order.
-        initial_scores: scores of the initial policy; None without ``eval_against_start``.
         metric_names: adds metrics under other names.
     """
 
@@ -57,7 +47,6 @@ class Evaluator:
     tokenizer: Any
     sets: list[EvalSet]
     metric_names: MetricNames
-    initial_scores: InitialPolicyScores | None = None
 
     def evaluate(self, sets: list[EvalSet] | None = None) -> dict[str, float]:
         """Score the evaluation prompts, log metrics and show completions."""
@@ -65,7 +54,7 @@ class Evaluator:
         for eval_set in self.sets if sets is None else sets:
             evaluation = self._evaluate(eval_set, eval_set.batches)
             rows = self._table(eval_set, evaluation)
-            results = evaluation.metrics | self._eval_metrics(eval_set, evaluation, rows)
+            results = evaluation.metrics | self._eval_metrics(eval_set, evaluation)
             names = self.metric_names(results)
             if "objective/scores" in results:  # lower is better, as for any ``eval_loss``
                 coef = self.engine.kl.value + self.args.loss_kl_coef
@@ -77,20 +66,25 @@ class Evaluator:
         self.callbacks.log_evaluation(metrics)
         return metrics
 
-    def _eval_metrics(
-        self, eval_set: EvalSet, evaluation: Evaluation, rows: list[dict[str, object]]
-    ) -> dict[str, float]:
+    def _eval_metrics(self, eval_set: EvalSet, evaluation: Evaluation) -> dict[str, float]:
         """Accuracy, and win rate against the initial policy, if enabled."""
         success, metrics = self.args.eval_success_score, {}
         if success is not None:
             per_prompt = self.args.num_generations_eval or 1
             metrics = solved(evaluation.scores, per_prompt=per_prompt, success=success)
         # A dataset passed to evaluate() has no initial scores.
-        if self.initial_scores is not None and eval_set in self.sets:
+        if self.args.eval_against_start and eval_set in self.sets:
+            initial, scores = self.callbacks.state.initial_scores, evaluation.scores
             if self.engine.step == 0:
-                self.initial_scores.keep(eval_set.prefix, evaluation.scores, rows)
-            before = self.initial_scores.scores(eval_set.prefix, len(evaluation.scores))
-            metrics |= {} if before is None else win_rate(evaluation.scores, before)
+                initial[eval_set.prefix] = scores.tolist()
+            before = torch.tensor(initial.get(eval_set.prefix, []), dtype=torch.float64)
+            if len(before) not in (0, len(scores)):
+                raise CheckpointError(
+                    f"the initial policy was scored on {len(before)} rows of"
+                    f" {eval_set.prefix.strip('_')!r}, got {len(scores)} now; evaluate on the same"
+                    " prompts, or set eval_against_start=False"
+                )
+            metrics |= win_rate(scores, before) if len(before) else {}
         return metrics
 
     def generate_completions(self, *, sampling: bool = False) -> list[dict[str, object]]:
@@ -155,60 +149,3 @@ class Evaluator:
             rows = rows[: len(earlier) if unique else most][:most]
         if rows and self.callbacks.state.is_world_process_zero:
             self.callbacks.tracker.table(name, rows, step=self.engine.step)
-
-
-class InitialPolicyScores:
-    """Keeps scores of the initial policy, in memory and on disk for resumed runs.
-
-    Args:
-        root: the run's output folder; None: in memory only.
-        main: whether this is rank 0, which writes.
-    """
-
-    def __init__(self, root: Path | None, *, main: bool) -> None:
-        self.root, self.main = root, main
-        self._scores: dict[str, Tensor | None] = {}
-        self._best_effort = BestEffortWriter()
-
-    def keep(self, name: str, scores: Tensor, rows: Sequence[dict[str, object]]) -> None:
-        """Keep the scores (float64 [rows], NaN for invalid rows) under the name of the set."""
-        self._scores[name] = scores
-        if self.root is None or not self.main:
-            return
-        file = self._file(self.root, name)
-        plain = [None if math.isnan(x) else x for x in scores.tolist()]
-        with self._best_effort.writing("scores of the initial policy", file):
-            write_whole(file, json.dumps({"scores": plain, "completions": list(rows)}))
-
-    def scores(self, name: str, count: int) -> Tensor | None:
-        """The scores of a set of ``count`` rows, from this process or an earlier one.
-
-        None, with one warning, if the folder of a resumed run does not hold them.
-        """
-        if name not in self._scores:
-            self._scores[name] = self._read(name)
-        scores = self._scores[name]
-        if scores is not None and len(scores) != count:
-            raise CheckpointError(
-                f"the initial policy was scored on {len(scores)} rows of {name.strip('_')!r}, got "
-                f"{count} now; evaluate on the same prompts, or set eval_against_start=False"
-            )
-        return scores
-
-    def _read(self, name: str) -> Tensor | None:
-        try:
-            text = "" if self.root is None else self._file(self.root, name).read_text("utf-8")
-            scores = [math.nan if x is None else float(x) for x in json.loads(text)["scores"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            if self.main:
-                logger.warning(
-                    "eval_against_start: the scores of the initial policy cannot be read (%s); no"
-                    " win rate is logged",
-                    error,
-                )
-            return None
-        return torch.tensor(scores, dtype=torch.float64)
-
-    @staticmethod
-    def _file(root: Path, name: str) -> Path:
-        return root / INITIAL_SCORES / f"{name.strip('_')}.json"

@@ -50,6 +50,8 @@ class RunState(TrainerState):
     num_tokens: int = 0  # of prompts and responses
     loss_sum: float = 0.0  # over finished iterations
     pending: list[dict[str, float]] = field(default_factory=list)  # iterations since the last log
+    # Of ``eval_against_start``: per evaluation set the score of each row, NaN for invalid rows.
+    initial_scores: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Callbacks:

@@ -112,8 +112,8 @@ class Run(Hooks):
             from kedge.reporting.trackers import log_prompt_lengths
 
             log_prompt_lengths(self.callbacks, engine.source)
-            scored_at_start = self.evaluator.initial_scores is not None
-            if (scored_at_start or self.args.eval_on_start) and self.evaluator.sets:
+            at_start = self.args.eval_against_start or self.args.eval_on_start
+            if at_start and self.evaluator.sets:
                 self.trainer.evaluate()
         begin, before = time.perf_counter(), engine.step
         try:
