@@ -66,7 +66,8 @@ class Run(run.Run):
     def evaluate(self):
         self.evaluated_at.append(self.state.global_step)
         metrics = {"eval_objective/scores": next(self.evals, 0.0)}
-        self.callbacks.log_evaluation(metrics)
+        self.callbacks.log(metrics)
+        self.callbacks.fire("on_evaluate", metrics=metrics)
         return metrics
 
     def save_checkpoint(self):

@@ -63,7 +63,8 @@ class Evaluator:
             results |= names
             metrics |= {f"{eval_set.prefix}{name}": x for name, x in results.items()}
             self._show(rows, f"{eval_set.prefix}completions")
-        self.callbacks.log_evaluation(metrics)
+        self.callbacks.log(dict(metrics))
+        self.callbacks.fire("on_evaluate", metrics=dict(metrics))
         return metrics
 
     def _eval_metrics(self, eval_set: EvalSet, evaluation: Evaluation) -> dict[str, float]:

@@ -130,11 +130,6 @@ class Callbacks:
         if self.state.is_world_process_zero:
             self.tracker.log(row, step=self.state.global_step)
 
-    def log_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """After an evaluation: log its metrics (named eval_...) and fire on_evaluate."""
-        self.log(dict(metrics))
-        self.fire("on_evaluate", metrics=dict(metrics))
-
     def note_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether this evaluation is the best so far by ``metric_for_best_model``."""
         name = self.args.metric_for_best_model
