@@ -34,7 +34,7 @@ BAD = [
     ({"optim": "adafacto"}, "; the nearest is 'adafactor'"),
     ({"optim_args": "x"}, "optim_args='x' must be comma-separated name=value pairs"),
     ({"fsdp_config": "x"}, "the name of a JSON file, or JSON; the file does not exist"),
-    ({"deepspeed": "x"}, "transformers refused the options"),
+    ({"deepspeed": "x"}, "deepspeed='x' cannot be used"),
     ({"torch_compile_mode": "x"}, "torch_compile_mode='x' must be one of 'default', 'lite'"),
     ({"log_level": "loud"}, "log_level='loud' must be one of 'detail', 'debug'"),
     ({"warmup_steps": math.inf}, "warmup_steps=inf must be a finite number"),

@@ -216,7 +216,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         try:
             super().__post_init__()
         except Exception as error:  # of transformers, accelerate and DeepSpeed, of any kind
-            raise ConfigError(f"transformers refused the options: {error}") from error
+            raise ConfigError(self._explain(error)) from error
         unset_hf_deepspeed_config()  # models are loaded in full and sharded later
         self.world_size = self.distributed_state.num_processes if self.distributed_state else 1
         if self.world_size != launched:
@@ -224,6 +224,19 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
                 f"{launched} processes were launched, but this one sees {self.world_size}; "
                 "set use_cpu=True if they have no GPU each, or launch one process"
             )
+
+    def _explain(self, error: Exception) -> str:
+        """The error of transformers, after the options that it names or that were changed."""
+        text = " ".join(str(error).split()) or type(error).__name__
+        theirs = TrainingArguments.__dataclass_fields__
+        changed = {
+            f.name: f"{f.name}={format_value(value)}"
+            for f in fields(self)
+            if (value := getattr(self, f.name)) != default_of(f)
+            and (f.name in theirs and "token" not in f.name)
+        }
+        named = [setting for name, setting in changed.items() if name in text]
+        return f"{', '.join(named or changed.values())} cannot be used: {text}"
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, with secrets masked."""
