@@ -54,7 +54,7 @@ class Run(run.Run):
             engine=SimpleNamespace(batch_sizes=sizes),
             learner=SimpleNamespace(world_size=1, total=lambda x: x),
             callbacks=Callbacks(arguments, callbacks, tracker=self.memory),
-            evaluator=SimpleNamespace(sets=[1]),
+            eval_sets=[1],
             tokenizer=None,
             fresh_reference=True,
             metric_names=lambda row: {},
