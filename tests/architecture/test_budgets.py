@@ -11,13 +11,13 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 1_990,
+    ".": 1_970,
     "algorithms": 1_080,
     "checkpoint": 960,
-    "classic": 3_950,
+    "classic": 3_870,
     "cli": 3_900,
-    "compat": 750,
-    "config": 3_330,
+    "compat": 740,
+    "config": 3_300,
     "data": 790,
     "demo": 500,
     "environments": 2_630,
@@ -38,7 +38,7 @@ BUDGETS = {
     "rollout/embedded": 1_550,
     "rollout/scheduler": 1_610,
     "rollout/vllm": 3_230,
-    "trainers": 3_900,
+    "trainers": 3_780,
     "verifiers": 2_660,
     "verifiers/sandbox": 1_380,
 }

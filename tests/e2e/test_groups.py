@@ -34,7 +34,7 @@ SIZES = {
 TRAINER = (
     "quantization_config",
     *("processing_class", "args", "model", "reward_funcs", "algorithm", "ref_model"),
-    *("train_dataset", "rollout_engine"),
+    *("train_dataset", "eval_dataset", "rollout_engine"),
 )
 
 
