@@ -46,7 +46,7 @@ MUTANTS = [
     ),
     Mutant(
         "all turns of an episode have the random numbers of the first",
-        "environments/in_flight.py",
+        "environments/rollout.py",
         "turn_seed(first.seed, first.turns),",
         "first.seed,",
         EPISODES,
