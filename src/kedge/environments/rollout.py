@@ -76,7 +76,6 @@ class EnvironmentRollouts:
         context: tokens of prompt and episode together; None: what the engine has room for.
         keep_last_observation: append the observation that follows a truncated episode, untrained,
             so that a value can be read where values are trained.
-        clock: seconds.
     """
 
     many_turns = True  # ranks may need different numbers of turns
@@ -99,7 +98,6 @@ class EnvironmentRollouts:
         extra_slot: bool = False,
         context: int | None = None,
         keep_last_observation: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.engine: Any = engine  # the methods of one with slots are asked for
         self._limits = TurnLimits(
@@ -118,7 +116,7 @@ class EnvironmentRollouts:
         ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
         self._pad = next((int(i) for i in (pad_id, *ids) if i is not None), 0)
         self._spare = int(extra_slot)
-        self._error_score, self._clock = env_error_score, clock
+        self._error_score = env_error_score
         # Sample the turns of all live episodes at once, when all environments have answered.
         self._together = False
         self._forget()
@@ -269,7 +267,7 @@ class EnvironmentRollouts:
             LostRequestsError: the engine was restarted, and all episodes are dropped.
             RolloutError: an environment failed, with ``on_env_error="raise"``.
         """
-        begin = self._clock()
+        begin = time.perf_counter()
         samples = not self._together and self.engine.unfinished
         results = self._calls.wait(0.0 if samples else _SECONDS)
         answered: list[tuple[Callable[[Any], None], Any]] = []
@@ -281,14 +279,14 @@ class EnvironmentRollouts:
             episode.seconds += self._calls.seconds[key]
         for on_result, result in answered:
             on_result(result)
-        ready = self._clock()
+        ready = time.perf_counter()
         if self._together:
             if self._ready and not self._calls:
                 self._sample_together()
         elif self.engine.unfinished:
             self._sample_next()
         in_environments, in_model = self._seconds
-        self._seconds = in_environments + ready - begin, in_model + self._clock() - ready
+        self._seconds = in_environments + ready - begin, in_model + time.perf_counter() - ready
         done = [
             g for g, group in self._groups.items() if all(e.key not in self._running for e in group)
         ]
