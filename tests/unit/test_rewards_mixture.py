@@ -106,8 +106,6 @@ def test_a_penalty_subtracts_from_or_replaces_the_score_of_cut_off_rows():
     assert zero.scores.tolist() == [1.0, 2.0, 3.0]
     with pytest.raises(ConfigError, match="at least one reward source"):
         Mixture([])
-    with pytest.raises(ConfigError, match=r"missing_eos_penalty=1.0 subtracts.*set only one"):
-        Mixture(given, missing_eos_penalty=1.0, non_eos_penalty=True)
 
 
 def two(prompts):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Literal
 
 from kedge.environments.calls import Calls
@@ -98,7 +96,7 @@ class EnvironmentPool:
                 self._idle.setdefault(self._name(episode), []).append(environment)
                 return
         if hasattr(environment, "close") and self.calls.room.acquire(blocking=False):
-            self.calls.start(partial(_close_failed, environment))  # may hang, as the call before
+            self.calls.start(environment.close)  # may hang, as the call before; errors are dropped
 
     def close(self) -> None:
         """Close the idle environments."""
@@ -109,8 +107,3 @@ class EnvironmentPool:
         for environment in idle:
             if hasattr(environment, "close"):
                 environment.close()
-
-
-def _close_failed(environment: Any) -> None:
-    with contextlib.suppress(Exception):
-        environment.close()

@@ -284,23 +284,19 @@ class EnvironmentRollouts:
             if self._ready and not self._calls:
                 self._sample_together()
         elif self.engine.unfinished:
-            self._sample_next()
+            try:
+                sampled = self.engine.advance()
+            except LostRequestsError:
+                self._drop()
+                raise
+            for i, key in enumerate([] if sampled is None else sampled.prompts.group.tolist()):
+                self._take_turn(self._running[key], sampled, i)
         in_environments, in_model = self._seconds
         self._seconds = in_environments + ready - begin, in_model + time.perf_counter() - ready
         done = [
             g for g, group in self._groups.items() if all(e.key not in self._running for e in group)
         ]
         return [episode for group in done for episode in self._groups.pop(group)]
-
-    def _sample_next(self) -> None:
-        try:
-            sampled: Rollout | None = self.engine.advance()
-        except LostRequestsError:
-            self._drop()
-            raise
-        if sampled is not None:
-            for i, key in enumerate(sampled.prompts.group.tolist()):
-                self._take_turn(self._running[key], sampled, i)
 
     def _sample_together(self) -> None:
         ready, self._ready = sorted(self._ready, key=lambda e: e.key), []
@@ -346,7 +342,7 @@ class EnvironmentRollouts:
             turn_seed(first.seed, first.turns),
         )
 
-    def _take_turn(self, episode: Episode, sampled: Rollout, i: int) -> None:
+    def _take_turn(self, episode: Episode, sampled: Any, i: int) -> None:
         """Give a sampled turn to the environment."""
         before = episode.history
         ids, terminated = episode.add_response(sampled, i)

@@ -37,7 +37,7 @@ class Mixture:
         penalty_reward_value: the replacement.
 
     Raises:
-        ConfigError: ``sources`` is empty, or both kinds of penalty are set.
+        ConfigError: ``sources`` is empty.
     """
 
     def __init__(
@@ -50,12 +50,6 @@ class Mixture:
     ) -> None:
         if not sources:
             raise ConfigError("a mixture needs at least one reward source")
-        if missing_eos_penalty is not None and non_eos_penalty:
-            raise ConfigError(
-                f"missing_eos_penalty={missing_eos_penalty} subtracts from the score of cut-off"
-                f" responses, non_eos_penalty=True replaces it by {penalty_reward_value};"
-                " set only one of them"
-            )
         counts: Counter[str] = Counter()
         self._sources: list[tuple[str, RewardSource, float]] = []
         for name, source, weight in sources:

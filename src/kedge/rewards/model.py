@@ -172,18 +172,15 @@ class RewardModel:
             for rows in groups:
                 width = int(lengths[rows[0]])  # on the host, as the row numbers are
                 logits = self._head(ids[rows, :width].to(device), lengths[rows].to(device))
-                scores.append(self._pick(logits).float())
+                if self._label is None and logits.shape[1] != 1:
+                    raise RewardError(
+                        f"reward model {self.name} returned {logits.shape[1]} numbers per row;"
+                        " select the reward with reward_label"
+                    )
+                scores.append((logits[:, self._label or 0] + self._shift).float())
         out = torch.empty(len(ids), dtype=torch.float32, device=ids.device)
         out[torch.cat(groups)] = torch.cat(scores).to(ids.device)
         return out
-
-    def _pick(self, logits: Tensor) -> Tensor:
-        if self._label is None and logits.shape[1] != 1:
-            raise RewardError(
-                f"reward model {self.name} returned {logits.shape[1]} numbers per row; select the"
-                " reward with reward_label"
-            )
-        return logits[:, self._label or 0] + self._shift
 
     def _cut(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         if self._max_length is None or ids.shape[1] <= self._max_length:

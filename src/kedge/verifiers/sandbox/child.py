@@ -190,7 +190,9 @@ def solution(job: dict[str, Any], requests: int, answers: int) -> int:
     os.dup2(requests if standard else null, 0)
     os.dup2(answers if standard else null, 1)
     os.dup2(null, 2)
-    close_files({0, 1, 2} if standard else {0, 1, 2, requests, answers})
+    for fd in set(range(3, MAX_OPEN)) - (set() if standard else {requests, answers}):
+        with contextlib.suppress(OSError):
+            os.close(fd)
     name = "__main__" if standard else "solution"
     module = types.ModuleType(name)
     _state["main"], sys.modules["__main__"] = sys.modules["__main__"], module
@@ -206,13 +208,6 @@ def solution(job: dict[str, Any], requests: int, answers: int) -> int:
     wire.write_frame(answers, table.describe())
     table.serve(requests, answers)
     return 0
-
-
-def close_files(kept: set[int]) -> None:
-    """Close all file descriptors except ``kept``."""
-    for fd in set(range(MAX_OPEN)) - kept:
-        with contextlib.suppress(OSError):
-            os.close(fd)
 
 
 def run_code(code: str, module: types.ModuleType) -> BaseException | None:
