@@ -207,7 +207,7 @@ MUTANTS = [
     ),
     Mutant(
         "every turn is sampled with the seed of the first",
-        "environments/turns.py",
+        "environments/episode.py",
         'return seed if turn == 0 else derive_seed(f"{seed}/turn/{turn}")',
         "return seed",
         EPISODES,

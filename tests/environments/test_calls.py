@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kedge.environments.calls import Calls, RunningCalls
+from kedge.environments.pool import Calls, RunningCalls
 from tests.environments.toys import Echo, call_all, prompts, rollouts, sampling
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from kedge.environments import EnvironmentRollouts, EpisodeReward, Response
-from kedge.environments.calls import Calls, RunningCalls
+from kedge.environments.pool import Calls, RunningCalls
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling

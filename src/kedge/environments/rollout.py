@@ -16,20 +16,28 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kedge.environments.calls import Calls, RunningCalls
 from kedge.environments.episode import (
     ENDINGS,
     Episode,
+    TurnLimits,
     build_rollout,
+    check_turn_tokens,
+    environment_seed,
     episode_metrics,
     read_number,
     read_reset,
     read_step,
     stack_rows,
+    turn_seed,
 )
-from kedge.environments.pool import EnvironmentPool, MakeEnvironment, OnError
+from kedge.environments.pool import (
+    Calls,
+    EnvironmentPool,
+    MakeEnvironment,
+    OnError,
+    RunningCalls,
+)
 from kedge.environments.turn_tokens import TurnTokens, as_messages
-from kedge.environments.turns import TurnLimits, check_turn_tokens, environment_seed, turn_seed
 from kedge.errors import ConfigError, LostRequestsError, RewardError, RolloutError
 from kedge.protocols import Observation, RolloutEngine
 from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling

@@ -228,7 +228,7 @@ def generate_completions(  # noqa: PLR0913
 
 def _read_rows(texts: Any, seed: int) -> list[dict[str, Any]]:
     """The columns of each prompt with its completion, or with its episode."""
-    from kedge.environments.turns import environment_seed
+    from kedge.environments.episode import environment_seed
 
     rollout, episodes, rows = texts.rollout, texts.rollout.episodes, []
     for i, ended in enumerate(rollout.terminated.tolist()):

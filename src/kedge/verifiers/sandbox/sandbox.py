@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.errors import ConfigError
-from kedge.verifiers.sandbox.wire import encode_frame
+from kedge.verifiers.sandbox.calls import encode_frame
 
 logger = logging.getLogger(__name__)
 
