@@ -9,9 +9,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, InvalidStateError, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -39,40 +38,45 @@ class Calls:
 
     def __init__(self, *, timeout: float | None = None, most: int = 256) -> None:
         self.timeout, self.most = timeout, most
-        self._begun: dict[Future[Any], float] = {}  # calls in threads, until they end
+        self.begun: dict[Future[Any], float] = {}  # calls that have not ended
         self.room = threading.Semaphore(most)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()  # threads of environments may ask for it first
 
-    @property
-    def hung(self) -> int:
-        """Threads of calls that have exceeded the limit."""
+    def overdue(self) -> list[Future[Any]]:
+        """Calls that have exceeded the limit and not ended."""
         before = -math.inf if self.timeout is None else time.monotonic() - self.timeout
-        return sum(begin < before for begin in list(self._begun.values()))
+        return [future for future, begin in list(self.begun.items()) if begin < before]
 
-    def start(self, call: Callable[[], Any]) -> Future[Any]:
-        """Run a call in a place of ``room``; the future has its result or exception."""
-        if inspect.iscoroutinefunction(call):
-            scheduled = self._schedule(call())
-            scheduled.add_done_callback(lambda _: self.room.release())
-            return scheduled
-        future: Future[Any] = Future()
-        self._begun[future] = time.monotonic()
+    def start(self, call: Callable[[], Any]) -> Future[tuple[Any, float]]:
+        """Run a call in a place of ``room``; the future has its result or exception, and seconds.
+
+        Cancelling the future cancels a coroutine.
+        """
+        future: Future[tuple[Any, float]] = Future()
+        begin = self.begun[future] = time.monotonic()
+
+        def end(result: Any) -> None:
+            del self.begun[future]
+            self.room.release()
+            with suppress(InvalidStateError):  # the call was overdue
+                future.set_result((result, time.monotonic() - begin))
 
         def work() -> None:
             try:
                 result = call()
                 if inspect.isawaitable(result):
                     result = self._schedule(result).result(self.timeout)
-                settle = partial(future.set_result, result)
             except BaseException as error:  # an environment may even exit
-                settle = partial(future.set_exception, error)
-            del self._begun[future]
-            self.room.release()
-            with suppress(InvalidStateError):  # the call was overdue
-                settle()
+                result = error
+            end(result)
 
-        threading.Thread(target=work, name="environment", daemon=True).start()
+        if inspect.iscoroutinefunction(call):
+            running = self._schedule(call())
+            running.add_done_callback(lambda done: end(_outcome(done)))
+            future.add_done_callback(lambda _: running.cancel())
+        else:
+            threading.Thread(target=work, name="environment", daemon=True).start()
         return future
 
     def _schedule(self, awaitable: Any) -> Future[Any]:
@@ -89,16 +93,12 @@ class Calls:
         return asyncio.run_coroutine_threadsafe(result(), self._loop)
 
 
-@dataclass(slots=True)
-class _Run:
-    """A call that was started."""
-
-    key: int
-    begin: float
-    end: float | None = None
-
-    def stop(self, _: Future[Any]) -> None:
-        self.end = time.monotonic()
+def _outcome(done: Future[Any]) -> Any:
+    """The result or exception of a coroutine, which may have cancelled itself."""
+    try:
+        return done.result()
+    except BaseException as error:
+        return error
 
 
 class RunningCalls:
@@ -107,7 +107,7 @@ class RunningCalls:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._waiting: deque[tuple[int, Callable[[], Any]]] = deque()
-        self._running: dict[Future[Any], _Run] = {}
+        self._running: dict[Future[tuple[Any, float]], int] = {}
         self.seconds: dict[int, float] = {}  # that the calls took which ``wait`` returned last
 
     def __len__(self) -> int:
@@ -121,9 +121,7 @@ class RunningCalls:
     def _start_waiting(self) -> None:
         while self._waiting and self._calls.room.acquire(blocking=False):
             key, call = self._waiting.popleft()
-            run, future = _Run(key, time.monotonic()), self._calls.start(call)
-            future.add_done_callback(run.stop)
-            self._running[future] = run
+            self._running[self._calls.start(call)] = key
 
     def wait(self, seconds: float) -> dict[int, Any]:
         """Results and exceptions by key; waits until there is one, at most ``seconds``.
@@ -131,54 +129,39 @@ class RunningCalls:
         Raises:
             RolloutError: calls that hang use all the room.
         """
-        if self._waiting and self._calls.hung >= self._calls.most:
-            raise RolloutError(
-                f"{self._calls.hung} calls of environments hang, each for longer than"
-                f" {self._calls.timeout:g} seconds, which is all that may run at the same time"
-                " (environment_concurrency); fix the environment, and resume"
-            )
+        calls = self._calls
         if self._waiting:  # others may use the room
+            if (hung := len(calls.overdue())) >= calls.most:
+                raise RolloutError(
+                    f"{hung} calls of environments hang, each for longer than {calls.timeout:g}"
+                    " seconds, which is all that may run at the same time"
+                    " (environment_concurrency); fix the environment, and resume"
+                )
             seconds = min(seconds, _NO_ROOM)
             time.sleep(0.0 if self._running else seconds)
         done, _ = wait(self._running, timeout=seconds, return_when=FIRST_COMPLETED)
-        results: dict[int, Any] = {}
-        self.seconds = {}
-        for future in done:
-            results[self._end(future)] = future.result() if (e := _error(future)) is None else e
-        timeout = self._calls.timeout
-        before = -math.inf if timeout is None else time.monotonic() - timeout
-        for future in [x for x, run in self._running.items() if run.begin < before]:
-            future.cancel()
-            results[self._end(future)] = TimeoutError(f"no answer within {timeout:g} seconds")
+        ended = {self._running.pop(future): future.result() for future in done}
+        for future in calls.overdue():
+            if future in self._running and future.cancel():
+                late = TimeoutError(f"no answer within {calls.timeout:g} seconds")
+                ended[self._running.pop(future)] = late, calls.timeout or 0.0
+        self.seconds = {key: taken for key, (_, taken) in ended.items()}
         self._start_waiting()
-        return results
-
-    def _end(self, future: Future[Any]) -> int:
-        run = self._running.pop(future)
-        end = time.monotonic() if run.end is None else run.end
-        self.seconds[run.key] = end - run.begin
-        return run.key
+        return {key: result for key, (result, _) in ended.items()}
 
     def abandon(self, ended: Callable[[int, BaseException | None], None]) -> None:
         """Forget all calls; ``ended`` gets key and error of each once it does not run any more."""
 
-        def tell(key: int, future: Future[Any]) -> None:
-            ended(key, _error(future))
+        def tell(key: int, future: Future[tuple[Any, float]]) -> None:
+            result, _ = future.result()
+            ended(key, result if isinstance(result, BaseException) else None)
 
         for key, _ in self._waiting:
             ended(key, None)
-        for future, run in self._running.items():
-            future.add_done_callback(partial(tell, run.key))
+        for future, key in self._running.items():
+            future.add_done_callback(partial(tell, key))
         self._waiting.clear()
         self._running.clear()
-
-
-def _error(future: Future[Any]) -> BaseException | None:
-    """The exception of a call that has ended; a coroutine may have cancelled itself."""
-    try:
-        return future.exception()
-    except CancelledError as error:
-        return error
 
 
 class EnvironmentPool:
