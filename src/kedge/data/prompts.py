@@ -156,7 +156,7 @@ class DatasetPrompts:
         first = step * self._per_step
         places = [divmod(first + slot, len(self._prompts)) for slot in range(self._per_step)]
         chosen = torch.tensor([int(self._order(turn)[offset]) for turn, offset in places])
-        ids, mask = self._padded(chosen)
+        ids, mask = self._pad_prompts(chosen)
         local = self._per_step * self._repeat // self._world_size
         row = torch.arange(self._rank * local, (self._rank + 1) * local)
         group = row // self._repeat
@@ -182,9 +182,9 @@ class DatasetPrompts:
             self._orders[turn] = order
         return order
 
-    def _padded(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def _pad_prompts(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         if self._collate is not None:
-            return self._collated(chosen, self._collate)
+            return self._collate_prompts(chosen, self._collate)
         tokens = [self._prompts.tokens_of(index) for index in chosen.tolist()]
         lengths = torch.tensor([len(row) for row in tokens])
         width = int(lengths.max())
@@ -193,7 +193,7 @@ class DatasetPrompts:
         ids[mask] = torch.cat(tokens)
         return ids, mask
 
-    def _collated(
+    def _collate_prompts(
         self, chosen: Tensor, collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]]
     ) -> tuple[Tensor, Tensor]:
         tokens = [self._prompts.tokens_of(index).tolist() for index in chosen.tolist()]

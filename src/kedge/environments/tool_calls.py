@@ -125,7 +125,7 @@ def parse_llama(text: str) -> Sequence[ToolCall]:
 def _mistral(part: str) -> list[ToolCall]:
     """A list of calls, or a name and arguments."""
     named = _MISTRAL_NAMED.match(part)
-    return _json_calls(part) if named is None else _named(named[1], part[named.end() :])
+    return _json_calls(part) if named is None else _call_by_name(named[1], part[named.end() :])
 
 
 def _deepseek(head: str, body: str) -> list[ToolCall]:
@@ -133,7 +133,7 @@ def _deepseek(head: str, body: str) -> list[ToolCall]:
     head, body = head.strip(), body.strip()
     if head == "function" and not body.startswith("{"):
         head, _, body = body.partition("\n")
-    return _named(head.strip(), body.strip().removeprefix("```json").removesuffix("```"))
+    return _call_by_name(head.strip(), body.strip().removeprefix("```json").removesuffix("```"))
 
 
 def _gemma(name: str, arguments: str) -> list[ToolCall]:
@@ -142,14 +142,14 @@ def _gemma(name: str, arguments: str) -> list[ToolCall]:
     plain = [re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part) for part in parts[::2]]
     plain = [re.sub(r":None\b", ":null", part) for part in plain]
     texts = [json.dumps(part) for part in parts[1::2]]
-    return _named(name, "".join(a + b for a, b in zip(plain, [*texts, ""], strict=False)))
+    return _call_by_name(name, "".join(a + b for a, b in zip(plain, [*texts, ""], strict=False)))
 
 
 def _invoke(name: str, parameters: str) -> list[ToolCall]:
     return [_from_texts(name, _INVOKED.findall(parameters))]
 
 
-def _named(name: str, arguments: str) -> list[ToolCall]:
+def _call_by_name(name: str, arguments: str) -> list[ToolCall]:
     return [_call(name, *_first_value(arguments))]
 
 
@@ -231,7 +231,7 @@ def _format(pattern: str, read: Callable[..., Iterable[ToolCall]]) -> Parser:
 
 
 _HARMONY = _format(
-    r"to=functions\.([\w.-]+)[^{]*?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|\Z)", _named
+    r"to=functions\.([\w.-]+)[^{]*?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|\Z)", _call_by_name
 )
 # Markers in a chat template; the first one decides.
 _BY_MARKER: dict[str, Parser] = {
@@ -243,7 +243,7 @@ _BY_MARKER: dict[str, Parser] = {
     "<|tool_call_begin|>": _format(  # Kimi K2
         r"<\|tool_call_begin\|>\s*(?:functions\.)?(.*?)(?::\w*)?\s*"
         r"<\|tool_call_argument_begin\|>(.*?)(?:<\|tool_call_end\|>|\Z)",
-        _named,
+        _call_by_name,
     ),
     "<|tool_call_start|>": _format(  # LFM2
         r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)", _from_python
