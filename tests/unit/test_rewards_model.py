@@ -178,13 +178,6 @@ def test_a_row_longer_than_the_model_is_refused():
         RewardModel(neox_reward()).score(rollout_of([([5] * 30, [6] * 40)]))
 
 
-def test_impossible_options():
-    with pytest.raises(ConfigError, match="chunk_rows=0"):
-        RewardModel(neox_reward(), chunk_rows=0)
-    with pytest.raises(ConfigError, match=r"own tokenizer.*texts=TextCache"):
-        RewardModel(neox_reward(), word_tokenizer())
-
-
 def test_autocast_runs_in_its_dtype_and_returns_float32():
     source = RewardModel(neox_reward(), autocast=torch.bfloat16)
     half = source.score(rollout_of(PAIRS))
