@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kedge.errors import JudgeError
-from kedge.judges import Endpoint, FunctionJudge, Match, Pair, Row, ScoreJudge, match, rank
-from kedge.judges.base import Answer
+from kedge.judges import Answer, Endpoint, FunctionJudge, Match, Pair, Row, ScoreJudge, match, rank
 from kedge.judges.endpoint import winner_in
 
 from .judge_server import BAD, GOOD, PROMPTS, endpoint, honest, reply, serving
