@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +44,11 @@ from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
 _SECONDS = 0.05  # to wait for environments while the engine has nothing to sample
+
+
+def _of_engine(name: str, *default: Any) -> Any:
+    """A property that is the engine's."""
+    return property(lambda self: getattr(self.engine, name, *default))
 
 
 class EnvironmentRollouts:
@@ -87,6 +92,10 @@ class EnvironmentRollouts:
     """
 
     many_turns = True  # ranks may need different numbers of turns
+    shares_weights, logprobs = _of_engine("shares_weights"), _of_engine("logprobs")
+    wait_for_other_ranks = _of_engine("wait_for_other_ranks", None)
+    slots = _of_engine("slots", 0)  # with 0 only ``generate`` can be used
+    updates_in_flight = _of_engine("updates_in_flight", False)
 
     def __init__(  # noqa: PLR0913
         self,
@@ -147,16 +156,6 @@ class EnvironmentRollouts:
         self._ready: list[Episode] = []  # whose next turn is sampled together with all others
         self._seconds = (0.0, 0.0)  # in environments and in the model
 
-    @property
-    def shares_weights(self) -> bool:
-        """Whether the engine samples from the learner's modules."""
-        return self.engine.shares_weights
-
-    @property
-    def logprobs(self) -> Literal["sampled", "raw", "none"]:
-        """What the engine's log-probabilities are of."""
-        return self.engine.logprobs
-
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
         """Load them into the engine."""
         return self.engine.load_weights(weights, version)
@@ -171,11 +170,6 @@ class EnvironmentRollouts:
             close = getattr(self.engine, "close", None)
             if close is not None:
                 close()
-
-    @property
-    def wait_for_other_ranks(self) -> Callable[[], None] | None:
-        """That of an engine which ranks share; they may need different numbers of turns."""
-        return getattr(self.engine, "wait_for_other_ranks", None)
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One episode per row; each depends on (weights, prompt, row, seed) and its environment.
@@ -207,16 +201,6 @@ class EnvironmentRollouts:
             spare=self._spare,
             metrics=episode_metrics(episodes, *seconds, len(self._environments.calls.overdue())),
         )
-
-    @property
-    def slots(self) -> int:
-        """Responses that the engine samples at once; 0: only ``generate`` can be used."""
-        return getattr(self.engine, "slots", 0)
-
-    @property
-    def updates_in_flight(self) -> bool:
-        """Whether ``load_weights`` may be called while episodes are played."""
-        return getattr(self.engine, "updates_in_flight", False)
 
     @property
     def unfinished(self) -> int:
