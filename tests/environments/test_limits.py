@@ -16,11 +16,8 @@ from kedge.errors import ConfigError, RolloutError
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.small import rows
 from tests.environments.test_tools import calculator
-from tests.environments.test_trainers import played
-from tests.environments.toys import CHAT, VOCAB, Echo, chat_tokenizer, policy
+from tests.environments.toys import CHAT, PROMPTS, VOCAB, Echo, chat_tokenizer, played, policy
 from tests.unit.text_toys import EOS
-
-PROMPTS = [{"prompt": p} for p in CHAT]
 
 
 def ppo(environment: Any, positions: int = 256, *, family: Any = "llama", **options: Any) -> Any:
