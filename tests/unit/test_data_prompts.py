@@ -157,11 +157,14 @@ def test_a_data_collator_pads_and_its_mask_is_believed():
 @pytest.mark.parametrize(
     ("collate", "message"),
     [
-        (lambda rows: {"input_ids": [[1]]}, "attention_mask, got input_ids"),
-        (lambda rows: {"input_ids": [[1]], "attention_mask": [[1]]}, r"shape \(1, 1\).*3 prompts"),
+        (
+            lambda rows: {"input_ids": [[1]] * 3},
+            r"input_ids of shapes \(3, 1\) and \(0,\)",
+        ),
+        (lambda rows: {"input_ids": [[1]], "attention_mask": [[1]]}, r"\(1, 1\) for 3 prompts"),
         (
             lambda rows: {"input_ids": [[1]] * 3, "attention_mask": [[1], [0], [1]]},
-            "a prompt without any real token",
+            "each row with a real token",
         ),
     ],
 )

@@ -198,22 +198,16 @@ class DatasetPrompts:
     ) -> tuple[Tensor, Tensor]:
         tokens = [self._prompts.tokens_of(index).tolist() for index in chosen.tolist()]
         collated = collate([{"input_ids": t, "attention_mask": [1] * len(t)} for t in tokens])
-        if not {"input_ids", "attention_mask"} <= set(collated):
-            raise DataError(
-                "data_collator must return input_ids and attention_mask, got"
-                f" {', '.join(collated) or 'nothing'}"
-            )
-        ids = torch.as_tensor(collated["input_ids"])
-        mask = torch.as_tensor(collated["attention_mask"])
-        if ids.shape != mask.shape or ids.dim() != 2 or len(ids) != len(tokens):
-            raise DataError(
-                f"data_collator returned input_ids of shape {tuple(ids.shape)} and attention_mask"
-                f" of shape {tuple(mask.shape)} for {len(tokens)} prompts; both must be"
-                " [prompts, tokens]"
-            )
+        names = ("input_ids", "attention_mask")
+        ids, mask = (torch.as_tensor(collated.get(n, [])) for n in names)
         real = mask.bool()
-        if not bool(real.any(1).all()):
-            raise DataError("data_collator returned a prompt without any real token")
+        shaped = ids.shape == mask.shape and ids.dim() == 2 and len(ids) == len(tokens)
+        if not (shaped and bool(real.any(1).all())):
+            raise DataError(
+                "data_collator must return input_ids and attention_mask [prompts, tokens], each row"
+                f" with a real token; it returned {', '.join(collated)} of shapes"
+                f" {tuple(ids.shape)} and {tuple(mask.shape)} for {len(tokens)} prompts"
+            )
         order = real.long().argsort(dim=1, stable=True)  # padding first, order of tokens kept
         return ids.gather(1, order), real.gather(1, order)
 
