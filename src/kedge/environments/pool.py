@@ -38,15 +38,16 @@ class Calls:
 
     def __init__(self, *, timeout: float | None = None, most: int = 256) -> None:
         self.timeout, self.most = timeout, most
-        self.begun: dict[Future[Any], float] = {}  # calls that have not ended
+        self._threads: dict[Future[Any], float] = {}  # begin of calls that have not ended
         self.room = threading.Semaphore(most)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()  # threads of environments may ask for it first
 
-    def overdue(self) -> list[Future[Any]]:
-        """Calls that have exceeded the limit and not ended."""
+    @property
+    def hung(self) -> int:
+        """Threads of calls that have exceeded the limit."""
         before = -math.inf if self.timeout is None else time.monotonic() - self.timeout
-        return [future for future, begin in list(self.begun.items()) if begin < before]
+        return sum(begin < before for begin in list(self._threads.values()))
 
     def start(self, call: Callable[[], Any]) -> Future[tuple[Any, float]]:
         """Run a call in a place of ``room``; the future has its result or exception, and seconds.
@@ -54,10 +55,10 @@ class Calls:
         Cancelling the future cancels a coroutine.
         """
         future: Future[tuple[Any, float]] = Future()
-        begin = self.begun[future] = time.monotonic()
+        begin = time.monotonic()
 
         def end(result: Any) -> None:
-            del self.begun[future]
+            self._threads.pop(future, None)
             self.room.release()
             with suppress(InvalidStateError):  # the call was overdue
                 future.set_result((result, time.monotonic() - begin))
@@ -76,6 +77,7 @@ class Calls:
             running.add_done_callback(lambda done: end(_outcome(done)))
             future.add_done_callback(lambda _: running.cancel())
         else:
+            self._threads[future] = begin
             threading.Thread(target=work, name="environment", daemon=True).start()
         return future
 
@@ -107,7 +109,7 @@ class RunningCalls:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._waiting: deque[tuple[int, Callable[[], Any]]] = deque()
-        self._running: dict[Future[tuple[Any, float]], int] = {}
+        self._running: dict[Future[tuple[Any, float]], tuple[int, float]] = {}  # key and begin
         self.seconds: dict[int, float] = {}  # that the calls took which ``wait`` returned last
 
     def __len__(self) -> int:
@@ -121,7 +123,7 @@ class RunningCalls:
     def _start_waiting(self) -> None:
         while self._waiting and self._calls.room.acquire(blocking=False):
             key, call = self._waiting.popleft()
-            self._running[self._calls.start(call)] = key
+            self._running[self._calls.start(call)] = key, time.monotonic()
 
     def wait(self, seconds: float) -> dict[int, Any]:
         """Results and exceptions by key; waits until there is one, at most ``seconds``.
@@ -131,20 +133,21 @@ class RunningCalls:
         """
         calls = self._calls
         if self._waiting:  # others may use the room
-            if (hung := len(calls.overdue())) >= calls.most:
+            if calls.hung >= calls.most:
                 raise RolloutError(
-                    f"{hung} calls of environments hang, each for longer than {calls.timeout:g}"
-                    " seconds, which is all that may run at the same time"
+                    f"{calls.hung} calls of environments hang, each for longer than"
+                    f" {calls.timeout:g} seconds, which is all that may run at the same time"
                     " (environment_concurrency); fix the environment, and resume"
                 )
             seconds = min(seconds, _NO_ROOM)
             time.sleep(0.0 if self._running else seconds)
         done, _ = wait(self._running, timeout=seconds, return_when=FIRST_COMPLETED)
-        ended = {self._running.pop(future): future.result() for future in done}
-        for future in calls.overdue():
-            if future in self._running and future.cancel():
-                late = TimeoutError(f"no answer within {calls.timeout:g} seconds")
-                ended[self._running.pop(future)] = late, calls.timeout or 0.0
+        ended = {self._running.pop(future)[0]: future.result() for future in done}
+        for future, (key, begin) in list(self._running.items()):
+            taken = time.monotonic() - begin
+            if calls.timeout is not None and taken > calls.timeout and future.cancel():
+                del self._running[future]
+                ended[key] = TimeoutError(f"no answer within {calls.timeout:g} seconds"), taken
         self.seconds = {key: taken for key, (_, taken) in ended.items()}
         self._start_waiting()
         return {key: result for key, (result, _) in ended.items()}
@@ -158,7 +161,7 @@ class RunningCalls:
 
         for key, _ in self._waiting:
             ended(key, None)
-        for future, key in self._running.items():
+        for future, (key, _) in self._running.items():
             future.add_done_callback(partial(tell, key))
         self._waiting.clear()
         self._running.clear()

@@ -199,7 +199,7 @@ class EnvironmentRollouts:
             episodes,
             pad_id=self._pad,
             spare=self._spare,
-            metrics=episode_metrics(episodes, *seconds, len(self._environments.calls.overdue())),
+            metrics=episode_metrics(episodes, *seconds, self._environments.calls.hung),
         )
 
     @property
