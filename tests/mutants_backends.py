@@ -130,7 +130,7 @@ MUTANTS = [
     ),
     Mutant(
         "shared layers are copies",
-        "classic/models/reference.py",
+        "classic/models/wrapper.py",
         "        memo[id(weights[name])] = weights[name]  # deepcopy treats these as copied\n",
         "",
         "tests/unit/test_classic_models.py",

@@ -54,7 +54,7 @@ class Run(run.Run):
             engine=SimpleNamespace(batch_sizes=sizes),
             learner=SimpleNamespace(world_size=1, total=lambda x: x),
             callbacks=Callbacks(arguments, callbacks, tracker=self.memory),
-            evaluator=SimpleNamespace(sets=[1]),
+            eval_sets=[1],
             tokenizer=None,
             fresh_reference=True,
             metric_names=lambda row: {},
@@ -66,7 +66,8 @@ class Run(run.Run):
     def evaluate(self):
         self.evaluated_at.append(self.state.global_step)
         metrics = {"eval_objective/scores": next(self.evals, 0.0)}
-        self.callbacks.log_evaluation(metrics)
+        self.callbacks.log(metrics)
+        self.callbacks.fire("on_evaluate", metrics=metrics)
         return metrics
 
     def save_checkpoint(self):

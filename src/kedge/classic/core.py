@@ -187,30 +187,6 @@ def respond_to_batch(
     return ids[:, -txt_len:]
 
 
-def randn_tensor(
-    shape: Sequence[int],
-    generator: torch.Generator | list[torch.Generator] | None = None,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-) -> Tensor:
-    """Standard normal numbers on ``device``; with a list of generators, one per row.
-
-    Numbers of CPU generators are drawn on the CPU and then moved.
-    """
-    generators = generator if isinstance(generator, list) else [generator]
-    if 1 < len(generators) != shape[0]:
-        raise ValueError(
-            f"generator must have one entry per row ({shape[0]}), got {len(generators)}"
-        )
-    rows = [tuple(shape)] if len(generators) == 1 else [(1, *shape[1:])] * len(generators)
-    drawn = [
-        torch.randn(row, generator=g, device=g.device if g else device, dtype=dtype, layout=layout)
-        for row, g in zip(rows, generators, strict=True)
-    ]
-    return torch.cat(drawn).to(device or "cpu")
-
-
 class PPODecorators:
     """Empties the accelerator's memory cache after a block, if enabled."""
 

@@ -40,7 +40,7 @@ from kedge.classic.core import (
     set_seed,
     stats_to_np,
 )
-from kedge.classic.models.reference import create_reference_model
+from kedge.classic.models.wrapper import create_reference_model
 from kedge.classic.reports import log_batch, model_card, push, start_trackers
 from kedge.classic.samples import (
     RunningMoments,

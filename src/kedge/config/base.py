@@ -20,7 +20,6 @@ from typing import Any, ClassVar, TypeVar
 
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_cuda_available
 
 from kedge.config.common import CommonArguments
@@ -37,7 +36,6 @@ from kedge.config.declare import (
     flags,
     format_value,
     option,
-    read_mapping,
     status,
 )
 from kedge.config.rollout_engines import check_rollout
@@ -51,10 +49,6 @@ Config = TypeVar("Config", bound="OnPolicyConfig")
 # Prefixes; each needs hooks in layers or a switch before every evaluation.
 UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
 UNSUPPORTED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-CHECKPOINTING = (  # arguments of torch.utils.checkpoint
-    *("use_reentrant", "context_fn", "determinism_check", "preserve_rng_state"),
-    *("early_stop", "debug"),
-)
 
 
 class ConfigType(type):
@@ -442,20 +436,3 @@ def _check_learner(c: Any) -> None:
             f"optim_args={format_value(c.optim_args)} must be comma-separated name=value pairs,"
             " such as 'momentum=0.9'"
         )
-    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        arguments = read_mapping(getattr(c, name, None))
-        if unknown := sorted({*arguments} - {*CHECKPOINTING}):
-            raise ConfigError(
-                f"{name}={format_value(arguments)} has the unknown argument {unknown[0]!r};"
-                f" torch.utils.checkpoint takes {', '.join(CHECKPOINTING)}"
-            )
-    options, defaults = c.accelerator_config, AcceleratorConfig().to_dict()
-    if isinstance(options, str) and options.startswith("{"):
-        options = read_mapping(options)
-    for name, value in options.items() if isinstance(options, dict) else ():
-        acts = name in ("use_configured_state", "non_blocking")
-        if not acts and value != defaults.get(name, ...):  # a config's to_dict() has all defaults
-            raise ConfigError(
-                f"accelerator_config={format_value(options)} sets {name}, which configures a data"
-                " loader, but Kedge does not use one; leave it out"
-            )

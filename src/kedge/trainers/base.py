@@ -167,14 +167,13 @@ class TrainerShell:
         Raises:
             ConfigError: there is no evaluation dataset.
         """
-        evaluator = self._run.evaluator
-        sets = evaluator.sets
+        sets = self._run.eval_sets
         if eval_dataset is not None:
             tokenizer = self._run.tokenizer
             sets = build_eval_sets(eval_dataset, self.args, tokenizer, self.accelerator)
         if not sets:
             raise ConfigError("evaluate() needs prompts: pass eval_dataset here or to the trainer")
-        return evaluator.evaluate(sets)
+        return self._run.evaluate(sets)
 
     @short_errors
     def generate_completions(self, sampling: bool = False) -> list[dict[str, object]]:
@@ -183,7 +182,7 @@ class TrainerShell:
         Args:
             sampling: one batch only.
         """
-        return self._run.evaluator.generate_completions(sampling=sampling)
+        return self._run.generate_completions(sampling=sampling)
 
     def save_model(
         self,

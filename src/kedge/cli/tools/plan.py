@@ -30,7 +30,6 @@ from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import elsewhere, find_engine
 from kedge.config.sampling import build_sampling
-from kedge.config.schedule import warmup_iterations
 from kedge.errors import ConfigError
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.models.compatibility import check_length
@@ -254,7 +253,7 @@ def size_rows(config: OnPolicyConfig, batches: BatchSizes, facts: dict[str, int]
         ]
     tokens, warmup = batches.batch_size * (prompt + response), batches.iterations
     counts += [
-        ("iterations", batches.iterations, f"{warmup_iterations(config, warmup)} of them warm-up"),
+        ("iterations", batches.iterations, f"{config.get_warmup_steps(warmup)} of them warm-up"),
         ("optimizer steps", batches.optimizer_steps, ""),
         ("episodes", batches.episodes, "responses generated"),
         ("tokens per iteration", tokens, "at most, prompt and response"),
