@@ -77,7 +77,7 @@ def test_an_occupied_folder_and_an_unknown_rule_are_refused_before_any_weight_lo
     flags = ["--model_name_or_path", str(tmp_path), "--dataset_name", str(rows)]
     flags += ["--reward_funcs", "math:fsum", "--output_dir", str(tmp_path / "run")]
     assert main(["ppo", *flags, "--algorithm", "kedge.algorithms:nope"]) == 2
-    assert "does not define 'nope'" in capsys.readouterr().err
+    assert "has no attribute 'nope'" in capsys.readouterr().err
     (tmp_path / "run" / "checkpoint-7").mkdir(parents=True)
     assert main(["ppo", *flags]) == 2
     assert "holds checkpoint-7 of an earlier run" in capsys.readouterr().err

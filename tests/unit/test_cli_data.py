@@ -157,11 +157,11 @@ def test_an_algorithm_from_a_file(tmp_path):
     assert load_algorithm("ppo") is None
     assert load_algorithm(f"{file}:rule").name == "ppo"
     assert load_algorithm(f"{file}:make").name == "ppo"
-    with pytest.raises(ConfigError, match=r"'n' must be a kedge\.Algorithm .* got int"):
+    with pytest.raises(ConfigError, match=r"mine.py:n must be a kedge\.Algorithm .* got int"):
         load_algorithm(f"{file}:n")
-    with pytest.raises(ConfigError, match="cannot import"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded \(FileNotFoundError"):
         load_algorithm(f"{tmp_path}/none.py:rule")
-    with pytest.raises(ConfigError, match="does not define 'other'"):
+    with pytest.raises(ConfigError, match="has no attribute 'other'"):
         load_algorithm(f"{file}:other")
 
 
@@ -173,7 +173,7 @@ def test_an_algorithm_that_there_is_not_names_those_that_there_are(spec):
 
 def test_a_file_of_an_algorithm_that_raises_is_named(tmp_path):
     (tmp_path / "mine.py").write_text("1 / 0")
-    with pytest.raises(ConfigError, match=r"cannot import '.*' \(ZeroDivisionError: division"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded \(ZeroDivisionError: division"):
         load_algorithm(f"{tmp_path}/mine.py:rule")
 
 
@@ -202,7 +202,7 @@ def test_options_of_an_algorithm():
             "loss_kl_estimator must be one of k1, k2, k3, abs, got 'k9'",
         ),
         ("reinforce_pp", "[1]", "must be a JSON object"),
-        ("reinforce_pp", "beta=1", "must be JSON"),
+        ("reinforce_pp", "beta=1", "must be a JSON object"),
         (None, '{"lam": 0.9}', "needs --algorithm"),
         ("tests.unit.text_toys:word_tokenizer", None, "must be a kedge.Algorithm"),
     ],
@@ -247,7 +247,7 @@ def test_reward_flags(flags, model, names, weights):
     [
         ("--verification_reward 3", "--verification_reward needs --apply_verifiable"),
         ("--r1_style_format_reward 3", "needs --add_r1_style_format_reward"),
-        ("--reward_model_path m --reward_model_multiplier 0", "leaves no reward source"),
+        ("--reward_model_path m --reward_model_multiplier 0", "no reward is given"),
         ("--reward_model_multiplier 2", "needs --reward_model_path"),
         (
             "--apply_verifiable_reward --reward_weights 1",

@@ -14,7 +14,7 @@ import pytest
 from kedge import GRPOConfig, PPOConfig
 from kedge.errors import ConfigError, HubError
 from kedge.reporting.hub import Hub
-from kedge.reporting.tables import HubTables
+from kedge.reporting.trackers import HubTables
 from tests.e2e.small import PROMPTS, rows, small
 
 

@@ -155,8 +155,8 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for file, said in (
         ("none.yaml", "there is no such file"),
         (str(tmp_path / "list.yaml"), "must map names to values"),
-        (tmp_path / "more.yaml", "unknown key 'stage'"),
-        (tmp_path / "number.yaml", "must have output_dir, a folder, and a list of stages"),
+        (tmp_path / "more.yaml", "at most variables; got output_dir, stages, stage"),
+        (tmp_path / "number.yaml", "must have output_dir, a folder, a list of stages"),
     ):
         if isinstance(file, Path):
             more = {"stage": 1} if file.stem == "more" else {"output_dir": 3}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kedge.cli.main import main
 from kedge.errors import DataError
 from kedge.loop.metrics import NAMES, PREFIXES
-from kedge.reporting.report import gather, meaning, page, unpack
+from kedge.reporting.report import gather, meaning, page
 from kedge.reporting.story import episodes, vocabulary
 
 NASTY = "</script><b>bold</b> ü \u2028 <!--script--> $&"
@@ -46,6 +49,12 @@ def run(tmp_path: Path) -> Path:
     rows = [token | {"advantage": [0.5, -1.0]}] * 3
     write(folder, "tokens/step-000004.jsonl", rows)
     return folder
+
+
+def unpack(html: str) -> Any:
+    packed = re.search(r'<script id="data"[^>]*>([^<]*)<', html)
+    assert packed is not None
+    return json.loads(gzip.decompress(base64.b64decode(packed[1])))
 
 
 def data(run: Path, **kwargs: int) -> dict[str, object]:

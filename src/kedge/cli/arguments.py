@@ -110,13 +110,13 @@ class Options:
 
     Args:
         script: data, rewards and algorithm.
-        config: the trainer's options.
+        config: the trainer's options, of its config class.
         model: loading of the policy.
         given: names that were set on the command line or in the file.
     """
 
     script: ScriptArguments
-    config: OnPolicyConfig
+    config: Any
     model: ModelArguments
     given: frozenset[str]
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from kedge.errors import DataError
 
 FILE = "metrics.jsonl"
-AXES = ("episode", "step")
+AXES = {"episode": "responses trained on", "step": "iterations"}
 _LARGEST = sys.float_info.max
 logger = logging.getLogger(__name__)
 

@@ -154,13 +154,5 @@ def page(data: Mapping[str, Any]) -> str:
     return body
 
 
-def unpack(html: str) -> dict[str, Any]:
-    """The data embedded in a page."""
-    begin = html.index('<script id="data"')
-    packed = html[html.index(">", begin) + 1 : html.index("</script>", begin)]
-    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed)))
-    return data
-
-
 def _asset(name: str) -> str:
     return (files("kedge.reporting") / "assets" / name).read_text(encoding="utf-8")

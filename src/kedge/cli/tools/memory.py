@@ -299,12 +299,6 @@ def process_bytes() -> float:
     return float(int(status.read_text().split()[1]) * PAGE) if status.exists() else 0.0
 
 
-def sync_width(config: OnPolicyConfig, policy: ModelMemory) -> float:
-    """Bytes of a weight as it is sent to rollout engines: vLLM is sent its own precision."""
-    half = find_engine(config).vllm and policy.whole and (config.bf16 or config.fp16)
-    return 2.0 if half else 4.0
-
-
 def peaks(
     models: list[ModelMemory],
     config: OnPolicyConfig,

@@ -22,7 +22,6 @@ from kedge.cli.tools.memory import (
     peaks,
     process_bytes,
     read_config,
-    sync_width,
 )
 from kedge.cli.train import async_ppo
 from kedge.cli.train.ppo import load_algorithm, load_tokenizer, model_names
@@ -78,25 +77,20 @@ def main(argv: Sequence[str]) -> None:
     if flags.measure and name == "async-ppo":
         raise ConfigError("kedge plan async-ppo cannot --measure: its processes start on a cluster")
     processes: int | None = flags.num_processes
-    if processes is not None and processes < 1:
-        raise ConfigError(f"--num_processes {processes} must be at least 1")
     with elsewhere() if config is AsyncPPOConfig else nullcontext():
         if config is AsyncPPOConfig:
             options = async_ppo.parse_options(rest, prog=prog)
-            assert isinstance(options.config, AsyncPPOConfig)
             processes = processes or sum(options.config.actor_num_gpus_per_node or [1])
         else:
             options = parse(rest, prog=prog, config=config)
         batches, facts, models = plan(options, processes)
     show(options, batches, facts, models)
     if flags.measure:
-        peak = measure(name, rest, options.config, batches)
-        kind = "allocated on the GPU" if options.config.device.type == "cuda" else "resident"
-        print(f"measured peak: {human(peak)} {kind}, one micro-batch, prompts as they come")
+        print(f"measured peak: {measure(name, rest, options.config, batches)}")
 
 
-def measure(name: str, argv: Sequence[str], config: OnPolicyConfig, batches: BatchSizes) -> float:
-    """Peak memory in bytes of a run of one iteration, in this process.
+def measure(name: str, argv: Sequence[str], config: OnPolicyConfig, batches: BatchSizes) -> str:
+    """Peak memory of a run of one iteration in this process, as text.
 
     The iteration has as few micro-batches as hold whole groups of responses, and responses have no
     end before ``response_length``.  Nothing is left in ``output_dir``.
@@ -114,10 +108,11 @@ def measure(name: str, argv: Sequence[str], config: OnPolicyConfig, batches: Bat
             **{"num_sample_generations": 0, "log_token_rows": 0, "push_to_hub": False},
         }
         load_command(name)([*argv, *(f"--{flag}={value}" for flag, value in changed.items())])
-    if config.device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated())
     unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    peak = f"{human(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)} resident"
+    if config.device.type == "cuda":
+        peak = f"{human(torch.cuda.max_memory_allocated())} allocated on the GPU"
+    return f"{peak}, one micro-batch, prompts as they come"
 
 
 def plan(
@@ -265,22 +260,25 @@ def size_rows(config: OnPolicyConfig, batches: BatchSizes, facts: dict[str, int]
 
 def sync_rows(config: OnPolicyConfig, policy: ModelMemory) -> list[Row]:
     """What an iteration sends to rollout engines; no row if they use the learner's weights."""
-    engine, lag = find_engine(config), config.max_lag
+    engine = find_engine(config)
     if not engine.copies_weights:
         return []
+    # vLLM is sent its own precision.
+    half = engine.vllm and policy.whole and (config.bf16 or config.fp16)
     engines = config.vllm_num_engines if engine.several else 1
-    if config.rollout_schedule == "as_completed":  # engines may have weights of any age up to it
-        lag = min(lag, engines)
-    copies = f"up to {max(2, lag + 1)} copies in host memory"  # engines' and the next ones
+    # Copies of engines and the next one; as completed, engines have weights of any age up to lag.
+    lag = config.max_lag
+    lag = min(lag, engines) if config.rollout_schedule == "as_completed" else lag
+    copies = f"up to {max(2, lag + 1)} copies in host memory"
     if config.max_lag == 0 and engine.per_rank:
         copies = "without a copy"
     elif config.in_flight_weight_updates:
         copies = "up to 2 copies in host memory"
-    width = sync_width(config, policy)
-    sent = "all weights" if policy.whole else "the adapter"
-    note = f"per iteration: {sent} in {'16 bits' if width == 2 else 'float32'}, {copies}"
-    size = human(policy.trained * width)
-    return [("weight sync", size, f"{note}; rollout engines: {engines}")]
+    sent = (
+        f"{'all weights' if policy.whole else 'the adapter'} in {'16 bits' if half else 'float32'}"
+    )
+    note = f"per iteration: {sent}, {copies}; rollout engines: {engines}"
+    return [("weight sync", human(policy.trained * (2 if half else 4)), note)]
 
 
 def verdict(
@@ -303,13 +301,14 @@ def verdict(
     text = describe(phases, f"on the first of {ranks} GPUs at deepspeed_stage {stage}") + "\n"
     if max(phases.values()) <= memory - RESERVE:
         return f"{text}fits {gpu}"
-    flags = "--deepspeed_stage 3" * (stage < 3)
+    sharded = "--deepspeed_stage 3 " * (stage < 3)
     one_row = [replace(m, activations=m.activations / rows) for m in models]
-    attempts = [(flags, models)] if flags else []
-    attempts += [(f"{flags} --per_device_train_batch_size 1".strip(), one_row)] if rows > 1 else []
-    for flags, changed in attempts:
+    for flags, changed in (
+        (sharded, models),
+        (f"{sharded}--per_device_train_batch_size 1", one_row),
+    ):
         if max(peaks(changed, config, ranks=ranks, stage=3).values()) <= memory - RESERVE:
-            return f"{text}does not fit {gpu}; set {flags}"
+            return f"{text}does not fit {gpu}; set {flags.strip()}"
     return f"{text}does not fit {gpu}; use more GPUs or adapters (--use_peft)"
 
 
