@@ -63,7 +63,7 @@ def test_length_and_precision_of_agents() -> None:
     (finding,) = examine(scored(0.5, 1.0, **longer, environment__turns=[5.0] * 10))
     assert "mean length 7 to 16 tokens a turn" in finding.seen
     gap = scored(0.5, 1.0, rollout__logprob_gap=[0.028] * 10)
-    assert rules(gap) == ["sampler and learner disagree"]
+    assert rules(gap) == ["rollout engine and learner disagree"]
     assert rules(replace(gap, bf16=True)) == []
 
 
@@ -206,7 +206,7 @@ def test_a_damaged_line_costs_no_other(
     (tmp_path / "metrics.jsonl").write_bytes(ROW + b"\n" + line + b"\n" + ROW + b"\n" + line)
     assert len(read_log(tmp_path).rows) == 2
     assert [r.getMessage() for r in caplog.records] == [
-        f"skipped 2 damaged lines: {tmp_path.name}/metrics.jsonl (2)"
+        f"skipped 2 damaged lines of {tmp_path.name}/metrics.jsonl"
     ]
 
 

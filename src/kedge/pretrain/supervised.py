@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from kedge.errors import ConfigError, DataError, install_command
+from kedge.errors import DataError
 from kedge.models.end_tokens import eos_token_ids
 from kedge.ops.cpu.patch import Kernels
 from kedge.pretrain.chats import tokenize_chats
@@ -91,29 +90,3 @@ class _WeightsChanged(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         self._kernels.weights_changed()
-
-
-def config_class(kind: Literal["sft", "reward"]) -> Any:
-    """``SFTConfig`` or ``RewardConfig``.
-
-    Raises:
-        ConfigError: TRL is not installed.
-    """
-    try:
-        from trl.trainer.reward_config import RewardConfig
-        from trl.trainer.sft_config import SFTConfig
-    except ImportError as error:
-        raise ConfigError(
-            f"kedge {kind} needs TRL: {install_command('pipeline')} ({error})"
-        ) from error
-    return SFTConfig if kind == "sft" else RewardConfig
-
-
-def defaults() -> dict[str, Any]:
-    """Defaults that differ from TRL's."""
-    options: dict[str, Any] = {"report_to": "none", "logging_steps": 10}
-    if torch.cuda.is_available():
-        return options
-    # transformers accepts bf16 without an accelerator only with use_cpu.
-    cpu = {} if torch.backends.mps.is_available() else {"use_cpu": True}
-    return options | cpu | {"bf16": False, "dataloader_pin_memory": False}

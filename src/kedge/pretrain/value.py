@@ -249,28 +249,3 @@ def check_value(model: ScalarModel, episodes: Sample, index: Sequence[int]) -> d
 def _explained(v: Tensor, g: Tensor) -> float | None:
     spread = float(g.var(unbiased=False)) if len(g) > 1 else 0.0
     return 1 - float((g - v).square().mean()) / spread if spread > 0 else None
-
-
-def worst_tokens(
-    model: ScalarModel, episodes: Sample, index: Sequence[int], tokenizer: Any, count: int = 5
-) -> list[dict[str, Any]]:
-    """The responses' tokens with the largest error: text before it, token, V and G."""
-    worst = []
-    for row in torch.tensor(index).split(1):
-        rollout, returns = _rows(episodes, row)
-        if not len(returns):
-            continue
-        with torch.no_grad():
-            values = _predict(model, rollout).cpu()
-        at = int((values - returns).abs().argmax())
-        slot = int(rollout.loss_mask[0].nonzero()[at, 0])
-        ids = rollout.ids[0].tolist()
-        about = {
-            "before": tokenizer.decode(ids[max(0, slot - 12) : slot]),
-            "token": tokenizer.decode(ids[slot : slot + 1]),
-            "value": round(float(values[at]), 4),
-            "return": round(float(returns[at]), 4),
-        }
-        worst.append(about)
-    worst.sort(key=lambda about: -abs(about["value"] - about["return"]))
-    return worst[:count]

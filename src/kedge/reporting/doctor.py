@@ -161,7 +161,7 @@ def nothing_ends(log: RunLog) -> str | None:
 
 
 @rule
-def sampler_and_learner_disagree(log: RunLog) -> str | None:
+def rollout_engine_and_learner_disagree(log: RunLog) -> str | None:
     """Check precision and temperature of the rollout engine and its weight sync, or set
     sampler_correction="truncate".
     """

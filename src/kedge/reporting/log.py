@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -60,9 +59,7 @@ def read_log(place: str | Path) -> RunLog:
 
     Damaged lines are skipped, with a warning that counts them.
     """
-    skipped = Skipped()
-    rows = [row for row in read_rows(place, skipped) if "objective/scores" in row]
-    skipped.warn()
+    rows = [row for row in read_rows(place) if "objective/scores" in row]
     if not rows:
         raise DataError(f"{log_file(place)} has no training rows (none with objective/scores)")
     return RunLog(Path(place).name, rows, **read_options(log_file(place).parent))
@@ -90,38 +87,28 @@ def log_file(place: str | Path) -> Path:
     return file
 
 
-def read_rows(place: str | Path, skipped: Skipped) -> list[dict[str, float]]:
+def read_rows(place: str | Path) -> list[dict[str, float]]:
     """All rows of the log, including evaluations; only values that are finite numbers."""
-    rows = read_table(log_file(place), skipped)
+    rows = read_table(log_file(place))
     return [
         {k: float(x) for k, x in row.items() if isinstance(x, int | float) and abs(x) <= _LARGEST}
         for row in rows
     ]
 
 
-class Skipped(Counter[Path]):
-    """Counts unreadable lines in the files of a run, for a single warning."""
-
-    def warn(self) -> None:
-        """Log one warning if anything was skipped."""
-        if self.total():
-            files = [f"{file.parent.name}/{file.name} ({n})" for file, n in self.items() if n]
-            if len(files) > 5:
-                files[5:] = [f"and {len(files) - 5} more files"]
-            logger.warning("skipped %d damaged lines: %s", self.total(), ", ".join(files))
-
-
-def read_table(file: Path, skipped: Skipped) -> list[dict[str, Any]]:
-    """The readable JSON objects of a run's file, one per line.
+def read_table(file: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a run's file, one per line; a warning counts lines that are damaged.
 
     Non-finite numbers become None, as Kedge writes them.
     """
     try:
-        lines = file.read_bytes().split(b"\n")
+        lines = [line for line in file.read_bytes().split(b"\n") if line.strip()]
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error}") from error
     rows = [row for line in lines if (row := _parse_row(line)) is not None]
-    skipped[file] += sum(1 for line in lines if line.strip()) - len(rows)
+    if len(rows) < len(lines):
+        count, name = len(lines) - len(rows), f"{file.parent.name}/{file.name}"
+        logger.warning("skipped %d damaged lines of %s", count, name)
     return rows
 
 

@@ -265,19 +265,10 @@ def sync_rows(config: OnPolicyConfig, policy: ModelMemory) -> list[Row]:
         return []
     # vLLM is sent its own precision.
     half = engine.vllm and policy.whole and (config.bf16 or config.fp16)
-    engines = config.vllm_num_engines if engine.several else 1
-    # Copies of engines and the next one; as completed, engines have weights of any age up to lag.
-    lag = config.max_lag
-    lag = min(lag, engines) if config.rollout_schedule == "as_completed" else lag
-    copies = f"up to {max(2, lag + 1)} copies in host memory"
-    if config.max_lag == 0 and engine.per_rank:
-        copies = "without a copy"
-    elif config.in_flight_weight_updates:
-        copies = "up to 2 copies in host memory"
-    sent = (
-        f"{'all weights' if policy.whole else 'the adapter'} in {'16 bits' if half else 'float32'}"
-    )
-    note = f"per iteration: {sent}, {copies}; rollout engines: {engines}"
+    sent = "all weights" if policy.whole else "the adapter"
+    note = f"per iteration: {sent} in {'16 bits' if half else 'float32'}"
+    if engine.several:
+        note += f", to {config.vllm_num_engines} rollout engines"
     return [("weight sync", human(policy.trained * (2 if half else 4)), note)]
 
 

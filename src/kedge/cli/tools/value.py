@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
     flags = parser().parse_args(list(argv))
     _check_flags(flags)
     from kedge.models.load import load_tokenizer
-    from kedge.pretrain.value import check_value, fit_value, read_episodes, split, worst_tokens
+    from kedge.pretrain.value import check_value, fit_value, read_episodes, split
 
     start, say = flags.value_model or flags.model, sys.stdout.write
     tokenizer = load_tokenizer(flags.tokenizer or start)
@@ -69,7 +69,6 @@ def main(argv: Sequence[str]) -> None:
         tokenizer.save_pretrained(folder)
         say(f"kedge: the value model is in {folder}; explained variance before {before}\n")
     check = check_value(model, episodes, index)
-    check["worst_tokens"] = worst_tokens(model, episodes, index, tokenizer)
     say("\n".join(describe(check)) + "\n")
     if folder.is_dir():
         (folder / "value_check.json").write_text(json.dumps(check, indent=1), encoding="utf-8")
