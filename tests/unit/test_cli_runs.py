@@ -21,19 +21,11 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_reward_model(folders, tmp_path, capfd):
-    more = ["--reward_model_path", str(folders / "reward"), "--total_episodes", "8"]
-    assert main(["ppo", *flags(folders, tmp_path, *more, "--stop_token", "eos")]) == 0
-    assert f"the trained model is in {tmp_path}" in capfd.readouterr().out
-    assert (tmp_path / "model.safetensors").is_file()
-    assert (tmp_path / "tokenizer_config.json").is_file()
-    assert [row["episode"] for row in logged(tmp_path)] == [4, 8]
-
-
 def test_a_reward_function_with_dataset_columns_and_evaluation(folders, tmp_path):
     more = ["--reward_funcs", f"{folders}/rewards.py:long", "--max_steps", "2"]
     assert main(["ppo", *flags(folders, tmp_path, *more, "--do_train", "--do_eval")]) == 0
     assert 0 < logged(tmp_path)[0]["objective/scores"] <= 1
+    assert {"model.safetensors", "tokenizer_config.json"} <= {p.name for p in tmp_path.iterdir()}
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0 < last["eval_objective/scores"] <= 1
     table = (tmp_path / "eval_completions" / "step-000002.jsonl").read_text().splitlines()
@@ -139,18 +131,6 @@ def test_an_adapter(folders, tmp_path):
     more = ["--reward_funcs", f"{folders}/rewards.py:long", "--max_steps", "1", "--use_peft"]
     assert main(["ppo", *flags(folders, tmp_path, *more, "--lora_r", "2")]) == 0
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 2
-
-
-def test_an_algorithm_of_ones_own(folders, tmp_path, capfd):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from dataclasses import replace\nfrom kedge import ppo\n\n"
-        "def quiet():\n    print('my own rule')\n    return replace(ppo(), name='quiet')\n"
-    )
-    more = ["--reward_funcs", f"{folders}/rewards.py:long", "--max_steps", "1"]
-    out = tmp_path / "out"
-    assert main(["ppo", *flags(folders, out, *more, "--algorithm", f"{file}:quiet")]) == 0
-    assert "my own rule" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

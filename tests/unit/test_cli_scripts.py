@@ -162,20 +162,6 @@ def test_the_path_of_open_instruct(tmp_path):
     assert "--dataset_mixer_list" in run(script, "--help", "all")
 
 
-def test_grpo_from_the_command_line(folders, tmp_path, capfd):
-    flags_of = [
-        *("grpo", "--model_name_or_path", str(folders / "policy")),
-        *("--dataset_name", str(folders / "data"), "--output_dir", str(tmp_path)),
-        *("--per_device_train_batch_size", "8", "--max_completion_length", "5", "--beta", "0.04"),
-        *("--num_generations", "4", "--max_steps", "2", "--logging_steps", "1"),
-        *("--reward_funcs", f"{folders}/rewards.py:long", "--num_sample_generations", "0"),
-    ]
-    assert main(flags_of) == 0
-    assert [row["episode"] for row in logged(tmp_path)] == [8, 16]
-    assert main([*flags_of, "--value_model_path", str(folders / "reward")]) == 2
-    assert "has no value model" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("command", ["ppo", "rloo", "grpo"])
 def test_the_usual_mixture_of_rewards(folders, tmp_path, command):
     """0.5 x the model + 3 x the verifier that a row names; -7 where a response did not stop."""

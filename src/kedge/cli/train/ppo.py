@@ -228,10 +228,12 @@ def find_reward(options: Options, policy: str) -> str | None:
     if any((*others, config.environment, config.reward_adapter)):
         return None
     if not script.dummy_reward or "reward_model_path" in given:
+        left_out = " (--reward_model_multiplier 0 leaves out the model)" * (
+            "reward_model_path" in given
+        )
         raise ConfigError(
-            "no reward is given: add --reward_model_path (with --reward_model_multiplier above 0),"
-            " --reward_funcs file.py:function, --apply_verifiable_reward, or --dummy_reward to try"
-            " a run with a random one"
+            f"no reward is given{left_out}: add --reward_model_path, --reward_funcs"
+            " file.py:function, or --dummy_reward to try a run with a random one"
         )
     note(
         "no --reward_model_path or --reward_funcs given: using a dummy reward, a randomly"
