@@ -10,7 +10,7 @@ import pytest
 from kedge import GRPOConfig
 from kedge.cli.arguments import parse
 from kedge.cli.data import Splits, load_prompts
-from kedge.cli.main import guarded
+from kedge.cli.main import run_command
 from kedge.cli.tools.plan import plan
 from kedge.cli.train.ppo import (
     build_rewards,
@@ -182,7 +182,7 @@ def test_control_codes_of_an_error_do_not_reach_the_terminal(capsys):
     def fails(argv):
         raise ConfigError("the server said\n\x1b[31mred\x07 é")
 
-    assert guarded(fails, [], name="kedge") == 2
+    assert run_command(fails, [], name="kedge") == 2
     assert capsys.readouterr().err == "kedge: error: the server said \\x1b[31mred\\x07 é\n"
 
 

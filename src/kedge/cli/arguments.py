@@ -98,7 +98,7 @@ class ModelArguments(ModelConfig, metaclass=ConfigType):
 
 
 @dataclass
-class ModelArgumentsBeside(ModelArguments):
+class ModelArgumentsWithoutTrust(ModelArguments):
     """``ModelArguments`` for a config that has its own ``trust_remote_code``."""
 
     trust_remote_code: bool = field(default=False, init=False)
@@ -141,7 +141,7 @@ class Parser(ConfigParser):
 
     def __init__(self, kinds: tuple[Any, Any], **options: Any) -> None:
         has_trust = any(f.name == "trust_remote_code" for f in fields(kinds[1]))
-        model = ModelArgumentsBeside if has_trust else ModelArguments
+        model = ModelArgumentsWithoutTrust if has_trust else ModelArguments
         super().__init__((*kinds, model), allow_abbrev=False, formatter_class=Help, **options)
         self.nullable = nullable((*kinds, model))
         idle = {
@@ -245,7 +245,7 @@ def parse(
         ConfigError: an unknown flag or key (the message suggests the nearest), or an invalid value.
     """
     (script, settings, model), given = read(parser(prog, config), argv, defaults)
-    if isinstance(model, ModelArgumentsBeside):
+    if isinstance(model, ModelArgumentsWithoutTrust):
         model.trust_remote_code = settings.trust_remote_code
     _check(model)
     return Options(script=script, config=settings, model=model, given=given)

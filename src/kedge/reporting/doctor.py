@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import correlation, fmean, median
 
 from kedge.reporting.log import RunLog, responses, responses_per_batch, score_change
 
@@ -436,7 +436,4 @@ LIVE: tuple[Rule, ...] = (fewer_responses_end,)  # shown during a run, too
 
 
 def _correlation(x: list[float], y: list[float]) -> float:
-    mx, my = fmean(x), fmean(y)
-    dx, dy = [a - mx for a in x], [b - my for b in y]
-    scale = (sum(a * a for a in dx) * sum(b * b for b in dy)) ** 0.5
-    return sum(a * b for a, b in zip(dx, dy, strict=True)) / scale if scale else 0.0
+    return correlation(x, y) if len({*x}) > 1 and len({*y}) > 1 else 0.0

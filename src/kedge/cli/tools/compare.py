@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from kedge.cli.flags import Flags
+from kedge.cli.flags import Flags, print_table
 from kedge.errors import ConfigError, install_command
 from kedge.reporting.curves import draw_panels
 from kedge.reporting.log import AXES, Band, RunLog, band, ends, read_log
@@ -54,18 +54,18 @@ def kind(word: str) -> tuple[str, list[RunLog]]:
 
 def show(kinds: dict[str, list[RunLog]], metrics: Sequence[str]) -> None:
     """Mean and range of the first and the last fifth of every run."""
-    from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column
 
-    table = Table(title="first fifth -> last fifth of each run", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for name, runs in kinds.items():
-        table.add_column(name + (f" ({len(runs)} runs)" if len(runs) > 1 else ""), overflow="fold")
+    names = [
+        name + (f" ({len(runs)} runs)" if len(runs) > 1 else "") for name, runs in kinds.items()
+    ]
+    head = [Column(no_wrap=True), *(Column(name, overflow="fold") for name in names)]
+    rows = []
     for metric in metrics:
-        cells = []
+        cells = [metric]
         for runs in kinds.values():
             start, end = ends(runs, metric, at="start"), ends(runs, metric)
             spread = f" ({end[1]:.3g} .. {end[2]:.3g})" if end and len(runs) > 1 else ""
             cells.append(f"{start[0]:.3g} -> {end[0]:.3g}{spread}" if start and end else "-")
-        table.add_row(metric, *cells)
-    Console().print(table)
+        rows.append(cells)
+    print_table("first fifth -> last fifth of each run", rows, head)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kedge.cli.flags import Flags
+from kedge.cli.flags import Flags, print_table
 from kedge.errors import ConfigError, DataError
 from kedge.judges import Endpoint, FunctionJudge, ScoreJudge, match
 from kedge.judges.base import Judge
@@ -178,22 +178,19 @@ def _column(rows: list[dict[str, Any]], name: str, file: str) -> list[str]:
 
 def show(summary: dict[str, Any]) -> None:
     """Print the table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"judged by {summary['judge']}", show_header=False, title_justify="left")
     low, high = summary["win_rate_low"], summary["win_rate_high"]
-    table.add_row("win rate", f"{summary['win_rate']:.1%}  ({low:.1%} .. {high:.1%})")
     controlled = summary["length_controlled_win_rate"]
-    shown = "-" if controlled is None else f"{controlled:.1%}"
-    table.add_row("at equal length", shown)
     counts = ("wins", "losses", "ties", "invalid")
-    table.add_row(" / ".join(counts), " / ".join(str(summary[n]) for n in counts))
-    table.add_row("first answer preferred", f"{summary['first_preferred']:.1%}")
+    rows = [
+        ("win rate", f"{summary['win_rate']:.1%}  ({low:.1%} .. {high:.1%})"),
+        ("at equal length", "-" if controlled is None else f"{controlled:.1%}"),
+        (" / ".join(counts), " / ".join(str(summary[n]) for n in counts)),
+        ("first answer preferred", f"{summary['first_preferred']:.1%}"),
+    ]
     if summary["prompt_tokens"] or summary["cached"]:  # a judge with usage counts
         tokens = f"{summary['prompt_tokens']:,} / {summary['completion_tokens']:,}"
         cached = f"{summary['cached']} answers from the cache"
-        table.add_row("tokens read / written", f"{tokens}; {cached}")
+        rows.append(("tokens read / written", f"{tokens}; {cached}"))
     if "cost" in summary:
-        table.add_row("cost", f"{summary['cost']:.4f}")
-    Console().print(table)
+        rows.append(("cost", f"{summary['cost']:.4f}"))
+    print_table(f"judged by {summary['judge']}", rows)

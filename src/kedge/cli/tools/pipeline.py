@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kedge.cli.flags import Flags
+from kedge.cli.flags import Flags, print_table
 from kedge.cli.main import find_module, load_command
 from kedge.cli.train import ppo
 from kedge.errors import ConfigError, KedgeError
@@ -400,20 +400,17 @@ def results(runs: Sequence[Sequence[Stage]]) -> list[dict[str, Any]]:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    seeds = len(rows[0]["each"])
-    title = "win rates" if seeds == 1 else f"win rates, mean of {seeds} seeds"
-    table = Table("stage", "win rate", "95%", "at equal length", title=title, title_justify="left")
-    table.add_column("each seed")
+    seeds, cells = len(rows[0]["each"]), []
     for row in rows:
         controlled = row["length_controlled_win_rate"]
-        table.add_row(
-            row["stage"],
-            f"{row['win_rate']:.1%}",
-            f"{row['win_rate_low']:.1%} .. {row['win_rate_high']:.1%}",
-            "-" if controlled is None else f"{controlled:.1%}",
-            ", ".join(f"{x:.1%}" for x in row["each"]),
+        cells.append(
+            (
+                row["stage"],
+                f"{row['win_rate']:.1%}",
+                f"{row['win_rate_low']:.1%} .. {row['win_rate_high']:.1%}",
+                "-" if controlled is None else f"{controlled:.1%}",
+                ", ".join(f"{x:.1%}" for x in row["each"]),
+            )
         )
-    Console().print(table)
+    title = "win rates" if seeds == 1 else f"win rates, mean of {seeds} seeds"
+    print_table(title, cells, ("stage", "win rate", "95%", "at equal length", "each seed"))

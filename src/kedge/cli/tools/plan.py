@@ -23,9 +23,9 @@ import torch
 from kedge.algorithms import Algorithm
 from kedge.cli.arguments import Options, parse, parser
 from kedge.cli.data import load_prompts
-from kedge.cli.flags import Flags
+from kedge.cli.flags import Flags, print_table
 from kedge.cli.train import async_ppo
-from kedge.cli.train.ppo import Names, load_algorithm, load_tokenizer, model_names
+from kedge.cli.train.ppo import ModelPaths, load_algorithm, load_tokenizer, model_names
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import elsewhere, find_engine
@@ -201,10 +201,7 @@ def show(
     from rich.table import Table
 
     config, console = options.config, Console()
-    sizes = Table(title="sizes", show_header=False, title_justify="left")
-    for row in size_rows(config, batches, facts) + sync_rows(config, models[0]):
-        sizes.add_row(*row)
-    console.print(sizes)
+    print_table("sizes", size_rows(config, batches, facts) + sync_rows(config, models[0]))
     # Eight columns have to fit into the 80 characters of a plain terminal.
     table = Table(title="memory per process, estimated", title_justify="left")
     table.box, table.padding, table.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
@@ -489,7 +486,9 @@ class Estimate:
         prompt: tokens of the longest prompt.
     """
 
-    def __init__(self, options: Options, batches: BatchSizes, names: Names, prompt: int) -> None:
+    def __init__(
+        self, options: Options, batches: BatchSizes, names: ModelPaths, prompt: int
+    ) -> None:
         config = self.config = options.config
         self.options, self.batches, self.names = options, batches, names
         self.read = partial(read_config, trust_remote_code=options.model.trust_remote_code)

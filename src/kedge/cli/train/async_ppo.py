@@ -168,7 +168,7 @@ def apply_template(tokenizer: Any, config: AsyncPPOConfig) -> Any:
     return tokenizer
 
 
-def load_chat_tokenizer(options: Options, names: ppo.Names) -> Any:
+def load_chat_tokenizer(options: Options, names: ppo.ModelPaths) -> Any:
     """The tokenizer, with the chat template that the options name."""
     config = options.config
     name = config.tokenizer_name_or_path or names.tokenizer

@@ -164,7 +164,7 @@ def build(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
+class ModelPaths:
     """Folders or hub names; ``reward`` is None if only reward functions score."""
 
     policy: str
@@ -172,7 +172,7 @@ class Names:
     reward: str | None
 
 
-def model_names(options: Options) -> Names:
+def model_names(options: Options) -> ModelPaths:
     """Which folder or hub name is the policy, the tokenizer and the reward model.
 
     The policy is ``sft_model_path`` if given, else ``model_name_or_path``.  With ``dummy_reward``
@@ -200,7 +200,7 @@ def model_names(options: Options) -> Names:
         outside_hub = name.startswith((".", "/", "~")) or name.count("/") > 1
         if outside_hub and not Path(name).expanduser().is_dir():
             raise ConfigError(f"cannot load the model {name!r}: the folder does not exist")
-    return Names(policy=policy, tokenizer=tokenizer, reward=reward)
+    return ModelPaths(policy=policy, tokenizer=tokenizer, reward=reward)
 
 
 # Weight -> the flag it needs to have any effect.
