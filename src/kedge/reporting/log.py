@@ -43,15 +43,15 @@ class RunLog:
         values = [row[metric] for row in self.rows if metric in row]
         return [x for x in values if math.isfinite(x)]
 
-    def first(self, metric: str, share: float = 0.2) -> float | None:
-        """Mean over the first ``share`` of the run, at least one row; None without the metric."""
+    def first(self, metric: str, share: float = 0.2) -> float:
+        """Mean over the first ``share`` of the run, at least one row; NaN without the metric."""
         values = self.series(metric)
-        return fmean(values[: max(1, round(len(values) * share))]) if values else None
+        return fmean(values[: max(1, round(len(values) * share))]) if values else math.nan
 
-    def last(self, metric: str, share: float = 0.2) -> float | None:
-        """Mean over the last ``share`` of the run, at least one row; None without the metric."""
+    def last(self, metric: str, share: float = 0.2) -> float:
+        """Mean over the last ``share`` of the run, at least one row; NaN without the metric."""
         values = self.series(metric)
-        return fmean(values[-max(1, round(len(values) * share)) :]) if values else None
+        return fmean(values[-max(1, round(len(values) * share)) :]) if values else math.nan
 
 
 def read_log(place: str | Path) -> RunLog:
@@ -141,29 +141,22 @@ def read_objects(file: Path) -> list[dict[str, Any]]:
     return objects
 
 
-def score_change(log: RunLog) -> tuple[float, float, float] | None:
+def score_change(log: RunLog) -> tuple[float, float, float]:
     """Mean score over the first and last fifth of a run, and the standard error of such a mean.
 
-    None without scores, their deviation and the number of responses.
+    The error is NaN without the scores' deviation and the number of responses.
     """
-    start, end = log.first("objective/scores"), log.last("objective/scores")
-    spread, batch = log.first("objective/scores_std"), responses_per_batch(log)
-    if start is None or end is None or not spread or not batch:
-        return None
-    return start, end, spread / (batch * max(1, round(len(log.rows) * 0.2))) ** 0.5
+    responses = responses_per_batch(log) * max(1, round(len(log.rows) * 0.2))
+    noise = (log.first("objective/scores_std") or math.nan) / responses**0.5
+    return log.first("objective/scores"), log.last("objective/scores"), noise
 
 
-def responses(log: RunLog) -> str:
-    """Responses sampled so far, as text."""
-    return f"{max(log.series('episode'), default=0):,.0f}"
-
-
-def responses_per_batch(log: RunLog) -> float | None:
-    """Responses per iteration."""
+def responses_per_batch(log: RunLog) -> float:
+    """Responses per iteration; NaN if they were not logged."""
     episodes = log.series("episode")
     if len(episodes) == 1:
-        return episodes[0]
-    return min((b - a for a, b in pairwise(episodes) if b > a), default=None)
+        return episodes[0] or math.nan
+    return min((b - a for a, b in pairwise(episodes) if b > a), default=math.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,5 +192,5 @@ def ends(
 ) -> tuple[float, float, float] | None:
     """Mean, minimum and maximum over the runs of the mean of each run's last (or first) fifth."""
     means = [run.last(metric) if at == "end" else run.first(metric) for run in runs]
-    values = [x for x in means if x is not None]
+    values = [x for x in means if not math.isnan(x)]
     return (fmean(values), min(values), max(values)) if values else None
