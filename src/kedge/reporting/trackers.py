@@ -166,12 +166,9 @@ class HubTables:
 
 def build_tables(callbacks: Callbacks) -> TableLogger:
     """The tracker that sends tables to the services in ``report_to``."""
-
-    def open_writer() -> Any:
-        tensorboard = [c for c in callbacks.handler.callbacks if isinstance(c, TensorBoardCallback)]
-        return tensorboard[0].tb_writer if tensorboard else None
-
-    return TableLogger(build_services(callbacks), tensorboard=open_writer)
+    boards = [c for c in callbacks.handler.callbacks if isinstance(c, TensorBoardCallback)]
+    services = build_services(callbacks)
+    return TableLogger(services, tensorboard=lambda: boards[0].tb_writer if boards else None)
 
 
 def build_trackers(
@@ -215,9 +212,9 @@ def link(callbacks: Callbacks, args: Any) -> None:
     if not callbacks.state.is_world_process_zero:
         return
     links = run_links(build_services(callbacks))
-    pushes = [c for c in callbacks.handler.callbacks if isinstance(c, PushOnSave)]
-    if pushes:
-        links["hub"] = pushes[0].hub.url
+    for callback in callbacks.handler.callbacks:
+        if isinstance(callback, PushOnSave):
+            links["hub"] = callback.hub.url
     for tracker in getattr(callbacks.tracker, "trackers", ()):
         if isinstance(tracker, HubTables):
             links["completions"] = tracker.hub.url

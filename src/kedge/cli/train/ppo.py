@@ -228,9 +228,8 @@ def find_reward(options: Options, policy: str) -> str | None:
     if any((*others, config.environment, config.reward_adapter)):
         return None
     if not script.dummy_reward or "reward_model_path" in given:
-        left_out = " (--reward_model_multiplier 0 leaves out the model)" * (
-            "reward_model_path" in given
-        )
+        model = "reward_model_path" in given
+        left_out = " (--reward_model_multiplier 0 leaves out the model)" if model else ""
         raise ConfigError(
             f"no reward is given{left_out}: add --reward_model_path, --reward_funcs"
             " file.py:function, or --dummy_reward to try a run with a random one"
