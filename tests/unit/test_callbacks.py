@@ -13,11 +13,10 @@ from transformers.trainer_callback import ExportableState
 from kedge.checkpoint import checkpoint
 from kedge.errors import CheckpointError, ConfigError
 from kedge.loop.hooks import StepReport
-from kedge.reporting.base import Memory
 from kedge.reporting.trackers import build_tables
 from kedge.trainers.run.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
 from kedge.types import PromptBatch, Rollout
-from tests.unit.callback_runs import Run, Spy, StopAt, args
+from tests.unit.callback_runs import Memory, Run, Spy, StopAt, args
 
 # Since 5.4, transformers evaluates after the last step of seven, too.
 LAST = (7,) if Version(transformers.__version__) >= Version("5.4") else ()
