@@ -130,11 +130,6 @@ BAD = [
         "num_generations=1 must be at least 2: this algorithm compares responses to the same "
         "prompt",
     ),
-    ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 must be at least 1"),
-    (
-        {"per_device_train_batch_size": 8, "total_episodes": 0},
-        "total_episodes=0 must be at least 1",
-    ),
     (
         {"per_device_train_batch_size": 8, "num_train_epochs": 0.0, "dataset_rows": 8},
         "num_train_epochs=0.0 must be above 0",

@@ -286,15 +286,13 @@ class HFLearner:
         """The forward pass over rows on the host; its output is on the device of the models."""
         request = build_request(
             self.module.parts,
-            (rows.prompt_ids, rows.prompt_mask),
-            (rows.ids, rows.response_mask),
+            rows,
             rows.loss_mask,
-            self.settings.constraints(rows.loss_mask, rows.allowed_tokens),
-            device=self.device,
+            self.settings,
+            self.device,
             value_slots=rows.value_mask if values and self.value is not None else None,
             policy=policy,
             only_value=only_value,
-            entropy_grad=self.settings.entropy_grad,
         )
         with self.accelerator.autocast():
             output: ForwardOutput = self.module(request)

@@ -25,7 +25,7 @@ from kedge.models.packing import JoinedInput, place
 from kedge.models.shared_base import AdapterValue
 from kedge.models.value_head import ScalarHead, ScalarModel
 from kedge.ops.linear_logprob import TokenConstraints, linear_kl, linear_logprob
-from kedge.types import Rollout
+from kedge.types import Experience, Rollout
 
 Value = ScalarModel | AdapterValue | ScalarHead
 
@@ -88,54 +88,53 @@ class ForwardRequest:
 
 def build_request(
     parts: LanguageModelParts,
-    prompts: tuple[Tensor, Tensor],
-    responses: tuple[Tensor, Tensor],
+    rows: Rollout | Experience,
     tokens: Tensor,
-    constraints: TokenConstraints,
-    *,
+    settings: LearnerSettings,
     device: torch.device,
+    *,
     value_slots: Tensor | None = None,
     last_values: bool = False,
     policy: bool = True,
     only_value: bool = False,
-    entropy_grad: bool = False,
 ) -> ForwardRequest:
     """A request on ``device`` for rows on the host; see ``ForwardRequest``.
 
     Args:
         parts: backbone and head of the policy.
-        prompts: ids int64 [b, P] and mask bool [b, P].
-        responses: ids int64 [b, R] and response mask bool [b, R].
+        rows: b rows of prompts and responses.
         tokens: bool [b, R]; response tokens to compute log-probabilities of.
-        constraints: temperature and allowed tokens at these tokens.
+        settings: of these log-probabilities.
         device: where the models are.
         value_slots: bool [b, R]; compute the value of the state before each.
         last_values: append the values of the b states after the last token.
         policy: compute log-probabilities.
         only_value: no gradient for the policy.
-        entropy_grad: the entropies have a gradient.
     """
-    packed = parts.pack(*prompts, *responses)
-    states = packed.states(tokens)
-    value_states = value_index = None
-    if value_slots is not None:
-        value_states = packed.states(value_slots)
-        if last_values:
-            value_states = torch.cat([value_states, packed.ends])
-        value_states = value_states.to(device)
-        value_index = value_slots.flatten().nonzero()[:, 0].to(device)
+    if isinstance(rows, Rollout):
+        prompts = rows.prompts.ids, rows.prompts.mask
+    else:
+        prompts = rows.prompt_ids, rows.prompt_mask
+    packed = parts.pack(*prompts, rows.ids, rows.response_mask)
+    value_states = None if value_slots is None else packed.states(value_slots)
+    if value_states is not None and last_values:
+        value_states = torch.cat([value_states, packed.ends])
+
+    def flat(mask: Tensor) -> Tensor:
+        return mask.flatten().nonzero()[:, 0].to(device)
+
     return ForwardRequest(
         packed=packed.to(device),
-        states=states.to(device),
-        targets=responses[0][tokens].to(device),
-        slots=tokens.flatten().nonzero()[:, 0].to(device),
-        constraints=constraints.to(device),
+        states=packed.states(tokens).to(device),
+        targets=rows.ids[tokens].to(device),
+        slots=flat(tokens),
+        constraints=settings.constraints(tokens, rows.allowed_tokens).to(device),
         shape=tokens.shape,
-        value_states=value_states,
-        value_slots=value_index,
+        value_states=None if value_states is None else value_states.to(device),
+        value_slots=None if value_slots is None else flat(value_slots),
         policy=policy,
         only_value=only_value,
-        entropy_grad=entropy_grad,
+        entropy_grad=settings.entropy_grad,
     )
 
 
@@ -307,9 +306,17 @@ def _compute_rows(
     models: Models, rollout: Rollout, names: set[str], settings: LearnerSettings
 ) -> dict[str, Tensor]:
     module, reference, device = models
-    policy = bool(names & {"logprobs", "full_kl"})
-    request = _build_request(
-        module.parts, rollout, settings, device, values="values" in names, policy=policy
+    mask = rollout.response_mask  # [b, R]
+    before = torch.arange(mask.shape[1], device=mask.device) <= mask.sum(1)[:, None]
+    request = build_request(
+        module.parts,
+        rollout,
+        mask,
+        settings,
+        device,
+        value_slots=before if "values" in names else None,  # and one slot after each response
+        last_values=True,
+        policy=bool(names & {"logprobs", "full_kl"}),
     )
     output: ForwardOutput = module(request)
 
@@ -340,36 +347,11 @@ def _compute_rows(
     return {name: x.float() for name, x in outputs.items()}
 
 
-def _build_request(
-    parts: LanguageModelParts,
-    rollout: Rollout,
-    settings: LearnerSettings,
-    device: torch.device,
-    *,
-    values: bool = False,
-    policy: bool = True,
-) -> ForwardRequest:
-    mask, slots = rollout.response_mask, None
-    if values:
-        slots = torch.arange(mask.shape[1], device=mask.device) <= mask.sum(1)[:, None]
-    return build_request(
-        parts,
-        (rollout.prompts.ids, rollout.prompts.mask),
-        (rollout.ids, mask),
-        mask,
-        settings.constraints(mask, rollout.allowed_tokens),
-        device=device,
-        value_slots=slots,
-        last_values=values,
-        policy=policy,
-    )
-
-
 def reference_logprobs(
     reference: Reference, rollout: Rollout, settings: LearnerSettings, device: torch.device
 ) -> Tensor:
     """Reference log-probabilities of the rows of a rollout on the host: float32 [B, R]."""
     with reference.active() as parts:
-        request = _build_request(parts, rollout, settings, device)
+        request = build_request(parts, rollout, rollout.response_mask, settings, device)
         logprobs, _ = request.logprobs(parts, request.hidden(parts))
     return request.tokens(logprobs)

@@ -263,9 +263,6 @@ def optimize(  # noqa: C901, PLR0913
 _OF_TOKENS = ("val/ratio", "policy/entropy_avg", "policy/approxkl_avg", "policy/policykl_avg")
 
 
-_OF_TOKENS = ("val/ratio", "policy/entropy_avg", "policy/approxkl_avg", "policy/policykl_avg")
-
-
 def _mean_over_steps(history: list[dict[str, float]]) -> dict[str, float]:
     """Means over the optimizer steps of an iteration."""
     names = {name: None for step in history for name in step}
