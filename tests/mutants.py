@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 
 MATH, LOOP = "tests/unit/test_math.py", "tests/unit/test_loop.py"
 COMPLETED = "tests/property/test_as_completed.py"
-NPLUS = "tests/reference/test_nplus_ppo.py tests/reference/test_nplus_losses.py"
+NPLUS = "tests/reference/test_nplus_ppo.py"
+UPDATE = "tests/reference/test_whole_update.py -k formula[ppo]"
 RULES = f"tests/unit/test_algorithms.py {MATH}"
 GROUPS = "tests/unit/test_algorithms_engine.py"
 FAILURES = "tests/e2e/test_failures.py"
@@ -105,14 +106,14 @@ MUTANTS = [
         "algorithms/ppo.py",
         "else rewards - kl_coef * kl",
         "else rewards + kl_coef * kl",
-        NPLUS,
+        UPDATE,
     ),
     Mutant(
         "returns from whitened advantages",
         "algorithms/ppo.py",
         "returns = (target + values) * value_mask",
         "returns = (whiten(target, mask, total=e.total) + values) * value_mask",
-        NPLUS,
+        UPDATE,
     ),
     Mutant(
         "value loss over the policy's mask",
@@ -252,7 +253,7 @@ MUTANTS = [
         "loop/stages.py",
         "for x in (too_old, rejected) if x",
         "for rejected in [None] for x in (too_old,) if x",
-        "tests/unit/test_importance.py",
+        "tests/reference/test_whole_update.py -k rejected",
     ),
     Mutant(
         "tokens are stale as their row is",
