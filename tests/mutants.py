@@ -55,7 +55,7 @@ MUTANTS = [
     Mutant(
         "whitening per rank",
         "math/masked.py",
-        "mean = masked_mean(x, mask, total=total)",
+        "mean = masked_mean(x, mask, all_reduce=all_reduce)",
         "mean = masked_mean(x, mask)",
         MATH,
     ),
@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant(
         "weights sum to one per row",
         "math/loss_weights.py",
-        "return mask / _count(mask, total)",
+        "return mask / _count(mask, all_reduce)",
         "return mask / mask.sum(1, keepdim=True).clamp(min=1)",
         MATH,
     ),
@@ -112,7 +112,7 @@ MUTANTS = [
         "returns from whitened advantages",
         "algorithms/ppo.py",
         "returns = (target + values) * value_mask",
-        "returns = (whiten(target, mask, total=e.total) + values) * value_mask",
+        "returns = (whiten(target, mask, all_reduce=e.all_reduce) + values) * value_mask",
         UPDATE,
     ),
     Mutant(
@@ -126,7 +126,7 @@ MUTANTS = [
         "micro-batches weighted one by one",
         "loop/micro_batches.py",
         "token_weight=token[part],",
-        "token_weight=token_weights(step.rows(part).loss_mask, total),",
+        "token_weight=token_weights(step.rows(part).loss_mask, all_reduce),",
         NPLUS,
     ),
     Mutant(
@@ -300,14 +300,14 @@ MUTANTS = [
     Mutant(
         "rewards clipped before they are normalized",
         "algorithms/common.py",
-        "whole, factor = standardize(whole, valid, total=e.total),",
+        "whole, factor = standardize(whole, valid, all_reduce=e.all_reduce),",
         "whole, factor = standardize(whole if clip is None else whole.clamp(-1, 1), valid),",
         RULES,
     ),
     Mutant(
         "advantages normalized per rank",
         "algorithms/rloo.py",
-        "standardize(centered, compared, total=e.total)",
+        "standardize(centered, compared, all_reduce=e.all_reduce)",
         "standardize(centered, compared)",
         RULES,
     ),

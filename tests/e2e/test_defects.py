@@ -120,21 +120,6 @@ def test_d14_train_returns_and_stops_when_told() -> None:
     assert done.metrics["episode"] == 4
 
 
-def test_d15_evaluation_happens_when_asked_for() -> None:
-    spy = Spy()
-    trainer = small(
-        eval_dataset=PROMPTS[:3],
-        eval_strategy="steps",
-        eval_steps=2,
-        total_episodes=16,
-        callbacks=[spy],
-    )
-    trainer.train()
-    assert spy.events.count("on_evaluate") == 2
-    evaluated = [row for row in trainer.state.log_history if "eval_objective/scores" in row]
-    assert [row["step"] for row in evaluated] == [2, 4]
-
-
 def test_d16_a_seed_gives_the_same_run() -> None:
     import random
 
@@ -198,27 +183,6 @@ def test_d19_a_custom_stop_id_counts_as_an_end() -> None:
 def test_d20_stop_token_id_zero_is_an_id() -> None:
     assert small(stop_token=None, stop_token_id=0).engine.sampling.stop_ids == (0,)
     assert small(stop_token="eos", stop_token_id=5).engine.sampling.stop_ids == (0, 5)
-
-
-def test_d22_d23_no_model_is_asked_for_all_layers_or_logits() -> None:
-    trainer = small(num_ppo_epochs=1, total_episodes=4, preflight=False)
-    asked: list[dict[str, Any]] = []
-    wide: list[int] = []
-
-    def watch(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        asked.append(kwargs)
-        if getattr(out, "logits", None) is not None:
-            wide.append(out.logits.shape[1])
-
-    learner = trainer.engine.learner
-    for model in (trainer.model, trainer.value_model, learner.reference.model):
-        for part in (model, model.gpt_neox):
-            part.register_forward_hook(watch, with_kwargs=True)
-        model.config.output_hidden_states = False
-    trainer.train()
-    assert asked
-    assert not any(kwargs.get("output_hidden_states") for kwargs in asked)
-    assert set(wide) <= {1}  # sampling alone makes logits, of the last position
 
 
 def test_d31_the_value_continues_a_response_that_was_cut_off() -> None:

@@ -172,7 +172,7 @@ def test_row_46_four_passes_in_fresh_order_and_one_normalizer() -> None:
     class Watch:
         version, rank, world_size, shares_prompts = 0, 0, 1, False
 
-        def total(self, x: Tensor) -> Tensor:
+        def all_reduce(self, x: Tensor) -> Tensor:
             return x
 
         def optimizer_step(self, step: Any, loss: Any, **options: Any) -> dict[str, float]:

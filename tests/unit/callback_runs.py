@@ -52,7 +52,7 @@ class Run(run.Run):
             trainer=self,
             args=arguments,
             engine=SimpleNamespace(batch_sizes=sizes),
-            learner=SimpleNamespace(world_size=1, total=lambda x: x),
+            learner=SimpleNamespace(world_size=1, all_reduce=lambda x: x),
             callbacks=Callbacks(arguments, callbacks, tracker=self.memory),
             evaluator=SimpleNamespace(sets=[1]),
             tokenizer=None,

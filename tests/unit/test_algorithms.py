@@ -71,15 +71,15 @@ def test_advantages_are_normalized_over_all_ranks() -> None:
             return x
 
         whole = algorithm.compute_advantages(
-            evidence(scores, group, kl=kl, total=note), 0.5
+            evidence(scores, group, kl=kl, all_reduce=note), 0.5
         ).advantages
         for own in (slice(0, 4), slice(4, 8)):
             coming = iter(sums)  # what both ranks together would find
 
-            def total(x: Tensor, coming: Any = coming) -> Tensor:
+            def all_reduce(x: Tensor, coming: Any = coming) -> Tensor:
                 return next(coming)
 
-            part = evidence(scores[own], group[own], kl=kl[own], total=total)
+            part = evidence(scores[own], group[own], kl=kl[own], all_reduce=all_reduce)
             found = algorithm.compute_advantages(part, 0.5).advantages
             torch.testing.assert_close(found, whole[own])
 

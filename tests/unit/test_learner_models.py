@@ -17,7 +17,6 @@ from kedge.models.packing import by_length, padding_budget
 from kedge.models.value_head import (
     ScalarHead,
     load_value,
-    save_value,
     scalar_model,
 )
 from kedge.testing import tiny_policy, tiny_reward_model
@@ -104,13 +103,13 @@ def test_reference_copy_does_not_move():
 
 def test_value_models_and_heads_come_back_from_disk(tmp_path):
     model = load_value(tiny_reward_model())
-    save_value(model, tmp_path / "model")
+    model.save(tmp_path / "model")
     loaded = load_value(str(tmp_path / "model"))
     assert fingerprint(dict(loaded.named_parameters())) == fingerprint(
         dict(model.named_parameters())
     )
     head = ScalarHead(8, init="normal")
-    save_value(head, tmp_path / "head")
+    head.save(tmp_path / "head")
     assert [p.name for p in (tmp_path / "head").iterdir()] == ["value_head.safetensors"]
     x = torch.randn(3, 8)
     restored = ScalarHead(8)

@@ -98,13 +98,10 @@ def test_compiled_backbones_give_the_same_numbers():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda x: x[:1].clone(), r"has the shape \(1,.*it must be"),
-        (lambda x: x.reshape(-1), "has the shape"),
-        (lambda x: x.double(), "is torch.float64, it must be torch.float32"),
-        (lambda x: x.long(), "is torch.int64"),
-        (lambda x: 3.0, "is 3.0, not a tensor"),
-        (lambda x: None, "is None, not a tensor"),
-        (None, "is missing"),
+        (lambda x: x[:1].clone(), r"torch.float32 \(1,"),
+        (lambda x: x.double(), "torch.float64"),
+        (lambda x: 3.0, "3.0"),
+        (None, "None"),
     ],
 )
 def test_an_optimizer_state_that_does_not_fit_is_refused(options, change, said):
@@ -121,7 +118,7 @@ def test_an_optimizer_state_that_does_not_fit_is_refused(options, change, said):
     else:
         one[name] = change(one[name])
     with pytest.raises(
-        DamagedCheckpointError, match=rf"state/{index}/{name} {said}.*of the weight"
+        DamagedCheckpointError, match=rf"state/{index}/{name} must be .*, got {said}.*of the weight"
     ):
         second.load_state_dict(state)
 

@@ -209,13 +209,6 @@ def test_one_turn_per_response(make: Callable[..., Algorithm]) -> None:
         torch.testing.assert_close(by_turn, by_token, rtol=1e-5, atol=1e-5)
 
 
-def test_rewards_of_turns_sum_to_the_score() -> None:
-    e = batch()
-    out = rloo().compute_advantages(e, 0.0)
-    assert e.rollout.episodes is not None
-    torch.testing.assert_close(out.rewards[:7], e.rollout.episodes.rewards[:7], atol=1e-6, rtol=0)
-
-
 def test_helpers_by_hand() -> None:
     turn = torch.tensor([[0, 0, -1, 1, 2, 2], [-1, 0, 0, 0, -1, -1]])
     x = torch.tensor([[1.0, 2, 4, 8, 16, 32], [1, 2, 4, 8, 16, 32]])

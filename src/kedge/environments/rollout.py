@@ -124,9 +124,9 @@ class EnvironmentRollouts:
         return self.engine.shares_weights
 
     @property
-    def logprobs(self) -> Literal["sampled", "raw", "none"]:
+    def logprob_kind(self) -> Literal["sampled", "raw", "none"]:
         """What the engine's log-probabilities are of."""
-        return self.engine.logprobs
+        return self.engine.logprob_kind
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
         """Load them into the engine."""

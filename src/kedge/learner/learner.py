@@ -17,7 +17,12 @@ from transformers import TrainingArguments
 
 from kedge.errors import ConfigError, KedgeError
 from kedge.learner import optim
-from kedge.learner.distributed import accelerator_for, all_gather_rows, broadcast_parameters, total
+from kedge.learner.distributed import (
+    accelerator_for,
+    all_gather_rows,
+    all_reduce,
+    broadcast_parameters,
+)
 from kedge.learner.learner_state import WeightCopier, full_state, load_weights, read_state
 from kedge.learner.logprobs import (
     ActorCritic,
@@ -52,7 +57,7 @@ from kedge.models.model import (
 from kedge.models.packing import group_rows, padding_budget, split_by_length, to_device
 from kedge.models.peft import own_adapters
 from kedge.models.shared_base import AdapterValue, checkpointing_options
-from kedge.models.value_head import ScalarModel, save_value
+from kedge.models.value_head import ScalarModel
 from kedge.ops.cpu.heap import keep_freed_memory
 from kedge.ops.cpu.patch import Kernels
 from kedge.protocols import LossFn, RolloutEngine, ShouldApply, always
@@ -169,11 +174,11 @@ class HFLearner:
 
     def _move(self) -> None:
         """Move all models to the device, with the weights of rank 0."""
-        self.module.to(self.device)
-        if self.reference is not None:
-            self.reference = self.reference.to(self.device)
+        models = [self.module, *self._all_models()]
+        for model in models:
+            model.to(self.device)
         if self.world_size > 1:
-            broadcast_parameters([self.module, *self._all_models()])
+            broadcast_parameters(models)
 
     def _shard(self, optimizer: Optimizer | None) -> None:
         if optimizer is not None or self.accelerator.mixed_precision == "fp16":
@@ -271,8 +276,8 @@ class HFLearner:
                 self.scaler.scale(losses.total).backward()
                 for name, x in {"loss": losses.total, **losses.metrics}.items():
                     sums[name] = sums.get(name, 0.0) + x.detach().float()
-        total = self.total(torch.stack(list(sums.values()))) if sums else torch.zeros(0)
-        metrics = dict(zip(sums, total.tolist(), strict=True))
+        reduced = self.all_reduce(torch.stack(list(sums.values()))) if sums else torch.zeros(0)
+        metrics = dict(zip(sums, reduced.tolist(), strict=True))
         if not should_apply(metrics):
             return metrics | self._step_metrics()
         return metrics | self._take_step()
@@ -373,9 +378,9 @@ class HFLearner:
         """A short hash of the policy's weights."""
         return fingerprint(policy_weights(self.policy))
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of ``x`` over all ranks, on the device it came from."""
-        return x if self.world_size == 1 else total(x, self.device)
+        return x if self.world_size == 1 else all_reduce(x, self.device)
 
     def all_gather(self, local: Experience) -> Experience:
         """The rows of all ranks, in rank order."""
@@ -396,7 +401,7 @@ class HFLearner:
             del state  # before the next one is gathered
             state = full_state(value.model)
         if main and value is not None:
-            save_value(value, value_folder, state=state)
+            value.save(value_folder, state)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume exactly; sharded tensors stay sharded."""

@@ -35,32 +35,21 @@ class ForwardRequest:
     """The log-probabilities and values that one forward pass returns.
 
     Masks become indices on the host, so that the forward pass never waits for the device.
-
-    Args:
-        packed: prompts and responses.
-        states: int64 [n]; flat indices of the states before the n tokens.
-        targets: int64 [n]; ids of these tokens.
-        slots: int64 [n]; flat indices of these tokens in the response [b, R].
-        constraints: temperature and allowed tokens at these positions.
-        shape: (b, R).
-        value_states: int64 [m]; flat indices of the states to compute the value of; None: no value.
-        value_slots: int64 [at most m]; flat indices in [b, R] of the first of these values.
-        policy: compute log-probabilities.
-        only_value: no gradient for the policy, including its backbone.
-        entropy_grad: the entropies have a gradient.
     """
 
-    packed: JoinedInput
-    states: Tensor
-    targets: Tensor
-    slots: Tensor
-    constraints: TokenConstraints
-    shape: torch.Size
+    packed: JoinedInput  # b rows of prompts and responses
+    states: Tensor  # int64 [n]; flat indices of the states before the n tokens
+    targets: Tensor  # int64 [n]; ids of these tokens
+    slots: Tensor  # int64 [n]; flat indices of these tokens in the responses [b, R]
+    constraints: TokenConstraints  # temperature and allowed tokens at these positions
+    shape: torch.Size  # (b, R)
+    # int64 [m]; flat indices of the states to compute the value of; None: no value
     value_states: Tensor | None = None
+    # int64 [at most m]; flat indices in [b, R] of the first of these values
     value_slots: Tensor | None = None
-    policy: bool = True
-    only_value: bool = False
-    entropy_grad: bool = False
+    policy: bool = True  # compute log-probabilities
+    only_value: bool = False  # no gradient for the policy, including its backbone
+    entropy_grad: bool = False  # the entropies have a gradient
 
     def hidden(self, parts: LanguageModelParts) -> Tensor:
         """States float [n, H] of a model before the n tokens."""
@@ -258,46 +247,41 @@ def compute_logprobs(
     Returns:
         float32 [B, R] each, on the host; ``last_values`` [B] with ``values``.
     """
-    if not sharded:
-        return _run_passes(models, rollout, groups, names, settings) if names else {}
     module, reference, device = models
-    passes = torch.tensor(len(groups), device=device)
-    dist.all_reduce(passes, op=dist.ReduceOp.MAX)
-    spare = int(passes) - len(groups)
-    by_model = [{"logprobs", "entropy"}, {"values"}, {"ref_logprobs", "full_kl"}]
-    if module.shared:  # one backbone computes both
-        by_model = [by_model[0] | by_model[1], by_model[2]]
-    if "full_kl" in names:  # needs policy and reference at once
-        by_model = [by_model[0] | by_model[-1], *by_model[1:-1]]
+    by_model, spare = [names], 0
+    if sharded:
+        passes = torch.tensor(len(groups), device=device)
+        dist.all_reduce(passes, op=dist.ReduceOp.MAX)
+        spare = int(passes) - len(groups)
+        by_model = [{"logprobs", "entropy"}, {"values"}, {"ref_logprobs", "full_kl"}]
+        if module.shared:  # one backbone computes both
+            by_model = [by_model[0] | by_model[1], by_model[2]]
+        if "full_kl" in names:  # needs policy and reference at once
+            by_model = [by_model[0] | by_model[-1], *by_model[1:-1]]
+    rows = [torch.tensor(group) for group in groups]
     outputs: dict[str, Tensor] = {}
-    for fields in (fields & names for fields in by_model):
-        if fields:
-            outputs |= _run_passes(models, rollout, groups, fields, settings, spare=spare)
+    for fields in filter(None, (fields & names for fields in by_model)):
+        # In spare passes this rank only holds weights that other ranks wait for.
+        parts = [
+            _compute_rows(models, rollout.rows(index), fields, settings)
+            for index in [*rows, *[rows[-1][:1]] * spare]
+        ]
+        outputs |= _join_passes(parts[: len(rows)], torch.cat(rows), rollout.ids.device)
+        if sharded:
             reshard([module, *(reference.separate_models if reference else [])])
     return outputs
 
 
-def _run_passes(
-    models: Models,
-    rollout: Rollout,
-    groups: Sequence[Sequence[int]],
-    names: set[str],
-    settings: LearnerSettings,
-    *,
-    spare: int = 0,
+def _join_passes(
+    parts: Sequence[dict[str, Tensor]], order: Tensor, device: torch.device
 ) -> dict[str, Tensor]:
-    """A forward pass for each group, and spare ones: other ranks wait for weights held here."""
-    passes = [*groups, *[groups[-1][:1]] * spare]
-    parts = [
-        _compute_rows(models, rollout.rows(torch.tensor(rows)), names, settings) for rows in passes
-    ][: len(groups)]
-    order = torch.tensor([row for rows in groups for row in rows])
+    """The outputs of all passes on ``device``, in the order of the rows; the host waits once."""
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    flat = torch.cat([x.flatten() for x in whole.values()]).to(rollout.ids.device)  # the one wait
-    sizes = [x.numel() for x in whole.values()]
+    flat = torch.cat([x.flatten() for x in whole.values()]).to(device)
     outputs = {}
+    sizes = [x.numel() for x in whole.values()]
     for (name, x), values in zip(whole.items(), flat.split(sizes), strict=True):
-        outputs[name] = values.new_empty((len(rollout), *x.shape[1:]))
+        outputs[name] = values.new_empty(x.shape)
         outputs[name][order] = values.view(x.shape)
     return outputs
 

@@ -103,7 +103,7 @@ def make_experience(
         rollout=rollout,
         reward_output=reward_output,
         model_outputs=model_outputs,
-        total=learner.total,
+        all_reduce=learner.all_reduce,
         excluded=reduce(torch.logical_or, excluded) if excluded else None,
     )
     outputs = algo.compute_advantages(inputs, kl_coef)
@@ -232,7 +232,7 @@ def optimize(  # noqa: C901, PLR0913
                 index[share],
                 algo,
                 micro_rows,
-                learner.total,
+                learner.all_reduce,
                 max_tokens=max_tokens,
                 by_prompt=learner.shares_prompts,
             )
@@ -241,7 +241,7 @@ def optimize(  # noqa: C901, PLR0913
                 after_step()
                 continue
             # Where no token trains, momentum must not move the policy, nor 0 the entropy's control.
-            tokens = learner.total(experience.loss_mask[index[share]].sum().float())
+            tokens = learner.all_reduce(experience.loss_mask[index[share]].sum().float())
             empty = not float(tokens)
             metrics = learner.optimizer_step(
                 step,

@@ -35,7 +35,8 @@ class ReferenceActor:
     ) -> None:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         policy = load_policy(model, trust_remote_code=trust)
-        self._reference = FrozenModel(policy).to(self._device)
+        self._reference = FrozenModel(policy)
+        self._reference.model.to(self._device)
         self._settings, self._autocast = settings, autocast
         self._kernels = Kernels([policy] if quick else [])
         parts = self._reference.parts
