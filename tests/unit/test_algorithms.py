@@ -240,22 +240,6 @@ def test_grpo_overlong_responses_lose_score() -> None:
     assert found == pytest.approx([0.25, -0.25])
 
 
-def test_truncated_responses_and_uniform_groups_are_not_trained_on() -> None:
-    batch = evidence([1.0, 3.0, 5.0, 5.0], GROUP, finished=[True, False, True, True])
-    plain = grpo().compute_advantages(batch, 0.0)
-    assert plain.loss_mask is not None
-    assert plain.loss_mask[:, 0].tolist() == [True, True, True, True]
-    masked = grpo(mask_truncated_completions=True, scale_rewards="none").compute_advantages(
-        batch, 0.0
-    )
-    assert masked.loss_mask is not None
-    assert masked.loss_mask[:, 0].tolist() == [True, False, True, True]
-    assert advantages(masked) == [-1.0, 1.0, 0.0, 0.0]  # the truncated one still counts for others
-    uniform = grpo(drop_uniform_groups=True).compute_advantages(batch, 0.0)
-    assert uniform.loss_mask is not None
-    assert uniform.loss_mask[:, 0].tolist() == [True, True, False, False]
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -265,6 +249,7 @@ def test_truncated_responses_and_uniform_groups_are_not_trained_on() -> None:
         (lambda: grpo(beta=0.1, reference=False), "beta=0.1"),
         (lambda: grpo(kl_estimator="k4"), "k4"),
         (lambda: rloo(token_level_kl=True, ratio_level="sequence"), "ratio_level='token'"),
+        (lambda: rloo(token_level_kl=True, credit="turn"), "set token_level_kl=False"),
         (lambda: reinforce_pp(loss_kl_estimator="full"), "full"),
     ],
 )

@@ -1,7 +1,5 @@
 """Models of the learner: heads, value models, loading, memory, and grouping rows by length."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,7 +18,6 @@ from kedge.models.value_head import (
     scalar_model,
 )
 from kedge.testing import tiny_policy, tiny_reward_model
-from kedge.types import Loss
 from tests.largest import Largest
 from tests.learners import experience, learner, one_rank, rollout, take_step
 
@@ -78,16 +75,6 @@ def test_a_value_model_has_one_label():
     config.num_labels = 3
     with pytest.raises(ConfigError, match="num_labels=1"):
         load_value(AutoModelForSequenceClassification.from_config(config))
-
-
-def test_loss_metrics_add_up_over_micro_batches():
-    def loss(output, mb):
-        total = (mb.token_weight * output.logprobs).sum()
-        return Loss(parts={"a": total}, metrics={"weight": mb.token_weight.sum()})
-
-    algo = replace(ppo(), loss=loss)
-    found = learner(reference=None)
-    assert take_step(found, algo=algo)["weight"] == pytest.approx(1.0)
 
 
 def test_reference_copy_does_not_move():

@@ -224,17 +224,6 @@ def test_helpers_by_hand() -> None:
     assert number_turns(mask).tolist() == [[0, 0, -1, 1, -1], [-1, 0, 0, 0, 0]]
 
 
-def test_options_that_exclude_each_other() -> None:
-    for make, options, text in (
-        (ppo, {"score_position": "after_last"}, "score_position='after_last' puts the score"),
-        (ppo, {"lam_alpha": 0.05}, "lambda would be 0 up to 20 turns"),
-        (rloo, {"ratio_level": "sequence"}, "use ratio_level='token'"),
-        (rloo, {"token_level_kl": True}, "set token_level_kl=False"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            make(credit="turn", **options)  # type: ignore[operator]
-
-
 @pytest.mark.parametrize(
     "kind",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -338,9 +339,11 @@ class HFLearner:
         if finite:
             # A value head is part of the policy's network and shares its norm, as in TRL.
             apart = isinstance(self.value, ScalarModel | AdapterValue)
-            for name, group in grads.items() if self.settings.max_grad_norm else ():
+            limit = self.settings.max_grad_norm
+            for name, group in grads.items():
                 norm = sizes[name if apart else ""]
-                optim.scale_(group, norm, self.settings.max_grad_norm)
+                if limit and group and norm > limit:  # no group while only the value trains
+                    torch._foreach_mul_(group, limit / norm)
             self.scaler.step(self.optimizer)
             self._stepped, self._skips_in_row = True, 0
         else:
@@ -364,7 +367,10 @@ class HFLearner:
 
     def advance_version(self) -> None:
         """End the iteration: advance policy version and schedule by one, and free the gradients."""
-        optim.step_schedule(self.scheduler)
+        with warnings.catch_warnings():
+            # Torch warns if the first optimizer steps were all skipped.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._backbones.clear()
         self.version += 1

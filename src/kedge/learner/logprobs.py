@@ -307,17 +307,17 @@ def _compute_rows(
     def read_reference() -> dict[str, Tensor]:
         assert reference is not None
         head = module.parts.head() if "full_kl" in names else None  # with the policy's adapter
-        found = {}
+        results = {}
         with reference.active() as parts:
             hidden = request.hidden(parts)
             if "ref_logprobs" in names:
-                found["ref_logprobs"], _ = request.logprobs(parts, hidden)
+                results["ref_logprobs"], _ = request.logprobs(parts, hidden)
             if head is not None and output.hidden is not None:
                 constraints = request.constraints
-                found["full_kl"] = linear_kl(
+                results["full_kl"] = linear_kl(
                     output.hidden, head, hidden, parts.head(), constraints=constraints
                 )
-        return found
+        return results
 
     flat: dict[str, Tensor] = {}
     if "logprobs" in names and output.logprobs is not None and output.entropy is not None:

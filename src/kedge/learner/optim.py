@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -155,14 +154,6 @@ def _schedule(args: TrainingArguments, optimizer: Optimizer, iterations: int) ->
         ) from error
 
 
-def step_schedule(scheduler: LRScheduler) -> None:
-    """Advance a schedule by one iteration."""
-    with warnings.catch_warnings():
-        # Torch warns if the first optimizer steps were all skipped.
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-        scheduler.step()
-
-
 def load_optimizer_state(
     optimizer: Optimizer,
     scheduler: LRScheduler,
@@ -186,14 +177,14 @@ def load_optimizer_state(
         CheckpointError: the state belongs to another kind of optimizer.
         DamagedCheckpointError: a tensor is missing, or has a different shape or dtype.
     """
-    given = [{k: g[k] for k in _OPTIONS if k in g} for g in optimizer.param_groups]
+    options_now = [{k: g[k] for k in _OPTIONS if k in g} for g in optimizer.param_groups]
     bases = getattr(scheduler, "base_lrs", None)
     _check_state(optimizer, state["optimizer"], names or {})
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     if bases is not None:
         scheduler.base_lrs = bases
-    for group, options in zip(optimizer.param_groups, given, strict=True):
+    for group, options in zip(optimizer.param_groups, options_now, strict=True):
         before, now = group.get("initial_lr"), options.get("initial_lr")
         if before and now is not None and before != now:
             group["lr"] *= now / before
@@ -237,10 +228,10 @@ def _check_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[
             x = kept.get(name)
             wrong = not isinstance(x, Tensor) or (x.shape, x.dtype) != (weight.shape, weight.dtype)
             if wrong:
-                found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+                actual = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
                 raise DamagedCheckpointError(
                     f"the optimizer's tensor optimizer/state/{index}/{name} must be {weight.dtype}"
-                    f" {tuple(weight.shape)}, got {found} (of the weight"
+                    f" {tuple(weight.shape)}, got {actual} (of the weight"
                     f" {names.get(id(weight), f'number {index}')})"
                 )
 
@@ -274,10 +265,3 @@ def norms(grads: Mapping[str, Iterable[Tensor]]) -> dict[str, float]:
     )
     total = each.square().sum().sqrt()
     return dict(zip(["", *grads], torch.cat([total[None], each]).tolist(), strict=True))
-
-
-def scale_(grads: Iterable[Tensor], norm: float, largest: float) -> None:
-    """Scale gradients of norm ``norm`` down to ``largest``, in place; leave smaller ones."""
-    present = list(grads)  # none while only the value model is trained
-    if present and norm > largest:
-        torch._foreach_mul_(present, largest / norm)

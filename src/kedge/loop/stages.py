@@ -94,10 +94,7 @@ def make_experience(
     if correction is not None and behavior is not None and not direct:
         trained = mask if too_old is None else mask & ~too_old
         weight = importance_weights(logprobs, behavior, trained, correction)  # 0 where not trained
-        if correction.kind == "mask":
-            rejected = trained & (weight == 0)
-            if correction.level != "token":  # whole responses
-                rejected = mask & rejected.any(1, keepdim=True)
+        rejected = _rejected_tokens(weight, trained, mask, correction)
     excluded = [x for x in (too_old, rejected) if x is not None]
     inputs = AdvantageInputs(
         rollout=rollout,
@@ -147,6 +144,16 @@ def make_experience(
         correction=correction,
         weight=weight,
     )
+
+
+def _rejected_tokens(
+    weight: Tensor, trained: Tensor, mask: Tensor, correction: Correction
+) -> Tensor | None:
+    """Tokens bool [B, R] that a correction of kind "mask" leaves out; None for other kinds."""
+    if correction.kind != "mask":
+        return None
+    rejected = trained & (weight == 0)
+    return rejected if correction.level == "token" else mask & rejected.any(1, keepdim=True)
 
 
 def _check_scores(reward_output: RewardOutput) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from kedge.errors import ConfigError
+from kedge.models.compatibility import text_config
 
 _MIXERS = ("attn", "attention", "mixer", "mamba", "conv")  # in names of parts of a layer
 
 
 def find_layers(backbone: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """Name and list of the decoder layers of a backbone; None if it has no such list."""
-    config: Any = getattr(backbone, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    count = getattr(text, "num_hidden_layers", 0)
+    count = getattr(text_config(backbone), "num_hidden_layers", 0)
     named = backbone.named_modules()
     return next(
         ((n, m) for n, m in named if isinstance(m, nn.ModuleList) and len(m) == count), None
@@ -93,13 +90,13 @@ def freeze_attention(backbone: nn.Module, *, what: str) -> None:
 
 
 def _require_layers(backbone: nn.Module, option: str, what: str) -> tuple[str, nn.ModuleList]:
-    found = find_layers(backbone)
-    if found is None:
+    named_layers = find_layers(backbone)
+    if named_layers is None:
         raise ConfigError(
             f"{option}: {what}, a {type(backbone).__name__}, must have a list of num_hidden_layers"
             " decoder layers; leave the option out, and set requires_grad of the weights that train"
         )
-    return found
+    return named_layers
 
 
 def share_frozen_weights(model: nn.Module, source: nn.Module) -> None:

@@ -53,13 +53,8 @@ class ReferenceActor:
         enabled = dtype is not None
         with self._kernels.active(), torch.autocast(device_type, dtype, enabled=enabled):
             logprobs = [
-                reference_logprobs(
-                    self._reference,
-                    rollout.rows(torch.tensor(rows)),
-                    self._settings,
-                    self._device,
-                )
-                for rows in groups
+                reference_logprobs(self._reference, group, self._settings, self._device)
+                for group in (rollout.rows(torch.tensor(rows)) for rows in groups)
             ]
         return [x.cpu() for x in logprobs]
 
