@@ -27,7 +27,7 @@ BUDGETS = {
     "learner": 1_710,
     "loop": 2_060,
     "math": 720,
-    "models": 2_360,
+    "models": 2_365,
     "ops": 610,
     "ops/cpu": 680,
     "pretrain": 820,

@@ -274,19 +274,6 @@ def test_remax_compares_with_the_greedy_response() -> None:
         remax().compute_advantages(evidence([1.0], [0]), 0.0)
 
 
-def test_ppo_with_another_lambda_for_the_value() -> None:
-    values = [[1.0, 2.0, 4.0]]
-    batch = evidence([10.0], [0], lengths=[3], values=values)
-    plain = {"whiten_advantages": False, "reference": False}
-    one = ppo(lam=0.5, **plain).compute_advantages(batch, 0.0)
-    two = ppo(lam=0.5, lam_value=1.0, **plain).compute_advantages(batch, 0.0)
-    assert torch.equal(one.advantages, two.advantages)
-    assert one.returns is not None
-    assert two.returns is not None
-    assert two.returns[0].tolist() == [10.0, 10.0, 10.0]
-    assert one.returns[0].tolist() == pytest.approx([2 + 0.5 * (2 + 0.5 * 6), 2 + 2 + 3, 10.0])
-
-
 def test_ppo_with_a_lambda_by_length() -> None:
     """alpha 0.5: lambda is 1 - 1 / (0.5 x 4) = 0.5 for four tokens and 0 for two."""
     values = [[1.0, 2.0, 4.0, 5.0], [1.0, 2.0, 0.0, 0.0]]

@@ -175,11 +175,10 @@ class HFLearner:
 
     def _move(self) -> None:
         """Move all models to the device, with the weights of rank 0."""
-        models = [self.module, *self._all_models()]
-        for model in models:
+        for model in [self.module, *(self.reference.separate_models if self.reference else [])]:
             model.to(self.device)
         if self.world_size > 1:
-            broadcast_parameters(models)
+            broadcast_parameters([self.module, *self._all_models()])
 
     def _shard(self, optimizer: Optimizer | None) -> None:
         if optimizer is not None or self.accelerator.mixed_precision == "fp16":

@@ -78,7 +78,8 @@ def build_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> Op
         optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
         if "betas" in options:
             options["betas"] = tuple(map(float, options["betas"]))  # torch rejects the integer 0
-        if issubclass(optimizer_class, Optimizer) and "params" not in options:
+        known = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
+        if known and "params" not in options:
             return optimizer_class(groups, **options)
     except (ImportError, TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"{what}: {error}") from error

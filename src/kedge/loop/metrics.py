@@ -226,8 +226,8 @@ class MetricAccumulator:
 
     def read(self, all_reduce: AllReduce) -> dict[str, float]:
         """Values over all ranks; means with count 0 are left out."""
-        flat = torch.cat([*self._means.values(), *(x[None] for x in self._sums.values())])
-        merged = iter(all_reduce(flat).tolist())
+        parts = [*self._means.values(), *(x[None] for x in self._sums.values())]
+        merged = iter(all_reduce(torch.cat(parts)).tolist() if parts else [])
         metrics: dict[str, float] = {}
         for name, (std, unbiased) in self._stds.items():
             top, squares, count = next(merged), next(merged), next(merged)

@@ -254,11 +254,10 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropy, *kept = ctx.saved_tensors
         head, constraints, tile, entropy_grad, low = ctx.spec
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        # The first rows overwrite it.
-        of_weight = torch.empty_like(weight) if len(hidden) else torch.zeros_like(weight)
+        allocate = torch.empty_like if len(hidden) else torch.zeros_like  # first rows overwrite
         grads = _Grads(
             torch.zeros_like(hidden, dtype=lse.dtype) if need_hidden else None,
-            of_weight if need_weight else None,
+            allocate(weight) if need_weight else None,
             torch.zeros_like(bias) if need_bias else None,
         )
         in_order = iter(kept)
