@@ -67,7 +67,7 @@ class Run(run.Run):
             trainer=self,
             args=arguments,
             engine=SimpleNamespace(batch_sizes=sizes),
-            learner=SimpleNamespace(world_size=1, total=lambda x: x),
+            learner=SimpleNamespace(world_size=1, all_reduce=lambda x: x),
             callbacks=Callbacks(arguments, callbacks, tracker=self.memory),
             eval_sets=[1],
             tokenizer=None,

@@ -178,7 +178,7 @@ def test_the_reward_of_training_has_the_shift() -> None:
 
 
 def test_a_value_model_made_of_a_reward_model_starts_from_its_scores(tmp_path: Path) -> None:
-    from kedge.models.value_head import load_value, save_value
+    from kedge.models.value_head import load_value
 
     model = tiny_reward_model(vocab_size=32)
     setattr(model.config, SHIFT, 2.5)
@@ -189,7 +189,7 @@ def test_a_value_model_made_of_a_reward_model_starts_from_its_scores(tmp_path: P
     ended = packed([*word_tokenizer()("w1")["input_ids"], word_tokenizer().eos_token_id])
     last = ended.lengths - 1
     assert value(ended, last).item() == pytest.approx(score, abs=1e-6)
-    save_value(value, tmp_path / "value")
+    value.save(tmp_path / "value")
     again = load_value(str(tmp_path / "value"))
     assert torch.equal(again(row, states), value(row, states))
 

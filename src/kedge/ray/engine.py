@@ -35,7 +35,7 @@ class RayEngine:
     """
 
     shares_weights: Literal[False] = False
-    logprobs: Literal["sampled"] = "sampled"
+    logprob_kind: Literal["sampled"] = "sampled"
     updates_in_flight: Literal[True] = True
 
     def __init__(

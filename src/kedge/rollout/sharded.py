@@ -79,9 +79,9 @@ class ShardedEngine:
         self._threads = ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine")
 
     @property
-    def logprobs(self) -> Literal["sampled", "raw", "none"]:
+    def logprob_kind(self) -> Literal["sampled", "raw", "none"]:
         """The kind of log-probabilities that the engines record."""
-        return self.engines[0].logprobs
+        return self.engines[0].logprob_kind
 
     @property
     def sync_dtype(self) -> torch.dtype | None:

@@ -51,11 +51,11 @@ class RankSharedEngine:
         engine: RolloutEngine | None,
         groups: RankGroups,
         *,
-        logprobs: Literal["sampled", "raw", "none"],
+        logprob_kind: Literal["sampled", "raw", "none"],
         extra_slots: int,
     ) -> None:
         self.engine: Any = engine
-        self.logprobs: Literal["sampled", "raw", "none"] = logprobs
+        self.logprob_kind: Literal["sampled", "raw", "none"] = logprob_kind
         self._groups, self._extra_slots = groups, extra_slots
         self._lock = threading.Lock()
 
@@ -202,12 +202,12 @@ def build_shared_engine(
 
     def start(requests: list[Any]) -> list[Any]:
         engines.append(make())
-        return [engines[0].logprobs] * len(requests)
+        return [engines[0].logprob_kind] * len(requests)
 
-    logprobs = groups.run_on_first(None, start)
+    logprob_kind = groups.run_on_first(None, start)
     return RankSharedEngine(
         engines[0] if engines else None,
         groups,
-        logprobs=logprobs,
+        logprob_kind=logprob_kind,
         extra_slots=extra_slots,
     )

@@ -43,7 +43,7 @@ class VLLMEngine:
     """
 
     shares_weights: Literal[False] = False  # it holds a copy of the policy
-    logprobs: Literal["sampled"] = "sampled"
+    logprob_kind: Literal["sampled"] = "sampled"
 
     def __init__(
         self,

@@ -183,6 +183,6 @@ def _find_end(result: GenerationResult, stops: StopStrings | None) -> tuple[int,
         return total, result.stopped
     tokens = [int(token) for token in result.tokens]
     for length in range(1, total + 1):
-        if stops.completed([tokens[:length]])[0]:
+        if stops.complete(tokens[:length]):
             return length, True
     return total, result.stopped

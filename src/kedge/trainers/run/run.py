@@ -290,7 +290,7 @@ class Run(Hooks):
                 else int(prompts.mask.sum()) + int(rollout.response_mask.sum())
             )
             tokens = torch.tensor(float(count), dtype=torch.float64)
-            state.num_input_tokens_seen += round(float(self.learner.total(tokens)))
+            state.num_input_tokens_seen += round(float(self.learner.all_reduce(tokens)))
             metrics["num_input_tokens_seen"] = state.num_input_tokens_seen
         if not args.skip_memory_metrics:
             unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
@@ -339,7 +339,7 @@ class Run(Hooks):
         """Log, evaluate and save as control says."""
         callbacks = self.callbacks
         if self.learner.world_size > 1:
-            share_control(callbacks.control, self.learner.total)
+            share_control(callbacks.control, self.learner.all_reduce)
         if callbacks.control.should_epoch_stop:
             callbacks.control.should_epoch_stop = False
             warnings.warn(
@@ -560,7 +560,7 @@ class Run(Hooks):
         if not isinstance(resume, bool):
             checkpoint.load_one(resume, self._load)
             return Path(resume)
-        total, root = self.learner.total, self.root()
+        total, root = self.learner.all_reduce, self.root()
         newest = checkpoint.load_latest(
             root,
             self._load,
