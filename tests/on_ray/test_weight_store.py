@@ -13,11 +13,9 @@ from kedge.errors import SyncError
 from kedge.learner.learner_state import WeightCopier
 from kedge.models.fingerprint import fingerprint, policy_weights
 from kedge.ray import engine as ray_engine
-from kedge.ray import service as ray_service
 from kedge.ray.actor import ActorLimits
-from kedge.ray.engine import RayEngine
+from kedge.ray.engine import HostedEngine, RayEngine
 from kedge.ray.resources import SharedArgument
-from kedge.ray.service import RayService
 from kedge.ray.weight_store import SharedWeights, StoredWeights
 from kedge.rollout.vllm import weight_payload
 from kedge.rollout.vllm.policy_template import PolicyTemplate
@@ -119,27 +117,20 @@ def test_an_engine_drops_its_weights_before_it_loads_others(
         return bucket
 
     monkeypatch.setattr(ray, "put", put)
-    for module in (ray_engine, ray_service):
-        monkeypatch.setattr(module, "Actor", PretendActor)
+    monkeypatch.setattr(ray_engine, "Actor", PretendActor)
     options: dict[str, Any] = {"options": {}, "limits": ActorLimits()}
-    for embedded in (True, False):
-        shared = SharedWeights(engines)
-        first = WeightPayload((), weights={"w": torch.zeros(8)})
-        kind: Any = RayEngine if embedded else RayService
-        made = [
-            kind("engine", None, first, {"pad_id": 0}, shared_weights=shared, **options)
-            for _ in range(engines)
-        ]
-        for version in range(1, 4):
-            weights = {"w": torch.full((8,), float(version))}
-            for engine in made:
-                if embedded:
-                    engine.load_weights(weights, version)
-                else:
-                    engine.load(WeightPayload((), weights=weights), version)
-            assert len(stored) == 1
-        made.clear()
-        del engine
+    shared = SharedWeights(engines)
+    first, model = WeightPayload((), weights={"w": torch.zeros(8)}), SharedArgument(int, engines)
+    stored.clear()
+    made = [
+        RayEngine("engine", HostedEngine, model, first, {}, shared_weights=shared, **options)
+        for _ in range(engines)
+    ]
+    for version in range(1, 4):
+        weights = {"w": torch.full((8,), float(version))}
+        for engine in made:
+            engine.load_weights(weights, version)
+        assert len(stored) == 1
     assert max(held) == most
 
 

@@ -56,6 +56,8 @@ class ShardedEngine:
         pad_id: fills ``Rollout.ids`` after the end of a response.
         check: rejects prompts that cannot be answered, by their row in the whole batch.
         on_close: called once, after closing the engines; on garbage collection in a new thread.
+        send: sends weights to all of the engines at once, between calls of their ``prepare`` and
+            ``load_weights``; None: ``load_weights`` alone.
     """
 
     shares_weights: Literal[False] = False
@@ -67,8 +69,10 @@ class ShardedEngine:
         pad_id: int,
         check: Callable[[PromptBatch, Sampling], None] | None = None,
         on_close: Callable[[], None] | None = None,
+        send: Callable[[Sequence[Any], Mapping[str, Tensor]], None] | None = None,
     ) -> None:
-        self.engines = list(engines)
+        self.engines: list[Any] = list(engines)
+        self._send = send
         self._pad_id = pad_id
         self._check = check
         self._on_close = on_close
@@ -133,6 +137,10 @@ class ShardedEngine:
         Raises:
             SyncError: the engines report different weights.
         """
+        if self._send is not None:
+            engines = list(self.engines)
+            self._call_all([partial(engine.prepare, version) for engine in engines], engines)
+            self._send(self.engines, weights)
         engines = list(self.engines)
         calls = [partial(engine.load_weights, weights, version) for engine in engines]
         loaded = self._call_all(calls, engines)

@@ -90,8 +90,20 @@ def _config_of(name: Any) -> Any:
 
 
 Start = Callable[[], Service]
-# (policy spec, weights, engine arguments) -> one function per vLLM that starts it
+# (template, weights, engine arguments) -> one function per vLLM that starts it
 Starts = Callable[[PolicyTemplate, Mapping[str, Tensor], Mapping[str, Any]], Sequence[Start]]
+
+
+def build_template(
+    inputs: EngineInputs, arguments: Mapping[str, Any], *, sleep: bool
+) -> tuple[PolicyTemplate, dict[str, Any]]:
+    """The policy without its weights, and the engine arguments of vLLM."""
+    arguments = {
+        "dtype": str(inputs.dtype or weights_dtype(inputs.policy)).removeprefix("torch."),
+        **({"enable_sleep_mode": True} if sleep else {}),
+        **arguments,
+    }
+    return PolicyTemplate.of(inputs.policy, inputs.tokenizer, dtype=arguments["dtype"]), arguments
 
 
 def build_vllm(
@@ -101,7 +113,6 @@ def build_vllm(
     arguments: Mapping[str, Any],
     tolerance: float | None,
     sleep: bool = False,
-    on_close: Callable[[], None] | None = None,
 ) -> VLLMEngine | ShardedEngine:
     """One vLLM engine with a copy of the policy, or several that share the rows of a batch.
 
@@ -111,39 +122,29 @@ def build_vllm(
         arguments: engine arguments of vLLM.
         tolerance: largest gap of log-probabilities after a weight sync; None: by precision.
         sleep: free the GPU memory while it does not sample.
-        on_close: called after all engines are closed.
 
     Raises:
         ConfigError: vLLM rejects the model or the arguments.
     """
-    arguments = {
-        "dtype": str(inputs.dtype or weights_dtype(inputs.policy)).removeprefix("torch."),
-        **({"enable_sleep_mode": True} if sleep else {}),
-        **arguments,
-    }
-    spec = PolicyTemplate.of(inputs.policy, inputs.tokenizer, dtype=arguments["dtype"])
+    template, arguments = build_template(inputs, arguments, sleep=sleep)
 
     def make(start: Start) -> VLLMEngine:
         return VLLMEngine(
             start(),
-            spec,
+            template,
             pad_id=inputs.pad_id,
             tolerance=tolerance,
             extra_slot=inputs.extra_slot,
             sleeps=sleep,
         )
 
-    service_starts = starts(spec, policy_weights(inputs.policy), arguments)
-    if len(service_starts) == 1 and on_close is None:
-        return make(service_starts[0])
-    engines = start_all([partial(make, start) for start in service_starts], undo=on_close)
-    config: Any = inputs.policy.config
-    return ShardedEngine(
-        engines,
-        pad_id=inputs.pad_id,
-        check=partial(check_prompts, config=config),
-        on_close=on_close,
-    )
+    makers = [
+        partial(make, start) for start in starts(template, policy_weights(inputs.policy), arguments)
+    ]
+    if len(makers) == 1:
+        return makers[0]()
+    check = partial(check_prompts, config=inputs.policy.config)
+    return ShardedEngine(start_all(makers), pad_id=inputs.pad_id, check=check)
 
 
 def build_in_process(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,13 +16,20 @@ from kedge.errors import LostRequestsError, RolloutError, SyncError
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
 from kedge.rollout.requests import GroupRequests
-from kedge.rollout.vllm.policy_template import PolicyTemplate
+from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate
 from kedge.rollout.vllm.requests import build_requests, build_rollout, with_version
 from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, Service
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 FULL_PRECISION, LOW_PRECISION = 1e-3, 5e-2  # accepted mean gaps, nats per token
 _ROUNDING = 2.5  # accepted multiple of the learner's own rounding in low precision
+_SCORE: dict[str, Any] = {  # log-probabilities of the prompt
+    "max_tokens": 1,
+    "prompt_logprobs": 0,
+    "logprobs": 0,
+    "temperature": 1.0,
+    "detokenize": False,
+}
 _CHANGED = 0.25  # share of the probe that an update must change to be seen in low precision
 
 
@@ -57,7 +65,6 @@ class VLLMEngine:
     ) -> None:
         self.service: Service = service
         self.spec = spec
-        self.sync_gap = 0.0  # mean difference at the last weight sync, nats per token
         self._pad_id = pad_id
         self._tolerance = tolerance
         self._extra_slot = extra_slot
@@ -71,6 +78,7 @@ class VLLMEngine:
         self._incomplete: int | None = None  # version of which some weights may be missing
         self._requests = GroupRequests[GenerationResult]()
         self._new: dict[int, GenerationRequest] = {}  # of these, not sent to the service yet
+        self._lost: LostRequestsError | None = None  # with the requests that were held
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed).
@@ -82,13 +90,31 @@ class VLLMEngine:
         """
         requests = self._checked_requests(prompts, sampling, seed)
         with self._awake():
-            results = self.service.generate(requests)
-        if len(results) != len(requests):
-            raise RolloutError(f"vLLM returned {len(results)} of {len(requests)} rows")
+            results = self._run(requests)
         self._check_versions({result.version for result in results})
         if self._sent is not None:  # vLLM reports none, or this one
             results = with_version(results, self._sent)
         return self._build_rollout(results, prompts, sampling)
+
+    def _run(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """Results of these requests, in order; what is held is sampled on meanwhile."""
+        waiting = {-1 - i: request for i, request in enumerate(requests)}
+        results: dict[int, GenerationResult] = {}
+        new = dict(waiting)
+        while waiting:
+            try:
+                served = self.service.serve(new)
+            except LostRequestsError as error:
+                self._lost = error if self._requests.unfinished else None
+                new = dict(waiting)
+                continue
+            new = {}
+            for key, result in served.items():
+                if waiting.pop(key, None) is not None:
+                    results[key] = result
+                else:
+                    self._requests.put(key, result)
+        return [results[-1 - i] for i in range(len(requests))]
 
     def _build_rollout(
         self, results: Sequence[GenerationResult], prompts: PromptBatch, sampling: Sampling
@@ -159,8 +185,10 @@ class VLLMEngine:
             LostRequestsError: vLLM was restarted, without its requests.
         """
         self._check_complete()
-        new, self._new = self._new, {}
+        (new, lost), self._new, self._lost = (self._new, self._lost), {}, None
         try:
+            if lost is not None:
+                raise lost
             sampled = self.service.serve(new)
         except LostRequestsError:
             self._requests.clear()
@@ -175,7 +203,7 @@ class VLLMEngine:
     def cancel(self) -> None:
         """Drop all requests."""
         self._requests.clear()
-        self._new = {}
+        self._new, self._lost = {}, None
         self.service.cancel()
 
     @contextlib.contextmanager
@@ -228,77 +256,95 @@ class VLLMEngine:
         Raises:
             SyncError: the weights do not fit the policy, or vLLM does not compute with them.
         """
-        payload = self.spec.payload(weights)
-        sent = self._expected(weights, version)
+        payload, expected = self.spec.payload(weights), self.spec.expected(weights)
+        return self.load(partial(self.service.load, payload, version), version, expected)
+
+    def load(self, load: Callable[[], None], version: int, expected: Expected) -> Receipt:
+        """Load weights by calling ``load``, and verify that vLLM computes with them.
+
+        Args:
+            load: gives vLLM the weights and their version.
+            version: of the weights.
+            expected: ``PolicyTemplate.expected`` of the weights.
+
+        Raises:
+            SyncError: vLLM does not compute with them.
+        """
+        dtype, tolerance = self.spec.dtype, self._tolerance
+        if tolerance is None:
+            tolerance = FULL_PRECISION
+            if dtype is not None and dtype != torch.float32:
+                rounding = _distance(expected.rounded, expected.logprobs)
+                tolerance = max(LOW_PRECISION, _ROUNDING * rounding)
         self._wake("weights")  # not yet the KV cache, while the weights are loaded
         self._incomplete = version
-        self.service.load(payload, version)
+        load()
         self._wake("kv_cache")
-        measured = torch.tensor(self.service.score(self.spec.probe().tolist()))
-        reported = self.service.version()
-        tolerance = sent.tolerance if self._tolerance is None else self._tolerance
-        self.sync_gap = _verify(sent, self._last, measured, reported, tolerance)
-        sent.measured, sent.noise = measured, self.sync_gap
-        self._last, self._sent, self._incomplete = sent, version, None
-        return Receipt(version=reported, fingerprint=sent.fingerprint, gap=self.sync_gap)
+        # One by one: vLLM on CPUs mixes up rows that it scores together with an adapter.
+        probe = [GenerationRequest(prompt=row, params=_SCORE) for row in self.spec.probe().tolist()]
+        measured = torch.tensor([self._run([request])[0].prompt_logprobs for request in probe])
+        if (reported := self.service.version()) != version:
+            raise SyncError(f"vLLM reports version {reported} after being sent {version}")
+        sync = _Sync(version, expected, measured)
+        _verify(sync, self._last, tolerance)
+        self._last, self._sent, self._incomplete = sync, version, None
+        return Receipt(version=reported, fingerprint=expected.fingerprint, gap=sync.gap)
 
-    def _expected(self, weights: Mapping[str, Tensor], version: int) -> _Sync:
-        dtype, expected = self.spec.dtype, self.spec.expected(weights)
-        sent = _Sync(version, expected.fingerprint, expected.logprobs, expected.rounded)
-        if dtype is not None and dtype != torch.float32:
-            rounding = _distance(expected.rounded, expected.logprobs)
-            sent.tolerance = max(LOW_PRECISION, _ROUNDING * rounding)
-        return sent
+    @property
+    def sync_gap(self) -> float:
+        """Mean difference of log-probabilities at the last weight sync, nats per token."""
+        return 0.0 if self._last is None else self._last.gap
 
     def close(self) -> None:
         """Release the vLLM."""
         self.service.close()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Sync:
     """Weights that were sent, and log-probabilities of the probe with them."""
 
     version: int
-    fingerprint: str
-    expected: Tensor  # float32 [rows, tokens], nats; by the learner's code
-    rounded: Tensor  # the same, computed in the dtype of the rollout engine
-    tolerance: float = FULL_PRECISION
-    measured: Tensor | None = None  # the same, by vLLM
-    noise: float = 0.0  # mean difference of the two
+    expected: Expected
+    measured: Tensor  # by vLLM: float32 [rows, tokens], nats
+
+    @property
+    def gap(self) -> float:
+        """Mean difference of vLLM and the learner's code."""
+        return _distance(self.measured, self.expected.logprobs)
 
 
-def _verify(
-    sent: _Sync, before: _Sync | None, measured: Tensor, reported: int, tolerance: float
-) -> float:
-    """Mean gap between vLLM and the learner's code; raises unless vLLM has the sent weights."""
-    if reported != sent.version:
-        raise SyncError(f"vLLM reports version {reported} after being sent {sent.version}")
-    gap = _distance(measured, sent.expected)
-    if before is not None and before.measured is not None:
-        moved = _distance(sent.expected, before.expected)
-        visible = moved > 4 * before.noise + 1e-7
+def _verify(sent: _Sync, before: _Sync | None, tolerance: float) -> None:
+    """Check that vLLM has the sent weights.
+
+    Raises:
+        SyncError: it computes with others.
+    """
+    if before is not None:
+        moved = _distance(sent.expected.logprobs, before.expected.logprobs)
+        visible = moved > 4 * before.gap + 1e-7
         # In bfloat16 one update moves less than the rounding, but it changes the rounded numbers.
-        changed = float((sent.rounded != before.rounded).float().mean()) > _CHANGED
-        if (visible or changed) and torch.equal(measured, before.measured):
+        different = sent.expected.rounded != before.expected.rounded
+        changed = float(different.float().mean()) > _CHANGED
+        if (visible or changed) and torch.equal(sent.measured, before.measured):
             raise SyncError(
                 f"loading version {sent.version} had no effect: vLLM computes the numbers"
                 f" of version {before.version}, but the policy moved by {moved:.3g} nats per token"
             )
-        if visible and _distance(measured, before.expected) < gap:
+        old_gap = _distance(sent.measured, before.expected.logprobs)
+        if visible and old_gap < sent.gap:
             raise SyncError(
                 f"after loading version {sent.version}, vLLM is closer to version {before.version}"
-                f" ({_distance(measured, before.expected):.3g} nats per token) than to the sent one"
-                f" ({gap:.3g}): it uses old weights or a stale cache"
+                f" ({old_gap:.3g} nats per token) than to the sent one ({sent.gap:.3g}): it uses"
+                " old weights or a stale cache"
             )
-    if not gap <= tolerance:
+    if not sent.gap <= tolerance:
         raise SyncError(
-            f"after loading version {sent.version}, vLLM and the learner differ by {gap:.3g} nats"
-            f" per token on the probe (vllm_tolerance={tolerance:g}). Likely causes: a weight that"
-            " vLLM did not load (a tied head), another precision (dtype in vllm_engine_args), or a"
-            " model that vLLM implements differently"
+            f"after loading version {sent.version}, vLLM and the learner differ by {sent.gap:.3g}"
+            f" nats per token on the probe (vllm_tolerance={tolerance:g}). Likely causes: a weight"
+            " that vLLM did not load (a tied head), another precision (dtype in vllm_engine_args),"
+            " or a model that vLLM implements differently"
         )
-    return gap
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -6,9 +6,8 @@ import contextlib
 import os
 import shutil
 import tempfile
-import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -52,14 +51,13 @@ class RequestLoop:
         self._engine = engine
         self._count = 0  # requests so far
         self._in_flight: dict[str, int] = {}  # vLLM's name of a request -> key
-        self._outputs: dict[int, Output] = {}  # complete, by key
         self.version = 0  # of the weights
         self._starts: dict[int, list[tuple[int, int]]] = {}  # by key: (version, its first token)
 
     @property
     def holds(self) -> bool:
-        """Whether it holds requests, or outputs of them."""
-        return bool(self._in_flight or self._outputs)
+        """Whether it holds requests."""
+        return bool(self._in_flight)
 
     def set_version(self, version: int) -> None:
         """Requests that are held sample their next tokens with weights of this version."""
@@ -67,14 +65,6 @@ class RequestLoop:
         for state in self._engine.output_processor.request_states.values():
             key = self._in_flight[state.external_req_id]
             self._starts[key].append((version, state.detokenizer.num_output_tokens()))
-
-    def run(self, requests: Sequence[GenerationRequest], adapter: Any) -> list[Output]:
-        """The outputs of these requests; others that are held are sampled on meanwhile."""
-        keys = [-1 - self._count - i for i in range(len(requests))]
-        self.add(dict(zip(keys, requests, strict=True)), adapter)
-        while not all(key in self._outputs for key in keys):
-            self._step()
-        return [self._outputs.pop(key) for key in keys]
 
     def add(self, requests: Mapping[int, GenerationRequest], adapter: Any) -> None:
         """Hold these requests, by key.
@@ -101,30 +91,26 @@ class RequestLoop:
             self._starts[key] = [(self.version, 0)]
 
     def advance(self) -> dict[int, Output]:
-        """Step until a request is complete, at most 16 times; outputs by key of at least 0."""
+        """Step until a request is complete, at most 16 times; outputs by key."""
+        outputs: dict[int, Output] = {}
         for _ in range(_STEPS):
-            if self._outputs or not self._in_flight:
+            if outputs or not self._in_flight:
                 break
-            self._step()
-        outputs, self._outputs = self._outputs, {}
-        return {key: out for key, out in outputs.items() if key >= 0}
+            for out in self._engine.step():
+                if out.finished:
+                    key = self._in_flight.pop(out.request_id)
+                    versions, starts = zip(*self._starts.pop(key), strict=True)
+                    ends = (*starts[1:], len(out.outputs[0].token_ids))
+                    counts = [end - start for start, end in zip(starts, ends, strict=True)]
+                    spans = tuple((v, n) for v, n in zip(versions, counts, strict=True) if n)
+                    outputs[key] = Output(out, spans)
+        return outputs
 
     def cancel(self) -> None:
         """Drop all requests."""
         self._engine.abort_request(list(self._in_flight))
         self._in_flight.clear()
         self._starts.clear()
-        self._outputs.clear()
-
-    def _step(self) -> None:
-        for out in self._engine.step():
-            if out.finished:
-                key = self._in_flight.pop(out.request_id)
-                versions, starts = zip(*self._starts.pop(key), strict=True)
-                ends = (*starts[1:], len(out.outputs[0].token_ids))
-                counts = [end - start for start, end in zip(starts, ends, strict=True)]
-                spans = tuple((v, n) for v, n in zip(versions, counts, strict=True) if n)
-                self._outputs[key] = Output(out, spans)
 
 
 class InProcess:
@@ -186,46 +172,15 @@ class InProcess:
             warnings.simplefilter("ignore")
             yield
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """One result per request, in order."""
-        return [_result(output) for output in self._run(requests)]
-
-    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probability (nats) of each token of each row but its first."""
-        params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
-        requests = [GenerationRequest(prompt=row, params=params) for row in rows]
-        # vLLM on CPUs mixes up the rows of a batch that is scored with an adapter.
-        batches = [requests] if self._adapter is None else [[r] for r in requests]
-        outputs = [out for batch in batches for out in self._run(batch)]
-        return [
-            [
-                at[token].logprob
-                for at, token in zip(out.request.prompt_logprobs[1:], row[1:], strict=True)
-            ]
-            for out, row in zip(outputs, rows, strict=True)
-        ]
-
-    def _run(self, requests: Sequence[GenerationRequest]) -> list[Output]:
-        with self._quiet():
-            return self._loop.run(requests, self._adapter)
-
-    def serve(
-        self, new: Mapping[int, GenerationRequest], seconds: float = 0.0
-    ) -> dict[int, GenerationResult]:
-        """Hold new requests, and sample until one is complete or for a time; results by key.
+    def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
+        """Hold new requests, by key, and sample until one is complete or for 16 steps.
 
         Raises:
             RolloutError: vLLM rejected a request.
         """
-        results: dict[int, GenerationResult] = {}
-        end = time.monotonic() + seconds
         with self._quiet():
             self._loop.add(new, self._adapter)
-            while self._loop.holds:
-                results |= {key: _result(out) for key, out in self._loop.advance().items()}
-                if time.monotonic() >= end:
-                    break
-        return results
+            return {key: _result(out) for key, out in self._loop.advance().items()}
 
     def cancel(self) -> None:
         """Drop all requests that were submitted."""
@@ -426,7 +381,9 @@ def _restore_call(meta_model: torch.nn.Module) -> None:
 
 
 def _result(sampled: Output) -> GenerationResult:
-    output = sampled.request.outputs[0]
+    request, output = sampled.request, sampled.request.outputs[0]
+    scored = request.prompt_logprobs or ()
+    tokens = request.prompt_token_ids if scored else ()
     flat = output.logprobs  # of each position: the sampled token, then the most likely ones
     starts, ends = flat.start_indices, flat.end_indices
     allowed = None
@@ -440,4 +397,7 @@ def _result(sampled: Output) -> GenerationResult:
         stopped=output.finish_reason == "stop",
         version=min(version for version, _ in sampled.spans),
         spans=sampled.spans,
+        prompt_logprobs=tuple(
+            at[token].logprob for at, token in zip(scored[1:], tokens[1:], strict=True)
+        ),
     )
