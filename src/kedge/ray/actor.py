@@ -107,6 +107,10 @@ class Actor:
         limit = self._limits.call if within is None else within
         return self._wait(self._handle.call.remote(method, *args, **named), limit)
 
+    def interrupt(self, method: str) -> None:
+        """Call ``method`` of the object now, beside a running call, and do not wait for it."""
+        self._handle.call.options(concurrency_group=HEALTH).remote(method)
+
     def close(self) -> None:
         """Kill the process; may be called again."""
         import ray
@@ -143,8 +147,9 @@ class Actor:
     def _start(self) -> None:
         import ray
 
-        groups = {HEALTH: 1}
-        actor = ray.remote(concurrency_groups=groups)(ActorHost)
+        # The process is named by its role: ray::Engine, ray::Learner, ...
+        role = type(self.name.split()[0].capitalize(), (ActorHost,), {})
+        actor = ray.remote(concurrency_groups={HEALTH: 1})(role)
         self._handle = actor.options(**self._options).remote()
         ping = self._ping()
         self._wait_for_process(ping)

@@ -6,15 +6,13 @@ import contextlib
 import logging
 import os
 import pickle
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kedge.loop.shutdown import exit_with
-from kedge.ray.context import STOP, ActorProcess, RankContext, set_context
+from kedge.ray.context import STOP, RankContext, set_context
 from kedge.rollout.vllm.nccl_transfer import free_port
 
 # Parts of errors that a rank raises because another one is gone.
@@ -43,14 +41,7 @@ class Failure:
 
 
 class RankWorker:
-    """Runs a job as one rank; made an actor by ``ray.remote``."""
-
-    def __init__(self) -> None:
-        threading.Thread(target=exit_with, args=(os.getppid(),), daemon=True).start()
-
-    def ping(self) -> ActorProcess:
-        """Where this process runs."""
-        return ActorProcess.current()
+    """Runs a job as one rank, in an actor."""
 
     def stop(self) -> None:
         """Let the run write a checkpoint and exit at the end of this iteration."""
