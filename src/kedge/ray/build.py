@@ -16,7 +16,7 @@ from kedge.protocols import RolloutEngine
 from kedge.ray.engine import HostedEngine, HostedVLLM, RayEngine
 from kedge.ray.placement import plan_bundles
 from kedge.ray.resources import ActorResources, RayCluster, SharedArgument, from_launch
-from kedge.ray.weight_store import SharedWeights
+from kedge.ray.weight_store import StoredWeights
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.sharded import EngineInputs, ShardedEngine, start_all
 from kedge.rollout.vllm.build import build_template
@@ -30,7 +30,6 @@ from kedge.rollout.vllm.nccl_transfer import (
     nccl,
 )
 from kedge.rollout.vllm.policy_template import PolicyTemplate, meta_model, on_cpu
-from kedge.rollout.vllm.weight_payload import WeightPayload
 
 NCCL = {"backend": "nccl"}  # vLLM's weight_transfer_config
 
@@ -56,7 +55,7 @@ def build_embedded(
         _resources(cluster, vllm_num_engines, inputs.rank),
         kind=HostedEngine,
         make_model=partial(on_cpu, meta_model(inputs.policy)),
-        payload=WeightPayload((), weights=policy_weights(inputs.policy)),
+        dtype=None,
         settings=settings,
     )
 
@@ -107,7 +106,7 @@ def build_vllm(
         resources,
         kind=HostedVLLM,
         make_model=template.on_cpu,
-        payload=template.payload(weights),
+        dtype=template.dtype if template.adapter is None else None,
         settings=settings,
         template=template,
         groups=groups,
@@ -120,7 +119,7 @@ def _start(
     resources: ActorResources,
     *,
     make_model: Callable[[], Any],
-    payload: WeightPayload,
+    dtype: torch.dtype | None,
     template: PolicyTemplate | None = None,
     groups: Sequence[EngineGroup | None] | None = None,
     **named: Any,
@@ -129,16 +128,16 @@ def _start(
     slots = resources.slots
     groups = groups or [None] * len(slots)
     model = SharedArgument(make_model, len(slots))
-    shared_weights = SharedWeights(len(slots), payload.dtype)
+    stored = StoredWeights.put(policy_weights(inputs.policy).items(), dtype)
     makers = [
         partial(
             RayEngine,
             f"engine {slot.index}",
             model=model,
-            payload=payload,
+            stored=stored,
             options=resources.placement.options(slot),
             limits=cluster.limits,
-            shared_weights=shared_weights,
+            dtype=dtype,
             template=template,
             group=group,
             **named,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any, Literal, cast
 
@@ -15,14 +14,13 @@ from kedge.errors import LostRequestsError, RolloutError, SyncError
 from kedge.ray.actor import Actor, ActorLimits, LostActorError
 from kedge.ray.context import ActorProcess
 from kedge.ray.resources import SharedArgument
-from kedge.ray.weight_store import SharedWeights, StoredWeights
+from kedge.ray.weight_store import StoredWeights, stage_weights, store_weights
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.rollout.rows import with_prompts, without_columns
 from kedge.rollout.vllm.engine import VLLMEngine
 from kedge.rollout.vllm.inprocess import InProcess
 from kedge.rollout.vllm.nccl_transfer import EngineGroup
 from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate
-from kedge.rollout.vllm.weight_payload import WeightPayload
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
 
 _SECONDS = 0.05  # of sampling in one call of an actor
@@ -39,9 +37,9 @@ class RayEngine:
         name: for messages; with ``options`` and ``limits`` as for ``Actor``.
         kind: of the engine in the actor: ``HostedEngine`` or ``HostedVLLM``.
         model: its first argument, shared by all engines.
-        payload: the trained weights, version 0.
+        stored: the trained weights, version 0.
         settings: its keyword arguments.
-        shared_weights: of all engines.
+        dtype: in which weights are stored; None: as they are.
         template: of the policy, for vLLM.
         group: of the engines that load the same versions at the same time, for vLLM.
     """
@@ -54,22 +52,19 @@ class RayEngine:
         name: str,
         kind: type[HostedEngine | HostedVLLM],
         model: SharedArgument,
-        payload: WeightPayload,
+        stored: StoredWeights,
         settings: Mapping[str, Any],
         *,
         options: Mapping[str, Any],
         limits: ActorLimits,
-        shared_weights: SharedWeights,
+        dtype: torch.dtype | None = None,
         template: PolicyTemplate | None = None,
         group: EngineGroup | None = None,
     ) -> None:
-        self._shared_weights, self._limits = shared_weights, limits
-        self._template, self._group = template, group
-        self.stage_weights = shared_weights.stage
-        self.sync_dtype = payload.dtype
-        # The current weights in the object store, for a restart; those that were sent over NCCL
-        # are stored in the background, so that no GPU holds a copy of them.
-        self._stored: Future[StoredWeights] = shared_weights.begin(payload)
+        self._limits, self._template, self._group = limits, template, group
+        self.stage_weights = partial(stage_weights, dtype=dtype)
+        self.sync_dtype = dtype
+        self._stored = stored  # the current weights, for a restart
         self._loaded: tuple[int, Receipt, Expected | None] | None = None
         self._unfinished = self._restarts = 0
         self._in_flight: dict[int, PromptBatch] = {}  # by group
@@ -77,7 +72,7 @@ class RayEngine:
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(
-                kind, model.reference(), self._stored.result(), dict(settings)
+                kind, model.reference(), self._stored, dict(settings)
             ),
             options=options,
             limits=limits,
@@ -105,22 +100,18 @@ class RayEngine:
         Raises:
             SyncError: the engine does not compute with them.
         """
-        payload, expected = WeightPayload((), weights=weights), None
-        if self._template is not None:
-            payload, expected = self._template.payload(weights), self._template.expected(weights)
-        if self._group is not None:
+        expected = None if self._template is None else self._template.expected(weights)
+        stored = store_weights(weights, self.sync_dtype)
+        if self._group is None:
+            self._stored, self._loaded = stored, None  # a lost actor now restarts with them
+            within = self._limits.start
+            receipt = self.actor.call("load_stored", stored, version, expected, within=within)
+        else:
             if not self._group.shared:
                 self.prepare(version)
                 self._group.send([self], weights)
             receipt = self._once("receive", version, expected)
-            self._stored = self._shared_weights.begin(payload)
-        else:
-            stored = self._shared_weights.begin(payload)
-            weights_in_store = stored.result()
-            self._stored, self._loaded = stored, None  # a lost actor now restarts with them
-            receipt = self.actor.call(
-                "load_stored", weights_in_store, version, expected, within=self._limits.start
-            )
+            self._stored = stored
         self._loaded = version, receipt, expected
         return receipt
 
@@ -202,7 +193,7 @@ class RayEngine:
         if self._loaded is None:
             return
         version, before, expected = self._loaded
-        receipt = actor.once("load_stored", self._stored.result(), version, expected)
+        receipt = actor.once("load_stored", self._stored, version, expected)
         if receipt != before:
             raise SyncError(
                 f"{actor.name} was restarted with version {version} and reports {receipt} instead"

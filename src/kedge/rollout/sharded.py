@@ -72,6 +72,7 @@ class ShardedEngine:
         send: Callable[[Sequence[Any], Mapping[str, Tensor]], None] | None = None,
     ) -> None:
         self.engines: list[Any] = list(engines)
+        self.logprobs: Literal["sampled", "raw", "none"] = engines[0].logprobs
         self._send = send
         self._pad_id = pad_id
         self._check = check
@@ -80,23 +81,11 @@ class ShardedEngine:
         self._forgotten = weakref.finalize(self, _run_in_background, on_close)
         self._forgotten.atexit = False
         self._closed = False
+        # The dtype in which engines are sent weights (None: as they are), and what takes weights to
+        # where engines read them (None: they have no such place).
+        self.sync_dtype: torch.dtype | None = getattr(self.engines[0], "sync_dtype", None)
+        self.stage_weights: Any = getattr(self.engines[0], "stage_weights", None)
         self._threads = ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine")
-
-    @property
-    def logprobs(self) -> Literal["sampled", "raw", "none"]:
-        """The kind of log-probabilities that the engines record."""
-        return self.engines[0].logprobs
-
-    @property
-    def sync_dtype(self) -> torch.dtype | None:
-        """The dtype in which engines are sent weights; None: as they are."""
-        dtype: torch.dtype | None = getattr(self.engines[0], "sync_dtype", None)
-        return dtype
-
-    @property
-    def stage_weights(self) -> Any:
-        """Takes weights to where engines read them; None: they have no such place."""
-        return getattr(self.engines[0], "stage_weights", None)
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.

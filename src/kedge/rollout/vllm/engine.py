@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
 from kedge.rollout.requests import GroupRequests
 from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate
-from kedge.rollout.vllm.requests import build_requests, build_rollout, with_version
+from kedge.rollout.vllm.requests import build_requests, build_rollout
 from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, Service
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
@@ -69,15 +69,14 @@ class VLLMEngine:
         self._tolerance = tolerance
         self._extra_slot = extra_slot
         self._sleeps = sleeps
-        self._asleep: set[Literal["weights", "kv_cache"]] = (
-            set()
-        )  # parts of the GPU memory that are free
+        self._asleep: set[Literal["weights", "kv_cache"]] = set()  # GPU memory that is free
         self.max_length = service.max_length()  # tokens of prompt and response together
         self._last: _Sync | None = None
         self._sent: int | None = None  # version
         self._incomplete: int | None = None  # version of which some weights may be missing
         self._requests = GroupRequests[GenerationResult]()
         self._new: dict[int, GenerationRequest] = {}  # of these, not sent to the service yet
+        self._keys = itertools.count(-1, -1)  # of other requests
         self._lost: LostRequestsError | None = None  # with the requests that were held
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
@@ -88,17 +87,25 @@ class VLLMEngine:
             RolloutError: the prompts break the contract, or vLLM failed.
             SyncError: vLLM sampled with other weights than were loaded.
         """
-        requests = self._checked_requests(prompts, sampling, seed)
-        with self._awake():
-            results = self._run(requests)
-        self._check_versions({result.version for result in results})
-        if self._sent is not None:  # vLLM reports none, or this one
-            results = with_version(results, self._sent)
+        requests = self._build_requests(prompts, sampling, seed)
+        self._wake("weights", "kv_cache")
+        results = self._run(requests)
+        if self._sleeps:
+            self.service.sleep()
+            self._asleep = {"weights", "kv_cache"}
+        if self._sent is not None:
+            if wrong := {result.version for result in results} - {self._sent, -1}:  # -1: unknown
+                raise SyncError(
+                    f"vLLM sampled with version {min(wrong)} instead of {self._sent}: it lost its"
+                    " weights, or another client changes them"
+                )
+            results = [replace(result, version=self._sent) for result in results]
         return self._build_rollout(results, prompts, sampling)
 
     def _run(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Results of these requests, in order; what is held is sampled on meanwhile."""
-        waiting = {-1 - i: request for i, request in enumerate(requests)}
+        keys = [next(self._keys) for _ in requests]
+        waiting = dict(zip(keys, requests, strict=True))
         results: dict[int, GenerationResult] = {}
         new = dict(waiting)
         while waiting:
@@ -109,12 +116,16 @@ class VLLMEngine:
                 new = dict(waiting)
                 continue
             new = {}
-            for key, result in served.items():
-                if waiting.pop(key, None) is not None:
-                    results[key] = result
-                else:
-                    self._requests.put(key, result)
-        return [results[-1 - i] for i in range(len(requests))]
+            own = self._put_held(served)  # or of a call that failed
+            results |= {key: own[key] for key in own if waiting.pop(key, None) is not None}
+        return [results[key] for key in keys]
+
+    def _put_held(self, results: Mapping[int, GenerationResult]) -> dict[int, GenerationResult]:
+        """Take the results of requests that are held; returns the others, of ``_run``."""
+        for key, result in results.items():
+            if key >= 0:
+                self._requests.put(key, result)
+        return {key: result for key, result in results.items() if key < 0}
 
     def _build_rollout(
         self, results: Sequence[GenerationResult], prompts: PromptBatch, sampling: Sampling
@@ -129,24 +140,27 @@ class VLLMEngine:
             vocabulary=self.spec.vocabulary,
         )
 
-    def _checked_requests(
+    def _build_requests(
         self, prompts: PromptBatch, sampling: Sampling, seed: int
     ) -> list[GenerationRequest]:
         self._check_complete()
         check_sampling(sampling, self.spec.vocabulary)
         check_prompts(prompts, sampling, self.spec.meta_model.config)
-        self._check_length(prompts, sampling)
+        lengths, limits = prompts.mask.sum(-1), prompts.limits(sampling).to(prompts.mask.device)
+        row = int((lengths + limits).argmax())
+        if lengths[row] + limits[row] > self.max_length:  # vLLM would silently cut it there
+            raise RolloutError(
+                f"the prompt of {lengths[row]} tokens and max_new_tokens={limits[row]}"
+                f" need {lengths[row] + limits[row]} tokens, but vLLM was started with"
+                f" max_model_len={self.max_length} (vllm_engine_args, vllm_max_model_length); raise"
+                " it, or shorten prompts (max_prompt_length) or responses"
+            )
         return build_requests(prompts, sampling, seed, vocabulary=self.spec.vocabulary)
 
     @property
     def sync_dtype(self) -> torch.dtype | None:
         """The dtype in which it is sent weights; None: as they are."""
         return self.spec.dtype if self.spec.adapter is None else None
-
-    @property
-    def stage_weights(self) -> Any:
-        """Takes weights to where the service reads them; None: the service has no such place."""
-        return getattr(self.service, "stage", None)
 
     @property
     def slots(self) -> int:
@@ -174,7 +188,7 @@ class VLLMEngine:
             ConfigError: the sampling does not fit this model.
             RolloutError: the prompts break the contract, or vLLM failed.
         """
-        requests = self._checked_requests(prompts, sampling, seed)
+        requests = self._build_requests(prompts, sampling, seed)
         keys = self._requests.add(prompts, sampling)
         self._new |= dict(zip(keys, requests, strict=True))
 
@@ -189,12 +203,10 @@ class VLLMEngine:
         try:
             if lost is not None:
                 raise lost
-            sampled = self.service.serve(new)
+            self._put_held(self.service.serve(new))
         except LostRequestsError:
             self._requests.clear()
             raise
-        for key, result in sampled.items():
-            self._requests.put(key, result)
         parts = [
             self._build_rollout(x.results, x.prompts, x.sampling) for x in self._requests.complete()
         ]
@@ -206,45 +218,17 @@ class VLLMEngine:
         self._new, self._lost = {}, None
         self.service.cancel()
 
-    @contextlib.contextmanager
-    def _awake(self) -> Iterator[None]:
-        """Context in which vLLM has its GPU memory."""
-        self._wake("weights", "kv_cache")
-        yield
-        if self._sleeps:
-            self.service.sleep()
-            self._asleep = {"weights", "kv_cache"}
-
     def _wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
         for part in parts:
             if part in self._asleep:
                 self.service.wake(part)
                 self._asleep.remove(part)
 
-    def _check_length(self, prompts: PromptBatch, sampling: Sampling) -> None:
-        """Refuse responses that vLLM would silently cut at its ``max_model_len``."""
-        lengths, limits = prompts.mask.sum(-1), prompts.limits(sampling).to(prompts.mask.device)
-        row = int((lengths + limits).argmax())
-        if lengths[row] + limits[row] > self.max_length:
-            raise RolloutError(
-                f"the prompt of {lengths[row]} tokens and max_new_tokens={limits[row]}"
-                f" need {lengths[row] + limits[row]} tokens, but vLLM was started with"
-                f" max_model_len={self.max_length} (vllm_engine_args, vllm_max_model_length); raise"
-                " it, or shorten prompts (max_prompt_length) or responses"
-            )
-
     def _check_complete(self) -> None:
         if self._incomplete is not None:
             raise SyncError(
                 f"vLLM cannot sample: loading version {self._incomplete} failed, so it may have"
                 " weights of two versions; load weights again, or resume the run"
-            )
-
-    def _check_versions(self, versions: set[int]) -> None:
-        if self._sent is not None and (wrong := versions - {self._sent, -1}):  # -1: unknown
-            raise SyncError(
-                f"vLLM sampled with version {min(wrong)} instead of {self._sent}: it lost its"
-                " weights, or another client changes them"
             )
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:

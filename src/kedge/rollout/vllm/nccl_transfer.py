@@ -10,7 +10,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
@@ -108,7 +108,7 @@ class EngineGroup:
         """Send the weights to these engines, which have a ``process`` and a ``transfer``.
 
         Raises:
-            RolloutError: an engine failed; the run cannot go on.
+            RolloutError: an engine failed; the run cannot continue.
         """
         members = [engine.process for engine in engines]
         if self._transfer is None or members != self._members:
@@ -212,25 +212,21 @@ def run_with_timeout(seconds: float, work: Callable[[], T], what: str) -> T:
     Raises:
         RolloutError: it took longer.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            result.set_result(work())
         except BaseException as error:  # raised again below
-            errors.append(error)
+            result.set_exception(error)
 
-    thread = threading.Thread(target=run, name="weights", daemon=True)
-    thread.start()
+    threading.Thread(target=run, name="weights", daemon=True).start()
     clock = RunningTime()
-    while thread.is_alive() and (left := seconds - clock.seconds()) > 0:
-        thread.join(min(1.0, left))
-    if errors:
-        raise errors[0]
-    if thread.is_alive():
+    while not result.done() and (left := seconds - clock.seconds()) > 0:
+        wait([result], min(1.0, left))
+    if not result.done():
         raise RolloutError(
             f"{what} took longer than {seconds:g} s (worker_start_timeout): vLLM died or hangs."
             " NCCL cannot be interrupted, so the run must end; resume it from its latest checkpoint"
         )
-    return results[0]
+    return result.result()

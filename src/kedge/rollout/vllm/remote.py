@@ -160,9 +160,12 @@ class Remote:
         """
         if not self._held:
             self._heard = time.monotonic()
+        model = {} if self._adapter is None else {"model": self._adapter}
+        # The salt keeps apart prefixes that different weights have read.
+        body = {"cache_salt": str(self._version), **model}
         for key, request in new.items():
             self._background = self._background or _Background(self.url, self._uds)
-            self._held[key] = self._background.start(partial(self._generate, request))
+            self._held[key] = self._background.start(partial(self._generate, request, body))
         wait(self._held.values(), timeout=_SECONDS, return_when=FIRST_COMPLETED)
         errors = {key: f.exception() for key, f in self._held.items() if f.done()}
         if results := {k: self._held.pop(k).result() for k, e in errors.items() if e is None}:
@@ -184,14 +187,12 @@ class Remote:
         return {}
 
     async def _generate(
-        self, request: GenerationRequest, client: httpx.AsyncClient
+        self, request: GenerationRequest, body: dict[str, str], client: httpx.AsyncClient
     ) -> GenerationResult:
-        model = {} if self._adapter is None else {"model": self._adapter}
-        # The salt keeps apart prefixes that different weights have read.
-        body = {"token_ids": request.prompt, "cache_salt": str(self._version), **model}
+        json = {"token_ids": request.prompt, "sampling_params": request.params, **body}
         give_up, pause = time.monotonic() + self._patience, _PAUSE
         while True:
-            response = await client.post(_GENERATE, json=body | {"sampling_params": request.params})
+            response = await client.post(_GENERATE, json=json)
             if response.status_code not in _OVERLOADED or time.monotonic() + pause > give_up:
                 break
             await asyncio.sleep(pause)
@@ -240,7 +241,8 @@ class Remote:
                     reset = answer["success"]
                 if not reset and not self.holds:
                     raise SyncError("vLLM did not reset its prefix cache: requests are running")
-                self._name_version(version)
+                if self._reports_versions:
+                    self._post("/update_weight_version", json={"new_version": str(version)})
                 self._version = version
         except LostServerError:
             raise
@@ -292,17 +294,14 @@ class Remote:
         self._client.close()
         self._folder = None
 
-    def _name_version(self, version: int) -> None:
-        """Set the version of the weights in vLLM."""
-        if self._reports_versions:
-            self._post("/update_weight_version", json={"new_version": str(version)})
-
     # -- state of the server ---------------------------------------------------------------------
 
     def healthy(self) -> bool:
         """Whether the server responds."""
-        if self._uds is not None and not _has_listener(self._uds):
-            return False
+        if self._uds is not None:  # httpx leaks a socket if no process listens
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(self._uds):
+                    return False
         try:
             return self._client.get("/health", timeout=5).status_code == 200
         except httpx.TransportError:
@@ -320,8 +319,9 @@ class Remote:
         Raises:
             LostServerError: it has had no request for ``patience`` seconds.
         """
-        count = _count_requests(self._client.get("/metrics"))
-        if count != 0:
+        response = self._client.get("/metrics")
+        counts = _REQUESTS.findall(response.text) if response.status_code == 200 else []
+        if not counts or any(float(count) for count in counts):  # it does not say, or works
             self._idle_since = math.inf
             return
         self._idle_since = min(self._idle_since, time.monotonic())
@@ -380,12 +380,6 @@ def read_json(response: httpx.Response) -> Any:
     return None
 
 
-def _count_requests(response: httpx.Response) -> float | None:
-    """Requests that run or wait, from Prometheus metrics; None if the server does not say."""
-    counts = _REQUESTS.findall(response.text) if response.status_code == 200 else []
-    return sum(map(float, counts)) if counts else None
-
-
 def _result(body: Any, prompt: list[int], loaded: int) -> GenerationResult:
     """A response; without versions (before vLLM 0.32) it is of the weights ``loaded``.
 
@@ -436,9 +430,3 @@ def _parse_choice(choice: dict[str, Any], loaded: int) -> GenerationResult:
 def _token_id(top: dict[str, Any]) -> int:
     """The id of a token; vLLM before 0.32 has it in the token's name alone."""
     return int(top["token_id"] if "token_id" in top else top["token"].removeprefix("token_id:"))
-
-
-def _has_listener(path: str) -> bool:
-    """Whether a process listens on a Unix socket; httpx leaks a socket if none does."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(path) == 0
