@@ -104,19 +104,12 @@ def test_a_receipt_is_for_what_the_engine_computes():
         ("skips", 1e-2, "had no effect"),
         ("skips", 1e-5, "had no effect"),  # however small the update
         ("one weight", 0.1, "differ by"),
+        ("version", 1e-2, "reports version 0 after being sent 1"),
     ],
 )
 def test_what_vllm_does_not_compute_with_is_an_error(broken, by, message):
     with pytest.raises(SyncError, match=message):
         receipts(broken, by)
-
-
-def test_another_version_is_an_error():
-    model = policy()
-    spec = PolicyTemplate.of(model)
-    engine = VLLMEngine(Ours(spec, trained(model), "version"), spec, pad_id=0)
-    with pytest.raises(SyncError, match="reports version 0 after being sent 1"):
-        engine.load_weights(trained(model), 1)
 
 
 def test_the_probe_says_what_the_model_says():
