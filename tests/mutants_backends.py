@@ -73,10 +73,10 @@ MUTANTS = [
         "tests/unit/test_weight_transfer.py",
     ),
     Mutant(
-        "what engines must report is that of the weights before",
+        "what engines must report is that of another policy",
         "rollout/vllm/policy_template.py",
-        'ref() is x and version == getattr(x, "_version", 0)',
-        "ref() is not None",
+        "if found is None or model is not self.meta_model:",
+        "if found is None:",
         "tests/unit/test_weight_transfer.py",
     ),
     Mutant(

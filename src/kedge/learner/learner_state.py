@@ -50,7 +50,7 @@ class WeightCopier:
             and not any(isinstance(p, DTensor) for p in named.values())
         ):
             raise_on_all_ranks(None)  # rank 0 may stage, if it alone has the engine
-            return named if not self.first_only or is_first() else {}
+            return WeightsCopy(named) if not self.first_only or is_first() else {}
         sums, devices = FingerprintSums(), set[torch.device]()
         left = len(named)
 

@@ -57,18 +57,9 @@ class RankSharedEngine:
         self.engine: Any = engine
         self.logprob_kind: Literal["sampled", "raw", "none"] = logprob_kind
         self._groups, self._extra_slots = groups, extra_slots
+        self.sync_dtype: torch.dtype | None = getattr(engine, "sync_dtype", None)
+        self.stage_weights: Any = getattr(engine, "stage_weights", None)
         self._lock = threading.Lock()
-
-    @property
-    def sync_dtype(self) -> torch.dtype | None:
-        """The dtype in which the engine is sent weights; None: as they are, or by rank 0."""
-        dtype: torch.dtype | None = getattr(self.engine, "sync_dtype", None)
-        return dtype
-
-    @property
-    def stage_weights(self) -> Any:
-        """Takes weights to where engines read them; None: they have no such place."""
-        return getattr(self.engine, "stage_weights", None)
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.
