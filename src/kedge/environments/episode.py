@@ -15,7 +15,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.math.rewards import place_score
-from kedge.types import Episodes, PromptBatch, RewardOutput, Rollout, Sampling
+from kedge.types import (
+    PER_EPISODE,
+    Episodes,
+    PromptBatch,
+    RewardOutput,
+    Rollout,
+    Sampling,
+)
 
 _RESERVE = 64  # tokens
 # Why episodes end: the environment says so (or cuts it off), an answer without a call, limits of
@@ -397,7 +404,7 @@ def episode_metrics(
         metrics[f"environment/ended_{ending}"] = (share, count)
     for name in sorted({name for episode in episodes for name in episode.metrics}):
         values = [episode.metrics.get(name, 0.0) for episode in episodes]
-        metrics[f"environment/{name}"] = (sum(values), count)
+        metrics[f"environment/{name}"] = (sum(values), PER_EPISODE)
     for name in sorted({str(name) for episode in episodes for name in episode.info}):
         values = [episode.info[name] for episode in episodes if name in episode.info]
         metrics.setdefault(f"environment/{name}", (sum(values), float(len(values))))

@@ -20,6 +20,7 @@ of the responses that it held out.
 example: kedge ppo ... --save_rollouts runs/a/rollouts
          kedge value fit runs/a/rollouts --model runs/sft --output_dir runs/critic
          kedge value check runs/b/rollouts --value_model runs/critic --plot critic.png"""
+_BLUE, _RED = "#3b6ea5", "#b5483a"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -141,24 +142,42 @@ def _number(x: float | None) -> str:
 def plot(check: dict[str, Any], file: str) -> None:
     """Explained variance by position and turn, and calibration, as a picture."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    position, turn, calibration = figure.subplots(1, 3)
-    for axes, name, label in (
-        (position, "by_position", "tenth of the response"),
-        (turn, "by_turn", "turn"),
-    ):
-        shares = [share for share, _ in check[name]]
-        known = [(i + 1, share) for i, share in enumerate(shares) if share is not None]
-        axes.bar([i for i, _ in known], [max(share, -1) for _, share in known], color="#3b6ea5")
-        axes.axhline(0, color="black", linewidth=0.8)
+    panels = [("by_position", "tenth of the response"), ("by_turn", "turn")]
+    panels = panels[: 1 + (len(check["by_turn"]) > 1)]
+    figure = Figure(figsize=(4 + 4 * len(panels), 3.8), layout="constrained")
+    explained = _number(check["explained_variance"])
+    figure.suptitle(
+        f"explained variance {explained} over {check['tokens']:,} tokens of"
+        f" {check['responses']:,} responses"
+    )
+    known = [share for name, _ in panels for share, _ in check[name] if share is not None]
+    low = max(-1.0, min([-0.1, *known]))
+    *axes_by, calibration = figure.subplots(1, 1 + len(panels))
+    for axes, (name, label) in zip(axes_by, panels, strict=True):
+        for i, (share, _) in enumerate(check[name], 1):
+            if share is not None:
+                axes.bar(i, max(share, low), color=_BLUE if share > 0 else _RED)
+            if share is not None and share < low:  # the bar ends at the edge
+                axes.text(
+                    i, low, f" {share:.2g}", ha="center", va="bottom", color="white", rotation=90
+                )
+        axes.axhline(0, color="black", linewidth=0.8, label="mean return (0)")
         if check["by_length"] is not None:
-            axes.axhline(check["by_length"], color="gray", linestyle=":", label="length alone")
-            axes.legend(frameon=False)
-        axes.set(xlabel=label, ylabel="explained variance", ylim=(-1, 1))
+            axes.axhline(check["by_length"], color="gray", ls=":", label="length, known afterwards")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set(
+            xlabel=label,
+            ylabel="explained variance",
+            xlim=(0.4, len(check[name]) + 0.6),
+            ylim=(low, 1),
+        )
+        axes.legend(frameon=False, fontsize="small", loc="upper left")
     means = [(v, g) for v, g, _ in check["calibration"]]
-    calibration.plot([v for v, _ in means], [g for _, g in means], "o-", color="#3b6ea5")
-    low, high = (pick(x for pair in means for x in pair) for pick in (min, max))
-    calibration.plot([low, high], [low, high], color="gray", linestyle=":")
-    calibration.set(xlabel="predicted value", ylabel="mean return")
+    calibration.plot([v for v, _ in means], [g for _, g in means], "o-", color=_BLUE)
+    ends = [pick(x for pair in means for x in pair) for pick in (min, max)]
+    calibration.plot(ends, ends, color="gray", ls=":", label="right on average")
+    calibration.set(xlabel="predicted value, tenths of the tokens", ylabel="mean return")
+    calibration.legend(frameon=False, fontsize="small", loc="upper left")
     figure.savefig(file, dpi=130)
