@@ -106,10 +106,23 @@ VALUE = {
     "value_warmup_steps": 2,
     "vf_coef": 0.5,
 }
-# The discount of a turn is the same in both: an action has about three tokens.
+# The discount of a turn is the same in all: an action has about three tokens.
+BY_TOKENS = {"gamma": 0.98 ** (1 / 3)}
+# Rates, warm-up and lambda for this model and 40 tokens an episode: docs/algorithms/sao.md.
+SAO = BY_TOKENS | {
+    "recipe": "sao",
+    "lam": 0.95,
+    "value_learning_rate": 2e-3,
+    "value_warmup_steps": 2,
+}
+# Nothing brings back tokens that have left SAO's mask, so its steps are few and small.
+SMALL_STEPS = {"num_ppo_epochs": 1, "learning_rate": 2e-4}
+CLIPPED = {"policy_loss": "clip", "cliprange": 0.2, "cliprange_high": 0.2}
 METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "PPO, turns": (PPOTrainer, PPOConfig, VALUE | {"credit": "turn", "gamma": 0.98}),
-    "PPO, tokens": (PPOTrainer, PPOConfig, VALUE | {"gamma": 0.98 ** (1 / 3)}),
+    "PPO, tokens": (PPOTrainer, PPOConfig, VALUE | BY_TOKENS),
+    "SAO": (PPOTrainer, PPOConfig, SAO | SMALL_STEPS),
+    "SAO, clipped": (PPOTrainer, PPOConfig, SAO | CLIPPED),
     "RLOO": (RLOOTrainer, RLOOConfig, {"rloo_k": 4}),
     "GRPO": (GRPOTrainer, GRPOConfig, {"num_generations": 8}),
 }
@@ -135,9 +148,6 @@ def train(
             temperature=1.0,
             per_device_train_batch_size=sizes.batch,
             max_steps=sizes.iterations,
-            num_ppo_epochs=2,
-            num_mini_batches=4,
-            learning_rate=5e-4,
             kl_coef=0.0,
             gradient_checkpointing=False,
             save_strategy="no",
@@ -146,7 +156,13 @@ def train(
             use_cpu=True,
             disable_tqdm=True,
             seed=seed,
-            **{"logging_steps": max(1, sizes.iterations // 20)} | options,
+            **{
+                "num_ppo_epochs": 2,
+                "num_mini_batches": 4,
+                "learning_rate": 5e-4,
+                "logging_steps": max(1, sizes.iterations // 20),
+            }
+            | options,
         ),
     )
     trainer.train()

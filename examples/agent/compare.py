@@ -1,6 +1,7 @@
-"""PPO with turn and token credit, RLOO and GRPO, at equal numbers of episodes.
+"""PPO with turn and token credit, SAO, RLOO and GRPO, at equal numbers of episodes.
 
 python examples/agent/compare.py --tasks "text world" calculator --seeds 0 1 2
+python examples/agent/compare.py --tasks "text world" --methods SAO RLOO
 
 Every method of a seed starts from the same supervised model and trains on the same number of
 episodes.  Finished runs are not repeated.  Writes results.json and curves.png to the output folder
@@ -39,13 +40,13 @@ def run(task: str, method: str, seed: int, folder: Path, sizes: Sizes) -> float:
     return float(json.loads(result.read_text())["success"])
 
 
-def plot(folder: Path, tasks: list[str], seeds: list[int]) -> None:
+def plot(folder: Path, tasks: list[str], seeds: list[int], methods: list[str]) -> None:
     """The mean score of training batches against episodes, a line per method."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, len(tasks), figsize=(6 * len(tasks), 4), squeeze=False)
     for axis, task in zip(axes[0], tasks, strict=True):
-        for method in METHODS:
+        for method in methods:
             name = method.lower().replace(", ", "-")
             runs: list[list[dict[str, Any]]] = []
             for seed in seeds:
@@ -66,18 +67,19 @@ def main() -> None:
     flags.add_argument("--output_dir", default="runs/agent-compared", type=Path)
     flags.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     flags.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    flags.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     flags.add_argument("--iterations", type=int, default=Sizes.iterations)
     args = flags.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
     folder, sizes = args.output_dir, Sizes(iterations=args.iterations)
-    methods = ["supervised", *METHODS]
+    methods = ["supervised", *args.methods]
     results: Results = {task: {method: [] for method in methods} for task in args.tasks}
     for seed in args.seeds:
         for task in args.tasks:
             for method in methods:
                 results[task][method].append(run(task, method, seed, folder, sizes))
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    plot(folder, args.tasks, args.seeds)
+    plot(folder, args.tasks, args.seeds, args.methods)
     print("| success on 500 new seeds |", " | ".join(args.tasks), "|")
     print("|---|" + "---|" * len(args.tasks))
     for method in methods:

@@ -10,6 +10,7 @@ Booleans are True where a token is real.  Log-probabilities are natural logarith
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -278,6 +279,11 @@ class Loss:
         return sum(rest, start=first)
 
 
+# The count of a metric that only some episodes report and that is a mean over all of them: when
+# totals are merged, those of episodes without it have no entry.
+PER_EPISODE = math.inf
+
+
 @dataclass(frozen=True, slots=True)
 class Metrics:
     """Means that can be merged: ``name -> (sum, count)``."""
@@ -289,8 +295,13 @@ class Metrics:
         return Metrics(add_totals([self.totals, other.totals]))
 
     def means(self) -> dict[str, float]:
-        """``name -> sum / count``, without names whose count is 0."""
-        return {name: total / count for name, (total, count) in self.totals.items() if count}
+        """``name -> sum / count``, without names whose count is 0.
+
+        The count ``PER_EPISODE`` is that of "environment/turns".
+        """
+        episodes = self.totals.get("environment/turns", (0.0, 0.0))[1]
+        counted = ((n, x, episodes if c == PER_EPISODE else c) for n, (x, c) in self.totals.items())
+        return {name: total / count for name, total, count in counted if count}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ def boom(completions: list[str], **_: Any) -> list[float]:
 class Liar:
     """An engine whose log-probabilities are of another distribution."""
 
-    shares_weights, logprobs = True, "sampled"
+    shares_weights, logprob_kind = True, "sampled"
 
     def __init__(self, honest: Any) -> None:
         self.honest = honest
@@ -192,3 +192,23 @@ def test_fewer_ends_at_a_rising_score_are_named_while_it_happens(
     assert cut[-1] > cut[0] + 0.2, cut
     assert len(seen) == 1
     assert seen[0] < len(cut)
+
+
+@pytest.mark.parametrize(("rate", "warned"), [(0.03, True), (1e-5, False)])
+def test_steps_that_mask_much_are_named_when_the_policy_first_moves(
+    rate: float, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = small(total_episodes=8, value_warmup_steps=1, policy_loss="mask", learning_rate=rate)
+    trainer.train()
+    assert ("the policy's first iteration masked" in caplog.text) == warned
+    assert rows(trainer)[0]["policy/clipfrac_avg"] == 0
+
+
+def test_equal_returns_leave_nothing_to_explain() -> None:
+    equal = {
+        "reward_model": None,
+        "reward_funcs": lambda completions, **_: [0.3] * len(completions),
+    }
+    trainer = small(**equal, kl_coef=0.0, lam_value=1.0, value_learning_rate=0.1)
+    trainer.train()
+    assert all("val/explained_variance" not in row for row in rows(trainer))

@@ -55,8 +55,10 @@ def test_fit_check_and_ppo(recorded, tmp_path, capsys):
     check = json.loads((critic / "value_check.json").read_text())
     assert check["explained_variance"] > 0.6  # before: below 0, since every value is 0
     assert abs(check["calibration"][0][0] - check["calibration"][0][1]) < 0.5
-    command.main(["check", str(again), "--value_model", str(critic)])
+    picture = tmp_path / "critic.png"
+    command.main(["check", str(again), "--value_model", str(critic), "--plot", str(picture)])
     assert "the mean return knows" in capsys.readouterr().out
+    assert picture.stat().st_size > 10_000
 
     def explained(**options):
         trainer = small(
@@ -86,7 +88,7 @@ def test_rows_of_other_libraries(tmp_path):
     returns = episodes.reward_output.token_rewards
     assert returns.tolist() == [[0.5, 1.0, 2.0], [1.0, 2.0, 0.0]]
     file.write_text(json.dumps({"prompt": "w3"}))
-    with pytest.raises(DataError, match="row 0: it must have prompt and completion"):
+    with pytest.raises(DataError, match="row 1 must have prompt and completion"):
         read_episodes([str(file)], word_tokenizer())
 
 

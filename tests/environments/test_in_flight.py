@@ -12,13 +12,22 @@ import torch
 from kedge.errors import LostRequestsError
 from kedge.models.fingerprint import policy_weights
 from kedge.rollout.embedded.decode import CausalDecoder
-from kedge.types import Rollout
+from kedge.types import Metrics, Rollout
 from tests.contract.embedded import drained
 from tests.environments.toys import CHAT, Echo, engine, policy, prompts, rollouts, sampling
 
 
 class Cut(Echo):
-    """Gives a reward at the end if a limit ended the episode."""
+    """Gives a reward at the end if a limit ended the episode; some report a metric of their own."""
+
+    def reset(self, *, seed: int, options: Any) -> Any:
+        self.won = seed % 2
+        return super().reset(seed=seed, options=options)
+
+    def step(self, response: Any) -> Any:
+        *others, info = super().step(response)
+        won = {"won": 1.0} if self.won and self.turn == 1 else {}
+        return *others, {"metrics": info["metrics"] | won}
 
     def final_reward(self) -> float:
         return 7.0
@@ -66,8 +75,12 @@ def test_episodes_in_flight_are_those_of_whole_batches(limits: dict[str, int]) -
     assert got.episodes.rewards.tolist() == want.episodes.rewards.tolist()
     assert bool((want.episodes.rewards >= 7.0).any()) or not limits
     assert got.episodes.columns == want.episodes.columns
+    got_means, want_means = (Metrics(x.episodes.metrics).means() for x in (got, want))
     for name in ("environment/turns", "environment/words"):
-        assert got.episodes.metrics[name] == want.episodes.metrics[name]
+        assert got_means[name] == want_means[name]
+    won = [float("won" in row) for row in want.episodes.columns["metrics"]]
+    assert got_means["environment/won"] == want_means["environment/won"] == sum(won) / 8
+    assert 0 < sum(won) < 8
     torch.testing.assert_close(got.behavior_logprobs, want.behavior_logprobs, rtol=0, atol=2e-5)
 
 

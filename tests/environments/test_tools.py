@@ -17,7 +17,7 @@ from kedge.environments.tool_calls import parse_any, tool_parser
 from kedge.environments.tools import check_arguments, tool_schema
 from kedge.errors import ConfigError, RolloutError
 from kedge.testing import ScriptedRollouts
-from kedge.types import PromptBatch, Sampling, ToolCall
+from kedge.types import Metrics, PromptBatch, Sampling, ToolCall
 from tests.environments.families import FAMILIES, tokenizer
 from tests.environments.toys import Echo, prompts, sampling
 
@@ -138,10 +138,10 @@ def test_a_tool_answers_in_the_format_of_the_template(family: str) -> None:
     assert "42" in read[1][len(read[0]) + len(CALLS[family]) :]
     if family != "llama3":  # the shape of the template in the tests shows no tools
         assert "Compute with two numbers." in read[0]
-    metrics = rollout.episodes.metrics
-    assert metrics["environment/tool_calls"] == (1.0, 1.0)
-    assert metrics["environment/tool_errors"] == (0.0, 1.0)
-    assert metrics["environment/turns"] == (2.0, 1.0)
+    metrics = Metrics(rollout.episodes.metrics).means()
+    assert metrics["environment/tool_calls"] == 1.0
+    assert metrics["environment/tool_errors"] == 0.0
+    assert metrics["environment/turns"] == 2.0
     assert bool(rollout.terminated[0])
 
 
@@ -164,9 +164,9 @@ def test_wrong_calls_are_answered_in_words(call: str, answer: str, invalid: int)
     turns = [f"<tool_call>{call}</tool_call>", "I give up"]
     rollout, read = played("qwen2.5", turns, tool_environments([calculator, search]))
     assert answer in read[1]
-    metrics = rollout.episodes.metrics
-    assert metrics["environment/tool_errors"] == (1.0, 1.0)
-    assert metrics["environment/invalid_calls"] == (float(invalid), 1.0)
+    metrics = Metrics(rollout.episodes.metrics).means()
+    assert metrics["environment/tool_errors"] == 1.0
+    assert metrics["environment/invalid_calls"] == float(invalid)
 
 
 class Lookup:

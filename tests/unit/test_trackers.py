@@ -14,12 +14,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from kedge.reporting.base import CompositeTracker, JsonlTracker, Memory
+from kedge.reporting.base import CompositeTracker, JsonlTracker
 from kedge.reporting.curves import draw_curves
 from kedge.reporting.progress import ConsoleTracker
-from kedge.reporting.tables import TableLogger
-from kedge.reporting.trackers import run_links
+from kedge.reporting.trackers import TableLogger, run_links
 from tests import processes
+from tests.unit.callback_runs import Memory
 
 ROOT = Path(__file__).parents[2]
 

@@ -155,7 +155,7 @@ class PPOTrainer(PPOSteps):
             seed=config.seed,
             **self._engine_options(),
         )
-        self.running = RunningMoments(self.learner.total)
+        self.running = RunningMoments(self.learner.all_reduce)
         self.dataset, self.dataloader = dataset, None
         if dataset is not None:
             self.dataloader = self.accelerator.prepare(
@@ -464,7 +464,7 @@ class PPOTrainer(PPOSteps):
         def grid(x: Tensor) -> Tensor:
             return on_grid(x.cpu(), present, grid_queries)
 
-        total = self.learner.total
+        total = self.learner.all_reduce
         stats = update_statistics(
             kl_coef,
             scores=scores.sums,
@@ -553,7 +553,7 @@ class PPOTrainer(PPOSteps):
         Raises:
             CheckpointError: there is no checkpoint, it is damaged, or belongs to another model.
         """
-        path, total = Path(folder), self.learner.total
+        path, total = Path(folder), self.learner.all_reduce
         if path.name.startswith("checkpoint-"):
             checkpoint.load_one(path, self._restore)
             return
@@ -641,7 +641,7 @@ class PPOTrainer(PPOSteps):
         self._since_best += 1
         if self._since_best % self.config.compare_steps:
             return
-        mean = float(self.learner.total(scores.sums.mean())) / self.learner.world_size
+        mean = float(self.learner.all_reduce(scores.sums.mean())) / self.learner.world_size
         if self.highest_reward is None or mean > self.highest_reward:
             self.highest_reward = mean
             self.push_to_hub(**push_options)

@@ -177,10 +177,10 @@ class BackboneCache:
                 self._add(backbone)
 
     def _add(self, backbone: nn.Module) -> None:
-        found, name = find_layers(backbone), type(backbone).__name__
-        if found is None or next(backbone.parameters()).is_meta:
+        named_layers, name = find_layers(backbone), type(backbone).__name__
+        if named_layers is None or next(backbone.parameters()).is_meta:
             return
-        prefix, layers = found
+        prefix, layers = named_layers
         depth = _count_frozen(backbone, prefix, len(layers))
         below = next((x for x in self._below if x.serve(backbone, depth)), None)
         if below is None:

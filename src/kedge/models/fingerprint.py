@@ -110,11 +110,12 @@ def _first_word(x: DTensor) -> int | None:
 
 
 class WeightsCopy(dict[str, Tensor]):
-    """Weights by name as they are kept for rollout engines."""
+    """Weights by name as they are sent to rollout engines once."""
 
-    fingerprint = ""  # of the weights before they were rounded
+    fingerprint = ""  # of the weights before they were rounded; empty: of these
     device: torch.device | None = None  # of the weights themselves
     stored: Any = None  # what an engine's ``stage_weights`` made of them
+    expected: Any = None  # what vLLM must report of them
 
 
 def full(x: Tensor) -> Tensor:

@@ -254,9 +254,10 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropy, *kept = ctx.saved_tensors
         head, constraints, tile, entropy_grad, low = ctx.spec
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        allocate = torch.empty_like if len(hidden) else torch.zeros_like  # first rows overwrite
         grads = _Grads(
             torch.zeros_like(hidden, dtype=lse.dtype) if need_hidden else None,
-            _uninitialized(weight, rows=len(hidden)) if need_weight else None,
+            allocate(weight) if need_weight else None,
             torch.zeros_like(bias) if need_bias else None,
         )
         in_order = iter(kept)
@@ -293,11 +294,6 @@ class _Saved(NamedTuple):
     lse: Tensor  # [n], in the tiles' unit
     entropy: Tensor  # [n], nats
     kept: Iterator[Tensor | None]
-
-
-def _uninitialized(weight: Tensor, *, rows: int) -> Tensor:
-    """Memory for a gradient that the first of ``rows`` overwrite; zeros if there are none."""
-    return torch.empty_like(weight) if rows else torch.zeros_like(weight)
 
 
 def _accumulate_grads(

@@ -260,10 +260,11 @@ _KINDS = {
     "optimizers[0]": ("a torch.optim.Optimizer instance, not its class", "param_groups", "step"),
     "optimizers[1]": ("a torch learning-rate scheduler", "step", "state_dict"),
     "rollout_engine": (
-        "a kedge.protocols.RolloutEngine: an object with the properties shares_weights and logprobs"
-        " and the methods generate(prompts, sampling=, seed=) and load_weights(weights, version);"
+        "a kedge.protocols.RolloutEngine: an object with the properties shares_weights and"
+        " logprob_kind and the methods generate(prompts, sampling=, seed=) and"
+        " load_weights(weights, version);"
         " to choose an engine by name, set it in the config: rollout_engine='vllm'",
-        *("shares_weights", "logprobs", "generate", "load_weights"),
+        *("shares_weights", "logprob_kind", "generate", "load_weights"),
     ),
     "peft_config": ("a PEFT configuration, such as peft.LoraConfig(...)", "peft_type"),
 }

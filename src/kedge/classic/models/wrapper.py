@@ -23,7 +23,7 @@ from kedge.models.compatibility import cache_argument
 from kedge.models.model import eval_mode, get_backbone
 from kedge.models.peft import quantization, with_adapter
 from kedge.models.shared_base import check_adapted, load_adapter
-from kedge.models.value_head import HEAD_FILE, ScalarHead, save_value
+from kedge.models.value_head import HEAD_FILE, ScalarHead
 from kedge.rollout.embedded.decode import get_base_model
 
 HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
@@ -298,7 +298,7 @@ class PreTrainedModelWrapper(nn.Module):
             **kwargs: of the wrapped model's ``save_pretrained``.
         """
         self.pretrained_model.save_pretrained(save_directory, **kwargs)
-        save_value(self.v_head, save_directory)
+        self.v_head.save(save_directory)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Upload the files of ``save_pretrained``; see ``kedge.classic.reports.push``."""

@@ -141,13 +141,10 @@ def _layers(model: nn.Module) -> Iterator[nn.Linear | Conv1D]:
     """The layers to patch."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
-        if type(layer) in (nn.Linear, Conv1D) and type(weight) is nn.Parameter and _gains(weight):
+        if type(layer) not in (nn.Linear, Conv1D) or type(weight) is not nn.Parameter:
+            continue
+        if by_prepacked_weights(weight) or may_run_in_bf16(weight):  # float32, or under autocast
             yield layer  # type: ignore[misc]
-
-
-def _gains(weight: Tensor) -> bool:
-    """Whether products with a weight may be faster, in float32 or under autocast."""
-    return by_prepacked_weights(weight) or may_run_in_bf16(weight)
 
 
 def _weight(layer: nn.Linear | Conv1D) -> Tensor:

@@ -99,7 +99,7 @@ class CausalDecoder:
         self._padded = ~mask.all(-1)  # on the host: rows with padding
         self._mask = mask.to(self._device) if self._padded.any() else None
         self._position = positions[:, -1:] + 1
-        logits = self._forward(ids.to(self._device), positions)
+        logits = self._run(ids.to(self._device), positions, self._mask)
         self._extend_mask()
         if not torch.equal(copies, torch.arange(len(ids))):
             logits = logits[self.select(copies)]
@@ -134,7 +134,8 @@ class CausalDecoder:
         self._padded = torch.ones(len(new), dtype=torch.bool)  # padding between old and new tokens
         self._mask = torch.cat([read, positions >= begins], 1).to(self._device)
         self._position = ends[:, None].to(self._device)
-        logits = self._forward(ids.to(self._device), positions.clamp(min=0).to(self._device))
+        positions = positions.clamp(min=0).to(self._device)
+        logits = self._run(ids.to(self._device), positions, self._mask)
         self._extend_mask()
         return logits
 
@@ -242,9 +243,6 @@ class CausalDecoder:
     def _extend_mask(self) -> None:
         if self._mask is not None:
             self._mask = nn.functional.pad(self._mask, (0, 1), value=True)
-
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self._run(ids, positions, self._mask)
 
     def _run_captured(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """What a graph replays."""

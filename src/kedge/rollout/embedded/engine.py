@@ -48,7 +48,7 @@ class EmbeddedEngine:
             distribution.
     """
 
-    logprobs: Literal["sampled", "raw", "none"] = "sampled"
+    logprob_kind: Literal["sampled", "raw", "none"] = "sampled"
     updates_in_flight: Literal[True] = True
 
     def __init__(
@@ -163,11 +163,6 @@ class EmbeddedEngine:
         """Drop all requests."""
         self._loops.clear()
         self._requests.clear()
-
-    @property
-    def max_length(self) -> int | None:
-        """Tokens of prompt and response together; None: no limit."""
-        return positions(get_base_model(self.model))
 
     def _loop(self, sampling: Sampling, slots: int, **how: Any) -> DecodeLoop:
         record = self._record_allowed_tokens and sampling.truncates

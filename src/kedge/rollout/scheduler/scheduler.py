@@ -433,7 +433,15 @@ class RolloutScheduler:
 
     def _sample_all(self, worker: EngineWorker) -> None:
         """The thread of an engine: samples until the scheduler closes."""
-        while (work := self._wait_for_work(worker)) is not None:
+        while True:
+            with self._lock:
+                worker.busy = False
+                self._changed.notify_all()
+                while (work := self._next_work(worker)) is None and not self._closing:
+                    self._work.wait()
+                if work is None:
+                    return
+                worker.busy = True
             self._perform(worker, *work)
 
     def _end(self, worker: EngineWorker) -> None:
@@ -446,15 +454,6 @@ class RolloutScheduler:
         self._dispatcher.give_back(n for n in worker.held if n in self._dispatcher.running)
         worker.release_all()
         self._work.notify_all()
-
-    def _wait_for_work(self, worker: EngineWorker) -> tuple[WeightUpdate | None, list[int]] | None:
-        with self._lock:
-            worker.busy = False
-            self._changed.notify_all()
-            while (work := self._next_work(worker)) is None and not self._closing:
-                self._work.wait()
-            worker.busy = work is not None
-            return work
 
     def _perform(
         self, worker: EngineWorker, update: WeightUpdate | None, numbers: list[int]
@@ -496,17 +495,16 @@ class RolloutScheduler:
         """The thread that scores, until nothing more can be sampled."""
         torch.get_num_threads()  # torch sets those of a thread when it first asks
         ready.set()
-        while sampled := self._wait_for_sampled():
+        while True:
+            with self._lock:
+                self._scoring = False
+                self._changed.notify_all()
+                while not self._sampled and not (self._closing and not self._num_sampling):
+                    self._changed.wait()
+                if not (sampled := self._next_to_score()):
+                    return
+                self._scoring = True
             self._score(sampled)
-
-    def _wait_for_sampled(self) -> list[SampledNumbers]:
-        with self._lock:
-            self._scoring = False
-            self._changed.notify_all()
-            while not self._sampled and not (self._closing and not self._num_sampling):
-                self._changed.wait()
-            self._scoring = bool(self._sampled)
-            return self._next_to_score()
 
     def _next_to_score(self) -> list[SampledNumbers]:
         """Groups that are done one by one are scored together, others as they were sampled."""

@@ -18,7 +18,7 @@ from kedge.environments import (
     FunctionRollouts,
     tool_environments,
 )
-from kedge.environments.turns import check_turn_tokens
+from kedge.environments.episode import check_turn_tokens
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
 from kedge.rewards.build import load_module

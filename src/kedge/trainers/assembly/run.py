@@ -120,9 +120,9 @@ def build_callbacks(setup: Setup) -> Callbacks:
     """The callbacks of the user and of the options, not yet started."""
     args = setup.args
     if "trackio" in as_list(args.report_to) and args.trackio_space_id is not None:
-        from kedge.reporting.hub import logged_in
+        from huggingface_hub import get_token
 
-        if not logged_in():
+        if get_token() is None:
             logger.warning("report_to=trackio: not logged in to the hub; the dashboard stays local")
             args.trackio_space_id = None
     return Callbacks(

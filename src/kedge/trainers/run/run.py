@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kedge.reporting.token_log import TokenLog
 
 logger = logging.getLogger(__name__)
-MUCH_CLIPPED, MOST_RATIO = 0.25, 1.2  # after one iteration
+MUCH_CLIPPED, MUCH_MASKED, MOST_RATIO = 0.25, 0.05, 1.2  # after one iteration
 TEMPERATURE = 0.01  # arXiv:2403.17031 samples evaluations nearly greedily
 TABLE_ROWS = 5  # of a table drawn from the training batch
 
@@ -258,19 +258,25 @@ class Run(Hooks):
         self._act()
         if report.step == self._first + 1 and state.pending and self.screen is not None:
             self.screen.log(row, step=report.step)  # a sign of life before the first logged row
-        if report.step == 1:
+        if report.step == 1 + getattr(self.args, "value_warmup_steps", 0):
             self._warn_of_large_steps(row)
         if math.floor(state.epoch + 1e-9) > before:
             self.end_epoch()
         return self.callbacks.control.should_training_stop
 
     def _warn_of_large_steps(self, metrics: Mapping[str, float]) -> None:
-        """Warn if the first iteration already moved the policy out of the clip region."""
+        """Warn if the policy's first iteration already moved it out of the clip region.
+
+        What a mask leaves out stays where it moved, also in the wrong direction, so it takes less.
+        """
         clipped, ratio = metrics.get("policy/clipfrac_avg", 0.0), metrics.get("val/ratio", 1.0)
-        if clipped >= MUCH_CLIPPED or not 1 / MOST_RATIO <= ratio <= MOST_RATIO:
+        masked = getattr(self.args, "policy_loss", "clip") == "mask"
+        most = MUCH_MASKED if masked else MUCH_CLIPPED
+        if clipped >= most or not 1 / MOST_RATIO <= ratio <= MOST_RATIO:
             self._warn(
-                f"the first iteration clipped {clipped:.0%} of the tokens (mean ratio {ratio:.3g}):"
-                f" its steps are too large; lower learning_rate={self.args.learning_rate:g}, or"
+                f"the policy's first iteration {'masked' if masked else 'clipped'} {clipped:.0%} of"
+                f" the tokens (mean ratio {ratio:.3g}): its steps are too large; lower"
+                f" learning_rate={self.args.learning_rate:g}, or"
                 f" num_ppo_epochs={self.args.num_ppo_epochs}"
             )
 
@@ -290,7 +296,7 @@ class Run(Hooks):
                 else int(prompts.mask.sum()) + int(rollout.response_mask.sum())
             )
             tokens = torch.tensor(float(count), dtype=torch.float64)
-            state.num_input_tokens_seen += round(float(self.learner.total(tokens)))
+            state.num_input_tokens_seen += round(float(self.learner.all_reduce(tokens)))
             metrics["num_input_tokens_seen"] = state.num_input_tokens_seen
         if not args.skip_memory_metrics:
             unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
@@ -339,7 +345,7 @@ class Run(Hooks):
         """Log, evaluate and save as control says."""
         callbacks = self.callbacks
         if self.learner.world_size > 1:
-            share_control(callbacks.control, self.learner.total)
+            share_control(callbacks.control, self.learner.all_reduce)
         if callbacks.control.should_epoch_stop:
             callbacks.control.should_epoch_stop = False
             warnings.warn(
@@ -560,7 +566,7 @@ class Run(Hooks):
         if not isinstance(resume, bool):
             checkpoint.load_one(resume, self._load)
             return Path(resume)
-        total, root = self.learner.total, self.root()
+        total, root = self.learner.all_reduce, self.root()
         newest = checkpoint.load_latest(
             root,
             self._load,
