@@ -20,7 +20,7 @@ BUDGETS = {
     "config": 3_300,
     "data": 740,
     "demo": 500,
-    "environments": 2_470,
+    "environments": 2_480,
     "environments/adapters": 540,
     "environments/games": 500,
     "judges": 605,
