@@ -15,7 +15,7 @@ BUDGETS = {
     "algorithms": 1_080,
     "checkpoint": 960,
     "classic": 3_870,
-    "cli": 3_730,
+    "cli": 3_740,
     "compat": 740,
     "config": 3_300,
     "data": 740,
