@@ -97,7 +97,7 @@ def test_an_engine_that_fails_is_an_error() -> None:
 
 def test_engines_that_are_lost_before_a_broadcast_are_left_out() -> None:
     class Loads(Engine):
-        shares_weights, logprobs = False, "sampled"
+        shares_weights, logprob_kind = False, "sampled"
 
         def prepare(self, version: int) -> None:
             if self is lost:
