@@ -58,7 +58,7 @@ def check_folder(option: str, folder: str | Path) -> None:
             pass
     except ConfigError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:  # of a NUL; of an unknown ~user
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, or an unknown ~user
         raise ConfigError(f"{shown} cannot be written to ({error}); name another folder") from error
 
 

@@ -129,7 +129,7 @@ def test_episodes_that_ended_leave_the_batch() -> None:
     seen: list[int] = []
 
     class Counting:
-        shares_weights, logprobs = True, "sampled"
+        shares_weights, logprob_kind = True, "sampled"
 
         def __init__(self) -> None:
             self.inner = engine()

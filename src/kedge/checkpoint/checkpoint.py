@@ -48,7 +48,7 @@ STATE = "state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _SAVING, _OLD, _DELETING = ".saving-", ".old-", ".deleting-"
 
-_HASHES = {  # differences whose values say nothing
+_HASHES = {  # hashes, whose values mean nothing to a reader
     "prompts": "prompts: not those of the checkpoint",
     "reference": "reference: not that of the checkpoint, so the KL is to another model from now on",
 }

@@ -63,7 +63,7 @@ def whiten(values: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """The same over the elements where ``mask``; 0 elsewhere."""
+    """``whiten`` over the elements where ``mask`` is True; 0 elsewhere."""
     return _whiten(values, mask.bool(), center=shift_mean)
 
 

@@ -62,7 +62,7 @@ from kedge.types import Experience, MicroBatch, PolicyOutput
 
 Stats = dict[str, Any]
 ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}
-STEPS = (  # what a subclass may override, or assign
+STEPS = (  # methods that a subclass may override, or that may be assigned
     *("_step_safety_checker", "prepare_model_inputs", "batched_forward_pass"),
     *("compute_rewards", "_kl_penalty", "compute_advantages", "loss", "train_minibatch"),
     *("_early_stop", "record_step_stats", "gather_stats", "optional_peft_ctx"),

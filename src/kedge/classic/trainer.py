@@ -129,7 +129,7 @@ class PPOTrainer(PPOSteps):
             config, model, ref_model, tokenizer, optimizer, lr_scheduler, num_shared_layers
         )
         if in_float32(model, "model") and ref_model is not None:
-            ref_model.float()  # or the precision would be a part of the KL
+            ref_model.float()  # otherwise the KL would include the difference in precision
         set_seed(config.seed)
         self.config, self.model = config, model
         self.tokenizer = self.processing_class = tokenizer

@@ -78,7 +78,7 @@ class ConfigType(type):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """The fields; tools would show that of ``__call__``."""
+        """Signature of the fields; tools would otherwise show that of ``__call__``."""
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]
         return signature.replace(parameters=[*signature.parameters.values()][1:])
 
@@ -180,7 +180,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
     INHERITED: ClassVar[Mapping[str, Inherited]] = INHERITED
     FOREIGN: ClassVar[Mapping[str, Foreign]] = TRL
     UNSET: ClassVar[Mapping[str, Any]] = {}  # values of unset fields that differ from the default
-    ON_CONSTRUCTION: ClassVar[Sequence[str]] = ()  # options that become others
+    ON_CONSTRUCTION: ClassVar[Sequence[str]] = ()  # options converted to other options
     given: ClassVar[frozenset[str]] = frozenset()  # on an instance: the options that were set
     changed: ClassVar[bool] = False  # on an instance: options were set since they were checked
 
@@ -215,7 +215,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         self.world_size = launched
         try:
             super().__post_init__()
-        except Exception as error:  # of transformers, accelerate and DeepSpeed, of any kind
+        except Exception as error:  # transformers, accelerate and DeepSpeed raise any type
             raise ConfigError(self._explain(error)) from error
         unset_hf_deepspeed_config()  # models are loaded in full and sharded later
         self.world_size = self.distributed_state.num_processes if self.distributed_state else 1

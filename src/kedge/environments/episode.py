@@ -63,7 +63,7 @@ class Episode:
     metrics: dict[str, float] = field(default_factory=dict)  # summed over the episode
     info: dict[str, float] = field(default_factory=dict)  # the latest numbers
     observations: list[list[dict[str, Any]]] = field(default_factory=list)
-    seconds: float = 0.0  # that the environment has worked
+    seconds: float = 0.0  # spent in the environment
     limit: int = 0  # tokens of the turn that is being sampled
     on_result: Callable[[Any], None] | None = None  # gets the result of the environment's call
 
@@ -152,7 +152,7 @@ class TurnLimits:
     max_turns: int | None
     max_turn_tokens: int | None
     max_seconds: float | None
-    context: int | None = None  # tokens of prompt and episode that the models have room for
+    context: int | None = None  # longest prompt plus episode that the models support, in tokens
     keeps_last: bool = False  # the observation after the last turn of a truncated episode
 
     def __post_init__(self) -> None:
@@ -163,7 +163,7 @@ class TurnLimits:
 
     @property
     def reserve(self) -> int:
-        """Places of the context that are left for the observation after the last turn."""
+        """Context tokens reserved for the observation after the last turn."""
         return min(_RESERVE, (self.context or 0) // 8) if self.keeps_last else 0
 
     def room(self, episode: Episode) -> int:

@@ -110,7 +110,7 @@ class RunningCalls:
         self._calls = calls
         self._waiting: deque[tuple[int, Callable[[], Any]]] = deque()
         self._running: dict[Future[tuple[Any, float]], tuple[int, float]] = {}  # key and begin
-        self.seconds: dict[int, float] = {}  # that the calls took which ``wait`` returned last
+        self.seconds: dict[int, float] = {}  # of the calls that ``wait`` last returned
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -189,7 +189,7 @@ class EnvironmentPool:
         self._idle: dict[object, list[Any]] = {}  # environments without an episode, by name
         self._lock = threading.Lock()
         self._closed = False
-        self._errors: list[str] = []  # of the latest episodes; empty: it did not fail
+        self._errors: list[str] = []  # of the latest episodes; "" for one that did not fail
 
     def check_errors(self, rows: int) -> None:
         """Check that environments work, before a batch of ``rows`` begins.

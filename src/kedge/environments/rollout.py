@@ -43,11 +43,11 @@ from kedge.protocols import Observation, RolloutEngine
 from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
-_SECONDS = 0.05  # to wait for environments while the engine has nothing to sample
+_SECONDS = 0.05  # wait for environments when the engine is idle
 
 
 def _of_engine(name: str, *default: Any) -> Any:
-    """A property that is the engine's."""
+    """A property that reads the attribute ``name`` of the engine."""
     return property(lambda self: getattr(self.engine, name, *default))
 
 
@@ -151,13 +151,13 @@ class EnvironmentRollouts:
         self._keys = itertools.count()
         self._calls = RunningCalls(self._environments.calls)
         self._running: dict[int, Episode] = {}  # by key
-        self._groups: dict[int, list[Episode]] = {}  # that are not complete, by group id
+        self._groups: dict[int, list[Episode]] = {}  # incomplete groups, by group id
         self._resetting: Counter[int] = Counter()  # episodes without their first observation
         self._ready: list[Episode] = []  # whose next turn is sampled together with all others
         self._seconds = (0.0, 0.0)  # in environments and in the model
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
-        """Load them into the engine."""
+        """Load the weights into the engine."""
         return self.engine.load_weights(weights, version)
 
     def close(self) -> None:
@@ -459,7 +459,7 @@ class EnvironmentRollouts:
             if on_error == "raise":
                 raise RolloutError(f"{what}: {episode.error}; fix the environment{fix}") from error
             logger.warning("%s: %s", what, episode.error)
-            # What is scored counts as an end, not as cut off: the policy learns from the penalty.
+            # A scored failure is an end, not a truncation: the policy learns from the penalty.
             grader = method == "final_reward" or isinstance(error, RewardError)
             ending = "grader_error" if grader else "environment_error"
             episode.end(ending, terminated=on_error == "score")

@@ -246,7 +246,7 @@ class TurnTokens:
         return "user"
 
     def _after_call(self, messages: Messages, stop: str = "") -> str:
-        """What the template renders behind a call, without its stop token."""
+        """What the template renders after a call, without its stop token."""
         name = next((str(m["name"]) for m in messages if m.get("name")), "f")
         call = {"name": name, "arguments": {"x": _ANSWER}}
         calls = [{"type": "function", "id": "000000000", "function": call}]

@@ -170,7 +170,7 @@ class HFLearner:
             checkpoint_activations(model, options)
         set_training(self.module, False)
         if self.device.type == "cpu":
-            # Recomputed activations would settle as holes between the objects of the graph.
+            # Recomputed activations would fragment the heap between objects of the graph.
             keep_freed_memory(not (self.module.recomputes or self.sharded))
 
     def _move(self) -> None:

@@ -30,7 +30,7 @@ class WeightCopier:
 
     # one engine, on rank 0, gets them: other ranks gather nothing and get no weights
     first_only: bool = False
-    dtype: torch.dtype | None = None  # of the copies; None: as the weights are
+    dtype: torch.dtype | None = None  # of the copies; None: the dtype of the weights
     stage: Stage | None = None  # takes full tensors to where engines read them; None: copies
     device: str | None = None  # of the copies; None: the learner's
     # engines load the weights before training continues, so they get the learner's tensors

@@ -70,7 +70,7 @@ class ForwardRequest:
         return place(x, self.slots, self.shape)
 
     def values(self, x: Tensor) -> Tensor:
-        """The values [m] that have a slot at their slots [b, R]; 0 elsewhere."""
+        """The values [m] with a slot, placed at their slots in [b, R]; 0 elsewhere."""
         assert self.value_slots is not None  # requested
         return place(x[: len(self.value_slots)], self.value_slots, self.shape)
 
@@ -261,7 +261,7 @@ def compute_logprobs(
     rows = [torch.tensor(group) for group in groups]
     outputs: dict[str, Tensor] = {}
     for fields in filter(None, (fields & names for fields in by_model)):
-        # In spare passes this rank only holds weights that other ranks wait for.
+        # In spare passes this rank only takes part in gathering weights for others.
         parts = [
             _compute_rows(models, rollout.rows(index), fields, settings)
             for index in [*rows, *[rows[-1][:1]] * spare]

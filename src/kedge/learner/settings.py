@@ -15,7 +15,7 @@ from kedge.ops.linear_logprob import TokenConstraints
 class LearnerSettings:
     """How the learner computes; the optimizer's own settings are TrainingArguments."""
 
-    total_iterations: int  # that the learning-rate schedule covers
+    total_iterations: int  # iterations covered by the learning-rate schedule
     value_warmup_steps: int = 0  # iterations before the policy's schedule begins
     temperature: float = 1.0  # logits are divided by it, as in sampling
     min_new_tokens: int = 0  # stop tokens are banned before this many
@@ -27,7 +27,7 @@ class LearnerSettings:
     forward_rows: int = 64  # rows of one forward pass without gradient
     # padding tokens cheaper than one more pass; None: from the model's size
     padding_budget: int | None = None
-    gradient_checkpointing: bool = False  # recompute activations in the backward
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass
     checkpointing_options: Mapping[str, Any] | None = None  # for torch.utils.checkpoint
     # use the rollout engine's log-probabilities if it had the same weights
     reuse_behavior_logprobs: bool = False

@@ -247,7 +247,7 @@ def optimize(  # noqa: C901, PLR0913
                 learner.optimizer_step(step, loss, only_value=True, skip_policy=True)
                 after_step()
                 continue
-            # Where no token trains, momentum must not move the policy, nor 0 the entropy's control.
+            # If no token trains, momentum must not move the policy, nor entropy 0 its control.
             tokens = learner.all_reduce(experience.loss_mask[index[share]].sum().float())
             empty = not float(tokens)
             metrics = learner.optimizer_step(

@@ -198,7 +198,7 @@ def build_value_head(parts: CausalParts, *, init: Literal["zero", "normal"] = "z
 
 
 def load_value_head(folder: str, parts: CausalParts) -> ScalarHead:
-    """The value head that ``ScalarHead.save`` wrote to a folder, on the policy's backbone.
+    """Load the value head that ``ScalarHead.save`` wrote, onto the policy's backbone.
 
     Raises:
         ConfigError: it belongs to a model of another size.

@@ -24,7 +24,7 @@ MIN_COLUMNS = 256
 _CPU_TILE = 1 << 20  # elements; 4 MB of float32 fits in the cache
 _GPU_TILE = 1 << 26
 _KEPT = 1 << 25  # elements kept for the backward pass; 128 MB of float32
-# Two per block: what is kept of its tile, and the running maximum that the tile is relative to.
+# Two per block: the kept part of its tile, and the running maximum subtracted from the tile.
 _KeptTiles = list[Tensor | None]
 
 
@@ -278,7 +278,7 @@ class _LinearLogprob(torch.autograd.Function):
 
 class _Grads(NamedTuple):
     hidden: Tensor | None
-    weight: Tensor | None  # uninitialized before the first rows
+    weight: Tensor | None  # uninitialized until the first rows are written
     bias: Tensor | None
     first: bool = True
 
@@ -288,7 +288,7 @@ class _Grads(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Of the forward pass: of n rows, and the kept tiles of the blocks that follow."""
+    """Saved by the forward pass for n rows, with the kept tiles of the remaining blocks."""
 
     targets: Tensor  # int64 [n]
     lse: Tensor  # [n], in the tiles' unit

@@ -298,7 +298,7 @@ class _LearnerGroup:
         self._threads.shutdown(wait=False)
         if not ray.is_initialized():
             return
-        if self._control_store.silent():  # the actors still respond
+        if self._control_store.silent():  # Ray does not respond, but the actors do
             for actor in self._ranks:
                 actor.interrupt("exit")
             return

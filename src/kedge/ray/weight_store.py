@@ -71,7 +71,7 @@ def _octets(x: Tensor) -> Any:
 def stage_weights(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
 ) -> WeightsCopy:
-    """The weights as views of the store, in which they are put a bucket at a time."""
+    """Put weights into the store, a bucket at a time; return views of the stored weights."""
     stored = StoredWeights.put(weights, dtype)
     staged = WeightsCopy(stored.tensors())
     staged.stored = stored
@@ -79,6 +79,6 @@ def stage_weights(
 
 
 def store_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> StoredWeights:
-    """The weights in the store: as they were staged, or put there now."""
+    """The stored weights: those already staged, or else put into the store now."""
     stored: StoredWeights | None = getattr(weights, "stored", None)
     return StoredWeights.put(weights.items(), dtype) if stored is None else stored

@@ -77,12 +77,12 @@ class ShardedEngine:
         self._pad_id = pad_id
         self._check = check
         self._on_close = on_close
-        # Objects are collected in any thread, also in one of Ray's that ``on_close`` waits for.
+        # Garbage collection runs in any thread, even a Ray thread that ``on_close`` waits for.
         self._forgotten = weakref.finalize(self, _run_in_background, on_close)
         self._forgotten.atexit = False
         self._closed = False
-        # The dtype in which engines are sent weights (None: as they are), and what takes weights to
-        # where engines read them (None: they have no such place).
+        # The dtype in which weights are sent to engines (None: unchanged), and what puts them
+        # where engines read them (None: there is no such place).
         self.sync_dtype: torch.dtype | None = getattr(self.engines[0], "sync_dtype", None)
         self.stage_weights: Any = getattr(self.engines[0], "stage_weights", None)
         self._threads = ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine")

@@ -133,7 +133,7 @@ class RankSharedEngine:
 
 
 class RankGroups:
-    """Two process groups in which rank 0 works for all: for the main thread and the sampling one.
+    """Process groups in which rank 0 works for all ranks: for the main thread and for sampling.
 
     The thread that creates this (it trains and evaluates) and the one that samples ahead must not
     wait for each other, and neither may interfere with the collectives of training.

@@ -35,7 +35,7 @@ from kedge.trainers.run.files import claimed, write_models
 from kedge.trainers.spec import TrainerInputs, TrainerSpec, as_list
 
 logger = logging.getLogger(__name__)
-# What scripts read of other libraries' trainers: attributes, and options under TRL's names.
+# Trainer attributes that scripts for other libraries read, and options under TRL's names.
 _ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = {
     "tokenizer": lambda trainer: trainer.processing_class,
     "model_wrapped": lambda trainer: trainer.model,

@@ -15,7 +15,7 @@ from kedge.verifiers.base import Verifier, read_column, read_record
 
 EXAMPLE = '{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}'
 MIN_CONFIDENCE = 0.5  # below, a text is too short or too mixed to tell its language
-MAX_LETTERS = 20_000  # read from a text to tell its language
+MAX_LETTERS = 20_000  # characters of a text read to detect its language
 _CODES = (
     "ar bg bn cs da de el en es fa fi fr gu he hi hu hy id it ja ka kn ko ml mr ne nl no pa pl pt"
     " ro ru sv sw ta te th tr uk ur vi zh"

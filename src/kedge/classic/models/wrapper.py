@@ -96,7 +96,7 @@ class ValueHead(ScalarHead):
 
 
 class RewardAdapter:
-    """A reward model that is an adapter next to the policy's own, frozen.
+    """A frozen reward adapter on the policy's base model, next to the policy's own adapter.
 
     Args:
         policy: a PEFT model.

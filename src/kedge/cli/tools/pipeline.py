@@ -79,7 +79,7 @@ class Stage:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """Everything that determines its results, as JSON: options and digests of programs."""
+        """Everything that determines the stage's results, as JSON: options and program digests."""
         digests = {}
         for value in self.options.values():
             for word in value if isinstance(value, list) else [value]:
@@ -90,7 +90,7 @@ class Stage:
         return {"command": self.command, **json.loads(json.dumps(self.options)), **digests}
 
     def words(self) -> list[str]:
-        """Its command line, with flags that resume what was interrupted."""
+        """The stage's command line, with flags to resume an interrupted run."""
         folders = {name: str(self.place.parent / name) for name in self.uses}
         options = substitute(self.options, {HERE: self.here, **folders})
         positional = POSITIONAL[self.command]
@@ -98,7 +98,7 @@ class Stage:
         for name, value in options.items():
             if isinstance(value, list):
                 words += [f"--{name}", *map(_text, value)]
-            elif isinstance(value, bool) and positional:  # its flags take no true or false
+            elif isinstance(value, bool) and positional:  # flags of these commands take no value
                 words += [f"--{name}"] if value else []
             elif name not in positional:
                 words.append(f"--{name}={_text(value)}")
@@ -274,7 +274,7 @@ def _read_entry(
             raise ConfigError(f"{where}: {key} is set by the pipeline; leave it out")
         if key not in accepted:
             raise ConfigError(f"{where}: unknown option {key!r}{hint(str(key), accepted)}")
-    options = {  # null is left out, or "none" where that says something
+    options = {  # drop null values, or write "none" for options that accept it
         name: "none" if value is None else value
         for name, value in options.items()
         if value is not None or name in nullable

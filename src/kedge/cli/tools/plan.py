@@ -57,9 +57,9 @@ Show batch sizes and estimated memory of a run, and check its flags, without loa
 `kedge plan ppo --help` lists the flags of `kedge ppo`.
 example: kedge plan ppo --model_name_or_path MODEL --dataset_name prompts.jsonl \\
              --reward_funcs rewards.py:length --output_dir runs/a"""
-PROMPT_GUESS = 512  # tokens, where there is no dataset to look at
-RESERVE = 5 << 30  # bytes of a GPU that are left to CUDA, NCCL and fragments
-GPU = 79 << 30  # bytes that 80 GB are, where this machine has no GPU to look at
+PROMPT_GUESS = 512  # tokens, assumed if no dataset is given
+RESERVE = 5 << 30  # GPU bytes reserved for CUDA, NCCL and fragmentation
+GPU = 79 << 30  # usable bytes of an 80 GB GPU, assumed if this machine has no GPU
 # Bytes of optimizer state per trained parameter, by the first of these that the name contains; ""
 # is Adam, with two moments in float32.
 OPTIMIZER_BYTES = {
@@ -67,10 +67,10 @@ OPTIMIZER_BYTES = {
     **{"sgd": 0.0, "adafactor": 0.1, "ademamix": 12.0},
     **{"lion": 4.0, "rmsprop": 4.0, "adagrad": 4.0, "": 8.0},
 }
-TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of logits that exist at a time
-KEPT_BYTES = 128 << 20  # of logits that wait for the backward pass, at most
+TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # bytes of logits held at a time
+KEPT_BYTES = 128 << 20  # most bytes of logits kept for the backward pass
 PAGE = 4096  # bytes
-SEND_BYTES = 2 << 30  # of the two buffers of vLLM's broadcast from GPU to GPU
+SEND_BYTES = 2 << 30  # bytes of the two buffers of vLLM's GPU-to-GPU broadcast
 SHARDED = ("policy", "reference", "value")  # by FSDP
 Row = tuple[str, str, str]  # name, value, note
 
@@ -364,9 +364,9 @@ class ModelMemory:
     trained: int = 0
     layer: int = 0  # parameters of the largest layer
     root: int = 0  # parameters outside of layers: embedding and head
-    frozen_width: float = 4.0  # bytes of a weight that does not train
-    optimizer_width: float = 0.0  # bytes of optimizer state of a weight that trains
-    activations: float = 0.0  # with the logits, of one micro-batch
+    frozen_width: float = 4.0  # bytes per frozen weight
+    optimizer_width: float = 0.0  # bytes of optimizer state per trained weight
+    activations: float = 0.0  # of one micro-batch, logits included
     cache: float = 0.0  # keys, values and logits while responses are sampled
 
     @property

@@ -407,7 +407,7 @@ def command_to_repeat() -> str | None:
     if "RANK" in os.environ or "..." in command():
         return None
     module = getattr(sys.modules["__main__"], "__spec__", None)
-    if module is not None and module.origin == first:  # not by its file: its folder would come
+    if module is not None and module.origin == first:  # not by file path: its folder would come
         start = ["python", "-m", module.name.removesuffix(".__main__")]  # first in sys.path
     elif first.endswith(".py"):
         start = ["python", first]

@@ -20,7 +20,7 @@ from kedge.rollout.embedded.decode_graph import DecodeGraph, can_capture
 from kedge.rollout.embedded.kv_cache import GrowingLayer, growing_cache
 
 Draw = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens int64 [b] from logits, and what is read
-_EAGER_STEPS = 4  # before a step is captured, which takes as long as about four
+_EAGER_STEPS = 4  # steps run before one is captured; a capture costs about four steps
 
 
 def get_base_model(model: Any) -> Any:
@@ -106,7 +106,7 @@ class CausalDecoder:
         return logits
 
     def resume(self, prefixes: list[Prefix], prompts: list[list[int]]) -> Tensor | None:
-        """Logits [b, V] after the prompts, of which only what follows the prefixes is read.
+        """Logits [b, V] after the prompts; only the tokens after the cached prefixes are computed.
 
         None: a prompt has nothing in common with its prefix.
         """
@@ -140,7 +140,7 @@ class CausalDecoder:
         return logits
 
     def prefix(self, row: int, tokens: list[int]) -> Prefix:
-        """What was read for a row: ``tokens``, and the next one, which has no keys yet."""
+        """Cached keys and values of a row for ``tokens``; the token after them has none yet."""
         self._leave_graph()
         layers: list[Any] = self._cache.layers
         used = layers[0].keys.shape[-2]
@@ -232,7 +232,7 @@ class CausalDecoder:
         return self._graph
 
     def _leave_graph(self) -> None:
-        """Go on without a graph, from the state that it has reached."""
+        """Continue without the graph, from its current state."""
         if self._graph is None:
             return
         self._graph.finish()

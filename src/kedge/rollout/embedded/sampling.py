@@ -215,7 +215,7 @@ def _search_blocks(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     block = _above(cumulative, threshold)
 
     first = block[:, None] * _BLOCK
-    # The last block starts early enough to be whole; tokens of the block before it count nothing.
+    # The last block is shifted left to be full; tokens shared with the previous block count 0.
     index = first.clamp(max=vocabulary - _BLOCK) + torch.arange(_BLOCK, device=probs.device)
     inside = probs.gather(-1, index).masked_fill_(index < first, 0.0)
     inner = inside.cumsum(-1, dtype=torch.float64)

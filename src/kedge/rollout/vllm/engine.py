@@ -69,13 +69,13 @@ class VLLMEngine:
         self._tolerance = tolerance
         self._extra_slot = extra_slot
         self._sleeps = sleeps
-        self._asleep: set[Literal["weights", "kv_cache"]] = set()  # GPU memory that is free
+        self._asleep: set[Literal["weights", "kv_cache"]] = set()  # parts with GPU memory released
         self.max_length = service.max_length()  # tokens of prompt and response together
         self._last: _Sync | None = None
         self._sent: int | None = None  # version
         self._incomplete: int | None = None  # version of which some weights may be missing
         self._requests = GroupRequests[GenerationResult]()
-        self._new: dict[int, GenerationRequest] = {}  # of these, not sent to the service yet
+        self._new: dict[int, GenerationRequest] = {}  # requests not yet sent to the service
         self._keys = itertools.count(-1, -1)  # of other requests
         self._lost: LostRequestsError | None = None  # with the requests that were held
 
@@ -103,7 +103,7 @@ class VLLMEngine:
         return self._build_rollout(results, prompts, sampling)
 
     def _run(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """Results of these requests, in order; what is held is sampled on meanwhile."""
+        """Results of these requests, in order; requests held by the engine continue meanwhile."""
         keys = [next(self._keys) for _ in requests]
         waiting = dict(zip(keys, requests, strict=True))
         results: dict[int, GenerationResult] = {}

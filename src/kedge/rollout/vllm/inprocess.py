@@ -23,7 +23,7 @@ from kedge.rollout.vllm.weight_files import WeightFolder
 from kedge.rollout.vllm.weight_payload import WeightPayload, max_lora_rank, shared_memory
 
 _SHARED_GPU = 0.3  # fraction of GPU memory if the learner uses it too; vLLM takes nearly all
-_STEPS = 16  # of the engine in one call of ``serve``
+_STEPS = 16  # engine steps per call of ``serve``
 _CPU_CACHE = 1 << 30  # bytes of KV cache; vLLM's default is most of the memory
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine core in this process

@@ -207,7 +207,7 @@ def can_use_nccl(weights: Mapping[str, Tensor], *, gpus: float) -> bool:
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T], what: str) -> T:
-    """``work()`` in a thread that is abandoned after ``seconds``, since NCCL has no timeout.
+    """Run ``work()`` in a thread; abandon it after ``seconds``, since NCCL has no timeout.
 
     Raises:
         RolloutError: it took longer.

@@ -37,8 +37,8 @@ _RESTART = (
 # Sends a request, and reads its result.
 Send = Callable[[httpx.AsyncClient], Coroutine[Any, Any, GenerationResult]]
 _GENERATE = "/inference/v1/generate"
-_SECONDS = 0.1  # of waiting for a result in one call of ``serve``
-_OVERLOADED = {429, 502, 503}  # sent again, after a pause that doubles
+_SECONDS = 0.1  # wait for a result per call of ``serve``
+_OVERLOADED = {429, 502, 503}  # retried, with exponential backoff
 _PAUSE = 0.5  # seconds
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+)$", re.M)
 
@@ -112,15 +112,15 @@ class Remote:
     ) -> None:
         self.url = url.rstrip("/")
         self._uds = uds
-        # One on a Unix socket is started and restarted by ``Server``.
+        # ``Server`` starts and restarts a server on a Unix socket.
         self._name = "the vLLM server" if uds else f"the vLLM server at {self.url}"
         self._way_out = "" if uds else f"; {_RESTART}"
         self._heartbeat, self._patience, self._slow = heartbeat, patience, slow
         self._files = files or WeightFiles()
-        self._folder: WeightFolder | None = None  # of the weights to load after a restart
+        self._folder: WeightFolder | None = None  # holds the weights to load after a restart
         self._loads = 0
         self._version = 0  # of the weights
-        self._adapter: str | None = None  # name of the newest one in vLLM
+        self._adapter: str | None = None  # vLLM's name for the newest adapter
         self._idle_since = math.inf  # when the server was first seen without requests
         transport = httpx.HTTPTransport(uds=uds)
         self._client = httpx.Client(base_url=self.url, transport=transport, timeout=patience)

@@ -26,8 +26,8 @@ from typing import Any
 CONSTANTS = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None))
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 LONGEST = 10_000  # characters or entries of a constant that is sent to the tests
-ONE_BY_ONE = 100  # items of an iterator that are sent singly
-TOGETHER = 100  # in one answer after that
+ONE_BY_ONE = 100  # leading items of an iterator that are sent one per answer
+TOGETHER = 100  # items per answer after that
 MAX_FRAME = 64 << 20  # bytes
 
 
