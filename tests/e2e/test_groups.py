@@ -242,4 +242,4 @@ def test_the_tokenizer_beside_an_in_memory_model_is_found(tmp_path: Path) -> Non
     text = (Path(trainer.args.output_dir) / "README.md").read_text()
     assert "with GRPO" in text
     assert "2402.03300" in text
-    assert "| epsilon | `0.2` |" in text
+    assert "| epsilon | 0.2 |" in text
