@@ -42,8 +42,8 @@ BUDGETS = {
     "verifiers": 2_570,
     "verifiers/sandbox": 1_330,
 }
-TOTAL = 52_040
-TESTS = 43_040
+TOTAL = 50_400
+TESTS = 41_810
 
 
 def count_lines(files: list[Path]) -> int:
