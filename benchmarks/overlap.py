@@ -54,7 +54,7 @@ def seconds(lag: int) -> float:
 class Engines:
     """Four engines: one batch is handed to all of them, or each is given pieces of its own."""
 
-    shares_weights, logprobs = False, "none"
+    shares_weights, logprob_kind = False, "none"
 
     def __init__(self, seed: int) -> None:
         self.engines = [Uneven(random.Random(seed + n), 0.0) for n in range(4)]

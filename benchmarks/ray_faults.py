@@ -55,7 +55,7 @@ class Fault:
     sampling: tuple[str, ...] = ()  # names of processes; the fault waits until one samples
     flags: tuple[str, ...] = ()
     cpus: tuple[int, int] | None = None  # of the nodes, if the run is on a cluster of two
-    role: str = "RankWorker"  # whose node is lost
+    role: str = "Learner"  # whose node is lost
 
 
 def send(number: int, *names: str) -> Callable[[Run], None]:
@@ -124,14 +124,12 @@ LEARNERS = (
     *("--per_device_train_batch_size", "4"),
 )
 FAULTS = {
-    "engine_killed": Fault(strike=send(9, "ray::ActorHost"), recovers=True),
-    "engine_stopped": Fault(strike=send(19, "ray::ActorHost"), recovers=True),
+    "engine_killed": Fault(strike=send(9, "ray::Engine"), recovers=True),
+    "engine_stopped": Fault(strike=send(19, "ray::Engine"), recovers=True),
     "mailbox_killed": Fault(strike=send(9, "ray::DriverMailbox"), recovers=True),
-    "learner_killed": Fault(strike=send(9, "ray::RankWorker"), recovers=False),
-    "learner_of_two_killed": Fault(
-        strike=send(9, "ray::RankWorker"), recovers=False, flags=LEARNERS
-    ),
-    "learner_stopped": Fault(strike=send(19, "ray::RankWorker"), recovers=False),
+    "learner_killed": Fault(strike=send(9, "ray::Learner"), recovers=False),
+    "learner_of_two_killed": Fault(strike=send(9, "ray::Learner"), recovers=False, flags=LEARNERS),
+    "learner_stopped": Fault(strike=send(19, "ray::Learner"), recovers=False),
     "control_store_killed": Fault(strike=send(9, "gcs_server"), recovers=False),
     "raylet_killed": Fault(strike=send(9, "raylet/raylet"), recovers=False),
     "term_to_driver": Fault(strike=driver(15), recovers=False),
@@ -140,13 +138,13 @@ FAULTS = {
     "all_stopped": Fault(strike=suspend, recovers=True),
     "driver_killed": Fault(strike=driver(9), recovers=False),
     "engine_in_flight_killed": Fault(
-        strike=send(9, "ray::ActorHost"), recovers=True, flags=IN_FLIGHT, sampling=("ActorHost",)
+        strike=send(9, "ray::Engine"), recovers=True, flags=IN_FLIGHT, sampling=("ray::Engine",)
     ),
     "vllm_killed": Fault(
-        strike=send(9, "ray::ActorHost"), recovers=True, flags=VLLM, sampling=("ActorHost",)
+        strike=send(9, "ray::Engine"), recovers=True, flags=VLLM, sampling=("ray::Engine",)
     ),
     "vllm_stopped": Fault(
-        strike=send(19, "ray::ActorHost"), recovers=True, flags=VLLM, sampling=("ActorHost",)
+        strike=send(19, "ray::Engine"), recovers=True, flags=VLLM, sampling=("ray::Engine",)
     ),
     "vllm_server_killed": Fault(
         strike=send(9, "api_server"), recovers=True, flags=SERVER, sampling=("EngineCore",)
@@ -158,8 +156,8 @@ FAULTS = {
         strike=send(19, "EngineCore"), recovers=True, flags=SERVER, sampling=("EngineCore",)
     ),
     "vllm_guard_killed": Fault(strike=send(9, "process_guard"), recovers=True, flags=SERVER),
-    "node_lost": lost_node("RankWorker", (0, 2), engines=1),
-    "engine_node_lost": lost_node("ActorHost", (2, 1), engines=2, recovers=True),
+    "node_lost": lost_node("Learner", (0, 2), engines=1),
+    "engine_node_lost": lost_node("Engine", (2, 1), engines=2, recovers=True),
 }
 
 
@@ -182,7 +180,7 @@ def wait_for_moment(run: Run, fault: Fault, at: int) -> None:
     """Wait until the fault is to strike; raises LookupError if the run ended before."""
     run.wait(lambda: run.steps >= at or run.ended())
     if at == 0:
-        run.wait(lambda: bool(run.named("ray::ActorHost", "api_server")) or run.ended())
+        run.wait(lambda: bool(run.named("ray::Engine", "api_server")) or run.ended())
     elif fault.sampling:
         run.wait(lambda: computes(run, *fault.sampling) or run.ended())
     run.children()

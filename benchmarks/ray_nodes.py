@@ -30,7 +30,7 @@ class Nodes:
         for node in (self._second, self._cluster.head_node):
             raylet = node.all_processes["raylet"][0].process.pid
             children = psutil.Process(raylet).children(recursive=True)
-            actors = [x for x in children if line_of(x).startswith(("ray::Rank", "ray::Actor"))]
+            actors = [x for x in children if line_of(x).startswith(("ray::Learner", "ray::Engine"))]
             self._actors += actors
             on_node = [line_of(actor) for actor in actors]
             struck |= node is self._second and any(f"ray::{role}" in x for x in on_node)

@@ -44,7 +44,7 @@ class Prompts:
 class PretendEngine:
     """Returns the groups that it got first."""
 
-    shares_weights, logprobs, updates_in_flight = False, "none", True
+    shares_weights, logprob_kind, updates_in_flight = False, "none", True
 
     def __init__(self, slots: int) -> None:
         self.slots, self.unfinished, self.version, self.seconds = slots, 0, 0, 0.0

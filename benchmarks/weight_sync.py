@@ -26,9 +26,8 @@ from safetensors import safe_open
 from tests.private_bytes import PrivateBytes
 from torch import Tensor
 
-from kedge.models.fingerprint import WeightsCopy
 from kedge.ray import cluster
-from kedge.ray.weight_store import SharedWeights, StoredWeights
+from kedge.ray.weight_store import StoredWeights, stage_weights
 from kedge.rollout.vllm.weight_files import WeightFolder
 from kedge.rollout.vllm.weight_payload import WeightPayload
 
@@ -68,7 +67,7 @@ def send(way: str, current: dict[str, Tensor], engines: int) -> list[Read]:
         return [lambda model: from_files(written.path, model)] * engines
     if way == "whole copy":
         current = {name: x.bfloat16() for name, x in current.items()}
-    staged: WeightsCopy = SharedWeights(engines, torch.bfloat16).stage(current.items())
+    staged = stage_weights(current.items(), torch.bfloat16)
     return [lambda model: from_store(staged.stored, model)] * engines
 
 

@@ -2,9 +2,9 @@
 
 import sys
 
-from kedge.cli.main import guarded
+from kedge.cli.main import run_command
 from kedge.cli.train.async_ppo import main
 
 if __name__ == "__main__":
-    if code := guarded(main, sys.argv[1:], name="ppo_vllm_thread_ray_gtrl.py"):
+    if code := run_command(main, sys.argv[1:], name="ppo_vllm_thread_ray_gtrl.py"):
         sys.exit(code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,13 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_curves() -> None:
+def draw_curves() -> Callable[..., Path | None]:
     """Leave out the picture that a run draws at its end: ten times the time of most runs here."""
-    if run := sys.modules.get("kedge.trainers.run.run"):
-        run.draw_curves = lambda *_: None  # type: ignore[attr-defined]
+    from kedge.reporting import curves
+
+    draw = curves.draw_curves
+    curves.draw_curves = lambda *_: None  # type: ignore[assignment]
+    return draw
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,8 +41,6 @@ def _own_precision() -> None:
 
 
 @pytest.fixture
-def curves(monkeypatch: pytest.MonkeyPatch) -> None:
+def curves(monkeypatch: pytest.MonkeyPatch, draw_curves: Callable[..., Path | None]) -> None:
     """With this fixture, runs draw their curves."""
-    from kedge.reporting.curves import draw_curves
-
-    monkeypatch.setattr("kedge.trainers.run.run.draw_curves", draw_curves)
+    monkeypatch.setattr("kedge.reporting.curves.draw_curves", draw_curves)

@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 
 MATH, LOOP = "tests/unit/test_math.py", "tests/unit/test_loop.py"
 COMPLETED = "tests/property/test_as_completed.py"
-NPLUS = "tests/reference/test_nplus_ppo.py tests/reference/test_nplus_losses.py"
+NPLUS = "tests/reference/test_nplus_ppo.py"
+UPDATE = "tests/reference/test_whole_update.py -k formula[ppo]"
 RULES = f"tests/unit/test_algorithms.py {MATH}"
 GROUPS = "tests/unit/test_algorithms_engine.py"
 FAILURES = "tests/e2e/test_failures.py"
@@ -54,7 +55,7 @@ MUTANTS = [
     Mutant(
         "whitening per rank",
         "math/masked.py",
-        "mean = masked_mean(x, mask, total=total)",
+        "mean = masked_mean(x, mask, all_reduce=all_reduce)",
         "mean = masked_mean(x, mask)",
         MATH,
     ),
@@ -96,7 +97,7 @@ MUTANTS = [
     Mutant(
         "weights sum to one per row",
         "math/loss_weights.py",
-        "return mask / _count(mask, total)",
+        "return mask / _count(mask, all_reduce)",
         "return mask / mask.sum(1, keepdim=True).clamp(min=1)",
         MATH,
     ),
@@ -105,14 +106,14 @@ MUTANTS = [
         "algorithms/ppo.py",
         "else rewards - kl_coef * kl",
         "else rewards + kl_coef * kl",
-        NPLUS,
+        UPDATE,
     ),
     Mutant(
         "returns from whitened advantages",
         "algorithms/ppo.py",
         "returns = (target + values) * value_mask",
-        "returns = (whiten(target, mask, total=e.total) + values) * value_mask",
-        NPLUS,
+        "returns = (whiten(target, mask, all_reduce=e.all_reduce) + values) * value_mask",
+        UPDATE,
     ),
     Mutant(
         "value loss over the policy's mask",
@@ -125,7 +126,7 @@ MUTANTS = [
         "micro-batches weighted one by one",
         "loop/micro_batches.py",
         "token_weight=token[part],",
-        "token_weight=token_weights(step.rows(part).loss_mask, total),",
+        "token_weight=token_weights(step.rows(part).loss_mask, all_reduce),",
         NPLUS,
     ),
     Mutant(
@@ -252,7 +253,7 @@ MUTANTS = [
         "loop/stages.py",
         "for x in (too_old, rejected) if x",
         "for rejected in [None] for x in (too_old,) if x",
-        "tests/unit/test_importance.py",
+        "tests/reference/test_whole_update.py -k rejected",
     ),
     Mutant(
         "tokens are stale as their row is",
@@ -299,14 +300,14 @@ MUTANTS = [
     Mutant(
         "rewards clipped before they are normalized",
         "algorithms/common.py",
-        "whole, factor = standardize(whole, valid, total=e.total),",
+        "whole, factor = standardize(whole, valid, all_reduce=e.all_reduce),",
         "whole, factor = standardize(whole if clip is None else whole.clamp(-1, 1), valid),",
         RULES,
     ),
     Mutant(
         "advantages normalized per rank",
         "algorithms/rloo.py",
-        "standardize(centered, compared, total=e.total)",
+        "standardize(centered, compared, all_reduce=e.all_reduce)",
         "standardize(centered, compared)",
         RULES,
     ),

@@ -46,7 +46,7 @@ MUTANTS = [
     ),
     Mutant(
         "all turns of an episode have the random numbers of the first",
-        "environments/in_flight.py",
+        "environments/rollout.py",
         "turn_seed(first.seed, first.turns),",
         "first.seed,",
         EPISODES,
@@ -73,10 +73,10 @@ MUTANTS = [
         "tests/unit/test_weight_transfer.py",
     ),
     Mutant(
-        "what engines must report is that of the weights before",
+        "what engines must report is that of another policy",
         "rollout/vllm/policy_template.py",
-        'ref() is x and version == getattr(x, "_version", 0)',
-        "ref() is not None",
+        "if found is None or model is not self.meta_model:",
+        "if found is None:",
         "tests/unit/test_weight_transfer.py",
     ),
     Mutant(
@@ -130,7 +130,7 @@ MUTANTS = [
     ),
     Mutant(
         "shared layers are copies",
-        "classic/models/reference.py",
+        "classic/models/wrapper.py",
         "        memo[id(weights[name])] = weights[name]  # deepcopy treats these as copied\n",
         "",
         "tests/unit/test_classic_models.py",
@@ -207,7 +207,7 @@ MUTANTS = [
     ),
     Mutant(
         "every turn is sampled with the seed of the first",
-        "environments/turns.py",
+        "environments/episode.py",
         'return seed if turn == 0 else derive_seed(f"{seed}/turn/{turn}")',
         "return seed",
         EPISODES,

@@ -22,7 +22,7 @@ from agent import TASKS, Sizes, evaluate, supervise, train
 from rich.console import Console
 from rich.table import Table
 
-from kedge.cli.main import guarded
+from kedge.cli.main import run_command
 
 QUICK = Sizes(expert_episodes=64, batch=8, iterations=3, evaluated=16)
 console = Console()
@@ -77,4 +77,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main, sys.argv[1:], name="demo-agent"))
+    sys.exit(run_command(main, sys.argv[1:], name="demo-agent"))

@@ -58,7 +58,7 @@ def check_folder(option: str, folder: str | Path) -> None:
             pass
     except ConfigError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:  # of a NUL; of an unknown ~user
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, or an unknown ~user
         raise ConfigError(f"{shown} cannot be written to ({error}); name another folder") from error
 
 
@@ -84,8 +84,7 @@ class RunLock:
     """Context manager that locks an output folder for one run.
 
     The lock is ``flock`` on ``FOLDER/_kedge.lock``, which the kernel releases when the process
-    ends; the file names the process.  If the file system has no locks, the folder counts as locked
-    while the process in the file is alive on this host.  The lock is reentrant within a thread.
+    ends; the file names the process.  It is reentrant within a thread.
 
     Args:
         folder: created if it does not exist.
@@ -136,7 +135,12 @@ class RunLock:
                 handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
                 try:
                     if not _try_lock(handle):
-                        raise ConfigError(self._in_use_message(_read_owner(handle)))
+                        owner = os.pread(handle, 4096, 0).decode(errors="replace")
+                        raise ConfigError(
+                            f"output_dir={str(self.file.parent)!r} is in use by another run:"
+                            f" {owner}; wait for it, stop it, or name another folder (if that"
+                            f" process no longer runs, delete {self.file})"
+                        )
                     with contextlib.suppress(FileNotFoundError):  # the previous owner removed it
                         if os.path.samestat(os.fstat(handle), self.file.stat()):
                             self._write_owner(handle)
@@ -152,18 +156,11 @@ class RunLock:
             ) from error
 
     def _write_owner(self, handle: int) -> None:
-        pid, since = os.getpid(), datetime.now(timezone.utc).isoformat(timespec="seconds")
-        owner = {"pid": pid, "host": socket.gethostname(), "started": _start_time(pid)}
+        since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        owner = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
         os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(owner | {"since": since}).encode(), 0)
+        os.pwrite(handle, owner.encode(), 0)
         self._handle = handle
-
-    def _in_use_message(self, owner: Mapping[str, Any]) -> str:
-        who = ": process {pid} on {host}, since {since}".format(**owner) if owner else ""
-        return (
-            f"output_dir={str(self.file.parent)!r} is in use by another run{who}; wait for it, stop"
-            f" it, or name another folder (if that process no longer runs, delete {self.file})"
-        )
 
 
 def _close_after_fork() -> None:
@@ -179,7 +176,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _try_lock(handle: int) -> bool:
-    """Try to lock the file; whether this succeeded."""
+    """Try to lock the file; whether this succeeded, or there are no locks here."""
     try:
         if fcntl is None:
             raise OSError(errno.ENOSYS, "this system has no flock")
@@ -189,32 +186,8 @@ def _try_lock(handle: int) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        logger.debug("no file locks here: %s", error)
-        return not _is_alive(_read_owner(handle))
+        logger.warning("no locks here (%s): a second run in the folder is not noticed", error)
     return True
-
-
-def _is_alive(owner: Mapping[str, Any]) -> bool:
-    """Whether the process in a lock file is running on this host."""
-    here, started = owner.get("host") == socket.gethostname(), owner.get("started")
-    return here and started is not None and _start_time(owner.get("pid")) == started
-
-
-def _start_time(pid: object) -> str | None:
-    """Start time of a process in clock ticks since boot; None if it is not running."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
-
-
-def _read_owner(handle: int) -> dict[str, Any]:
-    """Contents of a lock file; empty while it is being written."""
-    try:
-        owner = json.loads(os.pread(handle, 4096, 0))
-    except ValueError:
-        return {}
-    return owner if isinstance(owner, dict) else {}
 
 
 # -- tables -----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from kedge.types import (
 )
 
 LossFn = Callable[[PolicyOutput, MicroBatch], Loss]
-Total = Callable[[Tensor], Tensor]  # element-wise sum of a tensor over all ranks
+AllReduce = Callable[[Tensor], Tensor]  # element-wise sum of a tensor over all ranks
 ShouldApply = Callable[
     [Mapping[str, float]], bool
 ]  # metrics of an optimizer step -> whether to apply it
@@ -58,7 +58,7 @@ class RolloutEngine(Protocol):
         """True if it samples from the learner's modules, so that no weights are copied."""
 
     @property
-    def logprobs(self) -> Literal["sampled", "raw", "none"]:
+    def logprob_kind(self) -> Literal["sampled", "raw", "none"]:
         """Whether ``behavior_logprobs`` are of the sampled distribution, the raw one, or absent."""
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
@@ -197,7 +197,7 @@ class Learner(Stateful, Protocol):
     def fingerprint(self) -> str:
         """A short hash of the policy's weights that changes if any weight changes."""
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of ``x`` over all ranks."""
 
     def all_gather(self, local: Experience) -> Experience:

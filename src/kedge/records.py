@@ -145,7 +145,7 @@ class Record:
 
 
 def _changed(record: Any, values: Mapping[str, Any]) -> Any:
-    """``replace``, which accepts the class ``Record`` only for some versions of Python."""
+    """``dataclasses.replace`` with a loose type: not all Python versions accept ``Record``."""
     return replace(record, **values)
 
 

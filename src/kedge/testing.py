@@ -25,7 +25,7 @@ class ScriptedRollouts:
     """
 
     shares_weights = True
-    logprobs: Literal["sampled", "raw", "none"] = "none"
+    logprob_kind: Literal["sampled", "raw", "none"] = "none"
 
     def __init__(self, responses: Sequence[Sequence[Sequence[int] | Tensor]]) -> None:
         self.responses = responses

@@ -11,39 +11,39 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 1_990,
+    ".": 1_980,
     "algorithms": 1_080,
     "checkpoint": 960,
-    "classic": 3_950,
-    "cli": 3_900,
-    "compat": 750,
-    "config": 3_330,
-    "data": 790,
+    "classic": 3_870,
+    "cli": 3_740,
+    "compat": 740,
+    "config": 3_300,
+    "data": 740,
     "demo": 500,
-    "environments": 2_630,
+    "environments": 2_480,
     "environments/adapters": 540,
     "environments/games": 500,
-    "judges": 610,
-    "learner": 1_800,
-    "loop": 2_100,
+    "judges": 605,
+    "learner": 1_710,
+    "loop": 2_060,
     "math": 720,
-    "models": 2_380,
+    "models": 2_365,
     "ops": 610,
     "ops/cpu": 680,
-    "pretrain": 820,
-    "ray": 2_380,
-    "reporting": 2_510,
-    "rewards": 1_640,
-    "rollout": 660,
-    "rollout/embedded": 1_550,
-    "rollout/scheduler": 1_610,
-    "rollout/vllm": 3_230,
-    "trainers": 3_900,
-    "verifiers": 2_660,
-    "verifiers/sandbox": 1_380,
+    "pretrain": 740,
+    "ray": 2_250,
+    "reporting": 2_400,
+    "rewards": 1_580,
+    "rollout": 630,
+    "rollout/embedded": 1_530,
+    "rollout/scheduler": 1_605,
+    "rollout/vllm": 2_920,
+    "trainers": 3_780,
+    "verifiers": 2_570,
+    "verifiers/sandbox": 1_330,
 }
-TOTAL = 52_040
-TESTS = 43_040
+TOTAL = 50_400
+TESTS = 41_810
 
 
 def count_lines(files: list[Path]) -> int:

@@ -1,7 +1,6 @@
 """The fast tests with old and new packages.
 
-``python -m tests.compat.matrix [NAME ...] [-- FILE ...]`` runs all environments, or those named;
-with ``--resume``, the tests that the last run did not reach and those that failed in it.
+``python -m tests.compat.matrix [NAME ...] [-- FILE ...]`` runs all environments, or those named.
 
 uv makes each environment from the dependencies of ``pyproject.toml``.  The Python of its version
 must be on the PATH or in pyenv, or its row stays as it is.  KEDGE_COMPAT_VENVS: folder of the
@@ -19,10 +18,10 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from tests.compat.cases import CASES
 from tests.compat.page import write_page
-from tests.compat.record import DONE, RECORD, WHOLE, read_record
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "matrix.json"
@@ -100,15 +99,15 @@ def make(environment: Environment, folder: Path) -> Path | None:
     return python
 
 
-def test(environment: Environment, python: Path, record: Path, files: Sequence[str]) -> None:
+def test(environment: Environment, python: Path, report: Path, files: Sequence[str]) -> None:
     """Run the tests, all if no file is named; deprecations in packages are not errors."""
-    variables = {RECORD: str(record), **({} if files else {WHOLE: "1"})}
-    variables["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
+    variables = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT)))}
     subprocess.run(
         [
             *(python, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadfile"),
             *("-m", environment.select, "-W", "ignore::DeprecationWarning"),
-            *("-p", "no:cacheprovider", "-p", "tests.compat.record", *files),
+            *("-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}"),
+            *files,
         ],
         cwd=ROOT,
         env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
@@ -116,20 +115,21 @@ def test(environment: Environment, python: Path, record: Path, files: Sequence[s
     )
 
 
-def read(environment: Environment, python: Path, record: Path) -> dict[str, Any]:
+def read(environment: Environment, python: Path, report: Path, *, some: bool) -> dict[str, Any]:
     """The row of the results: versions, and how many tests passed, failed and were skipped."""
-    outcomes = read_record(record)
-    total = int(outcomes.pop("total", 0))
-    number = f"{len(outcomes):,} of {total:,}" if total > len(outcomes) else f"{len(outcomes):,}"
+    cases = [*ElementTree.parse(report).iter("testcase")]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    failed = [x for x in cases if x.find("failure") is not None or x.find("error") is not None]
     versions = subprocess.run(
         [python, "-c", _VERSIONS, *SHOWN], capture_output=True, text=True, check=True
     )
     return {
         "date": date.today().isoformat(),
-        "tests": f"{'all' if total == len(outcomes) else 'some:'} {number} {environment.what}",
+        "tests": f"{'some:' if some else 'all'} {len(cases):,} {environment.what}",
         "versions": json.loads(versions.stdout),
-        **{kind: sum(o == kind for o in outcomes.values()) for kind in DONE},
-        "failures": sorted(test for test, o in outcomes.items() if o not in DONE),
+        "passed": len(cases) - len(skipped) - len(failed),
+        "skipped": len(skipped),
+        "failures": sorted({f"{case.get('file')}::{case.get('name')}" for case in failed}),
     }
 
 
@@ -137,27 +137,21 @@ def main(arguments: Sequence[str]) -> None:
     """Run all environments, or the named ones; exits with 1 if a test fails."""
     place = [*arguments, "--"].index("--")
     names, files = arguments[:place], arguments[place + 1 :]
-    resume = "--resume" in names
-    names = [name for name in names if name != "--resume"] or list(ENVIRONMENTS)
     cache = (ROOT / ".compat").resolve()
     venvs = Path(os.environ.get("KEDGE_COMPAT_VENVS", cache / "venvs")).resolve()
     venvs.mkdir(parents=True, exist_ok=True)
     cache.mkdir(exist_ok=True)
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in names:
-        environment, record = ENVIRONMENTS[name], cache / f"{name}.jsonl"
+    for name in names or ENVIRONMENTS:
+        environment, report = ENVIRONMENTS[name], cache / f"{name}.xml"
         python = make(environment, venvs / name)
         if python is None:
             print(f"{name}: not run, there is no Python {environment.python}")  # noqa: T201
             continue
-        if not resume:
-            record.unlink(missing_ok=True)
-        try:
-            test(environment, python, record, files)
-        finally:  # an interrupted run is recorded, too
-            results[name] = read(environment, python, record)
-            save(results)
-    sys.exit(any(results[name]["failures"] for name in names if name in results))
+        test(environment, python, report, files)
+        results[name] = read(environment, python, report, some=bool(files))
+        save(results)
+    sys.exit(any(results[name]["failures"] for name in names or ENVIRONMENTS if name in results))
 
 
 def save(results: Mapping[str, Any]) -> None:

@@ -88,7 +88,9 @@ class StandIn:
             pairs = [
                 {str(t): {"logprob": float(x[t])}} for x, t in zip(logprobs, ids[1:], strict=False)
             ]
-            return 200, {"prompt_logprobs": [None, *pairs]}
+            params = {**params, "seed": 0, "stop_token_ids": []}
+            choice = self.sample(ids, params)
+            return 200, {"choices": [choice], "prompt_logprobs": [None, *pairs]}
         with self.lock:
             self.posts += 1
             fault = self.faults.pop(0) if self.faults else None

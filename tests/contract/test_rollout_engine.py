@@ -81,7 +81,7 @@ class TestRolloutEngine:
     def test_behavior_logprobs_are_as_declared(self, engine):
         rollout = engine.generate(prompts(), sampling=self.sampling, seed=0)
         recorded = rollout.behavior_logprobs
-        if engine.logprobs == "none":
+        if engine.logprob_kind == "none":
             assert recorded is None
             return
         assert recorded.dtype == torch.float32

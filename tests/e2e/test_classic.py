@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from kedge.algorithms import ppo
 from kedge.classic import PPOTrainer
+from kedge.testing import ScriptedRollouts
 from tests.classic_models import bart, gpt2, letters, samples, t5, trainer
+from tests.e2e.small import small
 
 STEPS = 3
 OPTIONS = {"kl_penalty": "abs", "horizon": 100.0, "ppo_epochs": 2, "lam": 0.9, "cliprange": 0.1}
@@ -24,21 +27,16 @@ def by_steps(data: list[Any]) -> tuple[PPOTrainer, list[dict[str, Any]]]:
 
 def by_the_trainer(data: list[Any], folder: Path) -> tuple[Any, list[dict[str, float]]]:
     """The same samples: prompts from a dataset, responses from a script, scores from a list."""
-    import kedge
-    from kedge.testing import ScriptedRollouts
-
     scores = iter([float(s) for _, _, row in data for s in row])
 
     def reward(completions: list[Any], **columns: Any) -> list[float]:
         return [next(scores) for _ in completions]
 
-    config = kedge.PPOConfig(
+    found = small(
         output_dir=str(folder),
-        per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         num_mini_batches=2,
         total_episodes=8 * STEPS,
-        num_ppo_epochs=2,
         response_length=8,
         learning_rate=1e-3,
         lr_scheduler_type="constant",
@@ -51,23 +49,14 @@ def by_the_trainer(data: list[Any], folder: Path) -> tuple[Any, list[dict[str, f
         temperature=1.0,
         value_source="policy",
         shuffle_dataset=False,
-        gradient_checkpointing=False,
-        num_sample_generations=0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    found = kedge.PPOTrainer(
-        config,
-        letters(28),
-        gpt2(),
-        gpt2(),
+        processing_class=letters(28),
+        model=gpt2(),
+        ref_model=gpt2(),
+        reward_model=None,
         train_dataset=[{"input_ids": q.tolist()} for queries, _, _ in data for q in queries],
         reward_funcs=reward,
         rollout_engine=ScriptedRollouts([responses for _, responses, _ in data]),
-        algorithm=kedge.ppo(kl_estimator="abs", lam=0.9, cliprange=0.1, whiten_advantages="batch"),
+        algorithm=ppo(kl_estimator="abs", lam=0.9, cliprange=0.1, whiten_advantages="batch"),
     )
     found.train()
     return found, [row for row in found.state.log_history if "objective/kl" in row]

@@ -82,15 +82,14 @@ def test_win_rate_against_the_start_survives_a_resume(tmp_path: Path) -> None:
 
     options = {"eval_against_start": True, "num_generations_eval": 2, "save_strategy": "steps"}
     trainer(tmp_path / "cut", **options, save_steps=2, max_steps=4).train()
-    kept = json.loads((tmp_path / "cut" / "start" / "eval.json").read_text())
-    assert kept["completions"] == said[0]
     again = trainer(tmp_path / "cut", **options, save_steps=2, max_steps=4)
     again.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
     assert evaluations(again)[-1]["eval_win_rate"] == rows[-1]["eval_win_rate"]
 
-    (tmp_path / "cut" / "start" / "eval.json").write_text('{"scores": [1.0]}')
-    other = trainer(tmp_path / "cut", **options, save_steps=2, max_steps=4)
-    with pytest.raises(CheckpointError, match="scored on 1 rows of 'eval', got 10 now"):
+    other = trainer(
+        tmp_path / "cut", **options, save_steps=2, max_steps=4, eval_dataset=PROMPTS[:3]
+    )
+    with pytest.raises(CheckpointError, match="scored on 10 rows of 'eval', got 6 now"):
         other.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
 
 

@@ -26,7 +26,7 @@ def boom(completions: list[str], **_: Any) -> list[float]:
 class Liar:
     """An engine whose log-probabilities are of another distribution."""
 
-    shares_weights, logprobs = True, "sampled"
+    shares_weights, logprob_kind = True, "sampled"
 
     def __init__(self, honest: Any) -> None:
         self.honest = honest

@@ -88,7 +88,7 @@ def test_rows_of_other_libraries(tmp_path):
     returns = episodes.reward_output.token_rewards
     assert returns.tolist() == [[0.5, 1.0, 2.0], [1.0, 2.0, 0.0]]
     file.write_text(json.dumps({"prompt": "w3"}))
-    with pytest.raises(DataError, match="row 0: it must have prompt and completion"):
+    with pytest.raises(DataError, match="row 1 must have prompt and completion"):
         read_episodes([str(file)], word_tokenizer())
 
 

@@ -107,9 +107,9 @@ def test_a_sync_that_is_skipped_is_caught(begun, shared, tmp_path, monkeypatch):
     def skip_the_third(weights, version):
         if version == 2:  # the engine believes it, too
             if hasattr(service, "_llm"):
-                service._loop.set_version(2)
+                service.finish_load(2)
             else:
-                service._name_version(2)
+                service._post("/update_weight_version", json={"new_version": "2"})
         else:
             load(weights, version)
 

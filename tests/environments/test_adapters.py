@@ -17,7 +17,7 @@ import pytest
 
 from kedge.environments import Response, ToolCall
 from kedge.environments.adapters import Gymnasium, OpenEnv, TextArena, Verifiers
-from kedge.environments.calls import Calls
+from kedge.environments.pool import Calls
 from kedge.errors import ConfigError, RolloutError
 from kedge.types import Metrics
 from tests.environments.toys import call_all, prompts, rollouts, sampling

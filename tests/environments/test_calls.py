@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kedge.environments.calls import Calls, RunningCalls
+from kedge.environments.pool import Calls, RunningCalls
 from tests.environments.toys import Echo, call_all, prompts, rollouts, sampling
 
 
@@ -130,9 +130,8 @@ def test_seconds_of_a_call_end_with_the_call_not_when_it_is_asked_for() -> None:
     running = RunningCalls(Calls())
     begin = time.monotonic()
     running.add(0, lambda: None)
-    (run,) = running._running.values()
-    while run.end is None:
-        time.sleep(0.001)
+    (future,) = running._running
+    future.result(60)
     ended = time.monotonic()
     time.sleep(0.05)
     running.wait(1.0)

@@ -15,7 +15,7 @@ import torch
 
 from kedge.errors import RolloutError
 from tests.e2e.small import rows
-from tests.environments.toys import Echo, prompts, rollouts, sampling, trainer
+from tests.environments.toys import Echo, played, prompts, rollouts, sampling
 
 KINDS = ["exception", "hang", "garbage", "kill"]
 GARBAGE: list[Any] = [
@@ -93,8 +93,8 @@ def timeout(kind: str) -> float:
 
 
 def flaky(plan: Plan, lag: int, on_error: str, **options: Any) -> Any:
-    play = {"on_env_error": on_error, "timeout": timeout(plan.kind)}
-    return trainer(lambda: Flaky(plan), lag=lag, play=play, **options)
+    play = {"on_env_error": on_error, "environment_timeout": timeout(plan.kind)}
+    return played(environment=lambda: Flaky(plan), max_lag=lag, **play, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,7 +187,8 @@ def test_training_drops_failed_episodes(kind: str, lag: int, planned: Any) -> No
 
 
 def whole(lag: int, episodes: int) -> Any:
-    made = trainer(lambda: Flaky(Plan("none", set())), lag=lag, total_episodes=episodes)
+    make = lambda: Flaky(Plan("none", set()))  # noqa: E731
+    made = played(environment=make, max_lag=lag, total_episodes=episodes)
     made.train()
     return made
 
@@ -211,19 +212,20 @@ def test_a_raised_failure_costs_its_iteration(kind: str, lag: int, planned: Any)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_resume_is_exact(lag: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"total_episodes": 16, "save_strategy": "steps", "save_steps": 2}
-    one = trainer(lag=lag, output_dir=str(tmp_path), **options)
+    options |= {"environment": Echo, "max_lag": lag, "output_dir": str(tmp_path)}
+    one = played(**options)
     one.train()
-    two = trainer(lag=lag, output_dir=str(tmp_path), **options)
+    two = played(**options)
     two.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_equal(one, two)
 
 
 def test_recorded_episodes_are_replayed(tmp_path: Path) -> None:
     folder = str(tmp_path / "recorded")
-    options: dict[str, Any] = {"total_episodes": 8}
-    one = trainer(save_rollouts=folder, **options)
+    one = played(environment=Echo, save_rollouts=folder)
     one.train()
-    two = trainer(lambda: Flaky(Plan("exception", {1})), replay_rollouts=folder, **options)
+    failing = lambda: Flaky(Plan("exception", {1}))  # noqa: E731
+    two = played(environment=failing, replay_rollouts=folder)
     two.train()
     assert_equal(one, two)
     assert rows(two)[-1]["environment/turns"] == rows(one)[-1]["environment/turns"] == 3

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from kedge.rollout.embedded import decode
-from kedge.rollout.embedded.decode import common_length
 from kedge.testing import tiny_policy
 from tests.environments.toys import VOCAB, Echo, engine, prompts, rollouts, sampling
 
@@ -60,9 +59,3 @@ def test_models_with_sliding_windows_read_everything(monkeypatch: pytest.MonkeyP
     again, many = played(model, keep=False)
     assert torch.equal(kept.ids, again.ids)
     assert few == many
-
-
-def test_common_length() -> None:
-    assert common_length([1, 2, 3], [1, 2, 4, 5]) == 2
-    assert common_length([], [1]) == 0
-    assert common_length([1, 2], [1, 2, 3]) == 2

@@ -17,10 +17,10 @@ from tests.environments.toys import (
     Echo,
     chat_tokenizer,
     engine,
+    played,
     prompts,
     rollouts,
     sampling,
-    trainer,
 )
 from tests.unit.text_toys import EOS
 
@@ -129,7 +129,7 @@ def test_episodes_that_ended_leave_the_batch() -> None:
     seen: list[int] = []
 
     class Counting:
-        shares_weights, logprobs = True, "sampled"
+        shares_weights, logprob_kind = True, "sampled"
 
         def __init__(self) -> None:
             self.inner = engine()
@@ -169,7 +169,7 @@ def test_turns_have_their_own_random_numbers() -> None:
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_ppo_trains_on_episodes(lag: int) -> None:
-    made = trainer(lag=lag, total_episodes=16)
+    made = played(environment=Echo, max_lag=lag, total_episodes=16)
     made.train()
     row = rows(made)[-1]
     assert row["environment/turns"] == 3
@@ -215,8 +215,8 @@ def test_token_ids_need_no_tokenizer() -> None:
 
 
 def test_tables_and_token_logs_show_turns(tmp_path: Path) -> None:
-    made = trainer(
-        total_episodes=8, output_dir=str(tmp_path), num_sample_generations=1, log_token_rows=2
+    made = played(
+        environment=Echo, output_dir=str(tmp_path), num_sample_generations=1, log_token_rows=2
     )
     made.train()
     (file, *_) = sorted(tmp_path.glob("tokens/step-*.jsonl"))

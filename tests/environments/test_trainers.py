@@ -17,13 +17,12 @@ from kedge.errors import ConfigError
 from kedge.loop import updater
 from kedge.reporting.report import gather
 from kedge.testing import tiny_policy
-from tests.e2e.small import length_reward, rows, small
+from tests.e2e.small import length_reward, rows
 from tests.e2e.test_groups import make
 from tests.environments.families import tokenizer
 from tests.environments.test_tools import Counter, calculator
-from tests.environments.toys import CHAT, Echo, Odd, chat_tokenizer, policy
+from tests.environments.toys import PROMPTS, Echo, Odd, chat_tokenizer, played, policy
 
-PROMPTS = [{"prompt": p} for p in CHAT]
 TOOL_PROMPTS = [
     {"prompt": [{"role": "user", "content": f"what is {i} + 25?"}], "environment": name}
     for i, name in enumerate(["count", "other"] * 3)
@@ -36,21 +35,6 @@ def turns_reward(completions: list[Any], **_: Any) -> list[float]:
         assert [m["role"] for m in messages] == ["assistant", "user"] * 2 + ["assistant"]
         assert messages[1]["content"].endswith("w5")  # what the environment said
     return [sum(len(m["content"].split()) for m in c[::2]) for c in completions]
-
-
-def played(**options: Any) -> Any:
-    """A PPO trainer on the echo environment."""
-    parts: dict[str, Any] = {
-        "model": policy(),
-        "processing_class": chat_tokenizer(),
-        "reward_model": None,
-        "train_dataset": PROMPTS,
-        "response_length": 40,
-        "stop_token": "eos",
-        "max_turn_tokens": 5,
-        "total_episodes": 8,
-    }
-    return small(**parts | options)
 
 
 def tooled(trainer: Any, config: Any, **options: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from kedge.environments import EnvironmentRollouts, EpisodeReward, Response
-from kedge.environments.calls import Calls, RunningCalls
+from kedge.environments import EnvironmentRollouts, Response
+from kedge.environments.pool import Calls, RunningCalls
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling
@@ -18,6 +18,7 @@ from tests.unit.text_toys import EOS, PAD, word_tokenizer
 
 VOCAB = 32
 CHAT = [[{"role": "user", "content": f"w{i} w{i + 1}"}] for i in range(3, 9)]
+PROMPTS = [{"prompt": p} for p in CHAT]
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <eos> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
@@ -108,20 +109,16 @@ def sampling(**options: Any) -> Sampling:
     return Sampling(**{"max_new_tokens": 40, "stop_ids": (EOS,)} | options)
 
 
-def trainer(
-    make: Any = Echo, *, lag: int = 0, play: Mapping[str, Any] | None = None, **options: Any
-):
-    """A PPO trainer whose rollout engine plays environments."""
-    model = policy()
-    inner = engine(model, shares_weights=lag == 0)
-    tokenizer = chat_tokenizer()
-    play = {"max_turns": 4, "max_turn_tokens": 5} | dict(play or {})
-    return small(
-        model=model,
-        processing_class=tokenizer,
-        rollout_engine=EnvironmentRollouts(inner, make, tokenizer, **play),
-        reward_model=None,
-        reward_funcs=[EpisodeReward()],
-        train_dataset=[{"prompt": p} for p in CHAT],
-        **{"response_length": 40, "stop_token": "eos", "max_lag": lag} | options,
-    )
+def played(**options: Any) -> Any:
+    """A PPO trainer on the echo environment."""
+    parts: dict[str, Any] = {
+        "model": policy(),
+        "processing_class": chat_tokenizer(),
+        "reward_model": None,
+        "train_dataset": PROMPTS,
+        "response_length": 40,
+        "stop_token": "eos",
+        "max_turn_tokens": 5,
+        "total_episodes": 8,
+    }
+    return small(**parts | options)

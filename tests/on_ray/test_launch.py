@@ -43,7 +43,7 @@ def processes():
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if "".join(process.cmdline()).startswith(
-                ("ray::Rank", "ray::ActorHost", "ray::DriverMailbox")
+                ("ray::Learner", "ray::Engine", "ray::DriverMailbox")
             ):
                 found.add(process.pid)
     return found
@@ -166,7 +166,7 @@ def test_a_learner_that_dies_or_hangs_ends_the_run(fault, message, tmp_path):
     with pytest.raises(LaunchError) as caught:
         on_two(Train(options=options, strike=(1, 3, fault)))
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith("learner 1 of 2: process ")
+    assert lines[0].startswith("learner 1 of 2 (process ")
     assert message in lines[0]
     assert "resume_from_checkpoint=True" in lines[-1]
     assert (tmp_path / "checkpoint-2").is_dir()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kedge.errors import SyncError
+from kedge.rollout.vllm import InProcess
 from kedge.types import Sampling
 from tests.contract.engines import has_vllm, needs_vllm
 from tests.contract.test_rollout_engine import prompts
@@ -52,25 +53,33 @@ def test_two_learners_share_vllms_that_agree_with_them(shared, tmp_path):
     assert lags == [0, 1]
 
 
+class Forgetful(InProcess):
+    """Believes that it has weights of the version after ``UPDATES``, and keeps the old ones."""
+
+    def load(self, payload, version):
+        super().load(payload, version) if version <= UPDATES else self.finish_load(version)
+
+
 def send_to_the_second(monkeypatch):
     """The first engine gets weights from the object store, the second by vLLM's own transfer."""
-    from kedge.ray import service
+    from kedge.ray import build
     from kedge.rollout.vllm.nccl_transfer import EngineGroup, NcclTransfer
     from tests.contract.relay import Relayed, info
 
-    plain = service.RayService
+    plain = build.RayEngine
 
-    def make(name, *args, **named):
-        group = EngineGroup(
-            1,
-            1,
-            lambda client: NcclTransfer(client, info(), limit=120.0, device=torch.device("cpu")),
-            limit=120.0,
-        )
-        return plain(name, *args, **named | {"group": None if name == "engine 0" else group})
+    def create(client, engines):
+        return NcclTransfer(client, info(), limit=120.0, device=torch.device("cpu"))
 
-    monkeypatch.setattr(service, "RayService", make)
-    monkeypatch.setattr(service, "InProcess", Relayed)
+    def make(name, *, settings, template, group, **named):
+        arguments = settings["service"].keywords
+        kind = Forgetful
+        if name == "engine 1":
+            kind, group = Relayed, EngineGroup(create, template.payload, 1, shared=False)
+        settings = settings | {"service": functools.partial(kind, **arguments)}
+        return plain(name, settings=settings, template=template, group=group, **named)
+
+    monkeypatch.setattr(build, "RayEngine", make)
 
 
 def test_two_engines_agree_with_the_learner_and_a_skipped_sync_is_caught(
@@ -84,7 +93,7 @@ def test_two_engines_agree_with_the_learner_and_a_skipped_sync_is_caught(
         gap, kl = agreement(made)
         assert gap <= 1e-4
         assert kl <= 1e-4
-        one, two = (each.service for each in engine.engines)
+        one, two = engine.engines
         weights = made.engine.learner.weights()
         receipt = engine.load_weights(weights, UPDATES)
         assert receipt.fingerprint == made.engine.learner.fingerprint()
@@ -103,9 +112,6 @@ def test_two_engines_agree_with_the_learner_and_a_skipped_sync_is_caught(
             assert torch.equal(again.ids, want.ids)
             assert found.version.tolist() == [UPDATES] * 24
         assert engine.load_weights(weights, UPDATES) == receipt
-        # The second engine believes that it has new weights and keeps the old ones.
-        monkeypatch.setattr(two, "load", lambda payload, version: None)
-        monkeypatch.setattr(two, "version", lambda: UPDATES + 1)
         moved = {name: x + 0.01 * torch.randn_like(x) for name, x in weights.items()}
         with pytest.raises(SyncError, match=f"loading version {UPDATES + 1} had no effect"):
             engine.load_weights(moved, UPDATES + 1)

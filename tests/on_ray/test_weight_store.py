@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,17 +11,14 @@ import torch
 
 from kedge.errors import SyncError
 from kedge.learner.learner_state import WeightCopier
-from kedge.models.fingerprint import fingerprint, policy_weights
+from kedge.models.fingerprint import WeightsCopy, fingerprint, policy_weights
 from kedge.ray import engine as ray_engine
-from kedge.ray import service as ray_service
 from kedge.ray.actor import ActorLimits
-from kedge.ray.engine import RayEngine
+from kedge.ray.engine import HostedEngine, RayEngine
 from kedge.ray.resources import SharedArgument
-from kedge.ray.service import RayService
-from kedge.ray.weight_store import SharedWeights, StoredWeights
+from kedge.ray.weight_store import StoredWeights, stage_weights, store_weights
 from kedge.rollout.vllm import weight_payload
 from kedge.rollout.vllm.policy_template import PolicyTemplate
-from kedge.rollout.vllm.weight_payload import WeightPayload
 from kedge.testing import tiny_policy
 from kedge.types import Receipt
 from tests.on_ray.clusters import local, needs_ray
@@ -75,23 +72,10 @@ def test_weights_come_back_bit_for_bit_or_in_the_dtype_of_the_engines(puts: list
 def test_a_tied_weight_is_stored_once(puts: list[int]) -> None:
     model = tiny_policy("qwen2", tie_word_embeddings=True)
     spec = PolicyTemplate.of(model)
-    stored = SharedWeights(1).store(spec.payload(policy_weights(model)))
+    stored = store_weights(policy_weights(model), None)
     found = dict(spec.payload(dict(stored.tensors())).named)  # in the engine
     assert sum(puts) == sum(4 * p.numel() for p in model.parameters())
     assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
-
-
-@pytest.mark.parametrize("engines", [1, 4, 16])
-def test_bytes_moved_do_not_depend_on_the_number_of_engines(engines: int, puts: list[int]) -> None:
-    shared, size = SharedWeights(engines), 4 * (1 << 12)
-    for version in range(3):
-        payload = WeightPayload((), weights={"w": torch.full((1 << 12,), float(version))})
-        with ThreadPoolExecutor(engines) as threads:
-            stored = list(threads.map(lambda _, p=payload: shared.store(p), range(engines)))
-        assert len({id(x) for x in stored}) == 1
-        assert puts == [size] * (version + 1)
-        assert shared._stored is None  # nothing is kept once the last engine has it
-        assert not shared._payload.weights
 
 
 @pytest.mark.parametrize(("engines", "most"), [(1, 1), (4, 2)])
@@ -119,38 +103,20 @@ def test_an_engine_drops_its_weights_before_it_loads_others(
         return bucket
 
     monkeypatch.setattr(ray, "put", put)
-    for module in (ray_engine, ray_service):
-        monkeypatch.setattr(module, "Actor", PretendActor)
+    monkeypatch.setattr(ray_engine, "Actor", PretendActor)
     options: dict[str, Any] = {"options": {}, "limits": ActorLimits()}
-    for embedded in (True, False):
-        shared = SharedWeights(engines)
-        first = WeightPayload((), weights={"w": torch.zeros(8)})
-        kind: Any = RayEngine if embedded else RayService
-        made = [
-            kind("engine", None, first, {"pad_id": 0}, shared_weights=shared, **options)
-            for _ in range(engines)
-        ]
-        for version in range(1, 4):
-            weights = {"w": torch.full((8,), float(version))}
-            for engine in made:
-                if embedded:
-                    engine.load_weights(weights, version)
-                else:
-                    engine.load(WeightPayload((), weights=weights), version)
-            assert len(stored) == 1
-        made.clear()
-        del engine
+    first = StoredWeights.put([("w", torch.zeros(8))])
+    model = SharedArgument(int, engines)
+    stored.clear()
+    made = [RayEngine("engine", HostedEngine, model, first, {}, **options) for _ in range(engines)]
+    for version in range(1, 4):
+        weights = WeightsCopy()
+        weights.stored = StoredWeights.put([("w", torch.full((8,), float(version)))])
+        for engine in made:
+            engine.load_weights(weights, version)
+        del weights
+        assert len(stored) == 1
     assert max(held) == most
-
-
-def test_weights_sent_over_nccl_are_stored_once_in_the_background(puts: list[int]) -> None:
-    shared = SharedWeights(2)
-    payload = WeightPayload((), dtype=torch.bfloat16, weights={"w": torch.ones(1 << 12)})
-    stored = [shared.begin(payload) for _ in range(2)]
-    assert not shared._payload.weights  # the tensors may be freed once they are stored
-    assert stored[0] is stored[1]
-    assert dict(stored[0].result().tensors())["w"].dtype == torch.bfloat16
-    assert puts == [2 << 12]
 
 
 def test_what_actors_are_built_from_stays_in_the_store_until_all_have_it(
@@ -173,26 +139,23 @@ def test_an_adapter_is_sent_alone(puts: list[int]) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(tiny_policy("llama"), config)
-    payload = PolicyTemplate.of(model).payload(policy_weights(model))
-    SharedWeights(4).store(payload)
+    store_weights(policy_weights(model), None)
     adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sum(puts) == 4 * adapter
     assert adapter < sum(p.numel() for p in model.parameters()) / 2
 
 
-@pytest.mark.parametrize("engines", [1, 4, 16])
 def test_a_sync_holds_one_bucket_besides_the_store(
-    engines: int, puts: list[int], monkeypatch: pytest.MonkeyPatch
+    puts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket, width = 1 << 20, 1 << 16  # bytes, numbers of a weight
     monkeypatch.setattr(weight_payload, "BUCKET", bucket)
     policy = torch.nn.ModuleList([torch.nn.Linear(width, 1, bias=False) for _ in range(64)])
-    shared = SharedWeights(engines, torch.bfloat16)
+    stage = partial(stage_weights, dtype=torch.bfloat16)
     with PrivateBytes() as held:
-        staged: Any = WeightCopier(dtype=torch.bfloat16, stage=shared.stage)(policy)
-        for _ in range(engines):
-            loaded = shared.store(WeightPayload((), dtype=torch.bfloat16, weights=staged))
-            assert loaded is staged.stored
+        staged: Any = WeightCopier(dtype=torch.bfloat16, stage=stage)(policy)
+        for _ in range(16):  # engines, which all read the same
+            assert store_weights(staged, torch.bfloat16) is staged.stored
     assert held.most <= 2 * bucket == 2 * width * 64 / 4  # with the workspace of the fingerprint
     assert held.now() <= bucket / 2
     assert puts == [bucket] * 8
@@ -207,4 +170,4 @@ def test_a_full_store_is_an_error_that_says_what_to_do(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ray, "put", full)
     with pytest.raises(SyncError, match=r"keep those that they have.*larger object_store_memory"):
-        SharedWeights(2).stage([("w", torch.ones(3))])
+        stage_weights([("w", torch.ones(3))])

@@ -351,7 +351,7 @@ def test_weights_that_no_rank_can_evaluate_with_cost_no_finished_iteration() -> 
                 raise SyncError("the store is full")  # on all ranks
             return {}
 
-        def total(self, x: torch.Tensor) -> torch.Tensor:
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
     class Evaluates(Rescue):

@@ -17,7 +17,7 @@ from tests.learners import experience, gradient, learner, rollout
 ROWS = 6
 ALGORITHM = ppo(vf_coef=0.5)
 QUICK = settings(
-    max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -35,32 +35,22 @@ def whole():
 
 
 @QUICK
-@given(micro_rows=st.integers(1, ROWS))
-def test_micro_batch_size(whole, micro_rows):
-    vector, metrics = gradient(batch(), ALGORITHM, micro_rows=micro_rows)
+@given(
+    micro_rows=st.integers(1, ROWS),
+    padding=st.integers(0, 20),
+    order=st.permutations(range(ROWS)),
+    spare=st.none() | st.integers(0, 50),
+)
+def test_micro_batches_padding_order_and_groups_by_length(whole, micro_rows, padding, order, spare):
+    vector, metrics = gradient(
+        batch(extra_padding=padding),
+        ALGORITHM,
+        micro_rows=micro_rows,
+        order=torch.tensor(order),
+        make=lambda: learner(padding_budget=spare),
+    )
     assert same(whole[0], vector)
     assert metrics == pytest.approx(whole[1], rel=1e-4, abs=1e-6)
-
-
-@QUICK
-@given(padding=st.integers(1, 20), micro_rows=st.integers(1, ROWS))
-def test_padding(whole, padding, micro_rows):
-    vector, _ = gradient(batch(extra_padding=padding), ALGORITHM, micro_rows=micro_rows)
-    assert same(whole[0], vector)
-
-
-@QUICK
-@given(order=st.permutations(range(ROWS)), micro_rows=st.integers(1, ROWS))
-def test_row_order(whole, order, micro_rows):
-    vector, _ = gradient(batch(), ALGORITHM, micro_rows=micro_rows, order=torch.tensor(order))
-    assert same(whole[0], vector)
-
-
-@QUICK
-@given(spare=st.integers(0, 50))
-def test_grouping_by_length(whole, spare):
-    vector, _ = gradient(batch(), ALGORITHM, make=lambda: learner(padding_budget=spare))
-    assert same(whole[0], vector)
 
 
 @QUICK

@@ -39,7 +39,7 @@ class Sampler:
     """Answers with the version it holds; slow, and failing, as a schedule says."""
 
     shares_weights = False
-    logprobs = "none"
+    logprob_kind = "none"
 
     def __init__(self, rng: random.Random, failures: float) -> None:
         self.rng, self.failures, self.version = rng, failures, -1

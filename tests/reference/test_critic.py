@@ -114,7 +114,7 @@ class TestCovariance:
         pairs = [(float(logprobs[i, t]), float(advantages[i, t])) for i, t in MASK.nonzero()]
         means = [sum(column) / 8 for column in zip(*pairs, strict=True)]
         by_hand = [(p - means[0]) * (a - means[1]) for p, a in pairs]
-        found = covariances(logprobs, advantages, MASK, total=one_rank)
+        found = covariances(logprobs, advantages, MASK, all_reduce=one_rank)
         assert found[MASK].tolist() == pytest.approx(by_hand, abs=1e-6)
         chosen = kl_cov_tokens(found, share=0.25)
         assert chosen.sum() == 2

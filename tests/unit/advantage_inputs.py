@@ -51,7 +51,7 @@ def evidence(
     lengths: list[int] | None = None,
     kl: Any = None,
     finished: list[bool] | None = None,
-    total: Callable[[Tensor], Tensor] = one_rank,
+    all_reduce: Callable[[Tensor], Tensor] = one_rank,
     values: Any = None,
     **reward_output: Any,
 ) -> AdvantageInputs:
@@ -78,7 +78,7 @@ def evidence(
             ref_logprobs=-1.0 - log_ratio,
             values=None if values is None else torch.as_tensor(values, dtype=torch.float32),
         ),
-        total=total,
+        all_reduce=all_reduce,
     )
 
 

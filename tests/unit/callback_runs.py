@@ -6,11 +6,26 @@ from transformers import TrainerCallback, TrainingArguments
 
 from kedge.checkpoint import checkpoint
 from kedge.loop.hooks import StepReport
-from kedge.reporting.base import Memory
 from kedge.trainers.run import run
 from kedge.trainers.run.hf_callbacks import Callbacks
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+
+
+class Memory:
+    """A tracker that keeps everything."""
+
+    def __init__(self):
+        self.rows, self.tables, self.closed = [], [], False
+
+    def log(self, metrics, *, step):
+        self.rows.append({"step": step, **metrics})
+
+    def table(self, name, rows, *, step):
+        self.tables.append((name, step, [dict(row) for row in rows]))
+
+    def close(self):
+        self.closed = True
 
 
 class Spy(TrainerCallback):
@@ -52,9 +67,9 @@ class Run(run.Run):
             trainer=self,
             args=arguments,
             engine=SimpleNamespace(batch_sizes=sizes),
-            learner=SimpleNamespace(world_size=1, total=lambda x: x),
+            learner=SimpleNamespace(world_size=1, all_reduce=lambda x: x),
             callbacks=Callbacks(arguments, callbacks, tracker=self.memory),
-            evaluator=SimpleNamespace(sets=[1]),
+            eval_sets=[1],
             tokenizer=None,
             fresh_reference=True,
             metric_names=lambda row: {},
@@ -66,7 +81,8 @@ class Run(run.Run):
     def evaluate(self):
         self.evaluated_at.append(self.state.global_step)
         metrics = {"eval_objective/scores": next(self.evals, 0.0)}
-        self.callbacks.log_evaluation(metrics)
+        self.callbacks.log(metrics)
+        self.callbacks.fire("on_evaluate", metrics=metrics)
         return metrics
 
     def save_checkpoint(self):

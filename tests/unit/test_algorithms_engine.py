@@ -44,7 +44,7 @@ class Answers:
     """Answers ten times the prompt's id, plus one when sampling; remembers what it was asked."""
 
     shares_weights = True
-    logprobs = "none"
+    logprob_kind = "none"
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], list[object], Sampling]] = []

@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from kedge.cli.main import main
 from kedge.models.packing import JoinedInput
+from kedge.pretrain.reward import init_head, shift_scores, train_reward
 from kedge.rewards import RewardModel
 from kedge.rewards.heads import SHIFT
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Rollout
 
-from .text_toys import word_tokenizer
+from .text_toys import EOS, word_tokenizer
 
 pytest.importorskip("trl", reason="TRL is not installed (the pipeline extra)")
 pytestmark = [  # TRL's defaults use names that transformers will drop
@@ -176,7 +178,7 @@ def test_the_reward_of_training_has_the_shift() -> None:
 
 
 def test_a_value_model_made_of_a_reward_model_starts_from_its_scores(tmp_path: Path) -> None:
-    from kedge.models.value_head import load_value, save_value
+    from kedge.models.value_head import load_value
 
     model = tiny_reward_model(vocab_size=32)
     setattr(model.config, SHIFT, 2.5)
@@ -187,7 +189,7 @@ def test_a_value_model_made_of_a_reward_model_starts_from_its_scores(tmp_path: P
     ended = packed([*word_tokenizer()("w1")["input_ids"], word_tokenizer().eos_token_id])
     last = ended.lengths - 1
     assert value(ended, last).item() == pytest.approx(score, abs=1e-6)
-    save_value(value, tmp_path / "value")
+    value.save(tmp_path / "value")
     again = load_value(str(tmp_path / "value"))
     assert torch.equal(again(row, states), value(row, states))
 
@@ -214,8 +216,6 @@ def batch() -> Rollout:
 
 
 def test_the_head_starts_with_the_deviation_of_the_source() -> None:
-    from kedge.pretrain.reward import init_head
-
     model = tiny_reward_model(vocab_size=32, hidden_size=256)
     init_head(model, seed=1)
     weight = model.score.weight.detach()
@@ -225,8 +225,6 @@ def test_the_head_starts_with_the_deviation_of_the_source() -> None:
 
 
 def test_the_shift_is_in_the_configuration_and_starts_anew(tmp_path: Path) -> None:
-    from kedge.pretrain.reward import shift_scores
-
     model, tokenizer = tiny_reward_model(vocab_size=32), word_tokenizer()
     texts = ["w3 w4 w5", "w6", "w7 w8"]
     found = shift_scores(model, tokenizer, texts)
@@ -352,3 +350,59 @@ def test_a_template_in_which_turns_cannot_be_found_is_named(
     assert str(place / "model") in said
     assert "{% generation %}" in said
     assert "--chat_template_path FILE.jinja" in said
+
+
+# -- padding, dropout and further columns ---------------------------------------------------------
+
+START = "w9 w10 w11 w12"
+ROWS = [
+    {"prompt": START, "chosen": " w5" * (i % 3 + 1), "rejected": " w8" * (i % 4)} for i in range(8)
+]
+
+
+def train_steps(
+    folder: Path, model: Any, rows: Any = ROWS, *, tokenizer: Any = None, peft: Any = None, **o: Any
+) -> Any:
+    """The trainer after three steps."""
+    from trl.trainer.reward_config import RewardConfig
+
+    common = {"use_cpu": True, "report_to": "none", "bf16": False, "disable_tqdm": True}
+    steps = {"max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2}
+    batch = {"per_device_train_batch_size": 4, "gradient_checkpointing": False}
+    every = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
+    config = RewardConfig(output_dir=str(folder), **(common | steps | batch | every | o))
+    data = Dataset.from_list(rows)
+    tokens = tokenizer or word_tokenizer()
+    return train_reward(model.eval(), tokens, config, data, data.select(range(4)), peft=peft)
+
+
+def losses(trainer: Any) -> list[float]:
+    logs = trainer.state.log_history
+    return [row[name] for row in logs for name in ("loss", "eval_loss") if name in row]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_padding_with_the_end_token_changes_nothing(family: str, tmp_path: Path) -> None:
+    expected = losses(train_steps(tmp_path / "apart", tiny_reward_model(family, vocab_size=32)))
+    assert expected[-1] < expected[0]
+    for name in ("eos", "none"):
+        tokenizer = word_tokenizer(pad=False)
+        if name == "eos":
+            tokenizer.pad_token = tokenizer.eos_token
+        found = tiny_reward_model(family, vocab_size=32)
+        trainer = train_steps(tmp_path / name, found, tokenizer=tokenizer)
+        assert losses(trainer) == pytest.approx(expected, rel=1e-4)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected[-1], rel=1e-4)
+        assert trainer.data_collator.pad_token_id == found.config.pad_token_id == EOS
+        for folder in (tmp_path / name, tmp_path / name / "checkpoint-2"):
+            assert json.loads((folder / "config.json").read_text())["pad_token_id"] == EOS
+            saved = json.loads((folder / "tokenizer_config.json").read_text())
+            assert saved["pad_token"] == "<eos>"
+
+
+@pytest.mark.parametrize("ids", [3, []])
+def test_a_column_may_be_named_as_if_it_held_tokens(ids: Any, tmp_path: Path) -> None:
+    rows = [row | {"annotator_ids": ids} for row in ROWS]
+    expected = train_steps(tmp_path / "without", tiny_reward_model(vocab_size=32))
+    found = train_steps(tmp_path / "with", tiny_reward_model(vocab_size=32), rows)
+    assert losses(found) == losses(expected)

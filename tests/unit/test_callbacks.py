@@ -13,11 +13,10 @@ from transformers.trainer_callback import ExportableState
 from kedge.checkpoint import checkpoint
 from kedge.errors import CheckpointError, ConfigError
 from kedge.loop.hooks import StepReport
-from kedge.reporting.base import Memory
 from kedge.reporting.trackers import build_tables
 from kedge.trainers.run.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
 from kedge.types import PromptBatch, Rollout
-from tests.unit.callback_runs import Run, Spy, StopAt, args
+from tests.unit.callback_runs import Memory, Run, Spy, StopAt, args
 
 # Since 5.4, transformers evaluates after the last step of seven, too.
 LAST = (7,) if Version(transformers.__version__) >= Version("5.4") else ()
@@ -112,7 +111,7 @@ def test_should_epoch_stop_is_refused_aloud(tmp_path):
 def test_a_flag_set_on_another_rank_counts_here(tmp_path):
     run = Run(args(tmp_path))
     run.begin(4)
-    run.learner.world_size, run.learner.total = 2, lambda x: x + torch.tensor([1.0, 0, 0, 0])
+    run.learner.world_size, run.learner.all_reduce = 2, lambda x: x + torch.tensor([1.0, 0, 0, 0])
     run.on_step_begin(0)
     report = StepReport(step=1, metrics={}, rollout=None, reward_output=None)
     assert run.on_step_end(report) is True
@@ -242,7 +241,7 @@ def rollout_of(prompt_lengths, response_lengths):
 def test_tokens_are_counted_over_all_ranks(tmp_path, include, want):
     run = Run(args(tmp_path, include_num_input_tokens_seen=include))
     run.begin(4)
-    run.learner.world_size, run.learner.total = 2, lambda x: 2 * x
+    run.learner.world_size, run.learner.all_reduce = 2, lambda x: 2 * x
     for step in (1, 2):
         run.on_step_begin(step - 1)
         rollout = rollout_of([1, 3], [2, 3])
@@ -305,7 +304,7 @@ def test_callbacks_get_their_state_back_when_asked(tmp_path):
 def test_trainer_state_is_readable_by_transformers(tmp_path):
     Run(args(tmp_path, save_strategy="steps", save_steps=4)).train()
     data = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
-    for name in ("episode", "pending", "num_tokens", "loss_sum"):
+    for name in ("episode", "pending", "num_tokens", "loss_sum", "initial_scores"):
         del data[name]
     state = TrainerState(**data)
     assert state.global_step == 4

@@ -164,7 +164,7 @@ def test_save_pretrained_waits_for_nobody(
         raise AssertionError("one process alone would wait here for ever")
 
     monkeypatch.setattr(made.accelerator, "wait_for_everyone", collective)
-    monkeypatch.setattr(made.learner, "total", collective)
+    monkeypatch.setattr(made.learner, "all_reduce", collective)
     made.save_pretrained(tmp_path / "mine")
     assert (tmp_path / "mine" / "value_head.safetensors").is_file()
     zero, mask = torch.zeros(2, 3), torch.ones(2, 3)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from kedge.classic import core, respond_to_batch, set_seed
+from kedge.classic import core, respond_to_batch
 from tests.classic_models import gpt2
-
-
-def test_set_seed() -> None:
-    drawn = []
-    for _ in range(2):
-        set_seed(3)
-        drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
-    assert drawn[0] == drawn[1]
 
 
 def test_logprobs_and_entropy() -> None:
@@ -46,15 +36,12 @@ def test_masked_reductions() -> None:
     kept = core.masked_whiten(x, mask, shift_mean=False)[mask.bool()]
     torch.testing.assert_close(kept, torch.tensor([1.0, 2.0, 3.0]))
     torch.testing.assert_close(core.whiten(torch.tensor([1.0, 2.0, 3.0])), white)
+    low = torch.tensor([-1.0, 0.5, 0.0])
+    clipped = core.clip_by_value(torch.tensor([-2.0, 0.0, 2.0]), low, 1.0)
+    assert clipped.tolist() == [-1.0, 0.5, 1.0]
     for empty in (torch.zeros(2, 3), torch.tensor([[1, 0, 0], [0, 0, 0]])):
         with pytest.raises(ValueError, match="the variance needs at least"):
             core.masked_var(x, empty)
-
-
-def test_clip_by_value() -> None:
-    x = torch.tensor([-2.0, 0.0, 2.0])
-    low = torch.tensor([-1.0, 0.5, 0.0])
-    assert core.clip_by_value(x, low, 1.0).tolist() == [-1.0, 0.5, 1.0]
 
 
 def test_dictionaries() -> None:
@@ -87,16 +74,6 @@ def test_respond_to_batch() -> None:
     torch.manual_seed(0)
     rows = respond_to_batch(gpt2().eval(), torch.tensor([[3, 4], [5, 6]]), txt_len=5, top_k=3)
     assert rows.shape == (2, 5)
-
-
-def test_randn_tensor() -> None:
-    makers = [torch.Generator().manual_seed(s) for s in (1, 2)]
-    rows = core.randn_tensor((2, 3), generator=makers)
-    again = core.randn_tensor((1, 3), generator=torch.Generator().manual_seed(2))
-    assert torch.equal(rows[1:], again)
-    assert core.randn_tensor((2, 2), dtype=torch.float64).dtype == torch.float64
-    with pytest.raises(ValueError, match=r"one entry per row \(3\), got 2"):
-        core.randn_tensor((3, 1), generator=makers)
 
 
 def test_the_cache_decorator_runs_the_block() -> None:

@@ -170,7 +170,7 @@ def test_state_dict_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reward_adapter": "x"}, "reward_adapter needs a PEFT policy"),
+        ({"reward_adapter": "x"}, "reward_adapter shares the policy's frozen base"),
         ({"reward_adapter": 3}, "reward_adapter must be the name or folder"),
         ({"peft_config": {"r": 4}}, "peft_config must be a peft.PeftConfig"),
         ({"load_in_8bit": True, "load_in_4bit": True}, "choose one of load_in_8bit"),

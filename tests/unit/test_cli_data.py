@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from kedge import GRPOConfig
 from kedge.cli.arguments import parse
 from kedge.cli.data import Splits, load_prompts
-from kedge.cli.main import guarded
+from kedge.cli.main import run_command
 from kedge.cli.tools.plan import plan
 from kedge.cli.train.ppo import (
     build_rewards,
@@ -54,7 +55,7 @@ def test_prompts_from_a_file(tmp_path, rows, suffix):
 )
 def test_an_empty_file_has_no_rows(tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match=rf"{name} has no rows$"):
+    with pytest.raises(DataError, match=rf"{name} has no rows, or"):
         Splits(str(tmp_path / name)).load("train")
 
 
@@ -124,7 +125,7 @@ def test_another_column_and_a_quick_look(tmp_path):
         ("./nowhere", "the file or folder does not exist"),
         ("nowhere.jsonl", "the file or folder does not exist"),
         ("EMPTY", "must be a folder with .json"),
-        ("BROKEN", "broken.json as json: "),
+        ("BROKEN", "broken.json has no rows, or is not readable as json: "),
         ("ODD", "must be one of .json"),
     ],
 )
@@ -141,11 +142,14 @@ def test_datasets_that_cannot_be_read(tmp_path, name, message):
     assert message in str(error.value)
 
 
-def test_a_missing_model_is_named(tiny, rows):
+def test_models_that_are_missing_or_have_no_use_are_named(rows):
     with pytest.raises(ConfigError, match="--model_name_or_path is required"):
         model_names(options("--dataset_name", str(rows)))
     with pytest.raises(ConfigError, match="cannot load the model '/no/such'"):
         plan(options("--model_name_or_path", "/no/such", "--dummy_reward"))
+    grpo = options(*MODEL, "--value_model_path", "v", config=GRPOConfig)
+    with pytest.raises(ConfigError, match="--value_model_path v: this algorithm has no value mo"):
+        model_names(grpo)
 
 
 def test_an_algorithm_from_a_file(tmp_path):
@@ -157,12 +161,15 @@ def test_an_algorithm_from_a_file(tmp_path):
     assert load_algorithm("ppo") is None
     assert load_algorithm(f"{file}:rule").name == "ppo"
     assert load_algorithm(f"{file}:make").name == "ppo"
-    with pytest.raises(ConfigError, match=r"'n' must be a kedge\.Algorithm .* got int"):
+    with pytest.raises(ConfigError, match=r"mine.py:n must be a kedge\.Algorithm .* got int"):
         load_algorithm(f"{file}:n")
-    with pytest.raises(ConfigError, match="cannot import"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded \(FileNotFoundError"):
         load_algorithm(f"{tmp_path}/none.py:rule")
-    with pytest.raises(ConfigError, match="does not define 'other'"):
+    with pytest.raises(ConfigError, match="has no attribute 'other'"):
         load_algorithm(f"{file}:other")
+    file.write_text("1 / 0")
+    with pytest.raises(ConfigError, match=r"cannot be loaded \(ZeroDivisionError: division"):
+        load_algorithm(f"{file}:rule")
 
 
 @pytest.mark.parametrize("spec", ["nonsense", "remaxx", ":rule", "mine.py:", "a b:c"])
@@ -171,17 +178,11 @@ def test_an_algorithm_that_there_is_not_names_those_that_there_are(spec):
         load_algorithm(spec)
 
 
-def test_a_file_of_an_algorithm_that_raises_is_named(tmp_path):
-    (tmp_path / "mine.py").write_text("1 / 0")
-    with pytest.raises(ConfigError, match=r"cannot import '.*' \(ZeroDivisionError: division"):
-        load_algorithm(f"{tmp_path}/mine.py:rule")
-
-
 def test_control_codes_of_an_error_do_not_reach_the_terminal(capsys):
     def fails(argv):
         raise ConfigError("the server said\n\x1b[31mred\x07 é")
 
-    assert guarded(fails, [], name="kedge") == 2
+    assert run_command(fails, [], name="kedge") == 2
     assert capsys.readouterr().err == "kedge: error: the server said \\x1b[31mred\\x07 é\n"
 
 
@@ -202,7 +203,7 @@ def test_options_of_an_algorithm():
             "loss_kl_estimator must be one of k1, k2, k3, abs, got 'k9'",
         ),
         ("reinforce_pp", "[1]", "must be a JSON object"),
-        ("reinforce_pp", "beta=1", "must be JSON"),
+        ("reinforce_pp", "beta=1", "must be a JSON object"),
         (None, '{"lam": 0.9}', "needs --algorithm"),
         ("tests.unit.text_toys:word_tokenizer", None, "must be a kedge.Algorithm"),
     ],
@@ -247,7 +248,7 @@ def test_reward_flags(flags, model, names, weights):
     [
         ("--verification_reward 3", "--verification_reward needs --apply_verifiable"),
         ("--r1_style_format_reward 3", "needs --add_r1_style_format_reward"),
-        ("--reward_model_path m --reward_model_multiplier 0", "leaves no reward source"),
+        ("--reward_model_path m --reward_model_multiplier 0", "leaves out the model"),
         ("--reward_model_multiplier 2", "needs --reward_model_path"),
         (
             "--apply_verifiable_reward --reward_weights 1",
@@ -273,15 +274,9 @@ def test_a_model_without_weight_is_not_loaded(tiny):
     assert model_names(options(*flags, *more)).reward is None
 
 
-@pytest.mark.parametrize(
-    ("given", "want"), [(None, None), ("True", True), ("false", None), ("a/checkpoint-2", "a/c")]
-)
-def test_where_to_resume(given, want):
-    found = resume_point(given)
-    assert found == want if not isinstance(want, str) else found.startswith(want)
-
-
-def test_resume_alone_means_the_newest():
+def test_where_to_resume_alone_means_the_newest():
+    for given, place in ((None, None), ("True", True), ("false", None), ("a/c-2", "a/c-2")):
+        assert resume_point(given) == place
     alone = parse(["--resume_from_checkpoint", "--max_steps", "3"], prog="kedge ppo")
     assert resume_point(alone.config.resume_from_checkpoint) is True
     assert alone.config.max_steps == 3

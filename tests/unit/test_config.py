@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from accelerate import PartialState
-from pydantic import TypeAdapter
 from transformers import TrainingArguments
 
 from kedge import AsyncPPOConfig, GRPOConfig, PPOConfig, RLOOConfig
@@ -67,17 +66,6 @@ def test_a_value_set_afterwards_is_checked_and_converted(config):
     for name, value in {"response_length": 0, "lam": 7.0, "label_smoothing_factor": 0.1}.items():
         with pytest.raises(ConfigError, match=f"{name}={value}"):
             setattr(made, name, value)
-
-
-def test_types_are_checked_once(config, monkeypatch):
-    checks = []
-    validate = TypeAdapter.validate_python
-    monkeypatch.setattr(
-        TypeAdapter, "validate_python", lambda self, x: checks.append(x) or validate(self, x)
-    )
-    made = config(lam=0.5, response_length=9)
-    made.checked().checked()
-    assert len(checks) == 3  # with output_dir
 
 
 def test_stop_tokens(config):

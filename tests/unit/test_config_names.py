@@ -217,25 +217,29 @@ def test_one_declaration_is_enough_for_a_new_option(config, tmp_path):
 # -- other names ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("old", "value", "new", "want"),
-    [
-        ("per_gpu_train_batch_size", 3, "per_device_train_batch_size", 3),
-        ("per_gpu_eval_batch_size", 3, "per_device_eval_batch_size", 3),
-        pytest.param("warmup_ratio", 0.25, "warmup_steps", 0.25, marks=newest),
-        ("no_cuda", True, "use_cpu", True),
-        ("adafactor", True, "optim", "adafactor"),
-        ("push_to_hub_model_id", "me/m", "hub_model_id", "me/m"),
-        ("push_to_hub_token", "hf_x", "hub_token", "hf_x"),
-        ("torchdynamo", "eager", "torch_compile_backend", "eager"),
-        ("non_stop_penalty", True, "non_eos_penalty", True),
-    ],
-)
-def test_an_older_name_hands_its_value_over(config, old, value, new, want):
-    made = PPOConfig(output_dir="out", **{old: value})
+TEXTS = {"hub_model_id", "hub_token", "hub_revision", "tokenizer_name_or_path"}
+
+
+def aliases():
+    """Every other name of an option of every config, and a value that it takes."""
+    for cls in CONFIGS:
+        for name, entry in foreign(cls).items():
+            if isinstance(entry, Alias):
+                default = default_of(cls.__dataclass_fields__[entry.target])
+                value = "me/it" if entry.target in TEXTS else 4
+                if isinstance(default, bool) or name in ("adafactor", "normalize_advantages"):
+                    value = True
+                values = {"torchdynamo": "eager", "warmup_ratio": 0.25, "episodes": "3"}
+                yield cls, name, entry.target, values.get(name, value)
+
+
+@newest
+@pytest.mark.parametrize(("cls", "old", "new", "value"), [*aliases()])
+def test_another_name_hands_its_value_over(config, cls, old, new, value):
+    made = config(cls, **{old: value})
+    want = {"adafactor": "adafactor", "episodes": 3}.get(old, value)
     assert getattr(made, new) == want
-    assert made.given == {"output_dir", new}
-    assert isinstance(foreign(PPOConfig)[old], Alias)
+    assert made.given == {"output_dir", "use_cpu", new}
     assert replace(made).to_dict() == made.to_dict()
 
 

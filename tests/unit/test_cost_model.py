@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.cost_model import Job, operations
 
-from kedge.cli.tools.memory import ModelDims
+from kedge.cli.tools.plan import ModelDims
 
 SHAPE = ModelDims(hidden=8, layers=2, intermediate=32, cache=16, vocab=100)
 JOB = Job(body=1000, shape=SHAPE, rows=4, prompt=6, response=10, epochs=2)

@@ -1,11 +1,14 @@
-"""``kedge doctor`` on recorded runs: it names the planted cause, and says nothing of good ones.
+"""``kedge doctor`` on recorded runs: it names the planted cause, and says nothing of good ones;
+``kedge compare``: means and ranges by hand, and the picture of recorded runs.
 
 The runs were made by tests/data/doctor/record.py; good_demo_N are those of the demo, seeds 0 to 2.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from kedge.cli.main import main
 from kedge.errors import DataError
 from kedge.loop.metrics import NAMES
 from kedge.reporting.doctor import RULES, examine
-from kedge.reporting.log import RunLog, read_log
+from kedge.reporting.log import RunLog, band, ends, read_log
 
 RUNS = Path(__file__).parents[1] / "data" / "doctor"
 GOOD = sorted(RUNS.glob("good*.jsonl"))
@@ -63,7 +66,7 @@ def test_length_and_precision_of_agents() -> None:
     (finding,) = examine(scored(0.5, 1.0, **longer, environment__turns=[5.0] * 10))
     assert "mean length 7 to 16 tokens a turn" in finding.seen
     gap = scored(0.5, 1.0, rollout__logprob_gap=[0.028] * 10)
-    assert rules(gap) == ["sampler and learner disagree"]
+    assert rules(gap) == ["rollout engine and learner disagree"]
     assert rules(replace(gap, bf16=True)) == []
 
 
@@ -166,9 +169,6 @@ def test_what_the_run_asked_for_is_read_beside_its_log(tmp_path: Path) -> None:
 
 
 def test_rules_read_metrics_that_exist() -> None:
-    import inspect
-    import re
-
     text = "".join(inspect.getsource(rule) for rule in RULES)
     asked = set(re.findall(r'(?:series|first|last)\("([^"]+)"', text))
     assert asked
@@ -206,7 +206,7 @@ def test_a_damaged_line_costs_no_other(
     (tmp_path / "metrics.jsonl").write_bytes(ROW + b"\n" + line + b"\n" + ROW + b"\n" + line)
     assert len(read_log(tmp_path).rows) == 2
     assert [r.getMessage() for r in caplog.records] == [
-        f"skipped 2 damaged lines: {tmp_path.name}/metrics.jsonl (2)"
+        f"skipped 2 damaged lines of {tmp_path.name}/metrics.jsonl"
     ]
 
 
@@ -238,3 +238,53 @@ def test_endings_of_episodes_and_a_critic_that_starts_as_noise() -> None:
     warm = {**noise, "lr": [0.0] * 4 + [1e-5] * 6}  # the value trained alone
     assert "the first iterations were noise" not in rules(scored(0.5, 0.4, **warm))
     assert rules(scored(0.5, 1.0, **noise)) == []  # it rose all the same
+
+
+# -- kedge compare --------------------------------------------------------------------------------
+
+
+def run_of(*scores: float) -> RunLog:
+    rows = [{"episode": 64.0 * (i + 1), "objective/scores": s} for i, s in enumerate(scores)]
+    return RunLog("made", rows)
+
+
+def test_bands_by_hand() -> None:
+    found = band([run_of(1.0, 2.0, 3.0), run_of(3.0, 6.0)], "objective/scores")
+    assert found is not None
+    assert (found.x, found.mean) == ([64.0, 128.0], [2.0, 4.0])
+    assert (found.low, found.high) == ([1.0, 2.0], [3.0, 6.0])
+    assert band([run_of(1.0), run_of(2.0)], "objective/kl") is None
+    assert ends([run_of(0.0, 0.0, 0.0, 0.0, 1.0), run_of(0.0, 3.0)], "objective/scores") == (
+        2.0,
+        1.0,
+        3.0,
+    )
+    assert ends([run_of(1.0)], "val/ratio") is None
+    assert ends([run_of(0.5, 9.0), run_of(1.5, 9.0)], "objective/scores", at="start") == (
+        1.0,
+        0.5,
+        1.5,
+    )
+
+
+def test_runs_are_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demos = ",".join(str(RUNS / f"good_demo_{i}.jsonl") for i in range(3))
+    picture = tmp_path / "new" / "both.png"
+    words = ["compare", f"demo={demos}", str(RUNS / "good.jsonl"), "--output", str(picture)]
+    assert main(words) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "demo" in out
+    assert "good.jsonl" in out
+    assert re.search(r"\d -> -?\d\.\d+ \(-?\d\.\d+ \.\. \d\.\d+\)", out), out
+    for metric in ("objective/scores", "policy/entropy_avg", "completions/mean_length"):
+        assert metric in out  # whole, in 80 columns
+
+
+def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = str(RUNS / "good.jsonl")
+    picture = ["--output", str(tmp_path / "x.png")]
+    assert main(["compare", "=", *picture]) == 2
+    assert main(["compare", good, "--metrics", "no/such", *picture]) == 2
+    assert "no run has any of no/such" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path), *picture]) == 2

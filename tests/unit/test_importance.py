@@ -60,29 +60,6 @@ def test_advantages_are_weighed_by_learner_against_sampler(shift: float, weight:
     assert metrics["rollout/correction_bounded"] == float(math.exp(shift) > 2.0)
 
 
-def test_whole_responses_share_one_weight_and_masks_drop_them() -> None:
-    learner = learner_at(0)
-    rollout, judged = sample(learner, shift=math.log(1.1), version=0)
-    plain, _ = with_metrics(rollout, judged, learner, ppo(), 0.0)
-    lengths = rollout.loss_mask.sum(1, keepdim=True)
-    how = Correction(kind="truncate", level="sequence", high=100.0)
-    found, _ = with_metrics(rollout, judged, learner, ppo(), 0.0, how)
-    assert torch.allclose(found.advantages, 1.1**lengths * plain.advantages, rtol=1e-4)
-    how = Correction(kind="mask", level="sequence", high=1.1**2.5)
-    raw, _ = with_metrics(rollout, judged, learner, ppo(whiten_advantages=False), 0.0)
-    algorithm = ppo(whiten_advantages=False)
-    found, metrics = with_metrics(rollout, judged, learner, algorithm, 0.0, how)
-    kept = lengths <= 2
-    assert torch.allclose(found.advantages, (1.1**lengths * kept) * raw.advantages, rtol=1e-4)
-    assert torch.equal(found.loss_mask, rollout.loss_mask & kept)
-    assert torch.equal(found.value_mask, found.loss_mask)
-    share = float((~kept * rollout.loss_mask).sum() / rollout.loss_mask.sum())
-    assert metrics["rollout/correction_bounded"] == pytest.approx(share)
-    how = Correction(kind="mask", level="sequence_mean", high=1.09)
-    found, _ = with_metrics(rollout, judged, learner, ppo(), 0.0, how)
-    assert not found.advantages.any()
-
-
 def test_stale_rows_are_anchored_at_their_sampler_or_decoupled_from_it() -> None:
     learner = learner_at(2)
     rollout, judged = sample(learner, shift=0.3, version=1)

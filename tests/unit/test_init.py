@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from kedge.cli.main import main
-from kedge.cli.tools.init import RECIPES, SIZES, SOURCES
+from kedge.cli.tools.init import RECIPES, SIZES, SOURCES, settings
 from kedge.testing import tiny_policy
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
@@ -53,7 +53,7 @@ def test_the_file_passes_plan(task, algorithm, size, models, capsys):
     assert (command.split()[-2:] == ["--num_processes", "8"]) == (size != "135m")
     assert main(command.split()) == 0
     printed = capsys.readouterr().out
-    batch = RECIPES[task, algorithm].batches[SIZES.index(size)]
+    batch = RECIPES[task, algorithm]["batches"][SIZES.index(size)]
     assert re.search(rf"batch\s+│ {batch:,} ", printed)
     assert re.search(r"^gradient_accumulation_steps: [1-9]", file.read_text(), flags=re.MULTILINE)
 
@@ -71,10 +71,10 @@ def test_every_number_has_a_source_and_no_name_is_unknown(task, algorithm, model
     assert isinstance(values["learning_rate"], float)  # YAML reads 1e-06 as a string
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.title)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe["title"])
 def test_every_value_names_its_source_or_that_it_is_a_guess(recipe):
-    for _, settings in recipe.settings("1b")[1:4]:
-        for name, _, comment in settings:
+    for rows in [*settings(recipe, "1b").values()][1:4]:
+        for name, (_, comment) in rows.items():
             named = any(source in comment for source in (*SOURCES, "a guess"))
             assert named or name == "value_source", name
 
@@ -106,8 +106,8 @@ def test_the_page_has_every_setting():
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
     for recipe in RECIPES.values():
         for size in SIZES:
-            for _, settings in recipe.settings(size)[1:4]:
-                for name, value, comment in settings:
+            for section in [*settings(recipe, size).values()][1:4]:
+                for name, (value, comment) in section.items():
                     column = 1 + SIZES.index(size)
                     shown = f"{value:g}" if isinstance(value, float) else str(value)
                     if name != "gradient_accumulation_steps":

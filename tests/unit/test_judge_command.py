@@ -131,7 +131,11 @@ def test_missing_files_columns_and_prompts_are_named(
     for ours, theirs, said in (
         (files[0], "nothing.jsonl", "the file nothing.jsonl does not exist"),
         (files[0], "@gold", "has no text in column 'gold'"),
-        (files[0], write(tmp_path / "few.jsonl", [{"prompt": "a", "completion": "b"}]), "40 of 40"),
+        (
+            files[0],
+            write(tmp_path / "few.jsonl", [{"prompt": "a", "completion": "b"}]),
+            "too few answers to 40",
+        ),
         (write(tmp_path / "list.jsonl", [[1]]), files[1], "line 1 is not a JSON object"),  # type: ignore[list-item]
     ):
         assert main(["judge", ours, theirs, *score]) == 2

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import Adafactor
 
 from kedge.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from kedge.learner.optim import build_optimizer, parameter_groups
@@ -20,14 +21,18 @@ from tests.learners import VOCAB, arguments, experience, learner, rollout, take_
         ({"optim": "sgd"}, torch.optim.SGD),
         ({"optim": "rmsprop"}, torch.optim.RMSprop),
         ({"optim": "adagrad"}, torch.optim.Adagrad),
+        ({"optim": "adafactor"}, Adafactor),
     ],
 )
-def test_the_optimizer_is_the_one_named(options, kind):
-    found = learner(args=arguments(**options))
-    assert type(found.optimizer) is kind
-    before = found.fingerprint()
-    take_step(found)
-    assert found.fingerprint() != before
+def test_the_optimizer_is_the_one_named_and_its_state_is_loaded(options, kind):
+    first, second = (learner(args=arguments(**options)) for _ in range(2))
+    assert type(first.optimizer) is kind
+    before = first.fingerprint()
+    take_step(first)
+    assert first.fingerprint() != before
+    second.load_state_dict(first.state_dict())
+    assert second.fingerprint() == first.fingerprint()
+    assert take_step(second) == take_step(first)
 
 
 @pytest.mark.parametrize("betas", [(0.8, 0.9), (0, 0)])
@@ -89,31 +94,14 @@ def test_compiled_backbones_give_the_same_numbers():
     torch.testing.assert_close(a.values, b.values, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({}, {"optim": "adamw_torch"}, {"optim": "adafactor"}, {"optim": "rmsprop"}),
-        *({"optim": "adagrad"}, {"optim": "sgd"}),
-    ],
-)
-def test_a_sound_optimizer_state_is_loaded(options):
-    first, second = (learner(args=arguments(**options)) for _ in range(2))
-    take_step(first)
-    second.load_state_dict(first.state_dict())
-    assert second.fingerprint() == first.fingerprint()
-
-
 @pytest.mark.parametrize("options", [{}, {"optim": "adamw_torch"}])
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda x: x[:1].clone(), r"has the shape \(1,.*it must be"),
-        (lambda x: x.reshape(-1), "has the shape"),
-        (lambda x: x.double(), "is torch.float64, it must be torch.float32"),
-        (lambda x: x.long(), "is torch.int64"),
-        (lambda x: 3.0, "is 3.0, not a tensor"),
-        (lambda x: None, "is None, not a tensor"),
-        (None, "is missing"),
+        (lambda x: x[:1].clone(), r"torch.float32 \(1,"),
+        (lambda x: x.double(), "torch.float64"),
+        (lambda x: 3.0, "3.0"),
+        (None, "None"),
     ],
 )
 def test_an_optimizer_state_that_does_not_fit_is_refused(options, change, said):
@@ -130,7 +118,7 @@ def test_an_optimizer_state_that_does_not_fit_is_refused(options, change, said):
     else:
         one[name] = change(one[name])
     with pytest.raises(
-        DamagedCheckpointError, match=rf"state/{index}/{name} {said}.*of the weight"
+        DamagedCheckpointError, match=rf"state/{index}/{name} must be .*, got {said}.*of the weight"
     ):
         second.load_state_dict(state)
 

@@ -81,8 +81,8 @@ def run(mode: str, out: str) -> None:
         drawn = engine.generate(prompts, sampling=Sampling(max_new_tokens=9), seed=i)
         said = found.compute_logprobs(drawn, values=True, reference=True, full_kl=True)
         sums = [said.logprobs, said.ref_logprobs, said.values, said.full_kl, drawn.ids.double()]
-        note.append({str(j): float(found.total(x.sum())) for j, x in enumerate(sums)})
-        step = micro_batches(batch, torch.arange(len(batch)), algo, 1, found.total)
+        note.append({str(j): float(found.all_reduce(x.sum())) for j, x in enumerate(sums)})
+        step = micro_batches(batch, torch.arange(len(batch)), algo, 1, found.all_reduce)
         note.append(found.optimizer_step(step, algo.loss, only_value=i == 0))
         found.advance_version()
     receipt = engine.load_weights({}, found.version)

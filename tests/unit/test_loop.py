@@ -16,7 +16,7 @@ from kedge.algorithms import ppo
 from kedge.errors import CheckpointError, RewardError, RolloutError, SyncError
 from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.hooks import Hooks, StepReport
-from kedge.loop.kl_control import AdaptiveKL, FixedKL
+from kedge.loop.kl_control import AdaptiveKL
 from kedge.loop.loop import Engine
 from kedge.loop.metrics import check_known
 from kedge.testing import FunctionReward
@@ -84,8 +84,8 @@ def test_every_sample_is_as_old_as_the_lag_allows_and_no_older() -> None:
         assert hooks.lags == [min(step, max_lag) for step in range(5)]
 
 
-@pytest.mark.parametrize(("max_lag", "old"), [(0, False), (1, False), (2, False), (2, True)])
-def test_resume_is_bitwise_the_uninterrupted_run(max_lag: int, old: bool) -> None:
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def test_resume_is_bitwise_the_uninterrupted_run(max_lag: int) -> None:
     whole = engine(max_lag)
     whole.run(6)
     first = engine(max_lag)
@@ -95,10 +95,7 @@ def test_resume_is_bitwise_the_uninterrupted_run(max_lag: int, old: bool) -> Non
     assert first.step == 3
     second = engine(max_lag)
     second.load_state_dict(first.state_dict())
-    flight: list[Any] = first.in_flight
-    if old:  # checkpoints before ``Sample``
-        flight = [(x.rollout, x.reward_output, x.times) for x in flight]
-    second.restore(flight)
+    second.restore(first.in_flight)
     second.run(6)
     assert torch.equal(second.learner.logits, whole.learner.logits)
     assert torch.equal(second.learner.value, whole.learner.value)
@@ -127,35 +124,7 @@ def test_what_was_sampled_ahead_fits_the_run_that_goes_on() -> None:
         smaller.restore(flight)
 
 
-def test_training_reaches_the_reward() -> None:
-    e = engine(kl=FixedKL(value=0.0))
-    e.run(40)
-    assert float(e.learner.logits.detach().softmax(0)[3]) > 0.6
-
-
-def test_metrics_are_known_and_true() -> None:
-    class Keep(Hooks):
-        report: StepReport
-
-        def on_step_end(self, report: StepReport) -> bool:
-            Keep.report = report
-            return False
-
-    engine(hooks=Keep()).run(1)
-    m, rollout, judged = Keep.report.metrics, Keep.report.rollout, Keep.report.reward_output
-    check_known(m)
-    assert m["objective/scores"] == pytest.approx(float(judged.scores.mean()))
-    assert m["objective/scores_std"] == pytest.approx(
-        float(judged.scores.std(correction=0)), abs=1e-6
-    )
-    lengths = rollout.loss_mask.sum(1)
-    assert m["completions/mean_length"] == pytest.approx(float(lengths.float().mean()))
-    assert m["completions/min_length"] == float(lengths.min())
-    assert m["completions/max_length"] == float(lengths.max())
-    assert m["val/num_eos_tokens"] == float(rollout.terminated.sum())
-    assert m["objective/kl"] == 0.0
-    assert m["rollout/logprob_gap"] == pytest.approx(0.0, abs=1e-6)
-    assert m["episode"] == 6
+def test_a_metric_without_a_description_is_an_error() -> None:
     with pytest.raises(KeyError, match="loss/valeu"):
         check_known({"loss/valeu": 1.0})
 
@@ -297,15 +266,6 @@ def test_threads_that_sample_and_score_have_the_gpu_of_the_run(
         partial_batches=partial_batches,
     ).run(2)
     assert set(seen) == {("sample", 3), ("score", 3)}
-
-
-def test_value_warm_up_leaves_the_policy_alone() -> None:
-    e = engine(value_warmup_steps=2)
-    e.run(2)
-    assert torch.equal(e.learner.logits, torch.zeros(6))
-    assert float(e.learner.value.detach()) != 0.0
-    e.run(3)
-    assert not torch.equal(e.learner.logits, torch.zeros(6))
 
 
 def test_dropped_rows_take_no_part() -> None:

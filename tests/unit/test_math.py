@@ -70,7 +70,7 @@ def test_whiten_over_two_ranks_is_whiten_of_the_whole() -> None:
     def rank(own: slice, other: slice) -> Tensor:
         sums: list[Tensor] = []
 
-        def total(v: Tensor) -> Tensor:  # adds what the other rank sends in the same collective
+        def all_reduce(v: Tensor) -> Tensor:  # adds what the other rank sends
             y, m = x[other], mask[other]
             if not sums:
                 theirs = torch.stack([torch.where(m, y, 0.0).sum(), m.sum().float()])
@@ -80,7 +80,7 @@ def test_whiten_over_two_ranks_is_whiten_of_the_whole() -> None:
             sums.append(v + theirs)
             return sums[-1]
 
-        return whiten(x[own], mask[own], total=total)
+        return whiten(x[own], mask[own], all_reduce=all_reduce)
 
     first, second = slice(0, 2), slice(2, 4)
     torch.testing.assert_close(torch.cat([rank(first, second), rank(second, first)]), whole)
@@ -222,7 +222,7 @@ def test_the_only_survivor_of_a_group_has_advantage_0(scale: str) -> None:
     scores = torch.tensor([4.0, math.nan, 1.0, 3.0])
     group, valid = torch.tensor([0, 0, 1, 1]), torch.tensor([True, False, True, True])
     assert leave_one_out(scores, group, valid).tolist() == [0.0, 0.0, -2.0, 2.0]
-    found = group_normalize(scores, group, valid, scale=scale, total=one_rank)
+    found = group_normalize(scores, group, valid, scale=scale, all_reduce=one_rank)
     assert found[:2].tolist() == [0.0, 0.0]
     assert found[2].item() < 0 < found[3].item()
 
@@ -232,7 +232,7 @@ def test_group_normalize_by_hand() -> None:
     valid = torch.ones(4, dtype=torch.bool)
 
     def found(scale: str) -> Tensor:
-        return group_normalize(scores, group, valid, scale=scale, total=one_rank)
+        return group_normalize(scores, group, valid, scale=scale, all_reduce=one_rank)
 
     assert found("none").tolist() == [-1.0, 1.0, 0.0, 0.0]
     assert found("group").tolist() == pytest.approx(

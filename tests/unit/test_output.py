@@ -127,8 +127,7 @@ def test_a_second_run_is_refused_until_the_first_ends(
     with pytest.raises(KeyError), RunLock(tmp_path / "run"):
         raise KeyError
     with RunLock(tmp_path / "run"):
-        about = json.loads((tmp_path / "run" / LOCK).read_text())
-        assert about["pid"] == os.getpid()
+        assert f"process {os.getpid()} on" in (tmp_path / "run" / LOCK).read_text()
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -175,22 +174,15 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
         os.close(end)
 
 
-@pytest.mark.parametrize("alive", [True, False])
-def test_without_locks_of_the_file_system_a_live_process_counts(
-    tmp_path: Path, other: subprocess.Popen[str], alive: bool, monkeypatch: pytest.MonkeyPatch
+def test_without_locks_of_the_file_system_a_run_goes_on_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(output.fcntl, "flock", refuse)
-    if alive:
-        with pytest.raises(ConfigError, match=f"process {other.pid}"), RunLock(tmp_path / "run"):
-            raise AssertionError
-        return
-    other.kill()
-    other.wait()
     with RunLock(tmp_path / "run"):
-        pass
+        assert "a second run in the folder is not noticed" in caplog.text
 
 
 def claim(folder: Path, *, rank: int = 0, ranks: int = 1) -> SimpleNamespace:

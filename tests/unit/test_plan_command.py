@@ -8,8 +8,17 @@ import pytest
 
 from kedge.cli.arguments import parse
 from kedge.cli.main import main
-from kedge.cli.tools import memory
-from kedge.cli.tools.plan import human, plan, short, sync_rows, verdict
+from kedge.cli.tools.plan import (
+    ModelMemory,
+    human,
+    optimizer_bytes,
+    peaks,
+    plan,
+    process_bytes,
+    short,
+    sync_rows,
+    verdict,
+)
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.rollout_engines import elsewhere
 from kedge.testing import tiny_reward_model
@@ -47,11 +56,11 @@ def test_a_plan_needs_no_weights(tiny):
     assert policy.activations == tokens * (2 * 256 + 64) * 4 + logits
     assert policy.cache == 4 * (8 * 2 * (2 * 2 * 4) * 4 + 40 * 8)
     resident = 7.0 + sum(m.resident for m in models)
-    assert memory.peaks(models, made.config, process=7.0) == {
+    assert peaks(models, made.config, process=7.0) == {
         "sampling": resident + policy.cache,
         "training": resident + policy.activations + value.activations,
     }
-    assert memory.process_bytes() > 50e6  # torch alone
+    assert process_bytes() > 50e6  # torch alone
 
 
 def test_checkpointing_optimizer_and_adapters_change_the_plan(tiny):
@@ -60,6 +69,8 @@ def test_checkpointing_optimizer_and_adapters_change_the_plan(tiny):
     saving = plan(options(*flags))[2][0]
     assert saving.activations < plain.activations
     assert plain.optimizer == plain.trained * 8
+    free = plan(options(*flags, "--kl_coef", "0"))[2]
+    assert [n.role for n in free] == ["policy", "value", "reward"]
     lora = plan(options(*flags, "--use_peft", "--lora_r", "2"))[2]
     assert lora[0].trained < lora[0].total
     assert lora[0].optimizer == lora[0].trained * 8
@@ -113,9 +124,9 @@ def test_flags_that_fit_a_sharded_run(tiny, monkeypatch, stage, size, words):
         given = ["--model_name_or_path", str(tiny), "--use_cpu", "--ray_engine", "embedded"]
         made = parse(given, prog="kedge plan", config=AsyncPPOConfig)
     count = {"total": 8 * 2**30, "trained": 8 * 2**30, "layer": 2**28, "root": 2**28}
-    policy = memory.ModelMemory(role="policy", **count, activations=size * 2.0**30)
+    policy = ModelMemory(role="policy", **count, activations=size * 2.0**30)
     run = {"ranks": 8, "stage": stage}
-    phases = memory.peaks([policy], made.config, **run)
+    phases = peaks([policy], made.config, **run)
     # A pass gathers two layers and the root, or all 32 GiB of weights; gradients of one layer and
     # the root.
     gathered = 3 if stage == 3 else 32
@@ -134,11 +145,6 @@ def test_turns_are_planned(tiny, capsys):
     assert "16" in calls  # 4 episodes, a reset and 3 turns each
 
 
-def test_no_kl_no_reference(tiny):
-    flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8", "--kl_coef", "0"]
-    assert [n.role for n in plan(options(*flags))[2]] == ["policy", "value", "reward"]
-
-
 @pytest.mark.parametrize(
     ("optim", "size"),
     [
@@ -147,13 +153,7 @@ def test_no_kl_no_reference(tiny):
     ],
 )
 def test_optimizer_state(optim, size):
-    assert memory.optimizer_bytes(optim) == size
-
-
-def test_sizes_that_do_not_divide_are_found_by_the_plan(tiny, capsys):
-    flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8", "--num_mini_batches", "3"]
-    assert main(["plan", "ppo", "--dummy_reward", *flags]) == 2
-    assert "num_mini_batches=3 does not divide" in capsys.readouterr().err
+    assert optimizer_bytes(optim) == size
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,8 @@ def test_the_plan_is_printed(tiny, capsys):
     assert "policy" in out
     assert "peak about" in out
     assert main(["plan", "dpo"]) == 2
+    assert main(["plan", "ppo", "--dummy_reward", *flags, "--num_mini_batches", "3"]) == 2
+    assert "num_mini_batches=3 does not divide" in capsys.readouterr().err
     assert main(["plan", "ppo", "--num_processes", "none", *flags]) == 2
 
 
@@ -214,20 +216,16 @@ def test_the_asynchronous_run_is_planned_for_all_its_learners(tiny, tmp_path, ca
 @pytest.mark.parametrize(
     ("flags", "size", "note"),
     [
-        (["--ray_engine", "embedded"], 4, "all weights in float32, up to 2 copies in host memory"),
-        (
-            ["--bf16"],
-            2,
-            "all weights in 16 bits, up to 2 copies in host memory; rollout engines: 3",
-        ),
-        (["--rollout_engine", "vllm_server", "--max_lag", "4"], 4, "float32, up to 5 copies"),
+        (["--ray_engine", "embedded"], 4, "all weights in float32, to 3 rollout engines"),
+        (["--bf16"], 2, "all weights in 16 bits"),
+        (["--rollout_engine", "vllm_server", "--max_lag", "4"], 4, "all weights in float32"),
     ],
 )
 def test_a_weight_sync_is_planned(tiny, flags, size, note):
     with elsewhere():
         given = ["--model_name_or_path", str(tiny), "--vllm_num_engines", "3", "--use_cpu", *flags]
         made = parse(given, prog="kedge plan", config=AsyncPPOConfig)
-    policy = memory.ModelMemory(role="policy", total=1000, trained=1000)
+    policy = ModelMemory(role="policy", total=1000, trained=1000)
     [row] = sync_rows(made.config, policy)
     assert row[1] == human(1000.0 * size)
     assert note in row[2]

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kedge.errors import ConfigError, LostNodeError, SyncError
+from kedge.ray.launch import Failure, failure
 from kedge.ray.placement import plan_bundles
 from kedge.ray.resources import from_launch
-from kedge.ray.worker import Failure, failure
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.rollout.rows import join_rollouts, slice_rollout, split_rows, stack_prompts
 from kedge.rollout.sharded import ShardedEngine, start_all
@@ -217,13 +217,13 @@ class TestSplit:
 def test_engines_that_are_collected_release_their_resources_in_another_thread():
     released = queue.Queue()
     engines = ShardedEngine(
-        [object()], pad_id=0, on_close=lambda: released.put(threading.get_ident())
+        [embedded()], pad_id=0, on_close=lambda: released.put(threading.get_ident())
     )
     del engines
     gc.collect()
     assert released.get(timeout=10) != threading.get_ident()
     engines = ShardedEngine(
-        [object()], pad_id=0, on_close=lambda: released.put(threading.get_ident())
+        [embedded()], pad_id=0, on_close=lambda: released.put(threading.get_ident())
     )
     engines.close()
     engines.close()

@@ -17,7 +17,7 @@ class Rank:
     def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, laid: dict) -> None:
         self.rank, self.world_size, self.barrier, self.laid = rank, world_size, barrier, laid
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         self.laid[self.rank] = x
         self.barrier.wait(10)
         found = sum(self.laid.values())

@@ -55,7 +55,7 @@ def test_a_sample_comes_back_equal(tmp_path):
     rollout = replace(rollout, behavior_logprobs=None)
     RolloutRecorder(tmp_path).write(0, rollout, reward_output)
     replay = RolloutReplay(tmp_path)
-    assert replay.logprobs == "none"
+    assert replay.logprob_kind == "none"
     assert same(replay.read(0)[0], rollout)
 
 
@@ -143,7 +143,7 @@ def test_a_replay_stands_for_prompts_sampler_and_reward(tmp_path):
     for step in (0, 1):
         recorder.write(step, *sample(step))
     run = RolloutReplay(tmp_path, rows=B)
-    assert run.logprobs == "sampled"
+    assert run.logprob_kind == "sampled"
     first, second = run.batch(0), run.batch(1)  # sampled ahead
     for step, prompts in ((0, first), (1, second)):
         rollout = run.generate(prompts, sampling=SAMPLING, seed=0)

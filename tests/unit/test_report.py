@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kedge.cli.main import main
 from kedge.errors import DataError
 from kedge.loop.metrics import NAMES, PREFIXES
-from kedge.reporting.report import gather, meaning, page, unpack
-from kedge.reporting.story import episodes, vocabulary
+from kedge.reporting.log import RunLog
+from kedge.reporting.report import gather, meaning, page
+from kedge.reporting.story import episodes, story, vocabulary
+
+ASSETS = Path(__file__).parents[2] / "src" / "kedge" / "reporting" / "assets"
 
 NASTY = "</script><b>bold</b> ü \u2028 <!--script--> $&"
 
@@ -46,6 +52,12 @@ def run(tmp_path: Path) -> Path:
     rows = [token | {"advantage": [0.5, -1.0]}] * 3
     write(folder, "tokens/step-000004.jsonl", rows)
     return folder
+
+
+def unpack(html: str) -> Any:
+    packed = re.search(r'<script id="data"[^>]*>([^<]*)<', html)
+    assert packed is not None
+    return json.loads(gzip.decompress(base64.b64decode(packed[1])))
 
 
 def data(run: Path, **kwargs: int) -> dict[str, object]:
@@ -156,25 +168,59 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "has no metrics.jsonl" in capsys.readouterr().err
 
 
-def test_what_is_damaged_is_left_out_and_counted_once(
+def test_what_is_damaged_is_left_out_and_counted(
     run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\n{"step": 9, "objective/sc')
-    odd = [{"tokens": 3}, {"tokens": [1]}, {"tokens": ["a"], "advantage": ["b"]}, {}]
-    write(run, "tokens/step-000006.jsonl", [*odd, {"tokens": ["a"], "advantage": [None]}])
     row = b'{"query": "half \\ud800", "model response": "x", "score": NaN}'
     (run / "completions" / "step-000006.jsonl").write_bytes(row + b"\n{broken")
     (run / "completions" / "step-six.jsonl").write_text("{}")
     (run / "run.json").write_bytes(b'{"options": \xff')
     found = unpack(page(data(run)))
     assert found["updates"] == 8
-    assert [len(t["rows"]) for t in found["tokens"]] == [3, 1]
     last = found["tables"]["completions"][-1]["rows"]
     assert last == [{"query": "half \ud800", "model response": "x", "score": None}]
     assert found["about"] == {}
-    (record,) = caplog.records
-    assert record.getMessage().startswith("skipped 8 damaged lines: one/metrics.jsonl (2), ")
+    assert [record.getMessage() for record in caplog.records] == [
+        "skipped 2 damaged lines of one/metrics.jsonl",
+        "skipped 1 damaged lines of completions/step-000006.jsonl",
+    ]
     (run / "metrics.jsonl").write_text("{")
     with pytest.raises(DataError, match="no readable row"):
         data(run)
+
+
+# -- its sentences --------------------------------------------------------------------------------
+
+
+def sentences(**series: list[float]) -> dict[str, str]:
+    names = {name: name.replace("__", "/") for name in series}
+    length = len(next(iter(series.values())))
+    rows = [{names[n]: values[i] for n, values in series.items()} for i in range(length)]
+    return {section["title"]: section["text"] for section in story(RunLog("run", rows), rows)}
+
+
+def test_the_ratio_is_told_as_a_range() -> None:
+    found = sentences(policy__approxkl_avg=[0.01] * 4, val__ratio=[1.0, 0.98, 1.03, 1.0])
+    assert found["Updates"].endswith("; the mean ratio stayed between 0.98 and 1.03.")
+    still = sentences(policy__approxkl_avg=[0.0] * 4, val__ratio=[1.0] * 4)["Updates"]
+    assert still.endswith("so the probability ratio stays 1.")
+
+
+def test_a_value_model_that_explains_nothing_is_not_a_negative_share() -> None:
+    found = sentences(val__explained_variance=[-0.001, -0.05, -0.12, -0.12, -0.12])["Value"]
+    assert found == (
+        "The value model explained none of the return variance at the start, none at the end"
+        " (worse than predicting the mean)."
+    )
+    found = sentences(val__explained_variance=[-0.001, 0.2, 0.3, 0.4, 0.41])["Value"]
+    assert found.endswith("none of the return variance at the start, 41% at the end.")
+
+
+def test_the_tab_counts_the_metrics_that_its_page_lists() -> None:
+    """The axis "episode" is no metric of the page, in the tab and in its list alike."""
+    tab, page = ((ASSETS / name).read_text() for name in ("main.js", "curves.js"))
+    shared = r"Object\.keys\(\w+\.series\)\.filter\(\(n\) => n !== \"episode\"\)"
+    assert re.search(shared, tab)
+    assert re.search(shared, page)

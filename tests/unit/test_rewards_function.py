@@ -144,16 +144,22 @@ def nan_second(completion_ids):
     [
         (raises_on_w7, r"raises_on_w7 raised KeyError: 'w7', on row 1 \(prompt 'w7'\); .*'drop'"),
         (raises_in_batches, r"ConnectionError: busy when called with all 2 rows, but not on an"),
-        (nan_second, r"nan_second returned nan, .*; return None .*on row 1 \(prompt 'w7'\)"),
-        (lambda prompts: [1, 1e39], r"returned 1e\+39, which is not a finite float32; .*on row 1"),
-        (lambda prompts: [10**400, 1], r"returned 1000+, which is not a finite .*on row 0"),
-        (lambda prompts: [[1, 2, 1e39], 1], r"per-token reward 1e\+39, not a finite number"),
+        (nan_second, r"nan_second returned float nan, .*; return None .*on row 1 \(prompt 'w7'\)"),
+        (
+            lambda prompts: [1, 1e39],
+            r"returned float 1e\+39, which is not a finite float32; .*on row 1",
+        ),
+        (lambda prompts: [10**400, 1], r"returned int 1000+, which is not a finite .*on row 0"),
+        (
+            lambda prompts: [[1, 2, 1e39], 1],
+            r"per-token reward float 1e\+39, which is not a finite",
+        ),
         (lambda prompts: [1.0], r"lambda must return a list .* for each of 2 completions, got 1"),
         (lambda prompts: None, r"must return a list .*, got NoneType"),
         (lambda prompts: 1.0, r"must return a list .*, got float"),
-        (lambda prompts: [1, "2"], r"returned str '2', not a number, on row 1"),
+        (lambda prompts: [1, "2"], r"returned str 2, which is not .*, on row 1"),
         (lambda prompts: [[1, 2], 1], r"2 per-token rewards for a response of 3 tokens, on row 0"),
-        (lambda prompts: [[1, 2, float("nan")], 1], r"per-token reward nan, not a finite number"),
+        (lambda prompts: [[1, 2, float("nan")], 1], r"per-token reward float nan, which is not"),
         (lambda prompts, gold: [1, 2], r"requires gold, .*available: completion_ids, "),
     ],
 )
@@ -339,15 +345,3 @@ def test_text_is_decoded_once_and_only_when_asked_for(monkeypatch):
     for _ in range(3):
         RewardFunction(lambda completions: [0, 0], texts).score(rollout)
     assert len(calls) == 2  # the ends of the prompts, and these with the responses
-
-
-@pytest.mark.parametrize(
-    ("function", "options", "message"),
-    [
-        (slow, {"on_error": "ignore"}, "on_reward_error='ignore' must be"),
-        (slow, {"on_error": "score"}, "needs reward_error_score"),
-    ],
-)
-def test_impossible_functions(function, options, message):
-    with pytest.raises(ConfigError, match=message):
-        make(function, **options)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
+import transformers as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from kedge.errors import ConfigError, RewardError
 from kedge.models.packing import JoinedInput
 from kedge.models.value_head import scalar_model
-from kedge.rewards import Mixture, RewardModel, TextCache
+from kedge.rewards import Mixture, RewardFunction, RewardModel, TextCache
+from kedge.rewards.model import join_responses, split_rows
 
 from .text_toys import (
     EOS,
     TEMPLATE,
+    bert_reward,
     eos_adding_tokenizer,
     neox_reward,
     rollout_of,
@@ -172,13 +178,6 @@ def test_a_row_longer_than_the_model_is_refused():
         RewardModel(neox_reward()).score(rollout_of([([5] * 30, [6] * 40)]))
 
 
-def test_impossible_options():
-    with pytest.raises(ConfigError, match="chunk_rows=0"):
-        RewardModel(neox_reward(), chunk_rows=0)
-    with pytest.raises(ConfigError, match=r"own tokenizer.*texts=TextCache"):
-        RewardModel(neox_reward(), word_tokenizer())
-
-
 def test_autocast_runs_in_its_dtype_and_returns_float32():
     source = RewardModel(neox_reward(), autocast=torch.bfloat16)
     half = source.score(rollout_of(PAIRS))
@@ -252,3 +251,154 @@ def test_scores_that_another_implementation_recorded(shared, case, penalty):
         pairs = list(zip(step["queries"], cut, strict=True))
         mean = float(source.score(rollout_of(pairs, extra=2)).scores.mean())
         assert mean == pytest.approx(step["metrics"]["objective/scores"], rel=2e-4, abs=1e-4)
+
+
+TOKENS = st.lists(st.integers(0, 31), min_size=1, max_size=9)
+ROWS = st.lists(st.tuples(TOKENS, st.lists(st.integers(0, 31), max_size=9)), min_size=1, max_size=7)
+TEXTS = TextCache(word_tokenizer())
+OTHER = word_tokenizer([f"w{i}" for i in range(31, 2, -1)])
+
+
+def letters(completions):
+    return [float(len(text)) for text in completions]
+
+
+def dense(completion_ids):
+    return [[0.5 * token for token in ids] for ids in completion_ids]
+
+
+SOURCES = {
+    "causal": RewardModel(neox_reward(), chunk_rows=2),
+    "encoder": RewardModel(bert_reward(), chunk_rows=3),
+    "own tokenizer": RewardModel(neox_reward(), OTHER, texts=TEXTS, chunk_rows=2),
+    "text": RewardFunction(letters, TEXTS),
+    "mixture": Mixture(
+        [("t", RewardFunction(letters, TEXTS), 0.5), ("d", RewardFunction(dense, TEXTS), 2.0)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@settings(max_examples=15, deadline=None)
+@given(pairs=ROWS, extra=st.integers(0, 4), pad=st.integers(0, 31))
+def test_a_rows_reward_depends_on_the_row_alone(name, pairs, extra, pad):
+    source = SOURCES[name]
+    batch = source.score(rollout_of(pairs[::-1], pad=pad, extra=extra))
+    for row, pair in enumerate(reversed(pairs)):
+        alone = source.score(rollout_of([pair]))
+        assert float(batch.scores[row]) == pytest.approx(float(alone.scores[0]), abs=2e-4)
+        if alone.token_rewards is not None:
+            count = len(pair[1])
+            assert torch.equal(batch.token_rewards[row, :count], alone.token_rewards[0, :count])
+            assert not batch.token_rewards[row, count:].any()
+
+
+@settings(max_examples=50, deadline=None)
+@given(pairs=ROWS, extra=st.integers(0, 4), pad=st.sampled_from([EOS, 1, 7]))
+def test_packed_rows_hold_every_token_and_nothing_between(pairs, extra, pad):
+    ids, lengths = join_responses(rollout_of(pairs, pad=pad, extra=extra))
+    for row, (prompt, response) in enumerate(pairs):
+        assert ids[row, : int(lengths[row])].tolist() == [*prompt, *response]
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(1, 900), min_size=1, max_size=40), rows=st.integers(1, 9))
+def test_chunks_hold_every_row_once_longest_first(lengths, rows):
+    groups = split_rows(torch.tensor(lengths), rows=rows, tokens=1000)
+    order = [row for group in groups for row in group.tolist()]
+    assert sorted(order) == list(range(len(lengths)))
+    assert [lengths[row] for row in order] == sorted(lengths, reverse=True)
+    assert all(len(group) <= rows for group in groups)
+    for group, after in pairwise(groups):  # cut only where it pays
+        longest = lengths[int(group[0])]
+        next_one = lengths[int(after[0])]
+        assert len(group) == rows or (len(group) * longest >= 1000 and next_one < 0.9 * longest)
+
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "num_labels": 1,
+    "pad_token_id": EOS,
+}
+LLAMA = SMALL | {"num_key_value_heads": 1, "head_dim": 8}
+CAUSAL = {
+    "Llama": LLAMA,
+    "Mistral": LLAMA,
+    "Qwen2": LLAMA,
+    "Qwen3": LLAMA,
+    "Gemma2": LLAMA,
+    "Phi3": LLAMA,
+    "GPTNeoX": SMALL,
+    "GPT2": SMALL | {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64},
+    "GPTJ": SMALL | {"n_embd": 16, "n_head": 2, "n_layer": 2, "rotary_dim": 4},
+    "OPT": SMALL | {"ffn_dim": 32, "word_embed_proj_dim": 16, "init_std": 0.3},
+    "Bloom": SMALL | {"n_head": 2, "n_layer": 2},
+    "Falcon": SMALL,
+}
+ENCODERS = {
+    "Bert": SMALL,
+    "Roberta": SMALL | {"pad_token_id": 1, "max_position_embeddings": 66},
+    "DistilBert": SMALL | {"dim": 16, "hidden_dim": 32, "n_heads": 2, "n_layers": 2},
+    "DebertaV2": SMALL,
+    "Electra": SMALL | {"embedding_size": 16},
+    "ModernBert": SMALL | {"global_attn_every_n_layers": 1, "eos_token_id": 0, "bos_token_id": 0},
+}
+
+
+def build(family, options):
+    torch.manual_seed(0)
+    config = getattr(tf, f"{family}Config")(**options)
+    model = getattr(tf, f"{family}ForSequenceClassification")(config)
+    with torch.no_grad():  # heads are small at first: make every token matter
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                weight.normal_(0, 0.3)
+            if name.endswith("bias"):
+                weight.normal_(0, 0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_causal_models_score_the_last_real_token(family):
+    model = build(family, CAUSAL[family])
+    wants = []
+    for prompt, response in PAIRS:
+        with torch.no_grad():
+            hidden = model.base_model(torch.tensor([[*prompt, *response]])).last_hidden_state
+            wants.append(float(model.score(hidden)[0, -1, 0]))
+    got = RewardModel(model).score(rollout_of(PAIRS, pad=EOS, extra=3)).scores
+    assert got.tolist() == pytest.approx(wants, abs=1e-4)
+    assert len({round(want, 3) for want in wants}) == len(PAIRS)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders_ignore_padding(family):
+    model = build(family, ENCODERS[family])
+    wants = []
+    for prompt, response in PAIRS:
+        ids = torch.tensor([[*prompt, *response]])
+        with torch.no_grad():
+            wants.append(float(model(ids, attention_mask=torch.ones_like(ids)).logits))
+    got = RewardModel(model).score(rollout_of(PAIRS, pad=7, extra=3)).scores
+    assert got.tolist() == pytest.approx(wants, abs=1e-4)
+    assert len({round(want, 3) for want in wants}) == len(PAIRS)
+
+
+def test_encoder_decoders_keep_the_frame_of_their_tokenizer():
+    options = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    ids = {"eos_token_id": EOS, "pad_token_id": 1, "decoder_start_token_id": 1}
+    model = build("T5", SMALL | options | ids)
+    policy = word_tokenizer([*(f"w{i}" for i in range(3, 32)), "more"])  # not T5's vocabulary
+    got = RewardModel(model, eos_adding_tokenizer(), texts=TextCache(policy)).score(
+        rollout_of(PAIRS)
+    )
+    for (prompt, response), score in zip(PAIRS, got.scores.tolist(), strict=True):
+        read = torch.tensor([[*prompt, *(i for i in response if i != EOS), EOS]])
+        with torch.no_grad():
+            assert score == pytest.approx(float(model(read).logits), abs=1e-4)

@@ -19,8 +19,8 @@ import pytest
 
 from kedge.errors import ConfigError
 from kedge.verifiers import Sandbox, by_column, code_verifier
+from kedge.verifiers.sandbox.kernel import ARCHITECTURES
 from kedge.verifiers.sandbox.sandbox import DEVICES, _find_problem
-from kedge.verifiers.sandbox.seccomp import ARCHITECTURES
 from tests.unit.sandbox_attacks import (
     ATTACKS,
     BATCH,

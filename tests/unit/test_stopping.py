@@ -32,7 +32,7 @@ def first_stop(ids, stops, tokenizer, **options):
     sampling = Sampling(max_new_tokens=99, stop_strings=stops, **options)
     strings = StopStrings(sampling, tokenizer)
     for t in range(len(ids)):
-        if strings.completed([ids[: t + 1]])[0]:
+        if strings.complete(ids[: t + 1]):
             return t
     return None
 

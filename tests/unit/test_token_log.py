@@ -1,9 +1,10 @@
-"""Responses token by token: the texts, the numbers, when they are written."""
+"""Responses token by token and as a table: the texts, the numbers, when they are written."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from kedge.errors import ConfigError, RewardError
+from kedge.reporting.completions import completion_rows
 from kedge.reporting.report import gather
 from kedge.reporting.token_log import token_texts
+from kedge.testing import ConstantReward
 from tests.e2e.small import PROMPTS, rows, small
-from tests.unit.text_toys import blank_swallowing_tokenizer, word_tokenizer
+from tests.unit.text_toys import blank_swallowing_tokenizer, rollout_of, word_tokenizer
 
 WORD = 256
 
@@ -125,3 +128,21 @@ def test_no_file_and_no_message_holds_a_secret(
     shown = str(RewardError("\x1b[2J hf_CANARY5 https://u:p@h " + "x" * 100_000))
     assert shown.startswith("\\x1b[2J ... https://...@h")
     assert len(shown) < 5_000
+
+
+@pytest.mark.parametrize(
+    ("messages", "shown"),
+    [
+        ([("user", "w3")], "w3"),
+        ([("system", "w9"), ("user", "w3")], "[system] w9\n[user] w3"),
+        ([], "w3 w4"),  # a prompt of tokens
+    ],
+)
+def test_the_table_shows_a_conversation_without_what_its_template_adds(messages, shown) -> None:
+    rollout = rollout_of([([3, 4], [5])])
+    if messages:
+        prompt = [{"role": role, "content": text} for role, text in messages]
+        prompts = replace(rollout.prompts, columns={"prompt": [prompt]})
+        rollout = replace(rollout, prompts=prompts)
+    (row,) = completion_rows([(rollout, ConstantReward().score(rollout))], word_tokenizer())
+    assert row["query"] == shown

@@ -14,13 +14,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from kedge.reporting.base import CompositeTracker, JsonlTracker, Memory
+from kedge.reporting.base import CompositeTracker, JsonlTracker
 from kedge.reporting.curves import draw_curves
 from kedge.reporting.progress import ConsoleTracker
-from kedge.reporting.tables import TableLogger
-from kedge.reporting.trackers import run_links
-from kedge.trainers.run.evaluation import InitialPolicyScores
+from kedge.reporting.trackers import TableLogger, run_links
 from tests import processes
+from tests.unit.callback_runs import Memory
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,14 +83,6 @@ def test_jsonl_goes_on_without_losing_or_doubling_rows(tmp_path):
     reordered = [dict(sorted(row.items(), reverse=True)) for row in history]
     JsonlTracker(tmp_path, history=[*reordered, {"n": 30, "step": 3}]).close()
     assert not (tmp_path / "metrics.3.jsonl").exists()  # nothing in it that is not kept
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"scores": ["x"]}', "\xff"])
-def test_damaged_answers_of_the_start_cost_the_win_rate_alone(tmp_path, text, caplog):
-    (tmp_path / "start").mkdir()
-    (tmp_path / "start" / "eval.json").write_bytes(text.encode("latin-1"))
-    assert InitialPolicyScores(tmp_path, main=True).scores("eval_", 3) is None
-    assert "the scores of the initial policy cannot be read" in caplog.text
 
 
 class Clock:

@@ -10,13 +10,12 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from kedge.loop.metrics import TRL_NAMES
 from kedge.testing import tiny_policy
 from kedge.trainers.metric_names import trl_names
-from tests.unit.text_toys import word_tokenizer
+from tests.e2e.small import PROMPTS
+from tests.e2e.test_groups import grpo, rloo
 
-PROMPTS = [{"prompt": f"w{i} w{i + 1}"} for i in range(3, 20)]
 # Logged by TRL 1.16 in every row of training; its extremes over micro-batches are left out.
 OF_TRL = {
     *("loss", "grad_norm", "learning_rate", "num_tokens", "reward", "reward_std", "step_time"),
@@ -33,21 +32,11 @@ def long(completions: Any, log_metric: Any, **_: Any) -> list[float]:
 
 
 def made(kind: str, folder: Path, **options: Any) -> Any:
-    config, trainer = {"rloo": (RLOOConfig, RLOOTrainer), "grpo": (GRPOConfig, GRPOTrainer)}[kind]
-    return trainer(
-        model=tiny_policy(vocab_size=32),
-        reward_funcs=options.pop("reward_funcs", long),
-        args=config(
-            output_dir=str(folder),
-            **{"per_device_train_batch_size": 4, "num_generations": 2, "beta": 0.1},
-            **{"max_completion_length": 4, "max_steps": 3, "logging_steps": 2, "use_cpu": True},
-            **{"disable_tqdm": True, "save_strategy": "no", "num_sample_generations": 0},
-            **options,
-        ),
-        train_dataset=PROMPTS,
-        eval_dataset={"a": PROMPTS[:2], "b": PROMPTS[2:5]},
-        processing_class=word_tokenizer(),
-    )
+    sizes = {"max_steps": 3, "total_episodes": None, "logging_steps": 2, "output_dir": str(folder)}
+    sizes |= {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4}
+    parts: dict[str, Any] = {"beta": 0.1, "reward_funcs": long, "model": tiny_policy(vocab_size=32)}
+    parts["eval_dataset"] = {"a": PROMPTS[:2], "b": PROMPTS[2:5]}
+    return {"rloo": rloo, "grpo": grpo}[kind](**sizes | parts | options)
 
 
 @pytest.mark.parametrize("kind", ["rloo", "grpo"])
@@ -109,13 +98,13 @@ def test_cosmetic_options_never_stop_a_run(tmp_path: Path, caplog: Any) -> None:
         *("use_transformers_continuous_batching", "vllm_group_port"),
     ]
     shown: list[list[dict[str, object]]] = []
-    trainer._run.evaluator.callbacks.tracker.table = lambda name, rows, step: shown.append(rows)
+    trainer._run.callbacks.tracker.table = lambda name, rows, step: shown.append(rows)
     rows = trainer.generate_completions()
     assert len(rows) == len(shown[0]) == 2
-    trainer._run.evaluator._show([rows[0], rows[1], rows[0]], "x")
+    trainer._run._show_table([rows[0], rows[1], rows[0]], "x")
     assert shown[1] == rows
     trainer.args.log_unique_prompts = False
-    trainer._run.evaluator._show([rows[0], rows[0], rows[1]], "x", most=2)
+    trainer._run._show_table([rows[0], rows[0], rows[1]], "x", most=2)
     assert shown[2] == rows  # another prompt before another answer
     assert trainer.aux_loss_enabled is False
     assert trainer.reward_processing_classes == [None]

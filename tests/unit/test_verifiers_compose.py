@@ -1,4 +1,4 @@
-"""Verifiers chosen by a column, the usual mixture, and datasets in proportion."""
+"""Verifiers chosen by a column, and datasets in proportion."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from datasets import Dataset
 
 from kedge.cli.arguments import parse
 from kedge.cli.data import load_prompts
-from kedge.data.mixer import Part, choose_rows, mix, parse_mixer
+from kedge.data.mixer import choose_rows, mix, parse_mixer
 from kedge.errors import ConfigError, DataError, RewardError
-from kedge.verifiers import VERIFIERS, ByColumn, by_column, gsm8k, r1_style_format, reward_mix
+from kedge.verifiers import VERIFIERS, ByColumn, by_column, gsm8k, r1_style_format
 
 
 def constant(completions: list[str]) -> list[float]:
@@ -125,42 +125,12 @@ def test_it_reports_rates() -> None:
     assert counted == {1, 2, 3}  # rows behind each
 
 
-def test_reward_mix() -> None:
-    full = reward_mix(
-        reward_model="rm",
-        reward_model_multiplier=0.5,
-        verifiers=gsm8k,
-        add_r1_style_format_reward=True,
-        non_stop_penalty=True,
-        penalty_reward_value=-10.0,
-    )
-    assert full.trainer == {
-        "reward_model": "rm",
-        "reward_funcs": [gsm8k, r1_style_format],
-        "reward_weights": [0.5, 10.0, 1.0],
-    }
-    assert full.config == {"non_eos_penalty": True, "penalty_reward_value": -10.0}
-    model = reward_mix(reward_model="rm")
-    assert model.trainer == {"reward_model": "rm", "reward_weights": [1.0]}
-    rules = reward_mix(
-        reward_model="rm", reward_model_multiplier=0, apply_verifiable_reward=True,
-        verification_reward=2.0,
-    )  # fmt: skip
-    assert "reward_model" not in rules.trainer
-    assert isinstance(rules.trainer["reward_funcs"][0], ByColumn)
-    assert rules.trainer["reward_weights"] == [2.0]
-    with pytest.raises(ConfigError, match="no reward is left"):
-        reward_mix(reward_model="rm", reward_model_multiplier=0)
-    with pytest.raises(ConfigError, match="ignores them"):
-        reward_mix(verifiers=gsm8k, apply_verifiable_reward=False)
-
-
 def test_parse_mixer() -> None:
-    parts = [Part("name", fraction=0.5), Part("other", rows=400)]
+    parts = [("name", 0.5), ("other", 400)]
     assert (
         parse_mixer("name 0.5 other 400") == parse_mixer(["name", "0.5", "other", "400"]) == parts
     )
-    assert parse_mixer("a 1.0 b 1") == [Part("a", fraction=1.0), Part("b", rows=1)]
+    assert parse_mixer("a 1.0 b 1") == [("a", 1.0), ("b", 1)]
 
 
 @pytest.mark.parametrize(
@@ -173,18 +143,18 @@ def test_bad_mixers_are_errors(mixer: str) -> None:
 
 
 def test_rows_chosen() -> None:
-    half = choose_rows(Part("a", fraction=0.5), 10, seed=0, position=0)
+    half = choose_rows("a", 0.5, 10, seed=0, position=0)
     assert len(set(half)) == len(half) == 5
-    assert half == choose_rows(Part("a", fraction=0.5), 10, seed=0, position=0)
-    assert half != choose_rows(Part("a", fraction=0.5), 10, seed=1, position=0)
-    assert half != choose_rows(Part("a", fraction=0.5), 10, seed=0, position=1)
-    assert choose_rows(Part("a", fraction=1.0), 3, seed=0, position=0) == [0, 1, 2]
-    many = Counter(choose_rows(Part("a", rows=7), 3, seed=0, position=0))
+    assert half == choose_rows("a", 0.5, 10, seed=0, position=0)
+    assert half != choose_rows("a", 0.5, 10, seed=1, position=0)
+    assert half != choose_rows("a", 0.5, 10, seed=0, position=1)
+    assert choose_rows("a", 1.0, 3, seed=0, position=0) == [0, 1, 2]
+    many = Counter(choose_rows("a", 7, 3, seed=0, position=0))
     assert sorted(many.values()) == [2, 2, 3]
     with pytest.raises(DataError, match="takes no row of 'a', which has 3"):
-        choose_rows(Part("a", fraction=0.1), 3, seed=0, position=0)
+        choose_rows("a", 0.1, 3, seed=0, position=0)
     with pytest.raises(DataError, match="which has 0"):
-        choose_rows(Part("a", rows=3), 0, seed=0, position=0)
+        choose_rows("a", 3, 0, seed=0, position=0)
 
 
 def test_mix() -> None:

@@ -226,11 +226,3 @@ def test_what_breaks_the_judge_is_counted() -> None:
     with pytest.raises(Unanswered) as caught:
         judge.equal("k+1", "1+k")
     assert caught.value.kind == "crashes"
-
-
-@pytest.mark.parametrize("piece", ["$", "$x", "\\(", "\\boxed{", "answer is ", "{,", " and "])
-def test_time_is_linear_in_enormous_responses(piece: str) -> None:
-    text = piece * (300_000 // len(piece))
-    began = time.process_time()
-    assert math_verifier(symbolic=False)([text], ground_truth=["18"]) == [0.0]
-    assert time.process_time() - began < 10

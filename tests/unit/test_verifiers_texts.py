@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from kedge import verifiers
 from kedge.errors import ConfigError, RewardError
 from kedge.verifiers.base import Unanswered, Verifier, parallel
 from kedge.verifiers.texts import f1, has_think_answer, normalize
+from tests.unit.test_verifiers_constraints import CASES
 
 GOOD = "<think>1 + 1</think> <answer>2</answer>"
 
@@ -64,13 +66,43 @@ def test_think_opened_by_the_prompt() -> None:
     assert not has_think_answer(GOOD, opened=True)
 
 
-@pytest.mark.parametrize("piece", ["<think>", "</think>", "</think><answer>", "<answer>", " "])
-def test_formats_of_enormous_responses(piece: str) -> None:
-    text = piece * 300_000
-    began = time.perf_counter()
-    assert verifiers.r1_style_format([text]) == [0.0]
-    assert verifiers.think_answer([text]) == [0.0]
-    assert time.perf_counter() - began < 10
+ENORMOUS: dict[str, tuple[list[Any], list[str]]] = {
+    "formats": (
+        [verifiers.r1_style_format, verifiers.think_answer],
+        ["<think>", "</think>", "</think><answer>", "<answer>", " "],
+    ),
+    "numbers": (
+        [verifiers.gsm8k],
+        ["1,", "1,234,", "\\boxed{", "####", "#### 1", "-", "1/", "$", "answer is ", "<answer>",
+         "1 ", " ", "{", "}", "\\frac{1}", "\n", "\x00", "é1.", "= 1", "1e5", "\\boxed 1"],
+    ),
+    "mathematics": (
+        [verifiers.math_verifier(symbolic=False)],
+        ["$", "$x", "\\(", "\\boxed{", "answer is ", "{,", " and "],
+    ),
+    "instructions": (
+        [verifiers.ifeval],
+        ["*", "* a\n", "[", "<<", ".", "A. ", "\n\n", "***", "p. ", "**a", " "],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ENORMOUS)
+def test_time_is_linear_in_enormous_responses(kind: str) -> None:
+    """Quadratic would be hours."""
+    functions, pieces = ENORMOUS[kind]
+    truth: Any = "18"
+    if kind == "instructions":
+        pytest.importorskip("py3langid")
+        truth = {"instruction_id_list": [c[0] for c in CASES[:30]]}
+        truth["kwargs"] = [given for _, given, *_ in CASES[:30]]
+    for piece in pieces:
+        text = piece * (300_000 // len(piece))
+        began = time.process_time()
+        for verify in functions:
+            (score,) = verify([text], ground_truth=[truth])
+            assert score == 0.0 or kind == "instructions"
+        assert time.process_time() - began < 20, piece
 
 
 def test_tag_count() -> None:

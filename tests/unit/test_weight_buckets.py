@@ -12,7 +12,7 @@ from kedge.learner.learner_state import WeightCopier
 from kedge.rollout.vllm import Remote, weight_payload
 from kedge.rollout.vllm.engine import VLLMEngine
 from kedge.rollout.vllm.policy_template import PolicyTemplate
-from kedge.rollout.vllm.weight_files import StoredOnce, WeightFiles
+from kedge.rollout.vllm.weight_files import WeightFiles
 from kedge.rollout.vllm.weight_payload import WeightPayload
 from kedge.types import Sampling
 from tests.contract.engines import policy, trained
@@ -121,12 +121,16 @@ def test_adapters_are_written_whatever_their_memory_layout(tmp_path):
     assert {name: x.tolist() for name, x in found.items()} == {n: x.tolist() for n, x in named}
 
 
-def test_the_same_tensors_in_a_later_sync_are_stored_again():
+def test_the_same_tensors_in_a_later_sync_are_written_again(tmp_path):
     weight = torch.zeros(2)
-    shared = StoredOnce(2, lambda payload: payload.weights["w"].clone())
-    shared.store(WeightPayload((), weights={"w": weight}))  # the second reader fails before it
+    files = WeightFiles(2, str(tmp_path))
+
+    def store(weights):
+        return files.store(WeightPayload(tuple(weights.items()), weights=weights))
+
+    store({"w": weight})  # the second server fails before it
     weight += 1
     later = {"w": weight}
-    found = [shared.store(WeightPayload((), weights=later)) for _ in range(2)]
+    found = [store(later) for _ in range(2)]
     assert found[0] is found[1]
-    assert found[0].tolist() == [1.0, 1.0]
+    assert load_file(found[0].path / "model.safetensors")["w"].tolist() == [1.0, 1.0]

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from kedge.errors import RolloutError
-from kedge.rollout.vllm import policy_template
+from kedge.errors import LostNodeError, RolloutError
+from kedge.models.fingerprint import WeightsCopy, fingerprint
+from kedge.rollout.sharded import ShardedEngine
 from kedge.rollout.vllm.nccl_transfer import EngineGroup, FanOut
 from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.weight_payload import WeightPayload
+from kedge.types import Receipt
 from tests.contract.engines import policy, trained
-
-PAYLOAD = WeightPayload((("w", torch.zeros(3)),))
 
 
 class Engine:
     """The side of the transfer in a pretend engine: notes what it is asked."""
 
     def __init__(self) -> None:
+        self.process: object = object()
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
-    def __call__(self, method: str, **named: Any) -> None:
+    def transfer(self, method: str, **named: Any) -> None:
         self.calls.append((method, named))
 
 
@@ -36,9 +35,9 @@ class Transfer:
 
     made: ClassVar[list[Transfer]] = []
 
-    def __init__(self, control: Any, world_size: int) -> None:
+    def __init__(self, control: Any, engines: int) -> None:
         self.control, self.broadcasts = control, 0
-        control.init_weight_transfer_engine({"rank_offset": 1, "world_size": world_size})
+        control.init_weight_transfer_engine({"rank_offset": 1, "world_size": 1 + 2 * engines})
         Transfer.made.append(self)
 
     def send(self, payload: WeightPayload) -> None:
@@ -48,20 +47,22 @@ class Transfer:
         self.broadcasts += 1
 
 
-def load(group: EngineGroup, engines: list[Engine]) -> list[BaseException | None]:
-    """All engines load one version, each in a thread; their errors."""
-    with ThreadPoolExecutor(len(engines)) as threads:
-        calls = [threads.submit(partial(group.send, e, e, PAYLOAD)) for e in engines]
-    return [call.exception() for call in calls]
+def group_of_pairs() -> EngineGroup:
+    """A group of engines of two GPUs each."""
+    Transfer.made.clear()
+    create: Any = Transfer
+    return EngineGroup(create, lambda weights: WeightPayload((*weights.items(),)), 2, shared=True)
+
+
+WEIGHTS = {"w": torch.zeros(3)}
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_weights_are_broadcast_once_for_all_engines(count: int) -> None:
-    Transfer.made.clear()
     engines = [Engine() for _ in range(count)]
-    group = EngineGroup(count, 2, partial(Transfer, world_size=1 + 2 * count), limit=30.0)
+    group = group_of_pairs()
     for _ in range(3):
-        assert load(group, engines) == [None] * count
+        group.send(engines, WEIGHTS)
     (transfer,) = Transfer.made
     assert transfer.broadcasts == 3
     offsets = sorted(engine.calls[0][1]["init_info"]["rank_offset"] for engine in engines)
@@ -72,42 +73,45 @@ def test_weights_are_broadcast_once_for_all_engines(count: int) -> None:
         assert steps == ["start", "update", "finish"] * 3
 
 
-def test_the_group_is_formed_again_after_a_restart() -> None:
-    Transfer.made.clear()
+def test_the_group_is_formed_again_after_an_engine_was_restarted_or_lost() -> None:
     engines = [Engine(), Engine()]
-    group = EngineGroup(2, 1, partial(Transfer, world_size=3), limit=30.0)
-    load(group, engines)
-    group.reset()
-    assert load(group, engines) == [None, None]
-    assert [transfer.broadcasts for transfer in Transfer.made] == [1, 1]
+    group = group_of_pairs()
+    group.send(engines, WEIGHTS)
+    engines[1].process = object()
+    group.send(engines, WEIGHTS)
+    group.send(engines[:1], WEIGHTS)
+    assert [transfer.broadcasts for transfer in Transfer.made] == [1, 1, 1]
+    told = [named["init_info"] for _, named in engines[0].calls if "init_info" in named]
+    assert [info["world_size"] for info in told] == [5, 5, 3]
 
 
-def test_an_engine_that_fails_is_an_error_of_all() -> None:
+def test_an_engine_that_fails_is_an_error() -> None:
     class Fails(Engine):
-        def __call__(self, method: str, **named: Any) -> None:
+        def transfer(self, method: str, **named: Any) -> None:
             if method == "update_weights":
                 raise RolloutError("engine 1 is gone")
 
-    engines = [Engine(), Fails(), Engine()]
-    group = EngineGroup(3, 1, partial(Transfer, world_size=4), limit=30.0)
-    assert {str(error) for error in load(group, engines)} == {"engine 1 is gone"}
+    with pytest.raises(RolloutError, match="engine 1 is gone"):
+        group_of_pairs().send([Engine(), Fails(), Engine()], WEIGHTS)
 
 
-def test_an_engine_that_is_lost_before_the_others_arrive_does_not_keep_them_waiting() -> None:
-    engines = [Engine(), Engine()]
-    group = EngineGroup(2, 1, partial(Transfer, world_size=3), limit=30.0)
-    threading.Timer(0.2, group.fail, [RolloutError("engine 1 was lost 4 times")]).start()
-    begin = time.monotonic()
-    with pytest.raises(RolloutError, match="engine 1 was lost 4 times"):
-        group.send(engines[0], engines[0], PAYLOAD)
-    assert time.monotonic() - begin < 10
+def test_engines_that_are_lost_before_a_broadcast_are_left_out() -> None:
+    class Loads(Engine):
+        shares_weights, logprob_kind = False, "sampled"
 
+        def prepare(self, version: int) -> None:
+            if self is lost:
+                raise LostNodeError("engine 1: its node is lost")
 
-def test_an_engine_that_does_not_come_is_an_error_in_bounded_time() -> None:
-    engine = Engine()
-    group = EngineGroup(2, 1, partial(Transfer, world_size=3), limit=0.1)
-    with pytest.raises(RolloutError, match=r"not all of 2 engines were ready .* within 0.2 s"):
-        group.send(engine, engine, PAYLOAD)
+        def load_weights(self, weights: Any, version: int) -> Receipt:
+            return Receipt(version=version, fingerprint="")
+
+    engines: list[Any] = [Loads() for _ in range(3)]
+    lost = engines[1]
+    sharded = ShardedEngine(engines, pad_id=0, send=group_of_pairs().send)
+    sharded.load_weights(WEIGHTS, 1)
+    assert [len(engine.calls) for engine in engines] == [4, 0, 4]
+    assert sharded.engines == [engines[0], engines[2]]
 
 
 def test_calls_of_a_fan_out_run_at_the_same_time() -> None:
@@ -128,22 +132,17 @@ def test_what_engines_must_report_is_computed_once(
         "logprobs",
         lambda *args, **named: calls.append(1) or compute(*args, **named),
     )
-    first = trained(model)
+    first = WeightsCopy(trained(model))
     with ThreadPoolExecutor(count) as threads:
         found = list(threads.map(lambda _: spec.expected(first), range(count)))
     assert len(calls) == 1
     assert all(expected is found[0] for expected in found)
-    second = {name: x + 1e-2 for name, x in first.items()}
+    next(iter(first.values())).add_(1.0)  # training goes on
+    second = WeightsCopy(first)
     assert spec.expected(second).fingerprint != found[0].fingerprint
-    next(iter(second.values())).add_(1.0)  # the same tensors with other numbers
     assert len(calls) == 2
-    assert spec.expected(second).fingerprint != spec.expected(first).fingerprint
-    assert len(calls) == 4
-
-
-def test_remembering_keeps_no_weights_alive() -> None:
-    model = policy()
-    weights = {name: x.clone() for name, x in trained(model).items()}
-    PolicyTemplate.of(model).expected(weights)
-    weights.clear()
-    assert all(ref() is None for ref, _ in policy_template._LATEST.key[1:])
+    other = PolicyTemplate.of(policy(vocab_size=32))
+    weights = WeightsCopy(trained(policy(vocab_size=32)))
+    weights.expected = second.expected
+    assert other.expected(weights).fingerprint == fingerprint(weights)
+    assert len(calls) == 3

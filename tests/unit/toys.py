@@ -111,7 +111,7 @@ class ToyLearner:
     def fingerprint(self) -> str:
         return repr(self.logits.tolist())
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
     def all_gather(self, local: Experience) -> Experience:
@@ -137,7 +137,7 @@ class ToyEngine:
     """Samples from a copy of the toy policy."""
 
     shares_weights = False
-    logprobs: Literal["sampled", "raw", "none"] = "sampled"
+    logprob_kind: Literal["sampled", "raw", "none"] = "sampled"
 
     def __init__(self, log: list[str] | None = None) -> None:
         self.logits, self.version = torch.zeros(VOCAB), -1

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from kedge.cli.data import Splits
-from kedge.cli.main import guarded
+from kedge.cli.main import run_command
 from kedge.cli.tools.generate import generate_completions, write
 from kedge.judges import Endpoint, match
 
@@ -59,5 +59,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if code := guarded(main, sys.argv[1:], name="generate_tldr.py"):
+    if code := run_command(main, sys.argv[1:], name="generate_tldr.py"):
         sys.exit(code)

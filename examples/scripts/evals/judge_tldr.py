@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kedge.cli.main import guarded
+from kedge.cli.main import run_command
 from kedge.cli.tools import generate, judge
 
 
@@ -44,5 +44,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if code := guarded(main, sys.argv[1:], name="judge_tldr.py"):
+    if code := run_command(main, sys.argv[1:], name="judge_tldr.py"):
         sys.exit(code)

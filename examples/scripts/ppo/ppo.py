@@ -14,7 +14,7 @@ are the openings below: enough for a smoke test.  The flags are those of `kedge 
 import sys
 
 from kedge.cli.arguments import parse
-from kedge.cli.main import guarded
+from kedge.cli.main import run_command
 from kedge.cli.train.ppo import train
 
 OPENINGS = ("The film was", "I went to", "My friend said", "Once there was", "We never", "In the")
@@ -32,5 +32,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if code := guarded(main, sys.argv[1:], name="ppo.py"):
+    if code := run_command(main, sys.argv[1:], name="ppo.py"):
         sys.exit(code)  # only on failure, so that `python -i` stays interactive

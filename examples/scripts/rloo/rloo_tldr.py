@@ -16,7 +16,7 @@ import sys
 
 from kedge import RLOOConfig
 from kedge.cli.arguments import parse
-from kedge.cli.main import guarded
+from kedge.cli.main import run_command
 from kedge.cli.train.ppo import train
 
 DEFAULTS = {
@@ -34,5 +34,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if code := guarded(main, sys.argv[1:], name="rloo_tldr.py"):
+    if code := run_command(main, sys.argv[1:], name="rloo_tldr.py"):
         sys.exit(code)  # only on failure, so that `python -i` stays interactive

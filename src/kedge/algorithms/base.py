@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kedge.math.masked import Total, one_rank
+from kedge.math.masked import AllReduce, one_rank
 from kedge.types import (
     AdvantageOutput,
     Loss,
@@ -31,7 +31,7 @@ class AdvantageInputs:
     rollout: Rollout
     reward_output: RewardOutput
     model_outputs: ModelOutputs
-    total: Total = field(default=one_rank)
+    all_reduce: AllReduce = field(default=one_rank)
     excluded: Tensor | None = None  # bool [B, R]; too old, or rejected by the correction
 
     @property

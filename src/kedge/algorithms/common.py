@@ -118,8 +118,8 @@ def shaped_rewards(
     whole = scores + dense_totals(dense)
     factor = torch.ones_like(whole)
     if normalize:
-        _, std = moments(whole, valid, total=e.total)
-        whole, factor = standardize(whole, valid, total=e.total), factor / (std + 1e-4)
+        _, std = moments(whole, valid, all_reduce=e.all_reduce)
+        whole, factor = standardize(whole, valid, all_reduce=e.all_reduce), factor / (std + 1e-4)
     if clip is not None:
         bounds = [float(clip)] if isinstance(clip, int | float) else [*map(float, clip)]
         low, high = bounds if len(bounds) == 2 else (-bounds[0], bounds[0])

@@ -105,7 +105,7 @@ def grpo(  # noqa: PLR0913
     level: RatioLevel = "token" if importance_sampling_level == "token" else "sequence_mean"
 
     def compare(e: AdvantageInputs, x: Tensor, group: Tensor, valid: Tensor, _: Tensor) -> Tensor:
-        return group_normalize(x, group, valid, scale=scale_rewards, total=e.total)
+        return group_normalize(x, group, valid, scale=scale_rewards, all_reduce=e.all_reduce)
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask, group, valid = e.rollout.loss_mask, e.rollout.prompts.group, e.reward_output.valid

@@ -153,7 +153,7 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
             actions = value_mask = turn_starts(turn)
             rewards = segment_sum(rewards, turn) * actions
         if whiten_rewards:
-            rewards = whiten(rewards, value_mask, center=False, total=e.total)
+            rewards = whiten(rewards, value_mask, center=False, all_reduce=e.all_reduce)
         values = require(e.model_outputs.values, "values")
         own_lam = lam if lam_alpha is None else length_adaptive_lambda(actions, alpha=lam_alpha)
         after = _values_after(e, credit) if bootstrap_truncated else None
@@ -164,14 +164,14 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         returns = (target + values) * value_mask
         tokens = e.trained & improved[:, None]
         trained = tokens if turn is None else trained_turns(turn, tokens)
-        scaled = whiten(raw, trained, total=e.total, least=0.0 if by_batch else 1.0)
+        scaled = whiten(raw, trained, all_reduce=e.all_reduce, least=0.0 if by_batch else 1.0)
         advantages = scaled if whiten_advantages else raw * actions
         if turn is not None:
             advantages = broadcast_turns(advantages, turn)
         penalized = None
         if kl_cov or clip_cov:
             logprobs = e.model_outputs.logprobs
-            covariance = covariances(logprobs, advantages, tokens, total=e.total)
+            covariance = covariances(logprobs, advantages, tokens, all_reduce=e.all_reduce)
             penalized = kl_cov_tokens(covariance, share=kl_cov) if kl_cov else None
             if clip_cov:
                 advantages = advantages * ~clip_cov_tokens(covariance, share=clip_cov)
@@ -182,7 +182,7 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
             kl=kl,
             value_mask=value_mask & learned[:, None],
             loss_mask=mask & improved[:, None] if filters else None,
-            deviation=moments(raw, trained, total=e.total)[1],
+            deviation=moments(raw, trained, all_reduce=e.all_reduce)[1],
             penalized=penalized,
         )
 

@@ -84,7 +84,7 @@ def reinforce_pp(
             rewards = rewards - kl_coef * kl
         advantages = rewards_to_go(rewards, mask, gamma=gamma)
         if normalize_advantage:
-            advantages = whiten(advantages, e.trained, total=e.total)
+            advantages = whiten(advantages, e.trained, all_reduce=e.all_reduce)
         return AdvantageOutput(rewards=rewards, advantages=advantages, kl=kl)
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:

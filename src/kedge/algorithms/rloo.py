@@ -88,7 +88,7 @@ def rloo(
         if not normalize_advantage:
             return centered
         compared = valid & trained & (group_count(group, valid) > 1)
-        return standardize(centered, compared, total=e.total)
+        return standardize(centered, compared, all_reduce=e.all_reduce)
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask, group, valid = e.rollout.loss_mask, e.rollout.prompts.group, e.reward_output.valid
@@ -103,7 +103,7 @@ def rloo(
             centered = leave_one_out(scores, group, valid)
             advantages = centered[:, None] * mask + rewards_to_go(penalty, mask, gamma=1.0)
             if normalize_advantage:
-                advantages = whiten(advantages, trained, total=e.total)
+                advantages = whiten(advantages, trained, all_reduce=e.all_reduce)
         else:
             totals = scores + penalty.sum(1)
             advantages = group_advantages(e, totals, rewards, trained, partial(compare, e), credit)

@@ -48,7 +48,7 @@ STATE = "state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _SAVING, _OLD, _DELETING = ".saving-", ".old-", ".deleting-"
 
-_HASHES = {  # differences whose values say nothing
+_HASHES = {  # hashes, whose values mean nothing to a reader
     "prompts": "prompts: not those of the checkpoint",
     "reference": "reference: not that of the checkpoint, so the KL is to another model from now on",
 }
@@ -267,7 +267,13 @@ def load_latest(
     """
     problems: list[str] = []
     for folder in reversed(checkpoints(output_dir)):
-        problem = _problem(folder, attempt)
+        problem = None
+        try:
+            verify(folder)
+            with loading(folder):
+                attempt(folder)
+        except DamagedCheckpointError as error:
+            problem = str(error)
         if not anywhere(problem is not None):
             for text in problems:
                 warnings.warn(f"{text}. Resuming from {folder} instead.", stacklevel=2)
@@ -275,17 +281,6 @@ def load_latest(
         problems.append(problem or f"another rank cannot load {folder}")
     if problems:
         raise CheckpointError(f"all checkpoints in {output_dir} are damaged: {'; '.join(problems)}")
-    return None
-
-
-def _problem(folder: Path, attempt: Callable[[Path], object]) -> str | None:
-    """Why a checkpoint cannot be loaded; None if it was."""
-    try:
-        verify(folder)
-        with loading(folder):
-            attempt(folder)
-    except DamagedCheckpointError as error:
-        return str(error)
     return None
 
 

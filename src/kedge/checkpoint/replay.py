@@ -155,7 +155,7 @@ class RolloutReplay:
         self._samples: dict[int, tuple[Rollout, RewardOutput]] = {}
         first, _ = self.read(self.steps[0])
         recorded = first.behavior_logprobs is not None
-        self.logprobs: Literal["sampled", "raw", "none"] = "sampled" if recorded else "none"
+        self.logprob_kind: Literal["sampled", "raw", "none"] = "sampled" if recorded else "none"
 
     @property
     def steps(self) -> list[int]:

@@ -29,7 +29,7 @@ from kedge.errors import CheckpointError, DamagedCheckpointError
 from kedge.types import StoredTensor
 
 SHARDS = "shards"
-FILE_BYTES = 1 << 26  # of a file of one rank, which is assembled in memory
+FILE_BYTES = 1 << 26  # size of one rank's files, each assembled in memory
 Entry = Mapping[str, Any]
 KeyPath = tuple[str, ...]
 _SCALARS = (bool, int, str, type(None))

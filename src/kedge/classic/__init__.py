@@ -10,12 +10,12 @@ from kedge.classic.config import AdaptiveKLController, FixedKLController, PPOCon
 from kedge.classic.core import LengthSampler, respond_to_batch, set_seed
 from kedge.classic.environment import TextEnvironment, TextHistory
 from kedge.classic.models.extras import SUPPORTED_ARCHITECTURES, BestOfNSampler, setup_chat_format
-from kedge.classic.models.reference import create_reference_model
 from kedge.classic.models.wrapper import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     PreTrainedModelWrapper,
     ValueHead,
+    create_reference_model,
     unwrap_model_for_generation,
 )
 from kedge.classic.samples import RunningMoments

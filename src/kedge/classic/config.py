@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import warnings
@@ -13,7 +12,7 @@ from typing import Any, Literal
 
 from accelerate.utils import LoggerType
 
-from kedge.config.declare import check_fields, format_value, option
+from kedge.config.declare import check_fields, format_value, option, read_mapping
 from kedge.errors import ConfigError
 from kedge.loop.kl_control import AdaptiveKL, FixedKL
 from kedge.suggestions import named
@@ -155,7 +154,7 @@ class PPOConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         for name in _JSON_FIELDS:
-            setattr(self, name, _parse_json(name, getattr(self, name)))
+            setattr(self, name, self.options(name))
         if self.forward_batch_size is not None:
             _deprecated("forward_batch_size", "mini_batch_size")
             self.mini_batch_size = self.forward_batch_size
@@ -208,19 +207,13 @@ class PPOConfig:
 
     def options(self, name: str) -> dict[str, Any]:
         """A dictionary option; on the command line it is JSON."""
-        return dict(_parse_json(name, getattr(self, name)))
+        return read_mapping(getattr(self, name))
 
     def to_dict(self) -> dict[str, Any]:
         """All options as one flat dictionary, nested names joined by "/"."""
         from kedge.classic.core import flatten_dict
 
         return flatten_dict(asdict(self) | {"total_ppo_epochs": self.total_ppo_epochs})
-
-
-def _parse_json(name: str, value: JSON) -> dict[str, Any]:
-    if value is None or isinstance(value, dict):
-        return value or {}
-    return dict(json.loads(value))  # an object: the field was checked
 
 
 def _deprecated(old: str, new: str) -> None:

@@ -63,7 +63,7 @@ def whiten(values: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """The same over the elements where ``mask``; 0 elsewhere."""
+    """``whiten`` over the elements where ``mask`` is True; 0 elsewhere."""
     return _whiten(values, mask.bool(), center=shift_mean)
 
 
@@ -185,30 +185,6 @@ def respond_to_batch(
         logits = top_k_top_p_filtering(model(ids)[0][:, -1], top_k=top_k, top_p=top_p)
         ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1)], dim=-1)
     return ids[:, -txt_len:]
-
-
-def randn_tensor(
-    shape: Sequence[int],
-    generator: torch.Generator | list[torch.Generator] | None = None,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-) -> Tensor:
-    """Standard normal numbers on ``device``; with a list of generators, one per row.
-
-    Numbers of CPU generators are drawn on the CPU and then moved.
-    """
-    generators = generator if isinstance(generator, list) else [generator]
-    if 1 < len(generators) != shape[0]:
-        raise ValueError(
-            f"generator must have one entry per row ({shape[0]}), got {len(generators)}"
-        )
-    rows = [tuple(shape)] if len(generators) == 1 else [(1, *shape[1:])] * len(generators)
-    drawn = [
-        torch.randn(row, generator=g, device=g.device if g else device, dtype=dtype, layout=layout)
-        for row, g in zip(rows, generators, strict=True)
-    ]
-    return torch.cat(drawn).to(device or "cpu")
 
 
 class PPODecorators:

@@ -19,7 +19,7 @@ from kedge import __version__
 from kedge.classic.config import PPOConfig
 from kedge.errors import DataError
 from kedge.reporting.hub import Hub
-from kedge.reporting.tables import markdown
+from kedge.reporting.run_info import markdown
 
 TABLE = "game_log"
 

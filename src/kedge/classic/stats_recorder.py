@@ -161,8 +161,8 @@ def update_statistics(
     mask, rows = masks.bool(), torch.ones(len(scores), dtype=torch.bool)
     per_response = torch.where(mask, kls, 0.0).sum(-1).cpu()
     minus_logprob = torch.where(mask, -logprobs, 0.0).sum(-1).cpu()
-    kl = masked_mean(per_response, rows, total=total)
-    score, spread = moments(scores.double().cpu(), rows, total=total)
+    kl = masked_mean(per_response, rows, all_reduce=total)
+    score, spread = moments(scores.double().cpu(), rows, all_reduce=total)
     if float(kl) < -1.0:
         warnings.warn(
             f"the KL to the reference is {float(kl):.2f} nats per response, but must be about 0 or "
@@ -176,14 +176,14 @@ def update_statistics(
         "objective/logprobs": torch.where(mask, logprobs, 0.0),
         "objective/ref_logprobs": torch.where(mask, ref_logprobs, 0.0),
         "objective/kl_coef": float(kl_coef),
-        "objective/entropy": masked_mean(minus_logprob, rows, total=total),
-        "ppo/mean_non_score_reward": masked_mean(non_score_reward, mask, total=total),
+        "objective/entropy": masked_mean(minus_logprob, rows, all_reduce=total),
+        "ppo/mean_non_score_reward": masked_mean(non_score_reward, mask, all_reduce=total),
         "ppo/mean_scores": score,
         "ppo/std_scores": spread,
     }
     for name, texts in (("queries", queries), ("responses", responses)):
         lengths = torch.tensor([float(len(x)) for x in texts])
-        center, width = moments(lengths, rows, total=total)
+        center, width = moments(lengths, rows, all_reduce=total)
         stats[f"tokens/{name}_len_mean"] = float(center)
         stats[f"tokens/{name}_len_std"] = float(width)
         stats[f"tokens/{name}_dist"] = lengths.numpy()

@@ -62,7 +62,7 @@ from kedge.types import Experience, MicroBatch, PolicyOutput
 
 Stats = dict[str, Any]
 ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}
-STEPS = (  # what a subclass may override, or assign
+STEPS = (  # methods that a subclass may override, or that may be assigned
     *("_step_safety_checker", "prepare_model_inputs", "batched_forward_pass"),
     *("compute_rewards", "_kl_penalty", "compute_advantages", "loss", "train_minibatch"),
     *("_early_stop", "record_step_stats", "gather_stats", "optional_peft_ctx"),
@@ -153,7 +153,9 @@ class PPOSteps:
                 "create_reference_model(trainer.model)"
             )
         device = self.learner.device
-        self.learner.reference = frozen_reference(self.model, model, device).to(device)
+        self.learner.reference = frozen_reference(self.model, model, device)
+        for frozen in self.learner.reference.separate_models:
+            frozen.to(device)
         self._ref_model = model
 
     def optional_peft_ctx(self) -> AbstractContextManager[Any]:
@@ -418,7 +420,7 @@ class PPOSteps:
         Args:
             policykl: float [], KL to the sampling policy, nats per token.
         """
-        mean = float(self.learner.total(policykl.detach().float())) / self.learner.world_size
+        mean = float(self.learner.all_reduce(policykl.detach().float())) / self.learner.world_size
         return self._step_limits.should_stop({"policy/policykl_avg": mean})
 
     def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
@@ -439,7 +441,7 @@ class PPOSteps:
     def gather_stats(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """Tensors averaged over all processes; the rest unchanged.  Every process must call it."""
         return {
-            name: self.learner.total(x) / self.learner.world_size
+            name: self.learner.all_reduce(x) / self.learner.world_size
             if isinstance(x, Tensor) and x.dtype.is_floating_point
             else x
             for name, x in stats.items()
@@ -490,7 +492,7 @@ class GradientAccumulator:
             self.parts, self.last, self._tokens, self._sums = 1, True, None, None
 
     def _mean(self, x: Tensor) -> Tensor:
-        return self.learner.total(x.float()) / self.learner.world_size
+        return self.learner.all_reduce(x.float()) / self.learner.world_size
 
     def backward(
         self, loss: Tensor, mask: Tensor, log_ratio: Tensor, *, weighted: bool = True
@@ -519,7 +521,7 @@ class GradientAccumulator:
         """Take the optimizer step, subject to ``step_limits``."""
         if self._sums is None:
             return
-        ratios, kl, count = self.learner.total(self._sums).tolist()
+        ratios, kl, count = self.learner.all_reduce(self._sums).tolist()
         if step_limits.should_apply({RATIO: ratios / max(count, 1), KL: kl / max(count, 1)}):
             self.learner._take_step()
         self.learner.optimizer.zero_grad(set_to_none=True)
@@ -559,7 +561,7 @@ def step_by_step(trainer: PPOSteps, samples: Samples, scores: Scores, *, masked:
         )
     learner = trainer.learner
     stats["ppo/learning_rate"] = float(learner.optimizer.param_groups[0]["lr"])
-    kl = float(learner.total(torch.tensor(float(stats["objective/kl"]), dtype=torch.float64)))
+    kl = float(learner.all_reduce(torch.tensor(float(stats["objective/kl"]), dtype=torch.float64)))
     world = learner.world_size
     trainer.kl_ctl.update(kl / world, trainer.config.batch_size * world)
     learner.advance_version()

@@ -40,7 +40,7 @@ from kedge.classic.core import (
     set_seed,
     stats_to_np,
 )
-from kedge.classic.models.reference import create_reference_model
+from kedge.classic.models.wrapper import create_reference_model
 from kedge.classic.reports import log_batch, model_card, push, start_trackers
 from kedge.classic.samples import (
     RunningMoments,
@@ -129,7 +129,7 @@ class PPOTrainer(PPOSteps):
             config, model, ref_model, tokenizer, optimizer, lr_scheduler, num_shared_layers
         )
         if in_float32(model, "model") and ref_model is not None:
-            ref_model.float()  # or the precision would be a part of the KL
+            ref_model.float()  # otherwise the KL would include the difference in precision
         set_seed(config.seed)
         self.config, self.model = config, model
         self.tokenizer = self.processing_class = tokenizer
@@ -155,7 +155,7 @@ class PPOTrainer(PPOSteps):
             seed=config.seed,
             **self._engine_options(),
         )
-        self.running = RunningMoments(self.learner.total)
+        self.running = RunningMoments(self.learner.all_reduce)
         self.dataset, self.dataloader = dataset, None
         if dataset is not None:
             self.dataloader = self.accelerator.prepare(
@@ -464,7 +464,7 @@ class PPOTrainer(PPOSteps):
         def grid(x: Tensor) -> Tensor:
             return on_grid(x.cpu(), present, grid_queries)
 
-        total = self.learner.total
+        total = self.learner.all_reduce
         stats = update_statistics(
             kl_coef,
             scores=scores.sums,
@@ -553,7 +553,7 @@ class PPOTrainer(PPOSteps):
         Raises:
             CheckpointError: there is no checkpoint, it is damaged, or belongs to another model.
         """
-        path, total = Path(folder), self.learner.total
+        path, total = Path(folder), self.learner.all_reduce
         if path.name.startswith("checkpoint-"):
             checkpoint.load_one(path, self._restore)
             return
@@ -641,7 +641,7 @@ class PPOTrainer(PPOSteps):
         self._since_best += 1
         if self._since_best % self.config.compare_steps:
             return
-        mean = float(self.learner.total(scores.sums.mean())) / self.learner.world_size
+        mean = float(self.learner.all_reduce(scores.sums.mean())) / self.learner.world_size
         if self.highest_reward is None or mean > self.highest_reward:
             self.highest_reward = mean
             self.push_to_hub(**push_options)

@@ -98,7 +98,7 @@ class ModelArguments(ModelConfig, metaclass=ConfigType):
 
 
 @dataclass
-class ModelArgumentsBeside(ModelArguments):
+class ModelArgumentsWithoutTrust(ModelArguments):
     """``ModelArguments`` for a config that has its own ``trust_remote_code``."""
 
     trust_remote_code: bool = field(default=False, init=False)
@@ -110,13 +110,13 @@ class Options:
 
     Args:
         script: data, rewards and algorithm.
-        config: the trainer's options.
+        config: the trainer's options, of its config class.
         model: loading of the policy.
         given: names that were set on the command line or in the file.
     """
 
     script: ScriptArguments
-    config: OnPolicyConfig
+    config: Any
     model: ModelArguments
     given: frozenset[str]
 
@@ -132,11 +132,18 @@ FIRST = _FIRST.split()
 
 
 class Parser(ConfigParser):
-    """ConfigParser without abbreviations, whose errors are ConfigErrors."""
+    """ConfigParser without abbreviations, whose errors are ConfigErrors.
 
-    def __init__(self, kinds: Any, **options: Any) -> None:
-        super().__init__(kinds, allow_abbrev=False, formatter_class=Help, **options)
-        self.nullable = nullable(kinds)
+    Args:
+        kinds: dataclasses of the command's data and of its config; model loading is added.
+        options: of ``ArgumentParser``.
+    """
+
+    def __init__(self, kinds: tuple[Any, Any], **options: Any) -> None:
+        has_trust = any(f.name == "trust_remote_code" for f in fields(kinds[1]))
+        model = ModelArgumentsWithoutTrust if has_trust else ModelArguments
+        super().__init__((*kinds, model), allow_abbrev=False, formatter_class=Help, **options)
+        self.nullable = nullable((*kinds, model))
         idle = {
             f.name
             for kind in kinds
@@ -210,9 +217,8 @@ def _take_none(action: argparse.Action) -> None:
 
 def parser(prog: str, config: type[OnPolicyConfig] = PPOv2Config) -> Parser:
     """The parser of a command that trains."""
-    has_trust = "trust_remote_code" in {f.name for f in fields(config)}
     return Parser(
-        (ScriptArguments, config, ModelArgumentsBeside if has_trust else ModelArguments),
+        (ScriptArguments, config),
         prog=prog,
         usage=f"{prog} [--config FILE.yaml] [--flag value ...]",
         description="Train a language model.  --config FILE.yaml reads flags from a file; flags on "
@@ -239,7 +245,7 @@ def parse(
         ConfigError: an unknown flag or key (the message suggests the nearest), or an invalid value.
     """
     (script, settings, model), given = read(parser(prog, config), argv, defaults)
-    if isinstance(model, ModelArgumentsBeside):
+    if isinstance(model, ModelArgumentsWithoutTrust):
         model.trust_remote_code = settings.trust_remote_code
     _check(model)
     return Options(script=script, config=settings, model=model, given=given)

@@ -12,7 +12,6 @@ from kedge.cli.arguments import Options
 from kedge.errors import DataError
 
 KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-_EMPTY = ("corresponds to no data", "No columns", "at least one example")  # errors of datasets
 SANITY_ROWS = 100
 HELD_OUT = 100  # prompts for evaluation without a test split, at most a tenth of all
 
@@ -158,12 +157,9 @@ class Splits:
         try:
             return datasets.load_dataset(KINDS[suffix], data_files=files, split="train")
         except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
-            cause = error.__cause__ or error
-            empty = isinstance(cause, StopIteration) or any(x in str(cause) for x in _EMPTY)
             raise DataError(
-                f"{', '.join(files)} has no rows"
-                if empty
-                else f"cannot read {files[0]} as {KINDS[suffix]}: {cause}"
+                f"{', '.join(files)} has no rows, or is not readable as {KINDS[suffix]}:"
+                f" {error.__cause__ or error}"
             ) from error
 
 

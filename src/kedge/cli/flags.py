@@ -1,8 +1,9 @@
-"""The flags and the help of a command, without the imports of one that trains."""
+"""Flags, help and tables of a command, without the imports of one that trains."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from kedge.errors import ConfigError
@@ -38,3 +39,14 @@ class Flags(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError."""
         raise ConfigError(message)
+
+
+def print_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[Any] = ()) -> None:
+    """Print rows of cells; ``head`` are names of columns, or rich's ``Column``."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*head, title=title, title_justify="left", show_header=bool(head))
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -88,28 +87,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    return guarded(load_command(name), rest, name=f"kedge {name}")
+    return run_command(load_command(name), rest, name=f"kedge {name}")
 
 
 def find_module(name: str) -> ModuleType:
-    """The module of a command in ``COMMANDS``; trainers without one share that of ``ppo``."""
+    """The module of a command in ``COMMANDS``."""
     package = next(package for package, commands in _PACKAGES.items() if name in commands)
-    module = f"{package}.{name.replace('-', '_')}"
-    if name in TRAINERS and importlib.util.find_spec(module) is None:
-        module = f"{package}.ppo"
-    return importlib.import_module(module)
+    file = {"rloo": "ppo", "grpo": "ppo"}.get(name, name.replace("-", "_"))
+    return importlib.import_module(f"{package}.{file}")
 
 
 def load_command(name: str) -> Callable[[list[str]], object]:
     """The ``main`` function of a command in ``COMMANDS``."""
     module = find_module(name)
-    if module.__name__.endswith(".ppo"):
-        return partial(module.main, command=name)
-    command: Callable[[list[str]], object] = module.main
-    return command
+    command: Callable[..., object] = module.main
+    return partial(command, command=name) if module.__name__.endswith(".ppo") else command
 
 
-def guarded(command: Callable[[list[str]], object], argv: Sequence[str], *, name: str) -> int:
+def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, name: str) -> int:
     """Run ``command(argv)``; print an error that the user can fix on one line.
 
     Returns:

@@ -16,8 +16,7 @@ import transformers
 from transformers import hf_argparser
 
 from kedge.compat import older_transformers
-from kedge.compat.finder import PACKAGE, NameFinder
-from kedge.compat.names import APIS, VERSIONS
+from kedge.compat.finder import APIS, PACKAGE, VERSIONS, NameFinder
 from kedge.config.compat.parser import ConfigParser
 from kedge.errors import ConfigError
 

@@ -20,7 +20,6 @@ from typing import Any, ClassVar, TypeVar
 
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_cuda_available
 
 from kedge.config.common import CommonArguments
@@ -37,7 +36,6 @@ from kedge.config.declare import (
     flags,
     format_value,
     option,
-    read_mapping,
     status,
 )
 from kedge.config.rollout_engines import check_rollout
@@ -51,10 +49,6 @@ Config = TypeVar("Config", bound="OnPolicyConfig")
 # Prefixes; each needs hooks in layers or a switch before every evaluation.
 UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
 UNSUPPORTED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-CHECKPOINTING = (  # arguments of torch.utils.checkpoint
-    *("use_reentrant", "context_fn", "determinism_check", "preserve_rng_state"),
-    *("early_stop", "debug"),
-)
 
 
 class ConfigType(type):
@@ -84,7 +78,7 @@ class ConfigType(type):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """The fields; tools would show that of ``__call__``."""
+        """Signature of the fields; tools would otherwise show that of ``__call__``."""
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]
         return signature.replace(parameters=[*signature.parameters.values()][1:])
 
@@ -186,7 +180,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
     INHERITED: ClassVar[Mapping[str, Inherited]] = INHERITED
     FOREIGN: ClassVar[Mapping[str, Foreign]] = TRL
     UNSET: ClassVar[Mapping[str, Any]] = {}  # values of unset fields that differ from the default
-    ON_CONSTRUCTION: ClassVar[Sequence[str]] = ()  # options that become others
+    ON_CONSTRUCTION: ClassVar[Sequence[str]] = ()  # options converted to other options
     given: ClassVar[frozenset[str]] = frozenset()  # on an instance: the options that were set
     changed: ClassVar[bool] = False  # on an instance: options were set since they were checked
 
@@ -221,7 +215,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         self.world_size = launched
         try:
             super().__post_init__()
-        except Exception as error:  # of transformers, accelerate and DeepSpeed, of any kind
+        except Exception as error:  # transformers, accelerate and DeepSpeed raise any type
             raise ConfigError(self._explain(error)) from error
         unset_hf_deepspeed_config()  # models are loaded in full and sharded later
         self.world_size = self.distributed_state.num_processes if self.distributed_state else 1
@@ -442,20 +436,3 @@ def _check_learner(c: Any) -> None:
             f"optim_args={format_value(c.optim_args)} must be comma-separated name=value pairs,"
             " such as 'momentum=0.9'"
         )
-    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        arguments = read_mapping(getattr(c, name, None))
-        if unknown := sorted({*arguments} - {*CHECKPOINTING}):
-            raise ConfigError(
-                f"{name}={format_value(arguments)} has the unknown argument {unknown[0]!r};"
-                f" torch.utils.checkpoint takes {', '.join(CHECKPOINTING)}"
-            )
-    options, defaults = c.accelerator_config, AcceleratorConfig().to_dict()
-    if isinstance(options, str) and options.startswith("{"):
-        options = read_mapping(options)
-    for name, value in options.items() if isinstance(options, dict) else ():
-        acts = name in ("use_configured_state", "non_blocking")
-        if not acts and value != defaults.get(name, ...):  # a config's to_dict() has all defaults
-            raise ConfigError(
-                f"accelerator_config={format_value(options)} sets {name}, which configures a data"
-                " loader, but Kedge does not use one; leave it out"
-            )

@@ -203,7 +203,7 @@ def default_of(field: Field[Any]) -> Any:
 
 
 def _declared(cls: type, name: str, key: str) -> Any:
-    """What is declared of an option under ``key``, by the nearest class that says so."""
+    """The value of ``key`` in the declaration of an option, from the nearest class that has one."""
     options = [vars(base).get("__dataclass_fields__", {}).get(name) for base in cls.__mro__]
     declarations = [getattr(field, "declared", None) for field in options]
     declarations.append(getattr(cls, "INHERITED", {}).get(name))

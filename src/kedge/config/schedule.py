@@ -1,4 +1,4 @@
-"""When a run shows samples and writes token rows, and how long its learning rate warms up.
+"""When a run shows samples and writes token rows.
 
 Logging, evaluations and checkpoints follow ``transformers.DefaultFlowCallback``.
 """
@@ -40,12 +40,6 @@ def _passes(done: int, every: float | None) -> bool:
     if every is None:
         return False
     return math.floor(done / every + 1e-9) > math.floor((done - 1) / every + 1e-9)
-
-
-def warmup_iterations(config: OnPolicyConfig, iterations: int) -> int:
-    """Iterations of learning-rate warmup; ``warmup_steps`` below 1 is a fraction of the run."""
-    steps = config.warmup_steps
-    return int(steps) if steps >= 1 else math.ceil(iterations * steps)
 
 
 def build_schedule(

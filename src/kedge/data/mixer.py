@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kedge.errors import DataError
@@ -13,26 +12,12 @@ from kedge.errors import DataError
 EXAMPLE = "'name 0.5 other 400' takes half of one dataset and 400 rows of another"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One dataset of a mixture.
+def parse_mixer(mixer: str | Sequence[str]) -> list[tuple[str, float]]:
+    """Names and amounts of a mixture, which alternate in it.
 
-    Attributes:
-        name: passed to the loader.
-        fraction: fraction of its rows, or None.
-        rows: number of rows, or None.
-    """
-
-    name: str
-    fraction: float | None = None
-    rows: int | None = None
-
-
-def parse_mixer(mixer: str | Sequence[str]) -> list[Part]:
-    """Parse a mixture written as alternating names and amounts.
-
-    A number with a decimal point is a fraction of the dataset (1.0: all of it); one without is a
-    number of rows.  Amounts larger than the dataset repeat its rows.
+    A number with a decimal point is a fraction of the dataset (1.0: all of it), returned as a
+    float; one without is a number of rows, returned as an int.  Amounts larger than the dataset
+    repeat its rows.
 
     Args:
         mixer: ``"name 0.5 other 400"``, or the same words in a list.
@@ -46,26 +31,24 @@ def parse_mixer(mixer: str | Sequence[str]) -> list[Part]:
             f"dataset mixer {' '.join(words)!r} must alternate names and amounts: {EXAMPLE}"
         )
     parts = []
-    for name, amount in zip(words[::2], words[1::2], strict=True):
-        part = Part(name)
-        if re.fullmatch(r"[0-9]+", amount):
-            part = Part(name, rows=int(amount))
-        elif re.fullmatch(r"[0-9]*\.[0-9]+|[0-9]+\.", amount):
-            part = Part(name, fraction=float(amount))
-        if not (part.rows or part.fraction):
+    for name, text in zip(words[::2], words[1::2], strict=True):
+        number = re.fullmatch(r"[0-9]*\.[0-9]+|[0-9]+\.?", text)
+        amount = 0.0 if number is None else float(text) if "." in text else int(text)
+        if not amount:
             raise DataError(
-                f"dataset mixer: the amount {amount!r} of {name!r} must be a positive fraction"
-                f" such as 0.5 or a number of rows such as 400: {EXAMPLE}"
+                f"dataset mixer: the amount {text!r} of {name!r} must be a positive fraction such"
+                f" as 0.5 or a number of rows such as 400: {EXAMPLE}"
             )
-        parts.append(part)
+        parts.append((name, amount))
     return parts
 
 
-def choose_rows(part: Part, available: int, *, seed: int, position: int) -> list[int]:
+def choose_rows(name: str, amount: float, available: int, *, seed: int, position: int) -> list[int]:
     """Rows to take from a dataset, chosen at random; deterministic in seed and position.
 
     Args:
-        part: fraction or number of rows.
+        name: of the dataset.
+        amount: see ``parse_mixer``.
         available: rows of the dataset.
         seed: seed of the choice.
         position: position of the dataset in the mixture.
@@ -73,11 +56,11 @@ def choose_rows(part: Part, available: int, *, seed: int, position: int) -> list
     Raises:
         DataError: no row would be taken.
     """
-    wanted = part.rows if part.fraction is None else round(part.fraction * available)
+    wanted = round(amount * available) if isinstance(amount, float) else amount
     if not wanted or not available:
         raise DataError(
-            f"the dataset mixer takes no row of {part.name!r}, which has {available}; remove"
-            " it from the mixer, or take more"
+            f"the dataset mixer takes no row of {name!r}, which has {available}; remove it from the"
+            " mixer, or take more"
         )
     whole, rest = divmod(wanted, available)
     generator = random.Random(f"mixer/{seed}/{position}")
@@ -106,16 +89,16 @@ def mix(
     import datasets
 
     parts = []
-    for position, part in enumerate(parse_mixer(mixer)):
-        rows = load(part.name)
-        chosen = rows.select(choose_rows(part, len(rows), seed=seed, position=position))
+    for position, (name, amount) in enumerate(parse_mixer(mixer)):
+        rows = load(name)
+        chosen = rows.select(choose_rows(name, amount, len(rows), seed=seed, position=position))
         if name_column is not None:
             if name_column in chosen.column_names:
                 raise DataError(
-                    f"dataset mixer: {part.name!r} already has a column {name_column!r}; choose"
+                    f"dataset mixer: {name!r} already has a column {name_column!r}; choose"
                     " another name_column"
                 )
-            chosen = chosen.add_column(name_column, [part.name] * len(chosen))
+            chosen = chosen.add_column(name_column, [name] * len(chosen))
         parts.append(chosen)
     try:
         return datasets.concatenate_datasets(parts)

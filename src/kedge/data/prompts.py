@@ -156,7 +156,7 @@ class DatasetPrompts:
         first = step * self._per_step
         places = [divmod(first + slot, len(self._prompts)) for slot in range(self._per_step)]
         chosen = torch.tensor([int(self._order(turn)[offset]) for turn, offset in places])
-        ids, mask = self._padded(chosen)
+        ids, mask = self._pad_prompts(chosen)
         local = self._per_step * self._repeat // self._world_size
         row = torch.arange(self._rank * local, (self._rank + 1) * local)
         group = row // self._repeat
@@ -182,9 +182,9 @@ class DatasetPrompts:
             self._orders[turn] = order
         return order
 
-    def _padded(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def _pad_prompts(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         if self._collate is not None:
-            return self._collated(chosen, self._collate)
+            return self._collate_prompts(chosen, self._collate)
         tokens = [self._prompts.tokens_of(index) for index in chosen.tolist()]
         lengths = torch.tensor([len(row) for row in tokens])
         width = int(lengths.max())
@@ -193,27 +193,21 @@ class DatasetPrompts:
         ids[mask] = torch.cat(tokens)
         return ids, mask
 
-    def _collated(
+    def _collate_prompts(
         self, chosen: Tensor, collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]]
     ) -> tuple[Tensor, Tensor]:
         tokens = [self._prompts.tokens_of(index).tolist() for index in chosen.tolist()]
         collated = collate([{"input_ids": t, "attention_mask": [1] * len(t)} for t in tokens])
-        if not {"input_ids", "attention_mask"} <= set(collated):
-            raise DataError(
-                "data_collator must return input_ids and attention_mask, got"
-                f" {', '.join(collated) or 'nothing'}"
-            )
-        ids = torch.as_tensor(collated["input_ids"])
-        mask = torch.as_tensor(collated["attention_mask"])
-        if ids.shape != mask.shape or ids.dim() != 2 or len(ids) != len(tokens):
-            raise DataError(
-                f"data_collator returned input_ids of shape {tuple(ids.shape)} and attention_mask"
-                f" of shape {tuple(mask.shape)} for {len(tokens)} prompts; both must be"
-                " [prompts, tokens]"
-            )
+        names = ("input_ids", "attention_mask")
+        ids, mask = (torch.as_tensor(collated.get(n, [])) for n in names)
         real = mask.bool()
-        if not bool(real.any(1).all()):
-            raise DataError("data_collator returned a prompt without any real token")
+        shaped = ids.shape == mask.shape and ids.dim() == 2 and len(ids) == len(tokens)
+        if not (shaped and bool(real.any(1).all())):
+            raise DataError(
+                "data_collator must return input_ids and attention_mask [prompts, tokens], each row"
+                f" with a real token; it returned {', '.join(collated)} of shapes"
+                f" {tuple(ids.shape)} and {tuple(mask.shape)} for {len(tokens)} prompts"
+            )
         order = real.long().argsort(dim=1, stable=True)  # padding first, order of tokens kept
         return ids.gather(1, order), real.gather(1, order)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kedge.errors import DataError
@@ -70,10 +70,9 @@ def read_table(dataset: Any) -> Table:
         )
     if isinstance(dataset, Mapping):
         return _read_columns(dataset)
-    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if not (indexed or hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
-        raise DataError(f"a dataset must be a datasets.Dataset or a list of dicts, got {kind}")
-    if isinstance(dataset, Iterator) or not indexed:
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
+            raise DataError(f"a dataset must be a datasets.Dataset or a list of dicts, got {kind}")
         raise DataError(
             f"the dataset is a {kind}, a stream without row indices, so a resumed run could not"
             " read the same prompts again; load the rows you need into memory first, for example"

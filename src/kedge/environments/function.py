@@ -41,7 +41,7 @@ class FunctionRollouts:
         self._version = 0
 
     @property
-    def logprobs(self) -> Literal["sampled", "raw", "none"]:
+    def logprob_kind(self) -> Literal["sampled", "raw", "none"]:
         """Those that the function returns."""
         return "sampled"
 

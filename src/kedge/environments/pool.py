@@ -1,14 +1,19 @@
-"""Environments that are kept for later episodes."""
+"""Environments that are kept for later episodes, and their calls, which run at the same time."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import inspect
+import math
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
-from kedge.environments.calls import Calls
 from kedge.environments.episode import Episode
 from kedge.errors import ConfigError, RolloutError
 from kedge.protocols import Environment
@@ -17,6 +22,149 @@ MakeEnvironment = Callable[[], Environment]
 OnError = Literal["raise", "drop", "score"]
 _MOST_FAILED = 0.9  # of the latest episodes, with "drop"
 _LATEST = 16  # episodes, or two batches
+_NO_ROOM = 0.01  # seconds to wait for room
+
+
+class Calls:
+    """Runs functions in threads and coroutines on one event loop.
+
+    A call that exceeds the limit is left behind in a daemon thread, which keeps its place among
+    the ``most`` until it ends; a coroutine is cancelled.
+
+    Args:
+        timeout: seconds that a call may take; None: no limit.
+        most: calls that run at the same time.
+    """
+
+    def __init__(self, *, timeout: float | None = None, most: int = 256) -> None:
+        self.timeout, self.most = timeout, most
+        self._threads: dict[Future[Any], float] = {}  # begin of calls that have not ended
+        self.room = threading.Semaphore(most)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_lock = threading.Lock()  # threads of environments may ask for it first
+
+    @property
+    def hung(self) -> int:
+        """Threads of calls that have exceeded the limit."""
+        before = -math.inf if self.timeout is None else time.monotonic() - self.timeout
+        return sum(begin < before for begin in list(self._threads.values()))
+
+    def start(self, call: Callable[[], Any]) -> Future[tuple[Any, float]]:
+        """Run a call in a place of ``room``; the future has its result or exception, and seconds.
+
+        Cancelling the future cancels a coroutine.
+        """
+        future: Future[tuple[Any, float]] = Future()
+        begin = time.monotonic()
+
+        def end(result: Any) -> None:
+            self._threads.pop(future, None)
+            self.room.release()
+            with suppress(InvalidStateError):  # the call was overdue
+                future.set_result((result, time.monotonic() - begin))
+
+        def work() -> None:
+            try:
+                result = call()
+                if inspect.isawaitable(result):
+                    result = self._schedule(result).result(self.timeout)
+            except BaseException as error:  # an environment may even exit
+                result = error
+            end(result)
+
+        if inspect.iscoroutinefunction(call):
+            running = self._schedule(call())
+            running.add_done_callback(lambda done: end(_outcome(done)))
+            future.add_done_callback(lambda _: running.cancel())
+        else:
+            self._threads[future] = begin
+            threading.Thread(target=work, name="environment", daemon=True).start()
+        return future
+
+    def _schedule(self, awaitable: Any) -> Future[Any]:
+        with self._loop_lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(
+                    target=self._loop.run_forever, name="environments", daemon=True
+                ).start()
+
+        async def result() -> Any:
+            return await awaitable
+
+        return asyncio.run_coroutine_threadsafe(result(), self._loop)
+
+
+def _outcome(done: Future[Any]) -> Any:
+    """The result or exception of a coroutine, which may have cancelled itself."""
+    try:
+        return done.result()
+    except BaseException as error:
+        return error
+
+
+class RunningCalls:
+    """Calls that were started, by key; they run while ``calls`` has room."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._waiting: deque[tuple[int, Callable[[], Any]]] = deque()
+        self._running: dict[Future[tuple[Any, float]], tuple[int, float]] = {}  # key and begin
+        self.seconds: dict[int, float] = {}  # of the calls that ``wait`` last returned
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def add(self, key: int, call: Callable[[], Any]) -> None:
+        """Start a call, as soon as there is room."""
+        self._waiting.append((key, call))
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        while self._waiting and self._calls.room.acquire(blocking=False):
+            key, call = self._waiting.popleft()
+            self._running[self._calls.start(call)] = key, time.monotonic()
+
+    def wait(self, seconds: float) -> dict[int, Any]:
+        """Results and exceptions by key; waits until there is one, at most ``seconds``.
+
+        Raises:
+            RolloutError: calls that hang use all the room.
+        """
+        calls = self._calls
+        if self._waiting:  # others may use the room
+            if calls.hung >= calls.most:
+                raise RolloutError(
+                    f"{calls.hung} calls of environments hang, each for longer than"
+                    f" {calls.timeout:g} seconds, which is all that may run at the same time"
+                    " (environment_concurrency); fix the environment, and resume"
+                )
+            seconds = min(seconds, _NO_ROOM)
+            time.sleep(0.0 if self._running else seconds)
+        done, _ = wait(self._running, timeout=seconds, return_when=FIRST_COMPLETED)
+        ended = {self._running.pop(future)[0]: future.result() for future in done}
+        for future, (key, begin) in list(self._running.items()):
+            taken = time.monotonic() - begin
+            if calls.timeout is not None and taken > calls.timeout and future.cancel():
+                del self._running[future]
+                ended[key] = TimeoutError(f"no answer within {calls.timeout:g} seconds"), taken
+        self.seconds = {key: taken for key, (_, taken) in ended.items()}
+        self._start_waiting()
+        return {key: result for key, (result, _) in ended.items()}
+
+    def abandon(self, ended: Callable[[int, BaseException | None], None]) -> None:
+        """Forget all calls; ``ended`` gets key and error of each once it does not run any more."""
+
+        def tell(key: int, future: Future[tuple[Any, float]]) -> None:
+            result, _ = future.result()
+            ended(key, result if isinstance(result, BaseException) else None)
+
+        for key, _ in self._waiting:
+            ended(key, None)
+        for future, (key, _) in self._running.items():
+            future.add_done_callback(partial(tell, key))
+        self._waiting.clear()
+        self._running.clear()
 
 
 class EnvironmentPool:
@@ -41,7 +189,7 @@ class EnvironmentPool:
         self._idle: dict[object, list[Any]] = {}  # environments without an episode, by name
         self._lock = threading.Lock()
         self._closed = False
-        self._errors: list[str] = []  # of the latest episodes; empty: it did not fail
+        self._errors: list[str] = []  # of the latest episodes; "" for one that did not fail
 
     def check_errors(self, rows: int) -> None:
         """Check that environments work, before a batch of ``rows`` begins.
@@ -98,7 +246,7 @@ class EnvironmentPool:
                 self._idle.setdefault(self._name(episode), []).append(environment)
                 return
         if hasattr(environment, "close") and self.calls.room.acquire(blocking=False):
-            self.calls.start(partial(_close_failed, environment))  # may hang, as the call before
+            self.calls.start(environment.close)  # may hang, as the call before; errors are dropped
 
     def close(self) -> None:
         """Close the idle environments."""
@@ -109,8 +257,3 @@ class EnvironmentPool:
         for environment in idle:
             if hasattr(environment, "close"):
                 environment.close()
-
-
-def _close_failed(environment: Any) -> None:
-    with contextlib.suppress(Exception):
-        environment.close()

@@ -1,24 +1,54 @@
-"""A rollout engine that plays episodes in environments."""
+"""A rollout engine that plays episodes in environments, each at its own pace."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from kedge.environments.calls import Calls
-from kedge.environments.episode import Episode, build_rollout, episode_metrics
-from kedge.environments.in_flight import InFlightEpisodes
-from kedge.environments.pool import EnvironmentPool, MakeEnvironment, OnError
-from kedge.environments.turn_tokens import TurnTokens
-from kedge.environments.turns import TurnLimits, check_turn_tokens, environment_seed
-from kedge.protocols import RolloutEngine
-from kedge.types import PromptBatch, Receipt, Rollout, Sampling
+from kedge.environments.episode import (
+    ENDINGS,
+    Episode,
+    TurnLimits,
+    build_rollout,
+    check_turn_tokens,
+    environment_seed,
+    episode_metrics,
+    read_number,
+    read_reset,
+    read_step,
+    stack_rows,
+    turn_seed,
+)
+from kedge.environments.pool import (
+    Calls,
+    EnvironmentPool,
+    MakeEnvironment,
+    OnError,
+    RunningCalls,
+)
+from kedge.environments.turn_tokens import TurnTokens, as_messages
+from kedge.errors import ConfigError, LostRequestsError, RewardError, RolloutError
+from kedge.protocols import Observation, RolloutEngine
+from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling
+
+logger = logging.getLogger(__name__)
+_SECONDS = 0.05  # wait for environments when the engine is idle
+
+
+def _of_engine(name: str, *default: Any) -> Any:
+    """A property that reads the attribute ``name`` of the engine."""
+    return property(lambda self: getattr(self.engine, name, *default))
 
 
 class EnvironmentRollouts:
@@ -59,10 +89,13 @@ class EnvironmentRollouts:
         context: tokens of prompt and episode together; None: what the engine has room for.
         keep_last_observation: append the observation that follows a truncated episode, untrained,
             so that a value can be read where values are trained.
-        clock: seconds.
     """
 
     many_turns = True  # ranks may need different numbers of turns
+    shares_weights, logprob_kind = _of_engine("shares_weights"), _of_engine("logprob_kind")
+    wait_for_other_ranks = _of_engine("wait_for_other_ranks", None)
+    slots = _of_engine("slots", 0)  # with 0 only ``generate`` can be used
+    updates_in_flight = _of_engine("updates_in_flight", False)
 
     def __init__(  # noqa: PLR0913
         self,
@@ -82,9 +115,8 @@ class EnvironmentRollouts:
         extra_slot: bool = False,
         context: int | None = None,
         keep_last_observation: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
+        self.engine: Any = engine  # the methods of one with slots are asked for
         self._limits = TurnLimits(
             max_turns=max_turns,
             max_turn_tokens=max_turn_tokens,
@@ -97,56 +129,47 @@ class EnvironmentRollouts:
             Calls(timeout=timeout, most=max_concurrency),
             on_error=on_env_error,
         )
-        self._pad = _pad_id(tokenizer) if pad_id is None else pad_id
+        self._tokens = TurnTokens(tokenizer, chat_template_kwargs=chat_template_kwargs)
+        ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+        self._pad = next((int(i) for i in (pad_id, *ids) if i is not None), 0)
         self._spare = int(extra_slot)
-        self._play = partial(
-            InFlightEpisodes,
-            environments=self._environments,
-            tokens=TurnTokens(tokenizer, chat_template_kwargs=chat_template_kwargs),
-            limits=self._limits,
-            pad_id=self._pad,
-            error_score=env_error_score,
-            clock=clock,
-        )
-        self._in_flight = self._play(engine, together=False)
+        self._error_score = env_error_score
+        # Sample the turns of all live episodes at once, when all environments have answered.
+        self._together = False
+        self._forget()
         self.engines = tuple(self._around(part) for part in getattr(engine, "engines", ()))
 
     def _around(self, engine: RolloutEngine) -> EnvironmentRollouts:
-        """The same with another engine; both share the environments."""
+        """The same with another engine and no episodes; both share the environments."""
         part = copy.copy(self)
         part.engine, part.engines = engine, ()
-        part._in_flight = self._play(engine, together=False)
+        part._forget()
         return part
 
-    @property
-    def shares_weights(self) -> bool:
-        """Whether the engine samples from the learner's modules."""
-        return self.engine.shares_weights
-
-    @property
-    def logprobs(self) -> Literal["sampled", "raw", "none"]:
-        """What the engine's log-probabilities are of."""
-        return self.engine.logprobs
+    def _forget(self) -> None:
+        """Begin without episodes."""
+        self._keys = itertools.count()
+        self._calls = RunningCalls(self._environments.calls)
+        self._running: dict[int, Episode] = {}  # by key
+        self._groups: dict[int, list[Episode]] = {}  # incomplete groups, by group id
+        self._resetting: Counter[int] = Counter()  # episodes without their first observation
+        self._ready: list[Episode] = []  # whose next turn is sampled together with all others
+        self._seconds = (0.0, 0.0)  # in environments and in the model
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
-        """Load them into the engine."""
+        """Load the weights into the engine."""
         return self.engine.load_weights(weights, version)
 
     def close(self) -> None:
         """Close the environments and the engine."""
         for part in (self, *self.engines):
-            part._in_flight.drop()
+            part._drop()
         try:
             self._environments.close()
         finally:
             close = getattr(self.engine, "close", None)
             if close is not None:
                 close()
-
-    @property
-    def wait_for_other_ranks(self) -> Callable[[], None] | None:
-        """That of an engine which ranks share; they may need different numbers of turns."""
-        return getattr(self.engine, "wait_for_other_ranks", None)
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One episode per row; each depends on (weights, prompt, row, seed) and its environment.
@@ -156,24 +179,21 @@ class EnvironmentRollouts:
             RolloutError: the engine failed, an environment with ``on_env_error="raise"``, or with
                 "drop" nearly all of them.
         """
-        check_turn_tokens(sampling, self._limits.max_turn_tokens)
-        play = self._play(self.engine, together=True)
+        play = self._around(self.engine)
+        play._together = True
         episodes: list[Episode] = []
         try:
-            with getattr(self.engine, "keep_prefixes", nullcontext)():
-                seeds = [environment_seed(seed, group) for group in prompts.group.tolist()]
-                play.submit(prompts, seeds, sampling=sampling, seed=seed)
+            with getattr(self.engine, "keep_prefixes", contextlib.nullcontext)():
+                play._begin(prompts, prompts.group.tolist(), sampling, seed)
                 while play.unfinished:
-                    episodes += play.advance()
+                    episodes += play._play_on()
         except BaseException:
-            play.drop()
+            play._drop()
             raise
-        episodes.sort(key=lambda episode: episode.key)
-        return self._build(prompts, episodes, play.seconds)
+        return play._build(prompts, sorted(episodes, key=lambda episode: episode.key))
 
-    def _build(
-        self, prompts: PromptBatch, episodes: Sequence[Episode], seconds: tuple[float, float]
-    ) -> Rollout:
+    def _build(self, prompts: PromptBatch, episodes: Sequence[Episode]) -> Rollout:
+        seconds, self._seconds = self._seconds, (0.0, 0.0)
         return build_rollout(
             prompts,
             episodes,
@@ -183,28 +203,17 @@ class EnvironmentRollouts:
         )
 
     @property
-    def slots(self) -> int:
-        """Responses that the engine samples at once; 0: only ``generate`` can be used."""
-        return getattr(self.engine, "slots", 0)
-
-    @property
-    def updates_in_flight(self) -> bool:
-        """Whether ``load_weights`` may be called while episodes are played."""
-        return getattr(self.engine, "updates_in_flight", False)
-
-    @property
     def unfinished(self) -> int:
         """Episodes that are being played."""
-        return self._in_flight.unfinished
+        return len(self._running)
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
         """Play these rows as well; an episode continues as soon as its environment has answered."""
-        check_turn_tokens(sampling, self._limits.max_turn_tokens)
         first: dict[int, int] = {}  # row of each group, whose ids are those of the dispatcher
         for group, row in zip(prompts.group.tolist(), prompts.row.tolist(), strict=True):
             first[group] = min(row, first.get(group, row))
-        seeds = [environment_seed(seed, first[group]) for group in prompts.group.tolist()]
-        self._in_flight.submit(prompts, seeds, sampling=sampling, seed=seed)
+        numbers = [first[group] for group in prompts.group.tolist()]
+        self._begin(prompts, numbers, sampling, seed)
 
     def advance(self) -> Rollout | None:
         """Play on; the groups whose episodes are complete.
@@ -213,20 +222,271 @@ class EnvironmentRollouts:
             LostRequestsError: the engine was restarted, and holds nothing.
             RolloutError: as for ``generate``.
         """
-        episodes = self._in_flight.advance()
+        episodes = self._play_on()
         if not episodes:
             return None
-        seconds, self._in_flight.seconds = self._in_flight.seconds, (0.0, 0.0)
-        prompts = PromptBatch.cat([episode.prompts for episode in episodes])
-        return self._build(prompts, episodes, seconds)
+        return self._build(PromptBatch.cat([episode.prompts for episode in episodes]), episodes)
 
     def cancel(self) -> None:
         """Drop all episodes."""
-        self._in_flight.drop()
-        engine: Any = self.engine  # with slots
-        engine.cancel()
+        self._drop()
+        self.engine.cancel()
+
+    def _begin(
+        self, prompts: PromptBatch, groups: Sequence[int], sampling: Sampling, seed: int
+    ) -> None:
+        """Begin an episode for each row; environments are seeded by the numbers of ``groups``."""
+        check_turn_tokens(sampling, self._limits.max_turn_tokens)
+        self._environments.check_errors(len(prompts))
+        self._resetting += Counter(prompts.group.tolist())
+        for i, group in enumerate(prompts.group.tolist()):
+            episode = Episode(
+                key=next(self._keys),
+                group=group,
+                prompts=prompts.rows(slice(i, i + 1)),
+                sampling=sampling,
+                seed=seed,
+            )
+            self._running[episode.key] = episode
+            self._groups.setdefault(group, []).append(episode)
+            reset = self._environments.reset(episode, environment_seed(seed, groups[i]))
+            self._call(episode, reset, self._on_reset)
+
+    def _play_on(self) -> list[Episode]:
+        """Play on; the episodes of complete groups.
+
+        Raises:
+            LostRequestsError: the engine was restarted, and all episodes are dropped.
+            RolloutError: an environment failed, with ``on_env_error="raise"``.
+        """
+        begin = time.perf_counter()
+        samples = not self._together and self.engine.unfinished
+        results = self._calls.wait(0.0 if samples else _SECONDS)
+        answered: list[tuple[Callable[[Any], None], Any]] = []
+        for key, result in sorted(results.items()):
+            episode = self._running[key]
+            assert episode.on_result is not None  # its environment was called
+            answered.append((episode.on_result, result))
+            episode.on_result = None
+            episode.seconds += self._calls.seconds[key]
+        for on_result, result in answered:
+            on_result(result)
+        ready = time.perf_counter()
+        if self._together:
+            if self._ready and not self._calls:
+                self._sample_together()
+        elif self.engine.unfinished:
+            try:
+                sampled = self.engine.advance()
+            except LostRequestsError:
+                self._drop()
+                raise
+            for i, key in enumerate([] if sampled is None else sampled.prompts.group.tolist()):
+                self._take_turn(self._running[key], sampled, i)
+        in_environments, in_model = self._seconds
+        self._seconds = in_environments + ready - begin, in_model + time.perf_counter() - ready
+        done = [
+            g for g, group in self._groups.items() if all(e.key not in self._running for e in group)
+        ]
+        return [episode for group in done for episode in self._groups.pop(group)]
+
+    def _sample_together(self) -> None:
+        ready, self._ready = sorted(self._ready, key=lambda e: e.key), []
+        # An engine reads rows of a group with the same tokens once.
+        numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+        groups = [numbers.setdefault((e.group, tuple(e.history)), len(numbers)) for e in ready]
+        prompts, sampling, seed = self._build_turns(ready, groups)
+        sampled = self.engine.generate(prompts, sampling=sampling, seed=seed)
+        for i, episode in enumerate(ready):
+            self._take_turn(episode, sampled, i)
+
+    def _next_turns(self, episodes: Sequence[Episode]) -> None:
+        """Sample another turn of episodes of a group, or end them."""
+        for episode in episodes:
+            if episode.done:
+                self._environments.release(episode)
+                del self._running[episode.key]
+        live = [episode for episode in episodes if not episode.done]
+        if self._together:
+            self._ready += live
+        elif live:
+            prompts, sampling, seed = self._build_turns(live, [episode.key for episode in live])
+            self.engine.submit(prompts, sampling=sampling, seed=seed)
+
+    def _build_turns(
+        self, episodes: Sequence[Episode], groups: Sequence[int]
+    ) -> tuple[PromptBatch, Sampling, int]:
+        """Prompts, sampling and seed of the next turns of episodes with equal numbers of turns."""
+        for episode in episodes:
+            episode.limit = self._limits.turn(episode)
+        limits, first = [episode.limit for episode in episodes], episodes[0]
+        sampling, most = first.sampling, max(limits)
+        if getattr(self.engine, "wait_for_other_ranks", None) is not None:  # equal on all ranks
+            most = sampling.max_new_tokens
+            most = min(self._limits.max_turn_tokens or most, most)
+        minimum = 0 if first.turns else min(sampling.min_new_tokens, most)
+        prompts = PromptBatch.cat([episode.prompts for episode in episodes])
+        group = torch.tensor(groups).to(prompts.group)
+        histories = [episode.history for episode in episodes]
+        return (
+            stack_rows(prompts, histories, group, self._pad, limits=limits),
+            replace(sampling, max_new_tokens=most, min_new_tokens=minimum),
+            turn_seed(first.seed, first.turns),
+        )
+
+    def _take_turn(self, episode: Episode, sampled: Any, i: int) -> None:
+        """Give a sampled turn to the environment."""
+        before = episode.history
+        ids, terminated = episode.add_response(sampled, i)
+        response = self._tokens.response(ids, terminated, episode.sampling, before)
+        step = partial(episode.environment.step, response)
+        self._call(episode, step, partial(self._on_step, response=response))
+
+    def _call(self, episode: Episode, call: Callable[[], Any], on_result: Any) -> None:
+        episode.on_result = partial(on_result, episode)
+        self._calls.add(episode.key, call)
+
+    def _on_reset(self, episode: Episode, result: Any) -> None:
+        """Add the first observation to the prompt."""
+        with self._failing(episode, "reset"):
+            observation, info = read_reset(_unwrap(result))
+            environment, context = episode.environment, self._limits.context
+
+            def render(observation: Observation) -> list[int]:
+                return self._tokens.prompt(
+                    episode.prompt,
+                    episode.prompt_ids,
+                    observation,
+                    tools=getattr(environment, "tools", None),
+                    separator=getattr(environment, "separator", "\n\n"),
+                    reads_calls=getattr(environment, "reads_calls", False),
+                )
+
+            ids, most = render(observation), self._limits.first_prompt(episode.sampling)
+            if most is not None and len(ids) > most:
+                cut = self._tokens.shorten(observation, render, most)
+                episode.shortened = int(cut is not None)
+                ids = ids if cut is None else cut[0]
+            if context is not None and len(ids) + self._limits.reserve >= context:
+                raise RolloutError(
+                    f"the prompt with its first observation has {len(ids)} tokens, which leaves no"
+                    f" room for a turn in the context of {context} tokens"
+                )
+            episode.prompt_ids = ids
+            episode.measure(info)
+        self._resetting[episode.group] -= 1
+        if not self._resetting[episode.group]:  # together: an equal prompt is read once
+            del self._resetting[episode.group]
+            self._next_turns(self._groups[episode.group])
+
+    def _on_step(self, episode: Episode, result: Any, response: Response) -> None:
+        """Append the answer to a turn, or end the episode."""
+        with self._failing(episode, "step"):
+            self._add_step(episode, response, *read_step(_unwrap(result)))
+        final_reward = getattr(episode.environment, "final_reward", None)
+        if episode.cut_off and final_reward is not None:
+            self._call(episode, final_reward, self._on_final_reward)
+        else:
+            self._next_turns([episode])
+
+    def _add_step(
+        self,
+        episode: Episode,
+        response: Response,
+        observation: Observation,
+        reward: float,
+        terminated: bool,
+        truncated: bool,
+        info: object,
+    ) -> None:
+        episode.reward(reward)
+        episode.measure(info)
+
+        def render(observation: Observation) -> list[int]:
+            return self._tokens.between(
+                episode.prompt, observation, last=response.ids[-1], stopped=response.terminated
+            )
+
+        ids, limit = None, self._limits.reached(episode)
+        if not (terminated or truncated or limit):
+            ids = render(observation)
+            most = self._limits.observation(episode, len(ids))
+            if len(ids) > most:
+                fits = len(ids) < self._limits.room(episode)
+                cut = self._tokens.shorten(observation, render, most)
+                episode.shortened += cut is not None
+                ids, observation = cut or (ids if fits else None, observation)
+        if ids is not None:
+            episode.add_observation(ids)
+            episode.observations.append(as_messages(observation))
+            return
+        ending = "done" if terminated else "truncated" if truncated else limit or "token_limit"
+        if isinstance(info, Mapping) and info.get("ending") in ENDINGS:
+            ending = info["ending"]
+        episode.end(ending, terminated=terminated, cut_off=not (terminated or truncated))
+        follows = episode.cut_off or observation is not None
+        if self._limits.keeps_last and not terminated and follows:
+            ids, most = render(observation), self._limits.last_observation(episode)
+            if len(ids) > most:
+                ids, _ = self._tokens.shorten(observation, render, most) or ([], None)
+            episode.add_observation(ids)
+
+    def _on_final_reward(self, episode: Episode, result: Any) -> None:
+        with self._failing(episode, "final_reward"):
+            episode.reward(read_number(_unwrap(result), "a reward"))
+        self._next_turns([episode])
+
+    @contextlib.contextmanager
+    def _failing(self, episode: Episode, method: str) -> Iterator[None]:
+        """Context in which an exception ends the episode, or with "raise" the run.
+
+        Raises:
+            ConfigError: the environment does, since it cannot work with its options.
+            RolloutError: ``on_env_error`` is "raise".
+        """
+        try:
+            yield
+        except Exception as error:
+            environment, on_error = episode.environment, self._environments.on_error
+            episode.error = f"{type(error).__name__}: {error}"
+            if isinstance(error, ConfigError):
+                raise
+            what, fix = f"making the environment of row {episode.row} failed", ""
+            if environment is not None:
+                what = f"{type(environment).__name__}.{method} failed in turn {episode.turns} of"
+                what += f" row {episode.row}"
+                fix = ", or set on_env_error='drop' or 'score' to train without such episodes"
+            if on_error == "raise":
+                raise RolloutError(f"{what}: {episode.error}; fix the environment{fix}") from error
+            logger.warning("%s: %s", what, episode.error)
+            # A scored failure is an end, not a truncation: the policy learns from the penalty.
+            grader = method == "final_reward" or isinstance(error, RewardError)
+            ending = "grader_error" if grader else "environment_error"
+            episode.end(ending, terminated=on_error == "score")
+            episode.dropped = on_error == "drop"
+            if not episode.dropped:
+                episode.reward(self._error_score)
+
+    def _drop(self) -> None:
+        """Drop the episodes; environments that are at work are reused when they have answered."""
+        running = self._running
+        for episode in running.values():
+            if episode.on_result is None:
+                self._environments.release(episode)
+
+        def ended(key: int, error: BaseException | None) -> None:
+            episode = running[key]
+            episode.error = episode.error or ("" if error is None else repr(error))
+            self._environments.release(episode)
+
+        self._calls.abandon(ended)
+        self._forget()
 
 
-def _pad_id(tokenizer: Any) -> int:
-    ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-    return next((int(i) for i in ids if i is not None), 0)
+def _unwrap(result: Any) -> Any:
+    """The result of a call; raises the exception of a failed one."""
+    if isinstance(result, Exception):
+        raise result
+    if isinstance(result, BaseException):  # SystemExit in a thread of an environment
+        raise RolloutError(f"{type(result).__name__}: {result}") from result
+    return result

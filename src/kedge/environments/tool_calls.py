@@ -11,37 +11,14 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kedge.types import ToolCall
 
 Parser = Callable[[str], Sequence[ToolCall]]
 
-_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)  # GLM
-_INVOKE = re.compile(r'<(?:[\w:]*:)?invoke name="([^"]+)">(.*?)</(?:[\w:]*:)?invoke>', re.DOTALL)
-_INVOKE_VALUE = re.compile(
-    r'<(?:[\w:]*:)?parameter name="([^"]+)">(.*?)</(?:[\w:]*:)?parameter>', re.DOTALL
-)
-_MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*\{)")
-_DEEPSEEK = re.compile(
-    r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL
-)
-_HARMONY = re.compile(
-    r"to=functions\.([\w.-]+)[^{]*?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|\Z)", re.DOTALL
-)
-_GEMMA = re.compile(
-    r"<\|tool_call>call:([\w.-]+)(\{.*?\})(?:<tool_call\|>|(?=<\|tool_call>)|\Z)", re.DOTALL
-)
-_KIMI = re.compile(
-    r"<\|tool_call_begin\|>\s*(.*?)\s*<\|tool_call_argument_begin\|>(.*?)(?:<\|tool_call_end\|>|\Z)",
-    re.DOTALL,
-)
-_PYTHONIC = re.compile(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)", re.DOTALL)
-_PHI = re.compile(r"<\|tool_call\|>(.*?)(?:<\|/tool_call\|>|\Z)", re.DOTALL)
 REASONING = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -50,8 +27,16 @@ REASONING = (
     ("<|channel|>analysis<|message|>", "<|end|>"),  # gpt-oss
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
-_decoder = json.JSONDecoder()
+_DECODER = json.JSONDecoder()
 _PYTHON = {"True": True, "False": False, "None": None}
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_INVOKED = re.compile(
+    r'<(?:[\w:]*:)?parameter name="([^"]+)">(.*?)</(?:[\w:]*:)?parameter>', re.DOTALL
+)
+_MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*\{)")
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
@@ -75,18 +60,16 @@ def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
 def tool_parser(chat_template: object) -> Parser:
     """The parser of a chat template; one that tries all formats if it has none of them."""
     text = json.dumps(chat_template) if isinstance(chat_template, Mapping) else str(chat_template)
-    for marker, parser in _BY_MARKER.items():
-        if marker in text:
-            return parser
-    return parse_any
+    return _find_parser(text, parse_any)
 
 
 def parse_any(text: str) -> Sequence[ToolCall]:
     """Calls in the first format that the text has."""
-    for marker, parser in _BY_MARKER.items():
-        if marker in text:
-            return parser(text)
-    return parse_llama(text)
+    return _find_parser(text, parse_llama)(text)
+
+
+def _find_parser(text: str, default: Parser) -> Parser:
+    return next((parser for marker, parser in _BY_MARKER.items() if marker in text), default)
 
 
 def parse_tagged(text: str) -> Sequence[ToolCall]:
@@ -95,7 +78,7 @@ def parse_tagged(text: str) -> Sequence[ToolCall]:
     XML with ``<function=name><parameter=key>`` is that of Qwen3-Coder, Qwen 3.5 and Nemotron 3, a
     name with ``<arg_key>`` that of GLM.
     """
-    bodies = [match[1] for match in _TAGGED.finditer(text)]
+    bodies = _TAGGED.findall(text)
     if not bodies and "<function=" in text:  # Qwen3-Coder leaves the tag out at times
         bodies = [text[text.index("<function=") :]]
     return [call for body in bodies for call in _from_tag(body)]
@@ -111,24 +94,7 @@ def _from_tag(body: str) -> list[ToolCall]:
     name = body.partition("<arg_key>")[0].strip()
     if name and name[0] not in "{[" and "\n" not in name:
         return [_from_texts(name, _ARGUMENT.findall(body))]
-    return [_read_json(body)]
-
-
-def parse_invokes(text: str) -> Sequence[ToolCall]:
-    """``<invoke name=...><parameter name=...>``, with any prefix of the tags: MiniMax-M2."""
-    return [_from_texts(m[1], _INVOKE_VALUE.findall(m[2])) for m in _INVOKE.finditer(text)]
-
-
-def parse_mistral(text: str) -> Sequence[ToolCall]:
-    """Calls after ``[TOOL_CALLS]``: a list, or one name and arguments per marker."""
-    calls: list[ToolCall] = []
-    for part in text.split("[TOOL_CALLS]")[1:]:
-        named = _MISTRAL_NAMED.match(part)
-        if named is not None:
-            calls.append(_named(named[1], part[named.end() :]))
-        else:
-            calls += _read_list(part)
-    return calls
+    return [_from_value(*_first_value(body))]
 
 
 def parse_llama(text: str) -> Sequence[ToolCall]:
@@ -149,82 +115,45 @@ def parse_llama(text: str) -> Sequence[ToolCall]:
         calls.append(_from_value(value, error))
         if error:
             break
-        body = body[_decoder.raw_decode(body)[1] :].lstrip(" ;\n")
+        body = body[_DECODER.raw_decode(body)[1] :].lstrip(" ;\n")
     return calls
 
 
-def parse_deepseek(text: str) -> Sequence[ToolCall]:
+# Readers of the other formats get the groups of a pattern in the table below.
+
+
+def _mistral(part: str) -> list[ToolCall]:
+    """A list of calls, or a name and arguments."""
+    named = _MISTRAL_NAMED.match(part)
+    return _json_calls(part) if named is None else _call_by_name(named[1], part[named.end() :])
+
+
+def _deepseek(head: str, body: str) -> list[ToolCall]:
     """``function<sep>NAME`` and fenced JSON (V3, R1), or ``NAME<sep>`` and JSON (V3.1)."""
-    calls = []
-    for match in _DEEPSEEK.finditer(text):
-        head, body = match[1].strip(), match[2].strip()
-        if head == "function" and not body.startswith("{"):
-            head, _, body = body.partition("\n")
-        body = body.strip().removeprefix("```json").removesuffix("```")
-        calls.append(_named(head.strip(), body))
-    return calls
+    head, body = head.strip(), body.strip()
+    if head == "function" and not body.startswith("{"):
+        head, _, body = body.partition("\n")
+    return _call_by_name(head.strip(), body.strip().removeprefix("```json").removesuffix("```"))
 
 
-def parse_harmony(text: str) -> Sequence[ToolCall]:
-    """``to=functions.NAME`` and a JSON message: gpt-oss."""
-    return [_named(match[1], match[2]) for match in _HARMONY.finditer(text)]
+def _gemma(name: str, arguments: str) -> list[ToolCall]:
+    """``{key:value}`` with ``<|"|>`` around texts."""
+    parts = arguments.split('<|"|>')  # texts are the odd ones
+    plain = [re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part) for part in parts[::2]]
+    plain = [re.sub(r":None\b", ":null", part) for part in plain]
+    texts = [json.dumps(part) for part in parts[1::2]]
+    return _call_by_name(name, "".join(a + b for a, b in zip(plain, [*texts, ""], strict=False)))
 
 
-def parse_gemma(text: str) -> Sequence[ToolCall]:
-    """``call:NAME{key:value}`` with ``<|"|>`` around texts: Gemma 4."""
-    calls = []
-    for match in _GEMMA.finditer(text):
-        parts = match[2].split('<|"|>')  # texts are the odd ones
-        plain = [re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part) for part in parts[::2]]
-        plain = [re.sub(r":None\b", ":null", part) for part in plain]
-        texts = [json.dumps(part) for part in parts[1::2]]
-        joined = "".join(a + b for a, b in zip(plain, [*texts, ""], strict=False))
-        calls.append(_named(match[1], joined))
-    return calls
+def _invoke(name: str, parameters: str) -> list[ToolCall]:
+    return [_from_texts(name, _INVOKED.findall(parameters))]
 
 
-def parse_kimi(text: str) -> Sequence[ToolCall]:
-    """``functions.NAME:0`` and JSON: Kimi K2."""
-    return [
-        _named(match[1].removeprefix("functions.").rpartition(":")[0] or match[1], match[2])
-        for match in _KIMI.finditer(text)
-    ]
+def _call_by_name(name: str, arguments: str) -> list[ToolCall]:
+    return [_call(name, *_first_value(arguments))]
 
 
-def parse_pythonic(text: str) -> Sequence[ToolCall]:
-    """A list of Python calls between markers: LFM2."""
-    return [call for match in _PYTHONIC.finditer(text) for call in _from_python(match[1].strip())]
-
-
-def parse_phi(text: str) -> Sequence[ToolCall]:
-    """A list of JSON calls between markers: Phi-4-mini."""
-    return [call for match in _PHI.finditer(text) for call in _read_list(match[1])]
-
-
-# In a chat template; the first one decides.
-_BY_MARKER: dict[str, Parser] = {
-    "<｜tool▁call▁begin｜>": parse_deepseek,
-    "to=functions.": parse_harmony,
-    "'functions.'": parse_harmony,
-    "<|tool_call_begin|>": parse_kimi,
-    "<|tool_call_start|>": parse_pythonic,
-    "<|tool_call|>": parse_phi,
-    "<|tool_call>": parse_gemma,
-    "invoke name=": parse_invokes,
-    "<tool_call>": parse_tagged,
-    "<function=": parse_tagged,
-    "[TOOL_CALLS]": parse_mistral,
-    "<|python_tag|>": parse_llama,
-    '"parameters":': parse_llama,
-}
-
-
-def _read_json(text: str) -> ToolCall:
-    value, error = _first_value(text)
-    return _from_value(value, error)
-
-
-def _read_list(text: str) -> list[ToolCall]:
+def _json_calls(text: str) -> list[ToolCall]:
     value, error = _first_value(text)
     return [_from_value(item, error) for item in (value if isinstance(value, list) else [value])]
 
@@ -232,7 +161,7 @@ def _read_list(text: str) -> list[ToolCall]:
 def _first_value(text: str) -> tuple[Any, str]:
     """The JSON value that the text begins with, or an error."""
     try:
-        return _decoder.raw_decode(text.strip())[0], ""
+        return _DECODER.raw_decode(text.strip())[0], ""
     except (ValueError, RecursionError) as error:
         return None, f"the tool call is not valid JSON: {error}"
 
@@ -245,10 +174,6 @@ def _from_value(value: Any, error: str) -> ToolCall:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return ToolCall(name="", error='a tool call must be an object with "name" and "arguments"')
     return _call(value["name"], value.get("arguments", value.get("parameters", {})), "")
-
-
-def _named(name: str, arguments: str) -> ToolCall:
-    return _call(name, *_first_value(arguments))
 
 
 def _call(name: str, arguments: Any, error: str) -> ToolCall:
@@ -280,7 +205,7 @@ def _json_or_text(text: str) -> Any:
 def _from_python(text: str) -> list[ToolCall]:
     """Calls of functions with literal keyword arguments; nothing is evaluated."""
     try:
-        tree: Any = ast.parse(text, mode="eval").body
+        tree: Any = ast.parse(text.strip(), mode="eval").body
         calls: list[Any] = tree.elts if isinstance(tree, ast.List) else [tree]
         if any(call.args or None in [k.arg for k in call.keywords] for call in calls):
             raise ValueError("arguments must have names")
@@ -293,3 +218,48 @@ def _from_python(text: str) -> list[ToolCall]:
         ]
     except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
         return [ToolCall(name="", error=f"the tool call is not a list of calls f(a=1): {error}")]
+
+
+def _scan(
+    pattern: re.Pattern[str], read: Callable[..., Iterable[ToolCall]], text: str
+) -> list[ToolCall]:
+    return [call for match in pattern.finditer(text) for call in read(*match.groups())]
+
+
+def _format(pattern: str, read: Callable[..., Iterable[ToolCall]]) -> Parser:
+    return partial(_scan, re.compile(pattern, re.DOTALL), read)
+
+
+_HARMONY = _format(
+    r"to=functions\.([\w.-]+)[^{]*?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|\Z)", _call_by_name
+)
+# Markers in a chat template; the first one decides.
+_BY_MARKER: dict[str, Parser] = {
+    "<｜tool▁call▁begin｜>": _format(
+        r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", _deepseek
+    ),
+    "to=functions.": _HARMONY,  # gpt-oss
+    "'functions.'": _HARMONY,
+    "<|tool_call_begin|>": _format(  # Kimi K2
+        r"<\|tool_call_begin\|>\s*(?:functions\.)?(.*?)(?::\w*)?\s*"
+        r"<\|tool_call_argument_begin\|>(.*?)(?:<\|tool_call_end\|>|\Z)",
+        _call_by_name,
+    ),
+    "<|tool_call_start|>": _format(  # LFM2
+        r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)", _from_python
+    ),
+    "<|tool_call|>": _format(  # Phi-4-mini
+        r"<\|tool_call\|>(.*?)(?:<\|/tool_call\|>|\Z)", _json_calls
+    ),
+    "<|tool_call>": _format(  # Gemma 4
+        r"<\|tool_call>call:([\w.-]+)(\{.*?\})(?:<tool_call\|>|(?=<\|tool_call>)|\Z)", _gemma
+    ),
+    "invoke name=": _format(  # MiniMax-M2; tags may have a prefix
+        r'<(?:[\w:]*:)?invoke name="([^"]+)">(.*?)</(?:[\w:]*:)?invoke>', _invoke
+    ),
+    "<tool_call>": parse_tagged,
+    "<function=": parse_tagged,
+    "[TOOL_CALLS]": _format(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|\Z)", _mistral),
+    "<|python_tag|>": parse_llama,
+    '"parameters":': parse_llama,
+}

@@ -52,9 +52,11 @@ class ToolEnvironment:
         methods = [] if target is None else _methods(target)
         self._in_order = {method.__name__ for method in methods}
         self.tools = [tool_schema(function) for function in (*tools, *methods)]
-        names = [schema["function"]["name"] for schema in self.tools]
-        self._functions = dict(zip(names, (*tools, *methods), strict=True))
-        self._schemas = dict(zip(names, self.tools, strict=True))
+        # Functions and their schemas by name.
+        self._functions = {
+            schema["function"]["name"]: (function, schema)
+            for function, schema in zip((*tools, *methods), self.tools, strict=True)
+        }
         self._iterations = 0
 
     @property
@@ -111,14 +113,15 @@ class ToolEnvironment:
         def work(i: int) -> None:
             results[i] = self._call(calls[i])
 
-        alone = [i for i, call in enumerate(calls) if call.name in self._in_order]
-        together = [i for i in range(len(calls)) if i not in alone]
+        in_order = [i for i, call in enumerate(calls) if call.name in self._in_order]
         threads = [
-            threading.Thread(target=work, args=(i,), name="tool", daemon=True) for i in together[1:]
+            threading.Thread(target=work, args=(i,), name="tool", daemon=True)
+            for i in range(len(calls))
+            if i not in in_order
         ]
         for thread in threads:
             thread.start()
-        for i in [*alone, *together[:1]]:
+        for i in in_order:
             work(i)
         for thread in threads:
             thread.join()
@@ -128,11 +131,10 @@ class ToolEnvironment:
         """The result of a call, and whether it failed."""
         if call.error:
             return f"Error: {call.error}", True
-        function = self._functions.get(call.name)
-        if function is None:
+        if call.name not in self._functions:
             names = ", ".join(self._functions)
             return f"Error: there is no tool {call.name!r}; the tools are: {names}", True
-        schema = self._schemas[call.name]
+        function, schema = self._functions[call.name]
         arguments = _with_texts(call, schema["function"]["parameters"]["properties"])
         problem = check_arguments(function, schema, arguments)
         if problem:

@@ -12,7 +12,8 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -46,8 +47,6 @@ class TurnTokens:
         self._tokenizer = tokenizer
         self._options = dict(chat_template_kwargs or {})
         self._parse = tool_parser(getattr(tokenizer, "chat_template", None))
-        # How the template renders tool messages: as such, only behind a call, or not at all.
-        self._tool_role: Literal["plain", "call", "user"] | None = None
         self._checked_tools = False
 
     def response(
@@ -116,8 +115,9 @@ class TurnTokens:
             return list(ids)
         messages = _with_first(_messages(prompt), observation, separator)
         text = self._render(messages, tools=list(tools) if tools else None)
-        if tools:
-            self._check_shown(tools, text, reads_calls)
+        if tools and not self._checked_tools:
+            self._check_tools(tools, text, reads_calls)
+            self._checked_tools = True
         return self._encode(text)
 
     def between(
@@ -138,11 +138,10 @@ class TurnTokens:
             return self._plain(observation)
         messages = _messages(observation)
         if any(message["role"] == "tool" for message in messages):
-            role = self._find_tool_role()
-            if role == "call":
+            if self._tool_role == "call":
                 stop = self._tokenizer.decode([last]) if stopped else ""
                 return self._encode(self._after_call(messages, stop))
-            if role == "user":
+            if self._tool_role == "user":
                 messages = [_as_user(message) for message in messages]
         ids = self._encode(self._after_answer(messages))
         return ids[1:] if stopped and ids[:1] == [last] else ids
@@ -163,7 +162,7 @@ class TurnTokens:
         best, low, high = None, 1, _length(observation) if most > 0 else 0
         length = min(4 * most, high)
         while low <= high:
-            cut = self._shortened(observation, length)
+            cut = self._cut(observation, length)
             ids = render(cut)
             if len(ids) <= most:
                 best, low = (ids, cut), length + 1
@@ -172,7 +171,7 @@ class TurnTokens:
             length = min((low + high) // 2, 2 * length)
         return best
 
-    def _shortened(self, observation: Observation, length: int) -> Observation:
+    def _cut(self, observation: Observation, length: int) -> Observation:
         """The observation with at most so many characters, or token ids, of each message."""
         token_ids = _token_ids(observation)
         if token_ids is not None:
@@ -197,53 +196,24 @@ class TurnTokens:
             )
         return self._encode(observation)
 
-    def _check_shown(self, tools: Sequence[Any], text: str, reads_calls: bool) -> None:
-        """Warn once about tools that the policy cannot know of: many templates leave them out."""
+    def _check_tools(self, tools: Sequence[Any], text: str, reads_calls: bool) -> None:
+        """Check that the policy knows of the tools, and that a call of it is read back.
+
+        Many templates leave tools out, of which a warning is given.
+
+        Raises:
+            ConfigError: a call, as the template renders it, is not read back; every call of the
+                policy would be lost.
+        """
         hidden = [name for name in map(_tool_name, tools) if name not in text]
-        if reads_calls and not self._checked_tools:
-            self._check_calls(tools)
-        if hidden and not self._checked_tools:
+        if hidden:
             logger.warning(
                 "the chat template does not show the tools %s to the policy: describe them and the"
                 " format of a call in a system message, or use a chat template that renders tools",
                 ", ".join(hidden),
             )
-        self._checked_tools = True
-
-    def _find_tool_role(self) -> Literal["plain", "call", "user"]:
-        if self._tool_role is None:
-            probe = {"role": "tool", "name": "f", "content": _RESULT, "tool_call_id": "000000000"}
-            after: dict[Literal["plain", "call"], Callable[[Messages], str]] = {
-                "plain": self._after_answer,
-                "call": lambda messages: self._after_call(messages, ""),
-            }
-            self._tool_role = "user"
-            for role, render in after.items():
-                with suppress(Exception):  # templates raise any type
-                    if _RESULT in render([probe]):
-                        self._tool_role = role
-                        break
-        return self._tool_role
-
-    def _after_call(self, messages: Messages, stop: str) -> str:
-        """What the template renders behind a call, without its stop token."""
-        name = next((str(m["name"]) for m in messages if m.get("name")), "f")
-        call = {"name": name, "arguments": {"x": _ANSWER}}
-        calls = [{"type": "function", "id": "000000000", "function": call}]
-        head: Messages = [
-            {"role": "user", "content": "."},
-            {"role": "assistant", "content": "", "tool_calls": calls},
-        ]
-        call_end = self._render(head, add_generation_prompt=False).rpartition(_ANSWER)[2]
-        rest = self._render([*head, *messages]).rpartition(_ANSWER)[2]
-        return rest.partition(stop)[2] if stop and stop in call_end else rest.removeprefix(call_end)
-
-    def _check_calls(self, tools: Sequence[Any]) -> None:
-        """Check that a call, as the template renders it, is read back.
-
-        Raises:
-            ConfigError: it is not; every call of the policy would be lost.
-        """
+        if not reads_calls:
+            return
         name, arguments = _tool_name(tools[0]), {"x": 12, "text": "a b"}
         call: dict[str, Any] = {"type": "function", "id": "000000000"}
         rendered = ""
@@ -264,6 +234,29 @@ class TurnTokens:
                 f" {rendered[:200]!r}; use the template of a family in docs/agents.md, or one"
                 " without tools, and describe them and <tool_call> in a system message"
             )
+
+    @cached_property
+    def _tool_role(self) -> str:
+        """How the template renders tool messages: "plain", only behind a "call", or as "user"."""
+        probe = {"role": "tool", "name": "f", "content": _RESULT, "tool_call_id": "000000000"}
+        for role, render in (("plain", self._after_answer), ("call", self._after_call)):
+            with suppress(Exception):  # templates raise any type
+                if _RESULT in render([probe]):
+                    return role
+        return "user"
+
+    def _after_call(self, messages: Messages, stop: str = "") -> str:
+        """What the template renders after a call, without its stop token."""
+        name = next((str(m["name"]) for m in messages if m.get("name")), "f")
+        call = {"name": name, "arguments": {"x": _ANSWER}}
+        calls = [{"type": "function", "id": "000000000", "function": call}]
+        head: Messages = [
+            {"role": "user", "content": "."},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+        ]
+        call_end = self._render(head, add_generation_prompt=False).rpartition(_ANSWER)[2]
+        rest = self._render([*head, *messages]).rpartition(_ANSWER)[2]
+        return rest.partition(stop)[2] if stop and stop in call_end else rest.removeprefix(call_end)
 
     def _after_answer(self, messages: Messages) -> str:
         """What the template renders after the content of an assistant message."""

@@ -1,8 +1,18 @@
 """Pairwise evaluation after training, by a judge that training never used."""
 
-from kedge.judges.base import Answer, FunctionJudge, Judge, Pair, Prefer, ScoreJudge
 from kedge.judges.endpoint import Endpoint
-from kedge.judges.match import Match, Row, match, rank
+from kedge.judges.match import (
+    Answer,
+    FunctionJudge,
+    Judge,
+    Match,
+    Pair,
+    Prefer,
+    Row,
+    ScoreJudge,
+    match,
+    rank,
+)
 
 __all__ = [
     "Answer",

@@ -18,7 +18,7 @@ from typing import Any
 
 from kedge.errors import JudgeError
 from kedge.http_client import Reply, excerpt, post, retry_request
-from kedge.judges.base import Answer, Pair, Prefer
+from kedge.judges.match import Answer, Pair, Prefer
 
 TEMPLATE = """\
 Compare two responses to the same prompt. Judge by how well each does what the prompt asks: \

@@ -28,7 +28,7 @@ def broadcast_parameters(models: Iterable[nn.Module]) -> None:
         dist.broadcast(tensor.detach(), src=0)
 
 
-def total(x: Tensor, device: torch.device) -> Tensor:
+def all_reduce(x: Tensor, device: torch.device) -> Tensor:
     """Sum of ``x`` over all ranks, on the device it came from."""
     summed = x.to(device, copy=True)
     dist.all_reduce(summed)

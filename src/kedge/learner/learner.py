@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,12 @@ from transformers import TrainingArguments
 
 from kedge.errors import ConfigError, KedgeError
 from kedge.learner import optim
-from kedge.learner.distributed import accelerator_for, all_gather_rows, broadcast_parameters, total
+from kedge.learner.distributed import (
+    accelerator_for,
+    all_gather_rows,
+    all_reduce,
+    broadcast_parameters,
+)
 from kedge.learner.learner_state import WeightCopier, full_state, load_weights, read_state
 from kedge.learner.logprobs import (
     ActorCritic,
@@ -52,7 +58,7 @@ from kedge.models.model import (
 from kedge.models.packing import group_rows, padding_budget, split_by_length, to_device
 from kedge.models.peft import own_adapters
 from kedge.models.shared_base import AdapterValue, checkpointing_options
-from kedge.models.value_head import ScalarModel, save_value
+from kedge.models.value_head import ScalarModel
 from kedge.ops.cpu.heap import keep_freed_memory
 from kedge.ops.cpu.patch import Kernels
 from kedge.protocols import LossFn, RolloutEngine, ShouldApply, always
@@ -164,14 +170,13 @@ class HFLearner:
             checkpoint_activations(model, options)
         set_training(self.module, False)
         if self.device.type == "cpu":
-            # Recomputed activations would settle as holes between the objects of the graph.
+            # Recomputed activations would fragment the heap between objects of the graph.
             keep_freed_memory(not (self.module.recomputes or self.sharded))
 
     def _move(self) -> None:
         """Move all models to the device, with the weights of rank 0."""
-        self.module.to(self.device)
-        if self.reference is not None:
-            self.reference = self.reference.to(self.device)
+        for model in [self.module, *(self.reference.separate_models if self.reference else [])]:
+            model.to(self.device)
         if self.world_size > 1:
             broadcast_parameters([self.module, *self._all_models()])
 
@@ -271,8 +276,8 @@ class HFLearner:
                 self.scaler.scale(losses.total).backward()
                 for name, x in {"loss": losses.total, **losses.metrics}.items():
                     sums[name] = sums.get(name, 0.0) + x.detach().float()
-        total = self.total(torch.stack(list(sums.values()))) if sums else torch.zeros(0)
-        metrics = dict(zip(sums, total.tolist(), strict=True))
+        reduced = self.all_reduce(torch.stack(list(sums.values()))) if sums else torch.zeros(0)
+        metrics = dict(zip(sums, reduced.tolist(), strict=True))
         if not should_apply(metrics):
             return metrics | self._step_metrics()
         return metrics | self._take_step()
@@ -286,15 +291,13 @@ class HFLearner:
         """The forward pass over rows on the host; its output is on the device of the models."""
         request = build_request(
             self.module.parts,
-            (rows.prompt_ids, rows.prompt_mask),
-            (rows.ids, rows.response_mask),
+            rows,
             rows.loss_mask,
-            self.settings.constraints(rows.loss_mask, rows.allowed_tokens),
-            device=self.device,
+            self.settings,
+            self.device,
             value_slots=rows.value_mask if values and self.value is not None else None,
             policy=policy,
             only_value=only_value,
-            entropy_grad=self.settings.entropy_grad,
         )
         with self.accelerator.autocast():
             output: ForwardOutput = self.module(request)
@@ -335,9 +338,11 @@ class HFLearner:
         if finite:
             # A value head is part of the policy's network and shares its norm, as in TRL.
             apart = isinstance(self.value, ScalarModel | AdapterValue)
-            for name, group in grads.items() if self.settings.max_grad_norm else ():
+            limit = self.settings.max_grad_norm
+            for name, group in grads.items():
                 norm = sizes[name if apart else ""]
-                optim.scale_(group, norm, self.settings.max_grad_norm)
+                if limit and group and norm > limit:  # no group while only the value trains
+                    torch._foreach_mul_(group, limit / norm)
             self.scaler.step(self.optimizer)
             self._stepped, self._skips_in_row = True, 0
         else:
@@ -361,7 +366,10 @@ class HFLearner:
 
     def advance_version(self) -> None:
         """End the iteration: advance policy version and schedule by one, and free the gradients."""
-        optim.step_schedule(self.scheduler)
+        with warnings.catch_warnings():
+            # Torch warns if the first optimizer steps were all skipped.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._backbones.clear()
         self.version += 1
@@ -375,9 +383,9 @@ class HFLearner:
         """A short hash of the policy's weights."""
         return fingerprint(policy_weights(self.policy))
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of ``x`` over all ranks, on the device it came from."""
-        return x if self.world_size == 1 else total(x, self.device)
+        return x if self.world_size == 1 else all_reduce(x, self.device)
 
     def all_gather(self, local: Experience) -> Experience:
         """The rows of all ranks, in rank order."""
@@ -398,7 +406,7 @@ class HFLearner:
             del state  # before the next one is gathered
             state = full_state(value.model)
         if main and value is not None:
-            save_value(value, value_folder, state=state)
+            value.save(value_folder, state)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume exactly; sharded tensors stay sharded."""

@@ -26,21 +26,15 @@ Stage = Callable[[Iterable[tuple[str, Tensor]]], WeightsCopy]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCopier:
-    """Hands the trainable weights of a policy to rollout engines.
+    """Hands the trainable weights of a policy to rollout engines."""
 
-    Args:
-        first_only: one engine, on rank 0, gets them: other ranks gather nothing and get no weights.
-        dtype: of the copies; None: as the weights are.
-        stage: takes full tensors one by one to where engines read them; None: copies on ``device``.
-        device: of the copies; None: the learner's.
-        live: engines load the weights before training continues, so they get the learner's tensors
-            themselves, unless these are sharded.
-    """
-
+    # one engine, on rank 0, gets them: other ranks gather nothing and get no weights
     first_only: bool = False
-    dtype: torch.dtype | None = None
-    stage: Stage | None = None
-    device: str | None = None
+    dtype: torch.dtype | None = None  # of the copies; None: the dtype of the weights
+    stage: Stage | None = None  # takes full tensors to where engines read them; None: copies
+    device: str | None = None  # of the copies; None: the learner's
+    # engines load the weights before training continues, so they get the learner's tensors
+    # themselves, unless these are sharded
     live: bool = False
 
     def __call__(self, policy: nn.Module) -> dict[str, Tensor]:
@@ -56,7 +50,7 @@ class WeightCopier:
             and not any(isinstance(p, DTensor) for p in named.values())
         ):
             raise_on_all_ranks(None)  # rank 0 may stage, if it alone has the engine
-            return named if not self.first_only or is_first() else {}
+            return WeightsCopy(named) if not self.first_only or is_first() else {}
         sums, devices = FingerprintSums(), set[torch.device]()
         left = len(named)
 

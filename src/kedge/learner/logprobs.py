@@ -25,7 +25,7 @@ from kedge.models.packing import JoinedInput, place
 from kedge.models.shared_base import AdapterValue
 from kedge.models.value_head import ScalarHead, ScalarModel
 from kedge.ops.linear_logprob import TokenConstraints, linear_kl, linear_logprob
-from kedge.types import Rollout
+from kedge.types import Experience, Rollout
 
 Value = ScalarModel | AdapterValue | ScalarHead
 
@@ -35,32 +35,21 @@ class ForwardRequest:
     """The log-probabilities and values that one forward pass returns.
 
     Masks become indices on the host, so that the forward pass never waits for the device.
-
-    Args:
-        packed: prompts and responses.
-        states: int64 [n]; flat indices of the states before the n tokens.
-        targets: int64 [n]; ids of these tokens.
-        slots: int64 [n]; flat indices of these tokens in the response [b, R].
-        constraints: temperature and allowed tokens at these positions.
-        shape: (b, R).
-        value_states: int64 [m]; flat indices of the states to compute the value of; None: no value.
-        value_slots: int64 [at most m]; flat indices in [b, R] of the first of these values.
-        policy: compute log-probabilities.
-        only_value: no gradient for the policy, including its backbone.
-        entropy_grad: the entropies have a gradient.
     """
 
-    packed: JoinedInput
-    states: Tensor
-    targets: Tensor
-    slots: Tensor
-    constraints: TokenConstraints
-    shape: torch.Size
+    packed: JoinedInput  # b rows of prompts and responses
+    states: Tensor  # int64 [n]; flat indices of the states before the n tokens
+    targets: Tensor  # int64 [n]; ids of these tokens
+    slots: Tensor  # int64 [n]; flat indices of these tokens in the responses [b, R]
+    constraints: TokenConstraints  # temperature and allowed tokens at these positions
+    shape: torch.Size  # (b, R)
+    # int64 [m]; flat indices of the states to compute the value of; None: no value
     value_states: Tensor | None = None
+    # int64 [at most m]; flat indices in [b, R] of the first of these values
     value_slots: Tensor | None = None
-    policy: bool = True
-    only_value: bool = False
-    entropy_grad: bool = False
+    policy: bool = True  # compute log-probabilities
+    only_value: bool = False  # no gradient for the policy, including its backbone
+    entropy_grad: bool = False  # the entropies have a gradient
 
     def hidden(self, parts: LanguageModelParts) -> Tensor:
         """States float [n, H] of a model before the n tokens."""
@@ -81,61 +70,60 @@ class ForwardRequest:
         return place(x, self.slots, self.shape)
 
     def values(self, x: Tensor) -> Tensor:
-        """The values [m] that have a slot at their slots [b, R]; 0 elsewhere."""
+        """The values [m] with a slot, placed at their slots in [b, R]; 0 elsewhere."""
         assert self.value_slots is not None  # requested
         return place(x[: len(self.value_slots)], self.value_slots, self.shape)
 
 
 def build_request(
     parts: LanguageModelParts,
-    prompts: tuple[Tensor, Tensor],
-    responses: tuple[Tensor, Tensor],
+    rows: Rollout | Experience,
     tokens: Tensor,
-    constraints: TokenConstraints,
-    *,
+    settings: LearnerSettings,
     device: torch.device,
+    *,
     value_slots: Tensor | None = None,
     last_values: bool = False,
     policy: bool = True,
     only_value: bool = False,
-    entropy_grad: bool = False,
 ) -> ForwardRequest:
     """A request on ``device`` for rows on the host; see ``ForwardRequest``.
 
     Args:
         parts: backbone and head of the policy.
-        prompts: ids int64 [b, P] and mask bool [b, P].
-        responses: ids int64 [b, R] and response mask bool [b, R].
+        rows: b rows of prompts and responses.
         tokens: bool [b, R]; response tokens to compute log-probabilities of.
-        constraints: temperature and allowed tokens at these tokens.
+        settings: of these log-probabilities.
         device: where the models are.
         value_slots: bool [b, R]; compute the value of the state before each.
         last_values: append the values of the b states after the last token.
         policy: compute log-probabilities.
         only_value: no gradient for the policy.
-        entropy_grad: the entropies have a gradient.
     """
-    packed = parts.pack(*prompts, *responses)
-    states = packed.states(tokens)
-    value_states = value_index = None
-    if value_slots is not None:
-        value_states = packed.states(value_slots)
-        if last_values:
-            value_states = torch.cat([value_states, packed.ends])
-        value_states = value_states.to(device)
-        value_index = value_slots.flatten().nonzero()[:, 0].to(device)
+    if isinstance(rows, Rollout):
+        prompts = rows.prompts.ids, rows.prompts.mask
+    else:
+        prompts = rows.prompt_ids, rows.prompt_mask
+    packed = parts.pack(*prompts, rows.ids, rows.response_mask)
+    value_states = None if value_slots is None else packed.states(value_slots)
+    if value_states is not None and last_values:
+        value_states = torch.cat([value_states, packed.ends])
+
+    def flat(mask: Tensor) -> Tensor:
+        return mask.flatten().nonzero()[:, 0].to(device)
+
     return ForwardRequest(
         packed=packed.to(device),
-        states=states.to(device),
-        targets=responses[0][tokens].to(device),
-        slots=tokens.flatten().nonzero()[:, 0].to(device),
-        constraints=constraints.to(device),
+        states=packed.states(tokens).to(device),
+        targets=rows.ids[tokens].to(device),
+        slots=flat(tokens),
+        constraints=settings.constraints(tokens, rows.allowed_tokens).to(device),
         shape=tokens.shape,
-        value_states=value_states,
-        value_slots=value_index,
+        value_states=None if value_states is None else value_states.to(device),
+        value_slots=None if value_slots is None else flat(value_slots),
         policy=policy,
         only_value=only_value,
-        entropy_grad=entropy_grad,
+        entropy_grad=settings.entropy_grad,
     )
 
 
@@ -259,46 +247,41 @@ def compute_logprobs(
     Returns:
         float32 [B, R] each, on the host; ``last_values`` [B] with ``values``.
     """
-    if not sharded:
-        return _run_passes(models, rollout, groups, names, settings) if names else {}
     module, reference, device = models
-    passes = torch.tensor(len(groups), device=device)
-    dist.all_reduce(passes, op=dist.ReduceOp.MAX)
-    spare = int(passes) - len(groups)
-    by_model = [{"logprobs", "entropy"}, {"values"}, {"ref_logprobs", "full_kl"}]
-    if module.shared:  # one backbone computes both
-        by_model = [by_model[0] | by_model[1], by_model[2]]
-    if "full_kl" in names:  # needs policy and reference at once
-        by_model = [by_model[0] | by_model[-1], *by_model[1:-1]]
+    by_model, spare = [names], 0
+    if sharded:
+        passes = torch.tensor(len(groups), device=device)
+        dist.all_reduce(passes, op=dist.ReduceOp.MAX)
+        spare = int(passes) - len(groups)
+        by_model = [{"logprobs", "entropy"}, {"values"}, {"ref_logprobs", "full_kl"}]
+        if module.shared:  # one backbone computes both
+            by_model = [by_model[0] | by_model[1], by_model[2]]
+        if "full_kl" in names:  # needs policy and reference at once
+            by_model = [by_model[0] | by_model[-1], *by_model[1:-1]]
+    rows = [torch.tensor(group) for group in groups]
     outputs: dict[str, Tensor] = {}
-    for fields in (fields & names for fields in by_model):
-        if fields:
-            outputs |= _run_passes(models, rollout, groups, fields, settings, spare=spare)
+    for fields in filter(None, (fields & names for fields in by_model)):
+        # In spare passes this rank only takes part in gathering weights for others.
+        parts = [
+            _compute_rows(models, rollout.rows(index), fields, settings)
+            for index in [*rows, *[rows[-1][:1]] * spare]
+        ]
+        outputs |= _join_passes(parts[: len(rows)], torch.cat(rows), rollout.ids.device)
+        if sharded:
             reshard([module, *(reference.separate_models if reference else [])])
     return outputs
 
 
-def _run_passes(
-    models: Models,
-    rollout: Rollout,
-    groups: Sequence[Sequence[int]],
-    names: set[str],
-    settings: LearnerSettings,
-    *,
-    spare: int = 0,
+def _join_passes(
+    parts: Sequence[dict[str, Tensor]], order: Tensor, device: torch.device
 ) -> dict[str, Tensor]:
-    """A forward pass for each group, and spare ones: other ranks wait for weights held here."""
-    passes = [*groups, *[groups[-1][:1]] * spare]
-    parts = [
-        _compute_rows(models, rollout.rows(torch.tensor(rows)), names, settings) for rows in passes
-    ][: len(groups)]
-    order = torch.tensor([row for rows in groups for row in rows])
+    """The outputs of all passes on ``device``, in the order of the rows; the host waits once."""
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    flat = torch.cat([x.flatten() for x in whole.values()]).to(rollout.ids.device)  # the one wait
-    sizes = [x.numel() for x in whole.values()]
+    flat = torch.cat([x.flatten() for x in whole.values()]).to(device)
     outputs = {}
+    sizes = [x.numel() for x in whole.values()]
     for (name, x), values in zip(whole.items(), flat.split(sizes), strict=True):
-        outputs[name] = values.new_empty((len(rollout), *x.shape[1:]))
+        outputs[name] = values.new_empty(x.shape)
         outputs[name][order] = values.view(x.shape)
     return outputs
 
@@ -307,26 +290,34 @@ def _compute_rows(
     models: Models, rollout: Rollout, names: set[str], settings: LearnerSettings
 ) -> dict[str, Tensor]:
     module, reference, device = models
-    policy = bool(names & {"logprobs", "full_kl"})
-    request = _build_request(
-        module.parts, rollout, settings, device, values="values" in names, policy=policy
+    mask = rollout.response_mask  # [b, R]
+    before = torch.arange(mask.shape[1], device=mask.device) <= mask.sum(1)[:, None]
+    request = build_request(
+        module.parts,
+        rollout,
+        mask,
+        settings,
+        device,
+        value_slots=before if "values" in names else None,  # and one slot after each response
+        last_values=True,
+        policy=bool(names & {"logprobs", "full_kl"}),
     )
     output: ForwardOutput = module(request)
 
     def read_reference() -> dict[str, Tensor]:
         assert reference is not None
         head = module.parts.head() if "full_kl" in names else None  # with the policy's adapter
-        found = {}
+        results = {}
         with reference.active() as parts:
             hidden = request.hidden(parts)
             if "ref_logprobs" in names:
-                found["ref_logprobs"], _ = request.logprobs(parts, hidden)
+                results["ref_logprobs"], _ = request.logprobs(parts, hidden)
             if head is not None and output.hidden is not None:
                 constraints = request.constraints
-                found["full_kl"] = linear_kl(
+                results["full_kl"] = linear_kl(
                     output.hidden, head, hidden, parts.head(), constraints=constraints
                 )
-        return found
+        return results
 
     flat: dict[str, Tensor] = {}
     if "logprobs" in names and output.logprobs is not None and output.entropy is not None:
@@ -340,36 +331,11 @@ def _compute_rows(
     return {name: x.float() for name, x in outputs.items()}
 
 
-def _build_request(
-    parts: LanguageModelParts,
-    rollout: Rollout,
-    settings: LearnerSettings,
-    device: torch.device,
-    *,
-    values: bool = False,
-    policy: bool = True,
-) -> ForwardRequest:
-    mask, slots = rollout.response_mask, None
-    if values:
-        slots = torch.arange(mask.shape[1], device=mask.device) <= mask.sum(1)[:, None]
-    return build_request(
-        parts,
-        (rollout.prompts.ids, rollout.prompts.mask),
-        (rollout.ids, mask),
-        mask,
-        settings.constraints(mask, rollout.allowed_tokens),
-        device=device,
-        value_slots=slots,
-        last_values=values,
-        policy=policy,
-    )
-
-
 def reference_logprobs(
     reference: Reference, rollout: Rollout, settings: LearnerSettings, device: torch.device
 ) -> Tensor:
     """Reference log-probabilities of the rows of a rollout on the host: float32 [B, R]."""
     with reference.active() as parts:
-        request = _build_request(parts, rollout, settings, device)
+        request = build_request(parts, rollout, rollout.response_mask, settings, device)
         logprobs, _ = request.logprobs(parts, request.hidden(parts))
     return request.tokens(logprobs)

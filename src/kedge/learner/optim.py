@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -68,35 +67,26 @@ def build_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> Op
     """
     if not groups:
         raise ConfigError("at least one weight must have requires_grad=True to train")
-    if args.optim_args and str(getattr(args.optim, "value", args.optim)) in _WITHOUT_ARGS:
+    name = str(getattr(args.optim, "value", args.optim))
+    what = f"optim={name!r} with optim_args={args.optim_args!r} cannot be built"
+    if args.optim_args and name in _WITHOUT_ARGS:
         raise ConfigError(
-            f"{_optimizer_error(args)}: {args.optim_args.split('=')[0].strip()!r} has no effect;"
+            f"{what}: {args.optim_args.split('=')[0].strip()!r} has no effect;"
             " adam_beta1, adam_beta2, adam_epsilon and weight_decay are separate options"
         )
     try:
         optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
+        if "betas" in options:
+            options["betas"] = tuple(map(float, options["betas"]))  # torch rejects the integer 0
+        known = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
+        if known and "params" not in options:
+            return optimizer_class(groups, **options)
     except (ImportError, TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"{_optimizer_error(args)}: {error}") from error
-    if (
-        not isinstance(optimizer_class, type)
-        or not issubclass(optimizer_class, Optimizer)
-        or "params" in options
-    ):
-        raise ConfigError(
-            f"optim={str(args.optim)!r} needs more than parameter groups and is not supported; "
-            "pass optimizers=(optimizer, scheduler)"
-        )
-    if "betas" in options:
-        options["betas"] = tuple(map(float, options["betas"]))  # torch rejects the integer 0
-    try:
-        return optimizer_class(groups, **options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{_optimizer_error(args)}: {error}") from error
-
-
-def _optimizer_error(args: TrainingArguments) -> str:
-    kind = getattr(args.optim, "value", args.optim)
-    return f"optim={kind!r} with optim_args={args.optim_args!r} cannot be built"
+        raise ConfigError(f"{what}: {error}") from error
+    raise ConfigError(
+        f"optim={name!r} needs more than parameter groups and is not supported; pass"
+        " optimizers=(optimizer, scheduler)"
+    )
 
 
 def check_optimizer_covers(
@@ -165,14 +155,6 @@ def _schedule(args: TrainingArguments, optimizer: Optimizer, iterations: int) ->
         ) from error
 
 
-def step_schedule(scheduler: LRScheduler) -> None:
-    """Advance a schedule by one iteration."""
-    with warnings.catch_warnings():
-        # Torch warns if the first optimizer steps were all skipped.
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-        scheduler.step()
-
-
 def load_optimizer_state(
     optimizer: Optimizer,
     scheduler: LRScheduler,
@@ -196,13 +178,14 @@ def load_optimizer_state(
         CheckpointError: the state belongs to another kind of optimizer.
         DamagedCheckpointError: a tensor is missing, or has a different shape or dtype.
     """
-    given = [{k: g[k] for k in _OPTIONS if k in g} for g in optimizer.param_groups]
+    options_now = [{k: g[k] for k in _OPTIONS if k in g} for g in optimizer.param_groups]
     bases = getattr(scheduler, "base_lrs", None)
-    _load_state(optimizer, state["optimizer"], names or {})
+    _check_state(optimizer, state["optimizer"], names or {})
+    optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     if bases is not None:
         scheduler.base_lrs = bases
-    for group, options in zip(optimizer.param_groups, given, strict=True):
+    for group, options in zip(optimizer.param_groups, options_now, strict=True):
         before, now = group.get("initial_lr"), options.get("initial_lr")
         if before and now is not None and before != now:
             group["lr"] *= now / before
@@ -214,26 +197,21 @@ def load_optimizer_state(
             group["lr"] = base * rule(step)
 
 
-def _load_state(optimizer: Optimizer, state: dict[str, Any], names: Mapping[int, str]) -> None:
-    current = set(optimizer.param_groups[0]) - {"initial_lr"}
-    saved = set(state["param_groups"][0]) - {"initial_lr"}
-    if current != saved:
-        removed, added = (", ".join(sorted(x)) for x in (saved - current, current - saved))
-        raise CheckpointError(
-            f"the checkpoint's optimizer must have the options of this run's"
-            f" {type(optimizer).__name__}; only the checkpoint has {removed or 'none'}, only this"
-            f" run has {added or 'none'}. Resume with the same optim"
-        )
-    _check_state(optimizer, state, names)
-    optimizer.load_state_dict(state)
-
-
 def _check_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
-    """Compare the moments in a state with the weights of torch's own optimizers.
+    """Compare a saved state with an optimizer and, of torch's own, the moments with the weights.
 
     Fused kernels trust the shapes in the state: a wrong one writes past the end of a weight.
     """
     groups, saved = optimizer.param_groups, state["param_groups"]
+    options, options_saved = (set(each[0]) - {"initial_lr"} for each in (groups, saved))
+    if options != options_saved:
+        removed, added = (options_saved - options, options - options_saved)
+        raise CheckpointError(
+            f"the checkpoint's optimizer must have the options of this run's"
+            f" {type(optimizer).__name__}; only the checkpoint has"
+            f" {', '.join(sorted(removed)) or 'none'}, only this run has"
+            f" {', '.join(sorted(added)) or 'none'}. Resume with the same optim"
+        )
     sizes, sizes_saved = ([len(g["params"]) for g in each] for each in (groups, saved))
     if sizes != sizes_saved:
         raise CheckpointError(
@@ -248,23 +226,15 @@ def _check_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[
     for weight, index in zip(weights, numbers, strict=True):
         kept = state["state"].get(index)
         for name in sorted(moments) if kept else ():  # none without a gradient so far
-            if problem := _find_problem(kept, name, weight):
+            x = kept.get(name)
+            wrong = not isinstance(x, Tensor) or (x.shape, x.dtype) != (weight.shape, weight.dtype)
+            if wrong:
+                actual = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
                 raise DamagedCheckpointError(
-                    f"the optimizer's tensor optimizer/state/{index}/{name} {problem} (of the"
-                    f" weight {names.get(id(weight), f'number {index}')})"
+                    f"the optimizer's tensor optimizer/state/{index}/{name} must be {weight.dtype}"
+                    f" {tuple(weight.shape)}, got {actual} (of the weight"
+                    f" {names.get(id(weight), f'number {index}')})"
                 )
-
-
-def _find_problem(kept: Mapping[str, Any], name: str, weight: Tensor) -> str | None:
-    """What is wrong with a moment of a weight."""
-    if name not in kept:
-        return "is missing"
-    x = kept[name]
-    if not isinstance(x, Tensor):
-        return f"is {x!r}, not a tensor"
-    if x.shape != weight.shape:
-        return f"has the shape {tuple(x.shape)}, it must be {tuple(weight.shape)}"
-    return None if x.dtype == weight.dtype else f"is {x.dtype}, it must be {weight.dtype}"
 
 
 def sum_gradients(trained: Sequence[nn.Parameter], ranks: int, bucket_mb: float) -> None:
@@ -296,10 +266,3 @@ def norms(grads: Mapping[str, Iterable[Tensor]]) -> dict[str, float]:
     )
     total = each.square().sum().sqrt()
     return dict(zip(["", *grads], torch.cat([total[None], each]).tolist(), strict=True))
-
-
-def scale_(grads: Iterable[Tensor], norm: float, largest: float) -> None:
-    """Scale gradients of norm ``norm`` down to ``largest``, in place; leave smaller ones."""
-    present = list(grads)  # none while only the value model is trained
-    if present and norm > largest:
-        torch._foreach_mul_(present, largest / norm)

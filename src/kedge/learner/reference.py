@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from kedge.models.fingerprint import fingerprint, policy_weights
@@ -64,11 +63,6 @@ class FrozenModel:
         """The model."""
         return [self.model]
 
-    def to(self, device: torch.device) -> FrozenModel:
-        """The same on a device."""
-        self.model.to(device)
-        return self
-
 
 class AdapterReference:
     """The policy's base model, without its adapter or with another one.
@@ -105,10 +99,6 @@ class AdapterReference:
     def separate_models(self) -> list[nn.Module]:
         """None: it uses the policy's base model."""
         return []
-
-    def to(self, device: torch.device) -> AdapterReference:
-        """Unchanged: it is on the policy's device."""
-        return self
 
 
 # Provides the reference policy within a ``with`` block.

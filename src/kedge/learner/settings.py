@@ -13,42 +13,27 @@ from kedge.ops.linear_logprob import TokenConstraints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """How the learner computes; the optimizer's own settings are TrainingArguments.
+    """How the learner computes; the optimizer's own settings are TrainingArguments."""
 
-    Args:
-        total_iterations: iterations that the learning-rate schedule covers.
-        value_warmup_steps: the first of them, after which the policy's schedule begins.
-        temperature: logits are divided by it, as in sampling.
-        min_new_tokens: stop tokens are banned before this many tokens.
-        stop_ids: the stop tokens.
-        value_learning_rate: None: the policy's.
-        max_grad_norm: the gradient of each model is scaled down to this norm; 0 is off.  A value
-            head on the policy's backbone is one model with it.
-        forward_rows: rows of one forward pass without gradient.
-        padding_budget: padding tokens cheaper than one more pass; None: from the model's size.
-        gradient_checkpointing: recompute activations in the backward.
-        checkpointing_options: passed to torch.utils.checkpoint.
-        reuse_behavior_logprobs: use the rollout engine's if it had the same weights.
-        allow_low_precision_weights: let bf16 and fp16 weights train.
-        entropy_grad: the loss has an entropy bonus.
-        cache_trunk: compute the states below the trained layers once per batch.
-    """
-
-    total_iterations: int
-    value_warmup_steps: int = 0
-    temperature: float = 1.0
-    min_new_tokens: int = 0
+    total_iterations: int  # iterations covered by the learning-rate schedule
+    value_warmup_steps: int = 0  # iterations before the policy's schedule begins
+    temperature: float = 1.0  # logits are divided by it, as in sampling
+    min_new_tokens: int = 0  # stop tokens are banned before this many
     stop_ids: tuple[int, ...] = ()
-    value_learning_rate: float | None = None
+    value_learning_rate: float | None = None  # None: the policy's
+    # The gradient of each model is scaled down to this norm; 0 is off.  A value head on the
+    # policy's backbone is one model with it.
     max_grad_norm: float = 1.0
-    forward_rows: int = 64
+    forward_rows: int = 64  # rows of one forward pass without gradient
+    # padding tokens cheaper than one more pass; None: from the model's size
     padding_budget: int | None = None
-    gradient_checkpointing: bool = False
-    checkpointing_options: Mapping[str, Any] | None = None
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass
+    checkpointing_options: Mapping[str, Any] | None = None  # for torch.utils.checkpoint
+    # use the rollout engine's log-probabilities if it had the same weights
     reuse_behavior_logprobs: bool = False
-    allow_low_precision_weights: bool = False
-    entropy_grad: bool = False
-    cache_trunk: bool = True
+    allow_low_precision_weights: bool = False  # let bf16 and fp16 weights train
+    entropy_grad: bool = False  # the loss has an entropy bonus
+    cache_trunk: bool = True  # compute the states below the trained layers once per batch
 
     def constraints(self, tokens: Tensor, allowed_tokens: Tensor | None) -> TokenConstraints:
         """Constraints at the marked tokens bool [b, R]; ``allowed_tokens`` int64 [b, R, K]."""

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kedge.errors import ConfigError
-from kedge.learner.distributed import total
+from kedge.learner.distributed import all_reduce
 from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
@@ -183,7 +183,7 @@ class GatheredEngine:
 
     def __init__(self, engine: RolloutEngine, policy: nn.Module) -> None:
         self.engine, self.policy = engine, policy
-        self.shares_weights, self.logprobs = engine.shares_weights, engine.logprobs
+        self.shares_weights, self.logprob_kind = engine.shares_weights, engine.logprob_kind
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row.  Every rank calls this or ``wait_for_other_ranks``."""
@@ -199,7 +199,7 @@ class GatheredEngine:
 
     def _any_rank_samples(self, local: bool) -> bool:
         device = next(self.policy.parameters()).device
-        return bool(total(torch.tensor(int(local), device=device), device))
+        return bool(all_reduce(torch.tensor(int(local), device=device), device))
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
         """Pass the version to the engine."""

@@ -13,7 +13,7 @@ from kedge.loop.stages import Terms
 from kedge.math.advantage import group_count, group_std
 from kedge.math.importance import importance_weights
 from kedge.math.kl import k2, k3
-from kedge.protocols import Learner, Total
+from kedge.protocols import AllReduce, Learner
 from kedge.types import AdvantageOutput, Experience, Rollout
 
 
@@ -25,12 +25,12 @@ def batch_metrics(experience: Experience, terms: Terms, learner: Learner) -> dic
         terms: what it was computed from.
         learner: provides the collectives and the version of the weights.
     """
-    inputs, rollout, total = terms.inputs, terms.inputs.rollout, learner.total
+    inputs, rollout, all_reduce = terms.inputs, terms.inputs.rollout, learner.all_reduce
     means = MetricAccumulator()
     _add_staleness(means, terms, learner.version)
     _add_rewards(means, inputs)
     _add_training_data(means, inputs, terms.outputs, terms.kl_coef)
-    metrics = means.read(total) | _lengths(rollout, inputs.reward_output.valid, total)
+    metrics = means.read(all_reduce) | _lengths(rollout, inputs.reward_output.valid, all_reduce)
     penalty = metrics.get("objective/non_score_reward", 0.0)
     metrics["objective/rlhf_reward"] = metrics["objective/scores"] + penalty
     residual, spread = metrics.pop("_residual", 0.0), metrics.pop("_return_std", 0.0)
@@ -40,7 +40,7 @@ def batch_metrics(experience: Experience, terms: Terms, learner: Learner) -> dic
     if terms.outputs.deviation is not None:
         metrics["val/raw_advantage_std"] = float(terms.outputs.deviation)
     known = rollout.token_versions >= 0
-    metrics |= _token_ages(terms.age.clamp(min=0), known & experience.loss_mask, total)
+    metrics |= _token_ages(terms.age.clamp(min=0), known & experience.loss_mask, all_reduce)
     logged = reduce_metrics(inputs.reward_output.metrics, learner)
     metrics |= {f"log/{name}": mean for name, mean in logged.items()}
     if rollout.episodes is not None:
@@ -110,18 +110,18 @@ def _add_training_data(
     means.mean("_advantage", outputs.advantages, mask, std="val/advantage_std")
 
 
-def _lengths(rollout: Rollout, valid: Tensor, total: Total) -> dict[str, float]:
+def _lengths(rollout: Rollout, valid: Tensor, all_reduce: AllReduce) -> dict[str, float]:
     """Mean, shortest and longest response over all ranks, from histograms.
 
     Both of all responses and of the terminated ones; tokens of environments do not count.
     """
     lengths = rollout.loss_mask.sum(1)
-    size = _max_bound(rollout.ids.shape[1], total) + 1
+    size = _max_bound(rollout.ids.shape[1], all_reduce) + 1
     kinds = [
         torch.bincount(lengths[keep].cpu(), minlength=size)
         for keep in (valid, valid & rollout.terminated)
     ]
-    both = total(torch.stack(kinds).double())
+    both = all_reduce(torch.stack(kinds).double())
     metrics: dict[str, float] = {}
     for kind, histogram in zip(("length", "terminated_length"), both, strict=True):
         seen = histogram.nonzero().squeeze(1)
@@ -133,17 +133,17 @@ def _lengths(rollout: Rollout, valid: Tensor, total: Total) -> dict[str, float]:
     return metrics
 
 
-def _token_ages(age: Tensor, keep: Tensor, total: Total) -> dict[str, float]:
+def _token_ages(age: Tensor, keep: Tensor, all_reduce: AllReduce) -> dict[str, float]:
     """The largest age of a token in iterations, and the share of tokens of each age.
 
     Args:
         age: int64 [B, R].
         keep: bool [B, R]; tokens that count.
-        total: sums over ranks.
+        all_reduce: sums over ranks.
     """
     ages = age[keep].cpu()
-    size = _max_bound(int(ages.max()) if len(ages) else 0, total) + 1
-    histogram = total(torch.bincount(ages, minlength=size).double())
+    size = _max_bound(int(ages.max()) if len(ages) else 0, all_reduce) + 1
+    histogram = all_reduce(torch.bincount(ages, minlength=size).double())
     present = histogram.nonzero().squeeze(1).tolist()
     if not present:
         return {}
@@ -151,6 +151,6 @@ def _token_ages(age: Tensor, keep: Tensor, total: Total) -> dict[str, float]:
     return {"rollout/lag_max": float(present[-1])} | (shares if len(shares) > 1 else {})
 
 
-def _max_bound(x: int, total: Total) -> int:
+def _max_bound(x: int, all_reduce: AllReduce) -> int:
     """An upper bound of ``x`` over ranks: the sum."""
-    return int(total(torch.tensor(float(x), dtype=torch.float64)))
+    return int(all_reduce(torch.tensor(float(x), dtype=torch.float64)))

@@ -17,29 +17,17 @@ from kedge.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """The batch sizes of a run, built by ``compute_batch_sizes``.
+    """The batch sizes of a run, built by ``compute_batch_sizes``."""
 
-    Args:
-        world_size: number of ranks.
-        micro_rows: maximum samples per rank in one forward and backward pass.
-        local_rows: samples per rank in one iteration.
-        minibatches: optimizer steps per epoch over a batch.
-        epochs: passes over each batch.
-        group: responses per prompt.
-        iterations: iterations in the run.
-        iterations_per_epoch: iterations that use every prompt once; None: unknown.
-        max_tokens_per_micro_batch: cuts micro-batches by tokens instead of ``micro_rows``.
-    """
-
-    world_size: int
-    micro_rows: int
-    local_rows: int
-    minibatches: int
-    epochs: int
-    group: int
-    iterations: int
-    iterations_per_epoch: float | None = None
-    max_tokens_per_micro_batch: int | None = None
+    world_size: int  # ranks
+    micro_rows: int  # most samples per rank in one forward and backward pass
+    local_rows: int  # samples per rank in one iteration
+    minibatches: int  # optimizer steps per epoch over a batch
+    epochs: int  # passes over each batch
+    group: int  # responses per prompt
+    iterations: int  # of the run
+    iterations_per_epoch: float | None = None  # that use every prompt once; None: unknown
+    max_tokens_per_micro_batch: int | None = None  # cuts micro-batches instead of ``micro_rows``
 
     @property
     def batch_size(self) -> int:
@@ -141,16 +129,6 @@ def compute_batch_sizes(
     Raises:
         ConfigError: sizes that do not divide, or no end of the run.
     """
-    for name, size in [
-        ("per_device_train_batch_size", per_device_train_batch_size),
-        ("gradient_accumulation_steps", gradient_accumulation_steps),
-        ("world_size", world_size),
-        ("num_mini_batches", num_mini_batches),
-        ("num_ppo_epochs", num_ppo_epochs),
-        ("num_generations", num_generations),
-    ]:
-        if size < 1:
-            raise ConfigError(f"{name}={size} must be at least 1")
     local = per_device_train_batch_size * gradient_accumulation_steps
     if num_generations < min_group:
         raise ConfigError(
@@ -189,8 +167,6 @@ def _iterations(
 ) -> int:
     limits = []
     if total_episodes is not None:
-        if total_episodes < 1:
-            raise ConfigError(f"total_episodes={total_episodes} must be at least 1")
         limits.append(math.ceil(total_episodes / batch))
     if max_steps == 0:
         raise ConfigError("max_steps=0 must be at least 1, or -1 for no limit")

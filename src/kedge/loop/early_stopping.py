@@ -15,17 +15,12 @@ class StepLimits:
 
     Limits are compared with means over all tokens of the step on all ranks, so that all ranks
     decide alike.
-
-    Args:
-        max_ratio: skip steps with a larger mean probability ratio; None: no limit.
-        max_kl: nats per token; stop training on the batch once the KL to the behavior policy is
-            larger; None: no limit.
-        keep_last: whether the step that exceeds ``max_kl`` is still applied.
     """
 
-    max_ratio: float | None = None
+    max_ratio: float | None = None  # skip steps with a larger mean probability ratio
+    # nats per token; stop training on the batch once the KL to the behavior policy is larger
     max_kl: float | None = None
-    keep_last: bool = False
+    keep_last: bool = False  # whether the step that exceeds ``max_kl`` is still applied
 
     def should_apply(self, metrics: Mapping[str, float]) -> bool:
         """Whether to apply the step with these metrics."""

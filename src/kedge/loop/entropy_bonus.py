@@ -19,21 +19,13 @@ class EntropyBonus:
     The adaptive coefficient rises by ``delta`` after an optimizer step whose entropy was at most
     ``target``, else it falls; it acts only in the steps after a step at or below the target
     (Skywork-OR1, arXiv:2505.22312, as in TRL).
-
-    Args:
-        coef: the coefficient, at first if it is adaptive.
-        adaptive: whether it adapts; the other arguments are its settings.
-        target: nats per token.
-        delta: change per optimizer step.
-        low: lower bound of the coefficient.
-        high: upper bound of the coefficient.
     """
 
-    coef: float = 0.0
-    adaptive: bool = False
-    target: float = 0.2
-    delta: float = 0.005
-    low: float = 0.0
+    coef: float = 0.0  # at first, if it is adaptive
+    adaptive: bool = False  # whether it adapts; the fields below are how
+    target: float = 0.2  # nats per token
+    delta: float = 0.005  # change per optimizer step
+    low: float = 0.0  # bounds of the coefficient
     high: float = 1.0
     last: float = float("inf")  # nats per token, in the last optimizer step
 

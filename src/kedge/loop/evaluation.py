@@ -67,7 +67,7 @@ def evaluate(
         wait = getattr(rollouts, "wait_for_other_ranks", None)
         if wait is not None and getattr(rollouts, "many_turns", False):
             wait()
-        all_rows = learner.total(torch.tensor(float(len(prompts)), dtype=torch.float64))
+        all_rows = learner.all_reduce(torch.tensor(float(len(prompts)), dtype=torch.float64))
         place = prompts.row + i * int(all_rows)
         keep = reward_output.valid & (place < rows)
         index = place[keep].cpu()
@@ -90,11 +90,11 @@ def evaluate(
         if rollout.episodes is not None:
             episodes = episodes.merge(Metrics(rollout.episodes.metrics))
         samples.append((rollout, reward_output))
-    metrics = means.read(learner.total)
+    metrics = means.read(learner.all_reduce)
     if episodes.totals:
         metrics |= reduce_metrics(episodes.totals, learner)
     metrics["time/step"] = clock() - begin
-    sums, counts = learner.total(totals).cpu()
+    sums, counts = learner.all_reduce(totals).cpu()
     return Evaluation(metrics=metrics, samples=samples, scores=sums / counts)  # 0 / 0 is NaN
 
 

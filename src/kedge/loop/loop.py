@@ -109,7 +109,9 @@ class Engine(Updater):
         except (RewardError, RolloutError, SyncError) as error:
             failure = error  # raised outside of collectives: all ranks reach the vote
         rows = 0.0 if sample is None else float(sample.reward_output.valid.sum())
-        failed, scored = self.learner.total(torch.tensor([float(sample is None), rows])).tolist()
+        failed, scored = self.learner.all_reduce(
+            torch.tensor([float(sample is None), rows])
+        ).tolist()
         self._all_ranks_fail = bool(failed) or not scored  # without any score all ranks may raise
         if failure is not None:
             raise failure
@@ -127,7 +129,7 @@ class Engine(Updater):
         if self.learner.world_size > 1:
             counts = torch.zeros(self.max_lag + 2)
             counts[len(self.scheduler.in_flight)] = 1.0
-            if not bool((self.learner.total(counts) == self.learner.world_size).any()):
+            if not bool((self.learner.all_reduce(counts) == self.learner.world_size).any()):
                 self.scheduler.restore([], self.step)
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -158,9 +160,4 @@ class Engine(Updater):
 
     def restore(self, samples: list[PendingSample]) -> None:
         """Use these samples for the next iterations, as after a resume."""
-        names = ("rollout", "reward_output", "times")  # checkpoints had tuples before ``Sample``
-        samples = [
-            Sample(**dict(zip(names, x, strict=True))) if isinstance(x, tuple) else x
-            for x in samples
-        ]
         self.scheduler.restore(samples, self.step)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kedge.protocols import Learner, Total
+from kedge.protocols import AllReduce, Learner
 from kedge.types import Metrics
 
 NAMES: dict[str, str] = {
@@ -198,7 +198,7 @@ class MetricAccumulator:
     """Accumulates means and sums over this rank's rows and reduces them over ranks in one call."""
 
     def __init__(self) -> None:
-        self._means: dict[str, list[Tensor]] = {}  # sums of values and their squares, count
+        self._means: dict[str, Tensor] = {}  # float64 [3]; sums of values and squares, count
         self._stds: dict[str, tuple[str, bool]] = {}
         self._sums: dict[str, Tensor] = {}
 
@@ -215,10 +215,8 @@ class MetricAccumulator:
             unbiased: divide by n - 1 for it, and leave it out for a single value.
         """
         kept = torch.where(keep, x.to(torch.float64), 0.0)
-        sums = [kept.sum().cpu(), keep.sum().cpu()]
-        sums += [(kept**2).sum().cpu()] if std else []
-        before = self._means.get(name)
-        self._means[name] = [a + b for a, b in zip(before, sums, strict=True)] if before else sums
+        sums = torch.stack([kept.sum(), (kept**2).sum(), keep.sum().double()]).cpu()
+        self._means[name] = self._means[name] + sums if name in self._means else sums
         self._stds[name] = (std, unbiased)
 
     def sum(self, name: str, x: Tensor) -> None:
@@ -226,17 +224,13 @@ class MetricAccumulator:
         added = x.to(torch.float64).sum().cpu()
         self._sums[name] = self._sums[name] + added if name in self._sums else added
 
-    def read(self, total: Total) -> dict[str, float]:
+    def read(self, all_reduce: AllReduce) -> dict[str, float]:
         """Values over all ranks; means with count 0 are left out."""
-        flat = [x.double() for sums in self._means.values() for x in sums]
-        flat += self._sums.values()
-        if not flat:
-            return {}
-        merged = iter(total(torch.stack(flat)).tolist())
+        parts = [*self._means.values(), *(x[None] for x in self._sums.values())]
+        merged = iter(all_reduce(torch.cat(parts)).tolist() if parts else [])
         metrics: dict[str, float] = {}
         for name, (std, unbiased) in self._stds.items():
-            top, count = next(merged), next(merged)
-            squares = next(merged) if std else 0.0
+            top, squares, count = next(merged), next(merged), next(merged)
             if count and not name.startswith("_"):
                 metrics[name] = top / count
             if std and count > unbiased:
@@ -265,8 +259,8 @@ def _all_gather_text(text: str, learner: Learner) -> list[str]:
     codes = torch.tensor(list(text.encode()), dtype=torch.float64)
     sizes = torch.zeros(learner.world_size, dtype=torch.float64)
     sizes[learner.rank] = len(codes)
-    widths = [int(n) for n in learner.total(sizes)]
+    widths = [int(n) for n in learner.all_reduce(sizes)]
     table = torch.zeros(learner.world_size, max(widths), dtype=torch.float64)
     table[learner.rank, : len(codes)] = codes
-    rows = learner.total(table).int().tolist()
+    rows = learner.all_reduce(table).int().tolist()
     return [bytes(row[:width]).decode() for row, width in zip(rows, widths, strict=True)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kedge.algorithms.base import Algorithm
 from kedge.math.loss_weights import WEIGHTINGS, row_mean
-from kedge.protocols import Total
+from kedge.protocols import AllReduce
 from kedge.types import Experience, MicroBatch, number_prompts
 
 
@@ -18,7 +18,7 @@ def micro_batches(
     index: Tensor,
     algo: Algorithm,
     micro_rows: int,
-    total: Total,
+    all_reduce: AllReduce,
     *,
     max_tokens: int | None = None,
     by_prompt: bool = False,
@@ -32,7 +32,7 @@ def micro_batches(
         index: int64 [n]; rows of this optimizer step.
         algo: the algorithm, which weights tokens.
         micro_rows: maximum rows of a micro-batch.
-        total: sum over ranks.
+        all_reduce: sum over ranks.
         max_tokens: maximum tokens of a micro-batch, padding included, instead of ``micro_rows``.
         by_prompt: keep rows of one prompt together, for a learner that shares them.
     """
@@ -45,13 +45,13 @@ def micro_batches(
     step = experience.rows(index[order])
     token_weights = WEIGHTINGS[algo.weighting]
     token, value, row = (
-        token_weights(step.loss_mask, total),
-        token_weights(step.value_mask, total),
-        row_mean(step.loss_mask, total),
+        token_weights(step.loss_mask, all_reduce),
+        token_weights(step.value_mask, all_reduce),
+        row_mean(step.loss_mask, all_reduce),
     )
     sizes: int | list[int] = micro_rows
     if max_tokens is not None:
-        sizes = rows_within(lengths[order].tolist(), max_tokens, total)
+        sizes = rows_within(lengths[order].tolist(), max_tokens, all_reduce)
     for part in torch.arange(len(step)).split(sizes):
         yield MicroBatch(
             rows=step.rows(part),
@@ -69,7 +69,7 @@ def _first_places(numbers: Tensor) -> Tensor:
     return first[numbers]
 
 
-def rows_within(lengths: Sequence[int], max_tokens: int, total: Total) -> list[int]:
+def rows_within(lengths: Sequence[int], max_tokens: int, all_reduce: AllReduce) -> list[int]:
     """Rows of consecutive micro-batches of at most ``max_tokens`` tokens, padding included.
 
     Every rank gets equally many, as sharded weights need: one with fewer halves its largest ones.
@@ -77,7 +77,7 @@ def rows_within(lengths: Sequence[int], max_tokens: int, total: Total) -> list[i
     Args:
         lengths: tokens of each row; equally many rows on every rank.
         max_tokens: a longer row is a micro-batch by itself.
-        total: sum over ranks.
+        all_reduce: sum over ranks.
     """
     sizes: list[int] = []
     longest = 0
@@ -90,7 +90,7 @@ def rows_within(lengths: Sequence[int], max_tokens: int, total: Total) -> list[i
             longest = length
     ranks_with = torch.zeros(len(lengths) + 1)
     ranks_with[len(sizes)] = 1
-    most = int(total(ranks_with).nonzero().max())
+    most = int(all_reduce(ranks_with).nonzero().max())
     while len(sizes) < most:
         largest = sizes.index(max(sizes))
         half = sizes[largest] // 2

@@ -74,7 +74,7 @@ def preflight(
     Raises:
         PreflightError: a check failed; the message has the number and likely causes.
     """
-    if not float(learner.total(reward_output.valid.sum())):
+    if not float(learner.all_reduce(reward_output.valid.sum())):
         return ["no response of the first batch has a score, so the preflight checks were skipped"]
     _check_rewards(reward_output)
     _check_stop_token(rollout)
@@ -87,7 +87,7 @@ def preflight(
     model_outputs = compute(replace(rollout, behavior_logprobs=None))
     mask = rollout.loss_mask & reward_output.valid[:, None]
     _check_finite_outputs(model_outputs, mask)
-    if rollout.behavior_logprobs is not None and engine.logprobs == "sampled":
+    if rollout.behavior_logprobs is not None and engine.logprob_kind == "sampled":
         _check_gap(
             rollout.behavior_logprobs,
             model_outputs.logprobs,
@@ -178,14 +178,12 @@ def _check_finite_outputs(model_outputs: ModelOutputs, mask: Tensor) -> None:
         "the value model": model_outputs.values,
     }
     for name, x in outputs.items():
-        if x is None:
-            continue
-        bad = mask & ~x.isfinite()
-        if bad.any():
-            row, slot = (int(i) for i in bad.nonzero()[0])
+        bad = [] if x is None else (mask & ~x.isfinite()).nonzero().tolist()
+        if x is not None and bad:
+            row, column = bad[0]
             raise PreflightError(
-                f"preflight: {name} returns {float(x[row, slot])} for token {slot} of row {row}:"
-                " its weights are not finite, or overflow in this precision"
+                f"preflight: {name} returns {float(x[row, column])} for token {column} of row"
+                f" {row}: its weights are not finite, or overflow in this precision"
             )
 
 
@@ -225,7 +223,7 @@ def _find_warnings(
     decode: Callable[[list[int]], str] | None = None,
 ) -> list[str]:
     scores = torch.where(reward_output.valid, reward_output.scores, 0.0).double()
-    n, s, ss = learner.total(
+    n, s, ss = learner.all_reduce(
         torch.stack([reward_output.valid.sum().double(), scores.sum(), (scores**2).sum()])
     ).tolist()
     warnings = []
@@ -234,7 +232,7 @@ def _find_warnings(
             f"all {int(n)} scores of the first batch equal {s / n:g}: without differences there is"
             " nothing to learn; check the reward"
         )
-    rows, finished = learner.total(
+    rows, finished = learner.all_reduce(
         torch.tensor([float(len(rollout)), float(rollout.terminated.sum())], dtype=torch.float64)
     ).tolist()
     tokens = [f"{i} {decode([i])!r}" if decode else str(i) for i in sampling.stop_ids]
@@ -272,7 +270,7 @@ def _find_unfinished(
     output = reward.score(cut)
     counts = rollout.terminated & reward_output.valid & output.valid & (lengths > 1)
     higher = counts & (output.scores > reward_output.scores)
-    n, more = learner.total(torch.stack([counts.sum(), higher.sum()]).double()).tolist()
+    n, more = learner.all_reduce(torch.stack([counts.sum(), higher.sum()]).double()).tolist()
     if not n or more / n < UNFINISHED_HIGHER:
         return []
     return [

@@ -94,16 +94,13 @@ def make_experience(
     if correction is not None and behavior is not None and not direct:
         trained = mask if too_old is None else mask & ~too_old
         weight = importance_weights(logprobs, behavior, trained, correction)  # 0 where not trained
-        if correction.kind == "mask":
-            rejected = trained & (weight == 0)
-            if correction.level != "token":  # whole responses
-                rejected = mask & rejected.any(1, keepdim=True)
+        rejected = _rejected_tokens(weight, trained, mask, correction)
     excluded = [x for x in (too_old, rejected) if x is not None]
     inputs = AdvantageInputs(
         rollout=rollout,
         reward_output=reward_output,
         model_outputs=model_outputs,
-        total=learner.total,
+        all_reduce=learner.all_reduce,
         excluded=reduce(torch.logical_or, excluded) if excluded else None,
     )
     outputs = algo.compute_advantages(inputs, kl_coef)
@@ -147,6 +144,16 @@ def make_experience(
         correction=correction,
         weight=weight,
     )
+
+
+def _rejected_tokens(
+    weight: Tensor, trained: Tensor, mask: Tensor, correction: Correction
+) -> Tensor | None:
+    """Tokens bool [B, R] that a correction of kind "mask" leaves out; None for other kinds."""
+    if correction.kind != "mask":
+        return None
+    rejected = trained & (weight == 0)
+    return rejected if correction.level == "token" else mask & rejected.any(1, keepdim=True)
 
 
 def _check_scores(reward_output: RewardOutput) -> None:
@@ -232,7 +239,7 @@ def optimize(  # noqa: C901, PLR0913
                 index[share],
                 algo,
                 micro_rows,
-                learner.total,
+                learner.all_reduce,
                 max_tokens=max_tokens,
                 by_prompt=learner.shares_prompts,
             )
@@ -240,8 +247,8 @@ def optimize(  # noqa: C901, PLR0913
                 learner.optimizer_step(step, loss, only_value=True, skip_policy=True)
                 after_step()
                 continue
-            # Where no token trains, momentum must not move the policy, nor 0 the entropy's control.
-            tokens = learner.total(experience.loss_mask[index[share]].sum().float())
+            # If no token trains, momentum must not move the policy, nor entropy 0 its control.
+            tokens = learner.all_reduce(experience.loss_mask[index[share]].sum().float())
             empty = not float(tokens)
             metrics = learner.optimizer_step(
                 step,
@@ -258,9 +265,6 @@ def optimize(  # noqa: C901, PLR0913
             if limits.should_stop(metrics):
                 return _mean_over_steps(history)
     return _mean_over_steps(history)
-
-
-_OF_TOKENS = ("val/ratio", "policy/entropy_avg", "policy/approxkl_avg", "policy/policykl_avg")
 
 
 _OF_TOKENS = ("val/ratio", "policy/entropy_avg", "policy/approxkl_avg", "policy/policykl_avg")

@@ -23,7 +23,7 @@ from kedge.loop.stages import make_experience, optimize
 from kedge.math.importance import Correction
 from kedge.protocols import KLController, Learner
 from kedge.rollout.scheduler.dynamic_sampling import REPLACED
-from kedge.types import Sample
+from kedge.types import RewardOutput, Rollout, Sample
 
 logger = logging.getLogger(__name__)
 MOST_UNSCORED = 10  # consecutive batches without any score; then training stops
@@ -57,79 +57,83 @@ class Updater:
     def train_on(self, sample: Sample, *, begin: float | None = None) -> dict[str, float]:
         """Everything in an iteration after sampling; returns its metrics."""
         rollout, reward_output, times = sample.rollout, sample.reward_output, sample.times
-        sizes = self.batch_sizes
         self.hooks.on_sample(self.step, rollout, reward_output)
-        start = ready = self.clock()
-        if float(self.learner.total(reward_output.valid.sum())):
+        start = self.clock()
+        if float(self.learner.all_reduce(reward_output.valid.sum())):
             self._unscored = 0
-            experience, terms = make_experience(
-                rollout,
-                reward_output,
-                self.learner,
-                self.algorithm,
-                self.kl.value,
-                self.correction,
-                self.max_token_lag,
-            )
-            metrics = batch_metrics(experience, terms, self.learner)
-            self.hooks.on_experience(self.step, experience)
-            too_old = metrics.get("rollout/too_old_tokens", 0.0)
-            if too_old > MOST_TOO_OLD and not self._too_old:
-                self._too_old = True
-                logger.warning(
-                    "%.0f%% of the sampled tokens do not train, since they are older than"
-                    " max_lag=%d iterations; these are the first tokens of long responses. Raise"
-                    " max_lag",
-                    *(100 * too_old, self.max_token_lag),
-                )
-            ready = self.clock()
-            stale = (rollout.version >= 0) & (rollout.version < self.learner.version)
-            # In low precision, log-probabilities differ between passes of different shapes.
-            one_pass = self.learner.low_precision and sizes.optimizer_steps_per_iteration == 1
-            direct = self.correction is not None and self.correction.kind == "ratio"
-            metrics |= optimize(
-                experience,
-                self.learner,
-                self.algorithm,
-                epochs=sizes.epochs,
-                minibatches=sizes.minibatches,
-                micro_rows=sizes.micro_rows,
-                max_tokens=sizes.max_tokens_per_micro_batch,
-                seed=seed_for(self.seed, "shuffle", self.step),
-                only_value=self.step < self.value_warmup_steps,
-                detach_old_logprobs=one_pass and not direct and not bool(stale.any()),
-                step_limits=self.step_limits,
-                before_step=self._mark_inconsistent,
-                after_step=self.hooks.on_optimizer_step,
-                value_passes=self.value_passes,
-                entropy_bonus=self.entropy_bonus,
-            )
+            metrics = self._learn(rollout, reward_output)
         else:
             metrics = self._without_scores(len(rollout))
         self.learner.advance_version()
+        batch_size = self.batch_sizes.batch_size
         if self.step >= self.value_warmup_steps:
-            self.kl.update(metrics.get("objective/kl", 0.0), sizes.batch_size)
+            self.kl.update(metrics.get("objective/kl", 0.0), batch_size)
         self.step += 1
         moved = metrics.get("grad_norm/policy", 0.0) * metrics.get("lr", 0.0) > 0
         self._moves += moved and self.step > self.value_warmup_steps
         done = self.clock()
         seconds = done - (start if begin is None else begin)
+        annotate = metrics.setdefault("time/annotate", 0.0)
         if REPLACED in times:
             replaced = torch.tensor(times[REPLACED], dtype=torch.float64)
-            times = {**times, REPLACED: float(self.learner.total(replaced))}
+            times = {**times, REPLACED: float(self.learner.all_reduce(replaced))}
         metrics |= {
             **times,
-            "time/annotate": ready - start,
-            "time/update": done - ready,
+            "time/update": done - start - annotate,
             "time/step": seconds,
-            "episode": float(self.step * sizes.batch_size),
+            "episode": float(self.step * batch_size),
         }
         if "completions/mean_length" in metrics:
-            tokens = metrics["completions/mean_length"] * sizes.batch_size
+            tokens = metrics["completions/mean_length"] * batch_size
             metrics["tokens_per_second"] = tokens / max(seconds, 1e-9)
         check_known(metrics)
         self.state_consistent = True
         return metrics
+
+    def _learn(self, rollout: Rollout, reward_output: RewardOutput) -> dict[str, float]:
+        """Compute the experience of a batch and train on it; returns its metrics."""
+        sizes, start = self.batch_sizes, self.clock()
+        experience, terms = make_experience(
+            rollout,
+            reward_output,
+            self.learner,
+            self.algorithm,
+            self.kl.value,
+            self.correction,
+            self.max_token_lag,
+        )
+        metrics = batch_metrics(experience, terms, self.learner)
+        self.hooks.on_experience(self.step, experience)
+        too_old = metrics.get("rollout/too_old_tokens", 0.0)
+        if too_old > MOST_TOO_OLD and not self._too_old:
+            self._too_old = True
+            logger.warning(
+                "%.0f%% of the sampled tokens do not train, since they are older than max_lag=%d"
+                " iterations; these are the first tokens of long responses. Raise max_lag",
+                *(100 * too_old, self.max_token_lag),
+            )
+        metrics["time/annotate"] = self.clock() - start
+        stale = (rollout.version >= 0) & (rollout.version < self.learner.version)
+        # In low precision, log-probabilities differ between passes of different shapes.
+        one_pass = self.learner.low_precision and sizes.optimizer_steps_per_iteration == 1
+        direct = self.correction is not None and self.correction.kind == "ratio"
+        return metrics | optimize(
+            experience,
+            self.learner,
+            self.algorithm,
+            epochs=sizes.epochs,
+            minibatches=sizes.minibatches,
+            micro_rows=sizes.micro_rows,
+            max_tokens=sizes.max_tokens_per_micro_batch,
+            seed=seed_for(self.seed, "shuffle", self.step),
+            only_value=self.step < self.value_warmup_steps,
+            detach_old_logprobs=one_pass and not direct and not bool(stale.any()),
+            step_limits=self.step_limits,
+            before_step=self._mark_inconsistent,
+            after_step=self.hooks.on_optimizer_step,
+            value_passes=self.value_passes,
+            entropy_bonus=self.entropy_bonus,
+        )
 
     def _without_scores(self, rows: int) -> dict[str, float]:
         """Metrics of a batch without any valid reward, which is skipped.

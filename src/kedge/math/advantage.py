@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kedge.math.masked import Total, moments
+from kedge.math.masked import AllReduce, moments
 
 
 def gae(
@@ -132,7 +132,7 @@ def group_normalize(
     valid: Tensor,
     *,
     scale: Literal["group", "batch", "none"],
-    total: Total,
+    all_reduce: AllReduce,
     eps: float = 1e-4,
 ) -> Tensor:
     """Score minus its group's mean, divided by a standard deviation.
@@ -147,7 +147,7 @@ def group_normalize(
         group: int64 [B].
         valid: bool [B].
         scale: divide by the standard deviation of the group, of all valid scores, or not at all.
-        total: sums a tensor over ranks, for "batch".
+        all_reduce: sums a tensor over ranks, for "batch".
         eps: added to the standard deviation.
 
     Returns:
@@ -158,6 +158,6 @@ def group_normalize(
     if scale == "group":
         return centered / (group_std(scores, group, valid) + eps)
     if scale == "batch":
-        _, std = moments(scores, valid, total=total)
+        _, std = moments(scores, valid, all_reduce=all_reduce)
         return centered / (std + eps)
     return centered

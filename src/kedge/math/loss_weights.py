@@ -11,30 +11,30 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kedge.math.masked import Total
+from kedge.math.masked import AllReduce
 
 
-def _count(mask: Tensor, total: Total) -> Tensor:
-    return total(mask.sum().to(torch.float32)).clamp(min=1)
+def _count(mask: Tensor, all_reduce: AllReduce) -> Tensor:
+    return all_reduce(mask.sum().to(torch.float32)).clamp(min=1)
 
 
-def token_mean(mask: Tensor, total: Total) -> Tensor:
+def token_mean(mask: Tensor, all_reduce: AllReduce) -> Tensor:
     """Every real token has the same weight.  bool [B, R] -> float32 [B, R]."""
-    return mask / _count(mask, total)
+    return mask / _count(mask, all_reduce)
 
 
-def row_mean(mask: Tensor, total: Total) -> Tensor:
+def row_mean(mask: Tensor, all_reduce: AllReduce) -> Tensor:
     """Every row with a real token has the same weight.  bool [B, R] -> float32 [B]."""
     trained = mask.any(1)
-    return trained / _count(trained, total)
+    return trained / _count(trained, all_reduce)
 
 
-def row_then_token_mean(mask: Tensor, total: Total) -> Tensor:
+def row_then_token_mean(mask: Tensor, all_reduce: AllReduce) -> Tensor:
     """Every response has the same weight, whatever its length (GRPO, arXiv:2402.03300)."""
-    return row_mean(mask, total)[:, None] * mask / mask.sum(1, keepdim=True).clamp(min=1)
+    return row_mean(mask, all_reduce)[:, None] * mask / mask.sum(1, keepdim=True).clamp(min=1)
 
 
-WEIGHTINGS: dict[str, Callable[[Tensor, Total], Tensor]] = {
+WEIGHTINGS: dict[str, Callable[[Tensor, AllReduce], Tensor]] = {
     "token_mean": token_mean,
     "row_then_token_mean": row_then_token_mean,
 }

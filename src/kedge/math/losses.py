@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kedge.math.masked import Total, masked_mean
+from kedge.math.masked import AllReduce, masked_mean
 
 
 class Clip(NamedTuple):
@@ -74,7 +74,9 @@ def outside(ratio: Tensor, clip: Clip) -> Tensor:
     return (ratio <= 1 - clip.low) | (ratio >= clip.top)
 
 
-def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, *, total: Total) -> Tensor:
+def covariances(
+    logprobs: Tensor, advantages: Tensor, mask: Tensor, *, all_reduce: AllReduce
+) -> Tensor:
     """(log p_t - mean log p) (A_t - mean A), with means over all tokens of the mask and all ranks.
 
     Tokens with a large one carry the fall of the entropy: Cui et al. 2025, section 4
@@ -84,12 +86,12 @@ def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, *, total: To
         logprobs: float32 [B, R].
         advantages: float32 [B, R].
         mask: bool [B, R].
-        total: sums a tensor over ranks.
+        all_reduce: sums a tensor over ranks.
 
     Returns:
         float32 [B, R], -inf outside the mask.
     """
-    gaps = [x - masked_mean(x, mask, total=total) for x in (logprobs, advantages)]
+    gaps = [x - masked_mean(x, mask, all_reduce=all_reduce) for x in (logprobs, advantages)]
     return torch.where(mask, gaps[0] * gaps[1], -torch.inf)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Total = Callable[[Tensor], Tensor]  # sums a tensor over ranks
+AllReduce = Callable[[Tensor], Tensor]  # sums a tensor over ranks
 
 
 def one_rank(x: Tensor) -> Tensor:
@@ -15,15 +15,15 @@ def one_rank(x: Tensor) -> Tensor:
     return x
 
 
-def masked_mean(x: Tensor, mask: Tensor, *, total: Total = one_rank) -> Tensor:
+def masked_mean(x: Tensor, mask: Tensor, *, all_reduce: AllReduce = one_rank) -> Tensor:
     """Mean of ``x`` where ``mask``; 0 when the mask is empty everywhere.
 
     Args:
         x: float [*].
         mask: bool [*].
-        total: sums a tensor over ranks; the default is for a single rank.
+        all_reduce: sums a tensor over ranks; the default is for a single rank.
     """
-    sums = total(torch.stack([torch.where(mask, x, 0.0).sum(), mask.sum().to(x.dtype)]))
+    sums = all_reduce(torch.stack([torch.where(mask, x, 0.0).sum(), mask.sum().to(x.dtype)]))
     return sums[0] / sums[1].clamp(min=1)
 
 
@@ -32,7 +32,7 @@ def whiten(
     mask: Tensor,
     *,
     center: bool = True,
-    total: Total = one_rank,
+    all_reduce: AllReduce = one_rank,
     eps: float = 1e-8,
     least: float = 0.0,
 ) -> Tensor:
@@ -47,17 +47,17 @@ def whiten(
         x: float [*].
         mask: bool [*]; the result is 0 outside it.
         center: whether the mean is removed; False is reward whitening.
-        total: sums a tensor over ranks.
+        all_reduce: sums a tensor over ranks.
         eps: added to the variance.
         least: smallest standard deviation to divide by.
     """
-    mean, variance = _mean_and_variance(x, mask, total)
+    mean, variance = _mean_and_variance(x, mask, all_reduce)
     centered = torch.where(mask, x - mean, 0.0)
     scaled = centered * (variance.clamp(min=least**2) + eps).rsqrt()
     return scaled if center else torch.where(mask, scaled + mean, 0.0)
 
 
-def moments(x: Tensor, mask: Tensor, *, total: Total = one_rank) -> tuple[Tensor, Tensor]:
+def moments(x: Tensor, mask: Tensor, *, all_reduce: AllReduce = one_rank) -> tuple[Tensor, Tensor]:
     """Mean and unbiased standard deviation of ``x`` where ``mask``, over all ranks; scalars.
 
     The deviation of fewer than two values is 0.
@@ -65,20 +65,22 @@ def moments(x: Tensor, mask: Tensor, *, total: Total = one_rank) -> tuple[Tensor
     Args:
         x: float [*].
         mask: bool [*].
-        total: sums a tensor over ranks.
+        all_reduce: sums a tensor over ranks.
     """
-    mean, variance = _mean_and_variance(x, mask, total)
+    mean, variance = _mean_and_variance(x, mask, all_reduce)
     return mean, variance.sqrt()
 
 
-def _mean_and_variance(x: Tensor, mask: Tensor, total: Total) -> tuple[Tensor, Tensor]:
-    mean = masked_mean(x, mask, total=total)
+def _mean_and_variance(x: Tensor, mask: Tensor, all_reduce: AllReduce) -> tuple[Tensor, Tensor]:
+    mean = masked_mean(x, mask, all_reduce=all_reduce)
     centered = torch.where(mask, x - mean, 0.0)
-    sums = total(torch.stack([(centered**2).sum(), mask.sum().to(x.dtype)]))
+    sums = all_reduce(torch.stack([(centered**2).sum(), mask.sum().to(x.dtype)]))
     return mean, sums[0] / (sums[1] - 1).clamp(min=1)
 
 
-def standardize(x: Tensor, mask: Tensor, *, total: Total = one_rank, eps: float = 1e-4) -> Tensor:
+def standardize(
+    x: Tensor, mask: Tensor, *, all_reduce: AllReduce = one_rank, eps: float = 1e-4
+) -> Tensor:
     """(x - mean) / (std + eps) over all ranks; 0 outside the mask.
 
     ``eps`` is larger and outside the root, so that rounding of equal scores is not amplified.
@@ -86,10 +88,10 @@ def standardize(x: Tensor, mask: Tensor, *, total: Total = one_rank, eps: float 
     Args:
         x: float [*].
         mask: bool [*].
-        total: sums a tensor over ranks.
+        all_reduce: sums a tensor over ranks.
         eps: added to the standard deviation.
     """
-    mean, std = moments(x, mask, total=total)
+    mean, std = moments(x, mask, all_reduce=all_reduce)
     return torch.where(mask, (x - mean) / (std + eps), 0.0)
 
 

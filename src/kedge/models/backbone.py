@@ -53,7 +53,7 @@ def read_backbone(backbone: nn.Module, packed: JoinedInput) -> Tensor:
 
 @dataclass(slots=True, eq=False)
 class _LowerStates:
-    """The states after frozen layers by row, of all backbones with the same tensors there."""
+    """Cached states after the frozen layers, by row, for all backbones that share these layers."""
 
     kind: type[nn.Module]
     depth: int  # layers that are frozen
@@ -147,7 +147,7 @@ class _CachedBackbone:
         packed = packed.to(next(self.backbone.parameters()).device)
         try:
             whole = self.read(packed)
-            # What the model itself may keep is of other rows.
+            # Overwrite any state that the model itself caches with that of other rows.
             run_backbone(self.backbone, packed.ids.flip(1))
             gap = float((self.read(packed) - whole).abs().max())
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
@@ -177,10 +177,10 @@ class BackboneCache:
                 self._add(backbone)
 
     def _add(self, backbone: nn.Module) -> None:
-        found, name = find_layers(backbone), type(backbone).__name__
-        if found is None or next(backbone.parameters()).is_meta:
+        named_layers, name = find_layers(backbone), type(backbone).__name__
+        if named_layers is None or next(backbone.parameters()).is_meta:
             return
-        prefix, layers = found
+        prefix, layers = named_layers
         depth = _count_frozen(backbone, prefix, len(layers))
         below = next((x for x in self._below if x.serve(backbone, depth)), None)
         if below is None:

@@ -26,11 +26,15 @@ def cache_argument(model: Any) -> str | None:
     return next((name for name in names if name in accepted), None)
 
 
+def text_config(model: Any) -> Any:
+    """The text part of the configuration of a model, or of a configuration."""
+    config: Any = getattr(model, "config", model)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def positions(model: Any) -> int | None:
     """Maximum tokens per row of a model or configuration; None if it states no limit."""
-    config: Any = getattr(model, "config", model)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    limit = getattr(text, "max_position_embeddings", None)
+    limit = getattr(text_config(model), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 

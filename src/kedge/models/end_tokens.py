@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from kedge.models.compatibility import text_config
 from kedge.models.load import configuration_source
 
 
@@ -33,8 +34,7 @@ def eos_token_ids(
         config = getattr(model, "config", None)
         generation = getattr(model, "generation_config", None)
     ids = [tokenizer.eos_token_id, *as_list(getattr(generation, "eos_token_id", None))]
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(text, "vocab_size", None) or float("inf")
+    size = getattr(text_config(config), "vocab_size", None) or float("inf")
     return tuple(dict.fromkeys(int(i) for i in ids if i is not None and 0 <= i < size))
 
 

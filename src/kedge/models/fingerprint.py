@@ -42,7 +42,7 @@ class FingerprintSums:
 
     def __init__(self) -> None:
         self._whole: dict[str, Tensor] = {}  # int64 checksums by name, shape and type
-        self._shards: dict[str, Tensor] = {}  # of what this rank holds of sharded tensors
+        self._shards: dict[str, Tensor] = {}  # checksums of this rank's shards of sharded tensors
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor, which may change or be freed afterwards."""
@@ -110,11 +110,12 @@ def _first_word(x: DTensor) -> int | None:
 
 
 class WeightsCopy(dict[str, Tensor]):
-    """Weights by name as they are kept for rollout engines."""
+    """Weights by name as they are sent to rollout engines once."""
 
-    fingerprint = ""  # of the weights before they were rounded
+    fingerprint = ""  # of the weights before rounding; empty: compute it from this copy
     device: torch.device | None = None  # of the weights themselves
     stored: Any = None  # what an engine's ``stage_weights`` made of them
+    expected: Any = None  # what vLLM must report of them
 
 
 def full(x: Tensor) -> Tensor:

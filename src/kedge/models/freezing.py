@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from kedge.errors import ConfigError
+from kedge.models.compatibility import text_config
 
 _MIXERS = ("attn", "attention", "mixer", "mamba", "conv")  # in names of parts of a layer
 
 
 def find_layers(backbone: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """Name and list of the decoder layers of a backbone; None if it has no such list."""
-    config: Any = getattr(backbone, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    count = getattr(text, "num_hidden_layers", 0)
+    count = getattr(text_config(backbone), "num_hidden_layers", 0)
     named = backbone.named_modules()
     return next(
         ((n, m) for n, m in named if isinstance(m, nn.ModuleList) and len(m) == count), None
@@ -53,14 +50,7 @@ def train_top_layers(backbone: nn.Module, count: int, *, what: str) -> None:
     Raises:
         ConfigError: the model has fewer layers, or they are not found.
     """
-    found = find_layers(backbone)
-    if found is None:
-        raise ConfigError(
-            f"train_layers={count}: {what}, a {type(backbone).__name__}, must have a list of"
-            " num_hidden_layers decoder layers; leave train_layers out and set requires_grad of the"
-            " weights that train"
-        )
-    prefix, layers = found
+    prefix, layers = _require_layers(backbone, f"train_layers={count}", what)
     if count > len(layers):
         raise ConfigError(
             f"train_layers={count} must be at most {len(layers)}, the layers of {what}; leave it"
@@ -82,8 +72,8 @@ def freeze_attention(backbone: nn.Module, *, what: str) -> None:
     Raises:
         ConfigError: the layers, or the attention in one of them, are not found.
     """
-    found = find_layers(backbone)
-    for number, layer in enumerate(found[1] if found else []):
+    _, layers = _require_layers(backbone, "freeze_value_attention", what)
+    for number, layer in enumerate(layers):
         mixers = [
             module
             for name, module in layer.named_children()
@@ -97,11 +87,16 @@ def freeze_attention(backbone: nn.Module, *, what: str) -> None:
             )
         for module in mixers:
             module.requires_grad_(False)
-    if found is None:
+
+
+def _require_layers(backbone: nn.Module, option: str, what: str) -> tuple[str, nn.ModuleList]:
+    named_layers = find_layers(backbone)
+    if named_layers is None:
         raise ConfigError(
-            f"freeze_value_attention: {what}, a {type(backbone).__name__}, must have a list of"
-            " num_hidden_layers decoder layers; leave the option out"
+            f"{option}: {what}, a {type(backbone).__name__}, must have a list of num_hidden_layers"
+            " decoder layers; leave the option out, and set requires_grad of the weights that train"
         )
+    return named_layers
 
 
 def share_frozen_weights(model: nn.Module, source: nn.Module) -> None:

@@ -133,12 +133,16 @@ def configuration_source(source: str, revision: str | None = None) -> tuple[str,
 def without_loading_report() -> Iterator[None]:
     """Context without transformers' table of weights, for loaders that check them themselves."""
     logger = logging.getLogger("transformers.modeling_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    # not its level: transformers reads that, and warns of layers that are not sharded
+    logger.addFilter(_is_error)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **options: Any) -> Any:

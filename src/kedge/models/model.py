@@ -230,7 +230,7 @@ def checkpoint_activations(model: Any, options: Mapping[str, Any] | None = None)
 
 
 def set_training(model: nn.Module, training: bool) -> None:
-    """Evaluation mode throughout, but for layers that only checkpoint while they train."""
+    """Set evaluation mode, except in layers that checkpoint activations only in train mode."""
     model.eval()
     if training:
         for module in model.modules():

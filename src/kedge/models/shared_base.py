@@ -75,9 +75,7 @@ class AdapterValue(nn.Module):
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
         """Write the adapter with its head, as PEFT saves one of a sequence classifier.
 
-        Args:
-            folder: created if it is missing.
-            state: the full tensors of a sharded policy.
+        ``state`` has the full tensors of a sharded policy.
         """
         from peft import get_peft_model_state_dict
 

@@ -53,6 +53,12 @@ class ScalarHead(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             return self.summary(hidden.to(self.summary.weight.dtype))
 
+    def save(self, folder: str | Path, state: dict[str, Tensor] | None = None) -> None:
+        """Write ``value_head.safetensors`` to a folder, which is created if it is missing."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tensors = {name: x.detach().contiguous() for name, x in self.state_dict().items()}
+        save_file(tensors, Path(folder) / HEAD_FILE, metadata={"format": "pt"})
+
 
 class ScalarModel(nn.Module):
     """A backbone and a head that gives one number per state.
@@ -90,6 +96,11 @@ class ScalarModel(nn.Module):
         """Float32 [n]: the value of each of the flat ``states`` of packed rows."""
         hidden = read_backbone(self.backbone, packed).flatten(0, 1).index_select(0, states)
         return in_full(self.head, hidden).float().sum(1) + self.shift  # one column
+
+    def save(self, folder: str | Path, state: dict[str, Tensor] | None = None) -> None:
+        """Write a transformers folder; ``state`` has the full tensors of a sharded model."""
+        model: Any = self.model
+        model.save_pretrained(folder, state_dict=state)
 
 
 def scalar_model(model: nn.Module) -> ScalarModel:
@@ -187,7 +198,7 @@ def build_value_head(parts: CausalParts, *, init: Literal["zero", "normal"] = "z
 
 
 def load_value_head(folder: str, parts: CausalParts) -> ScalarHead:
-    """The value head that ``save_value`` wrote to a folder, on the policy's backbone.
+    """Load the value head that ``ScalarHead.save`` wrote, onto the policy's backbone.
 
     Raises:
         ConfigError: it belongs to a model of another size.
@@ -198,24 +209,3 @@ def load_value_head(folder: str, parts: CausalParts) -> ScalarHead:
     except (RuntimeError, SafetensorError) as error:
         raise ConfigError(f"value_model={folder!r}: {file} cannot be loaded: {error}") from error
     return head
-
-
-def save_value(value: Any, folder: str | Path, state: dict[str, Tensor] | None = None) -> None:
-    """Write a value model as a transformers folder, a value head as ``value_head.safetensors``.
-
-    Args:
-        value: the value model, value adapter or value head.
-        folder: created if it is missing.
-        state: the full tensors of a sharded value model, or of the policy that has the adapter.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if not isinstance(value, ScalarModel | ScalarHead):
-        value.save(folder, state)
-        return
-    if isinstance(value, ScalarModel):
-        model: Any = value.model
-        model.save_pretrained(folder, state_dict=state)
-        return
-    tensors = {name: x.detach().contiguous() for name, x in value.state_dict().items()}
-    save_file(tensors, folder / HEAD_FILE, metadata={"format": "pt"})

@@ -54,8 +54,8 @@ def _agrees(layer: nn.Module, weight: Tensor) -> bool:
 
 
 def _epsilon(layer: nn.Module) -> float | None:
-    found = [getattr(layer, name) for name in _EPSILON if hasattr(layer, name)]
-    return found[0] if found and isinstance(found[0], float) else None
+    values = [getattr(layer, name) for name in _EPSILON if hasattr(layer, name)]
+    return values[0] if values and isinstance(values[0], float) else None
 
 
 def fused_forward(layer: nn.Module) -> Callable[..., Tensor]:

@@ -24,7 +24,7 @@ MIN_COLUMNS = 256
 _CPU_TILE = 1 << 20  # elements; 4 MB of float32 fits in the cache
 _GPU_TILE = 1 << 26
 _KEPT = 1 << 25  # elements kept for the backward pass; 128 MB of float32
-# Two per block: what is kept of its tile, and the running maximum that the tile is relative to.
+# Two per block: the kept part of its tile, and the running maximum subtracted from the tile.
 _KeptTiles = list[Tensor | None]
 
 
@@ -254,9 +254,10 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropy, *kept = ctx.saved_tensors
         head, constraints, tile, entropy_grad, low = ctx.spec
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        allocate = torch.empty_like if len(hidden) else torch.zeros_like  # first rows overwrite
         grads = _Grads(
             torch.zeros_like(hidden, dtype=lse.dtype) if need_hidden else None,
-            _uninitialized(weight, rows=len(hidden)) if need_weight else None,
+            allocate(weight) if need_weight else None,
             torch.zeros_like(bias) if need_bias else None,
         )
         in_order = iter(kept)
@@ -277,7 +278,7 @@ class _LinearLogprob(torch.autograd.Function):
 
 class _Grads(NamedTuple):
     hidden: Tensor | None
-    weight: Tensor | None  # uninitialized before the first rows
+    weight: Tensor | None  # uninitialized until the first rows are written
     bias: Tensor | None
     first: bool = True
 
@@ -287,17 +288,12 @@ class _Grads(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Of the forward pass: of n rows, and the kept tiles of the blocks that follow."""
+    """Saved by the forward pass for n rows, with the kept tiles of the remaining blocks."""
 
     targets: Tensor  # int64 [n]
     lse: Tensor  # [n], in the tiles' unit
     entropy: Tensor  # [n], nats
     kept: Iterator[Tensor | None]
-
-
-def _uninitialized(weight: Tensor, *, rows: int) -> Tensor:
-    """Memory for a gradient that the first of ``rows`` overwrite; zeros if there are none."""
-    return torch.empty_like(weight) if rows else torch.zeros_like(weight)
 
 
 def _accumulate_grads(

@@ -1,16 +1,22 @@
-"""Supervised fine-tuning with TRL."""
+"""Supervised fine-tuning with TRL, also on chats whose template does not mark the assistant."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import copy
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from kedge.errors import ConfigError, DataError, install_command
+from kedge.errors import DataError
 from kedge.models.end_tokens import eos_token_ids
 from kedge.ops.cpu.patch import Kernels
-from kedge.pretrain.chats import tokenize_chats
+
+logger = logging.getLogger(__name__)
 
 
 def train_supervised(
@@ -93,27 +99,140 @@ class _WeightsChanged(TrainerCallback):
         self._kernels.weights_changed()
 
 
-def config_class(kind: Literal["sft", "reward"]) -> Any:
-    """``SFTConfig`` or ``RewardConfig``.
+# -- chats -----------------------------------------------------------------------------------------
+
+
+def tokenize_chats(
+    train: Any, test: Any, tokenizer: Any, config: Any, *, ends: Sequence[int]
+) -> tuple[Any, Any, Any]:
+    """Training rows, evaluation rows and configuration, with tokens and labels of chats.
+
+    For ``assistant_only_loss`` and a template without generation marks.  The tokens of an assistant
+    message are what the template adds to the conversation before it with a generation prompt, up to
+    the last end token: what the policy samples in a turn.  All three are returned as they are where
+    nothing is to be done, or TRL knows a marked form of the template.
+
+    Args:
+        train: a ``datasets.Dataset``.
+        test: the same, or None.
+        tokenizer: with a chat template.
+        config: ``trl.SFTConfig``.
+        ends: tokens that end a response.
 
     Raises:
-        ConfigError: TRL is not installed.
+        DataError: the tokenizer has no chat template, or its template renders messages differently
+            once others follow.
     """
+    path = Path(config.chat_template_path or "")
+    if path.suffix in (".jinja", ".j2") and path.is_file():
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    elif config.chat_template_path:
+        return train, test, config  # a template of another model, whose tokens TRL adds
+    columns = set(train.column_names)
+    if "messages" not in columns or columns & {"input_ids", "image", "images"}:
+        return train, test, config
+    roles = {message["role"] for message in train[0]["messages"]} if len(train) else set()
+    if not config.assistant_only_loss:
+        if "tool" in roles:
+            logger.warning(
+                "assistant_only_loss is False: the loss covers the results of tools and the user's"
+                " messages; set it to True to train on what the assistant writes"
+            )
+        return train, test, config
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template, which messages need;"
+            " pass --chat_template_path FILE.jinja"
+        )
+    if _has_marks(tokenizer):
+        return train, test, config
+    marked = [rows and _label_chats(rows, tokenizer, config, ends) for rows in (train, test)]
+    config = copy.copy(config)
+    config.assistant_only_loss = False  # the labels are there
+    return marked[0], marked[1], config
+
+
+def _label_chats(rows: Any, tokenizer: Any, config: Any, ends: Sequence[int]) -> Any:
+    labeled = rows.map(
+        _label_assistant,
+        fn_kwargs={"tokenizer": tokenizer, "ends": frozenset(ends)},
+        num_proc=config.dataset_num_proc,
+        remove_columns=rows.column_names,
+        desc="Tokenizing",
+    )
+    if not set(ends) & {*labeled[0]["labels"]}:
+        logger.warning(
+            "the chat template of %s ends no assistant message with an end token (%s): the model"
+            " may not learn to stop",
+            tokenizer.name_or_path,
+            ", ".join(tokenizer.convert_ids_to_tokens(list(ends))),
+        )
+    return labeled
+
+
+def _has_marks(tokenizer: Any) -> bool:
+    """Whether the template marks what the assistant writes, or TRL has a form of it that does."""
+    from trl.chat_template_utils import get_training_chat_template
+
+    template = tokenizer.chat_template
+    text = template.get("default", "") if isinstance(template, Mapping) else template
+    if re.search(r"\{%-?\s*generation\s*-?%\}", text):
+        return True
     try:
-        from trl.trainer.reward_config import RewardConfig
-        from trl.trainer.sft_config import SFTConfig
-    except ImportError as error:
-        raise ConfigError(
-            f"kedge {kind} needs TRL: {install_command('pipeline')} ({error})"
-        ) from error
-    return SFTConfig if kind == "sft" else RewardConfig
+        get_training_chat_template(tokenizer)
+    except Exception:  # templates raise any type, TRL a ValueError
+        return False
+    return True
 
 
-def defaults() -> dict[str, Any]:
-    """Defaults that differ from TRL's."""
-    options: dict[str, Any] = {"report_to": "none", "logging_steps": 10}
-    if torch.cuda.is_available():
-        return options
-    # transformers accepts bf16 without an accelerator only with use_cpu.
-    cpu = {} if torch.backends.mps.is_available() else {"use_cpu": True}
-    return options | cpu | {"bf16": False, "dataloader_pin_memory": False}
+def _label_assistant(
+    row: Mapping[str, Any], tokenizer: Any, ends: frozenset[int]
+) -> dict[str, list[int]]:
+    """Token ids of a conversation, and labels that are -100 outside assistant messages."""
+    messages: Any = _without_none(row["messages"])
+    tools = row.get("tools")
+    options = {"tools": json.loads(tools) if isinstance(tools, str) else tools, "tokenize": False}
+    options |= row.get("chat_template_kwargs") or {}
+    text = tokenizer.apply_chat_template(messages, **options)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, labels = encoded["input_ids"], [-100] * len(encoded["input_ids"])
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        try:
+            head = tokenizer.apply_chat_template(
+                messages[:i], add_generation_prompt=True, **options
+            )
+            tail = tokenizer.apply_chat_template(messages[: i + 1], **options)
+            cause = "renders it differently once other messages follow"
+            preserved = text.startswith(head) and text.startswith(tail) and len(tail) > len(head)
+        except Exception as error:  # templates raise any type
+            preserved, cause = False, f"cannot render the messages before it alone: {error}"
+        if not preserved:
+            raise DataError(
+                f"assistant_only_loss: the chat template of {tokenizer.name_or_path} has no"
+                f" {{% generation %}} marks, and message {i} of a conversation cannot be found"
+                f" without them, since the template {cause}. Put what assistant messages say, with"
+                " their end, between {% generation %} and {% endgeneration %} in a copy of the"
+                " template and pass --chat_template_path FILE.jinja, or set --assistant_only_loss"
+                " False to train on all messages"
+            )
+        inside = [
+            t
+            for t, (begin, end) in enumerate(encoded["offset_mapping"])
+            if len(head) <= begin < end <= len(tail)
+        ]
+        last = max((t for t in inside if ids[t] in ends), default=len(ids))
+        for t in inside:
+            if t <= last:
+                labels[t] = ids[t]
+    return {"input_ids": ids, "labels": labels}
+
+
+def _without_none(value: Any) -> Any:
+    """Without the keys that only other rows of the table have."""
+    if isinstance(value, list):
+        return [_without_none(one) for one in value]
+    if isinstance(value, Mapping):
+        return {name: _without_none(one) for name, one in value.items() if one is not None}
+    return value

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from kedge.math.rewards import place_score
 from kedge.math.turns import number_turns
 from kedge.models.packing import pack
 from kedge.models.value_head import ScalarModel
+from kedge.reporting.log import read_objects
 from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, number_prompts
 
 _COMPLETIONS, _SCORES = ("completion", "response", "output"), ("score", "reward")
@@ -43,90 +46,76 @@ def read_episodes(sources: Sequence[str], tokenizer: Any, *, gamma: float = 1.0)
         DataError: a source that has neither.
     """
     samples: list[Sample] = []
-    pairs: list[tuple[Rollout, RewardOutput]]
     for source in sources:
-        if Path(source).is_dir():
-            replays = _open(source)
-            pairs = [replay.read(step) for replay in replays for step in replay.steps]
-        else:
-            pairs = [_read_rows(source, tokenizer)]
-        samples += [_with_returns(rollout, reward, gamma) for rollout, reward in pairs]
+        if not Path(source).is_dir():
+            samples.append(_with_returns(_read_rows(source, tokenizer), gamma))
+            continue
+        files = sorted(Path(source).glob("step-*.json"))
+        try:
+            ranks = json.loads(files[0].read_text(encoding="utf-8"))["world_size"] if files else 1
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{files[0]} must be a recording of save_rollouts: {error}") from error
+        for rank in range(ranks):
+            replay = RolloutReplay(source, rank=rank, world_size=ranks)
+            samples += [_with_returns(replay.read(step), gamma) for step in replay.steps]
     return Sample.cat(samples)
 
 
-def _open(folder: str) -> list[RolloutReplay]:
-    """The recording of each rank."""
-    files = sorted(Path(folder).glob("step-*.json"))
-    try:
-        world_size = json.loads(files[0].read_text(encoding="utf-8"))["world_size"] if files else 1
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{files[0]} must be a recording of save_rollouts: {error}") from error
-    return [RolloutReplay(folder, rank=r, world_size=world_size) for r in range(world_size)]
-
-
-def _with_returns(rollout: Rollout, reward: RewardOutput, gamma: float) -> Sample:
+def _with_returns(recorded: tuple[Rollout, RewardOutput], gamma: float) -> Sample:
+    rollout, reward = recorded
     mask = rollout.loss_mask & reward.valid[:, None]
     rewards = place_score(torch.where(reward.valid, reward.scores, 0.0), mask)
     if reward.token_rewards is not None:
         rewards = rewards + reward.token_rewards * mask
     returns = rewards_to_go(rewards, mask, gamma=gamma)
-    plain = RewardOutput(scores=reward.scores, valid=reward.valid, token_rewards=returns)
     return Sample(
         rollout=replace(rollout, loss_mask=mask, behavior_logprobs=None, allowed_tokens=None),
-        reward_output=plain,
+        reward_output=RewardOutput(scores=reward.scores, valid=reward.valid, token_rewards=returns),
     )
 
 
 def _read_rows(file: str, tokenizer: Any) -> tuple[Rollout, RewardOutput]:
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} must be a folder of save_rollouts or a .jsonl: {error}") from error
     prompts, responses, scores, ended = [], [], [], []
-    for number, row in enumerate(rows):
-        given = row if isinstance(row, dict) else {}
-        prompt = given.get("prompt")
-        completion = next((given[name] for name in _COMPLETIONS if name in given), None)
-        score = next((given[name] for name in _SCORES if name in given), None)
+    for number, row in enumerate(read_objects(Path(file)), 1):
+        prompt = row.get("prompt")
+        completion = next((row[name] for name in _COMPLETIONS if name in row), None)
+        score = next((row[name] for name in _SCORES if name in row), None)
         texts = isinstance(prompt, str) and isinstance(completion, str) and prompt and completion
         if not texts or not isinstance(score, int | float) or not math.isfinite(score):
             raise DataError(
-                f"{file}, row {number}: it must have prompt and {' or '.join(_COMPLETIONS)} (texts)"
-                f" and {' or '.join(_SCORES)} (a number), got {str(row)[:80]}"
+                f"{file}, row {number} must have prompt and {' or '.join(_COMPLETIONS)} (texts) and"
+                f" {' or '.join(_SCORES)} (a number), got {str(row)[:80]}"
             )
-        before = tokenizer(row["prompt"]).input_ids
-        both = tokenizer(row["prompt"] + completion).input_ids
-        same = next((i for i, (a, b) in enumerate(zip(before, both, strict=False)) if a != b), None)
-        start = min(len(before), len(both)) if same is None else same
-        prompts.append(both[:start])
+        before, both = tokenizer(prompt).input_ids, tokenizer(f"{prompt}{completion}").input_ids
+        pairs = enumerate(zip(before, both, strict=False))
+        start = next((i for i, (a, b) in pairs if a != b), min(len(before), len(both)))
         ended.append(bool(row.get("finished", True)))
         end = [tokenizer.eos_token_id] if ended[-1] and tokenizer.eos_token_id is not None else []
+        prompts.append(both[:start])
         responses.append(both[start:] + end)
         scores.append(float(score))
-    ids, mask = _pad(responses, left=False)
-    prompt_ids, prompt_mask = _pad(prompts, left=True)
-    numbers = torch.arange(len(rows))
+    if not scores:
+        raise DataError(f"{file} has no rows")
+    ids, mask = _pad(responses, "right")
+    prompt_ids, prompt_mask = _pad(prompts, "left")
+    numbers = torch.arange(len(scores))
     rollout = Rollout(
         prompts=PromptBatch(ids=prompt_ids, mask=prompt_mask, group=numbers, row=numbers),
         ids=ids,
         loss_mask=mask,
         response_mask=mask,
         terminated=torch.tensor(ended, dtype=torch.bool),
-        version=torch.full((len(rows),), -1),
+        version=torch.full((len(scores),), -1),
     )
-    valid = torch.ones(len(rows), dtype=torch.bool)
+    valid = torch.ones(len(scores), dtype=torch.bool)
     return rollout, RewardOutput(scores=torch.tensor(scores), valid=valid)
 
 
-def _pad(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Tensor, Tensor]:
-    width = max(map(len, rows), default=1)
-    ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        place = slice(width - len(row), width) if left else slice(len(row))
-        ids[i, place], mask[i, place] = torch.tensor(row, dtype=torch.int64), True
-    return ids, mask
+def _pad(rows: Sequence[Sequence[int]], side: Literal["left", "right"]) -> tuple[Tensor, Tensor]:
+    """Token ids padded with 0, and where they are, [B, L]."""
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side=side)
+    ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    return pad(ids), pad([torch.ones_like(row, dtype=torch.bool) for row in ids])
 
 
 def split(episodes: Sample, held_out: float, seed: int) -> tuple[list[int], list[int]]:
@@ -217,42 +206,41 @@ def check_value(model: ScalarModel, episodes: Sample, index: Sequence[int]) -> d
         and ``by_turn``, lists of (explained variance, tokens); ``calibration``, a list of (mean V,
         mean G, tokens) by tenths of V; ``truncated_bias`` and ``terminated_bias``, means of V - G.
     """
-    found: dict[str, list[Tensor]] = {n: [] for n in ("v", "g", "place", "turn", "long", "end")}
+    columns: dict[str, list[Tensor]] = defaultdict(list)
     for rows in torch.tensor(index).split(ROWS):
         rollout, returns = _rows(episodes, rows)
         mask = rollout.loss_mask
         turn = number_turns(mask) if rollout.episodes is None else rollout.episodes.turn
         lengths = mask.sum(1, keepdim=True)
-        found["v"].append(_predict(model, rollout).cpu())
-        found["g"].append(returns)
-        found["place"].append(((mask.cumsum(1) - 1) * BINS // lengths.clamp(min=1))[mask])
-        found["turn"].append(turn[mask])
-        found["long"].append(lengths.expand_as(mask)[mask])
-        found["end"].append(rollout.terminated[:, None].expand_as(mask)[mask])
-    x = {name: torch.cat(parts) for name, parts in found.items()}
-    v, g = x["v"].double(), x["g"].double()
-    lengths = x["long"].double()
+        columns["v"].append(_predict(model, rollout).cpu())
+        columns["g"].append(returns)
+        columns["tenth"].append(((mask.cumsum(1) - 1) * BINS // lengths.clamp(min=1))[mask])
+        columns["turn"].append(turn[mask])
+        columns["length"].append(lengths.expand_as(mask)[mask])
+        columns["end"].append(rollout.terminated[:, None].expand_as(mask)[mask])
+    x = {name: torch.cat(parts) for name, parts in columns.items()}
+    v, g, lengths, end = x["v"].double(), x["g"].double(), x["length"].double(), x["end"]
     ranks = torch.arange(1, BINS) * len(lengths) // BINS
-    edges = lengths.sort().values[ranks].unique()
-    mean_of = _means(g, torch.bucketize(lengths, edges))
-    order = v.argsort()
+    group = torch.bucketize(lengths, lengths.sort().values[ranks].unique())
+    sums = torch.zeros(int(group.max()) + 1, dtype=g.dtype).index_add(0, group, g)
+    mean_of_length = (sums / torch.bincount(group).clamp(min=1))[group]
+
+    def explained_by(name: str, count: int) -> list[tuple[float | None, int]]:
+        places = [x[name] == i for i in range(count)]
+        return [(_explained(v[at], g[at]), int(at.sum())) for at in places]
+
     return {
         "explained_variance": _explained(v, g),
-        "by_length": _explained(mean_of, g),
-        "by_position": [
-            (_explained(v[at], g[at]), int(at.sum())) for at in map(x["place"].eq, range(BINS))
-        ],
-        "by_turn": [
-            (_explained(v[at], g[at]), int(at.sum()))
-            for at in map(x["turn"].eq, range(int(x["turn"].max()) + 1))
-        ],
+        "by_length": _explained(mean_of_length, g),
+        "by_position": explained_by("tenth", BINS),
+        "by_turn": explained_by("turn", int(x["turn"].max()) + 1),
         "calibration": [
             (float(v[part].mean()), float(g[part].mean()), len(part))
-            for part in order.tensor_split(BINS)
+            for part in v.argsort().tensor_split(BINS)
             if len(part)
         ],
-        "truncated_bias": _bias(v - g, ~x["end"]),
-        "terminated_bias": _bias(v - g, x["end"]),
+        "truncated_bias": float((v - g)[~end].mean()) if not end.all() else None,
+        "terminated_bias": float((v - g)[end].mean()) if end.any() else None,
         "tokens": len(v),
         "responses": len(index),
     }
@@ -261,36 +249,3 @@ def check_value(model: ScalarModel, episodes: Sample, index: Sequence[int]) -> d
 def _explained(v: Tensor, g: Tensor) -> float | None:
     spread = float(g.var(unbiased=False)) if len(g) > 1 else 0.0
     return 1 - float((g - v).square().mean()) / spread if spread > 0 else None
-
-
-def _means(x: Tensor, group: Tensor) -> Tensor:
-    sums = torch.zeros(int(group.max()) + 1, dtype=x.dtype).index_add(0, group, x)
-    return (sums / torch.bincount(group).clamp(min=1))[group]
-
-
-def _bias(error: Tensor, where: Tensor) -> float | None:
-    return float(error[where].mean()) if where.any() else None
-
-
-def worst_tokens(
-    model: ScalarModel, episodes: Sample, index: Sequence[int], tokenizer: Any, count: int = 5
-) -> list[dict[str, Any]]:
-    """The responses' tokens with the largest error: text before it, token, V and G."""
-    worst: list[tuple[float, dict[str, Any]]] = []
-    for row in torch.tensor(index).split(1):
-        rollout, returns = _rows(episodes, row)
-        if not len(returns):
-            continue
-        with torch.no_grad():
-            values = _predict(model, rollout).cpu()
-        at = int((values - returns).abs().argmax())
-        slot = int(rollout.loss_mask[0].nonzero()[at, 0])
-        ids = rollout.ids[0].tolist()
-        about = {
-            "before": tokenizer.decode(ids[max(0, slot - 12) : slot]),
-            "token": tokenizer.decode(ids[slot : slot + 1]),
-            "value": round(float(values[at]), 4),
-            "return": round(float(returns[at]), 4),
-        }
-        worst.append((abs(about["value"] - about["return"]), about))
-    return [about for _, about in sorted(worst, key=lambda pair: -pair[0])[:count]]

@@ -13,7 +13,7 @@ from kedge.errors import ConfigError, KedgeError, LostNodeError, RolloutError
 from kedge.loop.shutdown import exit_with
 from kedge.ray.cluster import ControlStore, cause
 from kedge.ray.context import ActorProcess
-from kedge.rollout.liveness import HungCheck, RunningTime
+from kedge.rollout.liveness import WARN_AFTER, RunningTime, silence
 
 logger = logging.getLogger(__name__)
 _MAX_RESTARTS = 3  # in a row, without a finished call in between
@@ -107,6 +107,10 @@ class Actor:
         limit = self._limits.call if within is None else within
         return self._wait(self._handle.call.remote(method, *args, **named), limit)
 
+    def interrupt(self, method: str) -> None:
+        """Call ``method`` of the object now, during a running call, and do not wait for it."""
+        self._handle.call.options(concurrency_group=HEALTH).remote(method)
+
     def close(self) -> None:
         """Kill the process; may be called again."""
         import ray
@@ -143,8 +147,9 @@ class Actor:
     def _start(self) -> None:
         import ray
 
-        groups = {HEALTH: 1}
-        actor = ray.remote(concurrency_groups=groups)(ActorHost)
+        # The process is named by its role: ray::Engine, ray::Learner, ...
+        role = type(self.name.split()[0].capitalize(), (ActorHost,), {})
+        actor = ray.remote(concurrency_groups={HEALTH: 1})(role)
         self._handle = actor.options(**self._options).remote()
         ping = self._ping()
         self._wait_for_process(ping)
@@ -212,12 +217,17 @@ class Actor:
 
     def _check_health(self, call: Any, clock: RunningTime) -> None:
         """Wait until the call has ended, or its process responds."""
-        ping = self._ping()
-        check = HungCheck(self._where, self._limits.patience)
+        ping, silent, warned = self._ping(), RunningTime(), False
+        patience = self._limits.patience
         while not self._ready([call, ping], 0.5):
             clock.seconds()  # reads it often enough
-            if reason := check.reason():
-                raise LostActorError(f"{self._where} {reason}")
+            if (seconds := silent.seconds()) > patience:
+                raise LostActorError(
+                    f"{self._where} did not respond for {patience:g} s (worker_timeout)"
+                )
+            if seconds > WARN_AFTER and not warned:
+                warned = True
+                logger.warning("%s", silence(self._where, patience))
         if not self._ready([call], 0):
             self._get(ping)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,14 @@ from kedge.config.rollout_engines import engine_args, installed_vllm
 from kedge.errors import ConfigError
 from kedge.models.fingerprint import policy_weights
 from kedge.protocols import RolloutEngine
-from kedge.ray.engine import RayEngine
+from kedge.ray.engine import HostedEngine, HostedVLLM, RayEngine
 from kedge.ray.placement import plan_bundles
 from kedge.ray.resources import ActorResources, RayCluster, SharedArgument, from_launch
-from kedge.ray.weight_store import SharedWeights
+from kedge.ray.weight_store import StoredWeights
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.sharded import EngineInputs, ShardedEngine, start_all
+from kedge.rollout.vllm.build import build_template
+from kedge.rollout.vllm.inprocess import InProcess
 from kedge.rollout.vllm.nccl_transfer import (
     NCCL_SINCE,
     EngineGroup,
@@ -27,8 +29,7 @@ from kedge.rollout.vllm.nccl_transfer import (
     can_use_nccl,
     nccl,
 )
-from kedge.rollout.vllm.policy_template import meta_model, on_cpu
-from kedge.rollout.vllm.weight_payload import WeightPayload
+from kedge.rollout.vllm.policy_template import PolicyTemplate, meta_model, on_cpu
 
 NCCL = {"backend": "nccl"}  # vLLM's weight_transfer_config
 
@@ -41,7 +42,6 @@ def build_embedded(
     Raises:
         ConfigError: the cluster lacks resources, or an engine does not start.
     """
-    resources = _resources(cluster, vllm_num_engines, inputs.rank)
     settings = {
         "pad_id": inputs.pad_id,
         "extra_slot": inputs.extra_slot,
@@ -49,28 +49,14 @@ def build_embedded(
         "chunk_rows": inputs.chunk_rows,
         "autocast": inputs.dtype,
     }
-    model = SharedArgument(partial(on_cpu, meta_model(inputs.policy)), len(resources.slots))
-    payload = WeightPayload((), weights=policy_weights(inputs.policy))
-    shared_weights = SharedWeights(len(resources.slots))
-    makers = [
-        partial(
-            RayEngine,
-            f"engine {slot.index}",
-            model,
-            payload,
-            settings,
-            options=resources.placement.options(slot),
-            limits=cluster.limits,
-            shared_weights=shared_weights,
-        )
-        for slot in resources.slots
-    ]
-    config: Any = inputs.policy.config
-    return ShardedEngine(
-        start_all(makers, undo=resources.release),
-        pad_id=inputs.pad_id,
-        check=partial(check_prompts, config=config),
-        on_close=resources.release,
+    return _start(
+        inputs,
+        cluster,
+        _resources(cluster, vllm_num_engines, inputs.rank),
+        kind=HostedEngine,
+        make_model=partial(on_cpu, meta_model(inputs.policy)),
+        dtype=None,
+        settings=settings,
     )
 
 
@@ -91,24 +77,79 @@ def build_vllm(
     Raises:
         ConfigError: the cluster lacks resources, or an engine does not start.
     """
-    from kedge.rollout.vllm import build
-
     arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
-    gpus = int(arguments.get("tensor_parallel_size", 1))
-    resources = _resources(cluster, vllm_num_engines, inputs.rank, gpus_per_engine=gpus)
-    return build.build_vllm(
+    each = int(arguments.get("tensor_parallel_size", 1))
+    resources = _resources(cluster, vllm_num_engines, inputs.rank, gpus_per_engine=each)
+    template, arguments = build_template(inputs, arguments, sleep=vllm_sleep)
+    weights = policy_weights(inputs.policy)
+    gpus = min(slot.gpus for slot in resources.slots)
+    groups: list[EngineGroup | None] = [None] * len(resources.slots)
+    adapter = template.adapter is not None
+    if _uses_nccl(weights, gpus=gpus, transfer=vllm_transfer, adapter=adapter):
+        arguments |= {"weight_transfer_config": NCCL}
+        device, limit = next(iter(weights.values())).device, cluster.worker_start_timeout
+        new = partial(_group, template, int(gpus), limit, device)
+        if rollout_schedule == "in_order":
+            groups = [new(shared=True)] * len(groups)
+        else:
+            groups = [new(shared=False) for _ in groups]
+    settings = {
+        "service": partial(InProcess, engine_args=arguments, shares_gpu=gpus < 1),
+        "pad_id": inputs.pad_id,
+        "tolerance": vllm_tolerance,
+        "extra_slot": inputs.extra_slot,
+        "sleeps": vllm_sleep,
+    }
+    return _start(
         inputs,
+        cluster,
+        resources,
+        kind=HostedVLLM,
+        make_model=template.on_cpu,
+        dtype=template.dtype if template.adapter is None else None,
+        settings=settings,
+        template=template,
+        groups=groups,
+    )
+
+
+def _start(
+    inputs: EngineInputs,
+    cluster: RayCluster,
+    resources: ActorResources,
+    *,
+    make_model: Callable[[], Any],
+    dtype: torch.dtype | None,
+    template: PolicyTemplate | None = None,
+    groups: Sequence[EngineGroup | None] | None = None,
+    **named: Any,
+) -> ShardedEngine:
+    """The engines in actors; for the other arguments see ``RayEngine``."""
+    slots = resources.slots
+    groups = groups or [None] * len(slots)
+    model = SharedArgument(make_model, len(slots))
+    stored = StoredWeights.put(policy_weights(inputs.policy).items(), dtype)
+    makers = [
         partial(
-            _vllm_starts,
-            cluster=cluster,
-            resources=resources,
-            transfer=vllm_transfer,
-            together=rollout_schedule == "in_order",
-        ),
-        arguments=arguments,
-        tolerance=vllm_tolerance,
-        sleep=vllm_sleep,
+            RayEngine,
+            f"engine {slot.index}",
+            model=model,
+            stored=stored,
+            options=resources.placement.options(slot),
+            limits=cluster.limits,
+            dtype=dtype,
+            template=template,
+            group=group,
+            **named,
+        )
+        for slot, group in zip(slots, groups, strict=True)
+    ]
+    return ShardedEngine(
+        start_all(makers, undo=resources.release),
+        pad_id=inputs.pad_id,
+        check=partial(check_prompts, config=inputs.policy.config),
         on_close=resources.release,
+        send=groups[0].send if groups[0] is not None and groups[0].shared else None,
     )
 
 
@@ -131,59 +172,18 @@ def _resources(
     )
 
 
-def _vllm_starts(
-    spec: Any,
-    weights: Mapping[str, Tensor],
-    arguments: Mapping[str, Any],
-    *,
-    cluster: RayCluster,
-    resources: ActorResources,
-    transfer: str,
-    together: bool,
-) -> list[Callable[[], Any]]:
-    """``together``: all engines load the same versions at the same time."""
-    from kedge.ray.service import RayService
-
-    slots = resources.slots
-    gpus = min(slot.gpus for slot in slots)
-    groups: list[EngineGroup | None] = [None] * len(slots)
-    if _uses_nccl(weights, gpus=gpus, transfer=transfer, adapter=spec.adapter is not None):
-        arguments = dict(arguments) | {"weight_transfer_config": NCCL}
-        limit = cluster.worker_start_timeout
-        device = next(iter(weights.values())).device
-        if together:
-            groups = [_group(len(slots), int(gpus), limit, device)] * len(slots)
-        else:
-            groups = [_group(1, int(gpus), limit, device) for _ in slots]
-    shared_spec = SharedArgument(spec.on_cpu, len(slots))
-    payload = spec.payload(weights)
-    shared_weights = SharedWeights(len(slots), payload.dtype)
-    return [
-        partial(
-            RayService,
-            f"engine {slot.index}",
-            shared_spec,
-            payload,
-            arguments,
-            options=resources.placement.options(slot),
-            limits=cluster.limits,
-            shared_weights=shared_weights,
-            group=group,
-        )
-        for slot, group in zip(slots, groups, strict=True)
-    ]
-
-
-def _group(engines: int, gpus: int, limit: float, device: torch.device) -> EngineGroup:
+def _group(
+    template: PolicyTemplate, gpus: int, limit: float, device: torch.device, *, shared: bool
+) -> EngineGroup:
     import ray
 
     address = ray.util.get_node_ip_address()
 
-    def create(client: FanOut) -> NcclTransfer:
+    def create(client: FanOut, engines: int) -> NcclTransfer:
         info = nccl(address=address, workers=engines * gpus)
         return NcclTransfer(client, info, limit=limit, device=device)
 
-    return EngineGroup(engines, gpus, create, limit=limit)
+    return EngineGroup(create, template.payload, gpus, shared=shared)
 
 
 def _uses_nccl(weights: Mapping[str, Tensor], *, gpus: float, transfer: str, adapter: bool) -> bool:

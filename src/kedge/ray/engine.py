@@ -1,66 +1,78 @@
-"""An embedded rollout engine in a Ray actor."""
+"""A rollout engine in a Ray actor: the embedded one, or vLLM."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from functools import cached_property, partial
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from kedge.errors import LostRequestsError, SyncError
+from kedge.errors import LostRequestsError, RolloutError, SyncError
 from kedge.ray.actor import Actor, ActorLimits, LostActorError
+from kedge.ray.context import ActorProcess
 from kedge.ray.resources import SharedArgument
-from kedge.ray.weight_store import SharedWeights, StoredWeights
+from kedge.ray.weight_store import StoredWeights, stage_weights, store_weights
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.rollout.rows import with_prompts, without_columns
-from kedge.rollout.vllm.weight_payload import WeightPayload
+from kedge.rollout.vllm.engine import VLLMEngine
+from kedge.rollout.vllm.inprocess import InProcess
+from kedge.rollout.vllm.nccl_transfer import EngineGroup
+from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
 
 _SECONDS = 0.05  # of sampling in one call of an actor
 
 
 class RayEngine:
-    """A rollout engine over an embedded engine in an actor.
+    """A rollout engine over an engine in an actor.
 
     If the actor is lost while it samples, it is restarted with the same weights and samples its
-    rows again, with the same results.
+    rows again, by the same version.  Weights are read from Ray's object store or, with ``group``,
+    broadcast over NCCL from GPU to GPU.
 
     Args:
         name: for messages; with ``options`` and ``limits`` as for ``Actor``.
-        meta_model: the policy without its trained weights, on the CPU; of all engines.
-        payload: the trained weights, version 0.
-        settings: keyword arguments of ``EmbeddedEngine``.
+        kind: of the engine in the actor: ``HostedEngine`` or ``HostedVLLM``.
+        model: its first argument, shared by all engines.
+        stored: the trained weights, version 0.
+        settings: its keyword arguments.
+        dtype: in which weights are stored; None: as they are.
+        template: of the policy, for vLLM.
+        group: of the engines that load the same versions at the same time, for vLLM.
     """
 
     shares_weights: Literal[False] = False
-    logprobs: Literal["sampled"] = "sampled"
-    updates_in_flight: Literal[True] = True
+    logprob_kind: Literal["sampled"] = "sampled"
 
     def __init__(
         self,
         name: str,
-        meta_model: SharedArgument,
-        payload: WeightPayload,
+        kind: type[HostedEngine | HostedVLLM],
+        model: SharedArgument,
+        stored: StoredWeights,
         settings: Mapping[str, Any],
         *,
         options: Mapping[str, Any],
         limits: ActorLimits,
-        shared_weights: SharedWeights,
+        dtype: torch.dtype | None = None,
+        template: PolicyTemplate | None = None,
+        group: EngineGroup | None = None,
     ) -> None:
-        self._shared_weights = shared_weights
-        self.stage_weights = shared_weights.stage
-        self._stored = shared_weights.store(payload)
-        self._loaded: tuple[int, Receipt] | None = None
-        self._slots: int | None = None
+        self._limits, self._template, self._group = limits, template, group
+        self.stage_weights = partial(stage_weights, dtype=dtype)
+        self.sync_dtype = dtype
+        self._stored = stored  # the current weights, for a restart
+        self._loaded: tuple[int, Receipt, Expected | None] | None = None
         self._unfinished = self._restarts = 0
         self._in_flight: dict[int, PromptBatch] = {}  # by group
         self._new: list[tuple[PromptBatch, Sampling, int]] = []  # not sent yet
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(
-                HostedEngine, meta_model.reference(), self._stored, settings
+                kind, model.reference(), self._stored, dict(settings)
             ),
             options=options,
             limits=limits,
@@ -83,19 +95,57 @@ class RayEngine:
         return with_prompts(rollout, prompts)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
-        """Load ``weights``; the receipt describes the weights in the actor."""
-        stored = self._shared_weights.store(WeightPayload((), weights=weights))
-        self._stored, self._loaded = stored, None  # an actor that is lost now restarts with them
-        receipt: Receipt = self.actor.call("load_stored", stored, version)
-        self._loaded = version, receipt
+        """Load ``weights``; the receipt describes the weights in the actor.
+
+        Raises:
+            SyncError: the engine does not compute with them.
+        """
+        expected = None if self._template is None else self._template.expected(weights)
+        stored = store_weights(weights, self.sync_dtype)
+        if self._group is None:
+            self._stored, self._loaded = stored, None  # a lost actor now restarts with them
+            within = self._limits.start
+            receipt = self.actor.call("load_stored", stored, version, expected, within=within)
+        else:
+            if not self._group.shared:
+                self.prepare(version)
+                self._group.send([self], weights)
+            receipt = self._once("receive", version, expected)
+            self._stored = stored
+        self._loaded = version, receipt, expected
         return receipt
 
+    def prepare(self, version: int) -> None:
+        """Weights of this version will be sent over NCCL; restarts an actor that is lost."""
+        self.actor.call("prepare", version)
+
+    def transfer(self, method: str, **arguments: Any) -> None:
+        """Call a method of vLLM's weight transfer."""
+        self._once("transfer", method, **arguments)
+
     @property
+    def process(self) -> ActorProcess:
+        """Where the actor runs."""
+        return self.actor.process
+
+    def _once(self, method: str, *args: Any, **named: Any) -> Any:
+        try:
+            return self.actor.once(method, *args, within=self._limits.start, **named)
+        except LostActorError as error:
+            raise RolloutError(
+                f"{error} while weights were sent to it over NCCL, which cannot be interrupted;"
+                " resume the run from its latest checkpoint"
+            ) from error
+
+    @cached_property
     def slots(self) -> int:
         """Responses that the actor samples at once; 0: only whole batches."""
-        if self._slots is None:
-            self._slots = int(self.actor.call("__getattribute__", "slots"))
-        return self._slots
+        return int(self.actor.call("__getattribute__", "slots"))
+
+    @cached_property
+    def updates_in_flight(self) -> bool:
+        """Whether ``load_weights`` may be called while it holds requests."""
+        return bool(self.actor.call("__getattribute__", "updates_in_flight"))
 
     @property
     def unfinished(self) -> int:
@@ -142,8 +192,8 @@ class RayEngine:
     def _revive(self, actor: Actor) -> None:
         if self._loaded is None:
             return
-        version, before = self._loaded
-        receipt = actor.once("load_stored", self._stored, version)
+        version, before, expected = self._loaded
+        receipt = actor.once("load_stored", self._stored, version, expected)
         if receipt != before:
             raise SyncError(
                 f"{actor.name} was restarted with version {version} and reports {receipt} instead"
@@ -151,8 +201,28 @@ class RayEngine:
             )
 
 
+def serve(
+    engine: Any, new: Sequence[tuple[PromptBatch, Sampling, int]]
+) -> tuple[list[int], Rollout | None, int]:
+    """Hold new rows and sample for a short time; complete groups, and ``unfinished``."""
+    for prompts, sampling, seed in new:
+        engine.submit(prompts, sampling=sampling, seed=seed)
+    parts, end = [], time.monotonic() + _SECONDS
+    while engine.unfinished:
+        part = engine.advance()
+        parts += [] if part is None else [part]
+        if time.monotonic() >= end:
+            break
+    if not parts:
+        return [], None, engine.unfinished
+    rollout = Rollout.cat(parts)
+    return rollout.prompts.group.unique_consecutive().tolist(), rollout, engine.unfinished
+
+
 class HostedEngine(EmbeddedEngine):
-    """The actor's side of ``RayEngine``, on the GPU that Ray assigned to this process, if any."""
+    """The embedded engine in the actor, on the GPU that Ray assigned to this process, if any."""
+
+    serve = serve
 
     def __init__(
         self, meta_model: nn.Module, stored: StoredWeights, settings: Mapping[str, Any]
@@ -160,29 +230,49 @@ class HostedEngine(EmbeddedEngine):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         _allocate(meta_model)
         super().__init__(meta_model, shares_weights=False, device=device, **settings)
-        self.load_stored(stored, 0)
+        self.load_stored(stored, 0, None)
 
-    def load_stored(self, stored: StoredWeights, version: int) -> Receipt:
-        """Load weights from the object store."""
+    def load_stored(self, stored: StoredWeights, version: int, expected: None) -> Receipt:
+        """Load weights from the object store, which are compared bit by bit."""
         return self.load_weights(dict(stored.tensors()), version)
 
-    def serve(
-        self, new: Sequence[tuple[PromptBatch, Sampling, int]]
-    ) -> tuple[list[int], Rollout | None, int]:
-        """Hold new rows and sample for a short time; complete groups, and ``unfinished``."""
-        for prompts, sampling, seed in new:
-            self.submit(prompts, sampling=sampling, seed=seed)
-        parts, end = [], time.monotonic() + _SECONDS
-        while self.unfinished:
-            part = self.advance()
-            parts += [] if part is None else [part]
-            if time.monotonic() >= end:
-                break
-        if not parts:
-            return [], None, self.unfinished
-        rollout = Rollout.cat(parts)
-        groups = rollout.prompts.group.unique_consecutive().tolist()
-        return groups, rollout, self.unfinished
+
+class HostedVLLM(VLLMEngine):
+    """VLLM in the actor.
+
+    Args:
+        template: the policy without its trained weights.
+        stored: initial weights, version 0.
+        settings: keyword arguments of ``VLLMEngine``, and ``service``: builds an ``InProcess``.
+    """
+
+    serve = serve
+
+    def __init__(
+        self, template: PolicyTemplate, stored: StoredWeights, settings: Mapping[str, Any]
+    ) -> None:
+        named = dict(settings)
+        service = named.pop("service")(template, dict(stored.tensors()))
+        super().__init__(service, template, **named)
+
+    def load_stored(self, stored: StoredWeights, version: int, expected: Expected) -> Receipt:
+        """Load weights from the object store."""
+        payload = self.spec.payload(dict(stored.tensors()))
+        return self.load(partial(self.service.load, payload, version), version, expected)
+
+    def prepare(self, version: int) -> None:
+        """Wait for weights of this version; it does not sample until they are verified."""
+        self._wake("weights")
+        self._incomplete = version
+
+    def transfer(self, method: str, **arguments: Any) -> None:
+        """Call a method of vLLM's weight transfer."""
+        cast(InProcess, self.service).transfer(method, **arguments)
+
+    def receive(self, version: int, expected: Expected) -> Receipt:
+        """All weights of this version have been sent."""
+        service = cast(InProcess, self.service)
+        return self.load(partial(service.finish_load, version), version, expected)
 
 
 def _allocate(model: nn.Module) -> None:

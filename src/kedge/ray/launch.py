@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import os
 import pickle
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.ray import cluster
-from kedge.ray.actor import HEALTH
-from kedge.ray.context import ActorProcess, DriverMailbox, RankContext
+from kedge.ray.actor import Actor, ActorLimits, LostActorError
+from kedge.ray.context import STOP, DriverMailbox, RankContext, set_context
 from kedge.ray.placement import Placement, place, plan_bundles
-from kedge.ray.worker import Failure, RankWorker
-from kedge.rollout.liveness import HungCheck, RunningTime
+from kedge.rollout.liveness import RunningTime
+from kedge.rollout.sharded import start_all
+from kedge.rollout.vllm.nccl_transfer import free_port
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -121,70 +128,163 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-@dataclass(slots=True)
+# Parts of errors that a rank raises because another one is gone.
+_CONSEQUENCES = (
+    *("closed by peer", "reset by peer", "gloo", "NCCL", "Broken pipe", "Socket Timeout"),
+    *("recvBytes", "DistBackendError", "DistNetworkError", "Timed out waiting"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a rank ended."""
+
+    rank: int
+    when: float  # seconds since the epoch
+    text: str  # type and message
+    trace: str = ""  # Python traceback; empty if the process died
+    error: BaseException | None = None  # if it can be pickled
+    died: bool = False
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Sort key, root causes first: errors, deaths, then consequences of another rank's end."""
+        follows = any(word in self.text for word in _CONSEQUENCES)
+        return (2 if follows else 1 if self.died else 0), self.when
+
+
+class RankWorker:
+    """Runs a job as one rank, in an actor."""
+
+    def stop(self) -> None:
+        """Let the run write a checkpoint and exit at the end of this iteration."""
+        STOP.set()
+
+    def exit(self) -> None:
+        """End this process."""
+        os._exit(1)
+
+    def free_port(self) -> int:
+        """A free TCP port of this node."""
+        return free_port()
+
+    def run(
+        self, job: Callable[[], Any], environment: Mapping[str, str], place: RankContext
+    ) -> tuple[Any, Failure | None]:
+        """The job's result on rank 0, or its failure on this rank."""
+        os.environ.update(environment)
+        set_context(place)
+        logging.getLogger("kedge").addHandler(_DriverHandler(place))
+        try:
+            result = job()
+            import torch.distributed as dist  # not before the environment is set
+
+            if dist.is_available() and dist.is_initialized():  # while all ranks still respond
+                with contextlib.suppress(RuntimeError):
+                    dist.destroy_process_group()
+            return (result if place.rank == 0 else None), None
+        except (Exception, SystemExit) as error:
+            return None, failure(place.rank, error)
+
+
+class _DriverHandler(logging.Handler):
+    """Sends Kedge's warnings to the driver, which prints them."""
+
+    def __init__(self, place: RankContext) -> None:
+        super().__init__(logging.WARNING)
+        self._place = place
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._place.note(record.getMessage())
+
+
+def failure(rank: int, error: BaseException) -> Failure:
+    """The error in a form that can be pickled."""
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    picklable: BaseException | None = error.with_traceback(None)
+    try:
+        pickle.loads(pickle.dumps(picklable))
+    except Exception:  # its constructor does not accept its args
+        picklable = None
+    return Failure(
+        rank=rank,
+        when=time.time(),
+        text=f"{type(error).__name__}: {error}",
+        trace=trace,
+        error=picklable,
+    )
+
+
 class _LearnerGroup:
     """All ranks, and their mailbox to the driver."""
 
-    placement: Placement
-    limits: LaunchLimits
-    on_row: Callable[[dict[str, Any]], None] | None
-    control_store: cluster.ControlStore
-    mailbox: Any = None
-    mailbox_process: int = 0  # process id; 0: not known yet
-    ranks: list[Any] = field(default_factory=list)
-    processes: list[ActorProcess] = field(default_factory=list)
-    pings: dict[int, tuple[Any, HungCheck]] = field(default_factory=dict)  # by rank
-    mail: Any = None  # running call of ``take``
+    def __init__(
+        self,
+        placement: Placement,
+        limits: LaunchLimits,
+        on_row: Callable[[dict[str, Any]], None] | None,
+        control_store: cluster.ControlStore,
+    ) -> None:
+        self._placement, self._limits, self._on_row = placement, limits, on_row
+        self._control_store = control_store
+        self._slots = placement.plan.of("learner")
+        self._ranks: list[Actor] = []
+        self._mailbox: Any = None
+        self._mailbox_process = 0  # process id; 0: not known yet
+        self._mail: Any = None  # running call of ``take``
+        self._threads = ThreadPoolExecutor(len(self._slots), thread_name_prefix="learner")
 
     def start(self) -> None:
-        import ray
+        """Start all ranks.
 
-        self.mailbox = self._start_mailbox()
-        actor = ray.remote(concurrency_groups={HEALTH: 1})(RankWorker)
-        slots = self.placement.plan.of("learner")
-        self.ranks = [actor.options(**self.placement.options(slot)).remote() for slot in slots]
-        pings = [self._ping(i) for i in range(len(self.ranks))]
-        _, missing = ray.wait(
-            pings, num_returns=len(pings), timeout=self.limits.start, fetch_local=False
+        Raises:
+            ConfigError: one does not start in time.
+        """
+        self._mailbox = self._start_mailbox()
+        limits = ActorLimits(
+            start=self._limits.start,
+            heartbeat=self._limits.heartbeat,
+            patience=self._limits.patience,
+            call=math.inf,
         )
-        if missing:
-            raise LaunchError(
-                f"{len(missing)} of {len(pings)} learners did not start within"
-                f" {self.limits.start:g} s (limits.start)"
-            )
-        try:
-            self.processes = ray.get(pings)
-        except ray.exceptions.RayError as error:
-            raise LaunchError(f"a learner did not start: {error}") from error
+        self._ranks = start_all(
+            [
+                partial(
+                    Actor,
+                    f"learner {slot.index} of {len(self._slots)}",
+                    lambda handle: handle.build.remote(RankWorker),
+                    options=self._placement.options(slot),
+                    limits=limits,
+                )
+                for slot in self._slots
+            ]
+        )
 
     def run(self, job: Callable[[], T], environment: Mapping[str, str]) -> T:
         """Run the job until all ranks have finished, or one has failed."""
-        import ray
-
         shutdown = GracefulShutdown()
         with shutdown.install():
             running = self._begin(job, environment)
             failures: list[Failure] = []
             result: Any = None
-            clock, deadline = RunningTime(), float("inf")
+            clock, deadline = RunningTime(), math.inf
             while running and (now := clock.seconds()) < deadline:
-                done, _ = ray.wait(list(running), num_returns=1, timeout=_POLL)
+                done, _ = wait(running, timeout=_POLL, return_when=FIRST_COMPLETED)
                 self._forward()
-                for ref in done:
-                    returned, failure = self._outcome(ref, running.pop(ref))
+                for future in done:
+                    returned, failure = _outcome(future, running.pop(future))
                     result = returned if returned is not None else result
                     failures += [failure] if failure else []
-                failures += self._hung(running)
                 if failures:
                     deadline = min(deadline, now + _DRAIN)
                 elif shutdown.newly_requested():  # no deadline: an iteration may take an hour
-                    self.ranks[0].stop.options(concurrency_group=HEALTH).remote()
-                if self.control_store.lost():  # Ray takes seconds to disconnect: report it first
+                    self._ranks[0].interrupt("stop")
+                if self._control_store.lost():  # Ray takes seconds to disconnect: report it first
                     logger.warning(
                         "Ray's control store at %s does not respond; ending all learners",
-                        self.control_store.address,
+                        self._control_store.address,
                     )
-                    raise LostLearnerError(self.control_store.cause)
+                    raise LostLearnerError(self._control_store.cause)
             self._forward_rest()
         if failures:
             raise self._root_cause(failures)
@@ -195,52 +295,55 @@ class _LearnerGroup:
         """Kill all ranks and release the resources."""
         import ray
 
+        self._threads.shutdown(wait=False)
         if not ray.is_initialized():
             return
-        if self.control_store.silent():  # the actors still respond
-            for actor in self.ranks:
-                actor.exit.options(concurrency_group=HEALTH).remote()
+        if self._control_store.silent():  # Ray does not respond, but the actors do
+            for actor in self._ranks:
+                actor.interrupt("exit")
             return
-        for actor in [*self.ranks, self.mailbox]:
-            if actor is not None:
-                ray.kill(actor)
-        self.placement.release()
+        for actor in self._ranks:
+            actor.close()
+        if self._mailbox is not None:
+            ray.kill(self._mailbox)
+        self._placement.release()
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _begin(self, job: Callable[[], Any], environment: Mapping[str, str]) -> dict[Any, int]:
+    def _begin(
+        self, job: Callable[[], Any], environment: Mapping[str, str]
+    ) -> dict[Future[Any], int]:
+        """Start the job on every rank."""
         import ray
 
-        port = ray.get(self.ranks[0].free_port.remote(), timeout=self.limits.start)
-        slots = self.placement.plan.of("learner")
+        try:
+            shared_job = ray.put(job)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise ConfigError(
+                f"the job cannot be pickled: {error}; build models and data inside it"
+            ) from error
+        first = self._ranks[0]
+        port = first.once("free_port", within=self._limits.start)
         running = {}
-        for rank, actor in enumerate(self.ranks):
-            same_node = [slot for slot in slots[:rank] if slot.bundle == slots[rank].bundle]
-            # Ray shows each process only its GPU, which therefore has index 0.
-            local_rank = 0 if slots[rank].gpus else len(same_node)
-            launch_env: dict[str, object] = {
+        for rank, (actor, slot) in enumerate(zip(self._ranks, self._slots, strict=True)):
+            same_node = [other for other in self._slots[:rank] if other.bundle == slot.bundle]
+            variables: dict[str, object] = {
                 "RANK": rank,
-                "WORLD_SIZE": len(self.ranks),
-                "LOCAL_RANK": local_rank,
+                "WORLD_SIZE": len(self._ranks),
+                # Ray shows each process only its GPU, which therefore has index 0.
+                "LOCAL_RANK": 0 if slot.gpus else len(same_node),
+                "MASTER_ADDR": first.process.address,
+                "MASTER_PORT": port,
             }
-            launch_env |= {"MASTER_ADDR": self.processes[0].address, "MASTER_PORT": port}
+            named = {name: str(value) for name, value in variables.items()} | dict(environment)
             context = RankContext(
                 rank=rank,
-                world_size=len(self.ranks),
-                placement=self.placement,
-                mailbox=self.mailbox,
+                world_size=len(self._ranks),
+                placement=self._placement,
+                mailbox=self._mailbox,
             )
-            variables = {name: str(value) for name, value in launch_env.items()} | dict(environment)
-            try:
-                running[actor.run.remote(job, variables, context)] = rank
-            except (TypeError, AttributeError, pickle.PicklingError) as error:
-                raise ConfigError(
-                    f"the job cannot be pickled: {error}; build models and data inside it"
-                ) from error
+            running[self._threads.submit(actor.once, "run", shared_job, named, context)] = rank
         return running
-
-    def _ping(self, rank: int) -> Any:
-        return self.ranks[rank].ping.options(concurrency_group=HEALTH).remote()
 
     def _start_mailbox(self) -> Any:
         """The mailbox on the driver's node, restarted if it dies; what it held is then lost."""
@@ -258,70 +361,34 @@ class _LearnerGroup:
         """Pass on rows and warnings, if the mailbox has answered."""
         import ray
 
-        self.mail = self.mail or self.mailbox.take.remote()
-        if not ray.wait([self.mail], timeout=wait_seconds)[0]:
+        self._mail = self._mail or self._mailbox.take.remote()
+        if not ray.wait([self._mail], timeout=wait_seconds)[0]:
             return
-        mail, self.mail = self.mail, None
+        mail, self._mail = self._mail, None
         try:
             rows, notes, process = ray.get(mail)
         except ray.exceptions.RayError:
             return  # the mailbox is being restarted
-        if self.mailbox_process not in (0, process):
+        if self._mailbox_process not in (0, process):
             logger.warning("%s", _MAILBOX_LOST)
-        self.mailbox_process = process
-        if self.on_row is not None:
+        self._mailbox_process = process
+        if self._on_row is not None:
             for row in rows:
-                self.on_row(row)
+                self._on_row(row)
         for note in notes:
             logger.warning("%s", note)
 
     def _forward_rest(self) -> None:
         for _ in range(2):  # a call that is under way, and what came after it
             self._forward(wait_seconds=_DRAIN)
-        if self.mail is not None:
+        if self._mail is not None:
             logger.warning("%s", _MAILBOX_LOST)
-
-    def _outcome(self, ref: Any, rank: int) -> tuple[Any, Failure | None]:
-        import ray
-
-        try:
-            outcome: tuple[Any, Failure | None] = ray.get(ref)
-        except ray.exceptions.RayTaskError as error:  # the job or its result cannot be pickled
-            text = f"{type(error.cause).__name__}: {error.cause}"
-            return None, Failure(rank=rank, when=time.time(), text=text, trace=str(error))
-        except ray.exceptions.RayError as error:
-            return None, self._death(
-                rank, f"is gone: {cluster.cause(error, self.processes[rank].node)}"
-            )
-        return outcome
-
-    def _death(self, rank: int, what: str) -> Failure:
-        text = f"{self.processes[rank]} {what}"
-        return Failure(rank=rank, when=time.time(), text=text, died=True)
-
-    def _hung(self, running: dict[Any, int]) -> list[Failure]:
-        """Failures of ranks that hang, which are no longer waited for."""
-        import ray
-
-        failures = []
-        for ref, rank in list(running.items()):
-            if rank not in self.pings:
-                name = f"learner {rank} ({self.processes[rank]})"
-                self.pings[rank] = self._ping(rank), HungCheck(name, self.limits.patience)
-            ping, check = self.pings[rank]
-            if ray.wait([ping], timeout=0)[0]:
-                if check.seconds() > self.limits.heartbeat:
-                    self.pings.pop(rank)
-            elif reason := check.reason():
-                del running[ref]
-                failures.append(self._death(rank, reason))
-        return failures
 
     def _root_cause(self, failures: Sequence[Failure]) -> KedgeError:
         root, *others = sorted(failures, key=lambda failure: failure.order)
         if isinstance(root.error, KedgeError):
             return root.error
-        what = f"learner {root.rank} of {len(self.ranks)}: {root.text}"
+        what = root.text if root.died else f"learner {root.rank} of {len(self._ranks)}: {root.text}"
         lines = [what, root.trace.rstrip()] if root.trace else [f"{what.rstrip('.')};"]
         lines += [
             f"then on learner {failure.rank}: {failure.text.splitlines()[0]}" for failure in others
@@ -331,3 +398,13 @@ class _LearnerGroup:
         error = kind("\n".join(line for line in lines if line))
         error.__cause__ = root.error
         return error
+
+
+def _outcome(future: Future[Any], rank: int) -> tuple[Any, Failure | None]:
+    """The result of a rank, or why it failed."""
+    error = future.exception()
+    if error is None:
+        outcome: tuple[Any, Failure | None] = future.result()
+        return outcome
+    died = isinstance(error, LostActorError)  # otherwise its result cannot be pickled
+    return None, Failure(rank=rank, when=time.time(), text=str(error), died=died)

@@ -35,7 +35,8 @@ class ReferenceActor:
     ) -> None:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         policy = load_policy(model, trust_remote_code=trust)
-        self._reference = FrozenModel(policy).to(self._device)
+        self._reference = FrozenModel(policy)
+        self._reference.model.to(self._device)
         self._settings, self._autocast = settings, autocast
         self._kernels = Kernels([policy] if quick else [])
         parts = self._reference.parts
@@ -52,13 +53,8 @@ class ReferenceActor:
         enabled = dtype is not None
         with self._kernels.active(), torch.autocast(device_type, dtype, enabled=enabled):
             logprobs = [
-                reference_logprobs(
-                    self._reference,
-                    rollout.rows(torch.tensor(rows)),
-                    self._settings,
-                    self._device,
-                )
-                for rows in groups
+                reference_logprobs(self._reference, group, self._settings, self._device)
+                for group in (rollout.rows(torch.tensor(rows)) for rows in groups)
             ]
         return [x.cpu() for x in logprobs]
 

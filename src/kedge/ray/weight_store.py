@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from kedge.errors import SyncError
 from kedge.models.fingerprint import WeightsCopy
-from kedge.rollout.vllm.weight_files import StoredOnce
-from kedge.rollout.vllm.weight_payload import WeightPayload, buckets
+from kedge.rollout.vllm.weight_payload import buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +68,17 @@ def _octets(x: Tensor) -> Any:
     return x.view(-1).view(torch.uint8).numpy()
 
 
-class SharedWeights(StoredOnce[StoredWeights]):
-    """Weights of engines in the object store; see ``StoredOnce``.
+def stage_weights(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+) -> WeightsCopy:
+    """Put weights into the store, a bucket at a time; return views of the stored weights."""
+    stored = StoredWeights.put(weights, dtype)
+    staged = WeightsCopy(stored.tensors())
+    staged.stored = stored
+    return staged
 
-    Args:
-        readers: number of engines that load each set of weights.
-        dtype: in which ``stage`` stores them; None: as they are.
-    """
 
-    def __init__(self, readers: int, dtype: torch.dtype | None = None) -> None:
-        super().__init__(readers, lambda x: StoredWeights.put(x.weights.items(), x.dtype))
-        self._dtype = dtype
-
-    def stage(self, weights: Iterable[tuple[str, Tensor]]) -> WeightsCopy:
-        """The weights as views of the store, in which they are put a bucket at a time."""
-        stored = StoredWeights.put(weights, self._dtype)
-        staged = WeightsCopy(stored.tensors())
-        staged.stored = stored
-        return staged
-
-    def begin(self, payload: WeightPayload) -> Future[StoredWeights]:
-        """The stored weights; not in the background if they are staged."""
-        if isinstance(payload.weights, WeightsCopy) and payload.weights.stored is not None:
-            done: Future[StoredWeights] = Future()
-            done.set_result(payload.weights.stored)
-            return done
-        return super().begin(payload)
+def store_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> StoredWeights:
+    """The stored weights: those already staged, or else put into the store now."""
+    stored: StoredWeights | None = getattr(weights, "stored", None)
+    return StoredWeights.put(weights.items(), dtype) if stored is None else stored

@@ -1,4 +1,4 @@
-"""Trackers without dependencies: in memory, to files, to several trackers at once."""
+"""Trackers without dependencies: to files, to several trackers at once."""
 
 from __future__ import annotations
 
@@ -19,27 +19,6 @@ if TYPE_CHECKING:  # imports torch, which `kedge report` can wait for
     from kedge.protocols import Tracker
 
 logger = logging.getLogger(__name__)
-
-
-class Memory:
-    """Keeps everything; for tests and notebooks."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []  # each with its "step"
-        self.tables: list[tuple[str, int, list[dict[str, object]]]] = []  # name, step, rows
-        self.closed = False
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Record one row of metrics."""
-        self.rows.append({"step": step, **metrics})
-
-    def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
-        """Record a table."""
-        self.tables.append((name, step, [dict(row) for row in rows]))
-
-    def close(self) -> None:
-        """Record that training is over."""
-        self.closed = True
 
 
 class JsonlTracker:

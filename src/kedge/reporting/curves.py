@@ -1,4 +1,4 @@
-"""Curves of the main metrics as one PNG, drawn without a display."""
+"""Curves of a run or of several as one picture, drawn without a display."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from kedge.reporting.log import Band
 
 PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("score", ("objective/scores", "eval_objective/scores", "objective/rlhf_reward")),
@@ -22,7 +24,6 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("learning rate", ("lr",)),
     ("episodes per second", ("eps",)),
 )
-_COLUMNS = 3
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], file: str | Path) -> Path | None:
@@ -35,40 +36,53 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], file: str | Path) -> Path | N
     Returns:
         The file, or None if no row holds a metric that is drawn, or matplotlib is not installed.
     """
-    panels = [(title, lines) for title, names in PANELS if (lines := _lines(rows, names))]
+    panels = {title: lines for title, names in PANELS if (lines := _lines(rows, names))}
     if not panels or importlib.util.find_spec("matplotlib") is None:
         return None
+    return draw_panels(panels, file, columns=3, xlabel="iteration")
+
+
+def draw_panels(
+    panels: Mapping[str, Mapping[str, Band]], file: str | Path, *, columns: int, xlabel: str
+) -> Path:
+    """Draw one panel for each title, with a line and its band for each name.
+
+    Args:
+        panels: curves by title and name.
+        file: the picture to write.
+        columns: panels next to each other.
+        xlabel: label of the x axes.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    height = math.ceil(len(panels) / _COLUMNS)
+    height = math.ceil(len(panels) / columns)
     # Not a pyplot figure: no window, no global state, freed with the last reference.
-    figure = Figure(figsize=(4.2 * _COLUMNS, 2.9 * height), layout="constrained")
+    figure = Figure(figsize=(2 + 3.7 * columns, 3 * height), layout="constrained")
     FigureCanvasAgg(figure)
-    for i, (title, lines) in enumerate(panels):
-        axes = figure.add_subplot(height, _COLUMNS, i + 1)
+    for i, (title, curves) in enumerate(panels.items()):
+        axes: Any = figure.add_subplot(height, columns, i + 1)
+        for name, curve in curves.items():
+            marker = "." if len(curve.x) < 40 else None
+            (line,) = axes.plot(curve.x, curve.mean, label=name, marker=marker, linewidth=1.2)
+            axes.fill_between(curve.x, curve.low, curve.high, color=line.get_color(), alpha=0.15)
         axes.set_title(title, fontsize=10)
-        for name, (x, y) in lines.items():
-            axes.plot(x, y, label=name, marker="." if len(x) < 40 else None, linewidth=1.2)
-        axes.grid(alpha=0.3)
-        axes.set_xlabel("iteration", fontsize=8)
+        axes.set_xlabel(xlabel, fontsize=8)
         axes.tick_params(labelsize=8)
-        if len(lines) > 1:
-            axes.legend(fontsize=7, loc="upper left")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, loc="upper left")
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
     return file
 
 
-def _lines(
-    rows: Sequence[Mapping[str, Any]], names: Sequence[str]
-) -> dict[str, tuple[list[float], list[float]]]:
-    """Steps and values of each metric over the rows that have it; NaN where not finite."""
+def _lines(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Band]:
+    """Each metric over the rows that have it; NaN where not finite."""
     lines = {}
     for name in names:
-        kept = [row for row in rows if row.get(name) is not None]
-        y = [float(row[name]) if math.isfinite(row[name]) else math.nan for row in kept]
+        logged = [row for row in rows if row.get(name) is not None]
+        y = [float(row[name]) if math.isfinite(row[name]) else math.nan for row in logged]
         if not all(map(math.isnan, y)):
-            lines[name] = ([float(row["step"]) for row in kept], y)
+            lines[name] = Band([float(row["step"]) for row in logged], y, y, y)
     return lines

@@ -1,16 +1,18 @@
 """Diagnoses a run: rules on its log that find problems and suggest what to try.
 
-Each rule checks one thing and is skipped if the metrics it needs were not logged.
+Each rule checks one thing.  What was not logged is NaN, with which no comparison holds, so a rule
+without its metrics finds nothing.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import correlation, fmean, median
 
-from kedge.reporting.log import RunLog, responses, responses_per_batch, score_change
+from kedge.reporting.log import RunLog, responses_per_batch, score_change
 
 MIN_ROWS = 4  # minimum rows for a trend
 
@@ -77,7 +79,7 @@ def dead_reward(log: RunLog) -> str | None:
         return None
     return (
         f"all scores of a batch are equal (median deviation {median(spread):.2g}; mean score"
-        f" {log.last('objective/scores') or 0:.3g})"
+        f" {log.last('objective/scores'):.3g})"
     )
 
 
@@ -87,9 +89,8 @@ def responses_without_a_score(log: RunLog) -> str | None:
     on_reward_error="score".
     """
     dropped, batch = log.last("rollout/dropped_rows", 1.0), responses_per_batch(log)
-    if dropped is None or batch is None or dropped / batch < 0.05:
-        return None
-    return f"{dropped:.1f} of {batch:.0f} responses per batch are dropped"
+    text = f"{dropped:.1f} of {batch:.0f} responses per batch are dropped"
+    return text if dropped >= 0.05 * batch else None
 
 
 @rule
@@ -98,10 +99,10 @@ def tools_are_never_called(log: RunLog) -> str | None:
     that renders tools=), and the initial policy must call them sometimes; start from a model that
     was trained on such calls.
     """
-    calls = log.series("environment/tool_calls")
+    calls, episodes = log.series("environment/tool_calls"), max(log.series("episode"), default=0)
     if not calls or median(calls) >= 0.01:
         return None
-    return f"{fmean(calls):.2g} calls per episode over {responses(log)} episodes"
+    return f"{fmean(calls):.2g} calls per episode over {episodes:,.0f} episodes"
 
 
 @rule
@@ -109,10 +110,11 @@ def tool_calls_are_never_valid(log: RunLog) -> str | None:
     """Compare a call in the sample tables with the format of the chat template; raise
     max_turn_tokens if calls are cut off, or start from a model that knows the format.
     """
-    calls, invalid = log.series("environment/tool_calls"), log.series("environment/invalid_calls")
-    if sum(calls) == 0 or sum(invalid) < 0.9 * sum(calls):
-        return None
-    return f"{sum(invalid) / sum(calls):.0%} of the calls cannot be read"
+    calls = sum(log.series("environment/tool_calls"))
+    invalid = sum(log.series("environment/invalid_calls"))
+    return (
+        f"{invalid / calls:.0%} of the calls cannot be read" if invalid >= 0.9 * calls > 0 else None
+    )
 
 
 @rule
@@ -121,7 +123,7 @@ def episodes_end_before_they_are_done(log: RunLog) -> str | None:
     max_episode_seconds), or fix the environment whose errors end them.
     """
     kinds = ("turn_limit", "token_limit", "time_limit", "environment_error", "grader_error")
-    shares = {kind: log.last(f"environment/ended_{kind}") or 0.0 for kind in kinds}
+    shares = {kind: log.last(f"environment/ended_{kind}") for kind in kinds}
     cut = {kind: share for kind, share in shares.items() if share > 0}
     failed = cut.get("environment_error", 0) + cut.get("grader_error", 0)
     if sum(cut.values()) < 0.3 and failed < 0.05:
@@ -135,16 +137,10 @@ def the_reward_comes_from_one_turn_alone(log: RunLog) -> str | None:
     reward reaches the first turns.
     """
     share, turns = log.last("environment/last_reward_share"), log.last("environment/turns")
-    change = score_change(log)
-    if share is None or turns is None or share < 0.999 or turns < 2 or change is None:
-        return None
-    start, end, noise = change
-    if len(log.rows) < MIN_ROWS or end > start + 2 * noise:
-        return None
-    return (
-        f"the last of {turns:.1f} turns gets all of it, and the score went from {start:.3g} to"
-        f" {end:.3g}"
-    )
+    start, end, noise = score_change(log)
+    stays = len(log.rows) >= MIN_ROWS and end <= start + 2 * noise
+    text = f"the last of {turns:.1f} turns gets all of it, and the score went from"
+    return f"{text} {start:.3g} to {end:.3g}" if share >= 0.999 and turns >= 2 and stays else None
 
 
 @rule
@@ -155,20 +151,19 @@ def nothing_ends(log: RunLog) -> str | None:
     cut, ended = log.series("completions/truncated_ratio"), sum(log.series("val/num_eos_tokens"))
     if not cut or min(cut) < 1.0 or ended or log.fixed_length:
         return None
-    length = None if log.series("environment/turns") else log.last("completions/max_length")
-    limit = f" at {length:.0f} tokens" if length else ""
+    length, turns = log.last("completions/max_length"), log.series("environment/turns")
+    limit = "" if turns or math.isnan(length) else f" at {length:.0f} tokens"
     return f"all responses are truncated by the length limit{limit}"
 
 
 @rule
-def sampler_and_learner_disagree(log: RunLog) -> str | None:
+def rollout_engine_and_learner_disagree(log: RunLog) -> str | None:
     """Check precision and temperature of the rollout engine and its weight sync, or set
     sampler_correction="truncate".
     """
-    gap = log.series("rollout/logprob_gap")
-    if not gap or median(gap) < (0.06 if log.bf16 else 0.02):  # logits of 16 to 32 are 0.125 apart
-        return None
-    return f"log-probabilities differ by {median(gap):.3f} nats per token at equal weights"
+    gap = median(log.series("rollout/logprob_gap") or [0.0])
+    text = f"log-probabilities differ by {gap:.3f} nats per token at equal weights"
+    return text if gap >= (0.06 if log.bf16 else 0.02) else None  # logits of 16 are 0.125 apart
 
 
 @rule
@@ -177,9 +172,8 @@ def tokens_too_old_to_train_on(log: RunLog) -> str | None:
     raise max_lag to the longest usual response divided by the mean length, plus one.
     """
     share = log.last("rollout/too_old_tokens", 1.0)
-    if share is None or share <= 0.05:
-        return None
-    return f"{share:.0%} of the sampled tokens are older than max_lag and do not train"
+    text = f"{share:.0%} of the sampled tokens are older than max_lag and do not train"
+    return text if share > 0.05 else None
 
 
 @rule
@@ -188,9 +182,8 @@ def the_KL_is_negative(log: RunLog) -> str | None:
     truncated sampling, a penalty in the rollout engine, or another temperature.
     """
     kl, length = log.last("objective/kl", 0.5), log.last("completions/mean_length")
-    if kl is None or not length or kl > -0.02 * length:
-        return None
-    return f"{kl:.2f} nats per response over the second half"
+    text = f"{kl:.2f} nats per response over the second half"
+    return text if kl <= -0.02 * length < 0 else None
 
 
 @rule
@@ -219,28 +212,28 @@ def fell_after_it_was_solved(log: RunLog) -> str | None:
 def gradients_spike(log: RunLog) -> str | None:
     """Set max_grad_norm, clip rewards, lower learning_rate; check for infinite scores."""
     norms = log.series("grad_norm")
-    skipped = max(log.series("skipped_steps"), default=0.0)
-    usual = median(norms) if norms else 0.0
-    if not skipped and (len(norms) < MIN_ROWS or not usual or max(norms) < 50 * usual):
-        return None
-    return (
-        f"largest norm {max(norms, default=0):.3g}, median {usual:.3g}; {skipped:.0f} optimizer"
-        " steps skipped because it was not finite"
+    skipped, most = max(log.series("skipped_steps"), default=0.0), max(norms, default=0.0)
+    usual = median(norms or [0.0])
+    text = (
+        f"largest norm {most:.3g}, median {usual:.3g}; {skipped:.0f} optimizer steps skipped"
+        " because it was not finite"
     )
+    spike = len(norms) >= MIN_ROWS and most >= 50 * usual > 0
+    return text if skipped or spike else None
 
 
 @rule
 def updates_are_too_large(log: RunLog) -> str | None:
     """Lower learning_rate, num_ppo_epochs or cliprange, or increase the batch size."""
-    ratio = log.series("val/ratio")
-    clipped = log.last("policy/clipfrac_avg", 1.0) or 0.0
+    ratio, clipped = log.series("val/ratio"), log.last("policy/clipfrac_avg", 1.0)
     far = [r for r in ratio if not 0.8 <= r <= 1.25]
-    if not ratio or (len(far) < 0.2 * len(ratio) and clipped < 0.4):
+    if not ratio or not (len(far) >= 0.2 * len(ratio) or clipped >= 0.4):
         return None
     worst = max(ratio, key=lambda r: abs(r - 1))
+    tokens = "" if math.isnan(clipped) else f", {clipped:.0%} of tokens clipped"
     return (
         f"the mean ratio is outside 0.8 to 1.25 in {len(far)} of {len(ratio)} rows (furthest"
-        f" {worst:.3g}), {clipped:.0%} of tokens clipped"
+        f" {worst:.3g}){tokens}"
     )
 
 
@@ -252,12 +245,12 @@ def the_policy_does_not_move(log: RunLog) -> str | None:
     if len(moved) < MIN_ROWS or not norms or max(moved) > 1e-7:
         return None
     start, end = log.first("policy/entropy_avg"), log.last("policy/entropy_avg")
-    changed = start and end is not None and abs(end / start - 1) > 2e-3  # a single pass has no KL
-    if changed or (log.last("objective/kl") or 0.0) > 1e-3 or dead_reward(log):
+    changed = abs(end - start) > 2e-3 * start > 0  # a single pass has no KL
+    if changed or log.last("objective/kl") > 1e-3 or dead_reward(log):
         return None
     return (
         f"approximate KL per iteration at most {max(moved):.1g}, learning rate"
-        f" {log.first('lr') or 0:.1g}"
+        f" {log.first('lr'):.1g}"
     )
 
 
@@ -266,10 +259,9 @@ def the_policy_runs_away_from_the_reference(log: RunLog) -> str | None:
     """Raise kl_coef, or adapt it (adaptive_kl=True, kl_target); read late completions: a score
     gained at such a KL is usually reward hacking.
     """
-    kl, length = log.last("objective/kl"), log.last("completions/mean_length")
-    if kl is None or not length or kl / length < 0.5:
-        return None
-    return f"KL of {kl:.1f} nats per response, {kl / length:.2f} per token"
+    kl, length = log.last("objective/kl"), log.last("completions/mean_length") or math.nan
+    text = f"KL of {kl:.1f} nats per response, {kl / length:.2f} per token"
+    return text if kl >= 0.5 * length else None
 
 
 @rule
@@ -278,11 +270,8 @@ def entropy_collapses(log: RunLog) -> str | None:
     can gain probability; check for identical answers to all prompts.
     """
     start, end = log.first("policy/entropy_avg"), log.last("policy/entropy_avg")
-    if start is None or end is None or len(log.rows) < MIN_ROWS or start < 0.05:
-        return None
-    if end > 0.1 * start:
-        return None
-    return f"from {start:.2f} to {end:.3f} nats per token"
+    collapsed = len(log.rows) >= MIN_ROWS and start >= 0.05 and end <= 0.1 * start
+    return f"from {start:.2f} to {end:.3f} nats per token" if collapsed else None
 
 
 @rule
@@ -295,7 +284,7 @@ def the_value_explains_nothing(log: RunLog) -> str | None:
         return None
     late = fmean(known[len(known) // 2 :])
     spread = log.series("objective/scores_std")
-    solved = spread and fmean(spread[len(spread) // 2 :]) < 0.5 * (spread[0] or 0.0)
+    solved = spread and fmean(spread[len(spread) // 2 :]) < 0.5 * spread[0]
     if late > 0.05 or solved:  # equal scores leave little variance to explain
         return None
     return f"explained variance {late:.2f} over the second half"
@@ -323,9 +312,8 @@ def groups_of_equal_scores(log: RunLog) -> str | None:
     such groups (dynamic_sampling).
     """
     share = log.first("objective/uniform_groups", 0.5)  # later, prompts may be solved
-    if share is None or share < 0.6:
-        return None
-    return f"{share:.0%} of responses are in a group with equal scores and have advantage 0"
+    text = f"{share:.0%} of responses are in a group with equal scores and have advantage 0"
+    return text if share >= 0.6 else None
 
 
 @rule
@@ -345,9 +333,7 @@ def the_score_follows_the_length(log: RunLog) -> str | None:
     if not start or not end or 2 / 3 < end / start < 1.5 or abs(end - start) < 3:
         return None
     together = _correlation(lengths, scores)
-    if abs(together) < 0.8 or (log.last("objective/scores") or 0) <= (
-        log.first("objective/scores") or 0
-    ):
+    if abs(together) < 0.8 or log.last("objective/scores") <= log.first("objective/scores"):
         return None
     return (
         f"mean length {start:.0f} to {end:.0f} tokens{' a turn' if per_turn else ''}, correlation"
@@ -379,11 +365,11 @@ def responses_do_not_end(log: RunLog) -> str | None:
     """Raise the length limit (response_length, max_turns), set non_eos_penalty=True, or end
     episodes in the environment.
     """
-    share = log.last("completions/truncated_ratio", 0.5)
-    ended = sum(log.series("val/num_eos_tokens"))
-    if share is None or share < 0.98 or not ended:
-        return None
-    return f"{share:.0%} are truncated by the length limit"
+    share, ended = (
+        log.last("completions/truncated_ratio", 0.5),
+        sum(log.series("val/num_eos_tokens")),
+    )
+    return f"{share:.0%} are truncated by the length limit" if share >= 0.98 and ended else None
 
 
 @rule
@@ -391,13 +377,9 @@ def the_score_falls(log: RunLog) -> str | None:
     """Fix the other findings first; otherwise lower learning_rate or kl_coef, and check the sign of
     the reward.
     """
-    change = score_change(log)
-    if change is None or len(log.rows) < 2 * MIN_ROWS:
-        return None
-    start, end, noise = change
-    if end > start - 6 * noise:
-        return None
-    return f"from {start:.3g} to {end:.3g} (noise: {noise:.2g})"
+    start, end, noise = score_change(log)
+    falls = len(log.rows) >= 2 * MIN_ROWS and end <= start - 6 * noise
+    return f"from {start:.3g} to {end:.3g} (noise: {noise:.2g})" if falls else None
 
 
 @rule
@@ -406,13 +388,12 @@ def the_score_did_not_rise(log: RunLog) -> str | None:
     policy must be able to produce the difference. Then raise learning_rate, lower kl_coef, or train
     longer.
     """
-    change = score_change(log)
-    if change is None or len(log.rows) < 2 * MIN_ROWS or the_score_falls(log):
+    start, end, noise = score_change(log)
+    stays = len(log.rows) >= 2 * MIN_ROWS and end < start + 2 * noise
+    if not stays or the_score_falls(log):
         return None
-    start, end, noise = change
-    if end >= start + 2 * noise:
-        return None
-    return f"from {start:.3g} to {end:.3g} over {responses(log)} responses (noise: {noise:.2g})"
+    responses = f"{max(log.series('episode'), default=0):,.0f}"
+    return f"from {start:.3g} to {end:.3g} over {responses} responses (noise: {noise:.2g})"
 
 
 @rule
@@ -420,23 +401,15 @@ def environments_are_slower_than_the_model(log: RunLog) -> str | None:
     """Make step() async or cheaper, raise max_concurrency, or set max_lag=1, so that sampling
     overlaps with training.
     """
-    waiting, model = log.series("environment/seconds"), log.series("environment/model_seconds")
-    step = log.series("time/step")
-    if not waiting or not model or not step:
-        return None
-    if median(waiting) <= median(model) or median(waiting) < 0.3 * median(step):
-        return None
-    return (
-        f"{median(waiting):.2g} s of an iteration of {median(step):.2g} s wait for environments,"
-        f" {median(model):.2g} s for the model"
-    )
+    names = ("environment/seconds", "environment/model_seconds", "time/step")
+    waiting, model, step = (median(log.series(name) or [math.nan]) for name in names)
+    text = f"{waiting:.2g} s of an iteration of {step:.2g} s wait for environments"
+    slow = waiting > model and waiting >= 0.3 * step
+    return f"{text}, {model:.2g} s for the model" if slow else None
 
 
 LIVE: tuple[Rule, ...] = (fewer_responses_end,)  # shown during a run, too
 
 
 def _correlation(x: list[float], y: list[float]) -> float:
-    mx, my = fmean(x), fmean(y)
-    dx, dy = [a - mx for a in x], [b - my for b in y]
-    scale = (sum(a * a for a in dx) * sum(b * b for b in dy)) ** 0.5
-    return sum(a * b for a, b in zip(dx, dy, strict=True)) / scale if scale else 0.0
+    return correlation(x, y) if len({*x}) > 1 and len({*y}) > 1 else 0.0

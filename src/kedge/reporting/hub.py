@@ -19,13 +19,6 @@ RUN_FILES = (
 )
 
 
-def logged_in() -> bool:
-    """Whether a hub token is stored on this machine."""
-    from huggingface_hub import get_token
-
-    return get_token() is not None
-
-
 class Hub:
     """A model or dataset repository on the hub.  Only rank 0 creates one.
 

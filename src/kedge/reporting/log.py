@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +16,7 @@ from typing import Any, Literal
 from kedge.errors import DataError
 
 FILE = "metrics.jsonl"
-AXES = ("episode", "step")
+AXES = {"episode": "responses trained on", "step": "iterations"}
 _LARGEST = sys.float_info.max
 logger = logging.getLogger(__name__)
 
@@ -44,15 +43,15 @@ class RunLog:
         values = [row[metric] for row in self.rows if metric in row]
         return [x for x in values if math.isfinite(x)]
 
-    def first(self, metric: str, share: float = 0.2) -> float | None:
-        """Mean over the first ``share`` of the run, at least one row; None without the metric."""
+    def first(self, metric: str, share: float = 0.2) -> float:
+        """Mean over the first ``share`` of the run, at least one row; NaN without the metric."""
         values = self.series(metric)
-        return fmean(values[: max(1, round(len(values) * share))]) if values else None
+        return fmean(values[: max(1, round(len(values) * share))]) if values else math.nan
 
-    def last(self, metric: str, share: float = 0.2) -> float | None:
-        """Mean over the last ``share`` of the run, at least one row; None without the metric."""
+    def last(self, metric: str, share: float = 0.2) -> float:
+        """Mean over the last ``share`` of the run, at least one row; NaN without the metric."""
         values = self.series(metric)
-        return fmean(values[-max(1, round(len(values) * share)) :]) if values else None
+        return fmean(values[-max(1, round(len(values) * share)) :]) if values else math.nan
 
 
 def read_log(place: str | Path) -> RunLog:
@@ -60,9 +59,7 @@ def read_log(place: str | Path) -> RunLog:
 
     Damaged lines are skipped, with a warning that counts them.
     """
-    skipped = Skipped()
-    rows = [row for row in read_rows(place, skipped) if "objective/scores" in row]
-    skipped.warn()
+    rows = [row for row in read_rows(place) if "objective/scores" in row]
     if not rows:
         raise DataError(f"{log_file(place)} has no training rows (none with objective/scores)")
     return RunLog(Path(place).name, rows, **read_options(log_file(place).parent))
@@ -90,38 +87,28 @@ def log_file(place: str | Path) -> Path:
     return file
 
 
-def read_rows(place: str | Path, skipped: Skipped) -> list[dict[str, float]]:
+def read_rows(place: str | Path) -> list[dict[str, float]]:
     """All rows of the log, including evaluations; only values that are finite numbers."""
-    rows = read_table(log_file(place), skipped)
+    rows = read_table(log_file(place))
     return [
         {k: float(x) for k, x in row.items() if isinstance(x, int | float) and abs(x) <= _LARGEST}
         for row in rows
     ]
 
 
-class Skipped(Counter[Path]):
-    """Counts unreadable lines in the files of a run, for a single warning."""
-
-    def warn(self) -> None:
-        """Log one warning if anything was skipped."""
-        if self.total():
-            files = [f"{file.parent.name}/{file.name} ({n})" for file, n in self.items() if n]
-            if len(files) > 5:
-                files[5:] = [f"and {len(files) - 5} more files"]
-            logger.warning("skipped %d damaged lines: %s", self.total(), ", ".join(files))
-
-
-def read_table(file: Path, skipped: Skipped) -> list[dict[str, Any]]:
-    """The readable JSON objects of a run's file, one per line.
+def read_table(file: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a run's file, one per line; a warning counts lines that are damaged.
 
     Non-finite numbers become None, as Kedge writes them.
     """
     try:
-        lines = file.read_bytes().split(b"\n")
+        lines = [line for line in file.read_bytes().split(b"\n") if line.strip()]
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error}") from error
     rows = [row for line in lines if (row := _parse_row(line)) is not None]
-    skipped[file] += sum(1 for line in lines if line.strip()) - len(rows)
+    if len(rows) < len(lines):
+        count, name = len(lines) - len(rows), f"{file.parent.name}/{file.name}"
+        logger.warning("skipped %d damaged lines of %s", count, name)
     return rows
 
 
@@ -154,29 +141,22 @@ def read_objects(file: Path) -> list[dict[str, Any]]:
     return objects
 
 
-def score_change(log: RunLog) -> tuple[float, float, float] | None:
+def score_change(log: RunLog) -> tuple[float, float, float]:
     """Mean score over the first and last fifth of a run, and the standard error of such a mean.
 
-    None without scores, their deviation and the number of responses.
+    The error is NaN without the scores' deviation and the number of responses.
     """
-    start, end = log.first("objective/scores"), log.last("objective/scores")
-    spread, batch = log.first("objective/scores_std"), responses_per_batch(log)
-    if start is None or end is None or not spread or not batch:
-        return None
-    return start, end, spread / (batch * max(1, round(len(log.rows) * 0.2))) ** 0.5
+    responses = responses_per_batch(log) * max(1, round(len(log.rows) * 0.2))
+    noise = (log.first("objective/scores_std") or math.nan) / responses**0.5
+    return log.first("objective/scores"), log.last("objective/scores"), noise
 
 
-def responses(log: RunLog) -> str:
-    """Responses sampled so far, as text."""
-    return f"{max(log.series('episode'), default=0):,.0f}"
-
-
-def responses_per_batch(log: RunLog) -> float | None:
-    """Responses per iteration."""
+def responses_per_batch(log: RunLog) -> float:
+    """Responses per iteration; NaN if they were not logged."""
     episodes = log.series("episode")
     if len(episodes) == 1:
-        return episodes[0]
-    return min((b - a for a, b in pairwise(episodes) if b > a), default=None)
+        return episodes[0] or math.nan
+    return min((b - a for a, b in pairwise(episodes) if b > a), default=math.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,5 +192,5 @@ def ends(
 ) -> tuple[float, float, float] | None:
     """Mean, minimum and maximum over the runs of the mean of each run's last (or first) fifth."""
     means = [run.last(metric) if at == "end" else run.first(metric) for run in runs]
-    values = [x for x in means if x is not None]
+    values = [x for x in means if not math.isnan(x)]
     return (fmean(values), min(values), max(values)) if values else None

@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from html import escape
 from importlib.resources import files
@@ -15,12 +15,11 @@ from typing import Any
 
 from kedge.errors import DataError
 from kedge.reporting.doctor import examine, unseen
-from kedge.reporting.log import RunLog, Skipped, log_file, read_options, read_rows, read_table
-from kedge.reporting.run_info import FILE, read_run_info
+from kedge.reporting.log import RunLog, log_file, read_options, read_rows, read_table
+from kedge.reporting.run_info import read_run_info
 from kedge.reporting.story import episodes, story, vocabulary
 
 TOKENS = "tokens"
-STYLES = ("page.css",)
 SCRIPTS = (
     *("core.js", "list.js", "charts.js", "overview.js", "curves.js"),
     *("completions.js", "tokens.js", "main.js"),
@@ -43,12 +42,11 @@ def gather(
         prefixes: prefix of metric names -> description.
         most: maximum responses per table kind; beyond it every step is truncated equally.
 
-    Damaged lines are skipped, with one warning that counts them.
+    Damaged lines are skipped, with a warning that counts them.
     """
-    folder, skipped = log_file(place).absolute().parent, Skipped()
-    rows = read_rows(place, skipped)
+    folder = log_file(place).absolute().parent
+    rows = read_rows(place)
     if not rows:
-        skipped.warn()
         raise DataError(
             f"{log_file(place)} has no readable row; wait until the run has logged an iteration"
         )
@@ -56,13 +54,10 @@ def gather(
     training = [row for row in rows if "objective/scores" in row]
     log = RunLog(folder.name, training, **read_options(folder))
     tables = {
-        name: _read_tables(folder / name, most, skipped)
+        name: _read_tables(folder / name, most)
         for name in sorted(p.name for p in folder.glob("*completions") if p.is_dir())
     }
-    tokens = _read_tables(folder / TOKENS, most, skipped, _is_token_row)
-    about = read_run_info(folder)
-    skipped[folder / FILE] += (folder / FILE).is_file() and not about
-    skipped.warn()
+    tokens = _read_tables(folder / TOKENS, most)
     series: dict[str, dict[str, list[float]]] = {}  # steps and finite values of every metric
     for row in rows:
         for name, value in row.items():
@@ -73,7 +68,7 @@ def gather(
     axis = {int(r["step"]): int(r["episode"]) for r in rows if "episode" in r and "step" in r}
     return {
         "name": folder.name,
-        "about": about,
+        "about": read_run_info(folder),
         "updates": len(log.rows),
         "findings": [asdict(finding) for finding in examine(log)],
         "unseen": unseen(log),
@@ -106,33 +101,17 @@ def meaning(name: str, meanings: Mapping[str, str], prefixes: Mapping[str, str])
     return next((text for prefix, text in prefixes.items() if name.startswith(prefix)), "")
 
 
-def _read_tables(
-    folder: Path, most: int, skipped: Skipped, sound: Callable[[Row], bool] = lambda row: True
-) -> list[Row]:
+def _read_tables(folder: Path, most: int) -> list[Row]:
     """The tables of a folder ordered by step: ``{"step", "rows"}``."""
     tables = {}
     for file in folder.glob("step-*.jsonl"):
         step = file.stem.removeprefix("step-")
         if step.isdecimal() and file.is_file():
-            rows = read_table(file, skipped)
-            tables[int(step)] = [row for row in rows if sound(row)]
-            skipped[file] += len(rows) - len(tables[int(step)])
+            tables[int(step)] = read_table(file)
     share = most
     if sum(map(len, tables.values())) > most:
         share = max(1, most // len(tables))
     return [{"step": n, "rows": tables[n][:share]} for n in sorted(tables) if tables[n]]
-
-
-def _is_token_row(row: Row) -> bool:
-    """Whether a row has a list of token texts, and valid lists of numbers where it has any."""
-    tokens = row.get("tokens")
-    numbers = [row.get(name, []) for name in ("advantage", "trained", "turn", "turn_rewards")]
-    return (
-        isinstance(tokens, list)
-        and all(isinstance(text, str) for text in tokens)
-        and all(isinstance(values, list) for values in numbers)
-        and all(x is None or isinstance(x, int | float) for values in numbers for x in values)
-    )
 
 
 def page(data: Mapping[str, Any]) -> str:
@@ -146,20 +125,12 @@ def page(data: Mapping[str, Any]) -> str:
     body = _asset("page.html")
     for name, text in {
         "title": escape(str(data["name"])),
-        "style": "\n".join(map(_asset, STYLES)),
+        "style": _asset("page.css"),
         "script": "\n".join(map(_asset, SCRIPTS)),
         "data": base64.b64encode(packed).decode(),
     }.items():
         body = body.replace(f"<!--{name}-->", text)
     return body
-
-
-def unpack(html: str) -> dict[str, Any]:
-    """The data embedded in a page."""
-    begin = html.index('<script id="data"')
-    packed = html[html.index(">", begin) + 1 : html.index("</script>", begin)]
-    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed)))
-    return data
 
 
 def _asset(name: str) -> str:

@@ -10,12 +10,11 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from datetime import datetime, timezone
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from kedge import __version__
@@ -46,11 +45,11 @@ METRICS = {
 }
 
 
-def write_run_info(made_of: Provenance, args: Any, *, device: str) -> None:
+def write_run_info(made_of: Mapping[str, Any], args: Any, *, device: str) -> None:
     """Write ``run.json`` into ``output_dir`` when training begins.
 
     Args:
-        made_of: algorithm, model, data, rewards.
+        made_of: what ``provenance`` returns.
         args: the config; access tokens are not written.
         device: the training device.
     """
@@ -63,16 +62,13 @@ def write_run_info(made_of: Provenance, args: Any, *, device: str) -> None:
         if f.name in values and isinstance(status(type(args), f.name), str)
     }
     about = {
-        "algorithm": made_of.algorithm,
-        "model": made_of.base_model,
-        "datasets": list(made_of.datasets),
-        "rewards": list(made_of.rewards),
+        **made_of,
         "command": command(),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": device,
         "machine": f"{platform.system()}, Python {platform.python_version()}",
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
-        "versions": dict(versions()),
+        "versions": versions(),
         "changed": [name for name in options if name in args.given],
         "options": options,
     }
@@ -109,53 +105,41 @@ def command() -> str:
     return shlex.join([Path(words[0]).name, *words[1:]]) if words and words[0] else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
-    """Algorithm, base model and data of a run, for the model card."""
-
-    algorithm: str = "PPO"  # selects the cited papers
-    base_model: str | None = None  # name or folder of the initial model
-    datasets: tuple[str, ...] = ()  # of prompts
-    rewards: tuple[str, ...] = ()  # names of reward models and functions
-
-
-def provenance(algorithm: str, policy: Any, dataset: Any, rewards: Sequence[Any]) -> Provenance:
-    """The names of a run's models and data, as far as they are known."""
-    named = getattr(getattr(dataset, "info", None), "dataset_name", None)
-    return Provenance(
-        algorithm=algorithm,
-        base_model=getattr(getattr(policy, "config", None), "_name_or_path", "") or None,
-        datasets=(named,) if named else (),
-        rewards=tuple(map(_reward_name, rewards)),
-    )
+def provenance(algorithm: str, policy: Any, dataset: Any, rewards: Sequence[Any]) -> dict[str, Any]:
+    """Algorithm, initial model, prompts and rewards of a run by name, as far as they are known."""
+    name = getattr(getattr(dataset, "info", None), "dataset_name", None)
+    return {
+        "algorithm": algorithm,
+        "model": getattr(getattr(policy, "config", None), "_name_or_path", "") or None,
+        "datasets": [name] if name else [],
+        "rewards": [*map(_reward_name, rewards)],
+    }
 
 
 def model_card(
-    made_of: Provenance,
+    about: Mapping[str, Any],
     *,
     model_name: str,
     args: Any = None,
     log_history: Sequence[Mapping[str, Any]] = (),
     tags: Iterable[str] = (),
-    command: str = "",
-    links: Mapping[str, str] = MappingProxyType({}),
     curves: str | None = None,
 ) -> str:
     """The text of a model card.
 
     Args:
-        made_of: algorithm, base model and data.
+        about: what ``provenance`` returns, and ``command`` and ``links`` of ``run.json``; the link
+            of the hub itself is left out.
         model_name: its title.
         args: the config; only the fields in ``HYPERPARAMETERS`` are shown.
         log_history: logged rows; the first and the last value of each main metric are shown.
         tags: additional tags.
-        command: the command line that trained it.
-        links: tracker -> URL of the run; the hub itself is left out.
         curves: image of the curves, in the folder of the card.
     """
     from huggingface_hub import ModelCardData
 
-    algorithm, base_model, datasets = made_of.algorithm, made_of.base_model, made_of.datasets
+    algorithm, base_model = about.get("algorithm", "PPO"), about.get("model")
+    datasets, command = about.get("datasets", []), about.get("command")
     data = ModelCardData(
         library_name="transformers",
         model_name=model_name,
@@ -167,26 +151,28 @@ def model_card(
     )
     papers = files("kedge.reporting") / "assets" / f"{algorithm}.bib"
     citation = papers.read_text(encoding="utf-8") if papers.is_file() else ""
-    runs = ", ".join(f"[{name}]({url})" for name, url in links.items() if name != "hub")
+    links = about.get("links", {}).items()
+    runs = ", ".join(f"[{name}]({url})" for name, url in links if name != "hub")
     results = [
-        (label, f"{values[0]:.4g}", f"{values[-1]:.4g}")
+        {"metric": label, "start": f"{values[0]:.4g}", "end": f"{values[-1]:.4g}"}
         for name, label in METRICS.items()
         if (values := [row[name] for row in log_history if row.get(name) is not None])
     ]
     options = [(name, getattr(args, name, None)) for name in HYPERPARAMETERS]
-    hyperparameters = [(n, f"`{getattr(x, 'value', x)}`") for n, x in options if x is not None]
     sections = {
-        "Results": _table(("metric", "start", "end"), results),
+        "Results": markdown(results),
         "Curves": f"![curves of the run]({curves})" if curves else "",
         "Run": f"The run is on {runs}." if runs else "",
         "Command": f"```bash\n{command}\n```" if command else "",
-        "Hyperparameters": _table(("name", "value"), hyperparameters),
-        "Versions": _table(("package", "version"), versions()),
+        "Hyperparameters": markdown(
+            [{"name": n, "value": getattr(x, "value", x)} for n, x in options if x is not None]
+        ),
+        "Versions": markdown([{"package": n, "version": v} for n, v in versions().items()]),
         "Citation": f"```bibtex\n{citation}```" if citation else "",
     }
     start = f"`{base_model}`" if base_model else "a language model"
     summary = f"Trained from {start} with {algorithm}, using Kedge."
-    for title, names in (("Prompts", datasets), ("Reward", made_of.rewards)):
+    for title, names in (("Prompts", datasets), ("Reward", about.get("rewards"))):
         if names:
             summary += f" {title}: {', '.join(f'`{name}`' for name in names)}."
     text = [f"---\n{data.to_yaml()}\n---", f"# {model_name}", summary]
@@ -195,31 +181,28 @@ def model_card(
 
 
 def write_card(
-    made_of: Provenance,
+    made_of: Mapping[str, Any],
     args: Any,
     log_history: Sequence[dict[str, Any]],
     *,
-    about: Mapping[str, Any],
     model_name: str | None = None,
     dataset_name: str | None = None,
     tags: str | list[str] | None = None,
 ) -> None:
-    """Write ``README.md`` into ``output_dir``; ``about`` is the content of ``run.json``."""
+    """Write ``README.md`` into ``output_dir``, with what ``run.json`` there tells."""
     if not args.output_dir:
         raise ConfigError("output_dir must be set to write a model card")
     folder = Path(args.output_dir)
+    about = read_run_info(folder) | dict(made_of)
     text = model_card(
-        replace(made_of, datasets=(dataset_name,)) if dataset_name else made_of,
+        about | ({"datasets": [dataset_name]} if dataset_name else {}),
         model_name=model_name or Path(args.hub_model_id or folder).name,
         args=args,
         log_history=log_history,
-        command=about.get("command", ""),
-        links=about.get("links", {}),
         curves="curves.png" if (folder / "curves.png").is_file() else None,
         tags=[tags] if isinstance(tags, str) else tags or (),
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    write_whole(folder / "README.md", text)
 
 
 def _reward_name(reward: Any) -> str:
@@ -229,20 +212,28 @@ def _reward_name(reward: Any) -> str:
     return name or getattr(reward, "__name__", "") or type(reward).__name__
 
 
-def versions() -> list[tuple[str, str]]:
-    """(name, version) of Kedge and its main dependencies."""
-    packages = [("kedge", __version__)]
+def versions() -> dict[str, str]:
+    """Versions of Kedge and its main dependencies."""
+    packages = {"kedge": __version__}
     for name in ("torch", "transformers", "datasets", "peft"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            packages.append((name, metadata.version(name)))
+            packages[name] = metadata.version(name)
     return packages
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def markdown(rows: Sequence[Mapping[str, object]]) -> str:
+    """A Markdown table; every cell is one line of plain text.  Without rows it is empty."""
     if not rows:
         return ""
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(x.replace("|", "\\|") for x in row) + " |" for row in lines)
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    lines += [[_cell(row[key]) for key in rows[0]] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(x: object) -> str:
+    text = f"{x:.6g}" if isinstance(x, float) else str(x)
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;")
+    return escaped.replace("`", "&#96;").replace("\r", "").replace("\n", "<br>")
 
 
 def _on_hub(name: str) -> bool:

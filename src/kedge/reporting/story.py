@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, repeat
@@ -35,35 +36,40 @@ def story(log: RunLog, rows: Sequence[Mapping[str, float]]) -> list[dict[str, st
     return [{"title": title, "text": text} for title, text in sections.items() if text]
 
 
-def _ends(log: RunLog, name: str) -> tuple[float, float] | None:
-    start, end = log.first(name), log.last(name)
-    return None if start is None or end is None else (start, end)
+def _say(*parts: tuple[float, str]) -> str:
+    """Join the texts whose number is not NaN into a sentence; "" if the first number is NaN."""
+    text = "".join(text for number, text in parts if not math.isnan(number))
+    return "" if math.isnan(parts[0][0]) else f"{text}."
+
+
+def _ends(log: RunLog, name: str) -> tuple[float, float]:
+    return log.first(name), log.last(name)
 
 
 def _score(log: RunLog) -> str:
-    if (ends := _ends(log, "objective/scores")) is None:
-        return ""
-    start, end = ends
-    text = f"The mean score went from {start:.3g} to {end:.3g}"
-    spread, change = log.first("objective/scores_std"), score_change(log)
-    if not spread or change is None:
-        return text + "."
+    start, end, noise = score_change(log)
     verdict = "within noise"
-    if abs(end - start) >= 2 * change[2]:
-        way = "up" if end > start else "down"
-        verdict = f"{way} by {abs(end - start) / spread:.2g} standard deviations of a score"
-    return f"{text}: {verdict} (noise: {change[2]:.2g})."
+    if abs(end - start) >= 2 * noise:
+        change = abs(end - start) / log.first("objective/scores_std")
+        verdict = (
+            f"{'up' if end > start else 'down'} by {change:.2g} standard deviations of a score"
+        )
+    return _say(
+        (start, f"The mean score went from {start:.3g} to {end:.3g}"),
+        (noise, f": {verdict} (noise: {noise:.2g})"),
+    )
 
 
 def _episodes(log: RunLog) -> str:
-    turns, success = _ends(log, "environment/turns"), _ends(log, "environment/success")
-    if turns is None:
-        return ""
-    won = f"Success went from {success[0]:.1%} to {success[1]:.1%}. " if success else ""
+    (turns, late), (before, after) = (_ends(log, f"environment/{n}") for n in ("turns", "success"))
     cut, failed = log.last("completions/truncated_ratio"), log.last("environment/errors")
-    text = f"{won}An episode has {turns[0]:.3g} turns at the start, {turns[1]:.3g} at the end"
-    text += f"; {cut:.1%} are truncated" if cut is not None else ""
-    return text + (f", the environments of {failed:.1%} fail." if failed else ".")
+    told = _say(
+        (turns, f"An episode has {turns:.3g} turns at the start, {late:.3g} at the end"),
+        (cut, f"; {cut:.1%} are truncated"),
+        (failed or math.nan, f", the environments of {failed:.1%} fail"),
+    )
+    won = _say((before + turns, f"Success went from {before:.1%} to {after:.1%}"))
+    return f"{won} {told}".strip()
 
 
 def _evaluation(rows: Sequence[Mapping[str, float]]) -> str:
@@ -81,53 +87,53 @@ def _evaluation(rows: Sequence[Mapping[str, float]]) -> str:
 
 
 def _distance(log: RunLog) -> str:
-    kl, length = log.last("objective/kl"), log.last("completions/mean_length")
-    if kl is None:
-        return ""
-    text = f"KL to the reference at the end: {kl:.3g} nats per response"
-    text += f", {kl / length:.3f} per token" if length else ""
+    kl, length = log.last("objective/kl"), log.last("completions/mean_length") or math.nan
     coef, cost = log.last("objective/kl_coef"), log.last("objective/non_score_reward")
-    paid = f"; the KL penalty costs {-(cost or 0):.3g} of score (kl_coef {coef:.3g})"
-    return text + (f"{paid}." if cost and coef else ".")
+    paid = f"; the KL penalty costs {-cost:.3g} of score (kl_coef {coef:.3g})"
+    return _say(
+        (kl, f"KL to the reference at the end: {kl:.3g} nats per response"),
+        (length, f", {kl / length:.3f} per token"),
+        (cost * coef or math.nan, paid),
+    )
 
 
 def _certainty(log: RunLog) -> str:
-    if (ends := _ends(log, "policy/entropy_avg")) is None:
-        return ""
-    start, end = ends
+    start, end = _ends(log, "policy/entropy_avg")
     trend = "fell" if end < 0.95 * start else "rose" if end > 1.05 * start else "stayed similar"
-    return f"Entropy {trend}: {start:.3g} nats per token at the start, {end:.3g} at the end."
+    text = f"Entropy {trend}: {start:.3g} nats per token at the start, {end:.3g} at the end"
+    return _say((start, text))
 
 
 def _length(log: RunLog) -> str:
-    ends, cut = _ends(log, "completions/mean_length"), log.last("completions/truncated_ratio")
-    if ends is None:
-        return ""
-    text = f"The mean response length went from {ends[0]:.3g} to {ends[1]:.3g} tokens"
-    told = cut is None or log.last("environment/turns") is not None  # with the episodes
-    return text + ("." if told else f"; {cut:.1%} of responses are truncated.")
+    start, end = _ends(log, "completions/mean_length")
+    cut = log.last("completions/truncated_ratio")
+    if log.series("environment/turns"):  # it is told with the episodes
+        cut = math.nan
+    return _say(
+        (start, f"The mean response length went from {start:.3g} to {end:.3g} tokens"),
+        (cut, f"; {cut:.1%} of responses are truncated"),
+    )
 
 
 def _updates(log: RunLog) -> str:
     moved, clipped = log.last("policy/approxkl_avg", 1.0), log.last("policy/clipfrac_avg", 1.0)
-    if moved is None:
-        return ""
+    ratio = log.series("val/ratio") or [math.nan]
     if moved < 1e-9:
         return "Every batch is used for one optimizer step, so the probability ratio stays 1."
-    text = f"An iteration moves the policy by {moved:.2g} nats per token"
-    text += f", with {clipped:.1%} of tokens clipped" if clipped is not None else ""
-    if ratio := log.series("val/ratio"):
-        text += f"; the mean ratio stayed between {min(ratio):.4g} and {max(ratio):.4g}"
-    return text + "."
+    return _say(
+        (moved, f"An iteration moves the policy by {moved:.2g} nats per token"),
+        (clipped, f", with {clipped:.1%} of tokens clipped"),
+        (ratio[0], f"; the mean ratio stayed between {min(ratio):.4g} and {max(ratio):.4g}"),
+    )
 
 
 def _value(log: RunLog) -> str:
-    if (ends := _ends(log, "val/explained_variance")) is None:
-        return ""
-    first, last = (f"{x:.0%}" if x >= 0.005 else "none" for x in ends)
-    text = f"The value model explained {first} of the return variance at the start, {last} at the"
-    worse = " (worse than predicting the mean)" if ends[1] < -0.05 else ""
-    return f"{text} end{worse}."
+    start, end = _ends(log, "val/explained_variance")
+    first, last = (f"{x:.0%}" if x >= 0.005 else "none" for x in (start, end))
+    text = (
+        f"The value model explained {first} of the return variance at the start, {last} at the end"
+    )
+    return _say((start, text + " (worse than predicting the mean)" * (end < -0.05)))
 
 
 def _time(log: RunLog) -> str:
@@ -142,8 +148,8 @@ def _time(log: RunLog) -> str:
     if not total:
         return ""
     shares = ", ".join(f"{x / total:.0%} {label}" for label, x in parts.items())
-    speed = log.last("eps", 0.2)
-    return f"Time went to: {shares}" + (f"; {speed:.3g} responses per second." if speed else ".")
+    speed = log.last("eps")
+    return _say((total, f"Time went to: {shares}"), (speed, f"; {speed:.3g} responses per second"))
 
 
 def vocabulary(tokens: Sequence[Mapping[str, Any]]) -> dict[str, list[list[Any]]]:

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +38,6 @@ def reward_source(
     tokenizers: Any = None,
     models: Mapping[str, Any] | None = None,
     functions: Mapping[str, Any] | None = None,
-    on_unscored: Literal["drop", "raise"] = "drop",
     missing_eos_penalty: float | None = None,
     non_eos_penalty: bool = False,
     penalty_reward_value: float = -1.0,
@@ -56,7 +55,6 @@ def reward_source(
         models: options of every reward model: those of :class:`RewardModel`, ``device`` (None
             leaves models where they are) and ``trust_remote_code`` (of a model's repository).
         functions: options of every reward function, see :class:`RewardFunction`.
-        on_unscored: see :class:`Mixture`.
         missing_eos_penalty: see :class:`Mixture`.
         non_eos_penalty: see :class:`Mixture`.
         penalty_reward_value: see :class:`Mixture`.
@@ -79,7 +77,6 @@ def reward_source(
         sources.append((getattr(source, "name", type(source).__name__), source, weight))
     return Mixture(
         sources,
-        on_unscored=on_unscored,
         missing_eos_penalty=missing_eos_penalty,
         non_eos_penalty=non_eos_penalty,
         penalty_reward_value=penalty_reward_value,
@@ -262,7 +259,13 @@ def load_model(name: str, *, trust_remote_code: bool = False, new_head: bool = F
         if not any("SequenceClassification" in kind for kind in architectures):
             options = {"num_labels": 1}
             if base != name:
-                _check_scores(name)
+                from peft import PeftConfig
+
+                if PeftConfig.from_pretrained(name).task_type != "SEQ_CLS":
+                    raise ConfigError(
+                        f"reward model {name!r} is an adapter without a score head; train it with"
+                        " task_type SEQ_CLS, as kedge reward --use_peft does"
+                    )
                 new_head = True  # it is in the adapter
             elif new_head:
                 logger.warning(
@@ -288,16 +291,6 @@ def load_model(name: str, *, trust_remote_code: bool = False, new_head: bool = F
             f"reward model {name!r} cannot be loaded: {error}; pass the folder or hub name of a"
             " sequence-classification model, or module:function for a Python function"
         ) from error
-
-
-def _check_scores(adapter: str) -> None:
-    from peft import PeftConfig
-
-    if PeftConfig.from_pretrained(adapter).task_type != "SEQ_CLS":
-        raise ConfigError(
-            f"reward model {adapter!r} is an adapter without a score head; train it with task_type"
-            " SEQ_CLS, as kedge reward --use_peft does"
-        )
 
 
 def find_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:

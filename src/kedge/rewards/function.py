@@ -56,7 +56,7 @@ class RewardFunction:
             requires.  None: unchecked.
 
     Raises:
-        ConfigError: an option is invalid, or the dataset lacks a column.
+        ConfigError: the dataset lacks a column.
     """
 
     def __init__(
@@ -66,17 +66,11 @@ class RewardFunction:
         *,
         name: str | None = None,
         on_error: OnError = "raise",
-        error_score: float | None = None,
+        error_score: float | None = 0.0,
         log: RewardLog | None = None,
         trainer_state: Callable[[], object] | None = None,
         dataset_columns: Collection[str] | None = None,
     ) -> None:
-        if on_error not in ("raise", "score", "drop"):
-            raise ConfigError(f"on_reward_error={on_error!r} must be 'raise', 'score' or 'drop'")
-        if on_error == "score" and error_score is None:
-            raise ConfigError(
-                "on_reward_error='score' needs reward_error_score, the score for a failed row"
-            )
         self.name = name or function_name(function)
         self._function, self._texts = function, texts
         self._signature = Signature(function, self.name)
@@ -124,8 +118,8 @@ class RewardFunction:
             self._log.metric(f"reward_errors/{self.name}", float(count))
             action = "dropped" if self._on_error == "drop" else f"scored {self._error_score}"
             logger.warning("%d rows %s: %s", count, action, problem)
-            if self._error_score is not None and self._on_error == "score":
-                score = float(self._error_score)
+            if self._on_error == "score":
+                score = float(self._error_score or 0.0)
                 values = [score if isinstance(value, Invalid) else value for value in values]
                 failed[:] = False
         return self._to_output(texts.rollout, values), failed.to(texts.rollout.ids.device)
@@ -136,8 +130,7 @@ class RewardFunction:
 
     def _row_by_row(self, texts: Texts, kwargs: dict[str, Any], error: Exception) -> list[Value]:
         """The values of one call per row, after a call with all rows raised ``error``."""
-        rows = range(len(texts.completion_ids))
-        single = [one_row(kwargs, row) for row in rows]
+        single = [one_row(kwargs, row) for row in range(len(texts.completion_ids))]
         calls: list[Callable[[], Any]] = [functools.partial(self._call, call) for call in single]
         if is_async(self._function):  # these start at once
             calls = [submit(self._function(**call)).result for call in single]
@@ -155,7 +148,7 @@ class RewardFunction:
         values = [value_of(row, call) for row, call in enumerate(calls)]
         problem = (
             f"reward function {self.name} raised {_describe(error)} when called with all"
-            f" {len(rows)} rows, but not on any single row"
+            f" {len(single)} rows, but not on any single row"
         )
         if self._on_error == "raise":
             raise RewardError(f"{problem}; check what depends on the batch") from error
@@ -227,33 +220,27 @@ def read_value(entry: Any, length: int, width: int | None) -> Value:
     plain = _plain(entry)
     if plain is None:
         return None
-    if isinstance(plain, (list, tuple)):
-        numbers = plain[:length] if len(plain) == width else plain
-        if len(numbers) != length:
-            return Invalid(
-                f"returned {len(numbers)} per-token rewards for a response of {length} tokens"
-            )
-        wrong = [number for number in numbers if not _is_finite(number)]
-        if wrong:
-            return Invalid(f"returned the per-token reward {wrong[0]}, not a finite number")
-        return [float(number) for number in numbers]
-    if isinstance(plain, Real) and not _is_finite(plain):
+    per_token = isinstance(plain, (list, tuple))
+    numbers = plain if per_token else [plain]
+    if per_token and len(numbers) == width:
+        numbers = numbers[:length]
+    if per_token and len(numbers) != length:
         return Invalid(
-            f"returned {str(plain)[:80]}, which is not a finite float32; return None where the"
-            " reward does not apply"
+            f"returned {len(numbers)} per-token rewards for a response of {length} tokens"
         )
-    if not _is_finite(plain):
-        return Invalid(f"returned {type(plain).__name__} {str(plain)[:80]!r}, not a number")
-    return float(plain)
+    for number in numbers:
+        if not (isinstance(number, Real) and -LARGEST <= number <= LARGEST):  # type: ignore[operator]
+            kind = f"{'the per-token reward ' * per_token}{type(number).__name__}"
+            return Invalid(
+                f"returned {kind} {str(number)[:80]}, which is not a finite float32; return None"
+                " where the reward does not apply"
+            )
+    return [float(number) for number in numbers] if per_token else float(plain)
 
 
 def _plain(returned: Any) -> Any:
     """Arrays and tensors as lists and numbers; anything else unchanged."""
     return returned.tolist() if hasattr(returned, "tolist") else returned
-
-
-def _is_finite(number: Any) -> bool:
-    return isinstance(number, Real) and bool(-LARGEST <= number <= LARGEST)  # type: ignore[operator]
 
 
 def _describe(error: Exception) -> str:

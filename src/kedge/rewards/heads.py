@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from kedge.errors import RewardError
 from kedge.models.joined_rows import pack_sequences, run_packed, supports_packing
 
-SHIFT = "kedge_score_shift"  # in a configuration: added to every score (pretrain/reward.py)
-SHIFT_FILE = f"{SHIFT}.json"  # in the folder of an adapter, which has no configuration of a model
+SHIFT = "kedge_score_shift"  # key in a configuration: added to every score (pretrain/reward.py)
+SHIFT_FILE = f"{SHIFT}.json"  # in an adapter's folder, which has no model configuration
 Head = Callable[[Tensor, Tensor], Tensor]  # ids [b, L], lengths [b] -> logits [b, labels]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,33 +32,24 @@ class Mixture:
 
     Args:
         sources: (name, source, weight) triples; repeated names get ``_2``, ``_3``, ...
-        on_unscored: a row to which no source applies is dropped (``"drop"``) or is an error
-            (``"raise"``).
         missing_eos_penalty: subtracted from the score of a cut-off response.
         non_eos_penalty: replace the score of a cut-off response.
         penalty_reward_value: the replacement.
 
     Raises:
-        ConfigError: ``sources`` is empty, or both kinds of penalty are set.
+        ConfigError: ``sources`` is empty.
     """
 
     def __init__(
         self,
         sources: Sequence[tuple[str, RewardSource, float]],
         *,
-        on_unscored: Literal["drop", "raise"] = "drop",
         missing_eos_penalty: float | None = None,
         non_eos_penalty: bool = False,
         penalty_reward_value: float = -1.0,
     ) -> None:
         if not sources:
             raise ConfigError("a mixture needs at least one reward source")
-        if missing_eos_penalty is not None and non_eos_penalty:
-            raise ConfigError(
-                f"missing_eos_penalty={missing_eos_penalty} subtracts from the score of cut-off"
-                f" responses, non_eos_penalty=True replaces it by {penalty_reward_value};"
-                " set only one of them"
-            )
         counts: Counter[str] = Counter()
         self._sources: list[tuple[str, RewardSource, float]] = []
         for name, source, weight in sources:
@@ -71,7 +61,6 @@ class Mixture:
         known = frozenset(name for columns in read for name in columns or ())
         self.columns = None if None in read else known
         self.only_models = all(getattr(s, "only_models", False) for _, s, _ in sources)
-        self._on_unscored = on_unscored
         self._subtract = missing_eos_penalty or 0.0
         self._replace = penalty_reward_value if non_eos_penalty else None
 
@@ -90,13 +79,6 @@ class Mixture:
     ) -> tuple[RewardOutput, Tensor]:
         valid = torch.stack([output.valid for output, _ in outputs]).any(0)
         failed = torch.stack([rows for _, rows in outputs]).any(0)
-        unscored = ~valid & ~failed
-        if self._on_unscored == "raise" and bool(unscored.any()):
-            row = int(rollout.prompts.row[int(unscored.nonzero()[0])])
-            raise RewardError(
-                f"no reward source applies to row {row}: {self.name} all returned None; let one of"
-                " them score every row, or set on_unscored='drop'"
-            )
         scores = torch.zeros(len(rollout), device=rollout.ids.device)
         dense = None
         parts: dict[str, Tensor] = {}

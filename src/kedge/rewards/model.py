@@ -63,8 +63,6 @@ class RewardModel:
         autocast: torch.dtype | None = None,
         name: str | None = None,
     ) -> None:
-        if chunk_rows < 1:
-            raise ConfigError(f"chunk_rows={chunk_rows} must be at least 1")
         self.model = model.eval()
         base = getattr(model, "get_base_model", lambda: model)()
         self.name = name or type(base).__name__
@@ -82,11 +80,6 @@ class RewardModel:
         self._tail = None if texts is None else TemplateTail(texts.tokenizer)
         self._own: Retokenizer | None = None
         if tokenizer is not None and not (texts and same_tokens(tokenizer, texts.tokenizer)):
-            if texts is None:
-                raise ConfigError(
-                    f"reward model {self.name} has its own tokenizer, so rows must be decoded with"
-                    " the policy's: pass texts=TextCache(policy_tokenizer)"
-                )
             self._own = self._retokenizer(tokenizer, max_length)
         known = self._vocab if self._own is None else None  # None: all tokens can be read
         if known is not None and known < (policy_vocab_size or 0):
@@ -103,7 +96,8 @@ class RewardModel:
         Raises:
             RewardError: a score is not finite, or a row is too long or holds unknown tokens.
         """
-        if self._own is not None and self._texts is not None:
+        if self._own is not None:
+            assert self._texts is not None  # required with a tokenizer
             terminated = rollout.terminated.tolist()
             ids, lengths = pad_rows(self._own.rows(self._texts.of(rollout), terminated))
         else:
@@ -172,18 +166,15 @@ class RewardModel:
             for rows in groups:
                 width = int(lengths[rows[0]])  # on the host, as the row numbers are
                 logits = self._head(ids[rows, :width].to(device), lengths[rows].to(device))
-                scores.append(self._pick(logits).float())
+                if self._label is None and logits.shape[1] != 1:
+                    raise RewardError(
+                        f"reward model {self.name} returned {logits.shape[1]} numbers per row;"
+                        " select the reward with reward_label"
+                    )
+                scores.append((logits[:, self._label or 0] + self._shift).float())
         out = torch.empty(len(ids), dtype=torch.float32, device=ids.device)
         out[torch.cat(groups)] = torch.cat(scores).to(ids.device)
         return out
-
-    def _pick(self, logits: Tensor) -> Tensor:
-        if self._label is None and logits.shape[1] != 1:
-            raise RewardError(
-                f"reward model {self.name} returned {logits.shape[1]} numbers per row; select the"
-                " reward with reward_label"
-            )
-        return logits[:, self._label or 0] + self._shift
 
     def _cut(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         if self._max_length is None or ids.shape[1] <= self._max_length:
@@ -210,12 +201,8 @@ class RewardModel:
             )
 
     def _name_row(self, rollout: Rollout, row: int) -> str:
-        if self._texts is not None:
-            prompt = self._texts.of(rollout).prompts[row]
-        else:
-            ids = rollout.prompts.ids[row][rollout.prompts.mask[row]].tolist()
-            prompt = rollout.prompts.columns.get("prompt", {row: ids})[row]
-        return row_name(rollout, row, prompt)
+        ids = rollout.prompts.ids[row][rollout.prompts.mask[row]].tolist()
+        return row_name(rollout, row, rollout.prompts.columns.get("prompt", {row: ids})[row])
 
 
 def same_tokens(one: Any, other: Any) -> bool:

@@ -38,12 +38,12 @@ class Texts:
 
     @cached_property
     def completion_ids(self) -> list[list[int]]:
-        """Token ids of every response, its stop token included; not those of an environment."""
+        """Token ids of every response, with its stop token, without an environment's tokens."""
         return [ids[own].tolist() for ids, own in self._rows(self.rollout.loss_mask)]
 
     @cached_property
     def episode_ids(self) -> list[list[int]]:
-        """The same, and what an environment said between them."""
+        """Token ids of every response, with the observations between its turns."""
         return [ids[real].tolist() for ids, real in self._rows(self.rollout.response_mask)]
 
     def _rows(self, mask: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -56,7 +56,7 @@ class Texts:
 
     @cached_property
     def episode_texts(self) -> list[str]:
-        """Such that prompt text + this is the row's text, what an environment said included."""
+        """Response texts, observations included; appended to the prompt text they give the row."""
         before = [ids[-CONTEXT:] for ids in self.prompt_ids]
         heads = self._decode(before)
         rows = [a + b for a, b in zip(before, self.episode_ids, strict=True)]

@@ -41,29 +41,6 @@ class RunningTime:
         return self._seconds
 
 
-class HungCheck:
-    """Decides when a process that does not respond counts as hung, and reports a long silence.
-
-    Args:
-        name: for messages, e.g. "engine 0: process 17 on 10.0.0.1".
-        patience: seconds of silence after which it counts as hung.
-    """
-
-    def __init__(self, name: str, patience: float) -> None:
-        self._name, self._patience = name, patience
-        self.seconds, self._warned = RunningTime().seconds, False
-
-    def reason(self) -> str | None:
-        """Why it counts as hung; None: it does not.  To be called at least once a second."""
-        silent = self.seconds()
-        if silent > self._patience:
-            return f"did not respond for {self._patience:g} s (worker_timeout)"
-        if silent > WARN_AFTER and not self._warned:
-            self._warned = True
-            logger.warning("%s", silence(self._name, self._patience))
-        return None
-
-
 def silence(name: str, patience: float) -> str:
     """The warning about a process that does not respond, but may be busy."""
     return (

@@ -18,7 +18,7 @@ class Groups(Generic[T]):
 
     prompts: PromptBatch
     results: list[T]
-    sampling: Sampling  # of all of them, with the largest max_new_tokens
+    sampling: Sampling  # shared by all rows, with their largest max_new_tokens
 
 
 class GroupRequests(Generic[T]):

@@ -56,6 +56,8 @@ class ShardedEngine:
         pad_id: fills ``Rollout.ids`` after the end of a response.
         check: rejects prompts that cannot be answered, by their row in the whole batch.
         on_close: called once, after closing the engines; on garbage collection in a new thread.
+        send: sends weights to all of the engines at once, between calls of their ``prepare`` and
+            ``load_weights``; None: ``load_weights`` alone.
     """
 
     shares_weights: Literal[False] = False
@@ -67,32 +69,23 @@ class ShardedEngine:
         pad_id: int,
         check: Callable[[PromptBatch, Sampling], None] | None = None,
         on_close: Callable[[], None] | None = None,
+        send: Callable[[Sequence[Any], Mapping[str, Tensor]], None] | None = None,
     ) -> None:
-        self.engines = list(engines)
+        self.engines: list[Any] = list(engines)
+        self.logprob_kind: Literal["sampled", "raw", "none"] = engines[0].logprob_kind
+        self._send = send
         self._pad_id = pad_id
         self._check = check
         self._on_close = on_close
-        # Objects are collected in any thread, also in one of Ray's that ``on_close`` waits for.
+        # Garbage collection runs in any thread, even a Ray thread that ``on_close`` waits for.
         self._forgotten = weakref.finalize(self, _run_in_background, on_close)
         self._forgotten.atexit = False
         self._closed = False
+        # The dtype in which weights are sent to engines (None: unchanged), and what puts them
+        # where engines read them (None: there is no such place).
+        self.sync_dtype: torch.dtype | None = getattr(self.engines[0], "sync_dtype", None)
+        self.stage_weights: Any = getattr(self.engines[0], "stage_weights", None)
         self._threads = ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine")
-
-    @property
-    def logprobs(self) -> Literal["sampled", "raw", "none"]:
-        """The kind of log-probabilities that the engines record."""
-        return self.engines[0].logprobs
-
-    @property
-    def sync_dtype(self) -> torch.dtype | None:
-        """The dtype in which engines are sent weights; None: as they are."""
-        dtype: torch.dtype | None = getattr(self.engines[0], "sync_dtype", None)
-        return dtype
-
-    @property
-    def stage_weights(self) -> Any:
-        """Takes weights to where engines read them; None: they have no such place."""
-        return getattr(self.engines[0], "stage_weights", None)
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.
@@ -133,6 +126,10 @@ class ShardedEngine:
         Raises:
             SyncError: the engines report different weights.
         """
+        if self._send is not None:
+            engines = list(self.engines)
+            self._call_all([partial(engine.prepare, version) for engine in engines], engines)
+            self._send(self.engines, weights)
         engines = list(self.engines)
         calls = [partial(engine.load_weights, weights, version) for engine in engines]
         loaded = self._call_all(calls, engines)

@@ -51,24 +51,15 @@ class RankSharedEngine:
         engine: RolloutEngine | None,
         groups: RankGroups,
         *,
-        logprobs: Literal["sampled", "raw", "none"],
+        logprob_kind: Literal["sampled", "raw", "none"],
         extra_slots: int,
     ) -> None:
         self.engine: Any = engine
-        self.logprobs: Literal["sampled", "raw", "none"] = logprobs
+        self.logprob_kind: Literal["sampled", "raw", "none"] = logprob_kind
         self._groups, self._extra_slots = groups, extra_slots
+        self.sync_dtype: torch.dtype | None = getattr(engine, "sync_dtype", None)
+        self.stage_weights: Any = getattr(engine, "stage_weights", None)
         self._lock = threading.Lock()
-
-    @property
-    def sync_dtype(self) -> torch.dtype | None:
-        """The dtype in which the engine is sent weights; None: as they are, or by rank 0."""
-        dtype: torch.dtype | None = getattr(self.engine, "sync_dtype", None)
-        return dtype
-
-    @property
-    def stage_weights(self) -> Any:
-        """Takes weights to where engines read them; None: they have no such place."""
-        return getattr(self.engine, "stage_weights", None)
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.
@@ -142,7 +133,7 @@ class RankSharedEngine:
 
 
 class RankGroups:
-    """Two process groups in which rank 0 works for all: for the main thread and the sampling one.
+    """Process groups in which rank 0 works for all ranks: for the main thread and for sampling.
 
     The thread that creates this (it trains and evaluates) and the one that samples ahead must not
     wait for each other, and neither may interfere with the collectives of training.
@@ -202,12 +193,12 @@ def build_shared_engine(
 
     def start(requests: list[Any]) -> list[Any]:
         engines.append(make())
-        return [engines[0].logprobs] * len(requests)
+        return [engines[0].logprob_kind] * len(requests)
 
-    logprobs = groups.run_on_first(None, start)
+    logprob_kind = groups.run_on_first(None, start)
     return RankSharedEngine(
         engines[0] if engines else None,
         groups,
-        logprobs=logprobs,
+        logprob_kind=logprob_kind,
         extra_slots=extra_slots,
     )

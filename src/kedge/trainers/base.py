@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -34,11 +34,8 @@ from kedge.trainers.assembly.setup import build_eval_sets, own_or
 from kedge.trainers.run.files import claimed, write_models
 from kedge.trainers.spec import TrainerInputs, TrainerSpec, as_list
 
-if TYPE_CHECKING:
-    from kedge.reporting.run_info import Provenance
-
 logger = logging.getLogger(__name__)
-# What scripts read of other libraries' trainers: attributes, and options under TRL's names.
+# Trainer attributes that scripts for other libraries read, and options under TRL's names.
 _ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = {
     "tokenizer": lambda trainer: trainer.processing_class,
     "model_wrapped": lambda trainer: trainer.model,
@@ -167,14 +164,13 @@ class TrainerShell:
         Raises:
             ConfigError: there is no evaluation dataset.
         """
-        evaluator = self._run.evaluator
-        sets = evaluator.sets
+        sets = self._run.eval_sets
         if eval_dataset is not None:
             tokenizer = self._run.tokenizer
             sets = build_eval_sets(eval_dataset, self.args, tokenizer, self.accelerator)
         if not sets:
             raise ConfigError("evaluate() needs prompts: pass eval_dataset here or to the trainer")
-        return evaluator.evaluate(sets)
+        return self._run.evaluate(sets)
 
     @short_errors
     def generate_completions(self, sampling: bool = False) -> list[dict[str, object]]:
@@ -183,7 +179,7 @@ class TrainerShell:
         Args:
             sampling: one batch only.
         """
-        return self._run.evaluator.generate_completions(sampling=sampling)
+        return self._run.generate_completions(sampling=sampling)
 
     def save_model(
         self,
@@ -245,20 +241,19 @@ class TrainerShell:
     ) -> None:
         """Write the model card ``README.md`` into ``output_dir``: setup and results."""
         if self.accelerator.is_main_process:
-            from kedge.reporting.run_info import read_run_info, write_card
+            from kedge.reporting.run_info import write_card
 
             write_card(
                 self._provenance,
                 self.args,
                 self.state.log_history,
-                about=read_run_info(self.args.output_dir),
                 model_name=model_name,
                 dataset_name=dataset_name,
                 tags=tags,
             )
 
     @functools.cached_property
-    def _provenance(self) -> Provenance:
+    def _provenance(self) -> dict[str, Any]:
         """What the model was trained with, for its card and ``run.json``."""
         from kedge.reporting.run_info import provenance
 

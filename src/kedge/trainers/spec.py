@@ -210,8 +210,6 @@ def check_kinds(inputs: TrainerInputs) -> None:
             f"optimizers={format_value(pair)} must be a pair (optimizer, scheduler); each may be"
             " None"
         )
-    if not isinstance(inputs.callbacks, list | tuple | None):
-        raise ConfigError(f"callbacks={format_value(inputs.callbacks)} must be a list of callbacks")
     values = {"optimizers[0]": pair[0], "optimizers[1]": pair[1]}
     for name, (kind, *members) in _KINDS.items():
         value = values[name] if name in values else getattr(inputs, name)
@@ -262,11 +260,11 @@ _KINDS = {
     "optimizers[0]": ("a torch.optim.Optimizer instance, not its class", "param_groups", "step"),
     "optimizers[1]": ("a torch learning-rate scheduler", "step", "state_dict"),
     "rollout_engine": (
-        "a kedge.protocols.RolloutEngine: an object with the properties shares_weights and logprobs"
-        " and the methods generate(prompts, sampling=, seed=) and load_weights(weights, version);"
+        "a kedge.protocols.RolloutEngine: an object with the properties shares_weights and"
+        " logprob_kind and the methods generate(prompts, sampling=, seed=) and"
+        " load_weights(weights, version);"
         " to choose an engine by name, set it in the config: rollout_engine='vllm'",
-        *("shares_weights", "logprobs", "generate", "load_weights"),
+        *("shares_weights", "logprob_kind", "generate", "load_weights"),
     ),
     "peft_config": ("a PEFT configuration, such as peft.LoraConfig(...)", "peft_type"),
-    "data_collator": ("a function of a list of {'input_ids', 'attention_mask'}", "__call__"),
 }

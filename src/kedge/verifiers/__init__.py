@@ -1,4 +1,4 @@
-"""Verifiable rewards: verifiers, format and length rewards, and how to combine them.
+"""Verifiable rewards: verifiers, format and length rewards, and verifiers by column.
 
 Each is a plain reward function, ``f(completions, **columns) -> one number (or None) per row``, and
 goes into ``reward_funcs=[...]`` of any trainer or into ``--reward_funcs kedge.verifiers:gsm8k``.
@@ -6,7 +6,7 @@ Importing this package loads only the standard library.
 """
 
 from kedge.verifiers.base import Verifier, text_of
-from kedge.verifiers.compose import VERIFIERS, ByColumn, RewardMix, by_column, reward_mix
+from kedge.verifiers.compose import VERIFIERS, ByColumn, by_column
 from kedge.verifiers.constraints import ConstraintVerifier, ifeval
 from kedge.verifiers.mathematics import accuracy_reward, math, math_verifier
 from kedge.verifiers.numbers import gsm8k, number_verifier
@@ -36,7 +36,6 @@ __all__ = [
     "ConstraintVerifier",
     "Outcome",
     "RemoteReward",
-    "RewardMix",
     "Sandbox",
     "Verifier",
     "accuracy_reward",
@@ -55,7 +54,6 @@ __all__ = [
     "r1_style_format",
     "regex_match",
     "regex_reward",
-    "reward_mix",
     "soft_overlong_punishment",
     "string_contains",
     "string_f1",

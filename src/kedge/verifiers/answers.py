@@ -27,10 +27,8 @@ def marked_answer(text: str) -> str | None:
 
 def stated_answer(text: str) -> str | None:
     """The text after the last "the answer is" (or result, solution), to the end of the line."""
-    last = None
-    for match in _PHRASE.finditer(text):
-        last = match
-    return None if last is None else text[last.end() :].split("\n", 1)[0].strip() or None
+    ends = [match.end() for match in _PHRASE.finditer(text)]
+    return text[ends[-1] :].split("\n", 1)[0].strip() or None if ends else None
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
@@ -59,8 +57,5 @@ def _last_tag(text: str) -> tuple[int, str] | None:
 
 
 def _last_hashes(text: str) -> tuple[int, str] | None:
-    last = None
-    for match in _HASHES.finditer(text):
-        if not _HEADING.match(match[1]):
-            last = match
-    return None if last is None or not last[1].strip() else (last.start(), last[1].strip())
+    marks = [(m.start(), m[1].strip()) for m in _HASHES.finditer(text) if not _HEADING.match(m[1])]
+    return marks[-1] if marks and marks[-1][1] else None

@@ -15,7 +15,7 @@ from kedge.verifiers.base import Verifier, read_column, read_record
 
 EXAMPLE = '{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}'
 MIN_CONFIDENCE = 0.5  # below, a text is too short or too mixed to tell its language
-MAX_LETTERS = 20_000  # read from a text to tell its language
+MAX_LETTERS = 20_000  # characters of a text read to detect its language
 _CODES = (
     "ar bg bn cs da de el en es fa fi fr gu he hi hu hy id it ja ka kn ko ml mr ne nl no pa pl pt"
     " ro ru sv sw ta te th tr uk ur vi zh"
@@ -172,7 +172,7 @@ def _ends_sentence(paragraph: str, mark: re.Match[str]) -> bool:
 # raises ValueError or TypeError; no text raises.
 
 
-def _related(count: int, relation: str, number: float) -> bool:
+def _compare(count: int, relation: str, number: float) -> bool:
     if relation not in RELATIONS:
         raise ValueError(f"relation={relation!r} must be one of {', '.join(RELATIONS)}")
     return RELATIONS[relation](count, number)
@@ -204,7 +204,7 @@ def _avoids(text: str, *, forbidden_words: list[str]) -> bool:
 def _letters(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
     if len(letter) != 1:
         raise ValueError(f"letter={letter!r} must be one character")
-    return _related(text.casefold().count(letter.casefold()), let_relation, let_frequency)
+    return _compare(text.casefold().count(letter.casefold()), let_relation, let_frequency)
 
 
 def _in_language(text: str, *, language: str) -> bool:
@@ -271,7 +271,7 @@ def _ends_with(text: str, *, end_phrase: str) -> bool:
     return end.endswith(end_phrase.strip().strip('"').casefold())
 
 
-def _quoted(text: str) -> bool:
+def _is_quoted(text: str) -> bool:
     text = text.strip()
     return len(text) > 2 and text[0] in _QUOTES and text[-1] in _QUOTES
 
@@ -280,17 +280,17 @@ CHECKS: dict[str, Callable[..., bool]] = {
     # case is ignored; keywords also count inside words, forbidden words do not
     "keywords:existence": _includes,
     "keywords:forbidden_words": _avoids,
-    "keywords:frequency": lambda text, *, keyword, frequency, relation: _related(
+    "keywords:frequency": lambda text, *, keyword, frequency, relation: _compare(
         text.casefold().count(*_words([keyword])), relation, frequency
     ),
     "keywords:letter_frequency": _letters,
     "language:response_language": _in_language,
-    "length_constraints:number_sentences": lambda text, *, num_sentences, relation: _related(
+    "length_constraints:number_sentences": lambda text, *, num_sentences, relation: _compare(
         count_sentences(text), relation, num_sentences
     ),
     "length_constraints:number_paragraphs": _paragraphs,  # exactly, separated by ***
     # runs of letters, digits and underscores
-    "length_constraints:number_words": lambda text, *, num_words, relation: _related(
+    "length_constraints:number_words": lambda text, *, num_words, relation: _compare(
         len(_WORD.findall(text)), relation, num_words
     ),
     "length_constraints:nth_paragraph_first_word": _first_word,  # separated by blank lines
@@ -313,7 +313,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "combination:two_responses": _two_responses,  # different ones, separated by ******
     "combination:repeat_prompt": _repeats,  # begins with the request, word for word
     "startend:end_checker": _ends_with,
-    "startend:quotation": _quoted,
+    "startend:quotation": _is_quoted,
     "change_case:english_capital": lambda text: (
         text.isupper() and detect_language(text) in ("en", None)
     ),
@@ -322,7 +322,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
     ),
     # of words in capitals only
     "change_case:capital_word_frequency": lambda text, *, capital_frequency, capital_relation: (
-        _related(
+        _compare(
             sum(word[0].isupper() for word in _SPELLED.finditer(text)),
             capital_relation,
             capital_frequency,

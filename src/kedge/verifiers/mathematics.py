@@ -10,9 +10,9 @@ from typing import Any
 
 from kedge.errors import ConfigError, RewardError, install_command
 from kedge.verifiers.answers import marked_answer, stated_answer
-from kedge.verifiers.base import Unanswered, Verifier
+from kedge.verifiers.base import Verifier
 from kedge.verifiers.numbers import one_number, same_number
-from kedge.verifiers.worker import TaskError, WorkerPool
+from kedge.verifiers.worker import WorkerPool
 
 MAX_PARTS = 24  # of a set or matrix
 MAX_DEPTH = 20  # of brackets in a formula
@@ -101,9 +101,7 @@ def math_verifier(
         workers: helper processes.
         name: of the verifier.
     """
-    checker = SymbolicChecker(timeout, workers) if symbolic else None
-
-    check = partial(_check, checker=checker)
+    check = partial(_check, checker=SymbolicChecker(timeout, workers) if symbolic else None)
     return Verifier(check, name=name, column=column, threads=workers if symbolic else 1)
 
 
@@ -238,10 +236,7 @@ class SymbolicChecker:
                 f"comparing formulas needs math-verify; run {install_command('math')}, or use"
                 " math_verifier(symbolic=False)"
             )
-        try:
-            return bool(self._ask(answer.replace(ROW, r"\\"), want.replace(ROW, r"\\")))
-        except TaskError as error:
-            raise Unanswered("crashes", str(error)) from error
+        return bool(self._ask(answer.replace(ROW, r"\\"), want.replace(ROW, r"\\")))
 
 
 def same_formula(answer: str, want: str) -> bool:

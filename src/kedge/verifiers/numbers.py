@@ -73,7 +73,8 @@ class Number:
 def clean(text: str) -> str:
     """The text with unified minus signs, digits and fractions, and without overlong numbers."""
     text = _DEGREES.sub("", text.translate(_CHARACTERS))
-    text = _VULGAR.sub(lambda m: f"{m[1] and m[1] + ' '}{_spell_fraction(m[2])}", text)
+    text = _VULGAR.sub(lambda m: f"{m[1]} {unicodedata.normalize('NFKC', m[2])}".lstrip(), text)
+    text = text.replace("\N{FRACTION SLASH}", "/")
     text = _FRAC.sub(_flat_fraction, text)
     return _TOO_LONG.sub("\N{REPLACEMENT CHARACTER}", text)
 
@@ -88,10 +89,6 @@ def one_number(text: str) -> Number | None:
     text = clean(text).strip()
     match = _NUMBER.fullmatch(text)
     return None if match is None else _read(text, match)
-
-
-def _spell_fraction(character: str) -> str:
-    return unicodedata.normalize("NFKC", character).replace("\N{FRACTION SLASH}", "/")
 
 
 def _flat_fraction(match: re.Match[str]) -> str:

@@ -31,10 +31,6 @@ _CODE = (
 Worker = subprocess.Popen  # of bytes
 
 
-class TaskError(Exception):
-    """The task raised in the worker; the message has the class and the text of the exception."""
-
-
 class WorkerPool:
     """Runs one function in helper processes with a time limit; callable from any thread.
 
@@ -68,8 +64,8 @@ class WorkerPool:
         """``function(*arguments)``.
 
         Raises:
-            Unanswered: the call timed out, or the worker died (memory, a crash).
-            TaskError: the function raised.
+            Unanswered: the call timed out, the worker died (memory, a crash), or the function
+                raised.
             ConfigError: the worker cannot start.
         """
         if self._owner != os.getpid():  # after a fork the workers belong to the parent
@@ -86,7 +82,7 @@ class WorkerPool:
                 raise
             self._idle.append(worker)
         if "raised" in answer:
-            raise TaskError(answer["raised"])
+            raise Unanswered("crashes", answer["raised"])
         return answer["result"]
 
     def _start(self) -> Worker[bytes]:

@@ -87,7 +87,9 @@ RUNS: dict[str, Callable[[], list[dict[str, float]]]] = {
         "ppo",
         lambda completions, **_: [None if "w4" in c.split() else len(c) / 20 for c in completions],
     ),
-    "sampler and learner disagree": lambda: run("grpo", threes, engine=Deaf, preflight=False),
+    "rollout engine and learner disagree": lambda: run(
+        "grpo", threes, engine=Deaf, preflight=False
+    ),
     "updates are too large": lambda: run(
         "ppo", by_chance, learning_rate=2e-2, num_ppo_epochs=12, max_grad_norm=0.0
     ),

@@ -1,7 +1,9 @@
-"""Language models with a value head."""
+"""Language models with a value head, and their references."""
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,15 +16,26 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils.hub import cached_file
 
-from kedge.classic.models.reward_adapter import RewardAdapter
+from kedge.classic.models.encoder_decoder import build_parts
 from kedge.errors import ConfigError
+from kedge.learner.reference import AdapterReference
 from kedge.models.compatibility import cache_argument
+from kedge.models.model import eval_mode, get_backbone
 from kedge.models.peft import quantization, with_adapter
-from kedge.models.value_head import HEAD_FILE, ScalarHead, save_value
+from kedge.models.shared_base import check_adapted, load_adapter
+from kedge.models.value_head import HEAD_FILE, ScalarHead
+from kedge.rollout.embedded.decode import get_base_model
 
 HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 PREFIX = "v_head."
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
+LAYERS = (
+    "transformer.h.{layer}",
+    "model.decoder.layers.{layer}",
+    "gpt_neox.layers.{layer}",
+    "model.layers.{layer}",
+    "decoder.block.{layer}",
+)
 HEAD_OPTIONS = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
 
 
@@ -80,6 +93,37 @@ class ValueHead(ScalarHead):
     def forward(self, hidden: Tensor) -> Tensor:
         """Float [..., H] -> float32 [..., 1]."""
         return super().forward(self.dropout(hidden))
+
+
+class RewardAdapter:
+    """A frozen reward adapter on the policy's base model, next to the policy's own adapter.
+
+    Args:
+        policy: a PEFT model.
+        source: folder or hub name of the adapter, which has a score head.
+        name: name under which it is loaded.
+
+    Raises:
+        ConfigError: the policy is not a PEFT model, or the adapter does not fit it.
+    """
+
+    def __init__(self, policy: Any, source: str | Path, name: str) -> None:
+        check_adapted(policy, "reward_adapter")
+        self.policy, self.weight = policy, load_adapter(policy, source, name)  # [labels, H]
+        self._switch = AdapterReference(policy, name, build_parts)
+
+    @torch.no_grad()
+    def score(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Float32 [B, T, labels]: the score of each prefix of rows int64 [B, T]."""
+        device = next(self.policy.parameters()).device
+        with self._switch.active(), eval_mode(self.policy):
+            backbone: Any = get_backbone(get_base_model(self.policy))
+            hidden: Tensor = backbone(
+                input_ids=ids.to(device),
+                attention_mask=None if mask is None else mask.to(device),
+                use_cache=False,
+            ).last_hidden_state
+        return hidden.float() @ self.weight.to(device).T
 
 
 class PreTrainedModelWrapper(nn.Module):
@@ -161,7 +205,7 @@ class PreTrainedModelWrapper(nn.Module):
             if head_weights:
                 model.v_head.load_state_dict(head_weights)
         if reward_adapter is not None:
-            model.reward_adapter = RewardAdapter.load(base, reward_adapter, reward_adapter_name)
+            model.reward_adapter = RewardAdapter(base, reward_adapter, reward_adapter_name)
         return model
 
     def forward(
@@ -254,7 +298,7 @@ class PreTrainedModelWrapper(nn.Module):
             **kwargs: of the wrapped model's ``save_pretrained``.
         """
         self.pretrained_model.save_pretrained(save_directory, **kwargs)
-        save_value(self.v_head, save_directory)
+        self.v_head.save(save_directory)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Upload the files of ``save_pretrained``; see ``kedge.classic.reports.push``."""
@@ -405,3 +449,60 @@ def _tensors(file: Path, prefix: str) -> dict[str, Tensor]:
             f"trust it, convert it to safetensors ({error})"
         ) from error
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def create_reference_model(
+    model: PreTrainedModelWrapper, num_shared_layers: int | None = None, pattern: str | None = None
+) -> Any:
+    """A frozen copy of a model in evaluation mode.
+
+    With ``num_shared_layers`` N the weights below layer N (embeddings and N layers) are frozen in
+    the policy too, and shared instead of copied.
+
+    Args:
+        model: a model of ``kedge.classic``.
+        num_shared_layers: N; None: copy everything and freeze nothing in the policy.
+        pattern: name pattern of layers, e.g. "transformer.h.{layer}"; None: detected.
+
+    Raises:
+        ConfigError: a PEFT model (its base is the reference), or a layer that does not exist.
+    """
+    if model.is_peft_model:
+        raise ConfigError(
+            "a PEFT model needs no reference model: its base without the adapter is the reference"
+        )
+    shared: list[str] = []
+    if num_shared_layers is not None:
+        shared = _weights_below(model, num_shared_layers, pattern)
+    memo: dict[int, Any] = {}
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for name in shared:
+        weights[name].requires_grad_(False)
+        memo[id(weights[name])] = weights[name]  # deepcopy treats these as copied
+    reference = copy.deepcopy(model, memo)
+    return reference.requires_grad_(False).eval()
+
+
+def _weights_below(model: nn.Module, layer: int, pattern: str | None) -> list[str]:
+    """Names of the weights before a layer, in model order."""
+    names = [name for name, _ in model.named_parameters()]
+    chosen = pattern or next((p for p in LAYERS if _first(names, p, 0) is not None), None)
+    if chosen is None:
+        raise ConfigError(
+            "num_shared_layers needs a known layer name pattern, but this model matches none of "
+            f"{', '.join(LAYERS)}; pass pattern"
+        )
+    first = _first(names, chosen, layer)
+    if first is None:
+        count = next(n for n in itertools.count() if _first(names, chosen, n) is None)
+        raise ConfigError(
+            f"num_shared_layers must be 0 to {max(count - 1, 0)} for the {count} layers that match "
+            f"{chosen!r}, got {layer}"
+        )
+    return names[:first]
+
+
+def _first(names: list[str], pattern: str, layer: int) -> int | None:
+    """Index of the first weight of a layer."""
+    part = f".{pattern.format(layer=layer)}."
+    return next((i for i, name in enumerate(names) if part in f".{name}"), None)

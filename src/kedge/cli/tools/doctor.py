@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kedge.errors import ConfigError
+from kedge.cli.flags import Flags
 from kedge.reporting.doctor import examine, unseen
 from kedge.reporting.log import read_log
 
-USAGE = """\
-usage: kedge doctor RUN [RUN ...]
-
-RUN is the output_dir of a run, finished or not, or its metrics.jsonl.  Prints what is wrong with
-it, the numbers that say so, and what to try.  The exit code is 1 if anything was found."""
+DESCRIPTION = """\
+Prints what is wrong with runs, the numbers that say so, and what to try.  The exit code is 1 if
+anything was found."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Examine every run; return 1 if there are findings."""
-    if {"-h", "--help"} & set(argv):
-        print(USAGE)
-        return 0
-    if not argv or any(word.startswith("-") for word in argv):
-        raise ConfigError("give the folder of a run: kedge doctor RUN [RUN ...]")
+    flags = Flags("kedge doctor", DESCRIPTION)
+    text = "output_dir of a run, finished or not, or its metrics.jsonl"
+    flags.add_argument("runs", nargs="+", metavar="RUN", help=text)
     count = 0
-    for place in argv:
+    for place in flags.parse_args(list(argv)).runs:
         log = read_log(place)
         findings = examine(log)
         count += len(findings)

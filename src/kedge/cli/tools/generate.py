@@ -82,17 +82,14 @@ def main(argv: Sequence[str]) -> None:
             rows = rows.select(range(min(flags.limit, len(rows))))
     names = inspect.signature(generate_completions).parameters.keys() & vars(flags).keys()
     options = {name: getattr(flags, name) for name in names} | {"environment": environment}
-    if flags.max_new_tokens is None:
-        options["max_new_tokens"] = 53
-    file = Path(flags.output)
     completions = generate_completions(flags.model, rows, **options)
-    write(file, completions)
+    write(Path(flags.output), completions)
     kind, summary = "completions", ""
     if environment is not None:
         from kedge.environments.success import describe, measure_success
 
         kind, summary = "episodes", describe(measure_success(completions, flags.success_score))
-    sys.stdout.write(f"kedge: {len(completions)} {kind} are in {file}\n{summary}")
+    sys.stdout.write(f"kedge: {len(completions)} {kind} are in {flags.output}\n{summary}")
 
 
 def read_environment(flags: argparse.Namespace) -> EnvironmentArguments | None:
@@ -108,6 +105,8 @@ def read_environment(flags: argparse.Namespace) -> EnvironmentArguments | None:
         return environment
     if flags.prompts is None:
         raise ConfigError("kedge generate needs PROMPTS or --environment; see --help")
+    if flags.max_new_tokens is None:
+        flags.max_new_tokens = 53
     defaults = vars(parser().parse_args([flags.model]))
     for name in ("episodes", "success_score", *ENVIRONMENT):
         if getattr(flags, name) != defaults[name]:
@@ -168,11 +167,10 @@ def generate_completions(  # noqa: PLR0913
         ConfigError, DataError: an invalid model, engine, environment or dataset.
         RolloutError: an environment failed, with ``on_env_error="raise"``.
     """
-    from kedge.cli.arguments import ModelArguments
-    from kedge.cli.train.ppo import load_policy, load_tokenizer
     from kedge.data import DatasetPrompts
     from kedge.loop.seeds import seed_for
     from kedge.models.end_tokens import eos_token_ids
+    from kedge.models.load import load_policy, load_tokenizer
     from kedge.rewards.texts import Texts
     from kedge.trainers.assembly.environments import environments_to_play
     from kedge.trainers.assembly.setup import pad_id
@@ -182,8 +180,7 @@ def generate_completions(  # noqa: PLR0913
     for name_, value in (counts | ({} if episodes is None else {"episodes": episodes})).items():
         if value < 1:
             raise ConfigError(f"--{name_} {value} must be at least 1")
-    options = ModelArguments()
-    tokenizer, model = load_tokenizer(name, options), load_policy(name, options).eval()
+    tokenizer, model = load_tokenizer(name), load_policy(name).eval()
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -228,7 +225,7 @@ def generate_completions(  # noqa: PLR0913
 
 def _read_rows(texts: Any, seed: int) -> list[dict[str, Any]]:
     """The columns of each prompt with its completion, or with its episode."""
-    from kedge.environments.turns import environment_seed
+    from kedge.environments.episode import environment_seed
 
     rollout, episodes, rows = texts.rollout, texts.rollout.episodes, []
     for i, ended in enumerate(rollout.terminated.tolist()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +21,14 @@ example: kedge init verifier --model_size 1b --output run.yaml"""
 LAUNCH = "accelerate launch --config_file examples/accelerate_configs/fsdp2.yaml"
 
 
-Setting = tuple[str, Any, str]  # name, value, comment
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """The settings of a task.
-
-    Args:
-        title: what the file is for.
-        command: that trains with the file.
-        batches: responses of an iteration, over all processes, for each size.
-        sections: settings by title; a list of values has one for each size.
-        files: texts of the files next to it, by suffix.
-    """
-
-    title: str
-    command: str
-    batches: list[int]
-    sections: Mapping[str, Mapping[str, tuple[Any, str]]]
-    files: Mapping[str, str] = field(default_factory=dict)
-
-    def settings(self, size: str) -> list[tuple[str, list[Setting]]]:
-        """Sections with the value of each setting for a model size, one of ``SIZES``."""
-        place = SIZES.index(size)
-        return [
-            (title, [(n, v[place] if isinstance(v, list) else v, c) for n, (v, c) in rows.items()])
-            for title, rows in self.sections.items()
-        ]
-
+Recipe = Mapping[str, Any]  # an entry of recipes.yaml
 
 _DATA = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
 SIZES: tuple[str, ...] = tuple(_DATA["sizes"])
 SOURCES: Mapping[str, str] = _DATA["sources"]
-RECIPES = {(row.pop("task"), row.pop("algorithm")): Recipe(**row) for row in _DATA["recipes"]}
+RECIPES: Mapping[tuple[str, str], Recipe] = {
+    (r["task"], r["algorithm"]): r for r in _DATA["recipes"]
+}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -78,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
         )
     recipe = RECIPES[chosen.task, chosen.algorithm or offered[0]]
     files = {file: render(recipe, chosen.model_size, chosen.num_processes, file)}
-    for suffix, text in recipe.files.items():
+    for suffix, text in recipe.get("files", {}).items():
         files[file.with_suffix(suffix)] = text.replace("CONFIG", file.name)
     for path in files:
         if path.exists() and not chosen.force:
@@ -88,6 +61,17 @@ def main(argv: Sequence[str]) -> None:
         path.write_text(text, encoding="utf-8")
     print(f"kedge: wrote {' and '.join(map(str, files))}; set the names in it, then run")
     print("\n".join(f"    {command}" for command in commands(recipe, chosen.num_processes, file)))
+
+
+def settings(recipe: Recipe, size: str) -> dict[str, dict[str, tuple[Any, str]]]:
+    """Value and comment of each option, by section, for a model size, one of ``SIZES``."""
+    at = SIZES.index(size)
+    return {
+        title: {
+            name: (v[at] if isinstance(v, list) else v, text) for name, (v, text) in rows.items()
+        }
+        for title, rows in recipe["sections"].items()
+    }
 
 
 def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
@@ -102,24 +86,23 @@ def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
     Raises:
         ConfigError: the processes cannot share the batch.
     """
-    sections = recipe.settings(size)
-    comments = " ".join(comment for _, settings in sections for _, _, comment in settings)
-    head = [f"{recipe.title}, {size} weights", *commands(recipe, processes, file)]
+    sections, batch = settings(recipe, size), recipe["batches"][SIZES.index(size)]
+    comments = " ".join(text for rows in sections.values() for _, text in rows.values())
+    head = [f"{recipe['title']}, {size} weights", *commands(recipe, processes, file)]
     head += [f"{name}: {text}" for name, text in SOURCES.items() if name in comments]
     lines = [f"# {line}" for line in head]
-    for title, settings in sections:
+    for title, rows in sections.items():
         lines += ["", f"# {title}"]
-        values = {name: value for name, value, _ in settings}
-        if "gradient_accumulation_steps" in values:
-            rows, batch = values["per_device_train_batch_size"], recipe.batches[SIZES.index(size)]
-            if processes < 1 or batch % (rows * processes):
-                raise ConfigError(
-                    f"--num_processes must divide {batch // rows} ({batch} responses an iteration,"
-                    f" {rows} at a time on each process), got {processes}"
-                )
-            values["gradient_accumulation_steps"] = batch // (rows * processes)
-        for name, _, comment in settings:
-            value = values[name]
+        for name, (given, comment) in rows.items():
+            value = given
+            if name == "gradient_accumulation_steps":
+                each = rows["per_device_train_batch_size"][0]
+                if processes < 1 or batch % (each * processes):
+                    raise ConfigError(
+                        f"--num_processes must divide {batch // each} ({batch} responses an"
+                        f" iteration, {each} at a time on each process), got {processes}"
+                    )
+                value = batch // (each * processes)
             shown = str(value).lower() if isinstance(value, bool) else str(value)
             if isinstance(value, float) and 0 < value < 1e-3:  # YAML reads 1e-6 as a text
                 shown = f"{value:.1e}".replace("e-0", "e-")
@@ -130,8 +113,8 @@ def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
 
 def commands(recipe: Recipe, processes: int, file: Path) -> list[str]:
     """How to check and to start the run."""
-    plan = f"kedge plan {recipe.command} --config {file}"
-    start = f"kedge {recipe.command} --config {file}"
+    plan = f"kedge plan {recipe['command']} --config {file}"
+    start = f"kedge {recipe['command']} --config {file}"
     if processes == 1:
         return [plan, start]
     several = f"--num_processes {processes}"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kedge.cli.flags import Flags
+from kedge.cli.flags import Flags, print_table
 from kedge.errors import ConfigError, DataError
-from kedge.judges import Endpoint, FunctionJudge, Match, ScoreJudge, match
-from kedge.judges.base import Judge
+from kedge.judges import Endpoint, FunctionJudge, Judge, ScoreJudge, match
 from kedge.judges.endpoint import TEMPLATE
 from kedge.output import check_folder, write_csv, write_jsonl
 from kedge.reporting.log import read_objects
@@ -71,7 +70,11 @@ def main(argv: Sequence[str]) -> None:
     prices = {"prompt_tokens": flags.price_in, "completion_tokens": flags.price_out}
     if any(price is not None for price in prices.values()):
         summary["cost"] = sum(summary[n] * (price or 0.0) for n, price in prices.items()) / 1e6
-    write(folder, result, summary)
+    names = ("prompt", "ours", "theirs", "outcome", "swapped")
+    rows = [{n: getattr(r, n) for n in names} | {"reply": r.answer.reply} for r in result.rows]
+    write_jsonl(folder / "judgments.jsonl", rows)
+    write_csv(folder / "judgments.csv", rows)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
     show(summary)
     print(f"kedge: the judgments are in {folder}")
 
@@ -130,19 +133,17 @@ def read(flags: argparse.Namespace) -> tuple[list[str], list[str], list[str]]:
     answers: dict[str, deque[str]] = defaultdict(deque)
     for prompt, answer in zip(*columns, strict=True):
         answers[prompt].append(answer)
-    theirs = [answers[prompt].popleft() if answers[prompt] else None for prompt in prompts]
-    missing = [prompt for prompt, answer in zip(prompts, theirs, strict=True) if answer is None]
+    missing = [prompt for prompt, n in Counter(prompts).items() if n > len(answers[prompt])]
     if missing:
         raise DataError(
-            f"{flags.theirs} has no answer to {len(missing)} of {len(prompts)} rows of"
-            f" {flags.ours}, the first {missing[0][:80]!r}"
+            f"{flags.theirs} has too few answers to {len(missing)} of the prompts of {flags.ours},"
+            f" the first {missing[0][:80]!r}"
         )
-    return prompts, ours, [answer for answer in theirs if answer is not None]
+    return prompts, ours, [answers[prompt].popleft() for prompt in prompts]
 
 
 def _rows(file: str) -> list[dict[str, Any]]:
-    rows = read_objects(_existing(file))
-    if not rows:
+    if not (rows := read_objects(_existing(file))):
         raise DataError(f"{file} has no rows")
     return rows
 
@@ -174,33 +175,21 @@ def _column(rows: list[dict[str, Any]], name: str, file: str) -> list[str]:
     return texts
 
 
-def write(folder: Path, result: Match, summary: dict[str, Any]) -> None:
-    """``judgments.jsonl``, ``judgments.csv`` and ``summary.json``."""
-    names = ("prompt", "ours", "theirs", "outcome", "swapped")
-    rows = [{n: getattr(r, n) for n in names} | {"reply": r.answer.reply} for r in result.rows]
-    write_jsonl(folder / "judgments.jsonl", rows)
-    write_csv(folder / "judgments.csv", rows)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-
-
 def show(summary: dict[str, Any]) -> None:
     """Print the table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"judged by {summary['judge']}", show_header=False, title_justify="left")
     low, high = summary["win_rate_low"], summary["win_rate_high"]
-    table.add_row("win rate", f"{summary['win_rate']:.1%}  ({low:.1%} .. {high:.1%})")
     controlled = summary["length_controlled_win_rate"]
-    shown = "-" if controlled is None else f"{controlled:.1%}"
-    table.add_row("at equal length", shown)
     counts = ("wins", "losses", "ties", "invalid")
-    table.add_row(" / ".join(counts), " / ".join(str(summary[n]) for n in counts))
-    table.add_row("first answer preferred", f"{summary['first_preferred']:.1%}")
+    rows = [
+        ("win rate", f"{summary['win_rate']:.1%}  ({low:.1%} .. {high:.1%})"),
+        ("at equal length", "-" if controlled is None else f"{controlled:.1%}"),
+        (" / ".join(counts), " / ".join(str(summary[n]) for n in counts)),
+        ("first answer preferred", f"{summary['first_preferred']:.1%}"),
+    ]
     if summary["prompt_tokens"] or summary["cached"]:  # a judge with usage counts
         tokens = f"{summary['prompt_tokens']:,} / {summary['completion_tokens']:,}"
         cached = f"{summary['cached']} answers from the cache"
-        table.add_row("tokens read / written", f"{tokens}; {cached}")
+        rows.append(("tokens read / written", f"{tokens}; {cached}"))
     if "cost" in summary:
-        table.add_row("cost", f"{summary['cost']:.4f}")
-    Console().print(table)
+        rows.append(("cost", f"{summary['cost']:.4f}"))
+    print_table(f"judged by {summary['judge']}", rows)

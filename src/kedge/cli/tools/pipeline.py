@@ -16,11 +16,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kedge.cli.flags import Flags
+from kedge.cli.flags import Flags, print_table
 from kedge.cli.main import find_module, load_command
 from kedge.cli.train import ppo
 from kedge.errors import ConfigError, KedgeError
 from kedge.judges.match import interval, worth
+from kedge.reporting.base import write_whole
+from kedge.reporting.log import read_objects
 from kedge.suggestions import hint
 from kedge.trainers import TRAINERS
 
@@ -77,7 +79,7 @@ class Stage:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """Everything that determines its results, as JSON: options and digests of programs."""
+        """Everything that determines the stage's results, as JSON: options and program digests."""
         digests = {}
         for value in self.options.values():
             for word in value if isinstance(value, list) else [value]:
@@ -85,43 +87,31 @@ class Stage:
                 file = Path(name.replace("${here}", self.here))
                 if name.endswith(".py") and file.is_file():
                     digests[name] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
-        options = json.loads(json.dumps(dict(self.options)))
-        return {"command": self.command, "options": options, "programs": digests}
+        return {"command": self.command, **json.loads(json.dumps(self.options)), **digests}
 
     def words(self) -> list[str]:
-        """Its command line, with flags that resume what was interrupted."""
-
-        def text(value: Any) -> str:
-            text = value if isinstance(value, str) else json.dumps(value)
-            folders = self.place.parent
-            return _REFERENCE.sub(
-                lambda match: self.here if match[1] == HERE else str(folders / match[1]), text
-            )
-
+        """The stage's command line, with flags to resume an interrupted run."""
+        folders = {name: str(self.place.parent / name) for name in self.uses}
+        options = substitute(self.options, {HERE: self.here, **folders})
         positional = POSITIONAL[self.command]
-        words = [text(self.options[name]) for name in positional]
-        for name, value in self.options.items():
+        words = [_text(options[name]) for name in positional]
+        for name, value in options.items():
             if isinstance(value, list):
-                words += [f"--{name}", *map(text, value)]
-            elif isinstance(value, bool) and positional:  # its flags take no true or false
+                words += [f"--{name}", *map(_text, value)]
+            elif isinstance(value, bool) and positional:  # flags of these commands take no value
                 words += [f"--{name}"] if value else []
             elif name not in positional:
-                words.append(f"--{name}={text(value)}")
+                words.append(f"--{name}={_text(value)}")
         if self.command == "generate":
             return [*words, "--output", str(self.place / "completions.jsonl")]
-        return [*words, "--output_dir", str(self.place), *self._resume_flags()]
-
-    def _resume_flags(self) -> list[str]:
-        trains = self.command in TRAINERS
-        steps = [int(p.name.rpartition("-")[2]) for p in self.place.glob("checkpoint-*[0-9]")]
-        if not steps or "resume_from_checkpoint" in self.options:
-            return []
-        if (self.place / DONE).is_file():  # it runs again from the start
-            return ["--overwrite_output_dir"] if trains else []
-        if trains or self.command in ("sft", "reward"):
-            newest = str(self.place / f"checkpoint-{max(steps)}")
-            return ["--resume_from_checkpoint", "True" if trains else newest]
-        return []
+        words += ["--output_dir", str(self.place)]
+        resumable = not positional and "resume_from_checkpoint" not in options
+        if resumable and any(self.place.glob("checkpoint-*[0-9]")):
+            if not (self.place / DONE).is_file():
+                words += ["--resume_from_checkpoint", "True"]
+            elif self.command in TRAINERS:  # it runs again from the start
+                words += ["--overwrite_output_dir"]
+        return words
 
 
 def parser() -> argparse.ArgumentParser:
@@ -187,80 +177,81 @@ def read(
     from kedge.trl_scripts import read_yaml
 
     content, given = read_yaml(file, ""), given or {}
-    variables, entries = content.pop("variables", None) or {}, content.pop("stages", None)
-    output, here = content.pop("output_dir", None), str(Path(file).expanduser().resolve().parent)
-    if content:
-        known = "a pipeline has output_dir, stages and variables"
-        raise ConfigError(f"{file}: unknown key {next(iter(content))!r}; {known}")
-    if not isinstance(output, str) or not isinstance(entries, list):
-        raise ConfigError(f"{file} must have output_dir, a folder, and a list of stages")
+    output, entries = content.get("output_dir"), content.get("stages")
+    known = content.keys() <= {"output_dir", "stages", "variables"}
+    if not known or not isinstance(output, str) or not isinstance(entries, list):
+        raise ConfigError(
+            f"{file} must have output_dir, a folder, a list of stages, and at most variables; got"
+            f" {', '.join(map(str, content)) or 'nothing'}"
+        )
+    variables = content.get("variables") or {}
     for name in given:
         if name not in variables:
-            raise ConfigError(f"{file}: {_unknown('variable', name, variables)}")
+            raise ConfigError(f"{file}: unknown variable {name!r}{hint(name, variables)}")
     variables = {**variables, **given}
     for name, value in variables.items():
         if value is None:
             raise ConfigError(f"{file}: the variable {name} has no value; add --set {name}=VALUE")
-    folder = Path(_substitute(output, {**variables, HERE: here})).expanduser()
-    stages: list[Stage] = []
+    here = str(Path(file).expanduser().resolve().parent)
+    folder = Path(substitute(output, {**variables, HERE: here})).expanduser()
+    place = folder if seed is None else folder / f"seed-{seed}"
+    stages: dict[str, Stage] = {}
     for number, entry in enumerate(entries, 1):
         where = f"{file}, stage {number}"
-        place = folder if seed is None else folder / f"seed-{seed}"
-        stages.append(_read_stage(_substitute(entry, variables), where, stages, place, here))
-        if stages[-1].name in (*variables, HERE):
-            raise ConfigError(f"{where}: {stages[-1].name!r} is also a variable; rename one")
-    return folder, stages
+        name, command, launch, options = _read_entry(substitute(entry, variables), where, here)
+        if name in {*stages, *variables, HERE} or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            raise ConfigError(
+                f"{where}: the name {name!r} must be unique, also among variables, and a valid"
+                " folder name; set `name: other`"
+            )
+        uses = {match: None for match in _REFERENCE.findall(json.dumps(options)) if match != HERE}
+        for used in uses.keys() - stages.keys():
+            raise ConfigError(
+                f"{where}: ${{{used}}} must be a variable or an earlier stage; earlier stages:"
+                f" {', '.join(stages) or 'none'}"
+            )
+        stages[name] = Stage(
+            place=place / name,
+            command=command,
+            options=options,
+            here=here,
+            launch=launch,
+            uses=tuple(uses),
+        )
+    return folder, list(stages.values())
 
 
-def _substitute(value: Any, variables: Mapping[str, Any]) -> Any:
-    """Substitute variables; one that is the whole value keeps its type."""
+def substitute(value: Any, names: Mapping[str, Any]) -> Any:
+    """Replace ``${NAME}`` by its value; one that is the whole value keeps its type."""
     if isinstance(value, dict):
-        return {key: _substitute(item, variables) for key, item in value.items()}
+        return {key: substitute(item, names) for key, item in value.items()}
     if isinstance(value, list):
-        return [_substitute(item, variables) for item in value]
+        return [substitute(item, names) for item in value]
     if not isinstance(value, str):
         return value
     alone = _REFERENCE.fullmatch(value)
-    if alone and alone[1] in variables:
-        return variables[alone[1]]
-    return _REFERENCE.sub(lambda match: str(variables.get(match[1], match[0])), value)
+    if alone and alone[1] in names:
+        return names[alone[1]]
+    return _REFERENCE.sub(lambda match: str(names.get(match[1], match[0])), value)
 
 
-def _read_stage(entry: Any, where: str, earlier: Sequence[Stage], folder: Path, here: str) -> Stage:
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _read_entry(
+    entry: Any, where: str, here: str
+) -> tuple[str, str, tuple[str, ...], dict[str, Any]]:
+    """Name, command, launcher and options of a stage, with the options checked."""
     rest = dict(entry) if isinstance(entry, dict) else {}
-    launch, name = str(rest.pop("launch", "")), rest.pop("name", None)
+    launch, name = shlex.split(str(rest.pop("launch", ""))), rest.pop("name", None)
     if len(rest) != 1:
-        got = entry if not rest else ", ".join(sorted(map(str, rest)))
+        got = ", ".join(sorted(map(str, rest))) or entry
         raise ConfigError(f"{where} must be one COMMAND: {{options}}, got {got}")
     ((command, options),) = rest.items()
-    options = _check_options(command, options or {}, where, here)
-    name, names = str(name or command), [stage.name for stage in earlier]
-    if name in names or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-        raise ConfigError(
-            f"{where}: the name {name!r} must be unique and a valid folder name; set `name: other`"
-        )
-    uses = dict.fromkeys(_REFERENCE.findall(json.dumps(options)))
-    uses.pop(HERE, None)
-    for used in uses:
-        if used not in names:
-            raise ConfigError(
-                f"{where}: ${{{used}}} must be a variable or an earlier stage; earlier stages:"
-                f" {', '.join(names) or 'none'}"
-            )
-    return Stage(
-        place=folder / name,
-        command=command,
-        options=options,
-        here=here,
-        launch=tuple(shlex.split(launch)),
-        uses=tuple(uses),
-    )
-
-
-def _check_options(command: str, options: Any, where: str, here: str) -> dict[str, Any]:
-    """The options of a known command; null is left out, or ``none`` where that says something."""
+    options = {} if options is None else options
     if command not in POSITIONAL:
-        raise ConfigError(f"{where}: {_unknown('command', command, POSITIONAL)}")
+        raise ConfigError(f"{where}: unknown command {command!r}{hint(str(command), POSITIONAL)}")
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: the options of {command} must be name: value")
     missing = [place for place in POSITIONAL[command] if place not in options]
@@ -275,24 +266,20 @@ def _check_options(command: str, options: Any, where: str, here: str) -> dict[st
                 " pipeline"
             )
     else:
-        trains = command in TRAINERS
-        flags = ppo.parser(command) if trains else find_module(command).parser()
+        flags = ppo.parser(command) if command in TRAINERS else find_module(command).parser()
         accepted = {action.dest for action in flags._actions} - {"help"}
         nullable = getattr(flags, "nullable", ())
     for key in options:
         if key in ("output_dir", "output"):
             raise ConfigError(f"{where}: {key} is set by the pipeline; leave it out")
         if key not in accepted:
-            raise ConfigError(f"{where}: {_unknown('option', key, accepted)}")
-    return {
+            raise ConfigError(f"{where}: unknown option {key!r}{hint(str(key), accepted)}")
+    options = {  # drop null values, or write "none" for options that accept it
         name: "none" if value is None else value
         for name, value in options.items()
         if value is not None or name in nullable
     }
-
-
-def _unknown(kind: str, word: Any, known: Iterable[str]) -> str:
-    return f"unknown {kind} {word!r}{hint(str(word), {*known})}"
+    return str(name or command), command, tuple(launch), options
 
 
 def select(stages: Sequence[Stage], names: Sequence[str]) -> list[Stage]:
@@ -323,9 +310,12 @@ def run(stages: Sequence[Stage], *, redo: str | None = None, dry: bool = False) 
             print(f"kedge: stage {stage.name}: {program} {' '.join(words)}", flush=True)
         else:
             print(f"kedge: stage {stage.name} is done", flush=True)
-        if mark is None:
-            mark = "" if dry else _run_stage(stage, words, inputs)
-        marks[stage.name] = mark
+        if mark is None and not dry:
+            mark = uuid.uuid4().hex
+            _run_stage(stage, words)
+            about = {"run": mark, "definition": stage.definition, "inputs": inputs}
+            write_whole(stage.place / DONE, json.dumps(about, indent=1))
+        marks[stage.name] = mark or ""
 
 
 def _finished(stage: Stage, inputs: Mapping[str, str]) -> str | None:
@@ -337,14 +327,11 @@ def _finished(stage: Stage, inputs: Mapping[str, str]) -> str | None:
     if not (stage.place / DONE).is_file():
         return None
     done, now = json.loads((stage.place / DONE).read_text(encoding="utf-8")), stage.definition
-    before, after = (
-        {"command": x["command"], **x["options"], **x["programs"]}
-        for x in (done["definition"], now)
-    )
+    before = done["definition"]
     changes = [
-        f"{name}: {before.get(name)!r} before, {after.get(name)!r} now"
-        for name in sorted({*before, *after})
-        if before.get(name) != after.get(name)
+        f"{name}: {before.get(name)!r} before, {now.get(name)!r} now"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
     ]
     if changes:
         raise ConfigError(
@@ -352,31 +339,25 @@ def _finished(stage: Stage, inputs: Mapping[str, str]) -> str | None:
             f" ({', '.join(changes)}); run it again with --redo {stage.name}, or set another"
             " output_dir"
         )
-    return str(done["run"]) if done["inputs"] == dict(inputs) else None
+    return str(done["run"]) if done["inputs"] == inputs else None
 
 
-def _run_stage(stage: Stage, words: list[str], inputs: Mapping[str, str]) -> str:
+def _run_stage(stage: Stage, words: list[str]) -> None:
     stage.place.mkdir(parents=True, exist_ok=True)
     (stage.place / DONE).unlink(missing_ok=True)
-    if stage.command == SCRIPT or stage.launch:
-        module = [] if stage.command == SCRIPT else ["-m", "kedge.cli.main", stage.command]
-        program = [*(stage.launch or (sys.executable,)), *module, *words]
-        try:
-            code: object = subprocess.run(program, check=False).returncode
-        except OSError as error:
-            code = error
-        if code:
-            raise KedgeError(
-                f"stage {stage.name}: {' '.join(program[:3])} ... failed with exit code {code}"
-            )
-    else:
+    if stage.command != SCRIPT and not stage.launch:
         load_command(stage.command)(words)
-    mark = uuid.uuid4().hex
-    about = {"run": mark, "definition": stage.definition, "inputs": inputs}
-    unfinished = stage.place / f"{DONE}.new"
-    unfinished.write_text(json.dumps(about, indent=1), encoding="utf-8")
-    unfinished.replace(stage.place / DONE)
-    return mark
+        return
+    module = [] if stage.command == SCRIPT else ["-m", "kedge.cli.main", stage.command]
+    program = [*(stage.launch or (sys.executable,)), *module, *words]
+    try:
+        code: object = subprocess.run(program, check=False).returncode
+    except OSError as error:
+        code = error
+    if code:
+        raise KedgeError(
+            f"stage {stage.name}: {' '.join(program[:3])} ... failed with exit code {code}"
+        )
 
 
 # -- the results of the judges ---------------------------------------------------------------------
@@ -395,8 +376,7 @@ def results(runs: Sequence[Sequence[Stage]]) -> list[dict[str, Any]]:
         summaries, outcomes = [], []
         for stage in stages:
             summaries.append(json.loads((stage.place / "summary.json").read_text()))
-            text = (stage.place / "judgments.jsonl").read_text(encoding="utf-8")
-            lines = [json.loads(line) for line in text.split("\n") if line.strip()]
+            lines = read_objects(stage.place / "judgments.jsonl")
             worths = [worth(line["outcome"]) for line in lines]
             outcomes.append([x for x in worths if x is not None])
         low, high = interval(outcomes)
@@ -420,20 +400,17 @@ def results(runs: Sequence[Sequence[Stage]]) -> list[dict[str, Any]]:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    seeds = len(rows[0]["each"])
-    title = "win rates" if seeds == 1 else f"win rates, mean of {seeds} seeds"
-    table = Table("stage", "win rate", "95%", "at equal length", title=title, title_justify="left")
-    table.add_column("each seed")
+    seeds, cells = len(rows[0]["each"]), []
     for row in rows:
         controlled = row["length_controlled_win_rate"]
-        table.add_row(
-            row["stage"],
-            f"{row['win_rate']:.1%}",
-            f"{row['win_rate_low']:.1%} .. {row['win_rate_high']:.1%}",
-            "-" if controlled is None else f"{controlled:.1%}",
-            ", ".join(f"{x:.1%}" for x in row["each"]),
+        cells.append(
+            (
+                row["stage"],
+                f"{row['win_rate']:.1%}",
+                f"{row['win_rate_low']:.1%} .. {row['win_rate_high']:.1%}",
+                "-" if controlled is None else f"{controlled:.1%}",
+                ", ".join(f"{x:.1%}" for x in row["each"]),
+            )
         )
-    Console().print(table)
+    title = "win rates" if seeds == 1 else f"win rates, mean of {seeds} seeds"
+    print_table(title, cells, ("stage", "win rate", "95%", "at equal length", "each seed"))

@@ -21,10 +21,8 @@ localhost only.  Verifiers that execute code do so on this machine."""
 
 def load(name: str) -> tuple[str, Callable[..., Any]]:
     """A reward function and the name it is served under."""
-    if name in VERIFIERS:
-        return name, VERIFIERS[name]
-    if name == "by_column":
-        return name, by_column()
+    if name in VERIFIERS or name == "by_column":
+        return name, VERIFIERS[name] if name in VERIFIERS else by_column()
     if ":" not in name:
         raise ConfigError(
             f"reward {name!r} must be one of {', '.join(VERIFIERS)}, by_column, or"

@@ -20,7 +20,6 @@ of the responses that it held out.
 example: kedge ppo ... --save_rollouts runs/a/rollouts
          kedge value fit runs/a/rollouts --model runs/sft --output_dir runs/critic
          kedge value check runs/b/rollouts --value_model runs/critic --plot critic.png"""
-_TABLE = "{:<28}{:>12}{:>10}"
 _BLUE, _RED = "#3b6ea5", "#b5483a"
 
 
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     flags = parser().parse_args(list(argv))
     _check_flags(flags)
     from kedge.models.load import load_tokenizer
-    from kedge.pretrain.value import check_value, read_episodes, split, worst_tokens
+    from kedge.pretrain.value import check_value, fit_value, read_episodes, split
 
     start, say = flags.value_model or flags.model, sys.stdout.write
     tokenizer = load_tokenizer(flags.tokenizer or start)
@@ -61,13 +60,16 @@ def main(argv: Sequence[str]) -> None:
         train, index = split(episodes, flags.held_out, flags.seed)
         say(f"kedge: {len(train)} responses to train on, {len(index)} held out\n")
         before = _number(check_value(model, episodes, index)["explained_variance"])
+        how = {n: getattr(flags, n) for n in ("epochs", "batch_size", "learning_rate", "seed")}
+        steps = flags.epochs * -(-len(train) // flags.batch_size)
+        for number, loss in enumerate(fit_value(model, episodes, train, **how), 1):
+            if number % max(1, steps // 10) == 0:
+                say(f"step {number}/{steps}  value loss {loss:.4g}\n")
         folder = Path(flags.output_dir)
-        _fit(flags, model, episodes, train)
         model.model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         say(f"kedge: the value model is in {folder}; explained variance before {before}\n")
     check = check_value(model, episodes, index)
-    check["worst_tokens"] = worst_tokens(model, episodes, index, tokenizer)
     say("\n".join(describe(check)) + "\n")
     if folder.is_dir():
         (folder / "value_check.json").write_text(json.dumps(check, indent=1), encoding="utf-8")
@@ -77,9 +79,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _check_flags(flags: argparse.Namespace) -> None:
-    if flags.action == "fit" and not ((flags.value_model or flags.model) and flags.output_dir):
+    fits = flags.action == "fit"
+    if fits and not ((flags.value_model or flags.model) and flags.output_dir):
         raise ConfigError("kedge value fit needs --model (or --value_model) and --output_dir")
-    if flags.action == "check" and not flags.value_model:
+    if not fits and not flags.value_model:
         raise ConfigError("kedge value check needs --value_model, a folder that fit or ppo wrote")
     if not 0 < flags.held_out < 1:
         raise ConfigError(f"--held_out={flags.held_out} must be between 0 and 1")
@@ -88,24 +91,6 @@ def _check_flags(flags: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}={getattr(flags, name)} must be at least 1")
     if flags.plot and not installed("matplotlib"):
         raise ConfigError(f"--plot needs matplotlib: {install_command('plots')}")
-
-
-def _fit(flags: argparse.Namespace, model: Any, episodes: Any, train: Sequence[int]) -> None:
-    from kedge.pretrain.value import fit_value
-
-    steps = flags.epochs * -(-len(train) // flags.batch_size)
-    losses = fit_value(
-        model,
-        episodes,
-        train,
-        epochs=flags.epochs,
-        batch_size=flags.batch_size,
-        learning_rate=flags.learning_rate,
-        seed=flags.seed,
-    )
-    for number, loss in enumerate(losses, 1):
-        if number % max(1, steps // 10) == 0:
-            sys.stdout.write(f"step {number}/{steps}  value loss {loss:.4g}\n")
 
 
 def _load(flags: argparse.Namespace) -> Any:
@@ -129,22 +114,20 @@ def _load(flags: argparse.Namespace) -> Any:
 
 def describe(check: dict[str, Any]) -> list[str]:
     """The check as lines of a table, with a verdict."""
-    lines = [_TABLE.format("", "explained", "tokens")]
-    lines.append(_TABLE.format("all tokens", _number(check["explained_variance"]), check["tokens"]))
-    tenths = [f"{10 * i} to {10 * (i + 1)}% of the response" for i in range(10)]
-    for name, (share, tokens) in zip(tenths, check["by_position"], strict=False):
-        lines.append(_TABLE.format(name, _number(share), tokens))
-    if len(check["by_turn"]) > 1:
-        for turn, (share, tokens) in enumerate(check["by_turn"]):
-            lines.append(_TABLE.format(f"turn {turn + 1}", _number(share), tokens))
-    lines.append(_TABLE.format("the mean return knows", "0", ""))
-    lines.append(_TABLE.format("the length would know", _number(check["by_length"]), ""))
+    explained, turns = check["explained_variance"], check["by_turn"]
+    rows = [("", "explained", "tokens"), ("all tokens", _number(explained), check["tokens"])]
+    for i, (share, tokens) in enumerate(check["by_position"]):
+        rows.append((f"{10 * i} to {10 * (i + 1)}% of the response", _number(share), tokens))
+    for i, (share, tokens) in enumerate(turns if len(turns) > 1 else []):
+        rows.append((f"turn {i + 1}", _number(share), tokens))
+    rows.append(("the mean return knows", "0", ""))
+    rows.append(("the length would know", _number(check["by_length"]), ""))
+    lines = [f"{name:<28}{share:>12}{tokens:>10}" for name, share, tokens in rows]
     lines += [
         f"{kind} responses: V is {check[f'{kind}_bias']:+.3f} off on average"
         for kind in ("truncated", "terminated")
         if check[f"{kind}_bias"] is not None
     ]
-    explained = check["explained_variance"]
     if explained is None:
         lines.append("all returns are equal: there is nothing to learn from these responses")
     elif explained <= 0:

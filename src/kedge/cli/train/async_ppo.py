@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
         return
     options = parse_options(argv, prog=prog)
     config = options.config
-    assert isinstance(config, AsyncPPOConfig)
     if differences := compare(options):
         note(f"differs from open-instruct: {'; '.join(differences)}")
     if config.cache_dataset_only:
@@ -50,7 +49,6 @@ def parse_options(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> Opti
     """
     options = parse(argv, prog=prog, config=AsyncPPOConfig)
     script, given = options.script, options.given
-    assert isinstance(options.config, AsyncPPOConfig)
     load_template(options.config.chat_template_name)
     unscored = script.reward_model_multiplier == 0 and "reward_model_path" in given
     if unscored and script.value_model_path is None:
@@ -61,7 +59,6 @@ def parse_options(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> Opti
 def compare(options: Options) -> list[str]:
     """What a run does otherwise than open-instruct with the same flags."""
     config, model = options.config, options.model
-    assert isinstance(config, AsyncPPOConfig)
     differences = []
     if not config.bf16:
         kind = "float16" if config.fp16 else "float32"
@@ -96,7 +93,6 @@ def load_mixed(options: Options) -> tuple[Any, Any]:
         DataError: no dataset is given, or it cannot be read.
     """
     config, script = options.config, options.script
-    assert isinstance(config, AsyncPPOConfig)
     if not script.dataset_mixer_list:
         train, test = load_prompts(options)
     elif script.eval_dataset_name is not None:
@@ -110,16 +106,14 @@ def load_mixed(options: Options) -> tuple[Any, Any]:
     if config.dataset_mixer_eval_list:
         splits = config.dataset_mixer_eval_list_splits or [script.dataset_test_split]
         test = load_mixture(config.dataset_mixer_eval_list, splits, options)
-    return _columns(train, config), None if test is None else _columns(test, config)
+    return _rename_columns(train, config), test and _rename_columns(test, config)
 
 
-def _columns(rows: Any, config: AsyncPPOConfig) -> Any:
-    """Rename columns to what Kedge reads: prompt, ground_truth, dataset."""
+def _rename_columns(rows: Any, config: AsyncPPOConfig) -> Any:
+    """Rows with the columns that Kedge reads: prompt, ground_truth, dataset."""
     columns = rows.column_names
-    for theirs, ours in (
-        (config.ground_truths_key, "ground_truth"),
-        (config.dataset_source_key, "dataset"),
-    ):
+    names = {"ground_truth": config.ground_truths_key, "dataset": config.dataset_source_key}
+    for ours, theirs in names.items():
         if theirs != ours and theirs in columns:
             if ours in columns:
                 rows = rows.remove_columns(ours)
@@ -136,24 +130,21 @@ def without_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages[:-1] if last.get("role") == "assistant" else messages
 
 
-@cache
-def _templates() -> dict[str, str]:
-    file = Path(__file__).with_name("chat_templates.yaml")
-    templates: dict[str, str] = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return templates
-
-
 def load_template(name: str | None) -> str | None:
-    """The chat template called ``name``, or of a file.
+    """The chat template called ``name``, or of a file; None for None.
 
     Raises:
         ConfigError: it is neither.
     """
-    if name is None or name in _templates():
-        return None if name is None else _templates()[name]
+    if name is None:
+        return None
+    file = Path(__file__).with_name("chat_templates.yaml")
+    templates: dict[str, str] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if name in templates:
+        return templates[name]
     if not Path(name).is_file():
         raise ConfigError(
-            f"chat_template_name={name!r} must be {', '.join(_templates())} or a file with a Jinja"
+            f"chat_template_name={name!r} must be {', '.join(templates)} or a file with a Jinja"
             " template; leave it unset to use the tokenizer's template"
         )
     return Path(name).read_text(encoding="utf-8")
@@ -177,14 +168,9 @@ def apply_template(tokenizer: Any, config: AsyncPPOConfig) -> Any:
     return tokenizer
 
 
-def load_chat_tokenizer(options: Options, names: ppo.Names) -> Any:
-    """The tokenizer, with the chat template that the options name.
-
-    Raises:
-        ConfigError: it cannot be loaded, or the template cannot be applied.
-    """
+def load_chat_tokenizer(options: Options, names: ppo.ModelPaths) -> Any:
+    """The tokenizer, with the chat template that the options name."""
     config = options.config
-    assert isinstance(config, AsyncPPOConfig)
     name = config.tokenizer_name_or_path or names.tokenizer
     tokenizer = ppo.load_tokenizer(name, options.model, config.tokenizer_revision)
     return apply_template(tokenizer, config)
@@ -219,7 +205,6 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
     from kedge.trainers.assembly.rollout import engines_per_rank
 
     config = options.config
-    assert isinstance(config, AsyncPPOConfig)
     learners = config.actor_num_gpus_per_node or [1]
     batch = config.local_rollout_batch_size * config.num_generations * sum(learners)
     steps = config.max_steps if config.max_steps > 0 else (config.total_episodes or 0) // batch
@@ -227,7 +212,7 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
         engines_per_rank(config, find_engine(config), ranks=sum(learners))
     screen = ConsoleTracker(max(1, steps), bar=not config.disable_tqdm)
     engines = config.vllm_num_engines if find_engine(config).actors else 0
-    run = partial(
+    start = partial(
         launch,
         learners=learners,
         engines=engines,
@@ -248,7 +233,17 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
         on_row=lambda row: screen.log(row, step=int(row["step"])),
     )
     try:
-        _run_with_restarts(run, argv, config)
+        for failures in range(config.max_failures + 1):
+            try:
+                start(partial(learn_from, argv, str(Path.cwd())))
+                break
+            except LostLearnerError as error:
+                if failures == config.max_failures:
+                    raise
+                saved = checkpoints(config.output_dir or "")
+                where = saved[-1].name if saved else "the beginning"
+                note(f"{error}\nrestart {failures + 1} of {config.max_failures} from {where}")
+                argv = [*argv, *(["--resume_from_checkpoint", "True"] if saved else [])]
     except (KeyboardInterrupt, SystemExit):
         saved = [] if config.save_only_model else checkpoints(config.output_dir or "")
         note(f"stopped; {ppo.resume_line(saved[-1] if saved else None)}")
@@ -256,24 +251,6 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
     finally:
         screen.close()
     note(f"the trained model is in {config.output_dir}")
-
-
-def _run_with_restarts(
-    run: Callable[[Callable[[], None]], None], argv: list[str], config: AsyncPPOConfig
-) -> None:
-    """Launch the run; after the loss of a learner, again from its newest checkpoint."""
-    for failures in range(config.max_failures + 1):
-        try:
-            return run(partial(learn_from, argv, str(Path.cwd())))
-        except LostLearnerError as error:  # noqa: PERF203
-            if failures == config.max_failures:
-                raise
-            saved = checkpoints(config.output_dir or "")
-            where = saved[-1].name if saved else "the beginning"
-            note(f"{error}\nrestart {failures + 1} of {config.max_failures} from {where}")
-            if saved:
-                argv = [*argv, "--resume_from_checkpoint", "True"]
-    return None
 
 
 def build_environment(config: AsyncPPOConfig, learners: int) -> dict[str, str]:
@@ -303,7 +280,6 @@ def learn_from(argv: list[str], folder: str) -> None:
 def learn(options: Options) -> Any:
     """Build the trainer of this process and train."""
     config = options.config
-    assert isinstance(config, AsyncPPOConfig)
     if "wandb" in (config.report_to or []):
         os.environ.setdefault("WANDB_PROJECT", config.wandb_project_name)
         if config.wandb_entity is not None:
@@ -323,7 +299,6 @@ def learn(options: Options) -> Any:
 def _at_revision(options: Options) -> Options:
     """With ``reward_model_revision``, the options name the downloaded reward model."""
     config, script = copy.copy(options.config), options.script
-    assert isinstance(config, AsyncPPOConfig)
     name, revision = config.reward_model_path, config.reward_model_revision
     if revision is None or Path(name).expanduser().is_dir():
         return options
@@ -347,7 +322,7 @@ def _random_value_model(options: Options) -> Any:
     """A randomly initialized value model with the reward model's architecture."""
     from transformers import AutoModelForSequenceClassification, set_seed
 
-    from kedge.cli.tools.memory import read_config
+    from kedge.cli.tools.plan import read_config
 
     script, trust = options.script, options.model.trust_remote_code
     name = script.value_model_path or options.config.reward_model_path

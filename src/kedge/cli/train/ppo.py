@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -120,12 +120,8 @@ def build(
     from kedge.trainers.assembly.setup import init_kwargs
     from kedge.trainers.run.files import earlier_run
 
-    names, script, config, model = (
-        model_names(options),
-        options.script,
-        options.config,
-        options.model,
-    )
+    script, config, model = options.script, options.config, options.model
+    names = model_names(options)
     algorithm = load_algorithm(script.algorithm, script.algorithm_kwargs)
     if starts and config.output_dir:  # before minutes of loading, not after
         earlier_run(Path(config.output_dir), overwrite=config.overwrite_output_dir)
@@ -168,7 +164,7 @@ def build(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
+class ModelPaths:
     """Folders or hub names; ``reward`` is None if only reward functions score."""
 
     policy: str
@@ -176,7 +172,7 @@ class Names:
     reward: str | None
 
 
-def model_names(options: Options) -> Names:
+def model_names(options: Options) -> ModelPaths:
     """Which folder or hub name is the policy, the tokenizer and the reward model.
 
     The policy is ``sft_model_path`` if given, else ``model_name_or_path``.  With ``dummy_reward``
@@ -204,7 +200,7 @@ def model_names(options: Options) -> Names:
         outside_hub = name.startswith((".", "/", "~")) or name.count("/") > 1
         if outside_hub and not Path(name).expanduser().is_dir():
             raise ConfigError(f"cannot load the model {name!r}: the folder does not exist")
-    return Names(policy=policy, tokenizer=tokenizer, reward=reward)
+    return ModelPaths(policy=policy, tokenizer=tokenizer, reward=reward)
 
 
 # Weight -> the flag it needs to have any effect.
@@ -226,21 +222,17 @@ def find_reward(options: Options, policy: str) -> str | None:
             raise ConfigError(f"--{amount} needs --{switch}; add it")
     if script.reward_model_multiplier != 1 and "reward_model_path" not in given:
         raise ConfigError("--reward_model_multiplier needs --reward_model_path; add it")
+    if "reward_model_path" in given and script.reward_model_multiplier:
+        return config.reward_model_path
     others = [script.reward_funcs, *(getattr(script, switch) for switch in _NEEDS.values())]
-    scored = any((*others, config.environment, config.reward_adapter))
-    if script.reward_model_multiplier == 0 and not scored:
-        raise ConfigError(
-            "--reward_model_multiplier 0 leaves no reward source; add --reward_funcs,"
-            " --apply_verifiable_reward or --add_r1_style_format_reward"
-        )
-    if "reward_model_path" in given:
-        return config.reward_model_path if script.reward_model_multiplier else None
-    if scored:
+    if any((*others, config.environment, config.reward_adapter)):
         return None
-    if not script.dummy_reward:
+    if not script.dummy_reward or "reward_model_path" in given:
+        model = "reward_model_path" in given
+        left_out = " (--reward_model_multiplier 0 leaves out the model)" if model else ""
         raise ConfigError(
-            "no reward is given: add --reward_model_path, --reward_funcs file.py:function, or"
-            " --dummy_reward to try a run with a random one"
+            f"no reward is given{left_out}: add --reward_model_path, --reward_funcs"
+            " file.py:function, or --dummy_reward to try a run with a random one"
         )
     note(
         "no --reward_model_path or --reward_funcs given: using a dummy reward, a randomly"
@@ -259,7 +251,8 @@ def build_rewards(options: Options, *, model: bool) -> tuple[list[Any], list[flo
     from kedge.verifiers import by_column, r1_style_format
 
     script = options.script
-    weighted: list[tuple[Any, float]] = [(name, 1.0) for name in script.reward_funcs or []]
+    functions: list[Any] = [*(script.reward_funcs or [])]
+    weights = [script.reward_model_multiplier] * model + [1.0] * len(functions)
     if script.apply_verifiable_reward:
         renamed = getattr(options.config, "remap_verifier", None)
         old, _, new = (renamed or "").partition("=")
@@ -267,11 +260,11 @@ def build_rewards(options: Options, *, model: bool) -> tuple[list[Any], list[flo
             raise ConfigError(
                 f"--remap_verifier must be old=new, two verifier names, got {renamed}"
             )
-        verifier = by_column(rename={} if renamed is None else {old: new})
-        weighted.append((verifier, script.verification_reward))
+        functions.append(by_column(rename={} if renamed is None else {old: new}))
+        weights.append(script.verification_reward)
     if script.add_r1_style_format_reward:
-        weighted.append((r1_style_format, script.r1_style_format_reward))
-    functions = [function for function, _ in weighted]
+        functions.append(r1_style_format)
+        weights.append(script.r1_style_format_reward)
     flags = ("reward_model_multiplier", *_NEEDS, *_NEEDS.values())
     amounts = [flag for flag in flags if flag in options.given]
     if not amounts:
@@ -280,8 +273,7 @@ def build_rewards(options: Options, *, model: bool) -> tuple[list[Any], list[flo
         raise ConfigError(
             f"--reward_weights and --{amounts[0]} both set reward weights; remove --reward_weights"
         )
-    first = [script.reward_model_multiplier] if model else []
-    return functions, first + [weight for _, weight in weighted]
+    return functions, weights
 
 
 def load_tokenizer(name: str, options: ModelArguments, revision: str | None = None) -> Any:
@@ -312,17 +304,16 @@ def load_policy(
 
 def loading(options: ModelArguments) -> dict[str, Any]:
     """Keyword arguments of ``from_pretrained``."""
-    quantized = get_quantization_config(replace(options, dtype=options.dtype or "bfloat16"))
-    optional = {
-        "attn_implementation": options.attn_implementation,
-        "quantization_config": quantized,
-    }
-    return {
+    kwargs = {
         "dtype": options.dtype or "float32",
         "revision": options.model_revision,
         "trust_remote_code": options.trust_remote_code,
-        **{name: value for name, value in optional.items() if value is not None},
+        "attn_implementation": options.attn_implementation,
+        "quantization_config": get_quantization_config(
+            replace(options, dtype=options.dtype or "bfloat16")
+        ),
     }
+    return {name: value for name, value in kwargs.items() if value is not None}
 
 
 # -- an algorithm by name --------------------------------------------------------------------------
@@ -339,17 +330,16 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
         ConfigError: it does not exist, is not an algorithm, or does not accept an option.
     """
     from kedge import Algorithm
+    from kedge.algorithms import reinforce_pp, remax
+    from kedge.rewards.build import load_module
 
     try:
-        kwargs = json.loads(options or "{}")
-    except (ValueError, RecursionError) as error:
+        kwargs = dict(json.loads(options or "{}"))
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"--algorithm_kwargs {format_value(options)} must be JSON: {error}"
+            f"--algorithm_kwargs {format_value(options)} must be a JSON object, such as"
+            f' {{"beta": 0.1}}: {error}'
         ) from error
-    if not isinstance(kwargs, dict):
-        raise ConfigError(
-            f'--algorithm_kwargs {options} must be a JSON object, such as {{"beta": 0.1}}'
-        )
     if spec in (None, "ppo"):
         if kwargs:
             raise ConfigError(
@@ -357,47 +347,32 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
                 " is configured by flags"
             )
         return None
-    target = _find_algorithm(str(spec))
+    target: Any = {
+        "reinforce_pp": reinforce_pp,
+        "reinforce_pp_baseline": partial(reinforce_pp, baseline=True),
+        "remax": remax,
+    }.get(spec := str(spec))
+    if target is None:
+        where, _, name = spec.rpartition(":")
+        try:
+            target = getattr(load_module(where, "kedge_algorithm"), name)
+        except Exception as error:  # whatever the user's file raises
+            builtin = ("reinforce_pp", "reinforce_pp_baseline", "remax")
+            raise ConfigError(
+                f"--algorithm {spec} cannot be loaded ({type(error).__name__}: {error}); use"
+                f" {', '.join(builtin)}, file.py:name or module:name{hint(spec, builtin)}"
+            ) from error
     kwargs = {k: tuple(v) if isinstance(v, list) else v for k, v in kwargs.items()}
     try:
         algorithm = target(**kwargs) if kwargs or callable(target) else target
     except (TypeError, ValueError) as error:
         raise ConfigError(f"--algorithm {spec} with {kwargs or 'no options'}: {error}") from error
     if not isinstance(algorithm, Algorithm):
-        name = str(spec).rpartition(":")[2]
         raise ConfigError(
-            f"--algorithm {spec}: {name!r} must be a kedge.Algorithm or a function that returns "
-            f"one, got {type(algorithm).__name__}"
+            f"--algorithm {spec} must be a kedge.Algorithm or a function that returns one, got"
+            f" {type(algorithm).__name__}"
         )
     return algorithm
-
-
-def _find_algorithm(spec: str) -> Any:
-    """The object called ``spec``: a built-in name, ``file.py:name`` or ``module:name``."""
-    from kedge.algorithms import reinforce_pp, remax
-    from kedge.rewards.build import load_module
-
-    builtin: dict[str, Callable[..., Any]] = {
-        "reinforce_pp": reinforce_pp,
-        "reinforce_pp_baseline": partial(reinforce_pp, baseline=True),
-        "remax": remax,
-    }
-    if spec in builtin:
-        return builtin[spec]
-    where, _, name = spec.rpartition(":")
-    choices = f"{', '.join(builtin)}, file.py:name or module:name"
-    if not where or not name:
-        raise ConfigError(f"--algorithm {spec} must be one of {choices}{hint(spec, builtin)}")
-    try:
-        module = load_module(where, "kedge_algorithm")
-    except Exception as error:  # whatever the user's file raises
-        raise ConfigError(
-            f"--algorithm {spec}: cannot import {where!r}"
-            f" ({type(error).__name__}: {error}); use {choices}"
-        ) from error
-    if not hasattr(module, name):
-        raise ConfigError(f"--algorithm {spec}: {where!r} does not define {name!r}")
-    return getattr(module, name)
 
 
 # -- resuming --------------------------------------------------------------------------------------
@@ -432,7 +407,7 @@ def command_to_repeat() -> str | None:
     if "RANK" in os.environ or "..." in command():
         return None
     module = getattr(sys.modules["__main__"], "__spec__", None)
-    if module is not None and module.origin == first:  # not by its file: its folder would come
+    if module is not None and module.origin == first:  # not by file path: its folder would come
         start = ["python", "-m", module.name.removesuffix(".__main__")]  # first in sys.path
     elif first.endswith(".py"):
         start = ["python", first]

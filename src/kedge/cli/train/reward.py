@@ -69,14 +69,11 @@ def main(argv: Sequence[str]) -> None:
 def load_pairs(script: RewardArguments, config: Any) -> tuple[Any, Any]:
     """Pairs to train on, and pairs that are held out or None."""
     train, test = load_rows(script, config)
-    splits, split = (
-        Splits(str(script.dataset_name), script.dataset_config),
-        script.dataset_test_split,
-    )
     if test is not None or not script.num_held_out:
         return train, test
-    if splits.local and splits.has(split):
-        test = splits.load(split)
+    splits = Splits(str(script.dataset_name), script.dataset_config)
+    if splits.local and splits.has(script.dataset_test_split):
+        test = splits.load(script.dataset_test_split)
         return train, test.select(range(min(script.num_held_out, len(test))))
     end = len(train) - min(script.num_held_out, len(train) // 10)
     held_out = train.select(range(end, len(train)))
@@ -115,13 +112,12 @@ def load_references(rows: Any, script: RewardArguments) -> list[str] | None:
         raise DataError(
             f"--reference_column {name} does not exist; columns: {', '.join(rows.column_names)}"
         )
-    texts = []
-    for row in rows.select(range(min(script.num_references, len(rows)))):
-        prompt, answer = row.get("prompt", ""), row[name]
-        if not isinstance(answer, str) or not isinstance(prompt, str):
-            raise DataError(
-                f"--reference_column {name} must hold text, got chat messages; name another column,"
-                " or none"
-            )
-        texts.append(prompt + answer)
-    return texts
+    first = rows.select(range(min(script.num_references, len(rows))))
+    prompts = first["prompt"] if "prompt" in rows.column_names else [""] * len(first)
+    pairs = [*zip(prompts, first[name], strict=True)]
+    if not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise DataError(
+            f"--reference_column {name} must hold text, got chat messages; name another column, or"
+            " none"
+        )
+    return [prompt + answer for prompt, answer in pairs]

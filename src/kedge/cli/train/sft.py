@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from kedge.cli.arguments import ModelArguments, ModelArgumentsBeside, Parser, read
+from kedge.cli.arguments import Parser, read
 from kedge.cli.data import Splits
 from kedge.cli.train.ppo import load_policy, load_tokenizer, resume_point
 from kedge.config.declare import check_fields, option
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, install_command
 from kedge.trl_scripts import get_peft_config
 
 
@@ -29,13 +29,20 @@ class BeforeArguments:
 
 
 def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
-    """The parser of a step: data options, TRL's configuration and model loading."""
-    from kedge.pretrain.supervised import config_class
+    """The parser of a step: data options, TRL's configuration and model loading.
 
-    config = config_class(kind)
-    trusts = "trust_remote_code" in {f.name for f in fields(config)}
+    Raises:
+        ConfigError: TRL is not installed.
+    """
+    try:
+        from trl.trainer.reward_config import RewardConfig
+        from trl.trainer.sft_config import SFTConfig
+    except ImportError as error:
+        raise ConfigError(
+            f"kedge {kind} needs TRL: {install_command('pipeline')} ({error})"
+        ) from error
     return Parser(
-        (script, config, ModelArgumentsBeside if trusts else ModelArguments),
+        (script, SFTConfig if kind == "sft" else RewardConfig),
         prog=f"kedge {kind}",
         usage=f"kedge {kind} --model_name_or_path MODEL --dataset_name DATA --output_dir DIR ...",
         description="Every option of TRL's configuration is a flag; --config FILE.yaml reads them.",
@@ -51,10 +58,16 @@ def read_step(parser: Parser, argv: Sequence[str]) -> tuple[Any, Any, Any]:
     Raises:
         ConfigError: an unknown flag, or a missing model, dataset or output folder.
     """
-    from kedge.pretrain.supervised import defaults
+    import torch
+
     from kedge.trainers.run.files import check_targets
 
-    (arguments, config, model), names = read(parser, argv, defaults())
+    defaults: dict[str, Any] = {"report_to": "none", "logging_steps": 10}  # unlike TRL's
+    if not torch.cuda.is_available():
+        defaults |= {"bf16": False, "dataloader_pin_memory": False}
+        if not torch.backends.mps.is_available():
+            defaults["use_cpu"] = True  # transformers accepts bf16 without an accelerator with it
+    (arguments, config, model), names = read(parser, argv, defaults)
     for name in ("model_name_or_path", "dataset_name", "output_dir"):
         if name not in names:
             raise ConfigError(f"{parser.prog}: --{name} is required")

@@ -165,7 +165,7 @@ INHERITED: dict[str, Inherited] = {
     "ddp_timeout": ActsIn(_DEVICE, Interval(ge=1, le=SECONDS)),
     "fsdp": ActsIn(_DEVICE, accepts=bool | Literal[""] | str | list[str] | None),
     "accelerator_config": ActsIn(
-        f"{_DEVICE}; its options for data loaders are refused",
+        f"{_DEVICE}; its options for data loaders have no effect",
         accepts=dict[str, Any] | JSONFile | AcceleratorConfig | None,
     ),
     "parallelism_config": Unsupported(

@@ -36,7 +36,7 @@ class OpenEnv:
             client = import_package("openenv.core", "openenv").GenericEnvClient(base_url=client)
         # The client's connection belongs to one event loop; the synchronous one has its loop.
         self.client = client.sync() if hasattr(client, "sync") else client
-        self._make_action, self._show = make_action, show or shown
+        self._make_action, self._show = make_action, show or format_observation
 
     def reset(
         self, *, seed: int, options: Mapping[str, Any]
@@ -55,7 +55,7 @@ class OpenEnv:
         self.client.close()
 
 
-def shown(observation: Any) -> str:
+def format_observation(observation: Any) -> str:
     """The observation as text: a string as it is, else its fields as JSON."""
     if isinstance(observation, str):
         return observation

@@ -138,7 +138,7 @@ class TextWorld:
         return "Opened.", True
 
     def random_action(self, rng: random.Random) -> str:
-        """An arbitrary command that is possible here."""
+        """A random command that is valid in the current room."""
         here = self.rooms[self.place]
         commands = [f"go {d}" for d in here.exits] + [f"take {t}" for t in here.things]
         commands += [f"open {d}" for d, c in here.doors.items() if f"{c} key" in self.held]

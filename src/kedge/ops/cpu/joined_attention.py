@@ -84,10 +84,10 @@ class _JoinedAttention(torch.autograd.Function):
             rows, keys = part.queries, part.keys
             operands = (g[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys])
             results = (out[:, :, rows], lse[:, :, rows])
-            found: tuple[Tensor, Tensor, Tensor] = backward(
+            parts: tuple[Tensor, Tensor, Tensor] = backward(
                 *operands, *results, 0.0, part.causal, scale=scale
             )
-            return found
+            return parts
 
         for within, across in _parts(groups):
             for part in within:

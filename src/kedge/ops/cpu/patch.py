@@ -23,9 +23,9 @@ from kedge.ops.cpu.matmul import by_onednn, by_prepacked_weights, linear
 from kedge.ops.fused_norms import fused_forward, rms_norms
 
 Forward = Callable[..., Tensor]
-_MKL_ROWS = 256  # of a product above which MKL is as fast as packed weights with AVX2
-PREPACKED_TOKENS = 16  # sampled per row, from which it pays to pack weights
-PREPACKED_BYTES = 2 << 30  # of a model's packed weights; a larger one is sampled from as it is
+_MKL_ROWS = 256  # rows; above, with AVX2, MKL is as fast as packed weights
+PREPACKED_TOKENS = 16  # sampled per row; packing weights pays off from here on
+PREPACKED_BYTES = 2 << 30  # of a model's packed weights; larger models are not packed
 _SPARING_BYTES = 1 << 30  # the same where activations are checkpointed to save memory
 _FLOAT32 = torch.empty(0)
 
@@ -141,13 +141,10 @@ def _layers(model: nn.Module) -> Iterator[nn.Linear | Conv1D]:
     """The layers to patch."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
-        if type(layer) in (nn.Linear, Conv1D) and type(weight) is nn.Parameter and _gains(weight):
+        if type(layer) not in (nn.Linear, Conv1D) or type(weight) is not nn.Parameter:
+            continue
+        if by_prepacked_weights(weight) or may_run_in_bf16(weight):  # float32, or under autocast
             yield layer  # type: ignore[misc]
-
-
-def _gains(weight: Tensor) -> bool:
-    """Whether products with a weight may be faster, in float32 or under autocast."""
-    return by_prepacked_weights(weight) or may_run_in_bf16(weight)
 
 
 def _weight(layer: nn.Linear | Conv1D) -> Tensor:

@@ -20,7 +20,7 @@ from kedge.rollout.embedded.decode_graph import DecodeGraph, can_capture
 from kedge.rollout.embedded.kv_cache import GrowingLayer, growing_cache
 
 Draw = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens int64 [b] from logits, and what is read
-_EAGER_STEPS = 4  # before a step is captured, which takes as long as about four
+_EAGER_STEPS = 4  # steps run before one is captured; a capture costs about four steps
 
 
 def get_base_model(model: Any) -> Any:
@@ -99,14 +99,14 @@ class CausalDecoder:
         self._padded = ~mask.all(-1)  # on the host: rows with padding
         self._mask = mask.to(self._device) if self._padded.any() else None
         self._position = positions[:, -1:] + 1
-        logits = self._forward(ids.to(self._device), positions)
+        logits = self._run(ids.to(self._device), positions, self._mask)
         self._extend_mask()
         if not torch.equal(copies, torch.arange(len(ids))):
             logits = logits[self.select(copies)]
         return logits
 
     def resume(self, prefixes: list[Prefix], prompts: list[list[int]]) -> Tensor | None:
-        """Logits [b, V] after the prompts, of which only what follows the prefixes is read.
+        """Logits [b, V] after the prompts; only the tokens after the cached prefixes are computed.
 
         None: a prompt has nothing in common with its prefix.
         """
@@ -134,12 +134,13 @@ class CausalDecoder:
         self._padded = torch.ones(len(new), dtype=torch.bool)  # padding between old and new tokens
         self._mask = torch.cat([read, positions >= begins], 1).to(self._device)
         self._position = ends[:, None].to(self._device)
-        logits = self._forward(ids.to(self._device), positions.clamp(min=0).to(self._device))
+        positions = positions.clamp(min=0).to(self._device)
+        logits = self._run(ids.to(self._device), positions, self._mask)
         self._extend_mask()
         return logits
 
     def prefix(self, row: int, tokens: list[int]) -> Prefix:
-        """What was read for a row: ``tokens``, and the next one, which has no keys yet."""
+        """Cached keys and values of a row for ``tokens``; the token after them has none yet."""
         self._leave_graph()
         layers: list[Any] = self._cache.layers
         used = layers[0].keys.shape[-2]
@@ -231,7 +232,7 @@ class CausalDecoder:
         return self._graph
 
     def _leave_graph(self) -> None:
-        """Go on without a graph, from the state that it has reached."""
+        """Continue without the graph, from its current state."""
         if self._graph is None:
             return
         self._graph.finish()
@@ -242,9 +243,6 @@ class CausalDecoder:
     def _extend_mask(self) -> None:
         if self._mask is not None:
             self._mask = nn.functional.pad(self._mask, (0, 1), value=True)
-
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self._run(ids, positions, self._mask)
 
     def _run_captured(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """What a graph replays."""

@@ -144,7 +144,7 @@ class DecodeGraph:
         return self._result
 
     def finish(self) -> None:
-        """Let the cache show the slots that were filled."""
+        """Make the filled slots visible in the cache."""
         for layer in self._layers:
             layer.show(self._used)
 

@@ -48,7 +48,7 @@ class EmbeddedEngine:
             distribution.
     """
 
-    logprobs: Literal["sampled", "raw", "none"] = "sampled"
+    logprob_kind: Literal["sampled", "raw", "none"] = "sampled"
     updates_in_flight: Literal[True] = True
 
     def __init__(
@@ -65,7 +65,7 @@ class EmbeddedEngine:
         record_allowed_tokens: bool = True,
     ) -> None:
         if not shares_weights:
-            # Autocast keeps its casts of weights only if they require gradients.
+            # Autocast caches the cast of a weight only if the weight requires gradients.
             model = _copy(model, trains=autocast is not None, device=device)
         self.model = model
         self.shares_weights = shares_weights
@@ -82,7 +82,7 @@ class EmbeddedEngine:
 
     @contextlib.contextmanager
     def keep_prefixes(self) -> Iterator[None]:
-        """Context in which keys and values are kept, for prompts that continue earlier ones.
+        """Context that keeps keys and values for prompts that extend earlier ones.
 
         For batches of at most ``chunk_rows`` rows, and models that keep all keys and values.
         """
@@ -163,11 +163,6 @@ class EmbeddedEngine:
         """Drop all requests."""
         self._loops.clear()
         self._requests.clear()
-
-    @property
-    def max_length(self) -> int | None:
-        """Tokens of prompt and response together; None: no limit."""
-        return positions(get_base_model(self.model))
 
     def _loop(self, sampling: Sampling, slots: int, **how: Any) -> DecodeLoop:
         record = self._record_allowed_tokens and sampling.truncates

@@ -87,10 +87,10 @@ class DecodeLoop:
         self._stop_criteria = StopCriteria(sampling, tokenizer)
         self._poll = 1 if self._on_cpu else POLL
         if not (joins or record or sampling.stop_ids or sampling.stop_strings):
-            self._poll = 2**31  # rows end at their limits only
+            self._poll = 2**31  # rows end only at their length limits
         self._waiting: deque[_Row] = deque()
         self._decoder: CausalDecoder | None = None
-        # of the b rows in the batch, on the device: the last token, its index, and random numbers
+        # on the device, for the b rows of the batch: last token, its index, random numbers
         self._token = self._t = torch.empty(0, dtype=torch.int64)
         self._u = torch.empty(0, 0)
         # on the host
@@ -102,8 +102,8 @@ class DecodeLoop:
     def _clear(self) -> None:
         """Begin a new batch."""
         self._decoder, self._steps = None, 0
-        self._versions: list[tuple[int, int]] = []  # and steps before the first with each
-        self._dropped = 0  # steps that are not in the buffer any more
+        self._versions: list[tuple[int, int]] = []  # and the steps before it
+        self._dropped = 0  # steps already removed from the buffer
         self._buffer = torch.empty(0, 0, 2, dtype=torch.int64)  # [steps, b, ...], see _draw
 
     def submit(
@@ -227,7 +227,7 @@ class DecodeLoop:
         return _cat_padded([*recorded, first])
 
     def _start(self, decoder: CausalDecoder, new: list[_Row]) -> Tensor:
-        """Read the prompts of rows, each once; logits [b, V] of their first tokens."""
+        """Prefill each distinct prompt once; return logits [b, V] of the first tokens."""
         if self._prefixes:
             kept = [self._prefixes[row.number] for row in new if row.number in self._prefixes]
             if len(kept) == len(new):
@@ -243,7 +243,7 @@ class DecodeLoop:
         return decoder.start(ids, mask, torch.tensor(copies))
 
     def _read(self, window: Tensor) -> list[tuple[int, Response]]:
-        """Store the tokens of a window int64 [w, b, ...]; the responses that are complete."""
+        """Store the tokens of a window int64 [w, b, ...]; return the completed responses."""
         count, _, width = window.shape
         begin = self._steps - self._dropped
         missing = begin + count - len(self._buffer)
@@ -310,7 +310,7 @@ class DecodeLoop:
         self._token, self._t, self._u = (x[rows] for x in (self._token, self._t, self._u))
 
     def _store_prefixes(self, places: set[int]) -> None:
-        """Store what was read for rows of the batch, the last token of which was not."""
+        """Keep the cached keys and values of rows; their last token has none yet."""
         assert self._prefixes is not None
         assert self._decoder is not None
         for i in places:

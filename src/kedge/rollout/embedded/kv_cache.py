@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-_FREE_SLOTS = 64  # at least, when a layer is allocated
+_FREE_SLOTS = 64  # minimum when a layer is allocated
 _SPARE = 3  # slots per token: a layer grows to twice its size, and is copied
 
 
@@ -63,8 +63,8 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (x.narrow(-2, 0, used) for x in self._slots)
 
     def _allocate(self, key_states: Tensor, value_states: Tensor, used: int, slots: int) -> None:
-        slots = -(-slots // 8) * 8  # attention kernels want multiples of 8
-        # Slots that are made within a replayed step are also written outside of it.
+        slots = -(-slots // 8) * 8  # attention kernels need multiples of 8
+        # Slots allocated during a replayed step are also written outside it.
         with torch.inference_mode(False), torch.no_grad():
             keys, values = (
                 x.new_empty(*x.shape[:-2], slots, x.shape[-1]) for x in (key_states, value_states)

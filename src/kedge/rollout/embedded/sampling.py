@@ -58,34 +58,30 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
         ConfigError: names the field, its value and the range.
     """
     s = sampling
-    wrong = [
-        (s.max_new_tokens < 1, f"max_new_tokens={s.max_new_tokens}; it must be at least 1"),
-        (
-            not 0 <= s.min_new_tokens <= s.max_new_tokens,
-            f"min_new_tokens={s.min_new_tokens}; it must lie in 0..max_new_tokens="
-            f"{s.max_new_tokens}",
+    rules = {
+        "max_new_tokens": (s.max_new_tokens >= 1, "be at least 1"),
+        "min_new_tokens": (
+            0 <= s.min_new_tokens <= s.max_new_tokens,
+            f"lie in 0..max_new_tokens={s.max_new_tokens}",
         ),
-        (
-            not (math.isfinite(s.temperature) and s.temperature >= 0),
-            f"temperature={s.temperature}; it must be 0 (greedy) or positive",
+        "temperature": (0 <= s.temperature < math.inf, "be 0 (greedy) or positive"),
+        "top_k": (s.top_k >= 0, "be 0 (off) or positive"),
+        "top_p": (0 < s.top_p <= 1, "lie in (0, 1], 1 is off"),
+        "min_p": (0 <= s.min_p <= 1, "lie in [0, 1], 0 is off"),
+        "stop_ids": (
+            all(0 <= i < vocabulary for i in s.stop_ids),
+            f"be token ids of the model, 0..{vocabulary - 1}",
         ),
-        (s.top_k < 0, f"top_k={s.top_k}; it must be 0 (off) or positive"),
-        (not 0 < s.top_p <= 1, f"top_p={s.top_p}; it must lie in (0, 1], 1 is off"),
-        (not 0 <= s.min_p <= 1, f"min_p={s.min_p}; it must lie in [0, 1], 0 is off"),
-        (
-            any(not 0 <= i < vocabulary for i in s.stop_ids),
-            f"stop_ids={s.stop_ids}; the model has token ids 0..{vocabulary - 1}",
-        ),
-        (
-            s.min_new_tokens > 0 and len(set(s.stop_ids)) >= vocabulary,
-            f"stop_ids holds all {vocabulary} tokens, so min_new_tokens={s.min_new_tokens} "
-            "leaves nothing to sample; lower it to 0",
-        ),
-        ("" in s.stop_strings, "stop_strings holds an empty string; remove it"),
-    ]
-    for bad, text in wrong:
-        if bad:
-            raise ConfigError(text)
+        "stop_strings": ("" not in s.stop_strings, "not hold an empty string"),
+    }
+    for name, (holds, rule) in rules.items():
+        if not holds:
+            raise ConfigError(f"{name}={getattr(s, name)} must {rule}")
+    if s.min_new_tokens > 0 and len(set(s.stop_ids)) >= vocabulary:
+        raise ConfigError(
+            f"stop_ids holds all {vocabulary} tokens, so min_new_tokens={s.min_new_tokens} leaves"
+            " nothing to sample; lower it to 0"
+        )
 
 
 def restrict(logits: Tensor, sampling: Sampling, t: int | Tensor, stop_ids: Tensor) -> Tensor:
@@ -219,7 +215,7 @@ def _search_blocks(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     block = _above(cumulative, threshold)
 
     first = block[:, None] * _BLOCK
-    # The last block starts early enough to be whole; tokens of the block before it count nothing.
+    # The last block is shifted left to be full; tokens shared with the previous block count 0.
     index = first.clamp(max=vocabulary - _BLOCK) + torch.arange(_BLOCK, device=probs.device)
     inside = probs.gather(-1, index).masked_fill_(index < first, 0.0)
     inner = inside.cumsum(-1, dtype=torch.float64)

@@ -29,11 +29,8 @@ class StopStrings:
         self._window = longest + _MARGIN  # in byte-fallback text each token is one byte
         self._may_end: dict[int, bool] = {}
 
-    def completed(self, responses: list[list[int]]) -> list[bool]:
-        """Whether the last token of each response completes a stop string."""
-        return [self._completes(ids) for ids in responses]
-
-    def _completes(self, ids: list[int]) -> bool:
+    def complete(self, ids: list[int]) -> bool:
+        """Whether the last token of a response completes a stop string."""
         if len(ids) < self._first or not self._may_complete(ids[-1]):
             return False
         tail = ids[-self._window :]
@@ -72,7 +69,7 @@ class StopCriteria:
         for t, step in enumerate(tokens.tolist() if self._strings else []):
             for response, token in zip(self._responses, step, strict=True):
                 response.append(token)
-            ended[t] |= torch.tensor(self._strings.completed(self._responses))  # type: ignore[union-attr]
+            ended[t] |= torch.tensor([self._strings.complete(ids) for ids in self._responses])  # type: ignore[union-attr]
         return ended
 
     def add(self, rows: int) -> None:

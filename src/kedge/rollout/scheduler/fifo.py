@@ -77,7 +77,7 @@ class FifoScheduler(RolloutScheduler):
                 raise self._failure
 
     def wait_until_idle(self) -> None:
-        """Wait until all is scored that was asked for."""
+        """Wait until all requested samples are scored."""
         (worker,), dispatcher = self._workers, self._dispatcher
 
         def at_work() -> bool:

@@ -43,7 +43,7 @@ class GroupPrompts:
         return self._turns.get(number, 0)
 
     def pop_turns(self, numbers: Iterable[int]) -> int:
-        """How often the prompts of these groups were replaced; they are not needed any more."""
+        """Total prompt replacements in these groups; removes their counts."""
         return sum(self._turns.pop(number, 0) for number in numbers)
 
     def replace(self, numbers: Iterable[int]) -> None:
@@ -52,7 +52,7 @@ class GroupPrompts:
             self._turns[number] = self.turn(number) + 1
 
     def rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[int], Tensor]]:
-        """Of each iteration among the groups: its number, its groups, and their rows int64 [n]."""
+        """For each iteration among the groups: its number, groups, and their rows int64 [n]."""
         for step, of_step in itertools.groupby(sorted(numbers), lambda n: n // self.per_step):
             groups = list(of_step)
             rows = self._batch(step)[1]
@@ -119,7 +119,7 @@ class SampleStore:
         return samples
 
     def read(self) -> list[Sample]:
-        """All groups; they stay."""
+        """All groups, without removing them."""
         samples = self.take(list(self._places))
         for sample in samples:
             self.add(sample)

@@ -83,7 +83,7 @@ class RolloutScheduler:
         self._sampled: list[SampledNumbers] = []  # to be scored, in this order
         self._store = SampleStore()  # scored, not trained on
         self._times: dict[str, float] = {}  # of groups that were all replaced
-        # To be loaded; of groups as completed, the newest alone.
+        # Still to be loaded; with groups trained on as completed, only the newest.
         self._updates: deque[WeightUpdate] = deque(maxlen=1 if partial_batches else None)
         # "now": engines pause between tokens; "empty": when they hold no groups
         self._pause: Literal["", "now", "empty"] = ""
@@ -217,7 +217,7 @@ class RolloutScheduler:
                 " resume with the same max_lag"
             )
 
-    # The order of sampling.  The lock is held in all that threads call but ``_sample``.
+    # The order of sampling.  Threads hold the lock in every call below except ``_sample``.
 
     def _begin(self, step: int) -> None:
         """The threads are about to start."""
@@ -380,7 +380,7 @@ class RolloutScheduler:
         )
 
     def _wait_while(self, at_work: Callable[[], object]) -> None:
-        """Wait with the lock; raises the failure that ends all work."""
+        """Wait while holding the lock; raise the failure of any thread."""
         while self._failure is None and at_work():
             self._changed.wait()
         if self._failure is not None:
@@ -389,9 +389,9 @@ class RolloutScheduler:
     # The threads.
 
     def _run(self, target: Callable[[], None], end: Callable[[], None], gpu: int | None) -> None:
-        """A thread; that it has ended is known after its failure."""
+        """Body of a thread; its failure is recorded before its end."""
         try:
-            if gpu is not None:  # that of the driver; new threads have the first
+            if gpu is not None:  # the driver's GPU; new threads default to the first
                 torch.cuda.set_device(gpu)
             target()
         except KeyboardInterrupt:
@@ -419,7 +419,7 @@ class RolloutScheduler:
         self._changed.notify_all()
 
     def _work_here(self) -> None:
-        """Without threads: sample and score all that can be."""
+        """Sample and score everything that is ready in this thread, if there are no others."""
         if self._has_threads:
             return
         try:
@@ -433,7 +433,15 @@ class RolloutScheduler:
 
     def _sample_all(self, worker: EngineWorker) -> None:
         """The thread of an engine: samples until the scheduler closes."""
-        while (work := self._wait_for_work(worker)) is not None:
+        while True:
+            with self._lock:
+                worker.busy = False
+                self._changed.notify_all()
+                while (work := self._next_work(worker)) is None and not self._closing:
+                    self._work.wait()
+                if work is None:
+                    return
+                worker.busy = True
             self._perform(worker, *work)
 
     def _end(self, worker: EngineWorker) -> None:
@@ -442,19 +450,10 @@ class RolloutScheduler:
         self._give_back(worker)
 
     def _give_back(self, worker: EngineWorker) -> None:
-        """The groups that an engine holds are to be started again."""
+        """Return the groups that an engine holds to the queue."""
         self._dispatcher.give_back(n for n in worker.held if n in self._dispatcher.running)
         worker.release_all()
         self._work.notify_all()
-
-    def _wait_for_work(self, worker: EngineWorker) -> tuple[WeightUpdate | None, list[int]] | None:
-        with self._lock:
-            worker.busy = False
-            self._changed.notify_all()
-            while (work := self._next_work(worker)) is None and not self._closing:
-                self._work.wait()
-            worker.busy = work is not None
-            return work
 
     def _perform(
         self, worker: EngineWorker, update: WeightUpdate | None, numbers: list[int]
@@ -478,7 +477,7 @@ class RolloutScheduler:
         else:
             rollout, seconds = self.collector.sample(step, worker.engine, rows)
             times = {"time/rollout": seconds, **times}
-        if rows is not None:  # of a whole batch, group ids are those of its prompts
+        if rows is not None:  # a whole batch keeps the group ids of its prompts
             rollout = replace(rollout, prompts=with_groups(rollout.prompts, numbers))
             worker.check(rollout)
         sampled = SampledNumbers(
@@ -493,23 +492,22 @@ class RolloutScheduler:
             self._changed.notify_all()
 
     def _score_all(self, ready: threading.Event) -> None:
-        """The thread that scores, until nothing more can be sampled."""
-        torch.get_num_threads()  # torch sets those of a thread when it first asks
+        """Body of the scoring thread: score samples until no more can arrive."""
+        torch.get_num_threads()  # torch sets the thread count of a thread at its first query
         ready.set()
-        while sampled := self._wait_for_sampled():
+        while True:
+            with self._lock:
+                self._scoring = False
+                self._changed.notify_all()
+                while not self._sampled and not (self._closing and not self._num_sampling):
+                    self._changed.wait()
+                if not (sampled := self._next_to_score()):
+                    return
+                self._scoring = True
             self._score(sampled)
 
-    def _wait_for_sampled(self) -> list[SampledNumbers]:
-        with self._lock:
-            self._scoring = False
-            self._changed.notify_all()
-            while not self._sampled and not (self._closing and not self._num_sampling):
-                self._changed.wait()
-            self._scoring = bool(self._sampled)
-            return self._next_to_score()
-
     def _next_to_score(self) -> list[SampledNumbers]:
-        """Groups that are done one by one are scored together, others as they were sampled."""
+        """All samples if engines have slots, to score them in one call; otherwise the first."""
         return self._sampled[: None if self._workers[0].slots else 1]
 
     def _score(self, sampled: list[SampledNumbers]) -> None:

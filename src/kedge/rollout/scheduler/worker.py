@@ -34,7 +34,7 @@ class SampledNumbers:
     greedy: Rollout | None = None  # one greedy response per group, in ascending order of their ids
     numbers: list[int]
     times: Mapping[str, float] = field(default_factory=dict)  # and metrics
-    step: int  # iterations that the engine's weights have seen
+    step: int  # iterations finished when the engine's weights were taken
 
 
 def list_engines(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
@@ -44,10 +44,10 @@ def list_engines(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
 
 @dataclass(slots=True)
 class Occupancy:
-    """What all engines hold together."""
+    """Number of groups and responses that all engines hold together."""
 
     groups: int = 0
-    responses: int = 0  # that are being sampled
+    responses: int = 0  # being sampled
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,15 +56,15 @@ class EngineWorker:
 
     engine: Any  # RolloutEngine, or ContinuousEngine if it has slots
     slots: int  # responses that it samples at once; 0: it samples partial batches
-    all: Occupancy  # of this engine and the others
-    update: WeightUpdate | None = None  # the weights that it has
+    all: Occupancy  # total of all engines, this one included
+    update: WeightUpdate | None = None  # the weights it has loaded
     held: dict[int, int] = field(default_factory=dict)  # group -> version that it was started with
     unfinished: int = 0  # responses that are being sampled
     busy: bool = False
     _fingerprint: str = ""
-    _seconds: float = 0.0  # of sampling since groups were done
+    _seconds: float = 0.0  # sampling time since groups were last completed
     gap: dict[str, float] = field(default_factory=dict)  # metric of the last weight sync
-    # with greedy baselines: groups that follow their greedy response, and complete responses
+    # with greedy baselines: groups that wait for their greedy response, and finished responses
     _deferred: dict[int, tuple[PromptBatch, int]] = field(default_factory=dict)
     _greedy: dict[int, Rollout] = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ class EngineWorker:
             self.engine.cancel()
 
     def hold(self, numbers: list[int], version: int, rows: int) -> None:
-        """These groups of ``rows`` responses are started with weights of ``version``."""
+        """Record that these groups of ``rows`` responses start with weights of ``version``."""
         self.held.update(dict.fromkeys(numbers, version))
         self.all.groups += len(numbers)
         self._set_unfinished(self.unfinished + len(numbers) * rows)
@@ -88,14 +88,14 @@ class EngineWorker:
         self.all.groups -= len(numbers)
 
     def release_all(self) -> None:
-        """It holds nothing any more."""
+        """Record that the engine holds no groups."""
         self.release(list(self.held))
         self._deferred.clear()
         self._greedy.clear()
         self._set_unfinished(0)
 
     def count_unfinished(self) -> None:
-        """Ask the engine which responses are left, and count those that follow."""
+        """Update the number of unfinished responses, deferred groups included."""
         deferred = sum(len(batch) for batch, _ in self._deferred.values())
         self._set_unfinished(self.engine.unfinished + deferred)
 
@@ -114,7 +114,7 @@ class EngineWorker:
             moved = self.update is not None and new.moves > self.update.moves
             self._verify(receipt, new, moved=moved)
             self._fingerprint = receipt.fingerprint
-        # Without the weights, of which only the newest stay in memory.
+        # Drop the tensors: only the newest weights stay in memory.
         self.update = new._replace(weights={})
         gap = None if receipt is None else receipt.gap
         self.gap = {} if gap is None else {SYNC_GAP: gap}

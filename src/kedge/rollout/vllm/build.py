@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kedge.config.rollout_engines import engine_args
 from kedge.errors import ConfigError
@@ -46,7 +46,22 @@ def check_local(
     """
     if torch.cuda.is_available():
         return
-    check_head_size(model.config if isinstance(model, nn.Module) else _config_of(model))
+    if isinstance(model, nn.Module):
+        config: Any = model.config
+    else:
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the model {model!r} cannot be loaded: {error}") from error
+    text = config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"the policy has attention heads of size {size}, but vLLM on CPUs supports only"
+            f" {', '.join(map(str, CPU_HEAD_SIZES))}; use rollout_engine='embedded'"
+        )
     if vllm_transfer == "nccl":
         raise ConfigError(
             "vllm_transfer='nccl' needs a GPU, and this machine has none; set it to 'auto'"
@@ -65,85 +80,43 @@ def check_remote(model: Any, sampling: Sampling, *, rollout_engine: str) -> None
         )
 
 
-def check_head_size(config: Any) -> None:
-    """Check that vLLM can run the model on a CPU.
-
-    Raises:
-        ConfigError: unsupported size of attention heads.
-    """
-    text = config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if size not in CPU_HEAD_SIZES:
-        raise ConfigError(
-            f"the policy has attention heads of size {size}, but vLLM on CPUs supports only"
-            f" {', '.join(map(str, CPU_HEAD_SIZES))}; use rollout_engine='embedded'"
-        )
-
-
-def _config_of(name: Any) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the model {name!r} cannot be loaded: {error}") from error
-
-
-Start = Callable[[], Service]
-# (policy spec, weights, engine arguments) -> one function per vLLM that starts it
-Starts = Callable[[PolicyTemplate, Mapping[str, Tensor], Mapping[str, Any]], Sequence[Start]]
-
-
-def build_vllm(
-    inputs: EngineInputs,
-    starts: Starts,
-    *,
-    arguments: Mapping[str, Any],
-    tolerance: float | None,
-    sleep: bool = False,
-    on_close: Callable[[], None] | None = None,
-) -> VLLMEngine | ShardedEngine:
-    """One vLLM engine with a copy of the policy, or several that share the rows of a batch.
-
-    Args:
-        inputs: the policy and what all engines need.
-        starts: starts one vLLM or several.
-        arguments: engine arguments of vLLM.
-        tolerance: largest gap of log-probabilities after a weight sync; None: by precision.
-        sleep: free the GPU memory while it does not sample.
-        on_close: called after all engines are closed.
-
-    Raises:
-        ConfigError: vLLM rejects the model or the arguments.
-    """
+def build_template(
+    inputs: EngineInputs, arguments: Mapping[str, Any], *, sleep: bool
+) -> tuple[PolicyTemplate, dict[str, Any]]:
+    """The policy without its weights, and the engine arguments of vLLM."""
     arguments = {
         "dtype": str(inputs.dtype or weights_dtype(inputs.policy)).removeprefix("torch."),
         **({"enable_sleep_mode": True} if sleep else {}),
         **arguments,
     }
-    spec = PolicyTemplate.of(inputs.policy, inputs.tokenizer, dtype=arguments["dtype"])
+    return PolicyTemplate.of(inputs.policy, inputs.tokenizer, dtype=arguments["dtype"]), arguments
 
-    def make(start: Start) -> VLLMEngine:
+
+def _build_engines(
+    inputs: EngineInputs,
+    template: PolicyTemplate,
+    starts: Sequence[Callable[[], Service]],
+    *,
+    tolerance: float | None,
+    sleep: bool = False,
+) -> VLLMEngine | ShardedEngine:
+    """One vLLM engine, or several that share the rows of a batch; ``starts`` start a vLLM each."""
+
+    def make(start: Callable[[], Service]) -> VLLMEngine:
         return VLLMEngine(
             start(),
-            spec,
+            template,
             pad_id=inputs.pad_id,
             tolerance=tolerance,
             extra_slot=inputs.extra_slot,
             sleeps=sleep,
         )
 
-    service_starts = starts(spec, policy_weights(inputs.policy), arguments)
-    if len(service_starts) == 1 and on_close is None:
-        return make(service_starts[0])
-    engines = start_all([partial(make, start) for start in service_starts], undo=on_close)
-    config: Any = inputs.policy.config
-    return ShardedEngine(
-        engines,
-        pad_id=inputs.pad_id,
-        check=partial(check_prompts, config=config),
-        on_close=on_close,
-    )
+    if len(starts) == 1:
+        return make(starts[0])
+    engines = start_all([partial(make, start) for start in starts])
+    check = partial(check_prompts, config=inputs.policy.config)
+    return ShardedEngine(engines, pad_id=inputs.pad_id, check=check)
 
 
 def build_in_process(
@@ -154,14 +127,15 @@ def build_in_process(
     vllm_sleep: bool,
     vllm_tolerance: float | None,
 ) -> RolloutEngine:
-    """A vLLM in this process."""
-    return build_vllm(
-        inputs,
-        lambda *model: [partial(InProcess, *model)],
-        arguments=engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size),
-        tolerance=vllm_tolerance,
-        sleep=vllm_sleep,
-    )
+    """A vLLM in this process.
+
+    Raises:
+        ConfigError: vLLM rejects the model or the arguments.
+    """
+    arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
+    template, arguments = build_template(inputs, arguments, sleep=vllm_sleep)
+    start = partial(InProcess, template, policy_weights(inputs.policy), arguments)
+    return _build_engines(inputs, template, [start], tolerance=vllm_tolerance, sleep=vllm_sleep)
 
 
 def build_servers(
@@ -178,29 +152,31 @@ def build_servers(
     worker_heartbeat: float,
     worker_timeout: float,
 ) -> RolloutEngine:
-    """One vLLM server or several, each in its own process."""
+    """One vLLM server or several, each in its own process.
+
+    Raises:
+        ConfigError: vLLM rejects the model or the arguments.
+    """
     arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
     gpus = gpus_of_servers(
         vllm_num_engines,
         int(arguments.get("tensor_parallel_size", 1)),
         share=inputs.rank is not None,
     )
-
-    def starts(*model: Any) -> list[Start]:
-        server = partial(
-            Server,
-            *model,
-            python=vllm_python,
-            files=WeightFiles(len(gpus), weight_sync_folder),
-            start_timeout=worker_start_timeout,
-            heartbeat=worker_heartbeat,
-            patience=worker_timeout,
-        )
-        return [partial(server, devices=devices) for devices in gpus]
-
-    return build_vllm(
-        inputs, starts, arguments=arguments, tolerance=vllm_tolerance, sleep=vllm_sleep
+    template, arguments = build_template(inputs, arguments, sleep=vllm_sleep)
+    server = partial(
+        Server,
+        template,
+        policy_weights(inputs.policy),
+        arguments,
+        python=vllm_python,
+        files=WeightFiles(len(gpus), weight_sync_folder),
+        start_timeout=worker_start_timeout,
+        heartbeat=worker_heartbeat,
+        patience=worker_timeout,
     )
+    starts = [partial(server, devices=devices) for devices in gpus]
+    return _build_engines(inputs, template, starts, tolerance=vllm_tolerance, sleep=vllm_sleep)
 
 
 def build_remote(
@@ -213,34 +189,31 @@ def build_remote(
     worker_heartbeat: float,
     worker_timeout: float,
 ) -> RolloutEngine:
-    """A running vLLM server at the address ``rollout_engine``, with the policy's weights."""
+    """A running vLLM server at the address ``rollout_engine``, with the policy's weights.
 
-    def connect(
-        spec: PolicyTemplate, weights: Mapping[str, Tensor], arguments: Mapping[str, Any]
-    ) -> Service:
-        remote = Remote(
-            rollout_engine,
-            files=WeightFiles(parent=weight_sync_folder),
-            heartbeat=worker_heartbeat,
-            patience=worker_timeout,
-            slow=worker_start_timeout,
-        )
-        try:
-            check_server(
-                remote,
-                tied=spec.tied is not None and spec.adapter is None,
-                precision=str(arguments["dtype"]),
-                adapter=spec.adapter is not None,
-            )
-            remote.load(spec.payload(weights), 0)
-        except BaseException:
-            remote.close()
-            raise
-        return remote
-
-    return build_vllm(
-        inputs, lambda *model: [partial(connect, *model)], arguments={}, tolerance=vllm_tolerance
+    Raises:
+        ConfigError: it was not started such that it samples from the policy.
+    """
+    template, arguments = build_template(inputs, {}, sleep=False)
+    remote = Remote(
+        rollout_engine,
+        files=WeightFiles(parent=weight_sync_folder),
+        heartbeat=worker_heartbeat,
+        patience=worker_timeout,
+        slow=worker_start_timeout,
     )
+    try:
+        check_server(
+            remote,
+            tied=template.tied is not None and template.adapter is None,
+            precision=str(arguments["dtype"]),
+            adapter=template.adapter is not None,
+        )
+        remote.load(template.payload(policy_weights(inputs.policy)), 0)
+    except BaseException:
+        remote.close()
+        raise
+    return _build_engines(inputs, template, [lambda: remote], tolerance=vllm_tolerance)
 
 
 def gpus_of_servers(count: int, each: int, *, share: bool = False) -> list[str | None]:

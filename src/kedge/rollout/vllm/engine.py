@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,13 +16,20 @@ from kedge.errors import LostRequestsError, RolloutError, SyncError
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
 from kedge.rollout.requests import GroupRequests
-from kedge.rollout.vllm.policy_template import PolicyTemplate
-from kedge.rollout.vllm.requests import build_requests, build_rollout, with_version
+from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate
+from kedge.rollout.vllm.requests import build_requests, build_rollout
 from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, Service
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 FULL_PRECISION, LOW_PRECISION = 1e-3, 5e-2  # accepted mean gaps, nats per token
 _ROUNDING = 2.5  # accepted multiple of the learner's own rounding in low precision
+_SCORE: dict[str, Any] = {  # log-probabilities of the prompt
+    "max_tokens": 1,
+    "prompt_logprobs": 0,
+    "logprobs": 0,
+    "temperature": 1.0,
+    "detokenize": False,
+}
 _CHANGED = 0.25  # share of the probe that an update must change to be seen in low precision
 
 
@@ -43,7 +51,7 @@ class VLLMEngine:
     """
 
     shares_weights: Literal[False] = False  # it holds a copy of the policy
-    logprobs: Literal["sampled"] = "sampled"
+    logprob_kind: Literal["sampled"] = "sampled"
 
     def __init__(
         self,
@@ -57,20 +65,19 @@ class VLLMEngine:
     ) -> None:
         self.service: Service = service
         self.spec = spec
-        self.sync_gap = 0.0  # mean difference at the last weight sync, nats per token
         self._pad_id = pad_id
         self._tolerance = tolerance
         self._extra_slot = extra_slot
         self._sleeps = sleeps
-        self._asleep: set[Literal["weights", "kv_cache"]] = (
-            set()
-        )  # parts of the GPU memory that are free
+        self._asleep: set[Literal["weights", "kv_cache"]] = set()  # parts with GPU memory released
         self.max_length = service.max_length()  # tokens of prompt and response together
         self._last: _Sync | None = None
         self._sent: int | None = None  # version
         self._incomplete: int | None = None  # version of which some weights may be missing
         self._requests = GroupRequests[GenerationResult]()
-        self._new: dict[int, GenerationRequest] = {}  # of these, not sent to the service yet
+        self._new: dict[int, GenerationRequest] = {}  # requests not yet sent to the service
+        self._keys = itertools.count(-1, -1)  # of other requests
+        self._lost: LostRequestsError | None = None  # with the requests that were held
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed).
@@ -80,15 +87,45 @@ class VLLMEngine:
             RolloutError: the prompts break the contract, or vLLM failed.
             SyncError: vLLM sampled with other weights than were loaded.
         """
-        requests = self._checked_requests(prompts, sampling, seed)
-        with self._awake():
-            results = self.service.generate(requests)
-        if len(results) != len(requests):
-            raise RolloutError(f"vLLM returned {len(results)} of {len(requests)} rows")
-        self._check_versions({result.version for result in results})
-        if self._sent is not None:  # vLLM reports none, or this one
-            results = with_version(results, self._sent)
+        requests = self._build_requests(prompts, sampling, seed)
+        self._wake("weights", "kv_cache")
+        results = self._run(requests)
+        if self._sleeps:
+            self.service.sleep()
+            self._asleep = {"weights", "kv_cache"}
+        if self._sent is not None:
+            if wrong := {result.version for result in results} - {self._sent, -1}:  # -1: unknown
+                raise SyncError(
+                    f"vLLM sampled with version {min(wrong)} instead of {self._sent}: it lost its"
+                    " weights, or another client changes them"
+                )
+            results = [replace(result, version=self._sent) for result in results]
         return self._build_rollout(results, prompts, sampling)
+
+    def _run(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """Results of these requests, in order; requests held by the engine continue meanwhile."""
+        keys = [next(self._keys) for _ in requests]
+        waiting = dict(zip(keys, requests, strict=True))
+        results: dict[int, GenerationResult] = {}
+        new = dict(waiting)
+        while waiting:
+            try:
+                served = self.service.serve(new)
+            except LostRequestsError as error:
+                self._lost = error if self._requests.unfinished else None
+                new = dict(waiting)
+                continue
+            new = {}
+            own = self._put_held(served)  # or of a call that failed
+            results |= {key: own[key] for key in own if waiting.pop(key, None) is not None}
+        return [results[key] for key in keys]
+
+    def _put_held(self, results: Mapping[int, GenerationResult]) -> dict[int, GenerationResult]:
+        """Take the results of requests that are held; returns the others, of ``_run``."""
+        for key, result in results.items():
+            if key >= 0:
+                self._requests.put(key, result)
+        return {key: result for key, result in results.items() if key < 0}
 
     def _build_rollout(
         self, results: Sequence[GenerationResult], prompts: PromptBatch, sampling: Sampling
@@ -103,24 +140,27 @@ class VLLMEngine:
             vocabulary=self.spec.vocabulary,
         )
 
-    def _checked_requests(
+    def _build_requests(
         self, prompts: PromptBatch, sampling: Sampling, seed: int
     ) -> list[GenerationRequest]:
         self._check_complete()
         check_sampling(sampling, self.spec.vocabulary)
         check_prompts(prompts, sampling, self.spec.meta_model.config)
-        self._check_length(prompts, sampling)
+        lengths, limits = prompts.mask.sum(-1), prompts.limits(sampling).to(prompts.mask.device)
+        row = int((lengths + limits).argmax())
+        if lengths[row] + limits[row] > self.max_length:  # vLLM would silently cut it there
+            raise RolloutError(
+                f"the prompt of {lengths[row]} tokens and max_new_tokens={limits[row]}"
+                f" need {lengths[row] + limits[row]} tokens, but vLLM was started with"
+                f" max_model_len={self.max_length} (vllm_engine_args, vllm_max_model_length); raise"
+                " it, or shorten prompts (max_prompt_length) or responses"
+            )
         return build_requests(prompts, sampling, seed, vocabulary=self.spec.vocabulary)
 
     @property
     def sync_dtype(self) -> torch.dtype | None:
         """The dtype in which it is sent weights; None: as they are."""
         return self.spec.dtype if self.spec.adapter is None else None
-
-    @property
-    def stage_weights(self) -> Any:
-        """Takes weights to where the service reads them; None: the service has no such place."""
-        return getattr(self.service, "stage", None)
 
     @property
     def slots(self) -> int:
@@ -148,7 +188,7 @@ class VLLMEngine:
             ConfigError: the sampling does not fit this model.
             RolloutError: the prompts break the contract, or vLLM failed.
         """
-        requests = self._checked_requests(prompts, sampling, seed)
+        requests = self._build_requests(prompts, sampling, seed)
         keys = self._requests.add(prompts, sampling)
         self._new |= dict(zip(keys, requests, strict=True))
 
@@ -159,14 +199,14 @@ class VLLMEngine:
             LostRequestsError: vLLM was restarted, without its requests.
         """
         self._check_complete()
-        new, self._new = self._new, {}
+        (new, lost), self._new, self._lost = (self._new, self._lost), {}, None
         try:
-            sampled = self.service.serve(new)
+            if lost is not None:
+                raise lost
+            self._put_held(self.service.serve(new))
         except LostRequestsError:
             self._requests.clear()
             raise
-        for key, result in sampled.items():
-            self._requests.put(key, result)
         parts = [
             self._build_rollout(x.results, x.prompts, x.sampling) for x in self._requests.complete()
         ]
@@ -175,17 +215,8 @@ class VLLMEngine:
     def cancel(self) -> None:
         """Drop all requests."""
         self._requests.clear()
-        self._new = {}
+        self._new, self._lost = {}, None
         self.service.cancel()
-
-    @contextlib.contextmanager
-    def _awake(self) -> Iterator[None]:
-        """Context in which vLLM has its GPU memory."""
-        self._wake("weights", "kv_cache")
-        yield
-        if self._sleeps:
-            self.service.sleep()
-            self._asleep = {"weights", "kv_cache"}
 
     def _wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
         for part in parts:
@@ -193,30 +224,11 @@ class VLLMEngine:
                 self.service.wake(part)
                 self._asleep.remove(part)
 
-    def _check_length(self, prompts: PromptBatch, sampling: Sampling) -> None:
-        """Refuse responses that vLLM would silently cut at its ``max_model_len``."""
-        lengths, limits = prompts.mask.sum(-1), prompts.limits(sampling).to(prompts.mask.device)
-        row = int((lengths + limits).argmax())
-        if lengths[row] + limits[row] > self.max_length:
-            raise RolloutError(
-                f"the prompt of {lengths[row]} tokens and max_new_tokens={limits[row]}"
-                f" need {lengths[row] + limits[row]} tokens, but vLLM was started with"
-                f" max_model_len={self.max_length} (vllm_engine_args, vllm_max_model_length); raise"
-                " it, or shorten prompts (max_prompt_length) or responses"
-            )
-
     def _check_complete(self) -> None:
         if self._incomplete is not None:
             raise SyncError(
                 f"vLLM cannot sample: loading version {self._incomplete} failed, so it may have"
                 " weights of two versions; load weights again, or resume the run"
-            )
-
-    def _check_versions(self, versions: set[int]) -> None:
-        if self._sent is not None and (wrong := versions - {self._sent, -1}):  # -1: unknown
-            raise SyncError(
-                f"vLLM sampled with version {min(wrong)} instead of {self._sent}: it lost its"
-                " weights, or another client changes them"
             )
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
@@ -228,77 +240,95 @@ class VLLMEngine:
         Raises:
             SyncError: the weights do not fit the policy, or vLLM does not compute with them.
         """
-        payload = self.spec.payload(weights)
-        sent = self._expected(weights, version)
+        payload, expected = self.spec.payload(weights), self.spec.expected(weights)
+        return self.load(partial(self.service.load, payload, version), version, expected)
+
+    def load(self, load: Callable[[], None], version: int, expected: Expected) -> Receipt:
+        """Load weights by calling ``load``, and verify that vLLM computes with them.
+
+        Args:
+            load: gives vLLM the weights and their version.
+            version: of the weights.
+            expected: ``PolicyTemplate.expected`` of the weights.
+
+        Raises:
+            SyncError: vLLM does not compute with them.
+        """
+        dtype, tolerance = self.spec.dtype, self._tolerance
+        if tolerance is None:
+            tolerance = FULL_PRECISION
+            if dtype is not None and dtype != torch.float32:
+                rounding = _distance(expected.rounded, expected.logprobs)
+                tolerance = max(LOW_PRECISION, _ROUNDING * rounding)
         self._wake("weights")  # not yet the KV cache, while the weights are loaded
         self._incomplete = version
-        self.service.load(payload, version)
+        load()
         self._wake("kv_cache")
-        measured = torch.tensor(self.service.score(self.spec.probe().tolist()))
-        reported = self.service.version()
-        tolerance = sent.tolerance if self._tolerance is None else self._tolerance
-        self.sync_gap = _verify(sent, self._last, measured, reported, tolerance)
-        sent.measured, sent.noise = measured, self.sync_gap
-        self._last, self._sent, self._incomplete = sent, version, None
-        return Receipt(version=reported, fingerprint=sent.fingerprint, gap=self.sync_gap)
+        # One by one: vLLM on CPUs mixes up rows that it scores together with an adapter.
+        probe = [GenerationRequest(prompt=row, params=_SCORE) for row in self.spec.probe().tolist()]
+        measured = torch.tensor([self._run([request])[0].prompt_logprobs for request in probe])
+        if (reported := self.service.version()) != version:
+            raise SyncError(f"vLLM reports version {reported} after being sent {version}")
+        sync = _Sync(version, expected, measured)
+        _verify(sync, self._last, tolerance)
+        self._last, self._sent, self._incomplete = sync, version, None
+        return Receipt(version=reported, fingerprint=expected.fingerprint, gap=sync.gap)
 
-    def _expected(self, weights: Mapping[str, Tensor], version: int) -> _Sync:
-        dtype, expected = self.spec.dtype, self.spec.expected(weights)
-        sent = _Sync(version, expected.fingerprint, expected.logprobs, expected.rounded)
-        if dtype is not None and dtype != torch.float32:
-            rounding = _distance(expected.rounded, expected.logprobs)
-            sent.tolerance = max(LOW_PRECISION, _ROUNDING * rounding)
-        return sent
+    @property
+    def sync_gap(self) -> float:
+        """Mean difference of log-probabilities at the last weight sync, nats per token."""
+        return 0.0 if self._last is None else self._last.gap
 
     def close(self) -> None:
         """Release the vLLM."""
         self.service.close()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Sync:
     """Weights that were sent, and log-probabilities of the probe with them."""
 
     version: int
-    fingerprint: str
-    expected: Tensor  # float32 [rows, tokens], nats; by the learner's code
-    rounded: Tensor  # the same, computed in the dtype of the rollout engine
-    tolerance: float = FULL_PRECISION
-    measured: Tensor | None = None  # the same, by vLLM
-    noise: float = 0.0  # mean difference of the two
+    expected: Expected
+    measured: Tensor  # by vLLM: float32 [rows, tokens], nats
+
+    @property
+    def gap(self) -> float:
+        """Mean difference of vLLM and the learner's code."""
+        return _distance(self.measured, self.expected.logprobs)
 
 
-def _verify(
-    sent: _Sync, before: _Sync | None, measured: Tensor, reported: int, tolerance: float
-) -> float:
-    """Mean gap between vLLM and the learner's code; raises unless vLLM has the sent weights."""
-    if reported != sent.version:
-        raise SyncError(f"vLLM reports version {reported} after being sent {sent.version}")
-    gap = _distance(measured, sent.expected)
-    if before is not None and before.measured is not None:
-        moved = _distance(sent.expected, before.expected)
-        visible = moved > 4 * before.noise + 1e-7
+def _verify(sent: _Sync, before: _Sync | None, tolerance: float) -> None:
+    """Check that vLLM has the sent weights.
+
+    Raises:
+        SyncError: it computes with others.
+    """
+    if before is not None:
+        moved = _distance(sent.expected.logprobs, before.expected.logprobs)
+        visible = moved > 4 * before.gap + 1e-7
         # In bfloat16 one update moves less than the rounding, but it changes the rounded numbers.
-        changed = float((sent.rounded != before.rounded).float().mean()) > _CHANGED
-        if (visible or changed) and torch.equal(measured, before.measured):
+        different = sent.expected.rounded != before.expected.rounded
+        changed = float(different.float().mean()) > _CHANGED
+        if (visible or changed) and torch.equal(sent.measured, before.measured):
             raise SyncError(
                 f"loading version {sent.version} had no effect: vLLM computes the numbers"
                 f" of version {before.version}, but the policy moved by {moved:.3g} nats per token"
             )
-        if visible and _distance(measured, before.expected) < gap:
+        old_gap = _distance(sent.measured, before.expected.logprobs)
+        if visible and old_gap < sent.gap:
             raise SyncError(
                 f"after loading version {sent.version}, vLLM is closer to version {before.version}"
-                f" ({_distance(measured, before.expected):.3g} nats per token) than to the sent one"
-                f" ({gap:.3g}): it uses old weights or a stale cache"
+                f" ({old_gap:.3g} nats per token) than to the sent one ({sent.gap:.3g}): it uses"
+                " old weights or a stale cache"
             )
-    if not gap <= tolerance:
+    if not sent.gap <= tolerance:
         raise SyncError(
-            f"after loading version {sent.version}, vLLM and the learner differ by {gap:.3g} nats"
-            f" per token on the probe (vllm_tolerance={tolerance:g}). Likely causes: a weight that"
-            " vLLM did not load (a tied head), another precision (dtype in vllm_engine_args), or a"
-            " model that vLLM implements differently"
+            f"after loading version {sent.version}, vLLM and the learner differ by {sent.gap:.3g}"
+            f" nats per token on the probe (vllm_tolerance={tolerance:g}). Likely causes: a weight"
+            " that vLLM did not load (a tied head), another precision (dtype in vllm_engine_args),"
+            " or a model that vLLM implements differently"
         )
-    return gap
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

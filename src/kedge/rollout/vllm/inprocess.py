@@ -6,11 +6,10 @@ import contextlib
 import os
 import shutil
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from kedge.rollout.vllm.weight_files import WeightFolder
 from kedge.rollout.vllm.weight_payload import WeightPayload, max_lora_rank, shared_memory
 
 _SHARED_GPU = 0.3  # fraction of GPU memory if the learner uses it too; vLLM takes nearly all
-_STEPS = 16  # of the engine in one call of ``advance``
+_STEPS = 16  # engine steps per call of ``serve``
 _CPU_CACHE = 1 << 30  # bytes of KV cache; vLLM's default is most of the memory
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine core in this process
@@ -32,99 +31,6 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
-
-
-class Output(NamedTuple):
-    """What vLLM returned for a request, and which weights sampled it."""
-
-    request: Any  # vllm.RequestOutput
-    spans: tuple[tuple[int, int], ...]  # as in ``GenerationResult``
-
-
-class RequestLoop:
-    """Steps a vLLM engine; requests can be added between steps.
-
-    Args:
-        engine: a ``vllm.v1.engine.llm_engine.LLMEngine``.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._count = 0  # requests so far
-        self._in_flight: dict[str, int] = {}  # vLLM's name of a request -> key
-        self._outputs: dict[int, Output] = {}  # complete, by key
-        self.version = 0  # of the weights
-        self._starts: dict[int, list[tuple[int, int]]] = {}  # by key: (version, its first token)
-
-    @property
-    def holds(self) -> bool:
-        """Whether it holds requests, or outputs of them."""
-        return bool(self._in_flight or self._outputs)
-
-    def set_version(self, version: int) -> None:
-        """Requests that are held sample their next tokens with weights of this version."""
-        self.version = version
-        for state in self._engine.output_processor.request_states.values():
-            key = self._in_flight[state.external_req_id]
-            self._starts[key].append((version, state.detokenizer.num_output_tokens()))
-
-    def run(self, requests: Sequence[GenerationRequest], adapter: Any) -> list[Output]:
-        """The outputs of these requests; others that are held are sampled on meanwhile."""
-        keys = [-1 - self._count - i for i in range(len(requests))]
-        self.add(dict(zip(keys, requests, strict=True)), adapter)
-        while not all(key in self._outputs for key in keys):
-            self._step()
-        return [self._outputs.pop(key) for key in keys]
-
-    def add(self, requests: Mapping[int, GenerationRequest], adapter: Any) -> None:
-        """Hold these requests, by key.
-
-        Raises:
-            RolloutError: vLLM rejected one.
-        """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        for key, request in requests.items():
-            params = SamplingParams(
-                **request.params, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY
-            )
-            # The salt keeps apart prefixes that different weights have read.
-            prompt = {"prompt_token_ids": request.prompt, "cache_salt": str(self.version)}
-            self._count += 1
-            name = str(self._count)
-            try:
-                self._engine.add_request(name, prompt, params, lora_request=adapter)
-            except ValueError as error:
-                raise RolloutError(f"vLLM rejected a prompt: {error}") from error
-            self._in_flight[name] = key
-            self._starts[key] = [(self.version, 0)]
-
-    def advance(self) -> dict[int, Output]:
-        """Step until a request is complete, at most 16 times; outputs by key of at least 0."""
-        for _ in range(_STEPS):
-            if self._outputs or not self._in_flight:
-                break
-            self._step()
-        outputs, self._outputs = self._outputs, {}
-        return {key: out for key, out in outputs.items() if key >= 0}
-
-    def cancel(self) -> None:
-        """Drop all requests."""
-        self._engine.abort_request(list(self._in_flight))
-        self._in_flight.clear()
-        self._starts.clear()
-        self._outputs.clear()
-
-    def _step(self) -> None:
-        for out in self._engine.step():
-            if out.finished:
-                key = self._in_flight.pop(out.request_id)
-                versions, starts = zip(*self._starts.pop(key), strict=True)
-                ends = (*starts[1:], len(out.outputs[0].token_ids))
-                counts = [end - start for start, end in zip(starts, ends, strict=True)]
-                spans = tuple((v, n) for v, n in zip(versions, counts, strict=True) if n)
-                self._outputs[key] = Output(out, spans)
 
 
 class InProcess:
@@ -173,7 +79,10 @@ class InProcess:
         self._adapter: Any = None  # vllm.lora.request.LoRARequest
         self._adapters = WeightFolder()
         self._loads = 0
-        self._loop = RequestLoop(self._llm.llm_engine)
+        self._version = 0
+        self._count = 0  # requests so far
+        self._held: dict[str, int] = {}  # vLLM's name of a request -> key
+        self._starts: dict[int, list[tuple[int, int]]] = {}  # by key: (version, its first token)
         self.load(spec.payload(weights), 0)
 
     @contextlib.contextmanager
@@ -186,50 +95,48 @@ class InProcess:
             warnings.simplefilter("ignore")
             yield
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """One result per request, in order."""
-        return [_result(output) for output in self._run(requests)]
-
-    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probability (nats) of each token of each row but its first."""
-        params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
-        requests = [GenerationRequest(prompt=row, params=params) for row in rows]
-        # vLLM on CPUs mixes up the rows of a batch that is scored with an adapter.
-        batches = [requests] if self._adapter is None else [[r] for r in requests]
-        outputs = [out for batch in batches for out in self._run(batch)]
-        return [
-            [
-                at[token].logprob
-                for at, token in zip(out.request.prompt_logprobs[1:], row[1:], strict=True)
-            ]
-            for out, row in zip(outputs, rows, strict=True)
-        ]
-
-    def _run(self, requests: Sequence[GenerationRequest]) -> list[Output]:
-        with self._quiet():
-            return self._loop.run(requests, self._adapter)
-
-    def serve(
-        self, new: Mapping[int, GenerationRequest], seconds: float = 0.0
-    ) -> dict[int, GenerationResult]:
-        """Hold new requests, and sample until one is complete or for a time; results by key.
+    def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
+        """Hold new requests, by key, and sample until one is complete or for 16 steps.
 
         Raises:
             RolloutError: vLLM rejected a request.
         """
         results: dict[int, GenerationResult] = {}
-        end = time.monotonic() + seconds
         with self._quiet():
-            self._loop.add(new, self._adapter)
-            while self._loop.holds:
-                results |= {key: _result(out) for key, out in self._loop.advance().items()}
-                if time.monotonic() >= end:
+            for key, request in new.items():
+                self._add(key, request)
+            for _ in range(_STEPS):
+                if results or not self._held:
                     break
+                for out in self._llm.llm_engine.step():
+                    if out.finished:
+                        key = self._held.pop(out.request_id)
+                        results[key] = _result(out, self._starts.pop(key))
         return results
 
+    def _add(self, key: int, request: GenerationRequest) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            **request.params, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        # The salt keeps apart prefixes that different weights have read.
+        prompt = {"prompt_token_ids": request.prompt, "cache_salt": str(self._version)}
+        self._count += 1
+        name = str(self._count)
+        try:
+            self._llm.llm_engine.add_request(name, prompt, params, lora_request=self._adapter)
+        except ValueError as error:
+            raise RolloutError(f"vLLM rejected a prompt: {error}") from error
+        self._held[name] = key
+        self._starts[key] = [(self._version, 0)]
+
     def cancel(self) -> None:
-        """Drop all requests that were submitted."""
-        self._loop.cancel()
+        """Drop all requests."""
+        self._llm.llm_engine.abort_request(list(self._held))
+        self._held.clear()
+        self._starts.clear()
 
     def load(self, payload: WeightPayload, version: int) -> None:
         """Load the weights or the adapter, and reset the prefix cache.
@@ -274,9 +181,12 @@ class InProcess:
         Raises:
             SyncError: others use this vLLM.
         """
-        if not self._llm.reset_prefix_cache() and not self._loop.holds:
+        if not self._llm.reset_prefix_cache() and not self._held:
             raise SyncError("vLLM did not reset its prefix cache: requests are still running")
-        self._loop.set_version(version)
+        self._version = version
+        for state in self._llm.llm_engine.output_processor.request_states.values():
+            key = self._held[state.external_req_id]
+            self._starts[key].append((version, state.detokenizer.num_output_tokens()))
 
     def _add_adapter(self, payload: WeightPayload) -> Any:
         from vllm.lora.request import LoRARequest
@@ -294,7 +204,7 @@ class InProcess:
 
     def version(self) -> int:
         """Version of the weights that were loaded last."""
-        return self._loop.version
+        return self._version
 
     @property
     def abilities(self) -> tuple[int, bool]:
@@ -425,19 +335,28 @@ def _restore_call(meta_model: torch.nn.Module) -> None:
             kind.do_not_compile = True  # type: ignore[attr-defined]
 
 
-def _result(sampled: Output) -> GenerationResult:
-    output = sampled.request.outputs[0]
+def _result(request: Any, starts: Sequence[tuple[int, int]]) -> GenerationResult:
+    """The result of a ``vllm.RequestOutput``; ``starts``: versions, and the first token of each."""
+    output = request.outputs[0]
+    ends = [*(first for _, first in starts[1:]), len(output.token_ids)]
+    counts = [(v, end - first) for (v, first), end in zip(starts, ends, strict=True)]
+    spans = tuple((version, count) for version, count in counts if count)
     flat = output.logprobs  # of each position: the sampled token, then the most likely ones
-    starts, ends = flat.start_indices, flat.end_indices
     allowed = None
-    if len(flat.logprobs) > len(starts):
+    if len(flat.logprobs) > len(flat.start_indices):
         pairs = list(zip(flat.token_ids, flat.logprobs, strict=True))
-        allowed = allowed_matrix([pairs[a:b] for a, b in zip(starts, ends, strict=True)])
+        positions = zip(flat.start_indices, flat.end_indices, strict=True)
+        allowed = allowed_matrix([pairs[a:b] for a, b in positions])
+    scored = request.prompt_logprobs or ()
+    tokens = request.prompt_token_ids if scored else ()
     return GenerationResult(
         tokens=np.array(output.token_ids, np.int32),
-        logprobs=np.array(flat.logprobs, np.float32)[np.array(starts, np.int64)],
+        logprobs=np.array(flat.logprobs, np.float32)[np.array(flat.start_indices, np.int64)],
         allowed=allowed,
         stopped=output.finish_reason == "stop",
-        version=min(version for version, _ in sampled.spans),
-        spans=sampled.spans,
+        version=min(version for version, _ in spans),
+        spans=spans,
+        prompt_logprobs=tuple(
+            at[token].logprob for at, token in zip(scored[1:], tokens[1:], strict=True)
+        ),
     )

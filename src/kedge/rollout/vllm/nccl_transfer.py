@@ -10,7 +10,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
@@ -78,78 +78,43 @@ class NcclTransfer:
         on_gpu = self._device.type == "cuda"
         return torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext()
 
-    def close(self) -> None:
-        """Leave the group."""
-        self._engine.shutdown()
-
 
 class EngineGroup:
-    """One process group of the learner and all engines: weights are broadcast once for all.
+    """One process group of the learner and engines: weights are broadcast once for all of them.
 
-    Every engine calls ``send`` for every version, each in a separate thread; the last one to
-    arrive sends.  After ``reset`` the group is formed again for the next version.
+    It is formed for the first weights, and again after an engine was restarted or lost.
 
     Args:
-        engines: number of engines.
+        create: forms the group, given the client of the engines and their number.
+        payload: ``PolicyTemplate.payload`` of the policy.
         workers: GPUs of each engine.
-        create: forms the group, given the client of all engines.
-        limit: seconds that forming the group and sending may take together.
+        shared: several engines, which are sent weights together.
     """
 
     def __init__(
         self,
-        engines: int,
+        create: Callable[[FanOut, int], NcclTransfer],
+        payload: Callable[[Mapping[str, Tensor]], WeightPayload],
         workers: int,
-        create: Callable[[FanOut], NcclTransfer],
         *,
-        limit: float,
+        shared: bool,
     ) -> None:
-        self._workers, self._create, self._limit = workers, create, limit
-        self._calls: dict[int, TransferCall] = {}  # by the identity of the engine
-        self._payload = WeightPayload(())
+        self.shared = shared
+        self._create, self._payload, self._workers = create, payload, workers
+        self._members: list[Any] = []
         self._transfer: NcclTransfer | None = None
-        self._error: BaseException | None = None
-        self._all_here = threading.Barrier(engines, self._send)
 
-    def send(self, engine: object, call: TransferCall, payload: WeightPayload) -> None:
-        """Load the weights into this engine, together with the others.
+    def send(self, engines: Sequence[Any], weights: Mapping[str, Tensor]) -> None:
+        """Send the weights to these engines, which have a ``process`` and a ``transfer``.
 
         Raises:
-            RolloutError: an engine failed; the group cannot be used any more.
+            RolloutError: an engine failed; the run cannot continue.
         """
-        self._calls[id(engine)] = call
-        self._payload = payload
-        try:
-            self._all_here.wait(2 * self._limit)
-        except threading.BrokenBarrierError:
-            if self._error is not None:
-                raise self._error from None
-            raise RolloutError(
-                f"not all of {self._all_here.parties} engines were ready to receive weights within"
-                f" {2 * self._limit:g} s (worker_start_timeout); resume the run from its latest"
-                " checkpoint"
-            ) from None
-
-    def fail(self, error: BaseException) -> None:
-        """Raise an error of one engine in those that wait for it."""
-        self._error = error
-        self._all_here.abort()
-
-    def reset(self) -> None:
-        """Form the group again before the next version, since an engine was restarted."""
-        self._transfer = None
-
-    def _send(self) -> None:
-        try:
-            if self._transfer is None:
-                calls = list(self._calls.values())
-                self._transfer = self._create(FanOut(calls, self._workers))
-            self._transfer.send(self._payload)
-        except BaseException as error:
-            self._error = error
-            raise
-        finally:
-            self._payload = WeightPayload(())
+        members = [engine.process for engine in engines]
+        if self._transfer is None or members != self._members:
+            client = FanOut([engine.transfer for engine in engines], self._workers)
+            self._transfer, self._members = self._create(client, len(engines)), members
+        self._transfer.send(self._payload(weights))
 
 
 class FanOut:
@@ -242,30 +207,26 @@ def can_use_nccl(weights: Mapping[str, Tensor], *, gpus: float) -> bool:
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T], what: str) -> T:
-    """``work()`` in a thread that is abandoned after ``seconds``, since NCCL has no timeout.
+    """Run ``work()`` in a thread; abandon it after ``seconds``, since NCCL has no timeout.
 
     Raises:
         RolloutError: it took longer.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            result.set_result(work())
         except BaseException as error:  # raised again below
-            errors.append(error)
+            result.set_exception(error)
 
-    thread = threading.Thread(target=run, name="weights", daemon=True)
-    thread.start()
+    threading.Thread(target=run, name="weights", daemon=True).start()
     clock = RunningTime()
-    while thread.is_alive() and (left := seconds - clock.seconds()) > 0:
-        thread.join(min(1.0, left))
-    if errors:
-        raise errors[0]
-    if thread.is_alive():
+    while not result.done() and (left := seconds - clock.seconds()) > 0:
+        wait([result], min(1.0, left))
+    if not result.done():
         raise RolloutError(
             f"{what} took longer than {seconds:g} s (worker_start_timeout): vLLM died or hangs."
             " NCCL cannot be interrupted, so the run must end; resume it from its latest checkpoint"
         )
-    return results[0]
+    return result.result()

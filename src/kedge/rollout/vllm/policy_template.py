@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,7 +131,9 @@ class PolicyTemplate:
         folder.mkdir(parents=True, exist_ok=True)
         self.config.save_pretrained(folder)
         if self.tokenizer is not None:
-            _without_eos(self.tokenizer).save_pretrained(folder)
+            tokenizer = copy.deepcopy(self.tokenizer)
+            tokenizer.eos_token = None
+            tokenizer.save_pretrained(folder)
         if self.adapter is None:
             self.payload(weights).write(folder)
         else:
@@ -156,25 +157,19 @@ class PolicyTemplate:
         return torch.randint(0, config.vocab_size, size, generator=generator)
 
     def expected(self, weights: Mapping[str, Tensor]) -> Expected:
-        """What a rollout engine must report; computed once for all engines that load the weights.
-
-        Args:
-            weights: trained weights by name; the result is remembered for these tensors.
-        """
+        """What a rollout engine must report; computed once for all engines that load a copy."""
         with _EXPECTED_LOCK:
-            key = [self.meta_model, *weights.values()]
-            if not _same(_LATEST.key, key):
-                _LATEST.value = self._expected(weights)
-                _LATEST.key = [(weakref.ref(x), getattr(x, "_version", 0)) for x in key]
-            assert _LATEST.value is not None
-            return _LATEST.value
-
-    def _expected(self, weights: Mapping[str, Tensor]) -> Expected:
-        exact = self.logprobs(weights)
-        low = self.dtype is not None and self.dtype != torch.float32
-        rounded = self.logprobs(weights, autocast=self.dtype) if low else exact
-        before = weights.fingerprint if isinstance(weights, WeightsCopy) else fingerprint(weights)
-        return Expected(fingerprint=before, logprobs=exact, rounded=rounded)
+            model, found = getattr(weights, "expected", None) or (None, None)
+            if found is None or model is not self.meta_model:
+                exact = self.logprobs(weights)
+                low = self.dtype is not None and self.dtype != torch.float32
+                rounded = self.logprobs(weights, autocast=self.dtype) if low else exact
+                # A copy has that of the weights before they were rounded.
+                digest = getattr(weights, "fingerprint", "") or fingerprint(weights)
+                found = Expected(fingerprint=digest, logprobs=exact, rounded=rounded)
+                if isinstance(weights, WeightsCopy):
+                    weights.expected = self.meta_model, found
+            return found
 
     @torch.no_grad()
     def logprobs(
@@ -244,24 +239,6 @@ def _converting_layers(
         weights.clear()  # the functions above refer to it and to themselves
 
 
-@dataclass(slots=True, kw_only=True)
-class _Latest:
-    """The last result of ``PolicyTemplate.expected``; holds none of its weights."""
-
-    key: list[tuple[weakref.ref[Any], int]]
-    value: Expected | None
-
-
-_LATEST = _Latest(key=[], value=None)
-
-
-def _same(key: Sequence[tuple[weakref.ref[Any], int]], objects: Sequence[Any]) -> bool:
-    return len(key) == len(objects) and all(
-        ref() is x and version == getattr(x, "_version", 0)
-        for (ref, version), x in zip(key, objects, strict=True)
-    )
-
-
 def weights_dtype(policy: nn.Module) -> torch.dtype:
     """The dtype of most of a policy's weights; under adapters, that of the base model."""
     model: Any = policy
@@ -299,9 +276,3 @@ def _tied(policy: nn.Module) -> tuple[str, str] | None:
         return None
     names = {id(module): name for name, module in policy.named_modules()}
     return f"{names[id(head)]}.weight", f"{names[id(embedding)]}.weight"
-
-
-def _without_eos(tokenizer: Any) -> Any:
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.eos_token = None
-    return tokenizer

@@ -8,8 +8,11 @@ import functools
 import math
 import re
 import socket
+import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -32,111 +35,46 @@ _RESTART = (
     " resume_from_checkpoint=True"
 )
 # Sends a request, and reads its result.
-Send = Callable[[httpx.AsyncClient], Awaitable[GenerationResult]]
-_SECONDS = 0.1  # of waiting for a result in one call of ``serve``
-_OVERLOADED = {429, 502, 503}  # sent again, after a pause that doubles
+Send = Callable[[httpx.AsyncClient], Coroutine[Any, Any, GenerationResult]]
+_GENERATE = "/inference/v1/generate"
+_SECONDS = 0.1  # wait for a result per call of ``serve``
+_OVERLOADED = {429, 502, 503}  # retried, with exponential backoff
 _PAUSE = 0.5  # seconds
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+)$", re.M)
 
 
 class LostServerError(RolloutError):
-    """The server stopped responding; results received before are in ``answers``, else None."""
-
-    def __init__(self, message: str, answers: Sequence[GenerationResult | None] = ()) -> None:
-        super().__init__(message)
-        self.answers = answers
+    """The server stopped responding."""
 
 
-class InFlightRequests:
-    """Requests by key, and their results as they arrive.
+class _Background:
+    """A thread in which requests are sent to a server, and their results awaited."""
 
-    The server works on all of them between calls of ``wait``; connections are read within.
+    def __init__(self, url: str, uds: str | None) -> None:
+        transport = httpx.AsyncHTTPTransport(uds=uds, limits=httpx.Limits(max_connections=None))
+        self._client = httpx.AsyncClient(base_url=url, transport=transport, timeout=None)
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_report)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
 
-    Args:
-        connect: makes a client of the server.
-    """
+    def start(self, send: Send) -> Future[GenerationResult]:
+        """The result of ``send``, later."""
+        return asyncio.run_coroutine_threadsafe(send(self._client), self._loop)
 
-    def __init__(self, connect: Callable[[], httpx.AsyncClient]) -> None:
-        self._connect = connect
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._client: httpx.AsyncClient | None = None
-        self._arrived = asyncio.Event()
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._results: dict[int, GenerationResult] = {}
-        self._error: Exception | None = None
-        self._heard = 0.0  # when a result arrived last, or the first request was sent
+    def close(self) -> None:
+        """Give up all requests, and end the thread."""
+        asyncio.run_coroutine_threadsafe(self._give_up(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
-    @property
-    def holds(self) -> bool:
-        """Whether there are requests, or results or an error to be returned."""
-        return bool(self._tasks or self._results or self._error)
-
-    def silent(self) -> float:
-        """Seconds since the server was heard of; 0 without requests."""
-        return time.monotonic() - self._heard if self._tasks else 0.0
-
-    def heard(self) -> None:
-        """The server has responded."""
-        self._heard = time.monotonic()
-
-    def wait(self, new: Mapping[int, Send], seconds: float) -> dict[int, GenerationResult]:
-        """Send new requests, and wait until a result arrives, at most ``seconds``.
-
-        Raises:
-            Exception: the first that a request raised, after all results are returned.
-        """
-        return self._run(self._wait(new, seconds)) if new or self.holds else {}
-
-    async def _wait(self, new: Mapping[int, Send], seconds: float) -> dict[int, GenerationResult]:
-        if not self._tasks:
-            self.heard()
-        for key, send in new.items():
-            self._tasks[key] = asyncio.create_task(self._send(key, send))
-        if not (self._results or self._error):
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._arrived.wait(), seconds)
-        self._arrived.clear()
-        if self._results:
-            self.heard()
-        elif self._error is not None:
-            raise self._error
-        results, self._results = self._results, {}
-        return results
-
-    async def _send(self, key: int, send: Send) -> None:
-        if self._client is None:
-            self._client = self._connect()
-        try:
-            self._results[key] = await send(self._client)
-        except Exception as error:  # raised by ``wait``
-            self._error = self._error or error
-        del self._tasks[key]
-        self._arrived.set()
-
-    def cancel(self) -> None:
-        """Drop all requests; the server stops working on them as their connections close."""
-        if self._loop is not None:
-            self._run(self._cancel())
-            self._loop.close()
-            self._loop = None
-
-    async def _cancel(self) -> None:
-        tasks = list(self._tasks.values())
+    async def _give_up(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._client is not None:
-            await self._client.aclose()
-        self._client, self._error = None, None
-        self._tasks.clear()
-        self._results.clear()
-        self._arrived = asyncio.Event()
-
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._loop.set_exception_handler(_report)
-        return self._loop.run_until_complete(work)
+        await self._client.aclose()
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -174,55 +112,23 @@ class Remote:
     ) -> None:
         self.url = url.rstrip("/")
         self._uds = uds
-        # One on a Unix socket is started and restarted by ``Server``.
+        # ``Server`` starts and restarts a server on a Unix socket.
         self._name = "the vLLM server" if uds else f"the vLLM server at {self.url}"
         self._way_out = "" if uds else f"; {_RESTART}"
         self._heartbeat, self._patience, self._slow = heartbeat, patience, slow
         self._files = files or WeightFiles()
-        self._folder: WeightFolder | None = None  # of the weights to load after a restart
+        self._folder: WeightFolder | None = None  # holds the weights to load after a restart
         self._loads = 0
         self._version = 0  # of the weights
-        self._adapter: str | None = None  # name of the newest one in vLLM
+        self._adapter: str | None = None  # vLLM's name for the newest adapter
         self._idle_since = math.inf  # when the server was first seen without requests
         transport = httpx.HTTPTransport(uds=uds)
         self._client = httpx.Client(base_url=self.url, transport=transport, timeout=patience)
-        self._in_flight = InFlightRequests(self._async_client)
+        self._held: dict[int, Future[GenerationResult]] = {}  # requests that it works on
+        self._heard = 0.0  # when a result arrived last, or the first of these was sent
+        self._background: _Background | None = None  # sends them
 
     # -- Service ---------------------------------------------------------------------------------
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """One result per request, in order.
-
-        Raises:
-            LostServerError: the server died or hangs; has the results received before.
-            RolloutError: the server rejects the request.
-        """
-        held = InFlightRequests(self._async_client)
-        results = dict[int, GenerationResult]()
-        new = dict(enumerate(requests))
-        try:
-            while len(results) < len(requests):
-                results |= self._wait(held, new, self._heartbeat)
-                new = {}
-        except LostServerError as error:
-            error.answers = [results.get(i) for i in range(len(requests))]
-            raise
-        finally:
-            held.cancel()
-        return [results[i] for i in range(len(requests))]
-
-    async def _generate_one(
-        self, request: GenerationRequest, client: httpx.AsyncClient
-    ) -> GenerationResult:
-        body = self._body(request.prompt, request.params)
-        give_up, pause = time.monotonic() + self._patience, _PAUSE
-        while True:
-            response = await client.post("/inference/v1/generate", json=body)
-            if response.status_code not in _OVERLOADED or time.monotonic() + pause > give_up:
-                break
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, self._heartbeat)
-        return _result(read_json(response), self._version)
 
     @property
     def abilities(self) -> tuple[int, bool]:
@@ -243,32 +149,62 @@ class Remote:
     @property
     def holds(self) -> bool:
         """Whether the server works on requests of ``serve``."""
-        return self._in_flight.holds
+        return bool(self._held)
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
         """Hold new requests, by key, and wait for results for a short time; results by key.
 
         Raises:
-            LostServerError: the server died or hangs.
-            RolloutError: the server rejects a request.
+            LostServerError: the server died or hangs; after all results, and nothing is held.
+            RolloutError: it rejects a request; the same.
         """
-        return self._wait(self._in_flight, new, _SECONDS)
+        if not self._held:
+            self._heard = time.monotonic()
+        model = {} if self._adapter is None else {"model": self._adapter}
+        # The salt keeps apart prefixes that different weights have read.
+        body = {"cache_salt": str(self._version), **model}
+        for key, request in new.items():
+            self._background = self._background or _Background(self.url, self._uds)
+            self._held[key] = self._background.start(partial(self._generate, request, body))
+        wait(self._held.values(), timeout=_SECONDS, return_when=FIRST_COMPLETED)
+        errors = {key: f.exception() for key, f in self._held.items() if f.done()}
+        if results := {k: self._held.pop(k).result() for k, e in errors.items() if e is None}:
+            self._heard = time.monotonic()
+            return results
+        try:
+            for error in errors.values():
+                if isinstance(error, httpx.TransportError):
+                    raise self._gone(error) from error
+                if error is not None:
+                    raise error
+            if self._held and time.monotonic() - self._heard > self._heartbeat:
+                self._check_alive()
+                self._check_in_flight()
+                self._heard = time.monotonic()
+        except RolloutError:
+            self.cancel()
+            raise
+        return {}
+
+    async def _generate(
+        self, request: GenerationRequest, body: dict[str, str], client: httpx.AsyncClient
+    ) -> GenerationResult:
+        json = {"token_ids": request.prompt, "sampling_params": request.params, **body}
+        give_up, pause = time.monotonic() + self._patience, _PAUSE
+        while True:
+            response = await client.post(_GENERATE, json=json)
+            if response.status_code not in _OVERLOADED or time.monotonic() + pause > give_up:
+                break
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, self._heartbeat)
+        return _result(read_json(response), request.prompt, self._version)
 
     def cancel(self) -> None:
-        """Drop all requests that it holds."""
-        self._in_flight.cancel()
-
-    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probability (nats) of each token of each row but its first."""
-        params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
-        scores = []
-        for row in rows:
-            body = self._body(row, params)
-            answer = self._post("/inference/v1/generate", json=body)
-            with _reading("/inference/v1/generate"):
-                pairs = zip(answer["prompt_logprobs"][1:], row[1:], strict=True)
-                scores.append([logprobs[str(t)]["logprob"] for logprobs, t in pairs])
-        return scores
+        """Drop all requests; the server stops working on them as their connections close."""
+        self._held.clear()
+        if self._background is not None:
+            self._background.close()
+            self._background = None
 
     def load(self, payload: WeightPayload, version: int) -> None:
         """Load the weights or the adapter, and reset the prefix cache.
@@ -305,7 +241,8 @@ class Remote:
                     reset = answer["success"]
                 if not reset and not self.holds:
                     raise SyncError("vLLM did not reset its prefix cache: requests are running")
-                self._name_version(version)
+                if self._reports_versions:
+                    self._post("/update_weight_version", json={"new_version": str(version)})
                 self._version = version
         except LostServerError:
             raise
@@ -353,21 +290,18 @@ class Remote:
 
     def close(self) -> None:
         """Close connections and forget the files of weights; the server keeps running."""
-        self._in_flight.cancel()
+        self.cancel()
         self._client.close()
         self._folder = None
-
-    def _name_version(self, version: int) -> None:
-        """Set the version of the weights in vLLM."""
-        if self._reports_versions:
-            self._post("/update_weight_version", json={"new_version": str(version)})
 
     # -- state of the server ---------------------------------------------------------------------
 
     def healthy(self) -> bool:
         """Whether the server responds."""
-        if self._uds is not None and not _has_listener(self._uds):
-            return False
+        if self._uds is not None:  # httpx leaks a socket if no process listens
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(self._uds):
+                    return False
         try:
             return self._client.get("/health", timeout=5).status_code == 200
         except httpx.TransportError:
@@ -379,44 +313,15 @@ class Remote:
         query = {"config_format": "json"}
         return self._client.get("/server_info", params=query, timeout=self._slow)
 
-    def _body(self, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
-        model = {} if self._adapter is None else {"model": self._adapter}
-        # The salt keeps apart prefixes that different weights have read.
-        salt = {"cache_salt": str(self._version)}
-        return {"token_ids": prompt, "sampling_params": params} | salt | model
-
-    def _async_client(self) -> httpx.AsyncClient:
-        transport = httpx.AsyncHTTPTransport(
-            uds=self._uds, limits=httpx.Limits(max_connections=None)
-        )
-        return httpx.AsyncClient(base_url=self.url, transport=transport, timeout=None)
-
-    def _wait(
-        self,
-        held: InFlightRequests,
-        new: Mapping[int, GenerationRequest],
-        seconds: float,
-    ) -> dict[int, GenerationResult]:
-        """Results that arrive within ``seconds``; checks a server that returned none for long."""
-        sends = {key: partial(self._generate_one, request) for key, request in new.items()}
-        try:
-            results = held.wait(sends, seconds)
-        except httpx.TransportError as error:
-            raise self._gone(error) from error
-        if held.silent() > self._heartbeat:
-            self._check_alive()
-            self._check_in_flight()
-            held.heard()
-        return results
-
     def _check_in_flight(self) -> None:
         """Check that the server works on something, by its own count of requests.
 
         Raises:
             LostServerError: it has had no request for ``patience`` seconds.
         """
-        count = _count_requests(self._client.get("/metrics"))
-        if count != 0:
+        response = self._client.get("/metrics")
+        counts = _REQUESTS.findall(response.text) if response.status_code == 200 else []
+        if not counts or any(float(count) for count in counts):  # it does not say, or works
             self._idle_since = math.inf
             return
         self._idle_since = min(self._idle_since, time.monotonic())
@@ -448,7 +353,7 @@ class Remote:
     def _post(self, path: str, **kwargs: Any) -> Any:
         return self._request(lambda: self._client.post(path, **kwargs))
 
-    def _request(self, send: Any) -> Any:
+    def _request(self, send: Callable[[], httpx.Response]) -> Any:
         try:
             return read_json(send())
         except httpx.TransportError as error:
@@ -475,22 +380,20 @@ def read_json(response: httpx.Response) -> Any:
     return None
 
 
-def _count_requests(response: httpx.Response) -> float | None:
-    """Requests that run or wait, from Prometheus metrics; None if the server does not say."""
-    counts = _REQUESTS.findall(response.text) if response.status_code == 200 else []
-    return sum(map(float, counts)) if counts else None
-
-
-def _result(body: Any, loaded: int) -> GenerationResult:
+def _result(body: Any, prompt: list[int], loaded: int) -> GenerationResult:
     """A response; without versions (before vLLM 0.32) it is of the weights ``loaded``.
 
     Raises:
         RolloutError: the body is not what vLLM returns, as that of a proxy.
     """
-    with _reading("/inference/v1/generate"):
+    with _reading(_GENERATE):
         result = _parse_choice(body["choices"][0], loaded)
         if len(result.tokens) != len(result.logprobs):
             raise ValueError(f"{len(result.tokens)} tokens, {len(result.logprobs)} logprobs")
+        if scored := body.get("prompt_logprobs"):
+            pairs = zip(scored[1:], prompt[1:], strict=True)
+            logprobs = tuple(at[str(token)]["logprob"] for at, token in pairs)
+            result = replace(result, prompt_logprobs=logprobs)
     return result
 
 
@@ -527,9 +430,3 @@ def _parse_choice(choice: dict[str, Any], loaded: int) -> GenerationResult:
 def _token_id(top: dict[str, Any]) -> int:
     """The id of a token; vLLM before 0.32 has it in the token's name alone."""
     return int(top["token_id"] if "token_id" in top else top["token"].removeprefix("token_id:"))
-
-
-def _has_listener(path: str) -> bool:
-    """Whether a process listens on a Unix socket; httpx leaks a socket if none does."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(path) == 0

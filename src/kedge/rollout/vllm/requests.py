@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -83,11 +82,6 @@ def row_seed(seed: int, row: int) -> int:
     return int.from_bytes(digest, "big")
 
 
-def with_version(results: Sequence[GenerationResult], version: int) -> list[GenerationResult]:
-    """The results of a vLLM that has weights of ``version`` and may not report it."""
-    return [replace(result, version=version) for result in results]
-
-
 def build_rollout(
     results: Sequence[GenerationResult],
     prompts: PromptBatch,
@@ -104,7 +98,7 @@ def build_rollout(
         RolloutError: a response is empty or too long, has NaN log-probabilities, or tokens that the
             policy does not have.
     """
-    stops = _stop_strings(sampling, tokenizer)
+    stops = StopStrings(sampling, tokenizer) if sampling.stop_strings else None
     ends = [_find_end(result, stops) for result in results]
     lengths = [length for length, _ in ends]
     if min(lengths) < 1 or max(lengths) > sampling.max_new_tokens:
@@ -142,7 +136,8 @@ def build_rollout(
         response_mask=mask.clone().to(device),
         terminated=torch.tensor([ended for _, ended in ends], device=device),
         version=torch.tensor([result.version for result in results], device=device),
-        behavior_logprobs=_at_most_0(logprobs).to(device),
+        # Rounding can make the log of a probability of 1 slightly positive.
+        behavior_logprobs=logprobs.clamp(max=0.0).to(device),
         allowed_tokens=None if allowed is None else allowed.to(device),
         token_version=token_versions([list(result.spans) for result in results], size),
     )
@@ -163,15 +158,6 @@ def _allowed_tokens(
     return allowed
 
 
-def _at_most_0(logprobs: Tensor) -> Tensor:
-    """Clamp at 0: rounding can make the log of a probability of 1 slightly positive."""
-    return logprobs.clamp(max=0.0)
-
-
-def _stop_strings(sampling: Sampling, tokenizer: Any) -> StopStrings | None:
-    return StopStrings(sampling, tokenizer) if sampling.stop_strings else None
-
-
 def _find_end(result: GenerationResult, stops: StopStrings | None) -> tuple[int, bool]:
     """Length of the response, and whether it was terminated rather than truncated.
 
@@ -183,6 +169,6 @@ def _find_end(result: GenerationResult, stops: StopStrings | None) -> tuple[int,
         return total, result.stopped
     tokens = [int(token) for token in result.tokens]
     for length in range(1, total + 1):
-        if stops.completed([tokens[:length]])[0]:
+        if stops.complete(tokens[:length]):
             return length, True
     return total, result.stopped

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -13,10 +12,11 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import httpx
 from torch import Tensor
 
 from kedge.config.rollout_engines import installed_vllm
@@ -34,7 +34,6 @@ from kedge.rollout.vllm.service import (
 from kedge.rollout.vllm.weight_files import WeightFiles, WeightFolder
 from kedge.rollout.vllm.weight_payload import WeightPayload
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # endpoints that load weights
@@ -45,21 +44,6 @@ _ENVIRONMENT = {
 }
 _GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 _MAX_RESTARTS = 3  # in a row, without a finished call in between
-
-
-def _with_restarts(method: Callable[..., T]) -> Callable[..., T]:
-    """The method of ``Remote``, called again by ``Server`` after each restart."""
-
-    @functools.wraps(method)
-    def call(server: Server, *args: Any) -> T:
-        tries = 0
-        while True:
-            try:
-                return method(server, *args)
-            except LostServerError as error:  # noqa: PERF203
-                tries = server._restart(error, tries)
-
-    return call
 
 
 class Server(Remote):
@@ -128,31 +112,13 @@ class Server(Remote):
         )
         self._tries = 0  # restarts since ``serve`` returned a result
         self._lost = False  # whether it was restarted while it held requests
+        self._may_restart = True
         try:
             self._start()
             self.load(spec.payload(weights), 0)
         except BaseException:
             self.close()
             raise
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """One result per request, in order; restarts the server if it is lost.
-
-        Raises:
-            RolloutError: it was lost several times in a row, or rejects the request.
-        """
-        results: list[GenerationResult | None] = [None] * len(requests)
-        tries = 0
-        while missing := [i for i, result in enumerate(results) if result is None]:
-            received: Sequence[GenerationResult | None]
-            try:
-                received = super().generate([requests[i] for i in missing])
-            except LostServerError as error:
-                received = error.answers
-                tries = self._restart(error, tries)
-            for i, result in zip(missing, received, strict=False):
-                results[i] = result
-        return [result for result in results if result is not None]
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
         """Hold new requests, by key, and wait for results for a short time; results by key.
@@ -178,25 +144,6 @@ class Server(Remote):
         super().cancel()
         self._lost = False
 
-    def load(self, payload: WeightPayload, version: int) -> None:
-        """Load the weights or the adapter, and reset the prefix cache."""
-        try:
-            super().load(payload, version)
-        except LostServerError as error:  # the weights are written; a new server loads them
-            self._version = version
-            self._restart(error, 0)
-
-    @property
-    def abilities(self) -> tuple[int, bool]:
-        """As of ``Remote``."""
-        return _with_restarts(lambda server: super().abilities)(self)
-
-    score = _with_restarts(Remote.score)
-    version = _with_restarts(Remote.version)
-    max_length = _with_restarts(Remote.max_length)
-    sleep = _with_restarts(Remote.sleep)
-    wake = _with_restarts(Remote.wake)
-
     def close(self) -> None:
         """Stop the server and delete its files."""
         self._process.stop()
@@ -208,6 +155,26 @@ class Server(Remote):
         """Process group id of the server."""
         return self._process.pid
 
+    def load(self, payload: WeightPayload, version: int) -> None:
+        """Load the weights or the adapter, and reset the prefix cache."""
+        try:
+            with self._without_restarts():
+                super().load(payload, version)
+        except LostServerError as error:  # the weights are written; a new server loads them
+            self._version = version
+            self._restart(error, 0)
+
+    def _request(self, send: Callable[[], httpx.Response]) -> Any:
+        """Sent again after each restart."""
+        tries = 0
+        while True:
+            try:
+                return super()._request(send)
+            except LostServerError as error:  # noqa: PERF203
+                if not self._may_restart:
+                    raise
+                tries = self._restart(error, tries)
+
     def _restart(self, error: LostServerError, tries: int) -> int:
         if tries >= _MAX_RESTARTS:
             raise RolloutError(
@@ -218,8 +185,18 @@ class Server(Remote):
         self.restarts += 1
         self._lost = self.holds
         self._process.kill()
-        self._start()
+        with self._without_restarts():
+            self._start()
         return tries + 1
+
+    @contextlib.contextmanager
+    def _without_restarts(self) -> Iterator[None]:
+        """Context in which a lost server is an error."""
+        before, self._may_restart = self._may_restart, False
+        try:
+            yield
+        finally:
+            self._may_restart = before
 
     def _start(self) -> None:
         self._socket.unlink(missing_ok=True)  # left by a killed server

@@ -1,4 +1,4 @@
-"""Checks that a running vLLM server was started such that it samples from the policy."""
+"""Checks that a running vLLM server was started with flags that make it sample the policy."""
 
 from __future__ import annotations
 

@@ -36,14 +36,11 @@ class GenerationResult:
     spans: tuple[tuple[int, int], ...] = ()
     # [tokens, K]; for each token, those that could have been sampled, then -1; None: all
     allowed: NDArray[np.int32] | None = None
+    prompt_logprobs: tuple[float, ...] = ()  # nats, of its tokens but the first; if asked for
 
 
 class Service(Protocol):
     """One vLLM.  Calls come from one thread at a time."""
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """One result per request, in order."""
-        ...
 
     @property
     def abilities(self) -> tuple[int, bool]:
@@ -60,10 +57,6 @@ class Service(Protocol):
 
     def cancel(self) -> None:
         """Drop all requests that it holds."""
-        ...
-
-    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probability (nats, temperature 1) of each token of each row but its first."""
         ...
 
     def load(self, payload: WeightPayload, version: int) -> None:

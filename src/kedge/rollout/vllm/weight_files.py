@@ -1,4 +1,4 @@
-"""Weights that are stored once for several engines: files for the servers of a machine."""
+"""Weights in files, for the vLLM servers of a machine."""
 
 from __future__ import annotations
 
@@ -9,49 +9,12 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from kedge.rollout.vllm.weight_payload import WeightPayload, shared_memory
 
-T = TypeVar("T")
 _PREFIX = "kedge-weights-"
 _NEW = 60.0  # seconds
-
-
-class StoredOnce(Generic[T]):
-    """Stores weights for the first of several readers; forgets them after the last.
-
-    Args:
-        readers: number of engines that load each set of weights.
-        put: stores weights, which stay stored as long as its result exists.
-    """
-
-    def __init__(self, readers: int, put: Callable[[WeightPayload], T]) -> None:
-        self._readers, self._put = readers, put
-        self._lock = threading.Lock()
-        self._payload = WeightPayload(())
-        self._stored: Future[T] | None = None
-        self._left = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight store")
-
-    def store(self, payload: WeightPayload) -> T:
-        """The stored weights; the same for the same ``WeightPayload.weights``."""
-        return self.begin(payload).result()
-
-    def begin(self, payload: WeightPayload) -> Future[T]:
-        """``store`` in the background, during which the weights must not change."""
-        with self._lock:
-            if self._stored is None or payload.weights is not self._payload.weights:
-                self._stored = self._thread.submit(self._put, payload)
-                self._payload, self._left = payload, self._readers
-            self._left -= 1
-            stored = self._stored
-            if self._left == 0:
-                self._payload, self._stored = WeightPayload(()), None
-            return stored
 
 
 class WeightFolder:
@@ -97,17 +60,35 @@ def _delete_abandoned(parent: Path) -> None:
             os.close(lock)
 
 
-class WeightFiles(StoredOnce[WeightFolder]):
-    """Weights of the servers of a machine; see ``StoredOnce`` and ``WeightFolder``."""
+class WeightFiles:
+    """Weights of the servers of a machine: written for the first, forgotten after the last.
+
+    Args:
+        readers: number of servers that load each set of weights.
+        parent: folder of the ``WeightFolder``.
+    """
 
     def __init__(self, readers: int = 1, parent: str | None = None) -> None:
-        def put(payload: WeightPayload) -> WeightFolder:
-            folder = WeightFolder(parent)
-            try:
-                payload.write(folder.path)
-            except BaseException:
-                folder.delete()
-                raise
-            return folder
+        self._readers, self._parent = readers, parent
+        self._lock = threading.Lock()
+        self._weights: object = None  # ``WeightPayload.weights`` of the folder
+        self._folder: WeightFolder | None = None
+        self._left = 0
 
-        super().__init__(readers, put)
+    def store(self, payload: WeightPayload) -> WeightFolder:
+        """The written weights; the same for the same ``WeightPayload.weights``."""
+        with self._lock:
+            if self._folder is None or payload.weights is not self._weights:
+                self._folder = None
+                folder = WeightFolder(self._parent)
+                try:
+                    payload.write(folder.path)
+                except BaseException:
+                    folder.delete()
+                    raise
+                self._weights, self._folder, self._left = payload.weights, folder, self._readers
+            self._left -= 1
+            folder = self._folder
+            if self._left == 0:
+                self._weights = self._folder = None
+            return folder

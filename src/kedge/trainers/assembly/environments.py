@@ -18,7 +18,7 @@ from kedge.environments import (
     FunctionRollouts,
     tool_environments,
 )
-from kedge.environments.turns import check_turn_tokens
+from kedge.environments.episode import check_turn_tokens
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
 from kedge.rewards.build import load_module
@@ -189,7 +189,7 @@ def _prompts(inputs: TrainerInputs) -> Any:
     """The dataset; without one a single row, whose prompt ``reset`` gives."""
     if inputs.train_dataset is not None:
         return _fill_prompts(inputs, inputs.train_dataset)
-    if isinstance(inputs.environment_factory, Mapping) or isinstance(inputs.environment, Mapping):
+    if isinstance(inputs.environment_factory or inputs.environment, Mapping):
         raise ConfigError(
             "several environments need a train_dataset with a column 'environment', which names"
             " that of each row"

@@ -169,7 +169,7 @@ class ModelStage:
         reward = AdapterRewardModel(policy, args.reward_adapter) if args.reward_adapter else None
         reference, fresh = self._build_reference(policy)
         if converted and isinstance(reference, FrozenModel) and not args.bf16:
-            reference.model.float()  # or the precision would be a part of the KL
+            reference.model.float()  # otherwise the KL would include the difference in precision
         if sharding_strategy(setup.accelerator) == "none":
             backbone = causal_parts(policy, verify=False).backbone
             for model in (value, getattr(reference, "parts", None)):

@@ -87,7 +87,7 @@ class RolloutStage:
             args,
             engine=type(ready).__name__,
             vllm=self.spec.vllm,
-            logprobs="sampled" if ready is None else ready.logprobs,
+            logprobs="sampled" if ready is None else ready.logprob_kind,
         )
 
     @property
@@ -205,7 +205,7 @@ def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Co
         args: the config.
         engine: name of the rollout engine, for messages.
         vllm: whether vLLM samples.
-        logprobs: ``RolloutEngine.logprobs``.
+        logprobs: ``RolloutEngine.logprob_kind``.
 
     Raises:
         ConfigError: options that contradict each other, or that the rollout engine cannot serve.

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -37,7 +36,6 @@ from kedge.rewards import (
 from kedge.trainers.assembly.models import LearnerStage, Models, ModelStage, receives_weights
 from kedge.trainers.assembly.rollout import RolloutStage
 from kedge.trainers.assembly.setup import Setup, build_setup, own_or, trusts
-from kedge.trainers.run.evaluation import Evaluator, InitialPolicyScores
 from kedge.trainers.run.hf_callbacks import Callbacks, own_callbacks
 from kedge.trainers.run.run import Run
 from kedge.trainers.spec import TrainerInputs, as_list, shared_kwargs
@@ -105,30 +103,16 @@ def assemble_run(inputs: TrainerInputs) -> Run:
         )
     engine = build_engine(setup, reward_source, hf_learner, rollout_engine, rollout)
     callbacks.watch(hf_learner.optimizer, hf_learner.scheduler)
-    metric_names = inputs.spec.metric_names(args, engine)
-    scores = None
-    if args.eval_against_start:
-        root = Path(args.output_dir) if args.output_dir else None
-        scores = InitialPolicyScores(root, main=setup.accelerator.is_main_process)
-    evaluator = Evaluator(
-        args=args,
-        engine=engine,
-        callbacks=callbacks,
-        tokenizer=setup.tokenizer,
-        sets=setup.eval_sets,
-        metric_names=metric_names,
-        initial_scores=scores,
-    )
     return Run(
         trainer=inputs.trainer,
         args=args,
         engine=engine,
         learner=hf_learner,
         callbacks=callbacks,
-        evaluator=evaluator,
+        eval_sets=setup.eval_sets,
         tokenizer=setup.tokenizer,
         fresh_reference=loaded.fresh_reference,
-        metric_names=metric_names,
+        metric_names=inputs.spec.metric_names(args, engine),
     )
 
 
@@ -136,9 +120,9 @@ def build_callbacks(setup: Setup) -> Callbacks:
     """The callbacks of the user and of the options, not yet started."""
     args = setup.args
     if "trackio" in as_list(args.report_to) and args.trackio_space_id is not None:
-        from kedge.reporting.hub import logged_in
+        from huggingface_hub import get_token
 
-        if not logged_in():
+        if get_token() is None:
             logger.warning("report_to=trackio: not logged in to the hub; the dashboard stays local")
             args.trackio_space_id = None
     return Callbacks(

@@ -60,7 +60,7 @@ class Setup:
     prompts: DatasetPrompts
     sizes: BatchSizes
     eval_sets: list[EvalSet]
-    engine: RolloutEngineSpec  # that the config names
+    engine: RolloutEngineSpec  # named by the config
     pad_id: int  # the id that pads responses
     loading: Mapping[str, Any]  # arguments of ``load_policy`` for the policy and the reference
 

@@ -50,6 +50,8 @@ class RunState(TrainerState):
     num_tokens: int = 0  # of prompts and responses
     loss_sum: float = 0.0  # over finished iterations
     pending: list[dict[str, float]] = field(default_factory=list)  # iterations since the last log
+    # Of ``eval_against_start``: per evaluation set the score of each row, NaN for invalid rows.
+    initial_scores: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Callbacks:
@@ -127,11 +129,6 @@ class Callbacks:
         self.fire("on_log", logs=dict(row))
         if self.state.is_world_process_zero:
             self.tracker.log(row, step=self.state.global_step)
-
-    def log_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """After an evaluation: log its metrics (named eval_...) and fire on_evaluate."""
-        self.log(dict(metrics))
-        self.fire("on_evaluate", metrics=dict(metrics))
 
     def note_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether this evaluation is the best so far by ``metric_for_best_model``."""

@@ -10,8 +10,9 @@ import shutil
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,12 @@ from kedge.checkpoint import checkpoint
 from kedge.config.base import OnPolicyConfig
 from kedge.errors import CheckpointError, ConfigError
 from kedge.learner.learner import HFLearner
+from kedge.loop.evaluation import Evaluation, evaluate, solved, win_rate
 from kedge.loop.hooks import Hooks, StepReport
 from kedge.loop.loop import Engine
 from kedge.reporting.base import BestEffortWriter, required_write
-from kedge.trainers.run.evaluation import Evaluator, printed_rows
+from kedge.reporting.completions import completion_rows
+from kedge.trainers.assembly.setup import EvalSet
 from kedge.trainers.run.files import earlier_run, recording_fingerprint, resume_fingerprint
 from kedge.trainers.run.hf_callbacks import Callbacks, RunState, merge_rows, share_control
 from kedge.trainers.spec import MetricNames
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MUCH_CLIPPED, MUCH_MASKED, MOST_RATIO = 0.25, 0.05, 1.2  # after one iteration
+TEMPERATURE = 0.01  # arXiv:2403.17031 samples evaluations nearly greedily
+TABLE_ROWS = 5  # of a table drawn from the training batch
 
 
 @dataclass(kw_only=True)
@@ -57,7 +62,7 @@ class Run(Hooks):
         engine: the loop.
         learner: the models; the same object as ``engine.learner``.
         callbacks: callbacks, state and control.
-        evaluator: evaluations and tables of completions.
+        eval_sets: evaluation prompts, in order.
         tokenizer: saved with the models.
         fresh_reference: the reference is a copy of the initial policy, so the KL starts at 0.
         metric_names: adds metrics under other names to those of an iteration.
@@ -70,7 +75,7 @@ class Run(Hooks):
     engine: Engine
     learner: HFLearner
     callbacks: Callbacks
-    evaluator: Evaluator
+    eval_sets: list[EvalSet]
     tokenizer: Any
     fresh_reference: bool
     metric_names: MetricNames
@@ -112,8 +117,8 @@ class Run(Hooks):
             from kedge.reporting.trackers import log_prompt_lengths
 
             log_prompt_lengths(self.callbacks, engine.source)
-            scored_at_start = self.evaluator.initial_scores is not None
-            if (scored_at_start or self.args.eval_on_start) and self.evaluator.sets:
+            at_start = self.args.eval_against_start or self.args.eval_on_start
+            if at_start and self.eval_sets:
                 self.trainer.evaluate()
         begin, before = time.perf_counter(), engine.step
         try:
@@ -159,7 +164,7 @@ class Run(Hooks):
                 start=engine.step,
                 bar=not args.disable_tqdm,
                 tables=args.num_sample_generations > 0,
-                max_rows=printed_rows(args),
+                max_rows=self._printed_rows,
             )
             self.callbacks.tracker = build_trackers(self.callbacks, args, screen, self.best_effort)
         if self.screen is not None and resumed is not None:
@@ -242,7 +247,7 @@ class Run(Hooks):
         if self.token_log is not None:
             self.token_log.write(report)
         if self.schedule is not None and self.schedule.samples(report.step):
-            self.evaluator.show_samples(report)
+            self.show_samples(report)
         every = self.args.torch_empty_cache_steps
         if every and report.step % every == 0 and torch.cuda.is_available():
             from kedge.rollout.embedded.decode_graph import capturing
@@ -291,7 +296,7 @@ class Run(Hooks):
                 else int(prompts.mask.sum()) + int(rollout.response_mask.sum())
             )
             tokens = torch.tensor(float(count), dtype=torch.float64)
-            state.num_input_tokens_seen += round(float(self.learner.total(tokens)))
+            state.num_input_tokens_seen += round(float(self.learner.all_reduce(tokens)))
             metrics["num_input_tokens_seen"] = state.num_input_tokens_seen
         if not args.skip_memory_metrics:
             unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
@@ -340,7 +345,7 @@ class Run(Hooks):
         """Log, evaluate and save as control says."""
         callbacks = self.callbacks
         if self.learner.world_size > 1:
-            share_control(callbacks.control, self.learner.total)
+            share_control(callbacks.control, self.learner.all_reduce)
         if callbacks.control.should_epoch_stop:
             callbacks.control.should_epoch_stop = False
             warnings.warn(
@@ -351,7 +356,7 @@ class Run(Hooks):
         if callbacks.control.should_log and self.state.pending:
             callbacks.log(self.take_pending())
             self._warn_of_findings()
-        if callbacks.control.should_evaluate and self.evaluator.sets:
+        if callbacks.control.should_evaluate and self.eval_sets:
             best = callbacks.note_best(self.trainer.evaluate())
             if self.args.save_strategy == "best":
                 callbacks.control.should_save = best
@@ -379,6 +384,115 @@ class Run(Hooks):
     def _warn(self, message: str) -> None:
         if self.state.is_world_process_zero:
             logger.warning("%s", message)
+
+    # -- evaluation and tables of completions ---------------------------------------------------
+
+    @property
+    def _printed_rows(self) -> int:
+        """Rows of a table of completions that are shown on screen."""
+        return getattr(self.args, "num_completions_to_print", None) or TABLE_ROWS
+
+    def evaluate(self, sets: list[EvalSet] | None = None) -> dict[str, float]:
+        """Score the evaluation prompts, log metrics and show completions."""
+        metrics: dict[str, float] = {}
+        for eval_set in self.eval_sets if sets is None else sets:
+            evaluation = self._sample_eval_set(eval_set, eval_set.batches)
+            rows = completion_rows(evaluation.samples, self.tokenizer, limit=eval_set.rows)
+            results = evaluation.metrics | self._eval_metrics(eval_set, evaluation)
+            names = self.metric_names(results)
+            if "objective/scores" in results:  # lower is better, as for any ``eval_loss``
+                coef = self.engine.kl.value + self.args.loss_kl_coef
+                kl = results.get("objective/kl", 0.0)
+                results["loss"] = coef * kl - results["objective/scores"]
+            results |= names
+            metrics |= {f"{eval_set.prefix}{name}": x for name, x in results.items()}
+            self._show_table(rows, f"{eval_set.prefix}completions")
+        self.callbacks.log(dict(metrics))
+        self.callbacks.fire("on_evaluate", metrics=dict(metrics))
+        return metrics
+
+    def _eval_metrics(self, eval_set: EvalSet, evaluation: Evaluation) -> dict[str, float]:
+        """Accuracy, and win rate against the initial policy, if enabled."""
+        success, metrics = self.args.eval_success_score, {}
+        if success is not None:
+            per_prompt = self.args.num_generations_eval or 1
+            metrics = solved(evaluation.scores, per_prompt=per_prompt, success=success)
+        # A dataset passed to evaluate() has no initial scores.
+        if self.args.eval_against_start and eval_set in self.eval_sets:
+            initial, scores = self.state.initial_scores, evaluation.scores
+            if self.engine.step == 0:
+                initial[eval_set.prefix] = scores.tolist()
+            before = torch.tensor(initial.get(eval_set.prefix, []), dtype=torch.float64)
+            if len(before) not in (0, len(scores)):
+                raise CheckpointError(
+                    f"the initial policy was scored on {len(before)} rows of"
+                    f" {eval_set.prefix.strip('_')!r}, got {len(scores)} now; evaluate on the same"
+                    " prompts, or set eval_against_start=False"
+                )
+            metrics |= win_rate(scores, before) if len(before) else {}
+        return metrics
+
+    def generate_completions(self, *, sampling: bool = False) -> list[dict[str, object]]:
+        """Nearly greedy completions of the evaluation prompts, or of training prompts if none.
+
+        Args:
+            sampling: one batch only.
+        """
+        source, rows = self.engine.source, self.engine.batch_sizes.batch_size
+        training = EvalSet(prefix="", source=source, batches=1, rows=rows)
+        eval_set = self.eval_sets[0] if self.eval_sets else training
+        evaluation = self._sample_eval_set(eval_set, 1 if sampling else eval_set.batches)
+        table = completion_rows(evaluation.samples, self.tokenizer, limit=eval_set.rows)
+        self._show_table(table, "completions")
+        return table
+
+    def show_samples(self, report: StepReport) -> None:
+        """Show a table during training: evaluation prompts, or the batch just trained on."""
+        if self.eval_sets:
+            self.generate_completions(sampling=True)
+        else:
+            sample = (report.rollout, report.reward_output)
+            most = max(TABLE_ROWS, self._printed_rows)
+            rows = completion_rows([sample], self.tokenizer)
+            self._show_table(rows, "completions", most=most)
+
+    def _sample_eval_set(self, eval_set: EvalSet, batches: int) -> Evaluation:
+        """Sample and score prompts; the last batch is padded with prompts from the start."""
+        engine, sampling = self.engine, self.engine.sampling
+        if (self.args.num_generations_eval or 1) == 1:
+            sampling = replace(sampling, temperature=TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0)
+        # The engine is idle and has the newest weights, so that timing has no effect.
+        engine.scheduler.wait_until_idle()
+        engine.scheduler.wait_for_syncs()
+        if engine.partial_batches:
+            engine.rollout_engine.load_weights(engine.weights(), engine.learner.version)
+        return evaluate(
+            eval_set.source,
+            batches=batches,
+            rows=eval_set.rows,
+            rollouts=engine.rollout_engine,
+            reward_source=engine.reward,
+            learner=engine.learner,
+            sampling=sampling,
+            reference=engine.algorithm.needs_reference,
+            seed=self.args.seed,
+            clock=time.perf_counter,
+        )
+
+    def _show_table(
+        self, rows: list[dict[str, object]], name: str, *, most: int | None = None
+    ) -> None:
+        unique = getattr(self.args, "log_unique_prompts", False)
+        if most is not None or unique:  # other prompts before other answers to the same
+            earlier: Counter[object] = Counter()
+            order = []
+            for row in rows:
+                order.append(earlier[row["query"]])
+                earlier[row["query"]] += 1
+            rows = [rows[i] for i in sorted(range(len(rows)), key=order.__getitem__)]
+            rows = rows[: len(earlier) if unique else most][:most]
+        if rows and self.state.is_world_process_zero:
+            self.callbacks.tracker.table(name, rows, step=self.engine.step)
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -452,7 +566,7 @@ class Run(Hooks):
         if not isinstance(resume, bool):
             checkpoint.load_one(resume, self._load)
             return Path(resume)
-        total, root = self.learner.total, self.root()
+        total, root = self.learner.all_reduce, self.root()
         newest = checkpoint.load_latest(
             root,
             self._load,

@@ -37,9 +37,9 @@ def load_sibling(name: str) -> types.ModuleType:
 
 
 if TYPE_CHECKING:
-    from kedge.verifiers.sandbox import calls, wire
+    from kedge.verifiers.sandbox import calls
 else:
-    wire, calls = load_sibling("sandbox_wire"), load_sibling("sandbox_calls")
+    calls = load_sibling("sandbox_calls")
 
 MAX_OPEN, MAX_THREADS = 64, 64
 MAX_FILES = 64  # in the working folder
@@ -52,7 +52,7 @@ def main() -> None:
     The solution's process is forked before the tests are read, and with them the secret that every
     valid line must carry.
     """
-    job = wire.read_frame(0)
+    job = calls.read_frame(0)
     if job["isolated"]:
         megabytes = 1 + (MAX_FILES * job["file_kb"] >> 10)
         kernel().finish_mounts(job["devices"], job["folder"], megabytes, files=MAX_FILES + 1)
@@ -72,7 +72,7 @@ def main() -> None:
     os.close(from_child)
     try:
         isolate_tests(job)
-        checks = wire.read_frame(0)
+        checks = calls.read_frame(0)
         _state["secret"] = checks["secret"]
         end_with(child, job["seconds"])
         if "stdin" not in job:
@@ -93,7 +93,7 @@ def exchange(text: str, to_program: int, from_program: int, most: int) -> bytes 
 
     def feed() -> None:
         with contextlib.suppress(OSError):  # the program need not read it all
-            wire.write_all(to_program, text.encode(errors="replace"))
+            calls.write_all(to_program, text.encode(errors="replace"))
         os.close(to_program)
 
     threading.Thread(target=feed, daemon=True).start()
@@ -128,10 +128,7 @@ def end(child: int) -> None:
 
 def kernel() -> Any:
     """The module that needs ctypes, loaded on demand."""
-    if "sandbox_kernel" not in sys.modules:
-        load_sibling("sandbox_seccomp")
-        load_sibling("sandbox_kernel")
-    return sys.modules["sandbox_kernel"]
+    return sys.modules.get("sandbox_kernel") or load_sibling("sandbox_kernel")
 
 
 def limit(job: dict[str, Any]) -> None:
@@ -190,7 +187,9 @@ def solution(job: dict[str, Any], requests: int, answers: int) -> int:
     os.dup2(requests if standard else null, 0)
     os.dup2(answers if standard else null, 1)
     os.dup2(null, 2)
-    close_files({0, 1, 2} if standard else {0, 1, 2, requests, answers})
+    for fd in set(range(3, MAX_OPEN)) - (set() if standard else {requests, answers}):
+        with contextlib.suppress(OSError):
+            os.close(fd)
     name = "__main__" if standard else "solution"
     module = types.ModuleType(name)
     _state["main"], sys.modules["__main__"] = sys.modules["__main__"], module
@@ -200,19 +199,12 @@ def solution(job: dict[str, Any], requests: int, answers: int) -> int:
         sys.stdout.flush()
         return int(error is not None)
     if error is not None:
-        wire.write_frame(answers, {"raised": calls.describe_error(error)})
+        calls.write_frame(answers, {"raised": calls.describe_error(error)})
         return 1
     table = calls.ObjectTable(module)
-    wire.write_frame(answers, table.describe())
+    calls.write_frame(answers, table.describe())
     table.serve(requests, answers)
     return 0
-
-
-def close_files(kept: set[int]) -> None:
-    """Close all file descriptors except ``kept``."""
-    for fd in set(range(MAX_OPEN)) - kept:
-        with contextlib.suppress(OSError):
-            os.close(fd)
 
 
 def run_code(code: str, module: types.ModuleType) -> BaseException | None:
@@ -235,7 +227,7 @@ DIED = "the solution ended"
 def run_tests(checks: dict[str, Any], requests: int, answers: int) -> None:
     """Run every test and report each as it finishes."""
     try:
-        first = wire.read_frame(answers)
+        first = calls.read_frame(answers)
         if first is None or "raised" in first:
             report({"error": DIED if first is None else ": ".join(first["raised"])})
             return
@@ -364,7 +356,7 @@ def call_defined(name: str, thing: Any, space: dict[str, Any]) -> None:
 def report(value: dict[str, Any]) -> None:
     """Write one report line, with the secret that the solution does not know."""
     line = json.dumps({**value, "secret": _state["secret"]})
-    wire.write_all(_state["report"], line.encode() + b"\n")
+    calls.write_all(_state["report"], line.encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.errors import ConfigError
-from kedge.verifiers.sandbox.wire import encode_frame
+from kedge.verifiers.sandbox.calls import encode_frame
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,12 @@ class Sandbox:
         if problem and not output:
             last = problem.decode(errors="replace").strip().rpartition("\n")[2]
             raise ConfigError(f"the sandbox cannot start: {last}")
-        lines = _signed_lines(output, secret)
+        lines = []
+        for line in output.splitlines(keepends=True):  # complete, valid, and with the secret
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(line)
+                signed = isinstance(value, dict) and value.get("secret") == secret
+                lines += [value] if signed and line.endswith(b"\n") else []
         return lines, stopped or next((x["stopped"] for x in lines if "stopped" in x), "")
 
 
@@ -261,17 +266,6 @@ def _command(isolated: bool, view: dict[str, Any]) -> list[str]:
         line += ["--dev-bind", path, path]
     line += ["--ro-bind", str(FOLDER), CODE, "--dir", WORK, "--remount-ro", "/"]
     return [*line, "--chdir", "/", *program, f"{CODE}/child.py"]
-
-
-def _signed_lines(output: bytes, secret: str) -> list[dict[str, Any]]:
-    """The complete, valid report lines that carry the secret."""
-    lines = []
-    for line in output.splitlines(keepends=True):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(line)
-            if line.endswith(b"\n") and isinstance(value, dict) and value.get("secret") == secret:
-                lines.append(value)
-    return lines
 
 
 def _kill(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
