@@ -97,12 +97,12 @@ def test_time_is_linear_in_enormous_responses(kind: str) -> None:
         truth = {"instruction_id_list": [c[0] for c in CASES[:30]]}
         truth["kwargs"] = [given for _, given, *_ in CASES[:30]]
     for piece in pieces:
-        text = piece * (300_000 // len(piece))
+        text = piece * (100_000 // len(piece))
         began = time.process_time()
         for verify in functions:
             (score,) = verify([text], ground_truth=[truth])
             assert score == 0.0 or kind == "instructions"
-        assert time.process_time() - began < 20, piece
+        assert time.process_time() - began < 10, piece
 
 
 def test_tag_count() -> None:
