@@ -147,6 +147,13 @@ def test_runs_that_rise_or_have_one_length_on_purpose() -> None:
     ]
 
 
+def test_a_mask_that_leaves_out_more_and_more_is_named() -> None:
+    row = {"objective/scores": 1.0, "val/ratio": 1.0, "policy/clipfrac_avg": 0.02}
+    rows = [row] * 9 + [row | {"policy/clipfrac_avg": 0.07}]
+    assert rules(RunLog("made", rows, masked=True)) == ["updates are too large"]
+    assert rules(RunLog("made", rows)) == rules(RunLog("made", [row] * 9, masked=True)) == []
+
+
 def test_a_value_with_little_left_to_explain_is_not_blamed() -> None:
     for spread, found in (
         ([0.4, 0.4, 0.4, 0.3, 0.3, 0.3], ["the value explains nothing"]),

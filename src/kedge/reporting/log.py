@@ -31,12 +31,14 @@ class RunLog:
         fixed_length: the run has no stop token and no stop string, so every response has full
             length.
         bf16: the run computes in bfloat16.
+        masked: tokens outside of the bounds leave the loss (``policy_loss="mask"``).
     """
 
     name: str
     rows: Sequence[dict[str, float]]
     fixed_length: bool = False
     bf16: bool = False
+    masked: bool = False
 
     def series(self, metric: str) -> list[float]:
         """The finite values of a metric, in order; empty if it was never logged."""
@@ -69,11 +71,12 @@ _STOPS = ("stop_token", "stop_token_id", "stop_token_ids", "stop_strings")
 
 
 def read_options(folder: Path) -> dict[str, bool]:
-    """``fixed_length`` and ``bf16`` of a ``RunLog``, from ``run.json``; {} without the file."""
+    """``fixed_length``, ``bf16`` and ``masked`` of a ``RunLog``; {} without ``run.json``."""
     try:
         options = json.loads((folder / "run.json").read_text(encoding="utf-8"))["options"]
         fixed = all(not options[name] for name in _STOPS)
-        return {"fixed_length": fixed, "bf16": bool(options.get("bf16"))}
+        masked = options.get("policy_loss") == "mask"
+        return {"fixed_length": fixed, "bf16": bool(options.get("bf16")), "masked": masked}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
