@@ -15,7 +15,7 @@ BUDGETS = {
     "algorithms": 1_080,
     "checkpoint": 960,
     "classic": 3_870,
-    "cli": 3_740,
+    "cli": 3_741,
     "compat": 740,
     "config": 3_300,
     "data": 740,
@@ -32,18 +32,18 @@ BUDGETS = {
     "ops/cpu": 680,
     "pretrain": 740,
     "ray": 2_250,
-    "reporting": 2_400,
+    "reporting": 2_410,
     "rewards": 1_580,
     "rollout": 630,
-    "rollout/embedded": 1_530,
+    "rollout/embedded": 1_535,
     "rollout/scheduler": 1_605,
     "rollout/vllm": 2_920,
-    "trainers": 3_780,
+    "trainers": 3_785,
     "verifiers": 2_570,
     "verifiers/sandbox": 1_330,
 }
-TOTAL = 50_400
-TESTS = 41_810
+TOTAL = 50_420
+TESTS = 41_865
 
 
 def count_lines(files: list[Path]) -> int:

@@ -16,7 +16,19 @@ from kedge.errors import ConfigError, RolloutError
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.small import rows
 from tests.environments.test_tools import calculator
-from tests.environments.toys import CHAT, PROMPTS, VOCAB, Echo, chat_tokenizer, played, policy
+from tests.environments.toys import (
+    CHAT,
+    PROMPTS,
+    VOCAB,
+    Echo,
+    chat_tokenizer,
+    engine,
+    played,
+    policy,
+    prompts,
+    rollouts,
+    sampling,
+)
 from tests.unit.text_toys import EOS
 
 
@@ -326,3 +338,24 @@ def test_an_answer_without_a_call() -> None:
     shares = [row[f"environment/ended_{e}"] for e in ("answer", "token_limit")]
     assert sum(shares) == 1.0
     assert shares[1] == row["completions/truncated_ratio"]
+
+
+class Endless:
+    """Answers for as long as the policy has tokens."""
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> Any:
+        return "w5 w6", {}
+
+    def step(self, response: Response) -> Any:
+        return "w7 w8", 0.0, False, False, {}
+
+
+def test_without_a_trainer_the_positions_of_the_policy_end_an_episode() -> None:
+    """As in ``kedge generate --environment``, which gives no context."""
+    model = tiny_policy("llama", vocab_size=VOCAB, max_positions=48)
+    play = rollouts(Endless, engine(model), max_turn_tokens=5)
+    episodes = play.generate(prompts(2), sampling=sampling(max_new_tokens=60), seed=0)
+    lengths = episodes.prompts.mask.sum(1) + episodes.response_mask.sum(1)
+    assert int(lengths.max()) <= 48
+    assert episodes.episodes is not None
+    assert episodes.episodes.metrics["environment/ended_token_limit"][0] == 2

@@ -183,6 +183,7 @@ def test_the_plan_is_printed(tiny, capsys):
     assert main(["plan", "dpo"]) == 2
     assert main(["plan", "ppo", "--dummy_reward", *flags, "--num_mini_batches", "3"]) == 2
     assert "num_mini_batches=3 does not divide" in capsys.readouterr().err
+    assert main(["plan", "ppo", "--num_processes", "0", *flags]) == 2
     assert main(["plan", "ppo", "--num_processes", "none", *flags]) == 2
 
 

@@ -58,6 +58,8 @@ def gather(
         for name in sorted(p.name for p in folder.glob("*completions") if p.is_dir())
     }
     tokens = _read_tables(folder / TOKENS, most)
+    for table in tokens:
+        table["rows"] = [row for row in table["rows"] if _has_lists(row)]
     series: dict[str, dict[str, list[float]]] = {}  # steps and finite values of every metric
     for row in rows:
         for name, value in row.items():
@@ -112,6 +114,12 @@ def _read_tables(folder: Path, most: int) -> list[Row]:
     if sum(map(len, tables.values())) > most:
         share = max(1, most // len(tables))
     return [{"step": n, "rows": tables[n][:share]} for n in sorted(tables) if tables[n]]
+
+
+def _has_lists(row: Mapping[str, Any]) -> bool:
+    """Whether a row has tokens, and lists of what belongs to them."""
+    names = ("tokens", "advantage", "trained", "turn", "turn_rewards")
+    return "tokens" in row and all(isinstance(row[name], list) for name in names if name in row)
 
 
 def page(data: Mapping[str, Any]) -> str:

@@ -210,6 +210,8 @@ def check_kinds(inputs: TrainerInputs) -> None:
             f"optimizers={format_value(pair)} must be a pair (optimizer, scheduler); each may be"
             " None"
         )
+    if not isinstance(inputs.callbacks, list | tuple | None):
+        raise ConfigError(f"callbacks={format_value(inputs.callbacks)} must be a list of callbacks")
     values = {"optimizers[0]": pair[0], "optimizers[1]": pair[1]}
     for name, (kind, *members) in _KINDS.items():
         value = values[name] if name in values else getattr(inputs, name)
@@ -267,4 +269,5 @@ _KINDS = {
         *("shares_weights", "logprob_kind", "generate", "load_weights"),
     ),
     "peft_config": ("a PEFT configuration, such as peft.LoraConfig(...)", "peft_type"),
+    "data_collator": ("a function of a list of {'input_ids', 'attention_mask'}", "__call__"),
 }

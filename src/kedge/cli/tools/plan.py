@@ -93,6 +93,8 @@ def main(argv: Sequence[str]) -> None:
     if flags.measure and name == "async-ppo":
         raise ConfigError("kedge plan async-ppo cannot --measure: its processes start on a cluster")
     processes: int | None = flags.num_processes
+    if processes is not None and processes < 1:
+        raise ConfigError(f"--num_processes {processes} must be at least 1")
     with elsewhere() if config is AsyncPPOConfig else nullcontext():
         if config is AsyncPPOConfig:
             options = async_ppo.parse_options(rest, prog=prog)

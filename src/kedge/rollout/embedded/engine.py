@@ -164,6 +164,11 @@ class EmbeddedEngine:
         self._loops.clear()
         self._requests.clear()
 
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of prompt and response together; None: no limit."""
+        return positions(get_base_model(self.model))
+
     def _loop(self, sampling: Sampling, slots: int, **how: Any) -> DecodeLoop:
         record = self._record_allowed_tokens and sampling.truncates
         return DecodeLoop(self.model, sampling, self._tokenizer, slots=slots, record=record, **how)

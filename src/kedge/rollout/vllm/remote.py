@@ -197,7 +197,7 @@ class Remote:
                 break
             await asyncio.sleep(pause)
             pause = min(2 * pause, self._heartbeat)
-        return _result(read_json(response), request.prompt, self._version)
+        return _result(read_json(response), request, self._version)
 
     def cancel(self) -> None:
         """Drop all requests; the server stops working on them as their connections close."""
@@ -380,7 +380,7 @@ def read_json(response: httpx.Response) -> Any:
     return None
 
 
-def _result(body: Any, prompt: list[int], loaded: int) -> GenerationResult:
+def _result(body: Any, request: GenerationRequest, loaded: int) -> GenerationResult:
     """A response; without versions (before vLLM 0.32) it is of the weights ``loaded``.
 
     Raises:
@@ -390,8 +390,8 @@ def _result(body: Any, prompt: list[int], loaded: int) -> GenerationResult:
         result = _parse_choice(body["choices"][0], loaded)
         if len(result.tokens) != len(result.logprobs):
             raise ValueError(f"{len(result.tokens)} tokens, {len(result.logprobs)} logprobs")
-        if scored := body.get("prompt_logprobs"):
-            pairs = zip(scored[1:], prompt[1:], strict=True)
+        if "prompt_logprobs" in request.params:
+            pairs = zip(body["prompt_logprobs"][1:], request.prompt[1:], strict=True)
             logprobs = tuple(at[str(token)]["logprob"] for at, token in pairs)
             result = replace(result, prompt_logprobs=logprobs)
     return result
