@@ -33,7 +33,7 @@ BUDGETS = {
     "pretrain": 740,
     "ray": 2_250,
     "reporting": 2_410,
-    "rewards": 1_580,
+    "rewards": 1_587,
     "rollout": 630,
     "rollout/embedded": 1_535,
     "rollout/scheduler": 1_605,
@@ -42,8 +42,8 @@ BUDGETS = {
     "verifiers": 2_570,
     "verifiers/sandbox": 1_330,
 }
-TOTAL = 50_420
-TESTS = 41_865
+TOTAL = 50_425
+TESTS = 41_870
 
 
 def count_lines(files: list[Path]) -> int:

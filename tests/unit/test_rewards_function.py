@@ -285,6 +285,12 @@ def test_asynchronous_functions_work_inside_a_running_loop():
     assert asyncio.run(main()).scores.tolist() == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("on_error", ["typo", "score"])
+def test_what_an_error_does_is_checked(on_error):
+    with pytest.raises(ConfigError, match=f"on_error='{on_error}' with error_score=None must be"):
+        make(len, on_error=on_error)
+
+
 @pytest.mark.parametrize("on_error", ["raise", "drop"])
 def test_an_asynchronous_exception_names_its_row(on_error):
     source = make(slow, on_error=on_error)

@@ -56,7 +56,7 @@ class RewardFunction:
             requires.  None: unchecked.
 
     Raises:
-        ConfigError: the dataset lacks a column.
+        ConfigError: the dataset lacks a column, or ``on_error`` cannot act.
     """
 
     def __init__(
@@ -66,11 +66,17 @@ class RewardFunction:
         *,
         name: str | None = None,
         on_error: OnError = "raise",
-        error_score: float | None = 0.0,
+        error_score: float | None = None,
         log: RewardLog | None = None,
         trainer_state: Callable[[], object] | None = None,
         dataset_columns: Collection[str] | None = None,
     ) -> None:
+        scoreless = on_error == "score" and error_score is None
+        if scoreless or on_error not in ("raise", "score", "drop"):
+            raise ConfigError(
+                f"on_error={on_error!r} with error_score={error_score!r} must be 'raise', 'drop',"
+                " or 'score' with the score to give"
+            )
         self.name = name or function_name(function)
         self._function, self._texts = function, texts
         self._signature = Signature(function, self.name)
