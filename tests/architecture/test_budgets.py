@@ -43,7 +43,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_330,
 }
 TOTAL = 50_425
-TESTS = 41_870
+TESTS = 41_880
 
 
 def count_lines(files: list[Path]) -> int:

@@ -20,7 +20,7 @@ class StandIn:
     """
 
     def __init__(self, model):
-        self.model, self.faults, self.posts = model, [], 0
+        self.model, self.faults, self.posts, self.scores = model, [], 0, True
         self.version, self.working, self.lock = "0", 0, threading.Lock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.server.daemon_threads = True
@@ -90,7 +90,8 @@ class StandIn:
             ]
             params = {**params, "seed": 0, "stop_token_ids": []}
             choice = self.sample(ids, params)
-            return 200, {"choices": [choice], "prompt_logprobs": [None, *pairs]}
+            scores = {"prompt_logprobs": [None, *pairs]} if self.scores else {}
+            return 200, {"choices": [choice], **scores}
         with self.lock:
             self.posts += 1
             fault = self.faults.pop(0) if self.faults else None

@@ -90,6 +90,12 @@ def test_a_broken_answer_is_named(server, name, tmp_path):
         train(server, tmp_path, worker_timeout=2.0 if isinstance(fault, list) else 60.0)
 
 
+def test_a_server_that_scores_no_prompts_is_named(server, tmp_path):
+    server.scores = False
+    with pytest.raises(RolloutError, match=r"KeyError: 'prompt_logprobs'.*proxy"):
+        train(server, tmp_path)
+
+
 def test_a_lost_request_is_found_within_the_timeout(server, tmp_path):
     server.faults = ["lost"]
     begin = time.monotonic()
