@@ -25,7 +25,7 @@ def render_chat(
     try:
         text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
         return text
-    except ImportError:  # of jinja2; the message says what to install
+    except ImportError:  # raised by jinja2; the message says what to install
         raise
     except Exception as error:
         line = getattr(error, "lineno", None)

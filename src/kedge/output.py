@@ -26,8 +26,8 @@ except ImportError:  # Windows
 
 logger = logging.getLogger(__name__)
 
-LOCK = "_kedge.lock"  # uploads to the hub leave out "_*"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # of a file system
+LOCK = "_kedge.lock"  # hub uploads skip "_*"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # no locks there
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -58,7 +58,7 @@ def check_folder(option: str, folder: str | Path) -> None:
             pass
     except ConfigError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:  # a NUL, or an unknown ~user
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, or an unknown ~user
         raise ConfigError(f"{shown} cannot be written to ({error}); name another folder") from error
 
 
@@ -111,7 +111,7 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         lock = self._held.get(self.file)
-        if lock is None:  # in a forked process
+        if lock is None:  # after a fork
             return
         lock._depth -= 1
         if not lock._depth:

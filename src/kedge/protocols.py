@@ -22,7 +22,7 @@ from kedge.types import (
 )
 
 LossFn = Callable[[PolicyOutput, MicroBatch], Loss]
-AllReduce = Callable[[Tensor], Tensor]  # element-wise sum of a tensor over all ranks
+AllReduce = Callable[[Tensor], Tensor]  # element-wise sum over all ranks
 ShouldApply = Callable[
     [Mapping[str, float]], bool
 ]  # metrics of an optimizer step -> whether to apply it
@@ -103,7 +103,7 @@ class ContinuousEngine(RolloutEngine, Protocol):
         """Drop all requests."""
 
 
-# Text (a user message), chat messages, or token ids; None: nothing to say.
+# Text (a user message), chat messages, or token ids; None: no message.
 Observation = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor | None
 Info = Mapping[str, Any]
 Reset = tuple[Observation, Info]
@@ -145,7 +145,7 @@ class RewardSource(Protocol):
 class Learner(Stateful, Protocol):
     """Holds the trained models and the optimizer."""
 
-    version: int  # iterations finished; advance_version adds 1
+    version: int  # finished iterations; advance_version adds 1
 
     @property
     def rank(self) -> int:

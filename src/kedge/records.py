@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from kedge.errors import RolloutError
 
 if TYPE_CHECKING:
-    # From Python 3.11 on; annotations are not evaluated.
+    # Available since Python 3.11; annotations are not evaluated.
     from typing import Self  # type: ignore[attr-defined,unused-ignore]
 
 Index = Tensor | slice
@@ -66,7 +66,7 @@ def widen_field(f: Field[Any], x: Tensor, wide: Sequence[int]) -> Tensor:
     return pad(x, padding, value=f.metadata.get("fill", 0)) if any(padding) else x
 
 
-_FIELDS: dict[Any, tuple[Field[Any], ...]] = {}  # of each class; looking them up takes longer
+_FIELDS: dict[Any, tuple[Field[Any], ...]] = {}  # cached per class, since lookups are slower
 
 
 def _fields(kind: Any) -> tuple[Field[Any], ...]:

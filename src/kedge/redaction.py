@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 BLANK = "..."
-LONGEST = 4_000  # characters of a message
-SHORTEST, FEWEST = 8, 4  # characters, and different ones, of a value that is blanked everywhere
+LONGEST = 4_000  # characters of a redacted message
+SHORTEST, FEWEST = 8, 4  # characters, and distinct ones, in a value to blank
 _NAME = re.compile(
     r"(?:.*[_.-])?(?:(?:hub|auth|access|api|bearer|hf|refresh)[_-]?token|password|passwd|secret"
     r"|(?:api|access|secret|private)[_-]?key|authorization|credentials?)|token",

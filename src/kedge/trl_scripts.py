@@ -99,7 +99,7 @@ def get_peft_config(model_args: ModelConfig) -> Any:
         ) from error
     targets: Any = model_args.lora_target_modules
     if isinstance(targets, list) and len(targets) == 1:
-        targets = targets[0]  # "all-linear", or a pattern
+        targets = targets[0]  # "all-linear", or a regular expression
     settings = {
         "task_type": model_args.lora_task_type,
         "r": model_args.lora_r,

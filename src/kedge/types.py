@@ -33,7 +33,7 @@ class Sampling:
     top_k: int = 0  # 0 disables
     top_p: float = 1.0  # 1 disables
     min_p: float = 0.0  # 0 disables
-    stop_ids: tuple[int, ...] = ()  # the stop token stays in the response, as its last token
+    stop_ids: tuple[int, ...] = ()  # the stop token stays in the response, at its end
     stop_strings: tuple[str, ...] = ()
 
     @property
@@ -49,10 +49,10 @@ class PromptBatch(Record):
     ids: Tensor = rows_field(left=True)  # int64 [B, P]
     mask: Tensor = rows_field(left=True)  # bool  [B, P]
     group: Tensor  # int64 [B]; rows with equal values share a prompt
-    row: Tensor  # int64 [B]; index in the global batch, which selects the row's random stream
+    row: Tensor  # int64 [B]; index in the global batch, which selects the row's random numbers
     # Dataset columns, one value per row.
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    # int64 [B]; most tokens of the response, at most max_new_tokens; None: max_new_tokens
+    # int64 [B]; most tokens per response, at most max_new_tokens; None: max_new_tokens
     limit: Tensor | None = None
 
     def limits(self, sampling: Sampling) -> Tensor:
@@ -88,8 +88,8 @@ class ToolCall:
 
     name: str  # "" if the call could not be read
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    error: str = ""  # what is wrong with the call, in words for the policy
-    # The arguments as written, of formats in which 1 and "1" look alike.
+    error: str = ""  # what is wrong with the call, as text for the policy
+    # The arguments as written, in formats that print 1 and "1" alike.
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -102,7 +102,7 @@ class Response:
     terminated: bool = True  # False: cut off by a token limit
     raw: str | None = None  # decoded with special tokens, without the stop token; None: the text
     parse: Callable[[str], Sequence[ToolCall]] | None = None
-    reasoning: str = ""  # what the policy thought before it answered
+    reasoning: str = ""  # reasoning of the policy before the text
 
     @property
     def tool_calls(self) -> Sequence[ToolCall]:
@@ -115,14 +115,14 @@ class Response:
 class Episodes(Record):
     """What environments returned for a rollout, one episode per row."""
 
-    # int64 [B, R]; the turn, from 0, that a token of the policy belongs to; -1: other tokens
+    # int64 [B, R]; turn number from 0 for the policy's tokens, -1 for others
     turn: Tensor = rows_field(fill=-1)
-    rewards: Tensor  # float32 [B, R]; the reward of a turn, at its last token
+    rewards: Tensor  # float32 [B, R]; reward of each turn, at its last token
     valid: Tensor  # bool [B]; False: the environment failed, the row is not trained on
-    # Metrics of the episodes: (sum, count).
+    # Metrics of episodes: (sum, count).
     metrics: Mapping[str, tuple[float, float]] = rows_field(total=add_totals, default_factory=dict)
-    # Per row: "observations", the chat messages between one turn and the next; "metrics", those of
-    # the episode; "error", why its environment failed.
+    # Per row: "observations", the chat messages between two turns; "metrics" of the episode; and
+    # "error", why its environment failed.
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
 
@@ -132,19 +132,19 @@ class Rollout(Record):
 
     prompts: PromptBatch
     ids: Tensor  # int64 [B, R]
-    # bool [B, R]; tokens produced by the policy (including the stop token): these are trained on
+    # bool [B, R]; tokens that the policy sampled (including the stop token), which are trained on
     loss_mask: Tensor
     # bool [B, R]; all real tokens, a prefix of each row; loss_mask implies response_mask
     response_mask: Tensor
     terminated: Tensor  # bool [B]; ended by a stop token or string, not by a limit
     version: Tensor  # int64 [B]; policy version that sampled the row, -1: unknown
-    behavior_logprobs: Tensor | None = None  # float32 [B, R]; recorded while sampling
-    # int64 [B, R, K]; tokens that could be sampled, -1: unused slot
+    behavior_logprobs: Tensor | None = None  # float32 [B, R]; recorded during sampling
+    # int64 [B, R, K]; tokens that could be sampled, -1: unused
     allowed_tokens: Tensor | None = rows_field(fill=-1, default=None)
-    # of tasks of many turns
+    # for multi-turn tasks
     episodes: Episodes | None = rows_field(wide_as="ids", default=None)
-    # int64 [B, R]; policy version that sampled the token, -1: that of the row; ``version`` is then
-    # the oldest of the row
+    # int64 [B, R]; policy version that sampled the token, -1: the row's; ``version`` is then the
+    # oldest in the row
     token_version: Tensor | None = rows_field(fill=-1, absent="fill", wide_as="ids", default=None)
 
     @property
@@ -203,7 +203,7 @@ class ModelOutputs:
     ref_logprobs: Tensor | None = None  # float32 [B, R]
     values: Tensor | None = None  # float32 [B, R]; V(state before token t), and one extra slot
     last_values: Tensor | None = None  # float32 [B]; V(state after the last token)
-    full_kl: Tensor | None = None  # float32 [B, R]; KL(policy || reference) over the vocabulary
+    full_kl: Tensor | None = None  # float32 [B, R]; KL(policy || reference) over all tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +217,7 @@ class AdvantageOutput:
     value_mask: Tensor | None = None  # bool [B, R]; where the value model trains; None: the mask
     # bool [B, R]; where the policy trains; None: the rollout's mask
     loss_mask: Tensor | None = None
-    deviation: Tensor | None = None  # float32 []; of the advantages before they were scaled
+    deviation: Tensor | None = None  # float32 []; of the advantages before scaling
     penalized: Tensor | None = None  # bool [B, R]; tokens with a KL to the old policy (KL-Cov)
 
 
@@ -279,8 +279,8 @@ class Loss:
         return sum(rest, start=first)
 
 
-# The count of a metric that only some episodes report and that is a mean over all of them: when
-# totals are merged, those of episodes without it have no entry.
+# The denominator of a metric that only some episodes report but that averages over all of them:
+# when totals are merged, episodes without the metric have no entry.
 PER_EPISODE = math.inf
 
 
@@ -310,8 +310,8 @@ class Receipt:
 
     version: int
     fingerprint: str
-    # nats per token between engine and learner on the fixed tokens that verified the weights; None:
-    # they were compared bit by bit
+    # nats per token between engine and learner on the fixed tokens that verify weights; None: the
+    # weights were compared bit by bit
     gap: float | None = field(default=None, compare=False)
 
 

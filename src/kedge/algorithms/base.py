@@ -32,7 +32,7 @@ class AdvantageInputs:
     reward_output: RewardOutput
     model_outputs: ModelOutputs
     all_reduce: AllReduce = field(default=one_rank)
-    excluded: Tensor | None = None  # bool [B, R]; too old, or rejected by the correction
+    excluded: Tensor | None = None  # bool [B, R]; tokens too old, or rejected by the correction
 
     @property
     def trained(self) -> Tensor:

@@ -185,9 +185,9 @@ class PolicyTerms:
     """The policy loss of each token, before it is weighted and summed.  [b, R]."""
 
     log_ratio: Tensor  # log p - log p_old, 0 where the token does not train
-    ratio: Tensor  # of the token or of its response
-    loss: Tensor  # -min(ratio A, clip(ratio) A), or -ratio A within the clips alone
-    clipped: Tensor  # bool; the clip leaves the token without gradient
+    ratio: Tensor  # per token, or the ratio of the whole response
+    loss: Tensor  # -min(ratio A, clip(ratio) A), or -ratio A inside the clip range
+    clipped: Tensor  # bool; tokens whose gradient the clip sets to 0
 
 
 def policy_terms(

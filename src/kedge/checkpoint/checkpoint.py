@@ -48,7 +48,7 @@ STATE = "state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _SAVING, _OLD, _DELETING = ".saving-", ".old-", ".deleting-"
 
-_HASHES = {  # hashes, whose values mean nothing to a reader
+_HASHES = {  # values are hashes, so a message stands for them
     "prompts": "prompts: not those of the checkpoint",
     "reference": "reference: not that of the checkpoint, so the KL is to another model from now on",
 }
@@ -145,7 +145,7 @@ def _write_state(folder: Path, parts: dict[str, Any], head: dict[str, Any], rank
         return
     files: dict[str, dict[str, Tensor]] = {}
     for label, x in tensors.items():
-        if label not in sharded:  # state/learner/optimizer/0/m: state-learner.optimizer.safetensors
+        if label not in sharded:  # to files such as state-learner.optimizer.safetensors
             _, *path = label.split("/")
             name = re.sub(r"[^A-Za-z0-9_.-]", "_", ".".join(path[: 2 if len(path) > 2 else 1]))
             files.setdefault(f"state-{name}.safetensors", {})[label] = x
@@ -386,7 +386,7 @@ def rotate(
     kept = {Path(p).name for p in keep if p is not None}
     kept.add(next((x for x in reversed(folders) if _is_complete(x)), folders[-1]).name)
     oldest = [p for p in folders if p.name not in kept][: len(folders) - limit]
-    for folder in oldest:  # renamed first, so that a kill never leaves a partial checkpoint
+    for folder in oldest:  # rename first, so that a kill never leaves a partial checkpoint
         doomed = folder.with_name(_DELETING + folder.name)
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)

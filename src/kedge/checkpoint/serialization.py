@@ -59,11 +59,11 @@ def split(tree: Any, *, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
                 "a checkpoint can store only dense real tensors: convert it in state_dict()"
             )
         x, label, number, key = x.detach(), "/".join(path), 1, None
-        if x.numel() and not isinstance(x, DTensor):  # whose labels must be the same on all ranks
+        if x.numel() and not isinstance(x, DTensor):  # DTensors need equal labels on all ranks
             key = (x.data_ptr(), x.device, x.dtype, tuple(x.shape), x.stride())
         if key in seen:
             return {"tensor": seen[key]}
-        while label in tensors or label == "__metadata__":  # the keys 1 and "1" have the same path
+        while label in tensors or label == "__metadata__":  # keys 1 and "1" give the same path
             label, number = f"{'/'.join(path)}~{number}", number + 1
         tensors[label] = x
         if key is not None:

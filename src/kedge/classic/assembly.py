@@ -95,7 +95,7 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     options.setdefault("cpu", not torch.accelerator.is_available())
     folders = config.options("project_kwargs")
     if not folders.get("logging_dir") and not folders.get("project_dir"):
-        folders["logging_dir"] = "runs"  # TensorBoard needs one
+        folders["logging_dir"] = "runs"  # TensorBoard needs a folder
     try:
         avoid_cudnn_attention()
         accelerator = Accelerator(
@@ -152,7 +152,7 @@ def make_learner(
             "the model has no trainable weight; load an adapter with is_trainable=True"
         )
     optimizer = optimizer or torch.optim.Adam(trained, lr=config.learning_rate)
-    # Optimizer, schedule and accelerator are given; this is what else the learner reads.
+    # Optimizer, schedule and accelerator are given; these are the learner's other options.
     args: Any = SimpleNamespace(torch_compile=False, ddp_bucket_cap_mb=None)
     return HFLearner(
         model.pretrained_model,

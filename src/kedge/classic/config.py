@@ -17,14 +17,14 @@ from kedge.errors import ConfigError
 from kedge.loop.kl_control import AdaptiveKL, FixedKL
 from kedge.suggestions import named
 
-JSON = dict[str, Any] | str | None  # a dictionary, or JSON from a command line
+JSON = dict[str, Any] | str | None  # a dictionary, or its JSON on a command line
 _JSON_FIELDS = (
     "tracker_kwargs",
     "accelerator_kwargs",
     "project_kwargs",
     "push_to_hub_if_best_kwargs",
 )
-TRACKERS = tuple(str(x) for x in LoggerType)  # "all": those that are installed
+TRACKERS = tuple(str(x) for x in LoggerType)  # "all" selects every installed tracker
 
 
 def _script() -> str:

@@ -167,7 +167,7 @@ def top_k_top_p_filtering(
         "filter_value": filter_value,
         "min_tokens_to_keep": min_tokens_to_keep,
     }
-    unused = torch.empty(0, dtype=torch.long)  # the warpers do not read the tokens so far
+    unused = torch.empty(0, dtype=torch.long)  # the warpers ignore previous tokens
     if top_k > 0:
         logits = TopKLogitsWarper(int(top_k), **limits)(unused, logits)
     if 0 <= top_p < 1:

@@ -117,7 +117,7 @@ class StopAt(StoppingCriteria):
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
         self.strings, self.tokenizer = strings, tokenizer
-        self.width = max(len(string.encode()) for string in strings)  # tokens, at most
+        self.width = max(len(string.encode()) for string in strings)  # upper bound, in tokens
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         """Bool [b] for ids int64 [b, n]."""
@@ -303,7 +303,7 @@ class TextEnvironment:
     ) -> list[Tensor]:
         """The model's next turn [n_i] for token sequences [P_i], up to a call or an answer."""
         stops = [self.call_token, self.submit_token]
-        sampler: Any = self  # has the tokenizer and the kind of model that the method reads
+        sampler: Any = self  # provides the tokenizer and the model type that the method reads
         responses = PPOTrainer._generate_batched(
             sampler,
             extract_model_from_parallel(self.model),

@@ -85,7 +85,7 @@ class Scores:
     """Scores of responses: one per response, one per token, or both."""
 
     whole: Tensor  # float32 [B]
-    tokens: Tensor | None = None  # float32 [B, R], 0 for responses without token scores
+    tokens: Tensor | None = None  # float32 [B, R]; 0 for responses without token scores
 
     @property
     def sums(self) -> Tensor:
@@ -292,7 +292,7 @@ def response_mask(
     whole = inputs["attention_mask" if start is None else "decoder_attention_mask"]
     out = torch.zeros_like(whole[:, 1:])
     for i, (row, query, response) in enumerate(zip(whole, queries, responses, strict=True)):
-        first = int(row.argmax())  # left padding
+        first = int(row.argmax())  # index of the first real token under left padding
         skip = int(begins_with(response, start))
         begin = first + (len(query) - 1 if start is None else 0)
         count = len(response) - skip

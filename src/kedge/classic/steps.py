@@ -62,7 +62,7 @@ from kedge.types import Experience, MicroBatch, PolicyOutput
 
 Stats = dict[str, Any]
 ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}
-STEPS = (  # methods that a subclass may override, or that may be assigned
+STEPS = (  # methods that a subclass may override or assign
     *("_step_safety_checker", "prepare_model_inputs", "batched_forward_pass"),
     *("compute_rewards", "_kl_penalty", "compute_advantages", "loss", "train_minibatch"),
     *("_early_stop", "record_step_stats", "gather_stats", "optional_peft_ctx"),
@@ -187,7 +187,7 @@ class PPOSteps:
         }
         if self.data_collator is not self._usual_collator:
             names.add("prepare_model_inputs")
-        self._accumulates = "train_minibatch" in names  # and so the optimizer is wrapped
+        self._accumulates = "train_minibatch" in names  # then the optimizer is wrapped
         scaled = self.learner.scaler.is_enabled()
         if self._accumulates and (scaled or self.is_distributed):
             where = "with fp16" if scaled else f"with {self.learner.world_size} processes"
@@ -461,9 +461,9 @@ class GradientAccumulator:
 
     learner: HFLearner
     parts: int = 1
-    last: bool = True  # the next mini-batch is the last of its optimizer step
-    _tokens: Tensor | None = None  # trained tokens of a mini-batch, mean over parts and ranks
-    _sums: Tensor | None = None  # float64 [3]: ratios, policy KL and tokens so far
+    last: bool = True  # whether the next mini-batch is the last of its optimizer step
+    _tokens: Tensor | None = None  # trained tokens per mini-batch, averaged over parts and ranks
+    _sums: Tensor | None = None  # float64 [3]: sums of ratios and policy KL, number of tokens
 
     @contextmanager
     def optimizer_step(
@@ -546,7 +546,7 @@ def step_by_step(trainer: PPOSteps, samples: Samples, scores: Scores, *, masked:
     stats = trainer.record_step_stats(
         kl_coef=kl_coef, train_stats=stack_dicts(train_stats) | lists, **record
     )
-    if trainer.is_distributed:  # arrays differ in length, so only scalars are gathered
+    if trainer.is_distributed:  # arrays differ in length across ranks, so only scalars are gathered
         stats = trainer.gather_stats(
             {
                 name: x.cpu().numpy() if isinstance(x, Tensor) and x.numel() != 1 else x
@@ -590,7 +590,7 @@ def _experience(
     ]
     inputs = trainer.prepare_model_inputs(queries, responses)
     if reference is not None and not isinstance(reference, PreTrainedModelWrapper):
-        with torch.random.fork_rng():  # a value head, so that it returns three items
+        with torch.random.fork_rng():  # with a value head the model returns three items
             reference = type(trainer.model)(reference)
 
     def forward(model: Any, masks: list[Tensor] | None = None) -> Any:
@@ -614,7 +614,7 @@ def _experience(
     clock.append(time.perf_counter())
     rewards, penalty, kls = trainer.compute_rewards(scores.whole.to(device), *pair, mask)
     _check_shapes("compute_rewards", mask, rewards=rewards, non_score_reward=penalty, kls=kls)
-    if scores.tokens is not None:  # [B, R], to the places of the response
+    if scores.tokens is not None:  # from [B, R] to response positions
         places = response_mask(inputs, queries, responses, None, start=start)
         numbers = [x[: len(r)] for x, r in zip(scores.tokens, samples.responses, strict=True)]
         grid = torch.zeros(places.shape, device=places.device)

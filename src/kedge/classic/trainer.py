@@ -71,7 +71,7 @@ from kedge.models.model import in_float32
 from kedge.suggestions import named
 from kedge.types import RewardOutput, Sample, require
 
-_UPDATER = ("step", "learner", "kl")  # parts of its state in a checkpoint
+_UPDATER = ("step", "learner", "kl")  # keys of the updater's state in a checkpoint
 _PREPARE = "; prepare their loader with trainer.accelerator.prepare(dataloader)"
 
 
@@ -370,7 +370,7 @@ class PPOTrainer(PPOSteps):
             extra = -ids.shape[1] % (pad_to_multiple_of or 1)
             ids, mask = F.pad(ids, (extra, 0), value=pad), F.pad(mask, (extra, 0))
             rows = _sample(model, ids, mask, length_sampler, options)
-            begin = 1 if self.is_encoder_decoder else ids.shape[1]  # a start token may be the EOS
+            begin = 1 if self.is_encoder_decoder else ids.shape[1]  # a start token may be EOS
             for query, row in zip(queries, rows, strict=True):
                 new = row[begin:]
                 ended = torch.isin(new, ends.long()).nonzero()[:1, 0].tolist()
@@ -431,7 +431,7 @@ class PPOTrainer(PPOSteps):
             stats = step_by_step(self, samples, scaled, masked=checked[3] is not None)
         else:
             stats = self._fast_step(samples, scaled)
-        for weight in self.model.parameters():  # as accelerate leaves them
+        for weight in self.model.parameters():  # zero gradients, as accelerate leaves them
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
         if c.optimize_device_cache:
             empty_device_cache()
@@ -480,7 +480,7 @@ class PPOTrainer(PPOSteps):
         )
         stats = convert_to_scalar(stats_to_np(stats))
         times.append(time.perf_counter())
-        seconds = (  # rewards include building the batch; advantages the KL penalty
+        seconds = (  # "rewards" includes building the batch, "advantages" the KL penalty
             recorder.annotated - times[0],
             times[0] - recorder.started,
             recorder.credited - recorder.annotated,

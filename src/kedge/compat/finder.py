@@ -42,7 +42,7 @@ def _modules(config: str, trainer: str, tables: Names) -> Modules:
 
 
 _SWIFT = _modules("kedge.compat.hf_trainer", "kedge.compat.hf_trainer", _DATA["trainers"])
-for _names in _SWIFT.values():  # ms-swift's own: it derives from TRL's and overrides the loop
+for _names in _SWIFT.values():  # ms-swift's class derives from TRL's and overrides its loop
     _names.pop("GRPOConfig", None)
     _names.pop("GRPOTrainer", None)
 APIS = MappingProxyType(
@@ -145,7 +145,7 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         if self._inner is not None:
             self._inner.exec_module(module)
-        module = sys.modules.get(module.__name__, module)  # TRL puts a lazy module in its place
+        module = sys.modules.get(module.__name__, module)  # TRL replaces its module by a lazy one
         self._finder.add_names(module, installed=self._inner is not None)
 
 

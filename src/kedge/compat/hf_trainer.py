@@ -19,14 +19,14 @@ from kedge.config.declare import default_of, status
 logger = logging.getLogger(__name__)
 
 
-_PPO = (  # the fields of TRL's PPOConfig
+_PPO = (  # fields of TRL's PPOConfig
     *("reward_model_path", "sft_model_path", "model_adapter_name", "ref_adapter_name"),
     *("num_ppo_epochs", "num_mini_batches", "whiten_rewards", "kl_coef", "kl_estimator"),
     *("cliprange", "cliprange_value", "vf_coef", "gamma", "lam", "total_episodes", "temperature"),
     *("local_rollout_forward_batch_size", "num_sample_generations", "response_length"),
     *("stop_token", "stop_token_id", "missing_eos_penalty", "dataset_num_proc"),
 )
-# Set by ms-swift for its own loop: for data loaders, and removal of columns that it made.
+# Set by ms-swift for its own training loop and its removal of dataset columns.
 _OF_SWIFT = ("accelerator_config", "remove_unused_columns", "dataloader_")
 _TRL_FIELDS = [f for f in fields(kedge.PPOConfig) if f.name in _PPO]
 PPOConfig = make_dataclass(

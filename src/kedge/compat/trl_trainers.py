@@ -13,7 +13,7 @@ from torch import nn
 import kedge
 
 if TYPE_CHECKING:
-    from kedge import PPOTrainer as Trainer  # the classes below are mixed into trainers
+    from kedge import PPOTrainer as Trainer  # base class of the mixins below
 else:
     Trainer = object
 logger = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ class AsyncPPOConfig(PPOConfig):
     output_dir: str | None = option("output", "Output folder of the run.")
     seed: int = option(1, "Seed of every random number generator.")
 
-    # Options of PPOConfig with other defaults.
+    # Options of PPOConfig that have other defaults here.
     learning_rate: float = option(2e-5, "Learning rate of the policy.")
     adam_epsilon: float = option(1e-5, "Epsilon of Adam.")
     total_episodes: int | None = option(100_000, "Responses to generate over the whole run.")
@@ -235,7 +235,7 @@ def _convert_schedule(c: Any) -> None:
         _assign(c, "save_freq", "save_steps", c.save_freq, unset=500)
     if c.dataset_mixer_eval_list and str(c.eval_strategy) in ("no", "IntervalStrategy.NO"):
         c.eval_strategy = "steps"
-        c.eval_steps = min(1 / c.num_evals, 1 - 1e-9)  # a fraction of the run
+        c.eval_steps = min(1 / c.num_evals, 1 - 1e-9)  # as a fraction of the run
 
 
 def _convert_engine_args(c: Any) -> None:

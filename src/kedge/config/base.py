@@ -46,7 +46,7 @@ from kedge.suggestions import hint
 
 logger = logging.getLogger(__name__)
 Config = TypeVar("Config", bound="OnPolicyConfig")
-# Prefixes; each needs hooks in layers or a switch before every evaluation.
+# Prefixes of options that need hooks in layers, or a switch before every evaluation.
 UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
 UNSUPPORTED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
@@ -66,7 +66,7 @@ class ConfigType(type):
         """
         options |= dict(zip(fields_of(cls), args, strict=False))
         known = {**fields_of(cls), **foreign(cls)}
-        extra = {}  # arguments of a subclass's own __init__ that are not options
+        extra = {}  # arguments of a subclass's own __init__, which are not options
         if not options.keys() <= known.keys():
             own = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
             extra = {n: options.pop(n) for n in [*options] if n in own and n not in known}
@@ -109,7 +109,7 @@ def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     defaults = {name: default_of(f) for name, f in fields_of(cls).items()}
     values: dict[str, Any] = {}
-    for name in sorted(options, key=lambda name: name not in defaults):  # aliases last
+    for name in sorted(options, key=lambda name: name not in defaults):  # aliases come last
         target, value = translate_option(cls, name, options[name])
         if target is None or (target != name and equal(options[name], foreign(cls)[name].default)):
             continue
@@ -160,7 +160,7 @@ def equal(value: Any, other: Any) -> bool:
         return True
     try:
         return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
-    except Exception:  # whatever an unknown object's __eq__ raises
+    except Exception:  # an unknown object's __eq__ may raise anything
         return False
 
 
@@ -184,7 +184,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
     given: ClassVar[frozenset[str]] = frozenset()  # on an instance: the options that were set
     changed: ClassVar[bool] = False  # on an instance: options were set since they were checked
 
-    # TrainingArguments with other defaults.
+    # Fields of TrainingArguments with other defaults.
     logging_steps: float = option(
         10, "Iterations between log rows; below 1, a fraction of the run.", ge=0
     )
@@ -204,14 +204,14 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
     run_name: str | None = option(None, "Name of the run in trackers. Unset: exp_name, if given.")
 
     def __post_init__(self) -> None:
-        redact({f.name: getattr(self, f.name) for f in fields(self)})  # remembers secrets
+        redact({f.name: getattr(self, f.name) for f in fields(self)})  # registers secrets
         self._resolve_precision()
         self._fill_defaults()
         self._check()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1 and not _has_gpu():
-            self.use_cpu = True  # otherwise the ranks would not form a process group
-        # TrainingArguments fills in DeepSpeed's settings from it.
+            self.use_cpu = True  # otherwise the ranks do not form a process group
+        # TrainingArguments fills in DeepSpeed's settings from this value.
         self.world_size = launched
         try:
             super().__post_init__()
@@ -273,9 +273,9 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         cls = type(self)
-        # Of transformers or a subclass, for something else than an option.
+        # Attributes that transformers or a subclass uses for something other than an option.
         other = name.startswith("_") or name in vars(self) or hasattr(cls, name)
-        built = "given" in vars(self)  # until then, values come from `translate` or transformers
+        built = "given" in vars(self)  # values before that come from `translate` or transformers
         if not built or (other and name not in fields_of(cls)):
             super().__setattr__(name, value)
             return
@@ -320,7 +320,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         check_rollout(self)
 
     def _resolve_precision(self) -> None:
-        self.bf16_full_eval = self.fp16_full_eval = False  # without effect, and refused on CPUs
+        self.bf16_full_eval = self.fp16_full_eval = False  # no effect here, and rejected on CPUs
         has_bf16 = is_torch_bf16_gpu_available() and not self.use_cpu
         if self.bf16 is None:
             self.bf16 = has_bf16 and not self.fp16
@@ -330,7 +330,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
             raise ConfigError("fp16=True needs a CUDA device; set bf16=True or leave both unset")
 
     def _fill_defaults(self) -> None:
-        # Newer transformers call it activation_checkpointing and warn about the old name.
+        # Newer transformers call the option activation_checkpointing and warn about the old name.
         if getattr(self, "activation_checkpointing", False) is None:
             self.activation_checkpointing = self.gradient_checkpointing
         if getattr(self, "activation_checkpointing_kwargs", False) is None:
@@ -364,7 +364,7 @@ _flag_aliases()
 
 
 def _check_responses(c: Any) -> None:
-    check_end(c, has_eos=True)  # the tokenizer is not known yet
+    check_end(c, has_eos=True)  # the tokenizer is only known later
     if c.min_new_tokens > c.response_length:
         raise ConfigError(
             f"min_new_tokens={c.min_new_tokens} must be at most response_length={c.response_length}"

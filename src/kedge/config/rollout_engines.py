@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from kedge.config.declare import SECONDS, format_value, option, read_mapping
 from kedge.errors import ConfigError, install_command
 
-LOWEST_VLLM = "0.26"  # oldest that the tests pass with
-# Arguments of vLLM with which it would sample from another distribution or model than the policy.
+LOWEST_VLLM = "0.26"  # oldest release that the tests pass with
+# Arguments that would make vLLM sample from another distribution or model than the policy.
 DECIDED = (
     *("model", "runner", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "generation_config"),
     *("seed", "load_format", "enable_sleep_mode", "weight_transfer_config"),
@@ -81,7 +81,7 @@ _VLLM = ("vllm_engine_args", "vllm_tensor_parallel_size", "vllm_sleep", "vllm_to
 _REMOTE_ENGINE = ("worker_start_timeout", "worker_heartbeat", "worker_timeout", "rollout_timeout")
 _RAY = ("ray_address", "ray_wait_seconds")
 
-# Engines in Ray actors are "ray" and the value of ray_engine; "http://" is any address.
+# Engines in Ray actors are named "ray" plus the value of ray_engine; "http://" is any address.
 ROLLOUT_ENGINES: Mapping[str, RolloutEngineSpec] = MappingProxyType(
     {
         "embedded": RolloutEngineSpec(
@@ -370,6 +370,6 @@ def engine_args(
 def vllm_limit(config: Any) -> dict[str, int]:
     """Tokens of prompt and response that vLLM is limited to, under the option's name; or empty."""
     limit = engine_args(config.vllm_engine_args).get("max_model_len")
-    if not isinstance(limit, int) or limit < 1:  # unset, or for vLLM to decide
+    if not isinstance(limit, int) or limit < 1:  # None lets vLLM decide
         return {}
     return {"vLLM with vllm_max_model_length (max_model_len)": limit}

@@ -19,7 +19,7 @@ from kedge.demo.task import FACTS, write_post, write_summary
 from kedge.rewards.model import RewardModel
 
 POSTS = 12  # per exchange
-BLIND = 0.5  # share of pairs in the right order
+BLIND = 0.5  # share of pairs that are in the right order
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ from kedge.types import (
 )
 
 _RESERVE = 64  # tokens
-# Why episodes end: the environment says so (or cuts it off), an answer without a call, limits of
-# turns, tokens and seconds, failures of the environment and of its reward.
+# Reasons for the end of an episode: the environment ends it (or cuts it off), an answer without a
+# call, limits of turns, tokens and seconds, failures of the environment and of its reward.
 ENDINGS = (
     *("done", "truncated", "answer", "turn_limit", "token_limit", "time_limit"),
     *("environment_error", "grader_error"),
@@ -41,31 +41,31 @@ class Episode:
     group: int
     prompts: PromptBatch  # one row
     sampling: Sampling
-    seed: int  # of the turns
+    seed: int  # for sampling the turns
     environment: Any = None
-    prompt_ids: list[int] = field(default_factory=list)  # with the first observation
+    prompt_ids: list[int] = field(default_factory=list)  # including the first observation
     ids: list[int] = field(default_factory=list)
-    turn: list[int] = field(default_factory=list)  # -1: not of the policy
+    turn: list[int] = field(default_factory=list)  # -1: tokens not sampled by the policy
     logprobs: list[float] | None = field(default_factory=list)
     allowed: list[Tensor] | None = None  # int64 [K] per token
     rewards: dict[int, float] = field(default_factory=dict)  # by position
-    version: int | None = None  # the oldest
-    versions: list[int] = field(default_factory=list)  # per token; -1: not of the policy
+    version: int | None = None  # oldest policy version in the episode
+    versions: list[int] = field(default_factory=list)  # per token; -1: not sampled by the policy
     turns: int = 0
     done: bool = False
     terminated: bool = False
     cut_off: bool = False  # ended by a limit of the rollout engine
     ending: str = ""  # one of ENDINGS
-    longest: int = 0  # tokens of the longest turn
-    shortened: int = 0  # observations that were cut, since they left no room for a turn
+    longest: int = 0  # tokens in the longest turn
+    shortened: int = 0  # observations cut to leave room for a turn
     error: str = ""  # why the environment failed
     dropped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)  # summed over the episode
-    info: dict[str, float] = field(default_factory=dict)  # the latest numbers
+    info: dict[str, float] = field(default_factory=dict)  # latest numbers of the environment's info
     observations: list[list[dict[str, Any]]] = field(default_factory=list)
     seconds: float = 0.0  # spent in the environment
-    limit: int = 0  # tokens of the turn that is being sampled
-    on_result: Callable[[Any], None] | None = None  # gets the result of the environment's call
+    limit: int = 0  # token limit of the turn being sampled
+    on_result: Callable[[Any], None] | None = None  # receives the result of the environment's call
 
     def __post_init__(self) -> None:
         self.prompt_ids = self.prompts.ids[0][self.prompts.mask[0]].tolist()
@@ -153,7 +153,7 @@ class TurnLimits:
     max_turn_tokens: int | None
     max_seconds: float | None
     context: int | None = None  # longest prompt plus episode that the models support, in tokens
-    keeps_last: bool = False  # the observation after the last turn of a truncated episode
+    keeps_last: bool = False  # keep the observation after the last turn of a truncated episode
 
     def __post_init__(self) -> None:
         limits = {"max_turns": self.max_turns, "max_turn_tokens": self.max_turn_tokens}
@@ -229,7 +229,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 def environment_seed(seed: int, group: int) -> int:
     """The seed of the environments of a group, whose episodes are compared with each other."""
-    return derive_seed(f"{seed}/environment/{group}") >> 31  # 32 bits, which every generator takes
+    return derive_seed(f"{seed}/environment/{group}") >> 31  # 32 bits: any generator accepts them
 
 
 def derive_seed(text: str) -> int:
@@ -288,7 +288,7 @@ def build_rollout(
 ) -> Rollout:
     """The rollout of a batch of episodes, one per row of ``prompts``."""
     for episode in episodes:
-        if not episode.ids:  # failed before its first turn: one token that is not trained on
+        if not episode.ids:  # no turn was sampled: add one token that is not trained on
             episode.add_observation([pad_id])
     lengths = torch.tensor([len(e.ids) for e in episodes])
     width = int(lengths.max()) + spare
@@ -302,7 +302,7 @@ def build_rollout(
     if len(recorded) == len(episodes):
         logprobs = pad_rows(recorded, width, torch.float32, 0.0)
     trained = turn >= 0
-    versions = None  # those of the rows
+    versions = None  # use the versions of the rows
     if any(v not in (-1, e.version) for e in episodes for v in e.versions):
         versions = pad_rows([e.versions for e in episodes], width, torch.int64, -1)
     rollout = Rollout(

@@ -34,7 +34,7 @@ class FunctionRollouts:
         pad_id: fills rows.
     """
 
-    shares_weights = True  # the function finds the weights in the trainer
+    shares_weights = True  # the function reads the weights from the trainer
 
     def __init__(self, function: RolloutFunc, trainer: Callable[[], Any], *, pad_id: int) -> None:
         self._function, self._trainer, self._pad = function, trainer, pad_id

@@ -20,9 +20,9 @@ from kedge.protocols import Environment
 
 MakeEnvironment = Callable[[], Environment]
 OnError = Literal["raise", "drop", "score"]
-_MOST_FAILED = 0.9  # of the latest episodes, with "drop"
-_LATEST = 16  # episodes, or two batches
-_NO_ROOM = 0.01  # seconds to wait for room
+_MOST_FAILED = 0.9  # share of the latest episodes that may fail with on_env_error="drop"
+_LATEST = 16  # minimum number of latest episodes, otherwise two batches
+_NO_ROOM = 0.01  # seconds to wait while all threads are busy
 
 
 class Calls:
@@ -38,10 +38,10 @@ class Calls:
 
     def __init__(self, *, timeout: float | None = None, most: int = 256) -> None:
         self.timeout, self.most = timeout, most
-        self._threads: dict[Future[Any], float] = {}  # begin of calls that have not ended
+        self._threads: dict[Future[Any], float] = {}  # start times of calls that have not ended
         self.room = threading.Semaphore(most)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_lock = threading.Lock()  # threads of environments may ask for it first
+        self._loop_lock = threading.Lock()  # several environment threads may start the loop
 
     @property
     def hung(self) -> int:
@@ -60,7 +60,7 @@ class Calls:
         def end(result: Any) -> None:
             self._threads.pop(future, None)
             self.room.release()
-            with suppress(InvalidStateError):  # the call was overdue
+            with suppress(InvalidStateError):  # the call has already timed out
                 future.set_result((result, time.monotonic() - begin))
 
         def work() -> None:
@@ -68,7 +68,7 @@ class Calls:
                 result = call()
                 if inspect.isawaitable(result):
                     result = self._schedule(result).result(self.timeout)
-            except BaseException as error:  # an environment may even exit
+            except BaseException as error:  # SystemExit, too: an environment may exit
                 result = error
             end(result)
 
@@ -109,7 +109,7 @@ class RunningCalls:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._waiting: deque[tuple[int, Callable[[], Any]]] = deque()
-        self._running: dict[Future[tuple[Any, float]], tuple[int, float]] = {}  # key and begin
+        self._running: dict[Future[tuple[Any, float]], tuple[int, float]] = {}  # -> key, start
         self.seconds: dict[int, float] = {}  # of the calls that ``wait`` last returned
 
     def __len__(self) -> int:
@@ -132,7 +132,7 @@ class RunningCalls:
             RolloutError: calls that hang use all the room.
         """
         calls = self._calls
-        if self._waiting:  # others may use the room
+        if self._waiting:  # a call of another pool may end
             if calls.hung >= calls.most:
                 raise RolloutError(
                     f"{calls.hung} calls of environments hang, each for longer than"
@@ -186,10 +186,10 @@ class EnvironmentPool:
         if on_error not in ("raise", "drop", "score"):
             raise ConfigError(f"on_env_error must be 'raise', 'drop' or 'score', got {on_error!r}")
         self.calls, self._make, self.on_error = calls, make, on_error
-        self._idle: dict[object, list[Any]] = {}  # environments without an episode, by name
+        self._idle: dict[object, list[Any]] = {}  # environments free for a new episode, by name
         self._lock = threading.Lock()
         self._closed = False
-        self._errors: list[str] = []  # of the latest episodes; "" for one that did not fail
+        self._errors: list[str] = []  # of the latest episodes; "" if there was none
 
     def check_errors(self, rows: int) -> None:
         """Check that environments work, before a batch of ``rows`` begins.
@@ -246,7 +246,7 @@ class EnvironmentPool:
                 self._idle.setdefault(self._name(episode), []).append(environment)
                 return
         if hasattr(environment, "close") and self.calls.room.acquire(blocking=False):
-            self.calls.start(environment.close)  # may hang, as the call before; errors are dropped
+            self.calls.start(environment.close)  # may hang again; errors are ignored
 
     def close(self) -> None:
         """Close the idle environments."""

@@ -94,7 +94,7 @@ class EnvironmentRollouts:
     many_turns = True  # ranks may need different numbers of turns
     shares_weights, logprob_kind = _of_engine("shares_weights"), _of_engine("logprob_kind")
     wait_for_other_ranks = _of_engine("wait_for_other_ranks", None)
-    slots = _of_engine("slots", 0)  # with 0 only ``generate`` can be used
+    slots = _of_engine("slots", 0)  # with 0, only ``generate`` can be used
     updates_in_flight = _of_engine("updates_in_flight", False)
 
     def __init__(  # noqa: PLR0913
@@ -116,7 +116,7 @@ class EnvironmentRollouts:
         context: int | None = None,
         keep_last_observation: bool = False,
     ) -> None:
-        self.engine: Any = engine  # the methods of one with slots are asked for
+        self.engine: Any = engine  # untyped: the request methods are optional in the protocol
         self._limits = TurnLimits(
             max_turns=max_turns,
             max_turn_tokens=max_turn_tokens,
@@ -134,7 +134,7 @@ class EnvironmentRollouts:
         self._pad = next((int(i) for i in (pad_id, *ids) if i is not None), 0)
         self._spare = int(extra_slot)
         self._error_score = env_error_score
-        # Sample the turns of all live episodes at once, when all environments have answered.
+        # Sample a turn for all live episodes at once, when all environments have answered.
         self._together = False
         self._forget()
         self.engines = tuple(self._around(part) for part in getattr(engine, "engines", ()))
@@ -150,11 +150,11 @@ class EnvironmentRollouts:
         """Begin without episodes."""
         self._keys = itertools.count()
         self._calls = RunningCalls(self._environments.calls)
-        self._running: dict[int, Episode] = {}  # by key
+        self._running: dict[int, Episode] = {}  # live episodes by key
         self._groups: dict[int, list[Episode]] = {}  # incomplete groups, by group id
-        self._resetting: Counter[int] = Counter()  # episodes without their first observation
-        self._ready: list[Episode] = []  # whose next turn is sampled together with all others
-        self._seconds = (0.0, 0.0)  # in environments and in the model
+        self._resetting: Counter[int] = Counter()  # episodes without a first observation, by group
+        self._ready: list[Episode] = []  # episodes whose next turns are sampled together
+        self._seconds = (0.0, 0.0)  # seconds in environments, and in the model
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
         """Load the weights into the engine."""
@@ -209,7 +209,7 @@ class EnvironmentRollouts:
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
         """Play these rows as well; an episode continues as soon as its environment has answered."""
-        first: dict[int, int] = {}  # row of each group, whose ids are those of the dispatcher
+        first: dict[int, int] = {}  # first row of each group; the dispatcher chose the ids
         for group, row in zip(prompts.group.tolist(), prompts.row.tolist(), strict=True):
             first[group] = min(row, first.get(group, row))
         numbers = [first[group] for group in prompts.group.tolist()]
@@ -265,7 +265,7 @@ class EnvironmentRollouts:
         answered: list[tuple[Callable[[Any], None], Any]] = []
         for key, result in sorted(results.items()):
             episode = self._running[key]
-            assert episode.on_result is not None  # its environment was called
+            assert episode.on_result is not None  # set when its environment was called
             answered.append((episode.on_result, result))
             episode.on_result = None
             episode.seconds += self._calls.seconds[key]
@@ -292,7 +292,7 @@ class EnvironmentRollouts:
 
     def _sample_together(self) -> None:
         ready, self._ready = sorted(self._ready, key=lambda e: e.key), []
-        # An engine reads rows of a group with the same tokens once.
+        # The engine encodes a prompt shared by rows of a group once.
         numbers: dict[tuple[int, tuple[int, ...]], int] = {}
         groups = [numbers.setdefault((e.group, tuple(e.history)), len(numbers)) for e in ready]
         prompts, sampling, seed = self._build_turns(ready, groups)
@@ -375,7 +375,7 @@ class EnvironmentRollouts:
             episode.prompt_ids = ids
             episode.measure(info)
         self._resetting[episode.group] -= 1
-        if not self._resetting[episode.group]:  # together: an equal prompt is read once
+        if not self._resetting[episode.group]:  # together: equal prompts are encoded once
             del self._resetting[episode.group]
             self._next_turns(self._groups[episode.group])
 
@@ -487,6 +487,6 @@ def _unwrap(result: Any) -> Any:
     """The result of a call; raises the exception of a failed one."""
     if isinstance(result, Exception):
         raise result
-    if isinstance(result, BaseException):  # SystemExit in a thread of an environment
+    if isinstance(result, BaseException):  # SystemExit in an environment's thread
         raise RolloutError(f"{type(result).__name__}: {result}") from result
     return result

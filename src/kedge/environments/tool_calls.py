@@ -79,7 +79,7 @@ def parse_tagged(text: str) -> Sequence[ToolCall]:
     name with ``<arg_key>`` that of GLM.
     """
     bodies = _TAGGED.findall(text)
-    if not bodies and "<function=" in text:  # Qwen3-Coder leaves the tag out at times
+    if not bodies and "<function=" in text:  # Qwen3-Coder sometimes omits the tag
         bodies = [text[text.index("<function=") :]]
     return [call for body in bodies for call in _from_tag(body)]
 
@@ -138,7 +138,7 @@ def _deepseek(head: str, body: str) -> list[ToolCall]:
 
 def _gemma(name: str, arguments: str) -> list[ToolCall]:
     """``{key:value}`` with ``<|"|>`` around texts."""
-    parts = arguments.split('<|"|>')  # texts are the odd ones
+    parts = arguments.split('<|"|>')  # strings have odd indices
     plain = [re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part) for part in parts[::2]]
     plain = [re.sub(r":None\b", ":null", part) for part in plain]
     texts = [json.dumps(part) for part in parts[1::2]]
@@ -177,7 +177,7 @@ def _from_value(value: Any, error: str) -> ToolCall:
 
 
 def _call(name: str, arguments: Any, error: str) -> ToolCall:
-    if isinstance(arguments, str):  # as OpenAI's format has them
+    if isinstance(arguments, str):  # JSON text, as in OpenAI's format
         arguments, error = _first_value(arguments)
     if not error and not isinstance(arguments, Mapping):
         error = f"the arguments of {name} must be a JSON object"
@@ -194,7 +194,7 @@ def _from_texts(name: str, values: Sequence[tuple[str, str]]) -> ToolCall:
 
 
 def _json_or_text(text: str) -> Any:
-    if text in _PYTHON:  # templates print them so
+    if text in _PYTHON:  # Python's spelling, as printed by templates
         return _PYTHON[text]
     try:
         return json.loads(text)
@@ -233,7 +233,7 @@ def _format(pattern: str, read: Callable[..., Iterable[ToolCall]]) -> Parser:
 _HARMONY = _format(
     r"to=functions\.([\w.-]+)[^{]*?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|\Z)", _call_by_name
 )
-# Markers in a chat template; the first one decides.
+# Markers in a chat template; the first match decides.
 _BY_MARKER: dict[str, Parser] = {
     "<｜tool▁call▁begin｜>": _format(
         r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", _deepseek

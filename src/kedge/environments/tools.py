@@ -39,7 +39,7 @@ class ToolEnvironment:
     """
 
     separator = ""  # between the prompt and what ``target.reset`` returns, as in TRL
-    reads_calls = True  # so the template's calls must be readable
+    reads_calls = True  # the chat template's tool calls must be parsed
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class ToolEnvironment:
             info = {"ending": "turn_limit" if calls else ending}
             try:
                 final = self.final_reward()
-            except Exception as error:  # of the target
+            except Exception as error:  # raised by the target
                 raise RewardError(_error_text(error)) from error
             return _then(final, lambda reward: (None, reward, whole, not whole, info))
         self._iterations += 1
@@ -147,7 +147,7 @@ class ToolEnvironment:
     async def _gather(
         self, calls: Sequence[ToolCall], results: list[tuple[Any, bool]]
     ) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
-        one_by_one = asyncio.Lock()  # in the order of the calls
+        one_by_one = asyncio.Lock()  # calls run in order
 
         async def resolve(call: ToolCall, result: tuple[Any, bool]) -> tuple[Any, bool]:
             if not inspect.isawaitable(result[0]):

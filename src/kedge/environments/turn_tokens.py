@@ -26,11 +26,11 @@ from kedge.types import Response, Sampling
 logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
 
-_ANSWER = "KEDGE0ANSWER"  # stands for the response in a rendered conversation
+_ANSWER = "KEDGE0ANSWER"  # placeholder for the response in a rendered conversation
 _RESULT = "KEDGE0RESULT"
 _FINAL = "<|channel|>final<|message|>"
-_TAIL = 32  # tokens of a prompt that are looked at
-_CUT = "...(truncated)..."  # in the middle of an observation that is cut
+_TAIL = 32  # prompt tokens that are compared
+_CUT = "...(truncated)..."  # replaces the middle of an observation that is too long
 
 
 class TurnTokens:
@@ -62,7 +62,7 @@ class TurnTokens:
         opened = any(prompt.endswith(mark) for mark, _ in REASONING)
         reasoning, answer = split_reasoning(whole, opened=opened)
         begin = 0
-        if len(answer) < len(whole):  # the first token of the answer
+        if len(answer) < len(whole):  # find where the answer starts
             skipped = len(whole) - len(answer)
             begin = bisect_left(range(len(body)), skipped, key=lambda i: len(decode(body[:i])))
         text = decode(body[begin:], skip_special_tokens=True)
@@ -217,10 +217,10 @@ class TurnTokens:
         name, arguments = _tool_name(tools[0]), {"x": 12, "text": "a b"}
         call: dict[str, Any] = {"type": "function", "id": "000000000"}
         rendered = ""
-        for written in (arguments, json.dumps(arguments)):  # DeepSeek wants a text
+        for written in (arguments, json.dumps(arguments)):  # DeepSeek's template needs a string
             calls = [call | {"function": {"name": name, "arguments": written}}]
             turn = {"role": "assistant", "content": "", "tool_calls": calls}
-            with suppress(DataError):  # a template that knows no calls
+            with suppress(DataError):  # templates without tool calls raise it
                 question: Messages = [{"role": "user", "content": _ANSWER}]
                 start = self._render(question, tools=list(tools))
                 text = self._render([*question, turn], tools=list(tools))
@@ -240,7 +240,7 @@ class TurnTokens:
         """How the template renders tool messages: "plain", only behind a "call", or as "user"."""
         probe = {"role": "tool", "name": "f", "content": _RESULT, "tool_call_id": "000000000"}
         for role, render in (("plain", self._after_answer), ("call", self._after_call)):
-            with suppress(Exception):  # templates raise any type
+            with suppress(Exception):  # templates may raise anything
                 if _RESULT in render([probe]):
                     return role
         return "user"

@@ -41,8 +41,8 @@ Say in one sentence what decides, then end with one line: "Winner: A", "Winner: 
 _PLACEHOLDERS = re.compile(r"\{(prompt|first|second)\}")
 _WORDS = re.compile(r"\bwinner\s*[:=]?\s*[\"'*(\[]*\s*(?:response[_ ])?(a|b|tie)\b", re.IGNORECASE)
 _BARE = re.compile(r"[\s\"'*().\[\]]*(a|b|tie)[\s\"'*().\[\]]*", re.IGNORECASE)
-MAX_REPLY = 16 << 20  # bytes; far more than any answer has
-_MOST_WAIT = 60.0  # seconds between two requests
+MAX_REPLY = 16 << 20  # bytes; much longer than any answer
+_MOST_WAIT = 60.0  # seconds between two attempts
 
 
 class Cache:
@@ -66,7 +66,7 @@ class Cache:
             ) from error
 
     def _run(self, statement: str, *values: str) -> Any:
-        with self._lock, self._base:  # on disk when this returns
+        with self._lock, self._base:  # the data is on disk when this returns
             return self._base.execute(statement, values).fetchone()
 
     def get(self, request: Mapping[str, Any]) -> Any:
@@ -165,7 +165,7 @@ class Endpoint:
         return [future.result() for future in running]
 
     def _ask(self, pair: Pair) -> Answer:
-        # One pass, so that texts may contain braces.
+        # A single pass, since texts may contain braces.
         text = _PLACEHOLDERS.sub(lambda match: str(getattr(pair, match[1])), self.template)
         body = {"messages": [{"role": "user", "content": text}], **self._options}
         request = {"url": self.url, **body}
@@ -207,7 +207,7 @@ class Endpoint:
             return content
         if reply.retry:
             raise JudgeError(f"no reply after {sent} requests; the last: {reply.problem}")
-        if reply.status:  # a rejection, which all pairs would get
+        if reply.status:  # all pairs would be rejected, too
             self._stop.set()
             raise JudgeError(f"{reply.problem}; check model, key ({self.key_env}) and URL")
         raise JudgeError(reply.problem)
@@ -229,12 +229,12 @@ def _parse_reply(body: bytes) -> dict[str, Any]:
         text = str(reply["choices"][0]["message"]["content"] or "")
         usage = reply.get("usage") or {}
         return {
-            # A lone surrogate cannot be encoded in UTF-8.
+            # Encoding a lone surrogate fails.
             "text": text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"),
             "prompt_tokens": int(usage.get("prompt_tokens") or 0),
             "completion_tokens": int(usage.get("completion_tokens") or 0),
         }
-    except Exception as error:  # a server sends anything
+    except Exception as error:  # the server may send anything
         raise ValueError(f"the reply has no choices: {excerpt(body)}") from error
 
 

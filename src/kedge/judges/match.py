@@ -54,7 +54,7 @@ class Answer:
 class Judge(Protocol):
     """Decides which of two answers is better."""
 
-    name: str  # in tables
+    name: str  # shown in tables
 
     def judge(self, pairs: Sequence[Pair]) -> list[Answer]:
         """One answer per pair, in order.
@@ -320,7 +320,7 @@ def _logistic(xs: Any, ys: Any) -> float | None:
         p = 1 / (1 + np.exp(-(design @ fit).clip(-30, 30)))
         hessian = (design.T * (p * (1 - p))) @ design
         if np.linalg.det(hessian) < 1e-12 or (abs(fit) > (20, 40)).any():
-            return None  # the outcomes are separated
+            return None  # the outcomes are linearly separable
         step = np.linalg.solve(hessian, design.T @ (ys - p))
         fit += step
         if abs(step).sum() < 1e-9:

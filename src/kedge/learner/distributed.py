@@ -18,7 +18,7 @@ from kedge.errors import KedgeError, SyncError
 from kedge.records import widen_field
 from kedge.types import Experience
 
-_SENT_AS = {torch.bool: torch.uint8, torch.int64: torch.int32}  # integers are token ids
+_SENT_AS = {torch.bool: torch.uint8, torch.int64: torch.int32}  # the integers are token ids
 
 
 def broadcast_parameters(models: Iterable[nn.Module]) -> None:
@@ -82,7 +82,7 @@ def avoid_cudnn_attention() -> None:
 
 def accelerator_for(args: TrainingArguments) -> Accelerator:
     """The accelerator of a run: device, precision and the processes that ``launch`` started."""
-    # Otherwise transformers loads random weights on all ranks but the first.
+    # Otherwise transformers loads random weights on every rank but the first.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision=precision)

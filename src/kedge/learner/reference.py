@@ -101,7 +101,7 @@ class AdapterReference:
         return []
 
 
-# Provides the reference policy within a ``with`` block.
+# Runs a block with the reference policy.
 Reference = FrozenModel | AdapterReference
 
 

@@ -28,7 +28,7 @@ from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 T = TypeVar("T")
-_CALL = "call_within"  # method registered with FSDP, which unshards the root's weights
+_CALL = "call_within"  # registered with FSDP: unshards the root's weights
 _RESHARD = "reshard_layers_after_forward"
 
 
@@ -84,7 +84,7 @@ def shard(
             receive(layer, device)
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
     receive(model, device)
-    # Embedding and head stay unsharded from the forward to the backward: the head is read directly.
+    # Embedding and head stay unsharded until the backward pass: the head's weight is read directly.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     for unit in _units([model]):
         setattr(unit, _RESHARD, reshard_after_forward)

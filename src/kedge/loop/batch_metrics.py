@@ -34,7 +34,7 @@ def batch_metrics(experience: Experience, terms: Terms, learner: Learner) -> dic
     penalty = metrics.get("objective/non_score_reward", 0.0)
     metrics["objective/rlhf_reward"] = metrics["objective/scores"] + penalty
     residual, spread = metrics.pop("_residual", 0.0), metrics.pop("_return_std", 0.0)
-    if spread > 1e-5 * abs(metrics.get("val/return_mean", 0.0)):  # equal returns differ by rounding
+    if spread > 1e-5 * abs(metrics.get("val/return_mean", 0.0)):  # otherwise rounding error
         metrics["val/explained_variance"] = 1 - (residual / spread) ** 2
     metrics["objective/kl_coef"] = terms.kl_coef
     if terms.outputs.deviation is not None:

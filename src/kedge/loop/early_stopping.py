@@ -18,7 +18,7 @@ class StepLimits:
     """
 
     max_ratio: float | None = None  # skip steps with a larger mean probability ratio
-    # nats per token; stop training on the batch once the KL to the behavior policy is larger
+    # nats per token; stop training on the batch once the KL to the behavior policy exceeds it
     max_kl: float | None = None
     keep_last: bool = False  # whether the step that exceeds ``max_kl`` is still applied
 

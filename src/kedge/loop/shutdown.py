@@ -46,8 +46,8 @@ class GracefulShutdown:
         if first:
             name = signal.Signals(number).name
             text = f"kedge: {name}: stopping after this iteration; again: stopping at once\n"
-            with contextlib.suppress(OSError):  # its reader has ended
-                os.write(2, text.encode())  # a signal handler must not use buffers
+            with contextlib.suppress(OSError):  # the reader may be gone
+                os.write(2, text.encode())  # signal handlers must not use buffered output
 
     @property
     def requested(self) -> bool:

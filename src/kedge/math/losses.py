@@ -147,5 +147,5 @@ def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: fl
 def value_is_clipped(values: Tensor, old: Tensor, returns: Tensor, *, clip: float) -> Tensor:
     """Where the clipped term is the larger value loss.  bool."""
     bounded = old + (values - old).clamp(-clip, clip)
-    moved = (values - old).abs() > clip  # else the two differ by rounding only
+    moved = (values - old).abs() > clip  # smaller gaps are rounding
     return moved & ((bounded - returns) ** 2 > (values - returns) ** 2)

@@ -27,7 +27,7 @@ from kedge.ops.cpu.joined_attention import Group
 
 logger = logging.getLogger(__name__)
 
-MEMORY_SHARE = 1 / 8  # of the device's memory; rows beyond it are computed again
+MEMORY_SHARE = 1 / 8  # share of the device's memory; rows beyond it are recomputed
 
 _active: ContextVar[Mapping[int, _CachedBackbone]] = ContextVar("cached", default={})  # noqa: B039
 
@@ -56,9 +56,9 @@ class _LowerStates:
     """Cached states after the frozen layers, by row, for all backbones that share these layers."""
 
     kind: type[nn.Module]
-    depth: int  # layers that are frozen
-    weights: dict[str, nn.Parameter]  # frozen ones, by name
-    returns_tuple: bool = False  # each layer does
+    depth: int  # number of frozen layers
+    weights: dict[str, nn.Parameter]  # frozen weights by name
+    returns_tuple: bool = False  # whether layers return tuples
     rows: dict[bytes, Tensor] = field(default_factory=dict)  # tokens -> float [length, H]
     size: int = 0  # bytes of ``rows``
     full: bool = False
@@ -126,7 +126,7 @@ class _CachedBackbone:
                 hook.remove()
         result = (states,) if self.below.returns_tuple else states
         skipped = [(x, vars(x).get("forward")) for x in frozen]
-        # The model computes its masks and position embeddings; its embedding is not used.
+        # The model computes masks and position embeddings; its input embedding is unused.
         for layer, _ in skipped:
             layer.__dict__["forward"] = lambda *_, **__: result
         try:
@@ -147,11 +147,11 @@ class _CachedBackbone:
         packed = packed.to(next(self.backbone.parameters()).device)
         try:
             whole = self.read(packed)
-            # Overwrite any state that the model itself caches with that of other rows.
+            # Other rows overwrite any state that the model caches itself.
             run_backbone(self.backbone, packed.ids.flip(1))
             gap = float((self.read(packed) - whole).abs().max())
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
-            return False  # its layers return something else
+            return False  # the layers return something else
         finally:
             self.below.clear()
         slack = 1e-5 if whole.dtype in (torch.float32, torch.float64) else 2e-2
@@ -186,7 +186,7 @@ class BackboneCache:
         if below is None:
             named = dict(backbone.named_parameters(remove_duplicate=False))
             if not depth or not any(p.requires_grad for p in named.values()):
-                return  # a reference with other weights reads each row once
+                return  # with other weights, a reference reads each row once
             layer = {name: layer_number(name, prefix) for name in named}
             frozen = {n: p for n, p in named.items() if not p.requires_grad}
             weights = {n: p for n, p in frozen.items() if (layer[n] or 0) < depth}

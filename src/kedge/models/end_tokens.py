@@ -57,5 +57,5 @@ def _configs(source: str, revision: str | None, trust_remote_code: bool) -> tupl
             return config, GenerationConfig.from_pretrained(source, **options)
         except OSError:
             return config, GenerationConfig.from_model_config(config)
-    except Exception:  # errors in the files are reported when the model is loaded
+    except Exception:  # loading the model reports errors in its files
         return None, None

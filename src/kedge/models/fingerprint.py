@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from kedge.errors import SyncError
 from kedge.models.peft import VALUE_ADAPTER
 
-_CHUNK = 1 << 18  # words multiplied at a time: they fit into a processor's cache
+_CHUNK = 1 << 18  # words multiplied at a time; they fit a processor's cache
 
 
 def fingerprint(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> str:
@@ -86,7 +86,7 @@ def checksum(tensor: Tensor, first: int = 0) -> Tensor:
         chunk, column = divmod(first + begin, _CHUNK)
         part = words[begin : begin + _CHUNK - column]
         product = part * weights[column : column + len(part)]
-        # An odd factor per chunk, so that exchanged chunks show.
+        # A different odd factor per chunk detects exchanged chunks.
         total += product.sum(dtype=torch.int32) * (chunk * 0x9E3779B1 % 2**30 * 2 + 1)
         begin += len(part)
     return total.long()
@@ -105,17 +105,17 @@ def _first_word(x: DTensor) -> int | None:
     row_bytes = math.prod(x.shape[1:]) * x.element_size()
     if x.device_mesh.ndim != 1 or not x.placements[0].is_shard(0) or row_bytes % 4:
         return None
-    rows = -(-x.shape[0] // x.device_mesh.size())  # of the longest shard, as in torch.chunk
+    rows = -(-x.shape[0] // x.device_mesh.size())  # length of the longest shard, as in torch.chunk
     return min(x.device_mesh.get_local_rank() * rows, x.shape[0]) * row_bytes // 4
 
 
 class WeightsCopy(dict[str, Tensor]):
     """Weights by name as they are sent to rollout engines once."""
 
-    fingerprint = ""  # of the weights before rounding; empty: compute it from this copy
-    device: torch.device | None = None  # of the weights themselves
-    stored: Any = None  # what an engine's ``stage_weights`` made of them
-    expected: Any = None  # what vLLM must report of them
+    fingerprint = ""  # hash of the unrounded weights; empty: compute it from this copy
+    device: torch.device | None = None  # device of the original weights
+    stored: Any = None  # result of an engine's ``stage_weights``
+    expected: Any = None  # values that vLLM must report
 
 
 def full(x: Tensor) -> Tensor:

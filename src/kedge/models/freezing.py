@@ -8,7 +8,7 @@ from torch import nn
 from kedge.errors import ConfigError
 from kedge.models.compatibility import text_config
 
-_MIXERS = ("attn", "attention", "mixer", "mamba", "conv")  # in names of parts of a layer
+_MIXERS = ("attn", "attention", "mixer", "mamba", "conv")  # names of sequence-mixing modules
 
 
 def find_layers(backbone: nn.Module) -> tuple[str, nn.ModuleList] | None:

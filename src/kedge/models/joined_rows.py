@@ -26,10 +26,10 @@ from kedge.ops.cpu.matmul import cpu_kernels_enabled
 from kedge.ops.grouped_attention import OTHER, grouped_attention
 
 _USUAL, _JOINED = _KNOWN = "sdpa", "kedge_joined_rows"
-_WINDOWS = ("sliding_window", "attention_chunk_size")  # need a mask of all rows by all rows
-_PROBE = ((5,), (3, 2, 4), (7,))  # groups of the comparison
+_WINDOWS = ("sliding_window", "attention_chunk_size")  # options that need a [T, T] mask
+_PROBE = ((5,), (3, 2, 4), (7,))  # lengths of the groups in the comparison
 _lock = Lock()
-_users: Counter[int] = Counter()  # contexts by the id of the configuration that they changed
+_users: Counter[int] = Counter()  # active contexts by id of the configuration they changed
 
 
 def pack_sequences(ids: Tensor, lengths: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def run_packed(backbone: Any, ids: Tensor, groups: Sequence[Group]) -> Tensor:
         groups: (n,) for a row of n tokens, (n, a, b, ...) for a prompt of n tokens and the
             responses to it of a, b, ... tokens; their sum is T.
     """
-    # Without gradient it is made active here, also if another thread has it active now.
+    # Without gradient, activate it here even if another thread has it active.
     attention = VarlenAttention([] if torch.is_grad_enabled() else [backbone])
     positions = []
     for prompt, *responses in groups:
@@ -85,7 +85,7 @@ class VarlenAttention:
 
         Without this keyword their attention is the usual one.
         """
-        with _lock:  # another thread may use a model with the same configuration
+        with _lock:  # models in other threads may share the configuration
             for config in self._configs:
                 _users[id(config)] += 1
                 config._attn_implementation_internal = _JOINED
@@ -121,7 +121,7 @@ def supports_packing(backbone: Any) -> bool:
     try:
         return _agrees(backbone)
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
-        return False  # it takes other arguments
+        return False  # its arguments differ
     finally:
         for module in training:
             module.training = True
@@ -170,7 +170,7 @@ def _attend(
     return joined_attention(query, key, value, packed_segments, scaling).transpose(1, 2), None
 
 
-# The first acts under bfloat16 autocast on a CPU, the second for single tokens on a GPU.
+# The first is used under bfloat16 autocast on a CPU, the second for single tokens on a GPU.
 ALL_ATTENTION_FUNCTIONS[_USUAL] = grouped_attention(
     float32_attention(ALL_ATTENTION_FUNCTIONS[_USUAL])
 )

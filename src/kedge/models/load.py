@@ -116,7 +116,7 @@ def _name_errors(what: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # a damaged file raises whatever its reader raises
+    except Exception as error:  # readers of damaged files may raise anything
         raise ConfigError(f"{what} cannot be loaded: {error}") from error
 
 
@@ -133,7 +133,7 @@ def configuration_source(source: str, revision: str | None = None) -> tuple[str,
 def without_loading_report() -> Iterator[None]:
     """Context without transformers' table of weights, for loaders that check them themselves."""
     logger = logging.getLogger("transformers.modeling_utils")
-    # not its level: transformers reads that, and warns of layers that are not sharded
+    # leave the level: transformers reads it, and warns of layers that are not sharded
     logger.addFilter(_is_error)
     try:
         yield
@@ -198,7 +198,7 @@ def _load_adapter(source: str, options: dict[str, Any]) -> Any:
             "the adapter (peft.PeftModel.from_pretrained(model, folder, is_trainable=True)), and "
             "pass the result as model"
         )
-    options = options | {"revision": None}  # the base has other revisions
+    options = options | {"revision": None}  # revisions belong to the adapter, not the base
     model = load_whole(AutoModelForCausalLM, f"the model {base!r}", base, **options)
     with without_notices():
         return PeftModel.from_pretrained(model, source, is_trainable=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kedge.ops.cpu.joined_attention import Group
 from kedge.types import MicroBatch, Rollout, number_prompts
 
-_SHARED = 16  # tokens of prompts that must be saved to share one
+_SHARED = 16  # prompt tokens that sharing must save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +25,12 @@ class JoinedInput:
     """Joined rows, and how many tokens of each are real."""
 
     ids: Tensor  # int64 [b, L], right-padded with 0; or joined, [1, T]
-    lengths: Tensor  # int64 [b]; real tokens
+    lengths: Tensor  # int64 [b]; number of real tokens
     prompt_lengths: Tensor  # int64 [b]
-    source: tuple[Tensor, Tensor] | None = None  # ids, mask [b, S]: input of an encoder
+    source: tuple[Tensor, Tensor] | None = None  # encoder input: ids, mask [b, S]
     host_ids: Tensor | None = None  # ``ids`` before they were moved to a device
-    groups: tuple[Group, ...] | None = None  # how joined rows are divided, see ``run_packed``
-    # Flat indices int64 [b] of first tokens, where rows are joined
+    groups: tuple[Group, ...] | None = None  # segments of joined rows, see ``run_packed``
+    # int64 [b]; flat indices of first tokens in joined rows
     prompt_starts: Tensor | None = None
     response_starts: Tensor | None = None
 

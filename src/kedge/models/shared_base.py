@@ -53,7 +53,7 @@ class AdapterValue(nn.Module):
         super().__init__()
         self.head, self.shift = head, shift
         self.switch = AdapterSwitch(policy)
-        self._policy = (policy,)  # in a tuple: it is registered as the policy
+        self._policy = (policy,)  # a tuple hides it: the policy is registered elsewhere
         self._backbone = (causal_parts(policy, verify=False).backbone,)
 
     @property
@@ -70,7 +70,7 @@ class AdapterValue(nn.Module):
         """Float32 [n]: the value of each of the flat ``states`` of packed rows."""
         with self.switch.active(VALUE_ADAPTER):
             hidden = read_backbone(self._backbone[0], packed).flatten(0, 1).index_select(0, states)
-        return self.head(hidden).sum(1) + self.shift  # one column
+        return self.head(hidden).sum(1) + self.shift  # a single column
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
         """Write the adapter with its head, as PEFT saves one of a sequence classifier.
@@ -160,7 +160,7 @@ def copy_adapter(policy: Any) -> str | None:
     more = (getattr(config, name, None) for name in ("layer_replication", "target_parameters"))
     if kind != "LORA" or config.bias != "none" or any(more):
         return None
-    config.init_lora_weights = True  # other ways of initialization change the base
+    config.init_lora_weights = True  # other initializations change the base
     with _keep_flags(policy), without_notices():
         policy.add_adapter(REFERENCE_ADAPTER, config)
     copies = adapter_parameters(policy, REFERENCE_ADAPTER)
@@ -211,7 +211,7 @@ class _AdapterBackbone(nn.Module):
     def __init__(self, policy: Any) -> None:
         super().__init__()
         self.policy: Any
-        self.__dict__["policy"] = policy  # not registered: it is the learner's
+        self.__dict__["policy"] = policy  # bypasses registration: the learner owns it
         self._switch = AdapterSwitch(policy)
         self._backbone = (causal_parts(policy, verify=False).backbone,)
 
@@ -253,7 +253,7 @@ def load_adapter(policy: Any, source: str | Path, name: str) -> Tensor:
         config = PeftConfig.from_pretrained(source)
         with _keep_flags(policy), without_notices():
             result = policy.load_adapter(source, name, torch_device=str(device))
-    except Exception as error:  # a damaged file raises whatever its reader raises
+    except Exception as error:  # readers of damaged files may raise anything
         raise ConfigError(f"the adapter {source!r} cannot be loaded: {error}") from error
     heads = [x for key, x in weights.items() if key.endswith(_SCORE)]
     if len(heads) != 1:

@@ -74,7 +74,7 @@ class ScalarModel(nn.Module):
     def __init__(self, model: nn.Module, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._backbone, self._head = [backbone], [head]  # lists: their weights are model's
+        self._backbone, self._head = [backbone], [head]  # lists: these belong to the model
         self.shift = float(getattr(getattr(model, "config", None), SHIFT, 0.0))
 
     @property
@@ -95,7 +95,7 @@ class ScalarModel(nn.Module):
     def forward(self, packed: JoinedInput, states: Tensor) -> Tensor:
         """Float32 [n]: the value of each of the flat ``states`` of packed rows."""
         hidden = read_backbone(self.backbone, packed).flatten(0, 1).index_select(0, states)
-        return in_full(self.head, hidden).float().sum(1) + self.shift  # one column
+        return in_full(self.head, hidden).float().sum(1) + self.shift  # a single column
 
     def save(self, folder: str | Path, state: dict[str, Tensor] | None = None) -> None:
         """Write a transformers folder; ``state`` has the full tensors of a sharded model."""
@@ -129,7 +129,7 @@ def scalar_model(model: nn.Module) -> ScalarModel:
 @torch.no_grad()
 def _verify(value: ScalarModel, name: str) -> None:
     device = next(value.parameters()).device
-    if device.type == "meta":  # rank 0 has the weights
+    if device.type == "meta":  # rank 0 holds the weights
         return
     ids = torch.arange(8, device=device)[None]
     with eval_mode(value):

@@ -19,9 +19,9 @@ from torch import Tensor
 from kedge.ops.cpu.matmul import add_outer, add_product, float32_product
 
 _LN_2 = math.log(2)
-NEVER = -1e30  # logit of a token that cannot be sampled; finite, to avoid inf - inf
+NEVER = -1e30  # logit of a banned token; finite, to avoid inf - inf
 MIN_COLUMNS = 256
-_CPU_TILE = 1 << 20  # elements; 4 MB of float32 fits in the cache
+_CPU_TILE = 1 << 20  # elements; 4 MB of float32 fits in cache
 _GPU_TILE = 1 << 26
 _KEPT = 1 << 25  # elements kept for the backward pass; 128 MB of float32
 # Two per block: the kept part of its tile, and the running maximum subtracted from the tile.
@@ -90,8 +90,8 @@ class LogitTiles:
         self.hidden, self.head, self.constraints = hidden, head, constraints
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
         self._in_bits = hidden.dtype == self.exact and head.softcap is None
-        self.nats = _LN_2 if self._in_bits else 1.0  # in a unit of the logits
-        self._scale = head.scale / constraints.temperature / self.nats  # of products
+        self.nats = _LN_2 if self._in_bits else 1.0  # nats per unit of the logits
+        self._scale = head.scale / constraints.temperature / self.nats  # factor of the raw products
         self._width = min(head.weight.shape[0], max(MIN_COLUMNS, tile // max(len(hidden), 1)))
         self._buffers: dict[int, Tensor] = {}
 
@@ -214,7 +214,7 @@ def _scan(
         chosen = torch.where(inside, z.gather(1, column), chosen)
         before = online.top
         z = online.shift(z)
-        online.weighted.add_((before - online.top) * online.sum)  # z is relative to top
+        online.weighted.add_((before - online.top) * online.sum)  # z was relative to this maximum
         room = tiles.room(high - low, buffer=None if keep and not keep_logits else 1)
         e = tiles.power(z, out=room)
         if kept is not None:
@@ -254,7 +254,7 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropy, *kept = ctx.saved_tensors
         head, constraints, tile, entropy_grad, low = ctx.spec
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        allocate = torch.empty_like if len(hidden) else torch.zeros_like  # first rows overwrite
+        allocate = torch.empty_like if len(hidden) else torch.zeros_like  # the first rows overwrite
         grads = _Grads(
             torch.zeros_like(hidden, dtype=lse.dtype) if need_hidden else None,
             allocate(weight) if need_weight else None,
@@ -290,7 +290,7 @@ class _Grads(NamedTuple):
 class _Saved(NamedTuple):
     """Saved by the forward pass for n rows, with the kept tiles of the remaining blocks."""
 
-    targets: Tensor  # int64 [n]
+    targets: Tensor  # int64 [n]; token ids
     lse: Tensor  # [n], in the tiles' unit
     entropy: Tensor  # [n], nats
     kept: Iterator[Tensor | None]
@@ -353,7 +353,7 @@ def _grad_of_logits(
     if of_entropy is None:
         return tiles.power(z, out=z).mul_(-of_logprob), slope
     p = tiles.power(z, out=tiles.room(width, buffer=1))
-    # -(log p + entropy) of_entropy - of_logprob, where log p is z in nats
+    # -(log p + entropy) of_entropy - of_logprob; z is log p in nats
     at_zero = -saved.entropy[:, None] * of_entropy - of_logprob
     return p.mul_(torch.addcmul(at_zero, z, -of_entropy * tiles.nats, out=z)), slope
 
@@ -366,7 +366,7 @@ def _compute_dtype(hidden: Tensor) -> Tensor:
     """Hidden states in the dtype of the product with the head."""
     kind = hidden.device.type
     if kind == "cpu" or not torch.is_autocast_enabled(kind):
-        return hidden  # float32 sums of bfloat16 products are as slow as float32 products on a CPU
+        return hidden  # on CPUs, float32 sums of bfloat16 products are as slow as float32
     return hidden.to(torch.get_autocast_dtype(kind))
 
 

@@ -29,10 +29,10 @@ from kedge.pretrain.supervised import train_with_kernels
 from kedge.rewards.heads import SHIFT, save_adapter_shift
 from kedge.rewards.model import RewardModel
 
-KIND = "kind"  # column of the pairs
+KIND = "kind"  # column of the kind of a pair
 FILE = "held_out.json"
-FEWEST = 20  # pairs of a kind to judge it by
-OFTEN = 0.1  # share of unfinished answers above the finished one
+FEWEST = 20  # pairs needed to judge a kind
+OFTEN = 0.1  # share of unfinished answers that beat the finished one
 
 
 def init_head(model: nn.Module, *, seed: int = 0) -> None:

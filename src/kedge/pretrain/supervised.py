@@ -127,7 +127,7 @@ def tokenize_chats(
     if path.suffix in (".jinja", ".j2") and path.is_file():
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     elif config.chat_template_path:
-        return train, test, config  # a template of another model, whose tokens TRL adds
+        return train, test, config  # other models' templates: TRL adds their tokens
     columns = set(train.column_names)
     if "messages" not in columns or columns & {"input_ids", "image", "images"}:
         return train, test, config
@@ -148,7 +148,7 @@ def tokenize_chats(
         return train, test, config
     marked = [rows and _label_chats(rows, tokenizer, config, ends) for rows in (train, test)]
     config = copy.copy(config)
-    config.assistant_only_loss = False  # the labels are there
+    config.assistant_only_loss = False  # the dataset has its labels
     return marked[0], marked[1], config
 
 
@@ -180,7 +180,7 @@ def _has_marks(tokenizer: Any) -> bool:
         return True
     try:
         get_training_chat_template(tokenizer)
-    except Exception:  # templates raise any type, TRL a ValueError
+    except Exception:  # templates may raise anything, TRL a ValueError
         return False
     return True
 
@@ -206,7 +206,7 @@ def _label_assistant(
             tail = tokenizer.apply_chat_template(messages[: i + 1], **options)
             cause = "renders it differently once other messages follow"
             preserved = text.startswith(head) and text.startswith(tail) and len(tail) > len(head)
-        except Exception as error:  # templates raise any type
+        except Exception as error:  # templates may raise anything
             preserved, cause = False, f"cannot render the messages before it alone: {error}"
         if not preserved:
             raise DataError(

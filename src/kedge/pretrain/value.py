@@ -26,8 +26,8 @@ from kedge.reporting.log import read_objects
 from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, number_prompts
 
 _COMPLETIONS, _SCORES = ("completion", "response", "output"), ("score", "reward")
-BINS = 10  # of positions and of predictions
-ROWS = 16  # of one pass
+BINS = 10  # bins of positions and of predictions
+ROWS = 16  # rows per forward pass
 
 
 def read_episodes(sources: Sequence[str], tokenizer: Any, *, gamma: float = 1.0) -> Sample:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from kedge.errors import CheckpointError, ConfigError, way_out
 
-if TYPE_CHECKING:  # imports torch, which `kedge report` can wait for
+if TYPE_CHECKING:  # these import torch, which `kedge report` does not need
     from kedge.protocols import Tracker
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class JsonlTracker:
             if not lines and not tables.suffix:
                 tables.rename(_unused_name(tables))
         write_whole(self.file, "".join(lines))
-        self._unwritten: list[str] = []  # rows that could not be written so far
+        self._unwritten: list[str] = []  # rows that failed to be written so far
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Append one row; it is in the file when this returns.

@@ -57,7 +57,7 @@ def draw_panels(
     from matplotlib.figure import Figure
 
     height = math.ceil(len(panels) / columns)
-    # Not a pyplot figure: no window, no global state, freed with the last reference.
+    # Not pyplot: no window or global state, and freed with its last reference.
     figure = Figure(figsize=(2 + 3.7 * columns, 3 * height), layout="constrained")
     FigureCanvasAgg(figure)
     for i, (title, curves) in enumerate(panels.items()):

@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from kedge.errors import HubError
 
 STATE_FILES = ("state-*", "state.json", "rank-*", "manifest.json", "trainer_state.json")
-# Files of a run next to the model: other pushes, hidden folders, and texts of the dataset.
+# Files next to the model that are not uploaded: other pushes, hidden folders, dataset texts.
 RUN_FILES = (
     *("checkpoint-*", ".*", "_*", "*completions*/*", "tokens*/*", "rollouts/*", "start/*"),
     "report*.html",
@@ -153,7 +153,7 @@ class Hub:
     def _call(self, name: str, **kwargs: Any) -> Any:
         try:
             return getattr(self._api, name)(token=self._token, **self._kind, **kwargs)
-        except Exception as e:  # the HTTP package behind the hub client differs by version
+        except Exception as e:  # the HTTP package below the hub client depends on its version
             raise HubError(explain(e, self.repo_id)) from e
 
 
@@ -186,7 +186,7 @@ def build_hub(args: Any, *, token: str | None = None, revision: str | None = Non
     return Hub(
         args.hub_model_id or Path(args.output_dir).absolute().name,
         token=token or args.hub_token,
-        private=args.hub_private_repo is not False,  # private if unset
+        private=args.hub_private_repo is not False,  # private by default
         revision=revision or args.hub_revision,
     )
 

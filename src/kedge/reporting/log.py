@@ -129,7 +129,7 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 def read_objects(file: Path) -> list[dict[str, Any]]:
     """The JSON objects of a data file, one per line; every line must be valid."""
     objects: list[dict[str, Any]] = []
-    # Not splitlines: it would also split at other line separators, which responses may contain.
+    # Not splitlines, which also splits at other separators that responses may contain.
     for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
@@ -180,7 +180,7 @@ def band(runs: Sequence[RunLog], metric: str, axis: str = "episode") -> Band | N
     ]
     if not all(curves):
         return None
-    points = [*zip(*curves, strict=False)]  # as many as the shortest curve has
+    points = [*zip(*curves, strict=False)]  # cut to the shortest curve
     columns = [[y for _, y in point] for point in points]
     return Band(
         x=[point[0][0] for point in points],

@@ -76,7 +76,7 @@ class ConsoleTracker:
         self.console = console or Console()
         self.total, self.start, self.step = total, start, start
         self.tables, self.max_rows, self.max_chars = tables, max_rows, max_chars
-        self._every, self._shown = table_seconds, dict[str, float]()  # table -> when it was shown
+        self._every, self._shown = table_seconds, dict[str, float]()  # table -> time last shown
         self._clock, self._begin, self._closed = clock, clock(), False
         self._bar: Progress | None = None
         self._task: TaskID | None = None

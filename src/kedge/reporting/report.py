@@ -79,7 +79,7 @@ def gather(
         "played": episodes(tokens),
         "series": series,
         "meanings": {name: meaning(name, meanings, prefixes) for name in series},
-        "episodes": {"x": [0, *axis], "y": [0, *axis.values()]},  # responses seen by an iteration
+        "episodes": {"x": [0, *axis], "y": [0, *axis.values()]},  # responses up to each iteration
         "tables": {name: table for name, table in tables.items() if table},
         "tokens": tokens,
     }

@@ -53,7 +53,7 @@ def write_run_info(made_of: Mapping[str, Any], args: Any, *, device: str) -> Non
         args: the config; access tokens are not written.
         device: the training device.
     """
-    from kedge.config.declare import status  # imports torch, which `kedge report` can wait for
+    from kedge.config.declare import status  # imports torch, which `kedge report` does not need
 
     values = args.to_dict()
     options = {
@@ -145,7 +145,7 @@ def model_card(
         model_name=model_name,
         pipeline_tag="text-generation",
         tags=list(dict.fromkeys(["kedge", algorithm.lower(), "reinforcement-learning", *tags])),
-        # Only names on the hub, not local folders.
+        # Hub names only, no local folders.
         base_model=base_model if base_model and _on_hub(base_model) else None,
         datasets=[name for name in datasets if _on_hub(name)] or None,
     )

@@ -115,7 +115,7 @@ class HubTables:
 
     def __init__(self, hub: Hub, *, model: str | None = None) -> None:
         self.hub, self._model = hub, model
-        self._names: list[str] = []  # kinds of tables that the card lists
+        self._names: list[str] = []  # table types listed on the card
         self._uploads: list[Future[Any]] = []
         self._warned = False
         hub.create()

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 OnError = Literal["raise", "score", "drop"]
 PER_ROW = ("prompts", "completions", "prompt_ids", "completion_ids")
 FIXED = ("trainer_state", "log_metric", "log_extra")
-LARGEST = 3.4e38  # scores are float32; a larger number would become infinite
-SLOW = 60.0  # seconds after which the log names a function that has not returned
+LARGEST = 3.4e38  # largest float32; scores are float32
+SLOW = 60.0  # seconds until the log names a function that has not returned
 
 
 class RewardFunction:
@@ -138,7 +138,7 @@ class RewardFunction:
         """The values of one call per row, after a call with all rows raised ``error``."""
         single = [one_row(kwargs, row) for row in range(len(texts.completion_ids))]
         calls: list[Callable[[], Any]] = [functools.partial(self._call, call) for call in single]
-        if is_async(self._function):  # these start at once
+        if is_async(self._function):  # start async functions right away
             calls = [submit(self._function(**call)).result for call in single]
 
         def value_of(row: int, call: Callable[[], Any]) -> Value:
@@ -212,7 +212,7 @@ class Invalid(str):
     """What is wrong with what a function returned for a row."""
 
 
-Value = float | list[float] | Invalid | None  # a score, one per token, or None: does not apply
+Value = float | list[float] | Invalid | None  # score, score per token, or None: does not apply
 
 
 def read_value(entry: Any, length: int, width: int | None) -> Value:
@@ -308,7 +308,7 @@ class Signature:
             RewardError: the function requires a name that is not offered.
         """
         fixed = dict(zip(FIXED, (trainer_state, log.metric, log.extra), strict=True))
-        reserved = {"prompt", *PER_ROW, *FIXED}  # a column cannot shadow one of Kedge's arguments
+        reserved = {"prompt", *PER_ROW, *FIXED}  # dataset columns cannot replace these arguments
         columns = texts.rollout.prompts.columns.items()
         values = fixed | {name: list(column) for name, column in columns if name not in reserved}
         offered = [*PER_ROW, *values]
@@ -392,7 +392,7 @@ class MetricCapturingSource:
             RewardError: a logged column does not have one value per row.
         """
         with self._lock:
-            self._log.drain()  # left over from a call that failed
+            self._log.drain()  # discard output of a failed call
             reward_output = self._source.score(rollout)
             metrics, extras = self._log.drain()
         for name, values in extras.items():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kedge.errors import RewardError
 from kedge.models.joined_rows import pack_sequences, run_packed, supports_packing
 
-SHIFT = "kedge_score_shift"  # key in a configuration: added to every score (pretrain/reward.py)
+SHIFT = "kedge_score_shift"  # config key; added to every score (pretrain/reward.py)
 SHIFT_FILE = f"{SHIFT}.json"  # in an adapter's folder, which has no model configuration
 Head = Callable[[Tensor, Tensor], Tensor]  # ids [b, L], lengths [b] -> logits [b, labels]
 
@@ -79,7 +79,7 @@ def _last_token_head(backbone: nn.Module, score: nn.Module) -> Head:
     if not hasattr(backbone, "config"):
         wanted["output_hidden_states"] = True
     options = _accepted(backbone, wanted)
-    # asked at the first call, when the model is where it will run
+    # evaluated at the first call, when the model is on its device
     joins = functools.cache(lambda: supports_packing(backbone))
 
     def head(ids: Tensor, lengths: Tensor) -> Tensor:

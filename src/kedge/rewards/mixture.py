@@ -13,8 +13,8 @@ from kedge.errors import ConfigError, RewardError
 from kedge.protocols import RewardSource
 from kedge.types import RewardOutput, Rollout
 
-# Waits for a reward output; the second is bool [B]: rows that failed, which are dropped whatever
-# other sources say.  The other rows that are not valid are those the source does not apply to.
+# Waits for a reward output and bool [B]: rows that failed, which are dropped whatever other sources
+# return. A source does not apply to its other invalid rows.
 Pending = Callable[[], tuple[RewardOutput, Tensor]]
 
 

@@ -19,7 +19,7 @@ from kedge.rewards.heads import SHIFT, find_head
 from kedge.rewards.texts import TextCache, Texts, row_name
 from kedge.types import RewardOutput, Rollout
 
-_ANSWER = "KEDGE0ANSWER"  # stands for the response in a rendered conversation
+_ANSWER = "KEDGE0ANSWER"  # placeholder for the response in a rendered conversation
 
 
 class RewardModel:
@@ -47,7 +47,7 @@ class RewardModel:
         ConfigError: the vocabulary is too small, or ``reward_label`` is missing for several labels.
     """
 
-    columns: frozenset[str] | None = frozenset()  # reads no dataset columns
+    columns: frozenset[str] | None = frozenset()  # needs no dataset columns
     only_models = True
 
     def __init__(
@@ -74,14 +74,14 @@ class RewardModel:
         self._label = _label(self._config, reward_label, self.name)
         embeddings = getattr(base, "get_input_embeddings", lambda: None)()
         self._vocab: int | None = getattr(embeddings, "num_embeddings", None)
-        pad = getattr(self._config, "pad_token_id", None)  # read by encoder-decoders alone
+        pad = getattr(self._config, "pad_token_id", None)  # only encoder-decoders read it
         self._pad = pad if isinstance(pad, int) and 0 <= pad < (self._vocab or pad + 1) else 0
         self._texts = texts
         self._tail = None if texts is None else TemplateTail(texts.tokenizer)
         self._own: Retokenizer | None = None
         if tokenizer is not None and not (texts and same_tokens(tokenizer, texts.tokenizer)):
             self._own = self._retokenizer(tokenizer, max_length)
-        known = self._vocab if self._own is None else None  # None: all tokens can be read
+        known = self._vocab if self._own is None else None  # None: the model reads all tokens
         if known is not None and known < (policy_vocab_size or 0):
             raise ConfigError(
                 f"reward model {self.name} has {self._vocab} tokens, but the policy's tokenizer has"
@@ -97,7 +97,7 @@ class RewardModel:
             RewardError: a score is not finite, or a row is too long or holds unknown tokens.
         """
         if self._own is not None:
-            assert self._texts is not None  # required with a tokenizer
+            assert self._texts is not None  # set together with the tokenizer
             terminated = rollout.terminated.tolist()
             ids, lengths = pad_rows(self._own.rows(self._texts.of(rollout), terminated))
         else:
@@ -164,7 +164,7 @@ class RewardModel:
             autocast = torch.autocast(device.type, dtype=self._autocast)
         with autocast, Kernels([self.model]).active():
             for rows in groups:
-                width = int(lengths[rows[0]])  # on the host, as the row numbers are
+                width = int(lengths[rows[0]])  # both are on the host
                 logits = self._head(ids[rows, :width].to(device), lengths[rows].to(device))
                 if self._label is None and logits.shape[1] != 1:
                     raise RewardError(

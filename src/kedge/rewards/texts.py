@@ -104,7 +104,7 @@ class Texts:
         raw = self.rollout.prompts.columns.get("prompt", ())
         if not any(is_chat(prompt) for prompt in raw):
             return self.completion_texts
-        replies = self._decode(self.completion_ids)  # a chat template ends where the answer starts
+        replies = self._decode(self.completion_ids)  # chat templates end where the answer starts
         return [
             self._messages(row, reply) if is_chat(prompt) else text
             for row, (prompt, reply, text) in enumerate(

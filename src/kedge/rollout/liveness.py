@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
-WARN_AFTER = 8.0  # seconds of silence, after which it is reported
+WARN_AFTER = 8.0  # seconds of silence until a warning
 
 
 class RunningTime:

@@ -18,17 +18,17 @@ class Groups(Generic[T]):
 
     prompts: PromptBatch
     results: list[T]
-    sampling: Sampling  # shared by all rows, with their largest max_new_tokens
+    sampling: Sampling  # shared by all rows, with the largest max_new_tokens
 
 
 class GroupRequests(Generic[T]):
     """The rows of several batches by key, and their results."""
 
     def __init__(self) -> None:
-        self._next = 0  # key
+        self._next = 0  # key of the next row
         self._groups: dict[int, tuple[PromptBatch, Sampling]] = {}  # by group id
-        self._results: dict[int, dict[int, T]] = {}  # by group id and place in it
-        self._of_row: dict[int, tuple[int, int]] = {}  # group id and place in it, by key
+        self._results: dict[int, dict[int, T]] = {}  # by group id and index in the group
+        self._of_row: dict[int, tuple[int, int]] = {}  # key -> group id and index in the group
 
     @property
     def unfinished(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kedge.trainers.base import TrainerShell
 
-# Command -> its trainer, and what ``kedge --help`` says.
+# Command -> its trainer, and its line in ``kedge --help``.
 TRAINERS = {
     "ppo": ("kedge.trainers.ppo:PPOTrainer", "train a language model with PPO"),
     "rloo": (

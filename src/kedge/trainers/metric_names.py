@@ -56,7 +56,7 @@ def log_open_instruct_names(args: Any, engine: Engine) -> MetricNames:
 
     def names(row: Mapping[str, float]) -> dict[str, float]:
         nonlocal begin
-        if "episode" not in row:  # an evaluation
+        if "episode" not in row:  # evaluation rows
             return {}
         begin = begin or time.perf_counter() - row["time/step"]
         metrics = {new: row[old] for new, old in _OPEN_INSTRUCT_NAMES.items() if old in row}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kedge.loop.loop import Engine
 
 MetricNames = Callable[[Mapping[str, float]], dict[str, float]]
-_ALGORITHM, _VALUE = "algorithm: ", "value model"  # readers of options in the support tables
+_ALGORITHM, _VALUE = "algorithm: ", "value model"  # readers of options
 
 
 def shared_kwargs(config: OnPolicyConfig, function: Callable[..., Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class TrainerSpec:
         reference = ref_model is not None or args.kl_coef > 0 or args.loss_kl_coef > 0
         try:
             return self.algorithm(**shared_kwargs(args, self.algorithm), reference=reference)
-        except ValueError as error:  # options that do not go together
+        except ValueError as error:  # contradictory options
             raise ConfigError(str(error)) from error
 
 
@@ -195,7 +195,7 @@ class TrainerInputs:
     tools: Sequence[Any] | None = None
     environment_factory: Any = None
     rollout_func: Any = None
-    trainer: Any = None  # that these arguments were passed to
+    trainer: Any = None  # the trainer that received these arguments
 
     def __post_init__(self) -> None:
         check_kinds(self)
@@ -230,7 +230,7 @@ def check_verifiers(inputs: TrainerInputs) -> None:
     functions = as_list(inputs.reward_funcs)
     prefix = "kedge.verifiers:"
     by_name = any(isinstance(f, str) and f.startswith(prefix) for f in functions)
-    if not by_name and "kedge.verifiers" not in sys.modules:  # then none of them is a verifier
+    if not by_name and "kedge.verifiers" not in sys.modules:  # otherwise no argument is a verifier
         return
     from kedge import verifiers
     from kedge.verifiers.base import Verifier
@@ -257,7 +257,7 @@ def as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-# Argument -> what it must be, and members that tell.
+# Argument -> description of its type, and members that it must have.
 _KINDS = {
     "optimizers[0]": ("a torch.optim.Optimizer instance, not its class", "param_groups", "step"),
     "optimizers[1]": ("a torch learning-rate scheduler", "step", "state_dict"),

@@ -141,7 +141,7 @@ def read_scores(returned: Any, rows: int) -> list[float | None]:
     if len(scores) != rows:
         raise ValueError(f"returned {len(scores)} rewards for {rows} completions")
     numbers = [score.item() if hasattr(score, "item") else score for score in scores]
-    for x in numbers:  # an integer may be beyond the range of floats
+    for x in numbers:  # integers may exceed the range of floats
         if x is not None and not (isinstance(x, (int, float)) and abs(x) <= sys.float_info.max):
             raise ValueError(f"returned {str(x)[:80]}, not a finite number or null")
     return [None if x is None else float(x) for x in numbers]

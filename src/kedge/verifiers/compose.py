@@ -115,7 +115,7 @@ class ByColumn:
         known = []
         for name in value if isinstance(value, (list, tuple)) else [value]:
             alias = self.rename.get(name, name) if isinstance(name, str) else ""
-            choices = (alias, alias.lower())  # datasets write GSM8K and MATH
+            choices = (alias, alias.lower())  # datasets write names like GSM8K and MATH
             found = next((choice for choice in choices if choice in self.verifiers), None)
             if found is None:
                 raise RewardError(self._unknown(name, where))

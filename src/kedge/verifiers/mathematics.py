@@ -14,17 +14,17 @@ from kedge.verifiers.base import Verifier
 from kedge.verifiers.numbers import one_number, same_number
 from kedge.verifiers.worker import WorkerPool
 
-MAX_PARTS = 24  # of a set or matrix
-MAX_DEPTH = 20  # of brackets in a formula
-SHORT = 100  # characters of a response that counts as an answer without a mark
+MAX_PARTS = 24  # maximum elements of a set or matrix
+MAX_DEPTH = 20  # maximum nesting of brackets in a formula
+SHORT = 100  # characters; a shorter response counts as an answer even if unmarked
 _MATH = re.compile(r"\$\$(.{1,1000}?)\$\$|\$([^$]{1,1000})\$|\\\((.{1,1000}?)\\\)", re.DOTALL)
 _OPENING = {"}": "{", ")": "(", "]": "["}
 _WORDS = re.compile(r"\(?[A-Za-z]+(?:[ '-][A-Za-z]+)*\)?")
 _MODULO = re.compile(r"\\[bp]?mod(?![a-z])")
 _SENTENCE = re.compile(r"\.(?:\s|\Z)")
-MAX_LETTERS = 1000  # a longer text is not an answer
+MAX_LETTERS = 1000  # longer texts are not answers
 
-ROW = "\N{SYMBOL FOR NEWLINE}"  # stands for the row break of a matrix
+ROW = "\N{SYMBOL FOR NEWLINE}"  # placeholder for a matrix row break
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _NAMES = (
     (r"\cfrac", r"\frac"), (r"\dfrac", r"\frac"), (r"\tfrac", r"\frac"), (r"\leq", r"\le"),
@@ -47,7 +47,7 @@ _TEXT = re.compile(
     r"\s?\{([^{}]*)\}"
 )
 _POWER = r"(?:\s?\^\s?(?:\{[0-9]\}|[0-9]))?"
-_NO_UNIT = r"(?!(?:or|and|is|are|was|not|if|to|than|but)\b)"  # words of a sentence
+_NO_UNIT = r"(?!(?:or|and|is|are|was|not|if|to|than|but)\b)"  # words that belong to a sentence
 _TEXT_UNIT = re.compile(rf"(?<=[^\s,(\[{{=])\s?{_TEXT.pattern}{_POWER}\s?\Z")
 _WORD_UNIT = re.compile(
     r"\A([-+]?[0-9][0-9.,/]*)\s(?!(?:pi|sqrt)\b)"
@@ -171,13 +171,13 @@ def _equal(answer: str, want: str, checker: SymbolicChecker | None) -> bool:
 def _contradict(left: str, right: str) -> bool:
     """Whether an answer differs from what is wanted in a way that math-verify overlooks."""
     if "_" in right or bool(_MODULO.search(left)) != bool(_MODULO.search(right)):
-        return True  # a number in another base, or a remainder
+        return True  # numbers in other bases, or remainders
     want = one_number(flatten(right))
     if want is None:
         return False
-    sides = [one_number(flatten(side)) for side in left.split("=")[:-1]]  # 3 = 4
+    sides = [one_number(flatten(side)) for side in left.split("=")[:-1]]  # for example 3 = 4
     differ = any(side is not None and not same_number(side, want) for side in sides)
-    return differ or (left.startswith("[") and "," in left)  # an interval
+    return differ or (left.startswith("[") and "," in left)  # or intervals
 
 
 def _all_equal(
@@ -188,7 +188,7 @@ def _all_equal(
     if kind not in ("set", "union"):
         return all(_equal(a, b, checker) for a, b in zip(answer, want, strict=True))
     rest = list(answer)
-    for part in want:  # equal texts first: comparing formulas is slow
+    for part in want:  # equal texts first, since comparing formulas is slow
         equals = (one for how in (None, checker) for one in rest if _equal(one, part, how))
         match = next(equals, None)
         if match is None:
@@ -224,7 +224,7 @@ class SymbolicChecker:
             size=workers,
             memory_mb=3072,
         )
-        self._ask = lru_cache(maxsize=4096)(self._pool.call)  # responses of a group repeat answers
+        self._ask = lru_cache(maxsize=4096)(self._pool.call)  # groups repeat answers
 
     def __reduce__(self) -> Any:
         return SymbolicChecker, (self._pool.timeout, self._pool.size)
@@ -253,7 +253,7 @@ def same_formula(answer: str, want: str) -> bool:
 
 
 def _prepare() -> None:
-    same_formula("x + 1", "1 + x")  # imports and compiles everything in advance
+    same_formula("x + 1", "1 + x")  # warm-up: imports and compiles everything
 
 
 same_formula.prepare = _prepare  # type: ignore[attr-defined]

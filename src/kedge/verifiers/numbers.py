@@ -19,7 +19,7 @@ from kedge.errors import ConfigError, RewardError
 from kedge.verifiers.answers import marked_answer, stated_answer
 from kedge.verifiers.base import Verifier
 
-MAX_DIGITS = 100  # per number; longer ones are not answers and slow to convert
+MAX_DIGITS = 100  # per number; longer ones are slow to convert and no answers
 
 _CHARACTERS = str.maketrans(
     {chr(0xFF10 + digit): str(digit) for digit in range(10)}
@@ -44,8 +44,8 @@ _NUMBER = re.compile(
     r"|(?P<times>[-+]?[0-9]{1,3})(?![0-9])))?"
     r"(?P<percent> ?\\?%)?"
 )
-ROUNDED_FROM = 6  # a ground truth with this many decimals counts as rounded
-PROSE_WORDS, PROSE_LETTERS = 4, 300  # a mark with this many words is a sentence
+ROUNDED_FROM = 6  # decimals from which a ground truth counts as rounded
+PROSE_WORDS, PROSE_LETTERS = 4, 300  # limits beyond which a mark is a sentence
 _NEGATIVE = re.compile(r"(?:\bnegative |(?:\A|(?<=\bis ))minus )(?=[$€£]?[0-9])", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _JOINED = re.compile(r"\s?(?:or|and|to|-|:|/)\s?[-+]?(?:(?:\\?\$|[€£¥])\s?)?\.?[0-9]")  # 12 or 13

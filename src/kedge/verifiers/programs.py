@@ -16,7 +16,7 @@ from kedge.verifiers.sandbox.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
 
-MAX_LETTERS = 200_000  # per program; a longer one scores 0
+MAX_LETTERS = 200_000  # per program; longer ones score 0
 EXAMPLE = '{"tests": ["assert add(1, 2) == 3"]} or {"inputs": ["1 2"], "outputs": ["3"]}'
 _PYTHON = ("", "python", "py", "python3")
 _TILDES = re.compile(r"^([ \t]*)~~~", re.MULTILINE)
@@ -89,7 +89,7 @@ def extract_code(response: str, entry_point: str = "", tests: Sequence[str] = ()
         if (language.split() or [""])[0].strip("{}.").lower() not in _PYTHON:
             continue
         indent = before.rpartition("\n")[2]
-        if indent and indent.isspace():  # inside a list
+        if indent and indent.isspace():  # a block in a list
             body = re.sub(f"^{indent}", "", body, flags=re.MULTILINE)
         blocks.append(body)
     if not blocks:

@@ -24,7 +24,7 @@ class EncoderDecoderParts:
     output: nn.Module
     start: int
     scale: float = 1.0
-    bias: Tensor | None = None  # float [1, V], for BART-like models
+    bias: Tensor | None = None  # float [1, V]; BART-like models have one
 
     def head(self) -> Head:
         """The output head with the weights it has now."""
@@ -53,7 +53,7 @@ class EncoderDecoderParts:
 
     def read(self, packed: JoinedInput) -> Tensor:
         """Last hidden states of the decoder, start token included."""
-        assert packed.source is not None  # made by ``pack``
+        assert packed.source is not None  # set by ``pack``
         ids, mask = packed.source
         encoded = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         hidden: Tensor = self.decoder(

@@ -23,7 +23,7 @@ _CHATML = (
     f"{{{{ '{_START}assistant\n' }}}}{{% endif %}}"
 )
 
-SIMPLE_CHAT_TEMPLATE = (  # of trl.trainer.utils, for models without a template
+SIMPLE_CHAT_TEMPLATE = (  # from trl.trainer.utils, for models without a template
     "{% for message in messages %}{{message['role'].capitalize() + ': ' + message['content']"
     " + '\n\n'}}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )

@@ -104,7 +104,7 @@ def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
                     )
                 value = batch // (each * processes)
             shown = str(value).lower() if isinstance(value, bool) else str(value)
-            if isinstance(value, float) and 0 < value < 1e-3:  # YAML reads 1e-6 as a text
+            if isinstance(value, float) and 0 < value < 1e-3:  # YAML reads 1e-6 as a string
                 shown = f"{value:.1e}".replace("e-0", "e-")
             text = f"{name}: {shown.replace('STEM', str(file.with_suffix('')))}"
             lines.append(f"{text:<40}  # {comment}" if comment else text)

@@ -186,7 +186,7 @@ def show(summary: dict[str, Any]) -> None:
         (" / ".join(counts), " / ".join(str(summary[n]) for n in counts)),
         ("first answer preferred", f"{summary['first_preferred']:.1%}"),
     ]
-    if summary["prompt_tokens"] or summary["cached"]:  # a judge with usage counts
+    if summary["prompt_tokens"] or summary["cached"]:  # only such judges report their usage
         tokens = f"{summary['prompt_tokens']:,} / {summary['completion_tokens']:,}"
         cached = f"{summary['cached']} answers from the cache"
         rows.append(("tokens read / written", f"{tokens}; {cached}"))

@@ -47,8 +47,8 @@ POSITIONAL = {
     "judge": ("ours", "theirs"),
     SCRIPT: ("path",),
 }  # arguments without a flag, by command
-HERE = "here"  # variable: the folder of the pipeline's file
-DONE = "done.json"  # written last
+HERE = "here"  # variable: folder of the pipeline file
+DONE = "done.json"  # written last, marks a finished stage
 _REFERENCE = re.compile(r"\$\{([^}]*)\}")
 
 
@@ -109,7 +109,7 @@ class Stage:
         if resumable and any(self.place.glob("checkpoint-*[0-9]")):
             if not (self.place / DONE).is_file():
                 words += ["--resume_from_checkpoint", "True"]
-            elif self.command in TRAINERS:  # it runs again from the start
+            elif self.command in TRAINERS:  # training restarts from scratch
                 words += ["--overwrite_output_dir"]
         return words
 
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> None:
         name, _, value = pair.partition("=")
         if not name or "=" not in pair:
             raise ConfigError(f"--set must be NAME=VALUE, got {pair}")
-        variables[name] = yaml.safe_load(value)  # 3 is a number
+        variables[name] = yaml.safe_load(value)  # parses numbers: "3" becomes 3
     if flags.seeds is not None and "seed" in variables:
         raise ConfigError("--seeds and --set seed=... are both given; set only one")
     seeds: list[dict[str, Any]] = [{"seed": seed} for seed in dict.fromkeys(flags.seeds or [])]
@@ -289,7 +289,7 @@ def select(stages: Sequence[Stage], names: Sequence[str]) -> list[Stage]:
         if name not in known:
             raise ConfigError(f"unknown stage {name!r}; the stages are {', '.join(known)}")
     wanted = set(names)
-    for stage in reversed(stages):  # a stage uses earlier ones
+    for stage in reversed(stages):  # stages only use results of earlier ones
         if stage.name in wanted:
             wanted.update(stage.uses)
     return [stage for stage in stages if stage.name in wanted]

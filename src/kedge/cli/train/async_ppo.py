@@ -20,7 +20,7 @@ from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError, DataError, LostLearnerError
 
-# open-instruct does not pass its ``eps`` to AdamW, whose defaults therefore act.
+# open-instruct does not pass its ``eps`` to AdamW, so AdamW's default applies.
 _TORCH_EPSILON, _TORCH_DECAY = 1e-8, 0.01
 
 
@@ -188,7 +188,7 @@ def on_ray(config: AsyncPPOConfig) -> bool:
     learners = config.actor_num_gpus_per_node or [1]
     if any(n < 1 for n in learners):
         raise ConfigError(f"actor_num_gpus_per_node={learners} must be 1 or more for each node")
-    launched = "RANK" in os.environ  # by accelerate: this process is one of its ranks
+    launched = "RANK" in os.environ  # set by accelerate: this process is one of its ranks
     return not launched and (find_engine(config).actors or sum(learners) > 1)
 
 

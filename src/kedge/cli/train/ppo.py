@@ -58,7 +58,7 @@ def train(options: Options, **given: Any) -> Any:
         trainer.evaluate()
         return trainer
     resume = resume_point(config.resume_from_checkpoint)
-    with claimed(config):  # before minutes of loading, not after
+    with claimed(config):  # fail before loading for minutes, not after
         trainer = build(options, starts=not resume, **given)
         learn(trainer, resume)
         if evaluates:
@@ -123,7 +123,7 @@ def build(
     script, config, model = options.script, options.config, options.model
     names = model_names(options)
     algorithm = load_algorithm(script.algorithm, script.algorithm_kwargs)
-    if starts and config.output_dir:  # before minutes of loading, not after
+    if starts and config.output_dir:  # fail before loading for minutes, not after
         earlier_run(Path(config.output_dir), overwrite=config.overwrite_output_dir)
     if train_dataset is None:
         train_dataset, eval_dataset = load_prompts(options)
@@ -203,7 +203,7 @@ def model_names(options: Options) -> ModelPaths:
     return ModelPaths(policy=policy, tokenizer=tokenizer, reward=reward)
 
 
-# Weight -> the flag it needs to have any effect.
+# Loss weight -> the flag without which it has no effect.
 _NEEDS = {
     "verification_reward": "apply_verifiable_reward",
     "r1_style_format_reward": "add_r1_style_format_reward",
@@ -356,7 +356,7 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
         where, _, name = spec.rpartition(":")
         try:
             target = getattr(load_module(where, "kedge_algorithm"), name)
-        except Exception as error:  # whatever the user's file raises
+        except Exception as error:  # the user's file may raise anything
             builtin = ("reinforce_pp", "reinforce_pp_baseline", "remax")
             raise ConfigError(
                 f"--algorithm {spec} cannot be loaded ({type(error).__name__}: {error}); use"
@@ -391,7 +391,7 @@ def resume_line(checkpoint: Path | None) -> str:
     words = command_to_repeat()
     if words is None:
         return "add this to the same command to resume: --resume_from_checkpoint"
-    if {"demo", "pipeline"} & {*sys.argv[1:2]}:  # which repeat the stages that have not finished
+    if {"demo", "pipeline"} & {*sys.argv[1:2]}:  # commands that repeat unfinished stages
         return f"to resume:\n    {words}"
     return f"to resume from {checkpoint}:\n    {words} --resume_from_checkpoint"
 
@@ -407,7 +407,7 @@ def command_to_repeat() -> str | None:
     if "RANK" in os.environ or "..." in command():
         return None
     module = getattr(sys.modules["__main__"], "__spec__", None)
-    if module is not None and module.origin == first:  # not by file path: its folder would come
+    if module is not None and module.origin == first:  # a file path would put its folder
         start = ["python", "-m", module.name.removesuffix(".__main__")]  # first in sys.path
     elif first.endswith(".py"):
         start = ["python", first]

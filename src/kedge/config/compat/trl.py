@@ -164,7 +164,7 @@ _VLLM = {
     for f in fields(NewerArguments)
     if f.name.startswith(("use_vllm", "vllm_"))
 }
-# Options that become others when a config is built.
+# Options that are converted to others when a config is built.
 CONVERTED = ("steps_per_generation", "generation_batch_size", "generation_kwargs", *_VLLM)
 
 

@@ -44,7 +44,7 @@ class Verifiers:
         self._episode: asyncio.Task[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._history: list[Message] = []
-        self.tools: list[Any] = []  # JSON schemas, once an episode has begun
+        self.tools: list[Any] = []  # JSON schemas, set when an episode begins
 
     async def reset(
         self, *, seed: int, options: Mapping[str, Any]
@@ -170,7 +170,7 @@ class _Endpoint:
 
     async def stop(self) -> None:
         if self._answer is not None:
-            self._answer.cancel()  # the request of an episode that was left unfinished
+            self._answer.cancel()  # the episode ended with a request pending
         await self._runner.cleanup()
 
     def answer(self, message: Message, reason: str) -> None:

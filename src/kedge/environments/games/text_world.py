@@ -25,7 +25,7 @@ OPPOSITE = {"north": "south", "east": "west", "south": "north", "west": "east"}
 NAMES = ("Hall", "Attic", "Cellar", "Kitchen", "Library", "Study", "Garden", "Tower")
 COLORS = ("red", "blue", "green")
 GOLD = "gold"
-FEWEST, MOST = 6, 12  # turns of the expert
+FEWEST, MOST = 6, 12  # turns that the expert needs
 RULES = "Find the gold. Commands: go north, open north, take red key, take gold."
 
 Place = tuple[int, int]
@@ -37,7 +37,7 @@ class Room:
 
     name: str
     exits: list[str] = field(default_factory=list)
-    doors: dict[str, str] = field(default_factory=dict)  # direction -> color; locked ones
+    doors: dict[str, str] = field(default_factory=dict)  # locked doors: direction -> color
     things: list[str] = field(default_factory=list)
 
     def text(self) -> str:
@@ -160,7 +160,7 @@ class Memory:
 
     rooms: dict[Place, Room] = field(default_factory=dict)
     place: Place = (0, 0)
-    keys: set[str] = field(default_factory=set)  # colors
+    keys: set[str] = field(default_factory=set)  # colors of the keys that the policy carries
 
     def see(self, text: str) -> None:
         """Remember the room that is described at the end of an observation."""
@@ -204,7 +204,7 @@ def next_command(memory: Memory) -> str:
     for place in queue:
         room = memory.rooms.get(place)
         here = place == memory.place
-        wanted = room is None  # not seen yet
+        wanted = room is None  # the room has not been seen yet
         if room is not None:
             openable = [d for d in STEPS if room.doors.get(d) in memory.keys]
             if here and room.things:
@@ -243,7 +243,7 @@ def make_rooms(rng: random.Random, count: int) -> dict[Place, Room] | None:
         key_room = lock_path(rng, rooms, parents, goal, color)
         if key_room is None:
             return None
-        goal = key_room  # a second door stands on the way to the first one's key
+        goal = key_room  # put a second door on the way to the first key
     return rooms
 
 
@@ -260,7 +260,7 @@ def lock_path(
         way.append(parents[way[-1]][0])
     free = [p for p in way[:-1] if parents[p][1] in rooms[parents[p][0]].exits]
     if len(free) < len(way) - 1 or not free:
-        return None  # a door is on this way already, or the goal is where the policy starts
+        return None  # the way already has a door, or the policy starts at the goal
     behind = rng.choice(free)
     before, direction = parents[behind]
     rooms[before].exits.remove(direction)

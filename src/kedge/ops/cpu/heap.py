@@ -2,7 +2,7 @@
 
 import ctypes
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # parameters of mallopt(3), glibc
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # mallopt(3) parameters in glibc
 
 
 def keep_freed_memory(keep: bool) -> None:

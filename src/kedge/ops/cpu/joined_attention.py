@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from kedge.ops.cpu.low_precision import SHORT_ATTENTION, autocasts_to_bf16
 
-Group = tuple[int, ...]  # tokens of a shared start, and of each continuation; (n,): a single row
+Group = tuple[int, ...]  # tokens of a shared start, then of each continuation; (n,): one row
 
 
 class _Part(NamedTuple):
@@ -80,7 +80,7 @@ class _JoinedAttention(torch.autograd.Function):
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
         def gradients(part: _Part) -> tuple[Tensor, Tensor, Tensor]:
-            # With the combined output and log-sum-exp these are exact for each block of keys.
+            # The combined output and log-sum-exp make these exact for each block of keys.
             rows, keys = part.queries, part.keys
             operands = (g[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys])
             results = (out[:, :, rows], lse[:, :, rows])

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from kedge.ops.cpu.matmul import cpu_kernels_enabled
 
-# Up to this length the backward pass of bfloat16 attention takes twice the time of float32.
+# Up to this length, bfloat16 attention's backward pass takes twice as long as float32's.
 SHORT_ATTENTION = 384
 
 
@@ -51,7 +51,7 @@ class Bf16Weight:
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self._read = read
         self._copy: Tensor | None = None
-        self._version = -1  # of the weight when it was converted
+        self._version = -1  # version of the weight that was converted
 
     def forget(self) -> None:
         """Convert at the next use.  The memory of a copy of a weight that trains is kept."""
@@ -88,7 +88,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(rounded if ctx.needs_input_grad[1] else None, low)
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
         bias = None if bias is None else bias.to(torch.bfloat16)
-        # functional.linear would copy the bias to every row first.
+        # functional.linear would first copy the bias to every row.
         result: Tensor = torch.ops.mkldnn._linear_pointwise(rounded, low, bias, "none", [], "")
         return result
 

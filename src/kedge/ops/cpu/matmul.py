@@ -120,12 +120,12 @@ def _dense(w: Tensor) -> bool:
 
 def outer(g: Tensor, x: Tensor) -> Tensor:
     """g^T x float [n, k] of g [m, n] and x [m, k], without gradient."""
-    if x.shape[1] < _WIDE:  # oneDNN is fastest if the first axis of the result is the shorter one
+    if x.shape[1] < _WIDE:  # oneDNN prefers a shorter first axis in its result
         return product(g.T, x.T) if g.shape[1] <= x.shape[1] else product(x.T, g.T).T
     large = len(g) >= _MANY_ROWS and g.shape[1] * x.shape[1] >= _LARGE
     if large and by_onednn(g):
-        return product(g.T.contiguous(), x.T.contiguous())  # oneDNN's own copies are slower
-    return product(g.T, x.T)  # contiguous: autograd would copy another layout
+        return product(g.T.contiguous(), x.T.contiguous())  # faster than oneDNN's own copies
+    return product(g.T, x.T)  # contiguous, or autograd would copy it
 
 
 def input_gradient(g: Tensor, w: Tensor) -> Tensor:

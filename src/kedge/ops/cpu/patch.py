@@ -23,10 +23,10 @@ from kedge.ops.cpu.matmul import by_onednn, by_prepacked_weights, linear
 from kedge.ops.fused_norms import fused_forward, rms_norms
 
 Forward = Callable[..., Tensor]
-_MKL_ROWS = 256  # rows; above, with AVX2, MKL is as fast as packed weights
-PREPACKED_TOKENS = 16  # sampled per row; packing weights pays off from here on
-PREPACKED_BYTES = 2 << 30  # of a model's packed weights; larger models are not packed
-_SPARING_BYTES = 1 << 30  # the same where activations are checkpointed to save memory
+_MKL_ROWS = 256  # beyond this, MKL with AVX2 is as fast as packed weights
+PREPACKED_TOKENS = 16  # tokens per row from which packing weights pays off
+PREPACKED_BYTES = 2 << 30  # largest packed weights of a model; larger ones stay unpacked
+_SPARING_BYTES = 1 << 30  # the limit if activations are checkpointed to save memory
 _FLOAT32 = torch.empty(0)
 
 
@@ -103,7 +103,7 @@ def prepacked_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
     """
     faster = may_run_in_bf16(_FLOAT32) if low else by_prepacked_weights(_FLOAT32)
     size = weights * (2 if low else 4)
-    most = _SPARING_BYTES if checkpointing else PREPACKED_BYTES  # may be more than training takes
+    most = _SPARING_BYTES if checkpointing else PREPACKED_BYTES  # may exceed what training takes
     return size if faster and size <= most else 0
 
 
@@ -130,10 +130,10 @@ def _call_with_one_input(
     layer: nn.Module, forward: Forward, *args: Tensor, **named: Tensor
 ) -> Tensor:
     """``forward`` of the input; the layer's own if it is called with more."""
-    if len(args) + len(named) != 1:  # a norm that takes more than its input
+    if len(args) + len(named) != 1:  # a norm with more inputs
         result: Tensor = type(layer).forward(layer, *args, **named)
         return result
-    (x,) = (*args, *named.values())  # called input by one class and x by the other
+    (x,) = (*args, *named.values())  # x is called input in one class
     return forward(x)
 
 
@@ -143,7 +143,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Linear | Conv1D]:
         weight = getattr(layer, "weight", None)
         if type(layer) not in (nn.Linear, Conv1D) or type(weight) is not nn.Parameter:
             continue
-        if by_prepacked_weights(weight) or may_run_in_bf16(weight):  # float32, or under autocast
+        if by_prepacked_weights(weight) or may_run_in_bf16(weight):  # float32, or autocast
             yield layer  # type: ignore[misc]
 
 
@@ -154,7 +154,7 @@ def _weight(layer: nn.Linear | Conv1D) -> Tensor:
 
 def _build_forward(layer: nn.Linear | Conv1D, low: Bf16Weight) -> Forward:
     own, transposed = layer._parameters, isinstance(layer, Conv1D)
-    smallest = matmul.SMALLEST / (2 * len(_weight(layer)))  # numbers in x
+    smallest = matmul.SMALLEST / (2 * len(_weight(layer)))  # elements of x
 
     def forward(x: Tensor) -> Tensor:
         weight: Tensor = own["weight"].T if transposed else own["weight"]  # type: ignore[assignment,union-attr]
@@ -178,7 +178,7 @@ def _build_prepacked_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool)
     usual = _build_forward(layer, Bf16Weight(partial(_weight, layer)))
 
     def forward(x: Tensor) -> Tensor:
-        if low and not autocasts_to_bf16():  # the model turned it off here
+        if low and not autocasts_to_bf16():  # the model disables autocast here
             return usual(x)
         if low and x.is_floating_point():
             x = x.to(torch.bfloat16)

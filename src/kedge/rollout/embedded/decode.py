@@ -19,8 +19,8 @@ from kedge.models.mask_checks import known_masks
 from kedge.rollout.embedded.decode_graph import DecodeGraph, can_capture
 from kedge.rollout.embedded.kv_cache import GrowingLayer, growing_cache
 
-Draw = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens int64 [b] from logits, and what is read
-_EAGER_STEPS = 4  # steps run before one is captured; a capture costs about four steps
+Draw = Callable[[Tensor], tuple[Tensor, Tensor]]  # logits -> tokens int64 [b], and values to read
+_EAGER_STEPS = 4  # steps to run before a capture, which costs about as much
 
 
 def get_base_model(model: Any) -> Any:
@@ -67,11 +67,11 @@ class CausalDecoder:
         if "logits_to_keep" in accepted:
             self._options["logits_to_keep"] = 1
         self._takes_positions = "position_ids" in accepted
-        # rows that have ended may stay in the batch beyond the last position of the model
+        # finished rows may stay in the batch beyond the model's last position
         self._last = (positions(config) or 2**31) - 1
         self._device = next(model.parameters()).device
         self._graph: DecodeGraph | None = None
-        self._eager = 0  # steps without a graph
+        self._eager = 0  # steps run without a graph
 
     @property
     def keeps_all(self) -> bool:
@@ -94,9 +94,9 @@ class CausalDecoder:
 
         All three are on the host, the logits on the model's device.
         """
-        # Positions count real tokens, so left padding does not change a row's result.
+        # Positions count real tokens only, so left padding does not change a row's result.
         positions = (mask.long().cumsum(-1) - 1).clamp_(min=0).to(self._device)
-        self._padded = ~mask.all(-1)  # on the host: rows with padding
+        self._padded = ~mask.all(-1)  # computed on the host: which rows have padding
         self._mask = mask.to(self._device) if self._padded.any() else None
         self._position = positions[:, -1:] + 1
         logits = self._run(ids.to(self._device), positions, self._mask)
@@ -131,7 +131,7 @@ class CausalDecoder:
         positions = ends[:, None] - longest + torch.arange(longest)
         begins = torch.tensor(lengths)[:, None]
         read = torch.arange(width) >= width - begins
-        self._padded = torch.ones(len(new), dtype=torch.bool)  # padding between old and new tokens
+        self._padded = torch.ones(len(new), dtype=torch.bool)  # between old and new tokens
         self._mask = torch.cat([read, positions >= begins], 1).to(self._device)
         self._position = ends[:, None].to(self._device)
         positions = positions.clamp(min=0).to(self._device)
@@ -172,7 +172,7 @@ class CausalDecoder:
         self._padded, rows = self._padded[rows], rows.to(self._device)
         layers: list[Any] = self._cache.layers
         for layer in layers:
-            # Recurrent layers only have the reordering of beam search, which does the same.
+            # Recurrent layers only offer beam search's reordering, which does the same.
             getattr(layer, "batch_select_indices", layer.reorder_cache)(rows)
         self._position = self._position[rows]
         if self._mask is not None:
@@ -184,7 +184,7 @@ class CausalDecoder:
         self._leave_graph()
         decoders = (self, other)
         masks = [x._whole_mask() for x in decoders]
-        # Columns before the first real token of any row are dropped.
+        # Drop columns before the first real token of any row.
         begins = [int(mask.any(0).long().argmax()) for mask in masks]
         sizes = [mask.shape[1] - begin for mask, begin in zip(masks, begins, strict=True)]
         width = max(sizes)

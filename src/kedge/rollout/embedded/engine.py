@@ -25,8 +25,8 @@ from kedge.rollout.requests import GroupRequests
 from kedge.rollout.sharded import EngineInputs
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
-_SMALL = 1_000_000  # weights
-_MOST_ROWS = 512  # on a GPU
+_SMALL = 1_000_000  # weights of a small model
+_MOST_ROWS = 512  # rows per batch on a GPU
 
 
 class EmbeddedEngine:
@@ -65,7 +65,7 @@ class EmbeddedEngine:
         record_allowed_tokens: bool = True,
     ) -> None:
         if not shares_weights:
-            # Autocast caches the cast of a weight only if the weight requires gradients.
+            # Autocast caches casts only for weights that require gradients.
             model = _copy(model, trains=autocast is not None, device=device)
         self.model = model
         self.shares_weights = shares_weights
@@ -76,8 +76,8 @@ class EmbeddedEngine:
         self._extra_slot = extra_slot
         self._record_allowed_tokens = record_allowed_tokens
         self._version = 0
-        self._prefixes: dict[int, Prefix] | None = None  # by row, within keep_prefixes()
-        self._loops: dict[Sampling, DecodeLoop] = {}  # by distribution
+        self._prefixes: dict[int, Prefix] | None = None  # by row, inside keep_prefixes()
+        self._loops: dict[Sampling, DecodeLoop] = {}  # by sampling distribution
         self._requests: GroupRequests[Response] = GroupRequests()
 
     @contextlib.contextmanager

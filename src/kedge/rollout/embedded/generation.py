@@ -26,8 +26,8 @@ from kedge.rollout.embedded.stopping import StopCriteria
 from kedge.rollout.requests import token_versions
 from kedge.types import PromptBatch, Rollout, Sampling, group_rows
 
-POLL = 16  # tokens sampled on an accelerator before the host looks where responses ended
-_REFILL = 8  # rows join when this fraction of the slots, 1 / 8, is free: it copies the cache
+POLL = 16  # tokens sampled on an accelerator between two checks for ended responses
+_REFILL = 8  # rows join once 1 / 8 of the slots are free, since joining copies the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +38,17 @@ class Response:
     logprobs: Tensor  # float32 [n]
     allowed: Tensor | None  # int64 [n, K]
     terminated: bool
-    versions: list[tuple[int, int]]  # version, and number of tokens sampled with it
+    versions: list[tuple[int, int]]  # (version, tokens sampled with it)
 
 
 @dataclass(slots=True)
 class _Row:
     key: int
     prompt: list[int]
-    number: int  # selects the random numbers, with the seed
+    number: int  # selects the random numbers, together with the seed
     seed: int
-    limit: int  # tokens of the response
-    begin: int = 0  # steps of the batch before its first token
+    limit: int  # maximum tokens of the response
+    begin: int = 0  # batch steps before its first token
 
 
 class DecodeLoop:
@@ -87,7 +87,7 @@ class DecodeLoop:
         self._stop_criteria = StopCriteria(sampling, tokenizer)
         self._poll = 1 if self._on_cpu else POLL
         if not (joins or record or sampling.stop_ids or sampling.stop_strings):
-            self._poll = 2**31  # rows end only at their length limits
+            self._poll = 2**31  # only length limits end rows
         self._waiting: deque[_Row] = deque()
         self._decoder: CausalDecoder | None = None
         # on the device, for the b rows of the batch: last token, its index, random numbers
@@ -95,15 +95,15 @@ class DecodeLoop:
         self._u = torch.empty(0, 0)
         # on the host
         self._rows: list[_Row] = []
-        self._running = torch.empty(0, dtype=torch.bool)  # not ended yet
-        self._end = torch.empty(0, dtype=torch.int64)  # steps after which rows reach their limits
+        self._running = torch.empty(0, dtype=torch.bool)  # whether rows are still running
+        self._end = torch.empty(0, dtype=torch.int64)  # step at which each row reaches its limit
         self._clear()
 
     def _clear(self) -> None:
         """Begin a new batch."""
         self._decoder, self._steps = None, 0
-        self._versions: list[tuple[int, int]] = []  # and the steps before it
-        self._dropped = 0  # steps already removed from the buffer
+        self._versions: list[tuple[int, int]] = []  # (version, steps before it)
+        self._dropped = 0  # steps removed from the buffer
         self._buffer = torch.empty(0, 0, 2, dtype=torch.int64)  # [steps, b, ...], see _draw
 
     def submit(
@@ -189,7 +189,7 @@ class DecodeLoop:
         if self._sampling.temperature == 0:
             token = logits.argmax(-1)
             logprob = torch.zeros_like(token, dtype=torch.float32)
-        else:  # rows that have ended may stay beyond their random numbers
+        else:  # ended rows may outlast their random numbers
             at = self._t.clamp(max=self._u.shape[1] - 1)[:, None]
             token, logprob = sample_tokens(logits, self._u.gather(1, at)[:, 0])
         columns = [token[:, None], logprob.view(torch.int32).long()[:, None]]
@@ -234,7 +234,7 @@ class DecodeLoop:
                 logits = decoder.resume(kept, [row.prompt for row in new])
                 if logits is not None:
                     return logits
-        prompts: dict[tuple[int, ...], int] = {}  # rows of several groups may share them
+        prompts: dict[tuple[int, ...], int] = {}  # several groups may share prompts
         copies = [prompts.setdefault(tuple(row.prompt), len(prompts)) for row in new]
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + [*prompt] for prompt in prompts])

@@ -26,7 +26,7 @@ from kedge.rollout.vllm.service import Service
 from kedge.rollout.vllm.weight_files import WeightFiles
 from kedge.types import Sampling
 
-# Supported by vLLM 0.32's attention on CPUs; other sizes crash the engine at its first token.
+# Head sizes that vLLM 0.32 supports on CPUs; others crash the engine at its first token.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 

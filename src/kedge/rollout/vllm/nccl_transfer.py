@@ -64,7 +64,7 @@ class NcclTransfer:
         def work() -> None:
             with self._current_device():
                 if self._device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()  # until the weights are computed
+                    torch.cuda.current_stream().synchronize()  # wait until the weights are computed
                 self._engine.send_weights()
 
         self._source.payload = payload

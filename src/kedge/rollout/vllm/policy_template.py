@@ -26,8 +26,8 @@ from kedge.rollout.vllm.weight_payload import (
 )
 
 _PROBE_ROWS, _PROBE_TOKENS = 4, 32
-_MODEL_LOCK = threading.Lock()  # engines share one module and swap weights into it
-_EXPECTED_LOCK = threading.Lock()  # the first engine of a weight sync computes, the others wait
+_MODEL_LOCK = threading.Lock()  # engines share a module and swap weights into it
+_EXPECTED_LOCK = threading.Lock()  # the first engine of a weight sync computes, others wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +35,8 @@ class Expected:
     """What the learner's code says of weights that are sent to rollout engines."""
 
     fingerprint: str
-    logprobs: Tensor  # of the probe: float32 [rows, tokens - 1], nats
-    rounded: Tensor  # the same, computed in the dtype of the rollout engine
+    logprobs: Tensor  # for the probe: float32 [rows, tokens - 1], nats
+    rounded: Tensor  # the same, in the rollout engine's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class PolicyTemplate:
                 exact = self.logprobs(weights)
                 low = self.dtype is not None and self.dtype != torch.float32
                 rounded = self.logprobs(weights, autocast=self.dtype) if low else exact
-                # A copy has that of the weights before they were rounded.
+                # Copies hash the weights before rounding.
                 digest = getattr(weights, "fingerprint", "") or fingerprint(weights)
                 found = Expected(fingerprint=digest, logprobs=exact, rounded=rounded)
                 if isinstance(weights, WeightsCopy):
@@ -181,7 +181,7 @@ class PolicyTemplate:
         frozen = {n: p for n, p in self.meta_model.named_parameters() if not p.is_meta}
         parameters = {n: p.to(device) for n, p in frozen.items()} | dict(weights)
         sent = dict.fromkeys(weights, None if self.adapter is not None else self.dtype)
-        # Without autocast's cache, which would hold a copy of all weights.
+        # Autocast's cache would hold a copy of all weights.
         mixed = torch.autocast(
             device.type, autocast, enabled=autocast is not None, cache_enabled=False
         )
@@ -217,7 +217,7 @@ def _converting_layers(
 
     def forward_of(prefix: str, layer: nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            del layer.forward  # that of the class runs
+            del layer.forward  # restores the class's forward
             try:
                 own = {name: convert(f"{prefix}.{name}") for name, _ in layer.named_parameters()}
                 return functional_call(layer, own, args, kwargs)
@@ -236,7 +236,7 @@ def _converting_layers(
     finally:
         for layer in layers.values():
             del layer.forward
-        weights.clear()  # the functions above refer to it and to themselves
+        weights.clear()  # the functions above form reference cycles with it
 
 
 def weights_dtype(policy: nn.Module) -> torch.dtype:

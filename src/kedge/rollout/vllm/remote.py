@@ -37,8 +37,8 @@ _RESTART = (
 # Sends a request, and reads its result.
 Send = Callable[[httpx.AsyncClient], Coroutine[Any, Any, GenerationResult]]
 _GENERATE = "/inference/v1/generate"
-_SECONDS = 0.1  # wait for a result per call of ``serve``
-_OVERLOADED = {429, 502, 503}  # retried, with exponential backoff
+_SECONDS = 0.1  # seconds that ``serve`` waits for a result
+_OVERLOADED = {429, 502, 503}  # statuses to retry, with exponential backoff
 _PAUSE = 0.5  # seconds
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+)$", re.M)
 
@@ -117,16 +117,16 @@ class Remote:
         self._way_out = "" if uds else f"; {_RESTART}"
         self._heartbeat, self._patience, self._slow = heartbeat, patience, slow
         self._files = files or WeightFiles()
-        self._folder: WeightFolder | None = None  # holds the weights to load after a restart
+        self._folder: WeightFolder | None = None  # weights to load after a restart
         self._loads = 0
-        self._version = 0  # of the weights
+        self._version = 0  # version of the weights
         self._adapter: str | None = None  # vLLM's name for the newest adapter
-        self._idle_since = math.inf  # when the server was first seen without requests
+        self._idle_since = math.inf  # time of the first look without requests
         transport = httpx.HTTPTransport(uds=uds)
         self._client = httpx.Client(base_url=self.url, transport=transport, timeout=patience)
-        self._held: dict[int, Future[GenerationResult]] = {}  # requests that it works on
-        self._heard = 0.0  # when a result arrived last, or the first of these was sent
-        self._background: _Background | None = None  # sends them
+        self._held: dict[int, Future[GenerationResult]] = {}  # requests in flight
+        self._heard = 0.0  # time of the last result, or of the first request
+        self._background: _Background | None = None  # sends requests
 
     # -- Service ---------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class Remote:
         if not self._held:
             self._heard = time.monotonic()
         model = {} if self._adapter is None else {"model": self._adapter}
-        # The salt keeps apart prefixes that different weights have read.
+        # The salt separates prefixes cached under different weights.
         body = {"cache_salt": str(self._version), **model}
         for key, request in new.items():
             self._background = self._background or _Background(self.url, self._uds)
@@ -219,7 +219,7 @@ class Remote:
         self.reload(version)
         if previous is not None:
             self._post("/v1/unload_lora_adapter", json={"lora_name": previous})
-        del before  # vLLM may read the files of an adapter until it is unloaded
+        del before  # vLLM may read an adapter's files until it is unloaded
 
     def reload(self, version: int) -> None:
         """Load the last written weights again, for example after a restart.
@@ -227,7 +227,7 @@ class Remote:
         Raises:
             SyncError: vLLM rejected them.
         """
-        assert self._folder is not None  # weights were loaded
+        assert self._folder is not None  # set when weights were loaded
         folder = str(self._folder.path)
         path = "/collective_rpc"
         body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
@@ -260,7 +260,7 @@ class Remote:
         try:
             yield
         except LostServerError:
-            raise  # the server cannot be resumed
+            raise  # resuming the server is impossible
         except BaseException:
             self._post("/resume")
             raise
@@ -298,7 +298,7 @@ class Remote:
 
     def healthy(self) -> bool:
         """Whether the server responds."""
-        if self._uds is not None:  # httpx leaks a socket if no process listens
+        if self._uds is not None:  # httpx leaks a socket without a listener
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(self._uds):
                     return False
@@ -321,7 +321,7 @@ class Remote:
         """
         response = self._client.get("/metrics")
         counts = _REQUESTS.findall(response.text) if response.status_code == 200 else []
-        if not counts or any(float(count) for count in counts):  # it does not say, or works
+        if not counts or any(float(count) for count in counts):  # no metrics, or requests running
             self._idle_since = math.inf
             return
         self._idle_since = min(self._idle_since, time.monotonic())
@@ -415,7 +415,7 @@ def _parse_choice(choice: dict[str, Any], loaded: int) -> GenerationResult:
         for span in choice.get("weight_versions") or ()
     ]
     content = choice["logprobs"]["content"]
-    # The first of ``top_logprobs`` is the sampled token, whether or not it is among the others.
+    # ``top_logprobs`` begins with the sampled token, even if it is not among the most likely.
     tops = [[(_token_id(x), x["logprob"]) for x in at["top_logprobs"]] for at in content]
     return GenerationResult(
         tokens=np.array(choice["token_ids"], np.int32),

@@ -36,14 +36,14 @@ from kedge.rollout.vllm.weight_payload import WeightPayload
 
 logger = logging.getLogger(__name__)
 _ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # endpoints that load weights
+    "VLLM_SERVER_DEV_MODE": "1",  # enables endpoints that load weights
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
 _GRACE = 10.0  # seconds from SIGTERM to SIGKILL
-_MAX_RESTARTS = 3  # in a row, without a finished call in between
+_MAX_RESTARTS = 3  # in a row, without a call that finishes
 
 
 class Server(Remote):
@@ -110,8 +110,8 @@ class Server(Remote):
             eager=bool(arguments.get("enforce_eager")),
             devices=devices,
         )
-        self._tries = 0  # restarts since ``serve`` returned a result
-        self._lost = False  # whether it was restarted while it held requests
+        self._tries = 0  # restarts since ``serve`` last returned a result
+        self._lost = False  # whether a restart lost held requests
         self._may_restart = True
         try:
             self._start()
@@ -160,7 +160,7 @@ class Server(Remote):
         try:
             with self._without_restarts():
                 super().load(payload, version)
-        except LostServerError as error:  # the weights are written; a new server loads them
+        except LostServerError as error:  # the weight files exist; a new server loads them
             self._version = version
             self._restart(error, 0)
 
@@ -199,7 +199,7 @@ class Server(Remote):
             self._may_restart = before
 
     def _start(self) -> None:
-        self._socket.unlink(missing_ok=True)  # left by a killed server
+        self._socket.unlink(missing_ok=True)  # a killed server may leave it
         self._process.start()
         deadline = time.monotonic() + self._slow
         while not self.healthy():
@@ -300,7 +300,7 @@ def _terminate(process: subprocess.Popen[bytes]) -> None:
         process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE + 5)
-    _kill(process)  # also what is left of the group if the guard itself was killed
+    _kill(process)  # kills what is left of the group if the guard itself was killed
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -29,14 +29,14 @@ class GenerationResult:
     """One sampled response."""
 
     tokens: NDArray[np.int32]  # including the stop token
-    logprobs: NDArray[np.float32]  # of each token, nats, under the sampling distribution
-    stopped: bool  # by a stop token or stop string, not by the length limit
-    version: int  # of the weights, as vLLM reports; -1: unknown
-    # versions in order and the number of tokens that each sampled; empty: unknown
+    logprobs: NDArray[np.float32]  # per token, nats, under the sampling distribution
+    stopped: bool  # True: ended by a stop token or stop string, not by the length limit
+    version: int  # weights version reported by vLLM; -1: unknown
+    # versions in order, each with its number of tokens; empty: unknown
     spans: tuple[tuple[int, int], ...] = ()
-    # [tokens, K]; for each token, those that could have been sampled, then -1; None: all
+    # [tokens, K]; tokens that could have been sampled, then -1; None: all
     allowed: NDArray[np.int32] | None = None
-    prompt_logprobs: tuple[float, ...] = ()  # nats, of its tokens but the first; if asked for
+    prompt_logprobs: tuple[float, ...] = ()  # nats, for all prompt tokens but the first; optional
 
 
 class Service(Protocol):

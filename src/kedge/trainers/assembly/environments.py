@@ -118,7 +118,7 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
             inputs.environment_factory,
             max_iterations=args.max_tool_calling_iterations,
         )
-        # One of each kind is made, which checks its tools.
+        # Make one of each kind, to check its tools.
         made = [factory() for factory in (make.values() if isinstance(make, Mapping) else [make])]
         scored = any(environment.gives_rewards for environment in made)
         for environment in made:
@@ -134,7 +134,7 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
         )
     weights = args.reward_weights if inputs.reward_weights is None else inputs.reward_weights
     if weights is not None and len(weights) == len(rewards) + len(models):
-        weights = [*weights, 1.0]  # of the environments
+        weights = [*weights, 1.0]  # the weight of the environments
     changed = replace(
         inputs,
         reward_funcs=[*rewards, EpisodeReward()],
@@ -161,7 +161,7 @@ def _load(name: str) -> Any:
     where, colon, attribute = name.rpartition(":")
     try:
         found = load_module(where, "kedge_environments") if colon else None
-    except Exception as error:  # whatever the user's file raises
+    except Exception as error:  # the user's file may raise anything
         raise ConfigError(
             f"environment={name!r}: cannot import {where!r} ({type(error).__name__}: {error})"
         ) from error
@@ -204,7 +204,7 @@ def _fill_prompts(inputs: TrainerInputs, dataset: Any) -> Any:
     if dataset is None or isinstance(dataset, Mapping) or inputs.data_collator is not None:
         return dataset
     if inputs.tools and not inputs.environment_factory:
-        return dataset  # tools do not give prompts
+        return dataset  # tools come without prompts
     return add_prompts(dataset)
 
 

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from kedge.checkpoint.replay import RolloutReplay
 
 logger = logging.getLogger(__name__)
-PARTIAL_BATCHES_PER_WORKER = 4  # so that a fast engine gets more work
-IN_FLIGHT_LAG = 4  # docs/async.md: from here on few tokens are too old
+PARTIAL_BATCHES_PER_WORKER = 4  # gives a fast engine more work
+IN_FLIGHT_LAG = 4  # at this lag few tokens are too old (docs/async.md)
 Kind = Literal["truncate", "mask"]
 Level = Literal["token", "sequence", "sequence_mean"]
 
 HIGH: dict[Level, float] = {"token": 2.0, "sequence": 5.0, "sequence_mean": 1.01}
 _TRL = "vllm_importance_sampling_"
-# Values of TRL's vllm_importance_sampling_mode.
+# Values of vllm_importance_sampling_mode in TRL.
 MODES: dict[str, tuple[Level, Kind]] = {
     "token_truncate": ("token", "truncate"),
     "token_mask": ("token", "mask"),
@@ -65,7 +65,7 @@ class RolloutStage:
                 *(args.max_lag, args.max_lag, IN_FLIGHT_LAG),
             )
         if args.in_flight_weight_updates and "vllm_engine_args" in self.options:
-            # Otherwise a token that is on its way would count as sampled with the next weights.
+            # Otherwise a token in flight would count as sampled with the next weights.
             given = engine_args(args.vllm_engine_args)
             self.options["vllm_engine_args"] = {"async_scheduling": False} | given
         if self.separate and not self.spec.per_rank:
@@ -267,7 +267,7 @@ def _asked_correction(args: Any, *, vllm: bool) -> tuple[list[str], Correction |
     kind: Kind = "mask" if mode == "mask" else "truncate"
     low, high = args.sampler_correction_low, args.sampler_correction_high
     high = HIGH[level] if high is None else high
-    if low is None and kind == "mask" and high > 1:  # both sides alike, as verl
+    if low is None and kind == "mask" and high > 1:  # symmetric bounds, as in verl
         low = 1 / high
     _check_order("sampler_correction_low", low, "sampler_correction_high", high)
     return asked, Correction(kind=kind, level=level, high=high, low=low or 0.0)
@@ -282,7 +282,7 @@ def _trl_correction(args: Any) -> Correction:
     mode = args.vllm_importance_sampling_mode
     high, low = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
     level, kind = MODES[mode or "token_truncate"]
-    if high is None:  # 3 is TRL's
+    if high is None:  # TRL's default is 3
         high = 2.0 if mode is None else 3.0
     _check_order(f"{_TRL}clip_min", low, f"{_TRL}clip_max", high)
     if kind == "truncate" and high == math.inf and low is None:

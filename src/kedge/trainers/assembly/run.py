@@ -41,10 +41,10 @@ from kedge.trainers.run.run import Run
 from kedge.trainers.spec import TrainerInputs, as_list, shared_kwargs
 
 logger = logging.getLogger(__name__)
-LARGE = 300_000_000  # weights; smaller models take larger steps, and are for trying things out
+LARGE = 300_000_000  # weights; smaller models take larger learning rates, and are for experiments
 HIGH_RATE = 2e-5
-HIGHEST_RATE = 1e-2  # no transformer trains above it
-SMALL_BATCH = 16  # responses
+HIGHEST_RATE = 1e-2  # no transformer trains at a higher learning rate
+SMALL_BATCH = 16  # responses per batch
 WIDE_CLIP = 0.01
 N_PLUS = "(Huang et al. 2024, arXiv:2403.17031)"
 
@@ -78,7 +78,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
     rollout = RolloutStage(setup)
     callbacks = build_callbacks(setup)
 
-    # Everything is checked: from here on weights are loaded and actors are started.
+    # All checks have passed: from here on weights are loaded and actors are started.
     with without_weights(receives_weights(setup)):
         loaded = models.build()
     for text in advise(args, loaded.policy, setup.sizes):
@@ -144,7 +144,7 @@ def build_engine(
     args, algorithm, source = setup.args, setup.algorithm, setup.prompts
     if rollout.replayed is not None:
         source = reward = rollout.replayed  # type: ignore[assignment]
-        algorithm = replace(algorithm, resample=0)  # replayed batches were resampled before
+        algorithm = replace(algorithm, resample=0)  # the recorded batches were already resampled
     return Engine(
         source=source,
         rollout_engine=rollout_engine,
@@ -193,7 +193,7 @@ def advise(args: OnPolicyConfig, policy: nn.Module, sizes: BatchSizes) -> Iterab
             f"learning_rate={args.learning_rate:g} is far too high for a language model, which"
             " diverges; typical: 1e-6 to 5e-5 for all weights, 1e-4 for adapters"
         )
-    elif high and trained >= LARGE:  # adapters take larger steps
+    elif high and trained >= LARGE:  # adapters take larger learning rates
         yield (
             f"learning_rate={args.learning_rate:g} with num_ppo_epochs={args.num_ppo_epochs} is"
             f" high for {trained / 1e6:,.0f} million trained weights; recommended:"

@@ -45,7 +45,7 @@ class EvalSet:
     prefix: str  # "eval_" or "eval_<name>_"
     source: PromptSource
     batches: int
-    rows: int  # responses in total
+    rows: int  # total number of responses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,8 @@ class Setup:
     prompts: DatasetPrompts
     sizes: BatchSizes
     eval_sets: list[EvalSet]
-    engine: RolloutEngineSpec  # named by the config
-    pad_id: int  # the id that pads responses
+    engine: RolloutEngineSpec  # selected by the config
+    pad_id: int  # token id that pads responses
     loading: Mapping[str, Any]  # arguments of ``load_policy`` for the policy and the reference
 
     @property
@@ -101,7 +101,7 @@ def build_setup(inputs: TrainerInputs) -> Setup:
     check_targets(args)
     accelerator = accelerator_for(args)
     tokenizer = find_tokenizer(inputs.processing_class, inputs.model, args)
-    assert inputs.model is not None  # find_tokenizer refuses it
+    assert inputs.model is not None  # find_tokenizer requires it
     kwargs = init_kwargs(args)
     eos_ids = eos_token_ids(
         inputs.model,
@@ -133,7 +133,7 @@ def build_setup(inputs: TrainerInputs) -> Setup:
                 f"{name}={getattr(args, name)} must be {size}, as the other sizes imply; leave it"
                 " unset"
             )
-        setattr(args, name, size)  # in the trainer's copy
+        setattr(args, name, size)  # only in the trainer's copy
     return Setup(
         inputs=inputs,
         algorithm=algorithm,
@@ -164,7 +164,7 @@ def find_tokenizer(processing_class: Any, model: Any, args: OnPolicyConfig) -> A
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
     name = processing_class if isinstance(processing_class, str) else name
     if isinstance(name, str) and name and isinstance(processing_class, str | None):
-        revision = None if processing_class else init_kwargs(args).get("revision")  # the model's
+        revision = None if processing_class else init_kwargs(args).get("revision")  # of the model
         return load_tokenizer(name, trust_remote_code=trusts(args), revision=revision)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):

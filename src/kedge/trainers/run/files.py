@@ -68,13 +68,13 @@ def write_models(folder: Path, learner: HFLearner, tokenizer: Any) -> None:
     Every rank calls it; rank 0 writes.
     """
     bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # it would interrupt that of the run
+    logging.disable_progress_bar()  # it would interrupt the run's own bar
     try:
         learner.save(folder, folder / VALUE_FOLDER)
         if learner.accelerator.is_main_process and hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(folder)
     except Exception as error:
-        # tokenizers raises a bare Exception for errors of the file system
+        # tokenizers raises a bare Exception for file-system errors
         if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
             raise CheckpointError(
                 f"cannot write the models to {folder}: {error}; {way_out(error)}, or pass another"

@@ -47,10 +47,10 @@ class RunState(TrainerState):
     """``TrainerState`` with the counters of an on-policy run."""
 
     episode: int = 0  # responses trained on
-    num_tokens: int = 0  # of prompts and responses
+    num_tokens: int = 0  # tokens in prompts and responses
     loss_sum: float = 0.0  # over finished iterations
     pending: list[dict[str, float]] = field(default_factory=list)  # iterations since the last log
-    # Of ``eval_against_start``: per evaluation set the score of each row, NaN for invalid rows.
+    # With ``eval_against_start``: scores per evaluation set and row, NaN for invalid rows.
     initial_scores: dict[str, list[float]] = field(default_factory=dict)
 
 
@@ -265,7 +265,7 @@ def own_callbacks(args: OnPolicyConfig) -> list[TrainerCallback]:
         from kedge.reporting.hub import PushOnSave, build_hub
 
         callbacks.append(PushOnSave(build_hub(args)))
-    if "kedge.ray.context" in sys.modules:  # else no launch has set a context
+    if "kedge.ray.context" in sys.modules:  # otherwise no launch has set a context
         from kedge.ray.context import get_context
 
         if (context := get_context()) is not None:

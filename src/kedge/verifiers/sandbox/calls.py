@@ -25,9 +25,9 @@ from typing import Any
 
 CONSTANTS = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None))
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-LONGEST = 10_000  # characters or entries of a constant that is sent to the tests
-ONE_BY_ONE = 100  # leading items of an iterator that are sent one per answer
-TOGETHER = 100  # items per answer after that
+LONGEST = 10_000  # most characters or entries in a constant sent to the tests
+ONE_BY_ONE = 100  # leading items of an iterator, which are sent singly
+TOGETHER = 100  # items per message after these
 MAX_FRAME = 64 << 20  # bytes
 
 
@@ -35,7 +35,7 @@ class Untestable(TypeError):
     """A value that cannot be carried from one process to the other."""
 
 
-# Immutable types: arguments of their constructors.
+# Immutable types -> their constructor arguments.
 FIXED: dict[str, Callable[[Any], list[Any]]] = {
     "builtins.bytes": lambda v: [v.decode("latin-1"), "latin-1"],
     "builtins.complex": lambda v: [v.real, v.imag],
@@ -49,7 +49,7 @@ FIXED: dict[str, Callable[[Any], list[Any]]] = {
     "datetime.datetime": lambda v: [*v.timetuple()[:6], v.microsecond],  # without a time zone
     "datetime.time": lambda v: [v.hour, v.minute, v.second, v.microsecond],
 }
-# Mutable types: arguments that make an empty one.
+# Mutable types -> arguments for an empty instance.
 FILLED: dict[str, Callable[[Any], list[Any]]] = {
     "builtins.list": lambda v: [],
     "builtins.dict": lambda v: [],
@@ -61,7 +61,7 @@ FILLED: dict[str, Callable[[Any], list[Any]]] = {
     "collections.defaultdict": lambda v: [getattr(v.default_factory, "__name__", None)],
 }
 FACTORIES = {kind.__name__: kind for kind in (int, float, str, list, dict, set, tuple, bool)}
-# What instances of subclasses are sent as: enumerations, named tuples, ...
+# Stand-ins for instances of subclasses: enumerations, named tuples, ...
 BASES: tuple[Any, ...] = (
     int, float, str, bytes, complex, list, dict, tuple, set, frozenset, bytearray,
 )  # fmt: skip
@@ -97,7 +97,7 @@ class Wire:
         kind = type(value)
         if value is None or kind in (bool, float, str):
             return value
-        if kind is int:  # hexadecimal digits are not limited in number
+        if kind is int:  # as hexadecimal, whose number of digits is unlimited
             return value if abs(value) < 1 << 63 else {"x": hex(value)}
         if id(value) in self._numbers:
             return {"a": self._numbers[id(value)]}
@@ -157,7 +157,7 @@ class Wire:
         if isinstance(value, dict):
             pairs = [(self.unpack(key), self.unpack(item)) for key, item in contents]
             value.clear()
-            dict.update(value, pairs)  # Counter.update would count them
+            dict.update(value, pairs)  # Counter.update would add counts
             return
         items = [self.unpack(item) for item in contents]
         value.clear()
@@ -215,7 +215,7 @@ def _short(value: Any) -> bool:
     return not hasattr(value, "__len__") or len(value) <= LONGEST
 
 
-# --- the process of the solution ------------------------------------------------------------------
+# --- the solution's process -----------------------------------------------------------------------
 
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor",
           "lt", "le", "gt", "ge")  # fmt: skip
@@ -237,7 +237,7 @@ class ObjectTable:
     def __init__(self, module: types.ModuleType) -> None:
         self._names = module.__dict__
         self._objects: dict[int, Any] = {}
-        self._created: set[type] = set()  # classes of which the tests have created an instance
+        self._created: set[type] = set()  # classes that the tests have instantiated
 
     def describe(self) -> dict[str, Any]:
         """Description for the tests: names, classes, exceptions and constants."""
@@ -293,7 +293,7 @@ class ObjectTable:
         return encode_frame({"raised": raised})
 
     def _is_data(self, value: Any) -> bool:
-        if isinstance(value, Iterator):  # packing would consume it
+        if isinstance(value, Iterator):  # packing would exhaust it
             return False
         try:
             Wire(lambda _: None, lambda _: None).pack(value)
@@ -319,7 +319,7 @@ class ObjectTable:
         return {kind: [number, type(value).__name__] if kind == "o" else number}
 
 
-# --- the process of the tests ---------------------------------------------------------------------
+# --- the tests' process ---------------------------------------------------------------------------
 
 
 class SolutionDied(BaseException):

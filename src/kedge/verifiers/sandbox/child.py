@@ -92,7 +92,7 @@ def exchange(text: str, to_program: int, from_program: int, most: int) -> bytes 
     """Write a program's input and read its output; None if there are more than `most` bytes."""
 
     def feed() -> None:
-        with contextlib.suppress(OSError):  # the program need not read it all
+        with contextlib.suppress(OSError):  # the program may leave input unread
             calls.write_all(to_program, text.encode(errors="replace"))
         os.close(to_program)
 
@@ -167,13 +167,13 @@ def isolate_tests(job: dict[str, Any]) -> None:
         kernel().hide_memory()
     _state["report"] = os.dup(1)
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)  # output of tests must not mix with the report
+    os.dup2(null, 1)  # keeps test output out of the report
     os.dup2(null, 2)
-    os.environ["HOME"] = "/"  # packages read settings from HOME, which the solution can write to
+    os.environ["HOME"] = "/"  # packages read settings from HOME, which a solution can write to
     sys.path.extend(job["packages"])
 
 
-# --- the process of the solution ------------------------------------------------------------------
+# --- the solution's process -----------------------------------------------------------------------
 
 
 def solution(job: dict[str, Any], requests: int, answers: int) -> int:
@@ -218,7 +218,7 @@ def run_code(code: str, module: types.ModuleType) -> BaseException | None:
     return None
 
 
-# --- the process of the tests ---------------------------------------------------------------------
+# --- the tests' process ---------------------------------------------------------------------------
 
 
 DIED = "the solution ended"
@@ -233,7 +233,7 @@ def run_tests(checks: dict[str, Any], requests: int, answers: int) -> None:
             return
         remote = calls.RemoteSolution(requests, answers, first)
         space = test_namespace(checks, remote)
-    except Exception as error:  # the solution's process may write anything
+    except Exception as error:  # the solution's process may send anything
         report({"error": f"the solution sent an invalid description ({type(error).__name__})"})
         return
     idle = True  # no test has failed or used the solution

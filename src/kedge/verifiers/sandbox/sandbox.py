@@ -23,10 +23,10 @@ from kedge.verifiers.sandbox.calls import encode_frame
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 2.0  # for Python to start, in addition to the time limit
+START_SECONDS = 2.0  # extra seconds for Python to start
 LEVELS = ("bubblewrap", "none")
 FOLDER = Path(__file__).parent
-CODE, WORK = "/kedge-code", "/kedge-sandbox"  # paths in the sandbox that no machine uses
+CODE, WORK = "/kedge-code", "/kedge-sandbox"  # unlikely to exist on any machine
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -171,7 +171,7 @@ class Sandbox:
         secret = secrets.token_hex(16)
         common = {"isolated": isolated, "devices": view["devices"], "packages": view["packages"]}
         frames = [common | limits | {"folder": WORK} | job, checks | {"secret": secret}]
-        prefix = "kedge-sandbox-"  # an isolated process does not see this folder
+        prefix = "kedge-sandbox-"  # hidden from isolated processes
         with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
             process = subprocess.Popen(
                 _command(isolated, view),
@@ -195,7 +195,7 @@ class Sandbox:
             last = problem.decode(errors="replace").strip().rpartition("\n")[2]
             raise ConfigError(f"the sandbox cannot start: {last}")
         lines = []
-        for line in output.splitlines(keepends=True):  # complete, valid, and with the secret
+        for line in output.splitlines(keepends=True):  # keep complete, valid lines with the secret
             with contextlib.suppress(ValueError, RecursionError):
                 value = json.loads(line)
                 signed = isinstance(value, dict) and value.get("secret") == secret
@@ -270,6 +270,6 @@ def _command(isolated: bool, view: dict[str, Any]) -> list[str]:
 
 def _kill(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
     """Kill a process and its children; returns its output so far."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just exited
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the process has just exited
         os.killpg(process.pid, signal.SIGKILL)
     return process.communicate()
