@@ -1,4 +1,4 @@
-"""Renders chat messages by a tokenizer's template; both come from elsewhere and may be wrong."""
+"""Renders chat messages by a tokenizer's template; neither can be trusted to be valid."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def render_chat(
 
     Args:
         tokenizer: has the chat template.
-        messages: of one conversation.
-        where: what the messages are, for an error.
+        messages: one conversation.
+        where: source of the messages, for error messages.
         options: passed on to ``apply_chat_template``.
 
     Raises:

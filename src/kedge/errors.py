@@ -1,4 +1,4 @@
-"""Every exception Kedge raises on purpose: a message says what is wrong, the value, the way out."""
+"""Kedge's exceptions; each message names the problem, the value and the way out."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ DISTRIBUTION = "kedge-rl"  # name on PyPI, where `kedge` is another project
 
 
 def install_command(extra: str) -> str:
-    """The command that installs what `extra` needs."""
+    """The command that installs the packages of `extra`."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 

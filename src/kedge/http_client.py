@@ -84,7 +84,7 @@ def retry_request(
     until: float = float("inf"),
     on_retry: Callable[[Reply], object] | None = None,
 ) -> tuple[Reply, int]:
-    """The first reply that needs no retry, or the last one; and the number of requests sent.
+    """Send until a reply needs no retry; returns the last reply and the number of requests.
 
     Args:
         send: sends one request.

@@ -39,7 +39,7 @@ def check_folder(option: str, folder: str | Path) -> None:
 
     Args:
         option: name of the option, for the error.
-        folder: need not exist yet.
+        folder: the folder, which need not exist yet.
 
     Raises:
         ConfigError: names the option, the folder and the problem.
@@ -176,7 +176,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _try_lock(handle: int) -> bool:
-    """Try to lock the file; whether this succeeded, or there are no locks here."""
+    """Try to lock the file; True also if the file system has no locks."""
     try:
         if fcntl is None:
             raise OSError(errno.ENOSYS, "this system has no flock")

@@ -59,7 +59,7 @@ def rows_field(
 
 
 def widen_field(f: Field[Any], x: Tensor, wide: Sequence[int]) -> Tensor:
-    """``x`` with the axes after the first padded to the lengths ``wide``, as its field says."""
+    """Pad the axes of ``x`` after the first to the lengths ``wide``, as its field specifies."""
     padding: list[int] = []
     for have, want in reversed(list(zip(x.shape[1:], wide, strict=True))):
         padding += [want - have, 0] if f.metadata.get("left") else [0, want - have]
@@ -88,7 +88,7 @@ class Record:
         return self._mapped(lambda f, x: _take_rows(f, x, index))
 
     def to(self, device: torch.device | str) -> Self:
-        """The record with all tensors on ``device``."""
+        """Move all tensors to ``device``."""
         return self._mapped(lambda _, x: _move(x, device))
 
     def trim(self, size: int) -> Self:
@@ -228,7 +228,7 @@ def _join_named(f: Field[Any], values: list[Any], sizes: list[int]) -> Any:
 def add_totals(
     values: Sequence[Mapping[str, tuple[float, float]]],
 ) -> dict[str, tuple[float, float]]:
-    """(sum, count) of each name, added."""
+    """Add the (sum, count) of each name."""
     sums: dict[str, tuple[float, float]] = {}
     for totals in values:
         for name, (total, count) in totals.items():

@@ -56,7 +56,7 @@ class PromptBatch(Record):
     limit: Tensor | None = None
 
     def limits(self, sampling: Sampling) -> Tensor:
-        """Most tokens of each response, int64 [B]."""
+        """Maximum tokens of each response, int64 [B]."""
         limit = torch.full_like(self.row, sampling.max_new_tokens)
         return limit if self.limit is None else limit.minimum(self.limit)
 
@@ -68,12 +68,12 @@ def group_rows(prompts: PromptBatch) -> tuple[list[int], Sequence[Tensor]]:
 
 
 def number_prompts(ids: Tensor, mask: Tensor) -> Tensor:
-    """Numbers int64 [B] of left-padded prompts int64 [B, P], equal for rows with equal prompts."""
+    """Number prompts int64 [B, P] (left-padded) so that equal prompts share a number int64 [B]."""
     return ids.masked_fill(~mask, -1).unique(dim=0, return_inverse=True)[1]
 
 
 def separated(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
-    """The batches with group ids renumbered so that no two batches share one."""
+    """Renumber group ids so that no two batches share one."""
     renumbered, offset = [], 0
     for batch in batches:
         ids, group = batch.group.unique(return_inverse=True)
@@ -95,7 +95,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One turn of the policy, as an environment gets it."""
+    """One turn of the policy, as passed to an environment."""
 
     text: str  # decoded, without special tokens and reasoning
     ids: tuple[int, ...] = ()  # as sampled, with the stop token
@@ -106,14 +106,14 @@ class Response:
 
     @property
     def tool_calls(self) -> Sequence[ToolCall]:
-        """The calls in the response, parsed when this is read; none of its reasoning."""
+        """The calls in the response, parsed on access; calls in the reasoning do not count."""
         text = self.text if self.raw is None else self.raw
         return () if self.parse is None else self.parse(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episodes(Record):
-    """What environments returned for a rollout, one episode per row."""
+    """Results of environments for a rollout, one episode per row."""
 
     # int64 [B, R]; turn number from 0 for the policy's tokens, -1 for others
     turn: Tensor = rows_field(fill=-1)
@@ -176,7 +176,7 @@ SYNC_GAP = "rollout/sync_gap"
 
 
 def add_times(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds and counts add; of the gaps of weight syncs it is the largest."""
+    """Add seconds and counts; weight-sync gaps keep the largest."""
     times: dict[str, float] = {}
     for part in parts:
         for name, x in part.items():
@@ -187,7 +187,7 @@ def add_times(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample(Record):
-    """Responses, their scores, and what it took to get them."""
+    """Responses, their scores, and the time they took."""
 
     rollout: Rollout
     reward_output: RewardOutput = rows_field(wide_as="rollout.ids")
@@ -258,7 +258,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOutput:
-    """One forward pass over a micro-batch, response positions only."""
+    """Output of one forward pass over a micro-batch, at response positions only."""
 
     logprobs: Tensor  # float32 [b, R], with gradient; 0 outside the mask
     entropy: Tensor  # float32 [b, R], 0 outside the mask; with gradient if there is a bonus
@@ -267,7 +267,7 @@ class PolicyOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Weighted sums, so that micro-batches and ranks simply add up."""
+    """Loss as weighted sums, so that micro-batches and ranks simply add up."""
 
     parts: Mapping[str, Tensor]  # scalars; their sum is minimized
     metrics: Mapping[str, Tensor] = field(default_factory=dict)  # scalars
@@ -291,13 +291,13 @@ class Metrics:
     totals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def merge(self, other: Metrics) -> Metrics:
-        """Both sets of metrics; sums and counts are added."""
+        """Merge two sets of metrics by adding sums and counts."""
         return Metrics(add_totals([self.totals, other.totals]))
 
     def means(self) -> dict[str, float]:
         """``name -> sum / count``, without names whose count is 0.
 
-        The count ``PER_EPISODE`` is that of "environment/turns".
+        The count ``PER_EPISODE`` stands for that of "environment/turns".
         """
         episodes = self.totals.get("environment/turns", (0.0, 0.0))[1]
         counted = ((n, x, episodes if c == PER_EPISODE else c) for n, (x, c) in self.totals.items())
@@ -317,9 +317,9 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor of a checkpoint that was sharded when it was saved, and is not read yet.
+    """A sharded tensor of a checkpoint that is not read yet.
 
-    ``read`` fills tensors of the same shape, sharded or not; each rank reads only what it holds.
+    ``read`` fills tensors of the same shape, sharded or not; each rank reads only its part.
     Collective: every rank reads the same tensors in one call.
     """
 
@@ -330,7 +330,7 @@ class StoredTensor:
 
 
 def require(x: T | None, name: str) -> T:
-    """``x``, or a ValueError that names the Algorithm option to set."""
+    """Return ``x``; for None raise a ValueError that names the Algorithm option to set."""
     if x is None:
         raise ValueError(f"{name} was not computed; set needs_{name}=True on the Algorithm")
     return x

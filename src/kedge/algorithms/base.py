@@ -36,7 +36,7 @@ class AdvantageInputs:
 
     @property
     def trained(self) -> Tensor:
-        """Tokens that train, bool [B, R]."""
+        """Tokens that are trained on, bool [B, R]."""
         mask = self.rollout.loss_mask
         return mask if self.excluded is None else mask & ~self.excluded
 
@@ -56,9 +56,9 @@ class Algorithm:
         weighting: weights of tokens in the loss, a key of ``kedge.math.loss_weights.WEIGHTINGS``.
         min_group: smallest number of responses per prompt that the algorithm supports.
         extra_slot: scores are placed one slot after the last token, if there is room.
-        needs_greedy: the greedy response to each prompt is also sampled and scored.
+        needs_greedy: the greedy response to each prompt is sampled and scored, too.
         resample: rounds in which groups of equal scores are replaced by other prompts (DAPO).
-        metrics: those that it may log in addition to ``kedge.loop.metrics.OF_ALL_ALGORITHMS``.
+        metrics: names it may log in addition to ``kedge.loop.metrics.OF_ALL_ALGORITHMS``.
     """
 
     name: str

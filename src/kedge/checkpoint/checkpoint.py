@@ -171,7 +171,7 @@ def load(
         world_size: current number of ranks.
         settings: options of this run; differences from the saved ones are listed in a warning,
             since results will differ from an uninterrupted run.
-        verified: True if ``verify`` has just checked the folder.
+        verified: whether ``verify`` has just checked the folder.
 
     Raises:
         CheckpointError: missing, damaged, or from another world size although ranks have local
@@ -208,7 +208,7 @@ def load(
 
 @contextmanager
 def loading(folder: Path, file: str = STATE) -> Iterator[None]:
-    """Context for reading or restoring a checkpoint; errors from invalid contents become damage.
+    """Context for reading or restoring a checkpoint; errors in its contents are raised as damage.
 
     Raises:
         DamagedCheckpointError: names the folder and the problem.
@@ -226,7 +226,7 @@ def loading(folder: Path, file: str = STATE) -> Iterator[None]:
 
 
 def load_one(folder: str | Path, attempt: Callable[[Path], object]) -> None:
-    """Load the checkpoint that the user specified.
+    """Load the checkpoint that the user named.
 
     Args:
         folder: the checkpoint.

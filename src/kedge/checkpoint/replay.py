@@ -123,10 +123,10 @@ class RolloutReplay:
 
     Args:
         folder: the recorder's folder.
-        about: as for the recorder; values that differ raise an error.
+        about: settings as for the recorder; different values raise an error.
         rank: this process's rank.
         world_size: number of ranks.
-        rows: rows of a batch on this rank, which the recording must match; None: any.
+        rows: rows per batch on this rank, checked against the recording; None: any number.
 
     Raises:
         CheckpointError: no recording for this rank and world size, or different settings.

@@ -70,7 +70,7 @@ def check_arguments(
 
 
 def check_reference(model: Any) -> None:
-    """Reject what cannot be a reference; None is the policy without its adapter."""
+    """Reject an invalid reference; None is the policy without its adapter."""
     if model is not None and not hasattr(inner_model(model), "get_output_embeddings"):
         raise ConfigError(
             "ref_model must be a language model, with or without a value head, or None, got "
@@ -79,7 +79,7 @@ def check_reference(model: Any) -> None:
 
 
 def check_kind(name: str, value: Any, kind: Any, what: str) -> None:
-    """Reject an argument of another type than ``kind``, which is ``what`` in words."""
+    """Reject an argument that is not a ``kind``; ``what`` names that type in the message."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name} must be {what}, got {type(value).__name__}")
 
@@ -90,7 +90,7 @@ def inner_model(model: Any) -> Any:
 
 
 def make_accelerator(config: PPOConfig) -> Accelerator:
-    """Device, precision, processes and trackers; also sets the global batch sizes."""
+    """Build the accelerator: device, precision, processes, trackers.  Sets global batch sizes."""
     options = config.options("accelerator_kwargs")
     options.setdefault("cpu", not torch.accelerator.is_available())
     folders = config.options("project_kwargs")

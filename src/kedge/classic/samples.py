@@ -20,14 +20,14 @@ Total = Callable[[Tensor], Tensor]
 
 @dataclass(slots=True)
 class RunningMoments:
-    """Mean and unbiased standard deviation of everything seen so far.
+    """Running mean and unbiased standard deviation.
 
         M = M_1 + M_2 + d^2 n_1 n_2 / (n_1 + n_2)        d = mean_2 - mean_1
 
     where M is the sum of squared distances from the mean.  Chan et al. 1979, eq. 2.1.
 
     Args:
-        total: sums a tensor over ranks, so that all ranks have the same moments; None: one rank.
+        total: sums a tensor over ranks, so that their moments are equal; None: a single rank.
     """
 
     total: Total | None = None
@@ -60,16 +60,16 @@ class RunningMoments:
         return mean, (squares / (count - 1)) ** 0.5 if count > 1 else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """The three numbers."""
+        """Mean, count and sum of squares."""
         return {"mean": self.mean, "squares": self.squares, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the numbers of ``state_dict``."""
+        """Restore the state from ``state_dict``."""
         for name in ("mean", "squares", "count"):
             setattr(self, name, float(state[name]))
 
     def save_to_json(self, json_path: str | Path) -> None:
-        """Write the numbers to a file."""
+        """Write the state to a JSON file."""
         Path(json_path).write_text(json.dumps(self.state_dict()), encoding="utf-8")
 
     @classmethod
@@ -178,7 +178,7 @@ def samples_of(
     *,
     start: int | None = None,
 ) -> Samples:
-    """Checked arguments of ``step`` as a record on the CPU.
+    """Convert checked arguments of ``step`` to a record on the CPU.
 
     ``start`` is a decoder's start token, removed from responses that begin with it.
     """
@@ -260,7 +260,7 @@ def pad_id(tokenizer: Any) -> int:
 
 
 def padded(rows: Sequence[Tensor], fill: int = 0, *, left: bool = False) -> Tensor:
-    """Rows [n_i] as one tensor [B, max n], filled up on the right or left."""
+    """Rows [n_i] as one tensor [B, max n], padded on the right or left."""
     side = "left" if left else "right"
     return pad_sequence(list(rows), batch_first=True, padding_value=fill, padding_side=side)
 

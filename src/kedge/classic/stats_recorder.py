@@ -88,7 +88,7 @@ class StatsRecorder(Hooks):
         self.started, self.annotated, self.credited = self._clock(), 0.0, 0.0
 
     def over(self, algorithm: Algorithm) -> Algorithm:
-        """The same algorithm with recording."""
+        """Wrap an algorithm so that its inputs and outputs are recorded."""
 
         def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
             self.annotated = self._clock()
@@ -130,7 +130,7 @@ LISTS = ("policy/advantages", "policy/ratio")
 
 
 def over_steps(step_stats: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Statistics over optimizer steps: means; per-token values are concatenated."""
+    """Means of the statistics over optimizer steps; per-token values are concatenated."""
     return {
         name: torch.cat([torch.as_tensor(x[name]).flatten() for x in step_stats])
         if name in LISTS

@@ -1,4 +1,4 @@
-"""The steps of PPO as methods, and an iteration that calls each of them.
+"""The steps of PPO as methods, and an iteration that calls them one by one.
 
 The iteration is used if a subclass overrides a step.  Every method gets the arguments and shapes of
 TRL 0.11: padded rows [B, T] of query and response, T = S - 1, where S is the longest query with
@@ -70,7 +70,7 @@ STEPS = (  # methods that a subclass may override or assign
 
 
 def _fixed(name: str, read: Callable[[Any], bool]) -> Any:
-    """A property that programs may assign, as TRL's trainer does, but not change."""
+    """A property that accepts only its own value, since TRL's subclasses assign it."""
 
     def assign(self: Any, value: Any) -> None:
         if value is not read(self):
@@ -82,7 +82,7 @@ def _fixed(name: str, read: Callable[[Any], bool]) -> Any:
 
 
 class PPOSteps:
-    """The steps that ``step`` consists of, and the state that they read."""
+    """The parts of ``step`` as methods, and the state they read."""
 
     config: PPOConfig
     model: Any
@@ -207,7 +207,7 @@ class PPOSteps:
         scores: list[Tensor],
         masks: list[Tensor] | None = None,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]:
-        """The arguments of ``step``, checked.
+        """Check the arguments of ``step``.
 
         Raises:
             DataError: a list has the wrong length, or a tensor the wrong shape.
@@ -226,7 +226,7 @@ class PPOSteps:
     ) -> dict[str, Tensor]:
         """Padded int64 [B, T + 1] ``input_ids`` and ``attention_mask`` of query and response.
 
-        For an encoder-decoder those of the queries, and ``decoder_input_ids`` and
+        For an encoder-decoder, these are of the queries; ``decoder_input_ids`` and
         ``decoder_attention_mask`` of the responses, each starting with the start token.  Rows
         are padded on the right, or by ``training_data_collator`` if given.
         """
@@ -266,9 +266,9 @@ class PPOSteps:
             model: policy or reference, with a value head.
             queries: int64 [P_i] each.
             responses: int64 [R_i] each.
-            model_inputs: of ``prepare_model_inputs``.
+            model_inputs: result of ``prepare_model_inputs``.
             return_logits: whether the logits are kept.
-            response_masks: [R_i] each, of the trained tokens.
+            response_masks: [R_i] each; 1 at trained tokens.
 
         Returns:
             logprobs float32 [B, T], entry t for the token at t + 1 in query and response;
@@ -301,7 +301,7 @@ class PPOSteps:
         Args:
             scores: float32 [B].
             logprobs: float32 [B, T]; [B, T, V] with kl_penalty="full".
-            ref_logprobs: the same for the reference.
+            ref_logprobs: log-probabilities of the reference, in the same shape.
             masks: [B, T].
 
         Returns:
@@ -635,7 +635,7 @@ def _experience(
 
 
 def _check_shapes(method: str, mask: Tensor, **tensors: Any) -> None:
-    """Reject other shapes, which torch would silently broadcast over tokens."""
+    """Reject wrong shapes, which torch would silently broadcast over tokens."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor) or x.shape != mask.shape:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

@@ -83,7 +83,7 @@ class ScriptArguments(metaclass=ConfigType):
 
 @dataclass
 class ModelArguments(ModelConfig, metaclass=ConfigType):
-    """Loading of the policy, and its adapter."""
+    """Options for loading the policy and its adapter."""
 
     FOREIGN: ClassVar[Mapping[str, Foreign]] = {"torch_dtype": Alias("dtype")}
 
@@ -110,8 +110,8 @@ class Options:
 
     Args:
         script: data, rewards and algorithm.
-        config: the trainer's options, of its config class.
-        model: loading of the policy.
+        config: the trainer's config.
+        model: options for loading the policy.
         given: names that were set on the command line or in the file.
     """
 
@@ -132,7 +132,7 @@ FIRST = _FIRST.split()
 
 
 class Parser(ConfigParser):
-    """ConfigParser without abbreviations, whose errors are ConfigErrors.
+    """A ConfigParser without abbreviations that raises ConfigErrors.
 
     Args:
         kinds: dataclasses of the command's data and of its config; model loading is added.
@@ -164,7 +164,7 @@ class Parser(ConfigParser):
                 action.help = argparse.SUPPRESS
 
     def show_help(self, argv: Sequence[str]) -> bool:
-        """Print the help if ``argv`` asks for it: the flags that matter first, or all of them."""
+        """Print the help if ``argv`` asks for it: the most useful flags, or all of them."""
         if not {"-h", "--help", "--help_all", "--help-all"} & set(argv):
             return False
         if not {"all", "--help_all", "--help-all"} & set(argv):
@@ -186,9 +186,9 @@ class Parser(ConfigParser):
 
 
 def nullable(kinds: Iterable[Any]) -> frozenset[str]:
-    """Fields that can be set to None although that is not their default.
+    """Fields that accept None although it is not their default.
 
-    String fields are excluded: ``none`` may be the string.
+    String fields are excluded: ``none`` may be meant as text.
     """
     names = set()
     for kind in kinds:

@@ -59,7 +59,7 @@ def load_prompts(options: Options) -> tuple[Any, Any]:
 
 
 def load_mixture(mixer: Sequence[str], splits: Sequence[str], options: Options) -> Any:
-    """The rows of a mixture of datasets, from one split of all or from one of each."""
+    """The rows of a mixture of datasets; all use one split, or each its own."""
     from kedge.data.mixer import mix, parse_mixer
 
     count = len(parse_mixer(mixer))

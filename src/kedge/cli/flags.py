@@ -1,4 +1,4 @@
-"""Flags, help and tables of a command, without the imports of one that trains."""
+"""Flags, help and tables of small commands, without the imports of a training command."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, 
 
 
 def _one_line(error: BaseException) -> str:
-    """The message without line breaks or terminal control codes."""
+    """Remove line breaks and terminal control codes from a message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 

@@ -165,7 +165,7 @@ class AsyncPPOConfig(PPOConfig):
 
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
-        """Convert options that are more than another name to those of ``PPOConfig``.
+        """Convert options that are not plain aliases to those of ``PPOConfig``.
 
         Raises:
             ConfigError: sizes that do not divide, or two options that contradict each other.

@@ -1,4 +1,4 @@
-"""Base class of the configs: takes names of other libraries, checks values, shows itself.
+"""Base class of the configs: translates names of other libraries and checks values.
 
 Names are translated and values checked and converted before the dataclass is built, so a config is
 not changed once it exists.
@@ -52,7 +52,7 @@ UNSUPPORTED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
 class ConfigType(type):
-    """Type of the configs: checks and translates the keyword arguments before ``__init__``.
+    """Metaclass of the configs: checks and translates keyword arguments before ``__init__``.
 
     A metaclass, because ``@dataclass`` gives each subclass a new ``__init__``.
     """
@@ -97,10 +97,10 @@ def foreign(cls: type) -> Mapping[str, Foreign]:
 
 
 def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments under the names of the fields, checked and converted.
+    """Translate keyword arguments to names of fields; checks and converts their values.
 
     Args:
-        cls: the config class; its ``convert`` changes values whose meaning depends on others.
+        cls: the config class, whose ``convert`` handles values that depend on others.
         options: names and values as the caller gave them.
 
     Raises:
@@ -127,11 +127,11 @@ def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def translate_option(cls: type, name: str, value: Any) -> tuple[str | None, Any]:
-    """The field that a name stands for and its checked value; None for a name without a field.
+    """The field that a name stands for, and the checked value; None if there is no field.
 
     Raises:
         OptionError: an unknown name.
-        ConfigError: the name is not supported, or takes no such value.
+        ConfigError: the name is not supported, or the value is invalid.
     """
     own = fields_of(cls)
     entry: Any = status(cls, name) if name in own else foreign(cls).get(name)
@@ -226,7 +226,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
             )
 
     def _explain(self, error: Exception) -> str:
-        """The error of transformers, after the options that it names or that were changed."""
+        """The error of transformers, preceded by the options it names or that were set."""
         text = " ".join(str(error).split()) or type(error).__name__
         theirs = TrainingArguments.__dataclass_fields__
         changed = {
@@ -352,7 +352,7 @@ def _has_gpu() -> bool:
 
 
 def _flag_aliases() -> None:
-    """Let ``HfArgumentParser`` take the plain aliases of inherited fields as flags."""
+    """Make ``HfArgumentParser`` accept plain aliases of inherited fields as flags."""
     own = OnPolicyConfig.__dataclass_fields__
     for name, entry in TRL.items():
         if isinstance(entry, Alias) and entry.convert is None:

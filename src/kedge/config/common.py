@@ -31,7 +31,7 @@ _environment = partial(option, acts_in="environments", resume=True)
 
 @dataclass
 class EnvironmentArguments:
-    """Environment options of every config; they act if the policy plays in environments."""
+    """Environment options of every config; they act if the policy plays in an environment."""
 
     environment: str | None = _environment(
         None, "Class or function that makes an environment: module:Class or file.py:Class."

@@ -56,7 +56,7 @@ _WORDS = {  # replacements for pydantic's messages
 
 @dataclass(frozen=True, slots=True)
 class ActsIn:
-    """Where an option acts and what it accepts; None: as in the class above.
+    """Where an option acts and what it accepts; None: inherit from the parent class.
 
     Args:
         acts_in: component that reads it.
@@ -77,7 +77,7 @@ class Alias:
 
     Args:
         target: the option that gets the value.
-        convert: converts the value; None: it is passed on.
+        convert: converts the value; None: pass it on unchanged.
         default: value at which the name counts as not set.
         limits: bounds of the number, if narrower than the target's.
     """
@@ -126,19 +126,19 @@ UNKNOWN = Unsupported("this version of Kedge does not know this option")
 
 
 def unsupported(reason: str, way_out: str = _LEAVE, /, **defaults: Any) -> dict[str, Foreign]:
-    """Names that are not fields and not supported, with the defaults that pass."""
+    """Rows for unsupported names that are not fields, with the defaults they accept."""
     return {name: Unsupported(reason, way_out, default) for name, default in defaults.items()}
 
 
 def no_effect(reason: str, **defaults: Any) -> dict[str, Foreign]:
-    """Names that are not fields and have no effect, with the defaults that are not logged."""
+    """Rows for names without effect that are not fields, with the defaults that log nothing."""
     return {name: NoEffect(reason, default) for name, default in defaults.items()}
 
 
 class Option(Field[Any]):
     """A dataclass field that also holds where the option acts, and its alias.
 
-    Not in ``metadata``, every entry of which ``HfArgumentParser`` hands to argparse.
+    Not in ``metadata``, since ``HfArgumentParser`` passes all of it to argparse.
     """
 
     __slots__ = ("alias", "declared")
@@ -164,7 +164,7 @@ def option(
     accepts: Any = None,
     alias_action: type[argparse.Action] | None = None,
 ) -> Any:
-    """A dataclass field with all that is known about the option.
+    """Declare an option: a dataclass field with help, range and where it acts.
 
     A field that overrides another inherits what is not given here, apart from ``alias``.
 
@@ -248,7 +248,7 @@ def check_fields(config: Any) -> None:
 
 
 def check_option(cls: type, name: str, value: Any, alias: Alias | None = None) -> Any:
-    """Check and convert the value of a field; one that does not act takes any.
+    """Check and convert the value of a field; fields that do not act accept any value.
 
     Args:
         cls: the config.
@@ -280,7 +280,7 @@ def check_option(cls: type, name: str, value: Any, alias: Alias | None = None) -
 
 @functools.cache
 def _type_of(cls: type, name: str) -> tuple[Any, Any, TypeAdapter[Any]]:
-    """The default of a field, the type of its values, and what checks and converts them."""
+    """A field's default, the type of its values, and the adapter that checks them."""
     (f,) = (f for f in fields(cls) if f.name == name)
     hint = _declared(cls, name, "accepts")
     if hint is None:
@@ -421,7 +421,7 @@ def _number_check(kind: type, limits: Interval | None) -> BeforeValidator:
 
 
 def describe_problem(error: ValidationError, value: Any, *, optional: bool) -> str:
-    """What the value must be, in the words of pydantic's errors; ``optional``: or None."""
+    """Describe what the value must be, from pydantic's errors; ``optional`` adds None."""
     texts: dict[str, None] = {}
     detail = ""
     for entry in error.errors(include_url=False, include_input=False):

@@ -45,7 +45,7 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
 
 
 class _Release(argparse.Action):
-    """Stores a value in a ``HfArgumentParser``, and the release that a name belongs to."""
+    """Argparse action that stores a value and the release that its flag belongs to."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
@@ -175,7 +175,7 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
 
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
-        """Find out which names are used, and convert those of TRL.
+        """Determine which release's names are used, and convert options of TRL.
 
         Raises:
             ConfigError: older and newer names are mixed, or sizes do not divide.
@@ -229,7 +229,7 @@ def reward_bounds(value: float | Sequence[float] | None) -> tuple[float, float] 
     """``(low, high)`` of c, [c] or (low, high).
 
     Raises:
-        ConfigError: there are more numbers.
+        ConfigError: more than two numbers.
     """
     if value is None:
         return None

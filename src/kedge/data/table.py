@@ -59,7 +59,7 @@ def read_table(dataset: Any) -> Table:
     """A table over a ``datasets.Dataset``, a list of dicts, a dict of columns or a torch dataset.
 
     Raises:
-        DataError: no dataset, a stream (a resumed run must be able to read the same rows again), or
+        DataError: no dataset, a stream (a resumed run must read the same rows again), or
             an unsupported type.
     """
     kind = type(dataset).__name__

@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def summarize(folder: Path) -> dict[str, float]:
-    """The results of the run as numbers."""
+    """Collect the numeric results of the run."""
     metrics = [row for row in rows(folder / "ppo" / "metrics.jsonl") if "objective/scores" in row]
     first, last = metrics[:2], metrics[-3:]
     before, after, between = (read(folder / name / "summary.json") for name in JUDGMENTS)

@@ -1,4 +1,4 @@
-"""Environments that are kept for later episodes, and their calls, which run at the same time."""
+"""A pool of reusable environments, and concurrent calls of their methods."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _NO_ROOM = 0.01  # seconds to wait while all threads are busy
 class Calls:
     """Runs functions in threads and coroutines on one event loop.
 
-    A call that exceeds the limit is left behind in a daemon thread, which keeps its place among
+    A call that exceeds the limit is left in a daemon thread, which keeps its place among
     the ``most`` until it ends; a coroutine is cancelled.
 
     Args:
-        timeout: seconds that a call may take; None: no limit.
-        most: calls that run at the same time.
+        timeout: maximum seconds of a call; None: no limit.
+        most: maximum number of concurrent calls.
     """
 
     def __init__(self, *, timeout: float | None = None, most: int = 256) -> None:
@@ -104,7 +104,7 @@ def _outcome(done: Future[Any]) -> Any:
 
 
 class RunningCalls:
-    """Calls that were started, by key; they run while ``calls`` has room."""
+    """Calls by key; each starts as soon as ``calls`` has room."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -153,7 +153,7 @@ class RunningCalls:
         return {key: result for key, (result, _) in ended.items()}
 
     def abandon(self, ended: Callable[[int, BaseException | None], None]) -> None:
-        """Forget all calls; ``ended`` gets key and error of each once it does not run any more."""
+        """Forget all calls; ``ended`` gets the key and error of each when it has ended."""
 
         def tell(key: int, future: Future[tuple[Any, float]]) -> None:
             result, _ = future.result()
@@ -172,7 +172,7 @@ class EnvironmentPool:
 
     Args:
         make: makes an environment, or a mapping of names chosen by the column ``environment``.
-        calls: runs methods at the same time.
+        calls: runs methods concurrently.
         on_error: see ``EnvironmentRollouts``.
     """
 
@@ -209,7 +209,7 @@ class EnvironmentPool:
             )
 
     def _name(self, episode: Episode) -> Any:
-        """Which of several environments the row asks for."""
+        """The name of the environment that the row asks for."""
         if not isinstance(self._make, Mapping):
             return None
         name = episode.options.get("environment")
@@ -220,7 +220,7 @@ class EnvironmentPool:
         return name
 
     def reset(self, episode: Episode, seed: int) -> Callable[[], Any]:
-        """The call that resets the episode's environment: an idle one, or one that it makes."""
+        """The call that resets an environment for the episode, an idle or a new one."""
         name = self._name(episode)
         with self._lock:
             if idle := self._idle.get(name):

@@ -47,7 +47,7 @@ _SECONDS = 0.05  # wait for environments when the engine is idle
 
 
 def _of_engine(name: str, *default: Any) -> Any:
-    """A property that reads the attribute ``name`` of the engine."""
+    """A property that reads the engine's attribute ``name``."""
     return property(lambda self: getattr(self.engine, name, *default))
 
 
@@ -75,18 +75,18 @@ class EnvironmentRollouts:
         tokenizer: the policy's; None if environments exchange token ids only.
         max_turns: turns per episode; None: as many as its tokens allow.
         max_turn_tokens: tokens per turn; None: as many as the episode has left.
-        max_seconds: seconds that the environment of an episode may work, without sampling, before
+        max_seconds: seconds that an episode's environment may take, without sampling, before
             the episode is truncated.
-        timeout: seconds that a call of an environment may take; None: no limit.
-        on_env_error: what an exception, a timeout or an invalid answer of an environment does:
+        timeout: maximum seconds of an environment's call; None: no limit.
+        on_env_error: effect of an environment's exception, timeout or invalid result:
             "raise" RolloutError, "drop" the episode from training, or "score" its last turn with
             ``env_error_score``.
         env_error_score: reward of the last turn of an episode whose environment failed.
-        max_concurrency: calls of environments that run at the same time.
+        max_concurrency: maximum number of concurrent environment calls.
         chat_template_kwargs: passed on to ``apply_chat_template``.
-        pad_id: fills rows; None: the tokenizer's pad or EOS token, or 0.
+        pad_id: token id that pads rows; None: the tokenizer's pad or EOS token, or 0.
         extra_slot: leave one slot after the longest row.
-        context: tokens of prompt and episode together; None: what the engine has room for.
+        context: maximum tokens of prompt and episode; None: the engine's limit.
         keep_last_observation: append the observation that follows a truncated episode, untrained,
             so that a value can be read where values are trained.
     """
@@ -140,14 +140,14 @@ class EnvironmentRollouts:
         self.engines = tuple(self._around(part) for part in getattr(engine, "engines", ()))
 
     def _around(self, engine: RolloutEngine) -> EnvironmentRollouts:
-        """The same with another engine and no episodes; both share the environments."""
+        """A copy with another engine and no episodes, which shares the environments."""
         part = copy.copy(self)
         part.engine, part.engines = engine, ()
         part._forget()
         return part
 
     def _forget(self) -> None:
-        """Begin without episodes."""
+        """Forget all episodes."""
         self._keys = itertools.count()
         self._calls = RunningCalls(self._environments.calls)
         self._running: dict[int, Episode] = {}  # live episodes by key
@@ -208,7 +208,7 @@ class EnvironmentRollouts:
         return len(self._running)
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
-        """Play these rows as well; an episode continues as soon as its environment has answered."""
+        """Add rows to play; an episode continues as soon as its environment has answered."""
         first: dict[int, int] = {}  # first row of each group; the dispatcher chose the ids
         for group, row in zip(prompts.group.tolist(), prompts.row.tolist(), strict=True):
             first[group] = min(row, first.get(group, row))
@@ -216,10 +216,10 @@ class EnvironmentRollouts:
         self._begin(prompts, numbers, sampling, seed)
 
     def advance(self) -> Rollout | None:
-        """Play on; the groups whose episodes are complete.
+        """Continue playing; returns the groups whose episodes are complete.
 
         Raises:
-            LostRequestsError: the engine was restarted, and holds nothing.
+            LostRequestsError: the engine was restarted and lost its requests.
             RolloutError: as for ``generate``.
         """
         episodes = self._play_on()
@@ -253,7 +253,7 @@ class EnvironmentRollouts:
             self._call(episode, reset, self._on_reset)
 
     def _play_on(self) -> list[Episode]:
-        """Play on; the episodes of complete groups.
+        """Continue playing; returns the episodes of complete groups.
 
         Raises:
             LostRequestsError: the engine was restarted, and all episodes are dropped.
@@ -316,7 +316,7 @@ class EnvironmentRollouts:
     def _build_turns(
         self, episodes: Sequence[Episode], groups: Sequence[int]
     ) -> tuple[PromptBatch, Sampling, int]:
-        """Prompts, sampling and seed of the next turns of episodes with equal numbers of turns."""
+        """Prompts, sampling and seed for the next turns of episodes at the same turn number."""
         for episode in episodes:
             episode.limit = self._limits.turn(episode)
         limits, first = [episode.limit for episode in episodes], episodes[0]
@@ -438,10 +438,10 @@ class EnvironmentRollouts:
 
     @contextlib.contextmanager
     def _failing(self, episode: Episode, method: str) -> Iterator[None]:
-        """Context in which an exception ends the episode, or with "raise" the run.
+        """Context in which an exception ends the episode, or the run with "raise".
 
         Raises:
-            ConfigError: the environment does, since it cannot work with its options.
+            ConfigError: raised by an environment that cannot work with its options.
             RolloutError: ``on_env_error`` is "raise".
         """
         try:
@@ -468,7 +468,7 @@ class EnvironmentRollouts:
                 episode.reward(self._error_score)
 
     def _drop(self) -> None:
-        """Drop the episodes; environments that are at work are reused when they have answered."""
+        """Drop the episodes; busy environments are reused once they have answered."""
         running = self._running
         for episode in running.values():
             if episode.on_result is None:

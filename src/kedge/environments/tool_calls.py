@@ -40,11 +40,11 @@ _MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """The reasoning at the beginning of a response, and what follows it.
+    """Split a response into leading reasoning and the rest.
 
     Args:
         text: with special tokens.
-        opened: the generation prompt has begun the reasoning.
+        opened: whether the generation prompt begins the reasoning.
     """
     for begin, end in REASONING:
         before, found, rest = text.partition(begin)
@@ -58,13 +58,13 @@ def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
 
 
 def tool_parser(chat_template: object) -> Parser:
-    """The parser of a chat template; one that tries all formats if it has none of them."""
+    """The parser for a chat template's format; without a known format, tries all."""
     text = json.dumps(chat_template) if isinstance(chat_template, Mapping) else str(chat_template)
     return _find_parser(text, parse_any)
 
 
 def parse_any(text: str) -> Sequence[ToolCall]:
-    """Calls in the first format that the text has."""
+    """Parse calls in the first format found in the text."""
     return _find_parser(text, parse_llama)(text)
 
 
@@ -123,7 +123,7 @@ def parse_llama(text: str) -> Sequence[ToolCall]:
 
 
 def _mistral(part: str) -> list[ToolCall]:
-    """A list of calls, or a name and arguments."""
+    """Parse a list of calls, or a name and arguments."""
     named = _MISTRAL_NAMED.match(part)
     return _json_calls(part) if named is None else _call_by_name(named[1], part[named.end() :])
 
@@ -159,7 +159,7 @@ def _json_calls(text: str) -> list[ToolCall]:
 
 
 def _first_value(text: str) -> tuple[Any, str]:
-    """The JSON value that the text begins with, or an error."""
+    """Parse the JSON value at the start of the text; may return an error."""
     try:
         return _DECODER.raw_decode(text.strip())[0], ""
     except (ValueError, RecursionError) as error:
@@ -187,7 +187,7 @@ def _call(name: str, arguments: Any, error: str) -> ToolCall:
 
 
 def _from_texts(name: str, values: Sequence[tuple[str, str]]) -> ToolCall:
-    """A call of a format without types: values are JSON where they can be, else texts."""
+    """A call in a format without types: values that parse as JSON are JSON, others text."""
     texts = {key.strip(): text for key, text in values}
     arguments = {key: _json_or_text(text) for key, text in texts.items()}
     return ToolCall(name=name, arguments=arguments, texts=texts)

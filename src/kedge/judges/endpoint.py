@@ -84,7 +84,7 @@ class Cache:
 
 
 def cache_key(request: Mapping[str, Any]) -> str:
-    """A hash of everything that a reply depends on."""
+    """A hash of all inputs of a reply."""
     text = json.dumps(request, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
@@ -92,7 +92,7 @@ def cache_key(request: Mapping[str, Any]) -> str:
 class Endpoint:
     """Queries ``POST base_url/chat/completions``: a hosted model, or your own ``vllm serve``.
 
-    Replies are cached by everything that they depend on, so an interrupted run resumes and pays
+    Replies are cached by all their inputs, so an interrupted run resumes and pays
     for nothing twice.  The key is only read from the environment and never sent to another host:
     redirects are rejected.
 
@@ -101,7 +101,7 @@ class Endpoint:
         model: model name at the endpoint.
         key_env: environment variable with the API key; unset or empty: no key is sent.
         template: text with ``{prompt}``, ``{first}`` and ``{second}``.
-        temperature: of the judge.
+        temperature: sampling temperature of the judge.
         max_tokens: maximum tokens of a reply.
         concurrency: concurrent requests.
         timeout: seconds for one request, from the connection to the last byte of the reply.
@@ -141,7 +141,7 @@ class Endpoint:
         self._stop = threading.Event()
 
     def judge(self, pairs: Sequence[Pair]) -> list[Answer]:
-        """One answer per pair; every reply is cached even if other pairs fail.
+        """Answer each pair; a reply is cached even if other pairs fail.
 
         Raises:
             JudgeError: the endpoint rejects requests, or some pairs have no reply.
@@ -239,7 +239,7 @@ def _parse_reply(body: bytes) -> dict[str, Any]:
 
 
 def winner_in(text: str) -> Prefer:
-    """The verdict in a reply: the last "Winner: ...", or a reply that is only A, B or tie."""
+    """Parse the verdict: the last "Winner: ...", or a reply that is just A, B or tie."""
     whole = _BARE.fullmatch(text)
     winners = [whole[1]] if whole else _WORDS.findall(text)
     sides: dict[str, Prefer] = {"a": "first", "b": "second", "tie": "tie"}

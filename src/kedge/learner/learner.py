@@ -1,4 +1,4 @@
-"""The learner on transformers, torch and accelerate."""
+"""The learner, built on transformers, torch and accelerate."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ class HFLearner:
         self._stepped = False  # whether the weights changed since the last version
 
     def _plan_passes(self, args: TrainingArguments) -> None:
-        """Kernels, kept states and joined rows of the passes; compiled or sharded models are plain.
+        """Choose kernels, cached states and packing; compiled or sharded models use none of them.
 
-        The numbers are those of plain passes, up to the order of floating-point additions.
+        Results equal those of plain passes, up to the order of floating-point additions.
         """
         if args.torch_compile:
             self.module.compile_backbones(args.torch_compile_backend, args.torch_compile_mode)
@@ -257,8 +257,8 @@ class HFLearner:
         """One optimizer step; returns the loss's metrics summed over micro-batches and ranks.
 
         With ``only_value`` the policy gets no gradient.  ``skip_policy`` takes its old
-        log-probabilities instead of a forward pass, so that only metrics of the value mean
-        anything.
+        log-probabilities instead of a forward pass, so that only metrics of the value model
+        are meaningful.
 
         If ``should_apply`` rejects these metrics, the gradient is dropped.
 
@@ -376,7 +376,7 @@ class HFLearner:
         self._stepped = False
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The policy's trainable weights, as ``copy_weights`` hands them to rollout engines."""
+        """The policy's trainable weights for rollout engines, by ``copy_weights``."""
         return self.copy_weights(self.policy)
 
     def fingerprint(self) -> str:
@@ -392,7 +392,7 @@ class HFLearner:
         return all_gather_rows(local, self.device, self.world_size)
 
     def wrap_engine(self, engine: RolloutEngine) -> RolloutEngine:
-        """``engine``, wrapped to gather weights if it samples from a sharded policy."""
+        """Wrap an engine that samples from a sharded policy, so that it gathers weights."""
         gathers = self.sharded and engine.shares_weights
         return GatheredEngine(engine, self.policy) if gathers else engine
 

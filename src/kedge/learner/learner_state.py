@@ -1,6 +1,6 @@
 """Weights and state of a learner: copies for rollout engines, model files, checkpoints.
 
-Of a sharded model rank 0 alone holds full tensors, and only where a copy or a file needs them.
+Only rank 0 holds full tensors of a sharded model, and only for a copy or a file.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def is_first() -> bool:
 
 
 def full_on_first(x: Tensor) -> Tensor | None:
-    """The full tensor of a possibly sharded one on rank 0, None on others.  Collective."""
+    """Gather a possibly sharded tensor on rank 0; None on other ranks.  Collective."""
     if not isinstance(x, DTensor):
         return x if is_first() else None
     local, ranks = x.to_local(), x.device_mesh.size()
@@ -128,10 +128,10 @@ def full_state(model: nn.Module) -> dict[str, Tensor] | None:
 
 @torch.no_grad()
 def load_weights(trained: Mapping[str, Sequence[Tensor]], saved: Mapping[str, Any]) -> None:
-    """Set the weights of each model, sharded or not, to saved ones.
+    """Load saved weights into each model, sharded or not.
 
     Raises:
-        CheckpointError: they have different shapes.
+        CheckpointError: their shapes differ.
     """
     for name, weights in trained.items():
         stored = saved.get(name, [])
@@ -153,11 +153,11 @@ def load_weights(trained: Mapping[str, Sequence[Tensor]], saved: Mapping[str, An
 def read_state(
     state: Mapping[str, Any], trained: Mapping[str, Sequence[Tensor]], optimizer: Optimizer
 ) -> Mapping[str, Any]:
-    """A learner's state with the tensors that a sharded run stored, sharded like the weights.
+    """Read the stored tensors of a learner's state, sharded like the weights.
 
     Args:
         state: from a checkpoint.
-        trained: the weights to read into copies of, by model.
+        trained: weights by model, whose layout the tensors get.
         optimizer: optimizer that will load the state.
     """
     pairs: list[tuple[StoredTensor, Tensor]] = []

@@ -93,8 +93,8 @@ def build_request(
         parts: backbone and head of the policy.
         rows: b rows of prompts and responses.
         tokens: bool [b, R]; response tokens to compute log-probabilities of.
-        settings: of these log-probabilities.
-        device: where the models are.
+        settings: temperature and constraints of these log-probabilities.
+        device: device of the models.
         value_slots: bool [b, R]; compute the value of the state before each.
         last_values: append the values of the b states after the last token.
         policy: compute log-probabilities.
@@ -164,7 +164,7 @@ class ActorCritic(nn.Module):
         return isinstance(self.value, ScalarHead)
 
     def enable_packing(self, reference: Reference | None) -> bool:
-        """Feed rows joined without padding from now on, if every backbone can read them."""
+        """Join rows without padding from now on, if every backbone supports it."""
         models: list[Any] = [self.parts]
         if isinstance(self.value, ScalarModel):
             models.append(self.value)
@@ -237,9 +237,9 @@ def compute_logprobs(
 
     Args:
         models: policy and value model, reference (for ``ref_logprobs`` and ``full_kl``), device.
-        rollout: on the host.
+        rollout: rows on the host.
         groups: rows of one forward pass; each row is in one.
-        names: which fields.
+        names: fields to compute.
         settings: temperature and constraints of sampling.
         sharded: run the models one after another.  Each layer is gathered for its part of a forward
             pass, so all ranks run equally many.  Collective.
@@ -275,7 +275,7 @@ def compute_logprobs(
 def _join_passes(
     parts: Sequence[dict[str, Tensor]], order: Tensor, device: torch.device
 ) -> dict[str, Tensor]:
-    """The outputs of all passes on ``device``, in the order of the rows; the host waits once."""
+    """Join the outputs of all passes on ``device`` in row order; the host waits once."""
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     flat = torch.cat([x.flatten() for x in whole.values()]).to(device)
     outputs = {}
@@ -334,7 +334,7 @@ def _compute_rows(
 def reference_logprobs(
     reference: Reference, rollout: Rollout, settings: LearnerSettings, device: torch.device
 ) -> Tensor:
-    """Reference log-probabilities of the rows of a rollout on the host: float32 [B, R]."""
+    """Compute the reference's log-probabilities of a rollout on the host: float32 [B, R]."""
     with reference.active() as parts:
         request = build_request(parts, rollout, rollout.response_mask, settings, device)
         logprobs, _ = request.logprobs(parts, request.hidden(parts))

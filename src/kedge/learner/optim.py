@@ -33,7 +33,7 @@ def parameter_groups(
 
     Args:
         models: name -> (model, learning rate).
-        weight_decay: for the matrices.
+        weight_decay: weight decay of the matrices.
     """
     groups, decays, owner = [], set(), {}
     for name, (model, _) in models.items():
@@ -60,10 +60,10 @@ def learning_rates(optimizer: Optimizer) -> dict[str, float]:
 
 
 def build_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> Optimizer:
-    """The optimizer ``args.optim`` over these groups.
+    """Build the optimizer ``args.optim`` over these groups.
 
     Raises:
-        ConfigError: nothing trains, or the optimizer needs the whole model.
+        ConfigError: no weight is trainable, or the optimizer needs the whole model.
     """
     if not groups:
         raise ConfigError("at least one weight must have requires_grad=True to train")
@@ -116,7 +116,7 @@ def build_schedule(
     Args:
         args: kind and options of the schedule.
         optimizer: optimizer of the weights.
-        iterations: of the run.
+        iterations: iterations of the run.
         delay: iterations after which the groups of ``delayed`` weights begin; their warmup and
             decay cover the rest, and their rate is 0 until then.
         delayed: weights that are not trained before ``delay``.
@@ -198,7 +198,7 @@ def load_optimizer_state(
 
 
 def _check_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
-    """Compare a saved state with an optimizer and, of torch's own, the moments with the weights.
+    """Compare a saved state with an optimizer and, for torch's own, its moments with the weights.
 
     Fused kernels trust the shapes in the state: a wrong one writes past the end of a weight.
     """
@@ -240,7 +240,7 @@ def _check_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[
 def sum_gradients(trained: Sequence[nn.Parameter], ranks: int, bucket_mb: float) -> None:
     """Sum the gradients of all ranks (loss weights sum to 1 over them), ``bucket_mb`` at a time.
 
-    After the last micro-batch, not in hooks: ranks may have different numbers of micro-batches, and
+    Runs after the last micro-batch, not in hooks: ranks may have different numbers of them, and
     a step may leave some weights without a gradient.
     """
     whole = [p for p in trained if not isinstance(p, DTensor)]

@@ -35,7 +35,7 @@ class EntropyBonus:
         return self.coef != 0 or self.adaptive
 
     def add_to(self, loss: LossFn) -> LossFn:
-        """``loss`` with the bonus of the next optimizer step."""
+        """Add the bonus of the next optimizer step to ``loss``."""
         coef = self.coef if not self.adaptive or self.last <= self.target else 0.0
 
         def with_bonus(new: PolicyOutput, mb: MicroBatch) -> Loss:

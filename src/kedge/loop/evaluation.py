@@ -1,4 +1,4 @@
-"""Evaluation: sample, score, compare with the reference, without training."""
+"""Evaluation: sample, score and compare with the reference, without training."""
 
 from __future__ import annotations
 

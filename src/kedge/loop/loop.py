@@ -100,7 +100,7 @@ class Engine(Updater):
         self.scheduler.wait_for_syncs()
 
     def _next_sample(self) -> Sample:
-        """The sample of this iteration; a failure on one rank ends all of them."""
+        """The sample of this iteration; a failure on one rank stops all ranks."""
         if self.learner.world_size == 1:
             return self.scheduler.next_sample(self.step)
         sample, failure = None, None
@@ -136,7 +136,7 @@ class Engine(Updater):
         """The policy's weights for the rollout engine; empty if it shares them.  Collective.
 
         Raises:
-            SyncError: a rank could not hand them over; raised on every rank.
+            SyncError: a rank could not copy them; raised on every rank.
         """
         try:
             return {} if self.rollout_engine.shares_weights else self.learner.weights()
@@ -155,7 +155,7 @@ class Engine(Updater):
 
     @property
     def in_flight(self) -> list[PendingSample]:
-        """What to save of the samples not trained on yet."""
+        """The state of samples that are not trained on yet, for a checkpoint."""
         return self.scheduler.in_flight
 
     def restore(self, samples: list[PendingSample]) -> None:

@@ -208,7 +208,7 @@ class MetricAccumulator:
         """Mean of ``x`` where ``keep`` (bool, the same shape); repeated calls accumulate.
 
         Args:
-            name: of the mean; not reported if it starts with an underscore.
+            name: name of the mean; not reported if it starts with an underscore.
             x: values [*].
             keep: bool [*].
             std: name of the standard deviation; "": not reported.

@@ -60,13 +60,13 @@ def preflight(
         learner: the models.
         algorithm: the algorithm.
         kl_coef: coefficient of the KL penalty.
-        fresh_reference: the reference has the policy's weights, and no training has happened.
+        fresh_reference: whether the reference has the policy's weights before any training.
         sampling: sampling parameters and stop conditions of the batch.
         length_option: name of the config's length limit of responses.
-        decode: text of token ids, to name the stop tokens.
+        decode: decodes token ids, to name the stop tokens.
         tolerance: accepted differences.
-        reward: scores the same responses cut short, if the reward consists of models alone; these
-            seldom saw unfinished texts.
+        reward: scores the same responses cut short, if only models give the reward; these
+            rarely saw unfinished texts.
 
     Returns:
         Warnings about things that are unusual but may be intended.

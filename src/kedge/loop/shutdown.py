@@ -15,7 +15,7 @@ from typing import Any
 class GracefulShutdown:
     """Records stop signals: the first requests a shutdown, a second of the same kind exits at once.
 
-    A launcher may add its own SIGTERM to the Ctrl-C that all its processes got; that is one
+    A launcher may send SIGTERM after the Ctrl-C that all its processes got; both count as one
     request.
     """
 

@@ -1,7 +1,7 @@
 """Backbones of language models, with the states below the trained layers computed once per batch.
 
 Where the lower layers are frozen (``train_layers``, LoRA on the top layers), the states that enter
-the lowest trained layer depend on the tokens of a row alone.  They are kept until the iteration
+the lowest trained layer depend only on the tokens of a row.  They are kept until the iteration
 ends; policy, reference, value model and all epochs start from them.
 """
 
@@ -44,7 +44,7 @@ def run_backbone(backbone: nn.Module, ids: Tensor, groups: Sequence[Group] | Non
 
 
 def read_backbone(backbone: nn.Module, packed: JoinedInput) -> Tensor:
-    """``run_backbone`` of packed rows; within ``BackboneCache.active`` it uses kept states."""
+    """Call ``run_backbone`` on packed rows; within ``BackboneCache.active``, use cached states."""
     cached = _active.get().get(id(backbone))
     if cached is None or any(p.requires_grad for p in cached.below.weights.values()):
         return run_backbone(backbone, packed.ids, packed.groups)
@@ -64,7 +64,7 @@ class _LowerStates:
     full: bool = False
 
     def serve(self, backbone: nn.Module, depth: int) -> bool:
-        """Whether another backbone, with ``depth`` frozen layers, begins with the same tensors."""
+        """Whether another backbone has the same ``depth`` frozen layers."""
         theirs = dict(backbone.named_parameters(remove_duplicate=False))
         alike = type(backbone) is self.kind and depth >= self.depth
         return alike and all(theirs.get(name) is p for name, p in self.weights.items())
@@ -80,7 +80,7 @@ class _LowerStates:
         return flat.view(*packed.ids.shape, -1)
 
     def store(self, keys: list[bytes], packed: JoinedInput, output: Any) -> None:
-        """Keep the output of the last frozen layer, as far as memory allows."""
+        """Store outputs of the last frozen layer as long as memory allows."""
         self.returns_tuple = isinstance(output, tuple)
         states = (output[0] if self.returns_tuple else output).detach()
         limit = _budget(states.device)
@@ -106,7 +106,7 @@ class _LowerStates:
 
 @dataclass(frozen=True, slots=True)
 class _CachedBackbone:
-    """A backbone that starts from the states after its frozen layers."""
+    """A backbone that starts from cached states after its frozen layers."""
 
     backbone: nn.Module
     layers: nn.ModuleList
@@ -161,7 +161,7 @@ class _CachedBackbone:
 class BackboneCache:
     """Keeps the states below the trained layers of all models of a learner.
 
-    A model is left out where nothing below is frozen, and where its upper layers read more than
+    A model is left out if no lower layer is frozen, or if its upper layers read more than
     these states.
 
     Args:
@@ -209,7 +209,7 @@ class BackboneCache:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which ``read_backbone`` keeps states and starts from them."""
+        """Context in which ``read_backbone`` stores states and starts from them."""
         token = _active.set(self._cached)
         try:
             yield
@@ -218,7 +218,7 @@ class BackboneCache:
 
     @property
     def skipped(self) -> set[int]:
-        """Ids of the weights that a pass from kept states does not read."""
+        """Ids of weights that a pass from cached states does not read."""
         return {id(p) for below in self._below for p in below.weights.values()}
 
     def clear(self) -> None:
@@ -228,7 +228,7 @@ class BackboneCache:
 
 
 def _count_frozen(backbone: nn.Module, prefix: str, layers: int) -> int:
-    """Layers below the first one that trains or has an adapter; 0 if one may be below them all."""
+    """Number of layers below the first that trains or has an adapter; 0 if unsure."""
     after, named = find_final_norms(backbone, prefix), backbone.named_parameters()
     changed = [name for name, p in named if p.requires_grad and not name.startswith(after)]
     changed += [name for name, m in backbone.named_modules() if hasattr(m, "_active_adapter")]

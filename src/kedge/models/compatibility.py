@@ -20,14 +20,14 @@ def vocabulary(model: nn.Module) -> int | None:
 
 
 def cache_argument(model: Any) -> str | None:
-    """The argument of `model.forward` that takes keys and values; None without one."""
+    """Name of the cache argument of `model.forward`; None without one."""
     accepted = inspect.signature(model.forward).parameters
     names = ("cache", "past_key_values")  # name since transformers 5.24, and before
     return next((name for name in names if name in accepted), None)
 
 
 def text_config(model: Any) -> Any:
-    """The text part of the configuration of a model, or of a configuration."""
+    """The text part of a model's configuration, or of a configuration."""
     config: Any = getattr(model, "config", model)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 

@@ -39,7 +39,7 @@ def eos_token_ids(
 
 
 def as_list(eos_token_id: int | list[int] | None) -> list[int]:
-    """``eos_token_id`` of a configuration, None, an id or a list, as a list."""
+    """Convert ``eos_token_id`` (None, an id or a list) to a list."""
     if eos_token_id is None:
         return []
     return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)

@@ -28,7 +28,7 @@ def fingerprint(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> s
     devices agree.
 
     Args:
-        named: names and tensors of any type and device, in any order; read one at a time.  Of a
+        named: names and tensors of any type and device, in any order; read one at a time.  For a
             sharded tensor each rank sums its shard, so this is collective.
     """
     sums = FingerprintSums()
@@ -70,7 +70,7 @@ class FingerprintSums:
 def checksum(tensor: Tensor, first: int = 0) -> Tensor:
     """The weighted sum of a tensor's words modulo 2^32, int64 [], on its device.
 
-    Those of consecutive shards add up to that of the whole.
+    The checksums of consecutive shards add up to that of the whole tensor.
 
     Args:
         tensor: its words start at a multiple of 4 bytes of the whole tensor.
@@ -101,7 +101,7 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _first_word(x: DTensor) -> int | None:
-    """Position of the first 32-bit word of this rank's shard; None if shards are not of words."""
+    """Position of the first 32-bit word of this rank's shard; None if shards split words."""
     row_bytes = math.prod(x.shape[1:]) * x.element_size()
     if x.device_mesh.ndim != 1 or not x.placements[0].is_shard(0) or row_bytes % 4:
         return None
@@ -110,7 +110,7 @@ def _first_word(x: DTensor) -> int | None:
 
 
 class WeightsCopy(dict[str, Tensor]):
-    """Weights by name as they are sent to rollout engines once."""
+    """Weights by name for one weight sync."""
 
     fingerprint = ""  # hash of the unrounded weights; empty: compute it from this copy
     device: torch.device | None = None  # device of the original weights
@@ -119,7 +119,7 @@ class WeightsCopy(dict[str, Tensor]):
 
 
 def full(x: Tensor) -> Tensor:
-    """The full tensor of a possibly sharded one.  Collective: every rank must call it."""
+    """Gather a possibly sharded tensor.  Collective: every rank must call it."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -134,7 +134,7 @@ def check_weights(current: Mapping[str, Tensor], weights: Mapping[str, Tensor]) 
     """Check that weights fit a model with the weights ``current``.
 
     Raises:
-        SyncError: there are none, or one is unknown or has a different shape.
+        SyncError: there are no weights, or one is unknown or has a different shape.
     """
     if not weights:
         raise SyncError("a rollout engine with a copy of the policy received no weights")

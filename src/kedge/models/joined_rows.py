@@ -33,7 +33,7 @@ _users: Counter[int] = Counter()  # active contexts by id of the configuration t
 
 
 def pack_sequences(ids: Tensor, lengths: Tensor) -> Tensor:
-    """The tokens int64 [1, T] of right-padded rows int64 [b, L] with lengths [b], joined."""
+    """Join right-padded rows int64 [b, L] with lengths [b] to tokens int64 [1, T]."""
     return ids[torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]][None]
 
 
@@ -44,7 +44,7 @@ def run_packed(backbone: Any, ids: Tensor, groups: Sequence[Group]) -> Tensor:
     recomputed.
 
     Args:
-        backbone: of a transformers model.
+        backbone: backbone of a transformers model.
         ids: int64 [1, T]; the tokens of all rows, a shared prompt once.
         groups: (n,) for a row of n tokens, (n, a, b, ...) for a prompt of n tokens and the
             responses to it of a, b, ... tokens; their sum is T.
@@ -71,7 +71,7 @@ class VarlenAttention:
     """Lets models attend to joined rows.
 
     Args:
-        models: whatever does not use torch's attention is left as it is.
+        models: models to patch; those without torch's attention stay unchanged.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -102,7 +102,7 @@ class VarlenAttention:
 
 @torch.no_grad()
 def supports_packing(backbone: Any) -> bool:
-    """Whether joined rows give the states of separate rows; tried on a few tokens.
+    """Whether joined rows give the same states as separate rows; tests a few tokens.
 
     Always False on an accelerator, where padding is cheaper than many small attention kernels, and
     with KEDGE_CPU_KERNELS=0 in the environment.

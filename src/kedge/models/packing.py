@@ -22,7 +22,7 @@ _SHARED = 16  # prompt tokens that sharing must save
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedInput:
-    """Joined rows, and how many tokens of each are real."""
+    """Joined rows, and the number of real tokens of each."""
 
     ids: Tensor  # int64 [b, L], right-padded with 0; or joined, [1, T]
     lengths: Tensor  # int64 [b]; number of real tokens
@@ -62,7 +62,7 @@ class JoinedInput:
         return torch.where(t > 0, responses[row] + t, (prompts + self.prompt_lengths)[row]) - 1
 
     def to(self, device: torch.device) -> JoinedInput:
-        """The inputs of the model on a device; the lengths stay where they are."""
+        """Move the model's inputs to a device; lengths stay on the host."""
         source = self.source and (self.source[0].to(device), self.source[1].to(device))
         return replace(self, ids=self.ids.to(device), source=source, host_ids=self.ids)
 
@@ -122,13 +122,13 @@ def pack(
 def join(
     ids: Tensor, mask: Tensor, prompt_lengths: Tensor, lengths: Tensor, prompts: Sequence[int]
 ) -> JoinedInput:
-    """Join rows of one prompt, if that saves enough, and then these groups.
+    """Join rows that share a prompt, if that saves enough, and then these groups.
 
     Args:
         ids: int64 [b, L].
         mask: bool [b, L]; the real tokens.
         prompt_lengths: int64 [b]; real tokens that are the same in all rows of a prompt.
-        lengths: int64 [b]; real tokens.
+        lengths: int64 [b]; number of real tokens.
         prompts: number of each row's prompt.
     """
     members: dict[int, list[int]] = {}
@@ -161,7 +161,7 @@ def join(
 
 
 def place(flat: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
-    """A tensor of ``shape`` with the values [n] at the flat indices [n]; 0 elsewhere."""
+    """Scatter values [n] to the flat indices [n] of a tensor of ``shape``; 0 elsewhere."""
     return flat.new_zeros(shape.numel()).index_copy(0, index, flat).view(shape)
 
 
@@ -192,13 +192,13 @@ def by_length(lengths: Sequence[int], *, tokens: int, max_padding: int) -> list[
 def group_rows(
     rollout: Rollout, rows: int, max_padding: int, *, by_prompt: bool = False
 ) -> list[list[int]]:
-    """The rows of each forward pass, of at most ``rows`` rows of the longest one's length.
+    """Group the rows of a rollout into forward passes.
 
     Args:
         rollout: all rows.
-        rows: of the longest one's length.
+        rows: maximum rows of a pass, if all had the longest one's length.
         max_padding: see ``by_length``.
-        by_prompt: keep rows of one prompt together; for rows that are joined.
+        by_prompt: keep rows of one prompt together, for joined rows.
     """
     lengths = (rollout.prompts.mask.sum(1) + rollout.response_mask.sum(1)).tolist()
     tokens = rows * max(lengths)

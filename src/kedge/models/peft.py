@@ -62,7 +62,7 @@ class AdapterSwitch:
 
 
 def _selected(layer: Any, name: str | None) -> tuple[Any, bool]:
-    """The active adapters of a layer, and whether it is the base's alone."""
+    """The active adapters of a layer, and whether only the base is active."""
     if name is None:
         return layer._active_adapter, True
     known = getattr(layer, "_adapters", None)  # modules_to_save may lack it
@@ -161,7 +161,7 @@ def without_notices() -> Iterator[None]:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether the weights are held in 4 or 8 bits."""
+    """Whether the weights have 4 or 8 bits."""
     return bool(
         getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
     )

@@ -41,7 +41,7 @@ _SAVED_SCORE = "base_model.model.score.weight"
 
 
 class AdapterValue(nn.Module):
-    """A value model that is an adapter on the policy's base, and a head.
+    """A value model: an adapter on the policy's base, and a head.
 
     Args:
         policy: a PEFT model that holds the adapter ``VALUE_ADAPTER``.
@@ -98,7 +98,7 @@ def checkpointing_options(
     """Options of activation checkpointing; a value adapter is recomputed with its own weights.
 
     Raises:
-        ConfigError: ``use_reentrant`` is set, which cannot do so.
+        ConfigError: ``use_reentrant`` is set, which does not support it.
     """
     if not isinstance(value, AdapterValue):
         return options
@@ -173,7 +173,7 @@ def copy_adapter(policy: Any) -> str | None:
 
 
 class AdapterRewardModel(nn.Module):
-    """A reward model that is an adapter on the policy's base, and a score head.
+    """A reward model: an adapter on the policy's base, and a score head.
 
     It has the attributes of a transformers sequence classifier that ``RewardModel`` reads.
 
@@ -201,7 +201,7 @@ class AdapterRewardModel(nn.Module):
         self.name_or_path = source
 
     def get_input_embeddings(self) -> nn.Module:
-        """The policy's."""
+        """The policy's input embeddings."""
         return self.backbone.policy.get_input_embeddings()
 
 
@@ -241,7 +241,7 @@ def load_adapter(policy: Any, source: str | Path, name: str) -> Tensor:
         float32 [labels, H], the score head.
 
     Raises:
-        ConfigError: it cannot be read, has no score head, or has layers that the policy lacks.
+        ConfigError: the adapter cannot be read, has no score head, or has layers the policy lacks.
     """
     from peft import PeftConfig
     from peft.utils.save_and_load import load_peft_weights

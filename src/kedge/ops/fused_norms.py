@@ -61,7 +61,7 @@ def _epsilon(layer: nn.Module) -> float | None:
 def fused_forward(layer: nn.Module) -> Callable[..., Tensor]:
     """The forward of an RMS norm as one kernel, for float32 states and weights.
 
-    Other types are left to the layer, which rounds in between.
+    Other dtypes use the layer itself, which rounds in between.
     """
     epsilon, usual = _epsilon(layer), type(layer).forward
 

@@ -64,18 +64,18 @@ class TokenConstraints:
         return TokenConstraints(temperature=self.temperature, banned=banned, allowed_tokens=allowed)
 
     def to(self, device: torch.device) -> TokenConstraints:
-        """The same on a device."""
+        """Move the constraints to a device."""
         banned = None if self.banned is None else (self.banned[0].to(device), self.banned[1])
         allowed = None if self.allowed_tokens is None else self.allowed_tokens.to(device)
         return TokenConstraints(temperature=self.temperature, banned=banned, allowed_tokens=allowed)
 
 
 class LogitTiles:
-    """Logits of one head for some rows, a tile of all rows by a block of the vocabulary at a time.
+    """Logits of one head, computed in tiles: all rows by a block of the vocabulary.
 
-    Where hidden states are float32 or wider, they are scaled instead of the logits, and logits are
+    If hidden states are float32 or wider, they are scaled instead of the logits, and logits are
     in bits: a softmax is then a power of two, which torch computes faster than one of e on AMD
-    processors.  Elsewhere logits are in nats.
+    processors.  Otherwise logits are in nats.
 
     Args:
         hidden: float [N, H].
@@ -97,11 +97,11 @@ class LogitTiles:
 
     @cached_property
     def _rows(self) -> Tensor:
-        """The left side of the product."""
+        """Hidden states as the left operand of the product."""
         return self.hidden * self._scale if self._in_bits else self.hidden
 
     def power(self, z: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Powers of e: of the logits, or differences of logits, ``z``."""
+        """Exponentials of the logits, or logit differences, ``z``."""
         return torch.exp2(z, out=out) if self._in_bits else torch.exp(z, out=out)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
@@ -110,7 +110,7 @@ class LogitTiles:
         return ((low, min(size, low + self._width)) for low in range(0, size, self._width))
 
     def room(self, columns: int, *, buffer: int | None) -> Tensor:
-        """Uninitialized float32+ [N, columns]: a buffer, until its next use; None: new memory."""
+        """An uninitialized float32+ [N, columns]: a buffer until its next use; None: new memory."""
         size = len(self.hidden) * columns
         if buffer is None:
             memory = self.hidden.new_empty(size, dtype=self.exact)
@@ -158,7 +158,7 @@ class LogitTiles:
 
     @staticmethod
     def columns(ids: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Columns within the block of ``ids`` int64 [N, K], and whether they fall into it."""
+        """Columns of ``ids`` int64 [N, K] within the block, and whether they fall into it."""
         return (ids - low).clamp(0, high - low - 1), (ids >= low) & (ids < high)
 
 
@@ -288,7 +288,7 @@ class _Grads(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Saved by the forward pass for n rows, with the kept tiles of the remaining blocks."""
+    """Values saved by the forward pass for n rows, and the kept tiles of the remaining blocks."""
 
     targets: Tensor  # int64 [n]; token ids
     lse: Tensor  # [n], in the tiles' unit
@@ -338,7 +338,7 @@ def _grad_of_logits(
     of_logprob: Tensor,
     of_entropy: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient without the part of the targets, in a buffer, and the slope of the softcap."""
+    """The gradient without the targets' part, in a buffer, and the softcap's slope."""
     lse, slope = saved.lse[:, None], None
     kept, top = next(saved.kept, None), next(saved.kept, None)
     width = block[1] - block[0]
@@ -363,7 +363,7 @@ def _tile(hidden: Tensor, tile: int | None) -> int:
 
 
 def _compute_dtype(hidden: Tensor) -> Tensor:
-    """Hidden states in the dtype of the product with the head."""
+    """Convert hidden states to the dtype of the product with the head."""
     kind = hidden.device.type
     if kind == "cpu" or not torch.is_autocast_enabled(kind):
         return hidden  # on CPUs, float32 sums of bfloat16 products are as slow as float32
@@ -429,9 +429,9 @@ def linear_kl(
         KL = sum_j p_j (z_j - z'_j) - log sum_j e^{z_j} + log sum_j e^{z'_j}
 
     Args:
-        hidden: float [N, H], of the policy.
+        hidden: float [N, H]; states of the policy.
         head: head of the policy, weight float [V, H].
-        ref_hidden: float [N, H'], of the reference.
+        ref_hidden: float [N, H']; states of the reference.
         ref_head: head of the reference, weight float [V, H'].
         constraints: temperature and tokens that each row can sample, the same for both.
         tile: elements of logits in memory at a time.

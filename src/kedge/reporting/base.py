@@ -1,4 +1,4 @@
-"""Trackers without dependencies: to files, to several trackers at once."""
+"""Trackers without dependencies: one for files, one that forwards to several."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _unused_name(file: Path) -> Path:
 
 
 def _with_sorted_keys(line: str) -> str:
-    """A row with sorted keys; a damaged or truncated line unchanged."""
+    """Sort the keys of a row; damaged or truncated lines stay unchanged."""
     try:
         return json.dumps(json.loads(line), sort_keys=True)
     except (ValueError, RecursionError):
@@ -115,7 +115,7 @@ def _with_sorted_keys(line: str) -> str:
 
 
 def json_line(row: Mapping[str, object]) -> str:
-    """A row as one line of JSON; non-finite numbers become null."""
+    """Encode a row as one line of JSON; non-finite numbers become null."""
     clean = {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
     }

@@ -18,7 +18,7 @@ def completion_rows(
     """Query, response and score of each row as text; with several reward sources, also each score.
 
     Special tokens are removed from the query and kept in the response, where they mark its end.
-    The query of a conversation is its messages, without what the chat template adds.
+    The query of a conversation is its messages, without text from the chat template.
 
     Args:
         samples: rollouts and their rewards.
@@ -43,7 +43,7 @@ def completion_rows(
 
 
 def _query_text(prompts: PromptBatch, i: int, tokenizer: Any) -> str:
-    """The prompt of row ``i``; of a conversation its messages, with roles if there are several."""
+    """The prompt of row ``i``; conversations show messages, with roles if there are several."""
     messages: Any = prompts.columns["prompt"][i] if "prompt" in prompts.columns else None
     if is_chat(messages):
         texts = [str(message.get("content")) for message in messages]
@@ -56,7 +56,7 @@ def _query_text(prompts: PromptBatch, i: int, tokenizer: Any) -> str:
 
 
 def _response_text(rollout: Rollout, i: int, tokenizer: Any) -> str:
-    """The response of row ``i`` with special tokens; of an episode one paragraph per turn."""
+    """The response of row ``i`` with special tokens; an episode has one paragraph per turn."""
     ids = rollout.ids[i][rollout.response_mask[i]]
     if rollout.episodes is None:
         text: str = tokenizer.decode(ids)

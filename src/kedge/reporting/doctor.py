@@ -1,6 +1,6 @@
 """Diagnoses a run: rules on its log that find problems and suggest what to try.
 
-Each rule checks one thing.  What was not logged is NaN, with which no comparison holds, so a rule
+Each rule checks one thing.  A missing metric is NaN, for which every comparison fails, so a rule
 without its metrics finds nothing.
 """
 
@@ -22,7 +22,7 @@ class Finding:
     """One problem.
 
     Args:
-        rule: its name.
+        rule: name of the rule.
         seen: the numbers behind it.
         advice: what to try.
     """
@@ -37,9 +37,9 @@ RULES: list[Rule] = []  # in order of definition: causes before symptoms
 
 
 def rule(check: Callable[[RunLog], str | None]) -> Rule:
-    """Decorator: makes a rule of a function that returns the numbers of a problem, or None.
+    """Decorator: makes a function that returns a problem's numbers, or None, a rule.
 
-    Its name is that of the problem, and its docstring is the advice.
+    The function's name names the problem, and its docstring is the advice.
     """
     name, advice = check.__name__.replace("_", " "), " ".join((check.__doc__ or "").split())
 
@@ -59,7 +59,7 @@ def examine(log: RunLog) -> list[Finding]:
 
 
 def unseen(log: RunLog) -> str:
-    """What no rule can tell, for a run without findings."""
+    """Questions that no rule can answer, for a run without findings."""
     if log.series("environment/turns"):
         return "Success on new seeds is not in this log: kedge generate --environment measures it."
     return (

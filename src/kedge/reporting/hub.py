@@ -24,7 +24,7 @@ class Hub:
 
     Args:
         repo_id: "name" or "organization/name".
-        token: token with write access; None: that of ``hf auth login`` or ``HF_TOKEN``.
+        token: token with write access; None: from ``hf auth login`` or ``HF_TOKEN``.
         private: visibility of a new repository; None: the account's default.
         revision: branch to push to, created if missing; None: "main".
         kind: type of the repository.
@@ -89,7 +89,7 @@ class Hub:
         """Upload a folder in one commit.
 
         Args:
-            folder: what to upload.
+            folder: folder to upload.
             message: commit message.
             path_in_repo: destination folder; None: the root.
             ignore: patterns of files to skip.
@@ -128,7 +128,7 @@ class Hub:
         )
 
     def push_checkpoint(self, folder: str | Path, strategy: str) -> None:
-        """Push what ``hub_strategy`` requires after a save, and wait for the upload.
+        """Push the files that ``hub_strategy`` selects after a save, and wait for the upload.
 
         A failure only warns, so that training continues; the push at the end of training raises.
 
@@ -192,7 +192,7 @@ def build_hub(args: Any, *, token: str | None = None, revision: str | None = Non
 
 
 class PushOnSave(TrainerCallback):
-    """Pushes after each save as ``hub_strategy`` says; acts on rank 0 only."""
+    """Pushes after each save according to ``hub_strategy``; acts on rank 0 only."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub

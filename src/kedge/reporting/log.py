@@ -26,12 +26,12 @@ class RunLog:
     """Rows of training metrics in order, without evaluations.
 
     Args:
-        name: of the run's folder or file.
+        name: name of the run's folder or file.
         rows: one mapping per logged iteration.
-        fixed_length: the run has no stop token and no stop string, so every response has full
+        fixed_length: whether the run has no stop token or stop string, so that responses have full
             length.
-        bf16: the run computes in bfloat16.
-        masked: tokens outside of the bounds leave the loss (``policy_loss="mask"``).
+        bf16: whether the run computes in bfloat16.
+        masked: whether tokens outside of the bounds leave the loss (``policy_loss="mask"``).
     """
 
     name: str
@@ -91,7 +91,7 @@ def log_file(place: str | Path) -> Path:
 
 
 def read_rows(place: str | Path) -> list[dict[str, float]]:
-    """All rows of the log, including evaluations; only values that are finite numbers."""
+    """All rows of the log, including evaluations, with their finite numbers."""
     rows = read_table(log_file(place))
     return [
         {k: float(x) for k, x in row.items() if isinstance(x, int | float) and abs(x) <= _LARGEST}
@@ -164,7 +164,7 @@ def responses_per_batch(log: RunLog) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A metric over several runs, at the points that all of them have."""
+    """A metric over several runs, at their common points."""
 
     x: list[float]  # episodes or iterations
     mean: list[float]
@@ -173,7 +173,7 @@ class Band:
 
 
 def band(runs: Sequence[RunLog], metric: str, axis: str = "episode") -> Band | None:
-    """The metric over the runs, on the x values of the first; None if a run never logged it."""
+    """The metric over the runs, at the x values of the first; None if a run lacks it."""
     curves = [
         [(row[axis], row[metric]) for row in run.rows if metric in row and axis in row]
         for run in runs
@@ -193,7 +193,7 @@ def band(runs: Sequence[RunLog], metric: str, axis: str = "episode") -> Band | N
 def ends(
     runs: Sequence[RunLog], metric: str, *, at: Literal["start", "end"] = "end"
 ) -> tuple[float, float, float] | None:
-    """Mean, minimum and maximum over the runs of the mean of each run's last (or first) fifth."""
+    """Mean, minimum and maximum over runs; each run counts with the mean of a fifth."""
     means = [run.last(metric) if at == "end" else run.first(metric) for run in runs]
     values = [x for x in means if not math.isnan(x)]
     return (fmean(values), min(values), max(values)) if values else None

@@ -55,7 +55,7 @@ class ConsoleTracker:
         tables: False hides all tables (``num_sample_generations=0``).
         console: None: standard output.
         max_rows: rows shown of a table.
-        max_chars: characters shown of a cell; of a prompt, the last half as many.
+        max_chars: characters shown of a cell; prompts show half as many, from their end.
         table_seconds: minimum time between two tables of the same name.
         clock: returns the time in seconds.
     """
@@ -140,7 +140,7 @@ class ConsoleTracker:
         self.console.print(table)
 
     def close(self) -> None:
-        """Stop the bar where it is."""
+        """Stop the bar."""
         self._closed = True
         if self._bar is not None:
             self._bar.stop()

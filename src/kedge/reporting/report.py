@@ -117,7 +117,7 @@ def _read_tables(folder: Path, most: int) -> list[Row]:
 
 
 def _has_lists(row: Mapping[str, Any]) -> bool:
-    """Whether a row has tokens, and lists of what belongs to them."""
+    """Whether a row has a list of tokens, and of values per token."""
     names = ("tokens", "advantage", "trained", "turn", "turn_rewards")
     return "tokens" in row and all(isinstance(row[name], list) for name in names if name in row)
 

@@ -37,7 +37,7 @@ def story(log: RunLog, rows: Sequence[Mapping[str, float]]) -> list[dict[str, st
 
 
 def _say(*parts: tuple[float, str]) -> str:
-    """Join the texts whose number is not NaN into a sentence; "" if the first number is NaN."""
+    """Join texts with non-NaN numbers into a sentence; "" if the first number is NaN."""
     text = "".join(text for number, text in parts if not math.isnan(number))
     return "" if math.isnan(parts[0][0]) else f"{text}."
 

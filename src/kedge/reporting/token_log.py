@@ -127,7 +127,7 @@ def build_token_log(
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """The text that each token adds; joined they give the whole text.
+    """The text that each token adds; joining them gives the whole text.
 
     A character that spans several tokens is assigned to the last of them.
 

@@ -54,7 +54,7 @@ def reward_source(
             the policy's).  A model given by name uses the tokenizer in its folder or repository.
         models: options of every reward model: those of :class:`RewardModel`, ``device`` (None
             leaves models where they are) and ``trust_remote_code`` (of a model's repository).
-        functions: options of every reward function, see :class:`RewardFunction`.
+        functions: options of every reward function; see :class:`RewardFunction`.
         missing_eos_penalty: see :class:`Mixture`.
         non_eos_penalty: see :class:`Mixture`.
         penalty_reward_value: see :class:`Mixture`.
@@ -207,7 +207,7 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def load_module(where: str, prefix: str) -> Any:
-    """A module by its dotted name, or a Python file as the module ``prefix_stem``.
+    """Import a module by its dotted name, or a Python file as the module ``prefix_stem``.
 
     Raises:
         ImportError, OSError, SyntaxError: from the import.

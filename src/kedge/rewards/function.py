@@ -1,4 +1,4 @@
-"""Reward source that calls a Python function, and what the function may log."""
+"""Reward source that calls a Python function, and logging for such functions."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ class RewardFunction:
         self._state = trainer_state or (lambda: None)
 
     def score(self, rollout: Rollout) -> RewardOutput:
-        """One reward output for all rows; rows the function does not apply to are not valid."""
+        """Score all rows; rows the function does not apply to are not valid."""
         return self.begin(rollout)()[0]
 
     def begin(self, rollout: Rollout) -> Pending:
-        """Start an asynchronous function; a synchronous one runs when the result is asked for."""
+        """Start an asynchronous function; a synchronous one runs when the result is requested."""
         texts = self._texts.of(rollout)
         kwargs = self._signature.arguments(texts, self._log, self._state())
         started = submit(self._function(**kwargs)) if is_async(self._function) else None
@@ -135,7 +135,7 @@ class RewardFunction:
         return submit(returned).result() if inspect.isawaitable(returned) else returned
 
     def _row_by_row(self, texts: Texts, kwargs: dict[str, Any], error: Exception) -> list[Value]:
-        """The values of one call per row, after a call with all rows raised ``error``."""
+        """Call the function once per row, after a call with all rows raised ``error``."""
         single = [one_row(kwargs, row) for row in range(len(texts.completion_ids))]
         calls: list[Callable[[], Any]] = [functools.partial(self._call, call) for call in single]
         if is_async(self._function):  # start async functions right away
@@ -163,7 +163,7 @@ class RewardFunction:
         return values
 
     def _read(self, returned: Any, texts: Texts, rows: Sequence[int]) -> list[Value]:
-        """The values in what the function returned for some rows of a rollout.
+        """Read the values that the function returned for some rows of a rollout.
 
         A list, tuple, array or tensor has for each row a number, None, or a number per response
         token; rows of a 2-D tensor may be as long as the padded responses.
@@ -209,19 +209,19 @@ class RewardFunction:
 
 
 class Invalid(str):
-    """What is wrong with what a function returned for a row."""
+    """The problem with a value that a function returned for a row."""
 
 
 Value = float | list[float] | Invalid | None  # score, score per token, or None: does not apply
 
 
 def read_value(entry: Any, length: int, width: int | None) -> Value:
-    """One entry of what a function returned.
+    """Read one entry of a function's result.
 
     Args:
         entry: a number, None, or a list, array or tensor of numbers.
         length: tokens of the response.
-        width: length of the entry if it is padded; None: it is not.
+        width: length of the entry if it is padded, else None.
     """
     plain = _plain(entry)
     if plain is None:
@@ -245,7 +245,7 @@ def read_value(entry: Any, length: int, width: int | None) -> Value:
 
 
 def _plain(returned: Any) -> Any:
-    """Arrays and tensors as lists and numbers; anything else unchanged."""
+    """Convert arrays and tensors to lists and numbers; anything else is unchanged."""
     return returned.tolist() if hasattr(returned, "tolist") else returned
 
 
@@ -305,7 +305,7 @@ class Signature:
         """The keyword arguments of one call over all rows of a rollout.
 
         Raises:
-            RewardError: the function requires a name that is not offered.
+            RewardError: the function requires an unknown argument.
         """
         fixed = dict(zip(FIXED, (trainer_state, log.metric, log.extra), strict=True))
         reserved = {"prompt", *PER_ROW, *FIXED}  # dataset columns cannot replace these arguments
@@ -324,7 +324,7 @@ class Signature:
 
 
 def one_row(kwargs: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """The same arguments for a single row; what that call logs is discarded."""
+    """The same arguments for a single row, whose call cannot log."""
     single = {k: v[row : row + 1] if isinstance(v, list) else v for k, v in kwargs.items()}
     silent = {"log_metric": RewardLog().metric, "log_extra": RewardLog().extra}
     return single | {name: silent[name] for name in silent.keys() & single.keys()}

@@ -35,7 +35,7 @@ class RewardModel:
         tokenizer: the model's tokenizer; rows are decoded and retokenized with it.  None (or one
             with the policy's vocabulary) passes the policy's token ids on.
         texts: the decoded rollout, shared with other sources; required with ``tokenizer``.
-        policy_vocab_size: token ids the policy can produce are below it.
+        policy_vocab_size: upper bound of the policy's token ids.
         chunk_rows: most rows scored at a time.
         max_length: tokens; longer rows lose their first tokens.  None: a row longer than the model
             supports is an error.
@@ -232,7 +232,7 @@ def _label(config: Any, wanted: int | str | None, name: str) -> int | None:
 
 
 class TemplateTail:
-    """Appends what a chat template renders after the last answer.
+    """Appends the text that a chat template renders after the last answer.
 
     Reward models are trained on rendered conversations.  A template closes the assistant's message
     with more than the stop token (``<|im_end|>`` and a line break in Qwen's), and the score is read
@@ -267,7 +267,7 @@ class TemplateTail:
         Args:
             ids: int64 [B, L]; prompt and response, right-padded.
             lengths: int64 [B]; real tokens.
-            rollout: for the rows that terminated, and the prompts that are chats.
+            rollout: tells which rows terminated, and which prompts are chats.
         """
         chats = [is_chat(prompt) for prompt in rollout.prompts.columns.get("prompt", ())]
         if not any(chats) or not getattr(self._tokenizer, "chat_template", None):
@@ -318,7 +318,7 @@ class Retokenizer:
         return [rows[i] for i in range(len(rows))]
 
     def whole(self, texts: list[str], finished: Sequence[bool]) -> list[list[int]]:
-        """Token ids of texts that hold prompt and response, without padding."""
+        """Tokenize texts of prompt and response, without padding."""
         rows = self._encode(texts, special=True)
         return [self._with_eos(ids, ended) for ids, ended in zip(rows, finished, strict=True)]
 
@@ -408,6 +408,6 @@ def pad_rows(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def fill_padding(ids: Tensor, lengths: Tensor, token: int) -> Tensor:
-    """``ids`` padded with ``token`` after the end of each row."""
+    """Fill ``ids`` with ``token`` after the end of each row."""
     real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     return torch.where(real, ids, token)

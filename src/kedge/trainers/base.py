@@ -196,8 +196,8 @@ class TrainerShell:
         With ``args.push_to_hub``, or if one of the last four is given, ``push_to_hub`` follows.
 
         Args:
-            output_dir: the folder; None: ``args.output_dir``, which is also what is uploaded.
-            commit_message: of the upload.
+            output_dir: the folder; None: ``args.output_dir``, which is the folder to upload.
+            commit_message: commit message of the upload.
             blocking: wait for the end of the upload.
             token: access token; None: ``args.hub_token``.
             revision: branch to upload to; None: ``args.hub_revision``.
@@ -254,7 +254,7 @@ class TrainerShell:
 
     @functools.cached_property
     def _provenance(self) -> dict[str, Any]:
-        """What the model was trained with, for its card and ``run.json``."""
+        """Algorithm, model, prompts and rewards, for the model card and ``run.json``."""
         from kedge.reporting.run_info import provenance
 
         inputs = self._inputs
@@ -301,7 +301,7 @@ class TrainerShell:
         return bool(self.accelerator.is_local_main_process)
 
     def get_num_trainable_parameters(self) -> int:
-        """Number of weights of the policy that train."""
+        """Number of trainable weights of the policy."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def __getattr__(self, name: str) -> Any:
@@ -366,11 +366,11 @@ def configure_process(args: TrainingArguments) -> None:
 
 
 def refuse_overrides(trainer: object, base: type) -> None:
-    """Check that every hook which the trainer's class overrides is called.
+    """Check that every hook that the trainer's class overrides is called.
 
     Args:
         trainer: the trainer; classes of this package are not checked.
-        base: the class of the methods that exist here.
+        base: class with the methods that exist here.
 
     Raises:
         ConfigError: naming the method and what to use instead.

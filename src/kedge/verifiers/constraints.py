@@ -56,10 +56,10 @@ class ConstraintVerifier(Verifier):
     Args:
         score: ``"mean"``, the share of instructions followed, or ``"all"``, 1 only if all are.
         column: dataset column with the ground truth.
-        name: of the verifier.
+        name: name of the verifier.
 
     Raises:
-        ConfigError: an option does not fit.
+        ConfigError: an option is invalid.
     """
 
     def __init__(
@@ -179,14 +179,14 @@ def _compare(count: int, relation: str, number: float) -> bool:
 
 
 def _words(words: list[str]) -> list[str]:
-    """The words, without regard to case."""
+    """The words of a text, in lower case."""
     if isinstance(words, str) or not all(isinstance(word, str) and word for word in words):
         raise ValueError(f"expected a list of words, got {words!r}")
     return [word.casefold() for word in words]
 
 
 def _split(text: str, divider: re.Pattern[str]) -> list[str]:
-    """The parts between dividers; a divider before the first or after the last counts as none."""
+    """The parts between dividers; leading and trailing dividers are ignored."""
     parts = [part.strip() for part in divider.split(text)]
     return parts[not parts[0] : len(parts) - (not parts[-1])]
 

@@ -99,7 +99,7 @@ def math_verifier(
             formulas must be equal after normalization.
         timeout: seconds for one comparison of formulas.
         workers: helper processes.
-        name: of the verifier.
+        name: name of the verifier.
     """
     check = partial(_check, checker=SymbolicChecker(timeout, workers) if symbolic else None)
     return Verifier(check, name=name, column=column, threads=workers if symbolic else 1)
@@ -169,7 +169,7 @@ def _equal(answer: str, want: str, checker: SymbolicChecker | None) -> bool:
 
 
 def _contradict(left: str, right: str) -> bool:
-    """Whether an answer differs from what is wanted in a way that math-verify overlooks."""
+    """Whether an answer differs from the ground truth in a way that math-verify misses."""
     if "_" in right or bool(_MODULO.search(left)) != bool(_MODULO.search(right)):
         return True  # numbers in other bases, or remainders
     want = one_number(flatten(right))
@@ -263,7 +263,7 @@ same_formula.prepare = _prepare  # type: ignore[attr-defined]
 
 
 def tidy(answer: str) -> str:
-    r"""The answer in plain LaTeX: no delimiters, spacing commands, units, degrees or dollar signs.
+    r"""Reduce an answer to plain LaTeX without delimiters, spacing, units, degrees or dollar signs.
 
     ``\dfrac`` and similar become ``\frac``, and arguments get braces.
     """
@@ -294,14 +294,14 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def flatten(tidied: str) -> str:
-    r"""A tidied answer with simple fractions as ``a/b`` and no thousands separators."""
+    r"""Write simple fractions of a tidied answer as ``a/b``, and drop thousands separators."""
     text = re.sub(r"([_^])\s?\{\s?([0-9a-zA-Z]+)\s?\}", r"\1\2", tidied)
     text = _FLAT.sub(_fraction, text)
     return text.replace(",", "") if _GROUPED.fullmatch(text) else text
 
 
 def squeeze(tidied: str) -> str:
-    """The same without whitespace."""
+    """``flatten``, without whitespace."""
     return "".join(flatten(tidied).split())
 
 
@@ -315,7 +315,7 @@ def split_prefix(tidied: str) -> tuple[str, str]:
 
 
 def strip_parentheses(tidied: str) -> str:
-    """A tidied answer without parentheses around a single value."""
+    """Drop parentheses around a single value in a tidied answer."""
     while (
         tidied.startswith("(")
         and _closes_last(tidied)
@@ -332,7 +332,7 @@ def _fraction(match: re.Match[str]) -> str:
 
 
 def split_group(tidied: str) -> tuple[str, list[str]] | None:
-    r"""Kind and parts of a tuple, interval, set, list, union or matrix; None for a single value.
+    r"""Kind and parts of a tuple, interval, set, list, union or matrix; None for one value.
 
     The kind is the opening and closing bracket, ``"set"`` for a list or set, ``"union"``, or
     ``"matrix"`` followed by the shape.
@@ -358,7 +358,7 @@ def split_group(tidied: str) -> tuple[str, list[str]] | None:
 
 
 def _expand_signs(parts: list[str]) -> list[str]:
-    r"""The parts, those with one ``\pm`` as two."""
+    r"""Expand each part that contains one ``\pm`` into two."""
     expanded = []
     for part in parts:
         signs = "+-" if part.count(r"\pm") == 1 else ""
@@ -367,7 +367,7 @@ def _expand_signs(parts: list[str]) -> list[str]:
 
 
 def _split(text: str, separators: tuple[str, ...]) -> list[str]:
-    """The parts between separators outside all brackets."""
+    """Split at separators outside all brackets."""
     parts, depth, start = [], 0, 0
     for token in _TOKEN.finditer(text):
         if token[0] in ("(", "[", "{", r"\{"):

@@ -59,8 +59,8 @@ class Number:
         value: exact, ignoring a percent sign.
         percent: whether a percent sign followed.
         decimals: digits after the decimal point, as written.
-        start: where it begins in the text that was searched.
-        end: where it ends.
+        start: position of its first character in the text.
+        end: position after its last character.
     """
 
     value: Fraction
@@ -71,7 +71,7 @@ class Number:
 
 
 def clean(text: str) -> str:
-    """The text with unified minus signs, digits and fractions, and without overlong numbers."""
+    """Unify minus signs, digits and fractions, and remove overlong numbers."""
     text = _DEGREES.sub("", text.translate(_CHARACTERS))
     text = _VULGAR.sub(lambda m: f"{m[1]} {unicodedata.normalize('NFKC', m[2])}".lstrip(), text)
     text = text.replace("\N{FRACTION SLASH}", "/")
@@ -158,7 +158,7 @@ def number_verifier(
             number after ``####``.
         where: ``"marked"`` accepts only numbers in marks.
         tolerance: largest difference accepted, relative to the ground truth.
-        name: of the verifier.
+        name: name of the verifier.
 
     Raises:
         ConfigError: an option is out of range.
@@ -217,7 +217,7 @@ def _numbers(text: str) -> tuple[str, list[Number]]:
 
 
 def _right_side(cleaned: str, numbers: list[Number]) -> list[Number]:
-    """The numbers after the last equals sign that is followed by any; all without one."""
+    """The numbers after the last equals sign that has any; all if there is none."""
     signs = cleaned.rfind("=", 0, numbers[-1].start + 1) if numbers else -1
     return [number for number in numbers if number.start > signs]
 

@@ -51,8 +51,8 @@ def code_verifier(
     ``crashes/<name>``.
 
     Tests that no program could fail are a mistake in the dataset and raise RewardError: they call
-    the solution nowhere, or compare without ``assert``.  A test that fails on what cannot be
-    carried from the solution's process to that of the tests (a function as an argument, ...)
+    the solution nowhere, or compare without ``assert``.  A test that needs a value that cannot be
+    sent from the solution's process to the tests (a function as an argument, ...)
     scores 0 and is counted in ``untestable/<name>``.
 
     Programs run only in bubblewrap.  Without it, the first call raises ConfigError, and so does a
@@ -64,7 +64,7 @@ def code_verifier(
             a container or virtual machine that you can lose.  Default: ``Sandbox()``.
         partial_credit: score the share of tests passed.
         workers: solutions run concurrently; default: the number of CPUs.
-        name: of the verifier.
+        name: name of the verifier.
     """
     chosen = Sandbox(isolation=sandbox) if isinstance(sandbox, str) else sandbox or Sandbox()
     return Verifier(

@@ -34,7 +34,7 @@ class RemoteReward:
     failing server) are retried with exponential backoff; rejected requests are not.
 
     Args:
-        url: of the server, ``http://`` or ``https://``; without a path, ``/score`` is added.
+        url: ``http://`` or ``https://`` URL of the server; without a path, ``/score`` is added.
         token: sent as ``Authorization: Bearer``; default: the environment variable
             ``KEDGE_REWARD_TOKEN``, if set.
         batch_size: rows per request.
@@ -173,7 +173,7 @@ class RemoteReward:
 
 
 def _parse_url(url: str) -> tuple[str, str]:
-    """The URL, and how it is shown: without the query, which may hold a secret."""
+    """The URL, and its form for messages: without the query, which may hold a secret."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # an invalid port raises

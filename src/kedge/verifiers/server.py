@@ -212,9 +212,9 @@ class RewardServer:
 
 
 class _Protocol(H11Protocol):
-    """Closes connections that send no head in time, and the oldest where there are too many.
+    """Closes connections that send no head in time, and the oldest if there are too many.
 
-    One whose request was refused counts as well: what it still sends is read, so that it gets the
+    A connection with a refused request counts, too: its remaining data is read, so that it gets the
     answer, but not for longer.
     """
 

@@ -1,6 +1,6 @@
 """Runs work that may hang in helper processes, which are killed on timeout.
 
-Signals only work in the main thread, so separate Python processes, which talk in lines of JSON, do
+Signals only work in the main thread, so separate Python processes, which exchange JSON lines, do
 the work: this also works in threads, Ray actors and processes that hold a GPU, none of which can
 fork.
 """
@@ -61,7 +61,7 @@ class WorkerPool:
         weakref.finalize(self, _end_all, self._alive, self._owner)
 
     def call(self, *arguments: Any) -> Any:
-        """``function(*arguments)``.
+        """Call ``function(*arguments)`` in a worker.
 
         Raises:
             Unanswered: the call timed out, the worker died (memory, a crash), or the function
@@ -109,7 +109,7 @@ class WorkerPool:
 
 
 def _ask(worker: Worker[bytes], line: str, timeout: float) -> dict[str, Any]:
-    """The answer to one line of JSON."""
+    """Send one line of JSON and return the answer."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     timer = threading.Timer(timeout, worker.kill)

@@ -27,7 +27,7 @@ class EncoderDecoderParts:
     bias: Tensor | None = None  # float [1, V]; BART-like models have one
 
     def head(self) -> Head:
-        """The output head with the weights it has now."""
+        """The output head with its current weights."""
         weight, bias = head_weight(self.output)
         if self.bias is not None:
             logits_bias = self.bias.to(weight.device)[0]
@@ -69,7 +69,7 @@ def build_parts(model: nn.Module, *, verify: bool = True) -> LanguageModelParts:
     """Backbone and head of a causal or an encoder-decoder language model.
 
     Raises:
-        ConfigError: its logits are not those of a linear head over its hidden states.
+        ConfigError: its logits do not come from a linear head over its hidden states.
     """
     inner = get_base_model(model)
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
@@ -78,7 +78,7 @@ def build_parts(model: nn.Module, *, verify: bool = True) -> LanguageModelParts:
 
 
 def encoder_decoder_parts(model: Any, *, verify: bool = True) -> EncoderDecoderParts:
-    """Backbone and head of an encoder-decoder, by default checked on a few tokens."""
+    """Backbone and head of an encoder-decoder; by default checks them on a few tokens."""
     name, config = type(model).__name__, model.config
     output = model.get_output_embeddings()
     if output is None or config.decoder_start_token_id is None:

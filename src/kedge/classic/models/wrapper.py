@@ -59,7 +59,7 @@ class ValueHead(ScalarHead):
     """A linear map from hidden states to one number, after dropout, in float32.
 
     The trainer runs models in evaluation mode, as TRL does: dropout would make the probability
-    ratio of an unchanged policy differ from 1.  It acts if you train the model yourself.
+    ratio of an unchanged policy differ from 1.  It is active if you train the model yourself.
 
     Args:
         config: of the model; its ``summary_dropout_prob`` takes precedence over the argument.
@@ -284,7 +284,7 @@ class PreTrainedModelWrapper(nn.Module):
         return self.v_head.load_state_dict(head, strict=strict, assign=assign)
 
     def _tied(self) -> dict[str, str]:
-        """The further names of weights of the wrapped model -> their first name."""
+        """Other names of tied weights in the wrapped model -> the first name."""
         first: dict[int, str] = {}
         weights = self.pretrained_model.named_parameters(remove_duplicate=False)
         names = {name: first.setdefault(id(p), name) for name, p in weights}
@@ -333,7 +333,7 @@ class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
 
 
 def find_file(source: str | Path, name: str, hub: dict[str, Any]) -> Path | None:
-    """A file of a folder or hub repository; None: it has none."""
+    """A file in a folder or hub repository; None if it does not exist."""
     file = cached_file(
         str(source),
         name,
@@ -484,7 +484,7 @@ def create_reference_model(
 
 
 def _weights_below(model: nn.Module, layer: int, pattern: str | None) -> list[str]:
-    """Names of the weights before a layer, in model order."""
+    """Names of the weights below a layer, in model order."""
     names = [name for name, _ in model.named_parameters()]
     chosen = pattern or next((p for p in LAYERS if _first(names, p, 0) is not None), None)
     if chosen is None:

@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def read_environment(flags: argparse.Namespace) -> EnvironmentArguments | None:
-    """The environment of the flags, or None; checks that the flags go together."""
+    """The environment that the flags name, or None; checks combinations of flags."""
     if flags.environment is not None:
         environment = EnvironmentArguments(**{name: getattr(flags, name) for name in ENVIRONMENT})
         check_fields(environment)

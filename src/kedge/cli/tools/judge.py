@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def build_judge(flags: argparse.Namespace) -> Judge:
-    """The judge that the flags name."""
+    """Build the judge that the flags name."""
     from kedge.rewards.build import load_function
 
     if flags.endpoint is not None:
@@ -156,7 +156,7 @@ def _existing(file: str) -> Path:
 
 
 def _column(rows: list[dict[str, Any]], name: str, file: str) -> list[str]:
-    """A column as texts; of chat messages each with its role, but for a single one."""
+    """A column as texts; chats of several messages include their roles."""
     texts = []
     for number, row in enumerate(rows, 1):
         text = row.get(name)

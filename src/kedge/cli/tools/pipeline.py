@@ -57,12 +57,12 @@ class Stage:
     """One command of a pipeline.
 
     Args:
-        place: its folder, next to those of the other stages, with its name.
-        command: of ``kedge``, or "script".
-        options: of the command, with references to the folders of other stages.
+        place: folder of the stage, which has the stage's name.
+        command: a command of ``kedge``, or "script".
+        options: options of the command; may refer to folders of other stages.
         here: folder of the pipeline's file.
-        launch: command that starts it in separate processes.
-        uses: stages whose folders its options name.
+        launch: command that starts the stage in separate processes.
+        uses: stages whose folders the options name.
     """
 
     place: Path
@@ -171,8 +171,8 @@ def read(
 
     Args:
         file: its path.
-        given: values that override its variables.
-        seed: the stages are in a folder ``seed-N`` of the output folder.
+        given: values that override variables of the file.
+        seed: N puts the stages into ``seed-N`` in the output folder.
     """
     from kedge.trl_scripts import read_yaml
 
@@ -222,7 +222,7 @@ def read(
 
 
 def substitute(value: Any, names: Mapping[str, Any]) -> Any:
-    """Replace ``${NAME}`` by its value; one that is the whole value keeps its type."""
+    """Replace ``${NAME}`` by its value, which keeps its type if nothing else is in the text."""
     if isinstance(value, dict):
         return {key: substitute(item, names) for key, item in value.items()}
     if isinstance(value, list):
@@ -283,7 +283,7 @@ def _read_entry(
 
 
 def select(stages: Sequence[Stage], names: Sequence[str]) -> list[Stage]:
-    """The named stages, and the stages that these use."""
+    """The named stages and the stages they use."""
     known = [stage.name for stage in stages]
     for name in names:
         if name not in known:
@@ -319,10 +319,10 @@ def run(stages: Sequence[Stage], *, redo: str | None = None, dry: bool = False) 
 
 
 def _finished(stage: Stage, inputs: Mapping[str, str]) -> str | None:
-    """The marker of a stage that is up to date, else None.
+    """The marker of a finished stage that is up to date, else None.
 
     Raises:
-        ConfigError: it was run with other options or programs.
+        ConfigError: the stage was run with other options or programs.
     """
     if not (stage.place / DONE).is_file():
         return None

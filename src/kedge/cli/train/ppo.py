@@ -111,7 +111,7 @@ def build(
         eval_dataset: prompts to evaluate on, with ``train_dataset``.
         tokenizer: instead of the one next to the model.
         value_model: instead of ``value_model_path``.
-        starts: this is a new run, so ``output_dir`` must not hold checkpoints of another.
+        starts: whether a new run starts, so that ``output_dir`` must not hold checkpoints.
 
     Raises:
         ConfigError: a value model for an algorithm without one, or whatever the trainer refuses.
@@ -173,7 +173,7 @@ class ModelPaths:
 
 
 def model_names(options: Options) -> ModelPaths:
-    """Which folder or hub name is the policy, the tokenizer and the reward model.
+    """Find the folders or hub names of policy, tokenizer and reward model.
 
     The policy is ``sft_model_path`` if given, else ``model_name_or_path``.  With ``dummy_reward``
     and no reward, a randomly initialized reward head on the policy stands in, to try a run.
@@ -214,7 +214,7 @@ def find_reward(options: Options, policy: str) -> str | None:
     """The name of the reward model; None if reward functions or an environment score alone.
 
     Raises:
-        ConfigError: no source is left, or a flag would have no effect.
+        ConfigError: nothing scores responses, or a flag would have no effect.
     """
     given, script, config = options.given, options.script, options.config
     for amount, switch in _NEEDS.items():
@@ -245,8 +245,8 @@ def build_rewards(options: Options, *, model: bool) -> tuple[list[Any], list[flo
     """Reward functions, and weights of all sources; None: ``reward_weights`` applies.
 
     Args:
-        options: of the run.
-        model: a reward model comes first.
+        options: options of the run.
+        model: a reward model, which comes first.
     """
     from kedge.verifiers import by_column, r1_style_format
 
@@ -385,7 +385,7 @@ def resume_point(value: str | None) -> str | bool | None:
 
 
 def resume_line(checkpoint: Path | None) -> str:
-    """How to resume this command from a checkpoint; None: it has none."""
+    """How to resume this command; ``checkpoint`` is None if none was saved."""
     if checkpoint is None:
         return "no checkpoint was saved to resume from"
     words = command_to_repeat()
@@ -397,7 +397,7 @@ def resume_line(checkpoint: Path | None) -> str:
 
 
 def command_to_repeat() -> str | None:
-    """The command line of this process, quoted for a shell, without where it resumed.
+    """The command line of this process, quoted for a shell, without ``--resume_from_checkpoint``.
 
     None if it cannot be repeated: a launcher started this process, or it holds a secret.
     """

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def load_pairs(script: RewardArguments, config: Any) -> tuple[Any, Any]:
-    """Pairs to train on, and pairs that are held out or None."""
+    """Training pairs, and held-out pairs or None."""
     train, test = load_rows(script, config)
     if test is not None or not script.num_held_out:
         return train, test

@@ -17,7 +17,7 @@ from kedge.trl_scripts import get_peft_config
 
 @dataclass
 class BeforeArguments:
-    """Data of the training steps before RL."""
+    """Data options of the training steps before RL."""
 
     dataset_name: str | None = option(None, "A file, a folder or a hub name.")
     dataset_config: str | None = option(None, "Configuration of a hub dataset.")

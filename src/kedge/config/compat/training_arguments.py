@@ -1,4 +1,4 @@
-"""What the fields of ``transformers.TrainingArguments`` do here, and names of earlier releases."""
+"""How the fields of ``transformers.TrainingArguments`` act here, and their earlier names."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ CONVERTED = ("steps_per_generation", "generation_batch_size", "generation_kwargs
 
 
 def convert_newer(c: Any) -> None:
-    """Convert options of TRL that are more than another name to those of Kedge.
+    """Convert options of TRL that are not plain aliases to those of Kedge.
 
     Args:
         c: all options by attribute, before the config is built.

@@ -33,7 +33,7 @@ Place = tuple[int, int]
 
 @dataclass(slots=True)
 class Room:
-    """What one can see in a room; also what the expert remembers of it."""
+    """The visible contents of a room; the expert remembers it in the same form."""
 
     name: str
     exits: list[str] = field(default_factory=list)
@@ -106,7 +106,7 @@ class TextWorld:
         return text, 0.0, False, False, {"metrics": {"illegal": float(not legal)}}
 
     def _act(self, command: str) -> tuple[str, bool]:
-        """What happened, and whether the command was possible."""
+        """Run a command; returns what happened, and whether the command was possible."""
         here, (verb, _, rest) = self.rooms[self.place], command.partition(" ")
         if verb == "go" and rest in here.exits:
             self.place = beyond(self.place, rest)
@@ -156,7 +156,7 @@ class TextWorld:
 
 @dataclass(slots=True)
 class Memory:
-    """What the conversation has shown: rooms seen, the place, and the keys."""
+    """Everything that the conversation has shown: rooms, current place and keys."""
 
     rooms: dict[Place, Room] = field(default_factory=dict)
     place: Place = (0, 0)
@@ -195,7 +195,7 @@ def remember(messages: Sequence[Mapping[str, str]]) -> Memory:
 
 
 def next_command(memory: Memory) -> str:
-    """Take what is here, open what can be opened, else walk to the nearest of these or the unknown.
+    """Take a thing, open a door, or walk toward the nearest thing, door or unknown room.
 
     Breadth-first over known rooms, directions in a fixed order.
     """
@@ -224,7 +224,7 @@ def next_command(memory: Memory) -> str:
 
 
 def make_rooms(rng: random.Random, count: int) -> dict[Place, Room] | None:
-    """A random tree of rooms; None if a door has to be where none can be."""
+    """A random tree of rooms; None if a required door does not fit."""
     rooms = {(0, 0): Room("")}
     names = rng.sample(NAMES, count)
     rooms[0, 0].name = names[0]

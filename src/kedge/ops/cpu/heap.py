@@ -1,4 +1,4 @@
-"""What the C library does with freed memory: returning it costs page faults, keeping it memory."""
+"""Tells the C library to keep freed memory (fewer page faults) or to return it."""
 
 import ctypes
 

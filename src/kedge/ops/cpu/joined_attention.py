@@ -27,7 +27,7 @@ class _Part(NamedTuple):
 
 
 def _parts(groups: Sequence[Group]) -> Iterator[tuple[list[_Part], _Part | None]]:
-    """Of each group: tokens that attend to themselves, and continuations that attend to a start."""
+    """For each group, split self-attending tokens from continuations that attend to a start."""
     begin = 0
     for group in groups:
         spans, at = [], begin
@@ -112,7 +112,7 @@ def joined_attention(
         key: float [1, h', T, d]; h is a multiple of h', and consecutive heads share keys.
         value: float [1, h', T, d].
         groups: how the T tokens are divided, each group of at least one token per part.
-        scale: of the scores; None: d ** -0.5.
+        scale: factor of the scores; None: d ** -0.5.
     """
     if torch.is_autocast_enabled("cpu"):
         short = autocasts_to_bf16() and max(map(sum, groups)) <= SHORT_ATTENTION

@@ -70,7 +70,7 @@ def product(
         x: float [m, k], any strides.
         w: float [n, k], any strides.
         bias: float [n].
-        room: float [m, n]; buffer that the result may use.
+        room: float [m, n]; buffer for the result.
     """
     if 2 * x.numel() * len(w) >= SMALLEST and by_onednn(x):
         if not _dense(w):
@@ -89,9 +89,9 @@ def float32_product(x: Tensor, w: Tensor, bias: Tensor | None, *, room: Tensor) 
 
     Args:
         x: float [m, k].
-        w: float [n, k], of the dtype of ``x``.
+        w: float [n, k], same dtype as ``x``.
         bias: float [n].
-        room: float [m, n], float32 or the dtype of ``x``; buffer that the result may use.
+        room: float [m, n], float32 or the dtype of ``x``; buffer for the result.
     """
     if x.dtype == room.dtype:
         return product(x, w, bias, room=room)
@@ -176,7 +176,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``, with gradient, with the faster library.
+    """``torch.nn.functional.linear`` with gradient, on the faster library.
 
     Args:
         x: float [..., k].

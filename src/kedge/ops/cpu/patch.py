@@ -34,7 +34,7 @@ class Kernels:
     """Swaps linear layers for faster CPU kernels, and RMS norms for faster GPU kernels.
 
     Args:
-        models: already on the device where they will be used.
+        models: models on their final device.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -62,19 +62,19 @@ class Kernels:
                     low.forget()
 
     def weights_changed(self) -> None:
-        """Call it after an optimizer step within ``active``; fused optimizers leave no trace."""
+        """Call this after optimizer steps within ``active``; fused optimizers leave no trace."""
         for low in self._low:
             low.expire()
 
     @contextmanager
     def prepacked(self, rows: int) -> Iterator[None]:
-        """Context that is faster still where weights do not change and no gradient is needed.
+        """Faster context for weights that do not change, without gradient.
 
         oneDNN copies weights into its own layout for each product; here that is done once.  Where
         oneDNN computes all products, results are equal.  Under autocast the copies are bfloat16.
 
         Args:
-            rows: of ``x`` in most products.
+            rows: rows of ``x`` in most products.
         """
         low = autocasts_to_bf16()
         plain = not torch.is_autocast_enabled("cpu")
@@ -98,7 +98,7 @@ def prepacked_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
 
     Args:
         weights: number of weights in its linear layers.
-        low: whether they are sampled from in bfloat16, under autocast, or else in float32.
+        low: whether sampling uses bfloat16 (under autocast) instead of float32.
         checkpointing: whether the model's activations are checkpointed.
     """
     faster = may_run_in_bf16(_FLOAT32) if low else by_prepacked_weights(_FLOAT32)
@@ -109,7 +109,7 @@ def prepacked_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
 
 @contextmanager
 def _replace_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
-    """Context in which layers have another forward."""
+    """Context that replaces the forward of layers."""
     # An instance attribute `forward` was set by the user or by an outer context.
     patched = [
         (layer, partial(_call_with_one_input, layer, forward))
@@ -129,7 +129,7 @@ def _replace_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator
 def _call_with_one_input(
     layer: nn.Module, forward: Forward, *args: Tensor, **named: Tensor
 ) -> Tensor:
-    """``forward`` of the input; the layer's own if it is called with more."""
+    """Call ``forward`` with the input, or the layer's own if there are more arguments."""
     if len(args) + len(named) != 1:  # a norm with more inputs
         result: Tensor = type(layer).forward(layer, *args, **named)
         return result

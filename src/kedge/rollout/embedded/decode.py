@@ -38,7 +38,7 @@ class Prefix:
 
 
 def common_length(a: list[int], b: list[int]) -> int:
-    """Number of tokens that both lists begin with."""
+    """Length of the common prefix of two lists."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
@@ -53,7 +53,7 @@ class CausalDecoder:
 
     Args:
         model: a decoder-only model.
-        across_updates: it lives across weight updates, so a CUDA graph of it casts the weights in
+        across_updates: whether weights change in its lifetime, so that a CUDA graph casts them in
             every step.
     """
 
@@ -83,7 +83,7 @@ class CausalDecoder:
 
     @property
     def keep_share(self) -> float:
-        """Ended rows stay in the batch until at most this share is left.
+        """Share of running rows from which ended rows are dropped.
 
         Dropping rows copies the cache; of a graph, the step is captured once more.
         """
@@ -108,7 +108,7 @@ class CausalDecoder:
     def resume(self, prefixes: list[Prefix], prompts: list[list[int]]) -> Tensor | None:
         """Logits [b, V] after the prompts; only the tokens after the cached prefixes are computed.
 
-        None: a prompt has nothing in common with its prefix.
+        None if a prompt and its prefix have no token in common.
         """
         pairs = list(zip(prefixes, prompts, strict=True))
         lengths = [min(common_length(p.tokens, ids), len(ids) - 1) for p, ids in pairs]
@@ -152,7 +152,7 @@ class CausalDecoder:
         )
 
     def sample(self, tokens: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Append tokens int64 [b]; ``draw`` of the logits [b, V] of what follows.
+        """Append tokens int64 [b]; returns ``draw`` of the next logits [b, V].
 
         The next call may overwrite the results, and may replay the work of this one: ``draw`` keeps
         no state on the host, and is the same until rows are added or dropped.
@@ -167,7 +167,7 @@ class CausalDecoder:
         return draw(logits)
 
     def select(self, rows: Tensor) -> Tensor:
-        """Drop the other rows from the cache, the mask and the positions."""
+        """Keep only these rows in the cache, the mask and the positions."""
         self._leave_graph()
         self._padded, rows = self._padded[rows], rows.to(self._device)
         layers: list[Any] = self._cache.layers
@@ -217,7 +217,7 @@ class CausalDecoder:
         return torch.ones(len(keys), keys.shape[-2] + 1, dtype=torch.bool, device=keys.device)
 
     def _ready_graph(self, tokens: Tensor, step: Callable[..., Any]) -> DecodeGraph | None:
-        """The captured step, made if it is worth it; None: step without."""
+        """The captured step, created if it pays off; None: run without a graph."""
         if self._graph is not None and self._graph.is_full:
             self._leave_graph()
         layers: list[Any] = self._cache.layers
@@ -245,7 +245,7 @@ class CausalDecoder:
             self._mask = nn.functional.pad(self._mask, (0, 1), value=True)
 
     def _run_captured(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """What a graph replays."""
+        """The computation that a graph replays."""
         kind = self._device.type
         cached = torch.is_autocast_cache_enabled() and not self._across_updates
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -262,7 +262,7 @@ class CausalDecoder:
 
 
 def build_decoder(model: nn.Module, *, across_updates: bool = False) -> CausalDecoder:
-    """A new decoder of a model that the embedded engine can sample from.
+    """Build a decoder for a model that the embedded engine can sample from.
 
     Raises:
         ConfigError: the embedded engine cannot sample from this kind of model.

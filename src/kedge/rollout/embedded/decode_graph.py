@@ -31,7 +31,7 @@ capturing = threading.Lock()  # hold to free cached memory, which would break a 
 def can_capture(model: nn.Module, layers: list[Any]) -> bool:
     """Whether the decode step of this model may be captured.
 
-    ``KEDGE_CUDA_GRAPHS=0`` switches graphs off.
+    ``KEDGE_CUDA_GRAPHS=0`` turns graphs off.
     """
     config: Any = getattr(model, "config", None)
     return (
@@ -59,10 +59,10 @@ class DecodeGraph:
     """A captured step of a batch whose prompts have been read.
 
     Args:
-        model: for messages.
-        layers: the cache.
+        model: name of the model, for messages.
+        layers: layers of the cache.
         mask: bool [b, used]; None: all True.
-        position: int64 [b, 1]; of the next token.
+        position: int64 [b, 1]; position of the next token.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The decode loop of the embedded engine: rows that wait, those that are sampled, and responses."""
+"""The decode loop of the embedded engine: waiting rows, running rows, and responses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Row:
 
 
 class DecodeLoop:
-    """Samples the rows that it holds, as many at a time as it has slots.
+    """Samples its rows, as many at a time as it has slots.
 
     Tokens stay on an accelerator for some steps; then the host copies them, once, finds the rows
     that have ended, and drops them from the batch when enough have: dropping copies the cache.
@@ -63,9 +63,9 @@ class DecodeLoop:
         tokenizer: needed for stop strings.
         slots: rows sampled at once.
         record: record the allowed tokens.
-        joins: rows join others that are being sampled, which needs ``CausalDecoder.keeps_all``;
-            False: only when all have ended, so that results do not depend on timing.
-        prefixes: keys and values by row number, read and replaced; None: keep none.
+        joins: whether rows may join a running batch, which needs ``CausalDecoder.keeps_all``;
+            False: only after all have ended, so that results do not depend on timing.
+        prefixes: keys and values by row number, read and replaced; None: do not keep any.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class DecodeLoop:
     def submit(
         self, prompts: PromptBatch, keys: Sequence[int], *, seed: int, limits: Tensor
     ) -> None:
-        """Hold these rows, on the host, with a key for each; the shortest prompts are first.
+        """Add rows on the host with a key each; the shortest prompts are sampled first.
 
         Args:
-            prompts: the rows; those of a group have one prompt, which is read once.
+            prompts: the rows; rows of a group share a prompt, which is read once.
             keys: returned with the responses.
             seed: selects the random numbers, with the row numbers.
             limits: int64 [B]; most tokens of each response.
@@ -139,10 +139,10 @@ class DecodeLoop:
             self._waiting += of_group
 
     def advance(self, version: int) -> list[tuple[int, Response]]:
-        """Sample up to 16 tokens per row, or until a response is complete; keys and responses.
+        """Sample until a response is complete, at most 16 tokens; returns keys and responses.
 
         Args:
-            version: of the weights.
+            version: version of the weights.
         """
         for _ in range(POLL if self._on_cpu else 1):
             new = self._admit()
@@ -159,7 +159,7 @@ class DecodeLoop:
         return []
 
     def _admit(self) -> list[_Row]:
-        """The waiting rows that are next."""
+        """Take the next rows from the queue."""
         if not self._waiting:
             return []
         running = int(self._running.sum())
@@ -172,7 +172,7 @@ class DecodeLoop:
         return [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
 
     def _step(self) -> Tensor:
-        """Sample the next token of every row; what the host reads, int64 [b, ...]."""
+        """Sample the next token of every row; returns int64 [b, ...] for the host."""
         assert self._decoder is not None
         self._t += 1
         self._token, recorded = self._decoder.sample(self._token, self._draw)
@@ -182,7 +182,7 @@ class DecodeLoop:
         """Sample one token per row from logits [b, V], on the device.
 
         Returns:
-            The token int64 [b], and what the host reads, int64 [b, 2 or 3 + K]: token, bits of its
+            The token int64 [b], and int64 [b, 2 or 3 + K] for the host: token, bits of its
             log-probability, number of allowed tokens and these.
         """
         logits = restrict(logits, self._sampling, self._t, self._stop_ids)
@@ -334,9 +334,9 @@ def build_rollout(
 
     Args:
         prompts: the prompts.
-        responses: of at most ``size`` tokens each.
+        responses: at most ``size`` tokens each.
         size: tokens per row of the result.
-        pad_id: fills the result after the end of a response.
+        pad_id: token id after the end of a response.
 
     Raises:
         RolloutError: the model returned NaN.

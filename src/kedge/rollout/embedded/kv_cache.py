@@ -59,7 +59,7 @@ class GrowingLayer(DynamicLayer):
         self.show(self.keys.shape[-2])
 
     def show(self, used: int) -> None:
-        """Let ``keys`` and ``values`` be the first ``used`` slots."""
+        """Set ``keys`` and ``values`` to the first ``used`` slots."""
         self.keys, self.values = (x.narrow(-2, 0, used) for x in self._slots)
 
     def _allocate(self, key_states: Tensor, value_states: Tensor, used: int, slots: int) -> None:
@@ -79,7 +79,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def _cast_for_attention(states: Tensor) -> Tensor:
-    """States in the dtype in which a GPU attends to them under autocast.
+    """Cast states to the dtype of a GPU's attention under autocast.
 
     Keys are float32 after the rotary embedding; attention would cast all of them for every token.
     """
@@ -90,7 +90,7 @@ def _cast_for_attention(states: Tensor) -> Tensor:
 
 
 def growing_cache(config: Any) -> DynamicCache:
-    """The cache that ``config`` asks for, with its plain full-attention layers made growing."""
+    """The cache for ``config``, with growing layers for plain full attention."""
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer() if type(x) is DynamicLayer else x for x in cache.layers]
     if cache.layer_class_to_replicate is DynamicLayer:
@@ -99,7 +99,7 @@ def growing_cache(config: Any) -> DynamicCache:
 
 
 def rows_that_fit(config: Any, tokens: int, width: int, device: torch.device) -> int:
-    """Rows of ``tokens`` tokens whose caches and logits take half of a GPU's free memory.
+    """Number of rows of ``tokens`` tokens whose cache and logits fill half of a GPU's free memory.
 
     Keys and values take ``width`` bytes per number.
     """

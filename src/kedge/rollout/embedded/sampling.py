@@ -35,7 +35,7 @@ def uniforms(seed: int | Sequence[int], rows: Tensor, t: int | Tensor) -> Tensor
     """Random numbers in [0, 1) that depend on (seed, row, t) alone, the same on every device.
 
     Args:
-        seed: any integer, or one for each row; it counts modulo 2^64.
+        seed: any integer modulo 2^64, or one per row.
         rows: int64 [B]; global row numbers.
         t: token index, or int64 [T].
 
@@ -91,7 +91,7 @@ def restrict(logits: Tensor, sampling: Sampling, t: int | Tensor, stop_ids: Tens
     temperature, then top-k, top-p and min-p each keep at least the most likely token.
 
     Args:
-        logits: float [B, V]; as the model gave them.
+        logits: float [B, V]; output of the model.
         sampling: the distribution.
         t: index of the token in the response; int64 [1] or [B], on the device of the logits, if
             rows differ or the host does not know it.
@@ -145,7 +145,7 @@ def allowed_tokens(restricted: Tensor, width: int | None = None) -> tuple[Tensor
         int64 [B, K], unused slots -1, and their number int64 [B].
 
     Raises:
-        RolloutError: there are more than MAX_ALLOWED, and ``width`` is None.
+        RolloutError: more than MAX_ALLOWED, with ``width`` None.
     """
     count = (restricted > -math.inf).sum(-1)
     if width is None:
@@ -159,7 +159,7 @@ def check_allowed(count: int) -> None:
     """Reject more allowed tokens than are recorded.
 
     Raises:
-        RolloutError: with the number, and what to set.
+        RolloutError: names the number and the option to set.
     """
     if count > MAX_ALLOWED:
         raise RolloutError(

@@ -14,7 +14,7 @@ _MARGIN = 8  # extra tokens to decode: decoding may trim the first of a window
 
 
 class StopStrings:
-    """Finds rows that have just completed a stop string, by decoding a short tail of each."""
+    """Finds rows that have just completed a stop string; decodes only their ends."""
 
     def __init__(self, sampling: Sampling, tokenizer: Any) -> None:
         if tokenizer is None:
@@ -64,7 +64,7 @@ class StopCriteria:
         self._responses: list[list[int]] = []
 
     def ended(self, tokens: Tensor) -> Tensor:
-        """Whether a stop token or string ends with each of the next tokens int64 [T, b]."""
+        """Whether each of the next tokens int64 [T, b] ends a stop token or string."""
         ended = torch.isin(tokens, self._ids)
         for t, step in enumerate(tokens.tolist() if self._strings else []):
             for response, token in zip(self._responses, step, strict=True):

@@ -85,7 +85,7 @@ class VLLMEngine:
         Raises:
             ConfigError: the sampling does not fit this model.
             RolloutError: the prompts break the contract, or vLLM failed.
-            SyncError: vLLM sampled with other weights than were loaded.
+            SyncError: vLLM sampled with other weights than those loaded.
         """
         requests = self._build_requests(prompts, sampling, seed)
         self._wake("weights", "kv_cache")
@@ -103,7 +103,7 @@ class VLLMEngine:
         return self._build_rollout(results, prompts, sampling)
 
     def _run(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """Results of these requests, in order; requests held by the engine continue meanwhile."""
+        """Results of these requests, in order; the engine's other requests continue meanwhile."""
         keys = [next(self._keys) for _ in requests]
         waiting = dict(zip(keys, requests, strict=True))
         results: dict[int, GenerationResult] = {}
@@ -121,7 +121,7 @@ class VLLMEngine:
         return [results[key] for key in keys]
 
     def _put_held(self, results: Mapping[int, GenerationResult]) -> dict[int, GenerationResult]:
-        """Take the results of requests that are held; returns the others, of ``_run``."""
+        """Store results of held requests; returns the others, which belong to ``_run``."""
         for key, result in results.items():
             if key >= 0:
                 self._requests.put(key, result)
@@ -159,7 +159,7 @@ class VLLMEngine:
 
     @property
     def sync_dtype(self) -> torch.dtype | None:
-        """The dtype in which it is sent weights; None: as they are."""
+        """The dtype in which weights are sent; None: unchanged."""
         return self.spec.dtype if self.spec.adapter is None else None
 
     @property
@@ -182,7 +182,7 @@ class VLLMEngine:
         return self._requests.unfinished
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
-        """Hold these rows as well; each is sampled as by ``generate``.
+        """Add rows; each is sampled as by ``generate``.
 
         Raises:
             ConfigError: the sampling does not fit this model.
@@ -193,10 +193,10 @@ class VLLMEngine:
         self._new |= dict(zip(keys, requests, strict=True))
 
     def advance(self) -> Rollout | None:
-        """Sample on; the groups that are complete.
+        """Sample for a short time; returns complete groups.
 
         Raises:
-            LostRequestsError: vLLM was restarted, without its requests.
+            LostRequestsError: vLLM was restarted and lost its requests.
         """
         self._check_complete()
         (new, lost), self._new, self._lost = (self._new, self._lost), {}, None
@@ -248,7 +248,7 @@ class VLLMEngine:
 
         Args:
             load: gives vLLM the weights and their version.
-            version: of the weights.
+            version: version of the weights.
             expected: ``PolicyTemplate.expected`` of the weights.
 
         Raises:
@@ -286,7 +286,7 @@ class VLLMEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Sync:
-    """Weights that were sent, and log-probabilities of the probe with them."""
+    """A weight sync: the sent weights, and the probe's log-probabilities with them."""
 
     version: int
     expected: Expected
@@ -294,7 +294,7 @@ class _Sync:
 
     @property
     def gap(self) -> float:
-        """Mean difference of vLLM and the learner's code."""
+        """Mean difference between vLLM and the learner's code."""
         return _distance(self.measured, self.expected.logprobs)
 
 
@@ -302,7 +302,7 @@ def _verify(sent: _Sync, before: _Sync | None, tolerance: float) -> None:
     """Check that vLLM has the sent weights.
 
     Raises:
-        SyncError: it computes with others.
+        SyncError: vLLM computes with other weights.
     """
     if before is not None:
         moved = _distance(sent.expected.logprobs, before.expected.logprobs)

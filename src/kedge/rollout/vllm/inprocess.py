@@ -40,7 +40,7 @@ class InProcess:
         spec: the policy without its trained weights.
         weights: initial weights, version 0.
         engine_args: keyword arguments of ``vllm.LLM``.
-        shares_gpu: the learner uses the same GPU, so that vLLM takes 0.3 of its memory.
+        shares_gpu: whether the learner uses the same GPU; vLLM then takes 0.3 of its memory.
 
     If several ranks train together, every rank starts its own at the same time, and vLLM joins
     their process group.
@@ -96,7 +96,7 @@ class InProcess:
             yield
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
-        """Hold new requests, by key, and sample until one is complete or for 16 steps.
+        """Add requests by key, and sample until one is complete, at most 16 steps.
 
         Raises:
             RolloutError: vLLM rejected a request.
@@ -176,10 +176,10 @@ class InProcess:
     def finish_load(self, version: int) -> None:
         """Reset the prefix cache and set the version of the weights.
 
-        Requests that are held keep the keys and values of the old weights.
+        Running requests keep the keys and values of the old weights.
 
         Raises:
-            SyncError: others use this vLLM.
+            SyncError: another client uses this vLLM.
         """
         if not self._llm.reset_prefix_cache() and not self._held:
             raise SyncError("vLLM did not reset its prefix cache: requests are still running")
@@ -208,7 +208,7 @@ class InProcess:
 
     @property
     def abilities(self) -> tuple[int, bool]:
-        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
+        """Number of concurrent requests, and whether ``load`` may be called while some run."""
         slots = int(self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
         return slots, self._adapter is None
 
@@ -294,7 +294,7 @@ def _rank_args(workers: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _keep_process_group() -> Iterator[None]:
-    """Let vLLM destroy its own process groups at its end, but not that of the learner."""
+    """Let vLLM destroy its own process groups at its end, but not the learner's."""
     destroy = dist.destroy_process_group
     dist.destroy_process_group = lambda group=None: None if group is None else destroy(group)
     try:
@@ -325,7 +325,7 @@ def _start(folder: str, arguments: dict[str, Any], quiet: Any) -> Any:
 
 
 def _restore_call(meta_model: torch.nn.Module) -> None:
-    """Let the learner's model be called again after vLLM patched its classes.
+    """Restore ``__call__`` of the learner's model after vLLM patched its class.
 
     If vLLM runs a model through transformers, it replaces ``__call__`` of the class by one that
     fails for instances not created by vLLM.
@@ -336,7 +336,7 @@ def _restore_call(meta_model: torch.nn.Module) -> None:
 
 
 def _result(request: Any, starts: Sequence[tuple[int, int]]) -> GenerationResult:
-    """The result of a ``vllm.RequestOutput``; ``starts``: versions, and the first token of each."""
+    """Convert a ``vllm.RequestOutput``; ``starts``: versions, and the first token of each."""
     output = request.outputs[0]
     ends = [*(first for _, first in starts[1:]), len(output.token_ids)]
     counts = [(v, end - first) for (v, first), end in zip(starts, ends, strict=True)]

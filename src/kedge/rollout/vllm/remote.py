@@ -48,7 +48,7 @@ class LostServerError(RolloutError):
 
 
 class _Background:
-    """A thread in which requests are sent to a server, and their results awaited."""
+    """A thread that sends requests to a server and waits for their results."""
 
     def __init__(self, url: str, uds: str | None) -> None:
         transport = httpx.AsyncHTTPTransport(uds=uds, limits=httpx.Limits(max_connections=None))
@@ -59,11 +59,11 @@ class _Background:
         self._thread.start()
 
     def start(self, send: Send) -> Future[GenerationResult]:
-        """The result of ``send``, later."""
+        """Start ``send``; returns a future."""
         return asyncio.run_coroutine_threadsafe(send(self._client), self._loop)
 
     def close(self) -> None:
-        """Give up all requests, and end the thread."""
+        """Cancel all requests, and end the thread."""
         asyncio.run_coroutine_threadsafe(self._give_up(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -78,7 +78,7 @@ class _Background:
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Report an error in a callback, except that a Unix socket closed while it was waited for."""
+    """Report an error in a callback, except a Unix socket that closed during a wait."""
     if not isinstance(context.get("exception"), asyncio.InvalidStateError):
         loop.default_exception_handler(context)
 
@@ -91,10 +91,10 @@ class Remote:
     ``--logprobs-mode processed_logprobs``.
 
     Args:
-        url: of the server, e.g. ``http://host:8000``.
+        url: URL of the server, e.g. ``http://host:8000``.
         uds: Unix socket that the server listens on, instead of the address in ``url``.
-        files: for sending weights, perhaps shared with other servers; the server must see them at
-            the same path.
+        files: files for sending weights, perhaps shared by several servers; must be visible at
+            the same path on the server.
         heartbeat: seconds between health checks while the server generates.
         patience: seconds without a response after which the server counts as lost.
         slow: seconds that loading weights may take.
@@ -132,7 +132,7 @@ class Remote:
 
     @property
     def abilities(self) -> tuple[int, bool]:
-        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
+        """Number of concurrent requests, and whether ``load`` may be called while some run."""
         info = self._request(self._server_info)
         with _reading("/server_info"):
             slots = int(info["vllm_config"]["scheduler_config"]["max_num_seqs"])
@@ -148,15 +148,15 @@ class Remote:
 
     @property
     def holds(self) -> bool:
-        """Whether the server works on requests of ``serve``."""
+        """Whether requests of ``serve`` are in flight."""
         return bool(self._held)
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
-        """Hold new requests, by key, and wait for results for a short time; results by key.
+        """Add requests by key, and wait briefly; returns results by key.
 
         Raises:
-            LostServerError: the server died or hangs; after all results, and nothing is held.
-            RolloutError: it rejects a request; the same.
+            LostServerError: the server died or hangs; raised after all results, drops requests.
+            RolloutError: the server rejects a request; raised in the same way.
         """
         if not self._held:
             self._heard = time.monotonic()
@@ -200,7 +200,7 @@ class Remote:
         return _result(read_json(response), request, self._version)
 
     def cancel(self) -> None:
-        """Drop all requests; the server stops working on them as their connections close."""
+        """Drop all requests; the server stops when their connections close."""
         self._held.clear()
         if self._background is not None:
             self._background.close()
@@ -253,8 +253,8 @@ class Remote:
     def _paused(self) -> Iterator[None]:
         """Context in which the server is paused, and new requests wait.
 
-        Requests of ``serve`` are kept, and continue afterwards with the keys and values of the old
-        weights; without any, running requests of others finish first.
+        Requests of ``serve`` continue afterwards with the keys and values of the old
+        weights; without any, requests of other clients finish first.
         """
         self._post(f"/pause?mode={'keep' if self.holds else 'wait'}", timeout=self._slow)
         try:
@@ -267,7 +267,7 @@ class Remote:
         self._post("/resume")
 
     def version(self) -> int:
-        """Version of the weights that vLLM reports; before vLLM 0.32, of those loaded last."""
+        """Weights version that vLLM reports; before vLLM 0.32, the version loaded last."""
         if not self._reports_versions:
             return self._version
         answer = self._get("/weight_info")
@@ -289,7 +289,7 @@ class Remote:
         self._post(f"/wake_up?tags={part}")
 
     def close(self) -> None:
-        """Close connections and forget the files of weights; the server keeps running."""
+        """Close connections and forget the weight files; the server keeps running."""
         self.cancel()
         self._client.close()
         self._folder = None
@@ -314,10 +314,10 @@ class Remote:
         return self._client.get("/server_info", params=query, timeout=self._slow)
 
     def _check_in_flight(self) -> None:
-        """Check that the server works on something, by its own count of requests.
+        """Check by the server's own request count that it is working.
 
         Raises:
-            LostServerError: it has had no request for ``patience`` seconds.
+            LostServerError: the server has had no request for ``patience`` seconds.
         """
         response = self._client.get("/metrics")
         counts = _REQUESTS.findall(response.text) if response.status_code == 200 else []
@@ -381,10 +381,10 @@ def read_json(response: httpx.Response) -> Any:
 
 
 def _result(body: Any, request: GenerationRequest, loaded: int) -> GenerationResult:
-    """A response; without versions (before vLLM 0.32) it is of the weights ``loaded``.
+    """Parse a response; before vLLM 0.32 its version is that of the weights ``loaded``.
 
     Raises:
-        RolloutError: the body is not what vLLM returns, as that of a proxy.
+        RolloutError: the body does not come from vLLM but, for example, from a proxy.
     """
     with _reading(_GENERATE):
         result = _parse_choice(body["choices"][0], loaded)
@@ -399,7 +399,7 @@ def _result(body: Any, request: GenerationRequest, loaded: int) -> GenerationRes
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Context that reads an answer of vLLM; of a proxy, say, it is an error that names the path."""
+    """Context for reading an answer of vLLM; anything else is an error that names the path."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -428,5 +428,5 @@ def _parse_choice(choice: dict[str, Any], loaded: int) -> GenerationResult:
 
 
 def _token_id(top: dict[str, Any]) -> int:
-    """The id of a token; vLLM before 0.32 has it in the token's name alone."""
+    """The id of a token; before vLLM 0.32, only the token's name holds it."""
     return int(top["token_id"] if "token_id" in top else top["token"].removeprefix("token_id:"))

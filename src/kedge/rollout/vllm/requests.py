@@ -44,8 +44,8 @@ def build_requests(
 def build_sampling_params(sampling: Sampling, *, vocabulary: int) -> dict[str, Any]:
     """Keyword arguments of ``vllm.SamplingParams``, without the seed.
 
-    With top-k, top-p or min-p, vLLM reports the log-probabilities of the most likely tokens as
-    well, from which follows which tokens could be sampled.
+    With top-k, top-p or min-p, vLLM also reports log-probabilities of the most likely tokens,
+    which show which tokens could be sampled.
 
     Raises:
         ConfigError: a temperature that vLLM would change.
@@ -77,7 +77,7 @@ def build_sampling_params(sampling: Sampling, *, vocabulary: int) -> dict[str, A
 
 
 def row_seed(seed: int, row: int) -> int:
-    """Seed of one row in [0, 2^56), a hash so that rows and seeds do not share streams."""
+    """Seed of one row in [0, 2^56), hashed so that rows and seeds do not share streams."""
     digest = hashlib.blake2b(f"{seed} {row}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 
@@ -92,7 +92,7 @@ def build_rollout(
     extra_slot: bool,
     vocabulary: int,
 ) -> Rollout:
-    """The rollout of the results, in the order of the prompts.
+    """Build the rollout from results in the order of the prompts.
 
     Raises:
         RolloutError: a response is empty or too long, has NaN log-probabilities, or tokens that the
@@ -146,7 +146,7 @@ def build_rollout(
 def _allowed_tokens(
     results: Sequence[GenerationResult], lengths: Sequence[int], size: int
 ) -> Tensor:
-    """``Rollout.allowed_tokens``; where vLLM reports none (greedy), the sampled token alone."""
+    """``Rollout.allowed_tokens``; only the sampled token if vLLM reports none (greedy)."""
     rows = [
         np.asarray(result.tokens)[:, None] if result.allowed is None else result.allowed
         for result in results

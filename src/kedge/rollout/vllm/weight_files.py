@@ -24,7 +24,7 @@ class WeightFolder:
     one that makes a folder in the same place deletes them.  Its owner holds a lock on each.
 
     Args:
-        parent: folder of the folder; None: this machine's shared memory, or its temporary folder.
+        parent: parent folder; None: this machine's shared memory, or its temporary folder.
     """
 
     def __init__(self, parent: str | None = None) -> None:
@@ -61,11 +61,11 @@ def _delete_abandoned(parent: Path) -> None:
 
 
 class WeightFiles:
-    """Weights of the servers of a machine: written for the first, forgotten after the last.
+    """Weight files for a machine's servers: written for the first, forgotten after the last.
 
     Args:
         readers: number of servers that load each set of weights.
-        parent: folder of the ``WeightFolder``.
+        parent: parent of the ``WeightFolder``.
     """
 
     def __init__(self, readers: int = 1, parent: str | None = None) -> None:
@@ -76,7 +76,7 @@ class WeightFiles:
         self._left = 0
 
     def store(self, payload: WeightPayload) -> WeightFolder:
-        """The written weights; the same for the same ``WeightPayload.weights``."""
+        """Write the weights, unless the folder holds the same ``WeightPayload.weights``."""
         with self._lock:
             if self._folder is None or payload.weights is not self._weights:
                 self._folder = None

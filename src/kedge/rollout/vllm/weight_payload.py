@@ -1,4 +1,4 @@
-"""Weights to send to a vLLM: those of the full model or of a LoRA adapter."""
+"""Weights to send to a vLLM: the full model or a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WeightPayload:
         """Write safetensors files of at most ``BUCKET`` bytes, or of one tensor, into ``folder``.
 
         Raises:
-            SyncError: there is no room for them.
+            SyncError: the disk or shared memory is full.
         """
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -65,7 +65,7 @@ class WeightPayload:
 
 
 def buckets(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive tensors on the host, ``BUCKET`` bytes together, each list until the next one."""
+    """Lists of consecutive host tensors, ``BUCKET`` bytes in all; each is valid until the next."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, x in named:
@@ -96,7 +96,7 @@ def get_lora_config(policy: nn.Module) -> Any:
     """Configuration of the trained LoRA adapter; None without adapter.
 
     Raises:
-        ConfigError: an adapter that vLLM does not support.
+        ConfigError: vLLM does not support the adapter.
     """
     model: Any = policy
     if not hasattr(policy, "peft_config"):

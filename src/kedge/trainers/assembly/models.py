@@ -76,7 +76,7 @@ class Models:
     policy_copy: nn.Module | None  # for the rollout engine, if the learner shards the policy
 
     def context(self, args: Any) -> int | None:
-        """Tokens of prompt and response together that the models, and vLLM, have room for."""
+        """Maximum tokens of prompt and response in the models and vLLM."""
         value = [self.value.model] if isinstance(self.value, ScalarModel) else []
         reference = [] if self.reference is None else self.reference.separate_models
         limits = [positions(model) for model in (self.policy, *value, *reference)]
@@ -188,7 +188,7 @@ class ModelStage:
         return models
 
     def _build_reference(self, policy: nn.Module) -> tuple[Reference | None, bool]:
-        """The reference, and whether it equals the initial policy."""
+        """Build the reference; also returns whether it equals the initial policy."""
         inputs, adapter = self.setup.inputs, self.setup.args.ref_adapter_name
         remote = self.setup.args.ray_ref_workers > 0
         if remote or not self.setup.algorithm.needs_reference:
@@ -207,7 +207,7 @@ class ModelStage:
         return frozen_copy(policy, sharded=sharded), True
 
     def _build_value(self, policy: nn.Module) -> Value:  # noqa: C901, PLR0912
-        """The value model: given, an adapter, from the reward model, or a head on the policy.
+        """Build the value model: as given, an adapter, the reward model, or a head on the policy.
 
         With ``value_source="auto"`` a reward model that cannot be a value model is not used: one
         that is not causal, has no per-token head, or has another tokenizer than the policy.
@@ -248,7 +248,7 @@ class ModelStage:
         return build_value_head(causal_parts(policy))
 
     def _copy_policy(self, policy: nn.Module) -> nn.Module | None:
-        """A full copy for the rollout engine, made before the learner shards the policy."""
+        """Copy the whole policy for the rollout engine, before the learner shards it."""
         setup = self.setup
         copies = setup.engine.copies_weights or setup.args.max_lag > 0
         sharded = sharding_strategy(setup.accelerator) != "none"
@@ -261,7 +261,7 @@ class ModelStage:
 
 
 def has_adapter(policy: Any, inputs: TrainerInputs) -> bool:
-    """Whether the policy is to train an adapter."""
+    """Whether the policy will train an adapter."""
     new = inputs.args.model_adapter_name or inputs.peft_config
     return bool(new) or hasattr(policy, "peft_config")
 
@@ -284,7 +284,7 @@ def _check_train_layers(args: OnPolicyConfig, *, adapted: bool) -> None:
 
 
 def check_value_adapter(args: Any, inputs: TrainerInputs) -> None:
-    """Check that nothing else is asked to be the value model, or to initialize it."""
+    """Check that no other option sets or initializes the value model."""
     if isinstance(inputs.value_model, nn.Module):
         raise ConfigError(
             "value_adapter=True makes the value model an adapter on the policy's base, but"
@@ -339,7 +339,7 @@ def check_models(models: Models, setup: Setup) -> None:
 
 
 class LearnerStage:
-    """The models that train, and the workers that compute the reference."""
+    """Builds the learner, and the workers that compute the reference."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -417,7 +417,7 @@ class LearnerStage:
 
 
 def receives_weights(setup: Setup) -> bool:
-    """Whether this rank loads its models without weights: it gets its shards from rank 0.
+    """Whether this rank loads models without weights, to get shards from rank 0.
 
     Not if it needs a whole model: for an engine or for reference workers.
     """

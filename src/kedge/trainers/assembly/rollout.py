@@ -1,4 +1,4 @@
-"""The rollout engine of a run, and the correction between it and the learner."""
+"""Builds the rollout engine of a run, and the correction between it and the learner."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class RolloutStage:
         return engine
 
     def _shared(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
-        """The engine that ``make`` makes on rank 0, shared by all ranks."""
+        """Make an engine on rank 0 that all ranks share."""
         from kedge.rollout.shared import build_shared_engine
 
         setup, args = self.setup, self.setup.args
@@ -144,7 +144,7 @@ class RolloutStage:
         )
 
     def num_partial_batches(self, engine: RolloutEngine) -> int:
-        """Partial batches per batch if sampled as completed; 0: whole batches in order."""
+        """Number of partial batches in "as completed"; 0: whole batches in order."""
         if not self.as_completed:
             return 0
         from kedge.rollout.scheduler.worker import list_engines
@@ -177,7 +177,7 @@ class RolloutStage:
 
 
 def engines_per_rank(args: Any, engine: RolloutEngineSpec, *, ranks: int) -> int:
-    """The number of engines of one rank when each rank has separate engines."""
+    """Number of engines per rank if each rank has its own."""
     schedule = f'rollout_schedule="as_completed" needs separate engines for each of {ranks} ranks'
     if not engine.several:
         raise ConfigError(
@@ -197,7 +197,7 @@ def engines_per_rank(args: Any, engine: RolloutEngineSpec, *, ranks: int) -> int
 def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Correction | None:
     """The correction that a run uses, or None; logged if it is on by default.
 
-    Options that are set act at every lag: ``sampler_correction*``, or TRL's
+    Explicit options act at every lag: ``sampler_correction*``, or TRL's
     ``vllm_importance_sampling_*`` where vLLM samples.  Unset, weights per token truncated at 2 are
     on with vLLM and from ``max_lag=2``.
 
@@ -208,7 +208,7 @@ def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Co
         logprobs: ``RolloutEngine.logprob_kind``.
 
     Raises:
-        ConfigError: options that contradict each other, or that the rollout engine cannot serve.
+        ConfigError: options contradict each other, or the rollout engine cannot support them.
     """
     asked, correction = _asked_correction(args, vllm=vllm)
     recorded = logprobs != "none"
@@ -240,7 +240,7 @@ def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Co
 
 
 def _asked_correction(args: Any, *, vllm: bool) -> tuple[list[str], Correction | None]:
-    """The options of the correction that are set, and what they ask for."""
+    """The correction options that are set, and the correction they describe."""
     mode = args.sampler_correction or "off"
     own = _set_options(args, [f"sampler_correction_{x}" for x in ("level", "low", "high")])
     asked = own if mode == "auto" else ["sampler_correction", *own]

@@ -117,7 +117,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
 
 
 def build_callbacks(setup: Setup) -> Callbacks:
-    """The callbacks of the user and of the options, not yet started."""
+    """Collect the callbacks of user and options, not yet started."""
     args = setup.args
     if "trackio" in as_list(args.report_to) and args.trackio_space_id is not None:
         from huggingface_hub import get_token
@@ -140,7 +140,7 @@ def build_engine(
     rollout_engine: RolloutEngine,
     rollout: RolloutStage,
 ) -> Engine:
-    """The training loop of these parts."""
+    """Assemble the training loop."""
     args, algorithm, source = setup.args, setup.algorithm, setup.prompts
     if rollout.replayed is not None:
         source = reward = rollout.replayed  # type: ignore[assignment]
@@ -175,13 +175,13 @@ def build_engine(
 
 
 def advise(args: OnPolicyConfig, policy: nn.Module, sizes: BatchSizes) -> Iterable[str]:
-    """Settings that train, but seldom well, and what to set instead, with the source.
+    """Warnings about settings that rarely train well, with better values and their source.
 
     Defaults that come from other libraries stay, so that a moved script trains as before.
 
     Args:
         args: the config.
-        policy: whole, before it is sharded.
+        policy: the policy before sharding.
         sizes: responses of an iteration, over all ranks, and iterations.
     """
     batch_size = sizes.batch_size

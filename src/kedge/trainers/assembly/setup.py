@@ -1,4 +1,4 @@
-"""What is known of a run before any weights are loaded: tokenizer, sampling, prompts and sizes."""
+"""Everything known before weights are loaded: tokenizer, sampling, prompts and sizes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class EvalSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is known of a run before any weights are loaded."""
+    """Everything known about a run before weights are loaded."""
 
     inputs: TrainerInputs
     algorithm: Algorithm
@@ -158,7 +158,7 @@ def trusts(config: OnPolicyConfig) -> bool:
 
 
 def find_tokenizer(processing_class: Any, model: Any, args: OnPolicyConfig) -> Any:
-    """The tokenizer: an object, a name or folder, part of a processor, or saved with the model."""
+    """Find the tokenizer: given as object, name or folder, in a processor, or with the model."""
     if model is None or model == "" or not isinstance(model, str | nn.Module):
         raise ConfigError(f"model={model!r} must be the policy: a model, a folder or a hub name")
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
@@ -176,7 +176,7 @@ def find_tokenizer(processing_class: Any, model: Any, args: OnPolicyConfig) -> A
 
 
 def own_or(processing_class: Any, tokenizer: Any) -> Any:
-    """The given object (perhaps a processor), or the loaded tokenizer for None or a name."""
+    """The given object (perhaps a processor), or for None or a name the loaded tokenizer."""
     return tokenizer if isinstance(processing_class, str | None) else processing_class
 
 
@@ -262,7 +262,7 @@ def build_prompts(
 def _prompt_source(
     dataset: Any, args: OnPolicyConfig, tokenizer: Any, accelerator: Accelerator, **options: Any
 ) -> DatasetPrompts:
-    """The prompts of a dataset, this rank's shard."""
+    """This rank's shard of a dataset's prompts."""
     return DatasetPrompts(
         dataset,
         tokenizer,
@@ -280,7 +280,7 @@ def _prompt_source(
 def build_eval_sets(
     dataset: Any, args: OnPolicyConfig, tokenizer: Any, accelerator: Accelerator
 ) -> list[EvalSet]:
-    """Evaluation prompts: none, one dataset, or a dict of named ones."""
+    """Build evaluation prompts from no dataset, one, or a dict of named ones."""
     if dataset is None:
         strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
         if strategy != "no":

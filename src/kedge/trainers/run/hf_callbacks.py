@@ -58,11 +58,11 @@ class Callbacks:
     """The callbacks of a trainer, and the state and control passed to them.
 
     Args:
-        args: the trainer's arguments; set intervals and ``report_to``.
+        args: the trainer's arguments, which set intervals and ``report_to``.
         callbacks: the user's callbacks, objects or classes.
         tracker: gets every logged row after the callbacks.
         rank: rank of this process.
-        local_rank: its rank on this machine.
+        local_rank: rank of this process on its machine.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class Stopping(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Save and stop once requested."""
+        """Save and stop if requested."""
         if self._requested():
             control.should_training_stop = control.should_save = True
 
@@ -295,7 +295,7 @@ class Reporting(Stopping):
     """Sends logged rows to the driver of a Ray launch, and stops when the driver asks to.
 
     Args:
-        context: of this rank.
+        context: context of this rank.
         main: whether this is rank 0, which talks to the driver.
     """
 

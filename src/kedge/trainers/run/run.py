@@ -52,9 +52,9 @@ class Run(Hooks):
     """The engine of a Trainer-style trainer and everything around it.
 
     The run is the loop's hooks.  Order within one iteration, as in ``transformers.Trainer``:
-    on_step_begin; per optimizer step on_optimizer_step; on_step_end; then, where control asks for
+    on_step_begin; per optimizer step on_optimizer_step; on_step_end; then, if control asks for
     it, on_log, evaluation with on_evaluate, saving with on_save; after each pass over the prompts
-    on_epoch_end, and again what control asks for.
+    on_epoch_end, and again the requested actions.
 
     Args:
         trainer: evaluates and saves models, perhaps with methods that a subclass overrides.
@@ -64,10 +64,10 @@ class Run(Hooks):
         callbacks: callbacks, state and control.
         eval_sets: evaluation prompts, in order.
         tokenizer: saved with the models.
-        fresh_reference: the reference is a copy of the initial policy, so the KL starts at 0.
+        fresh_reference: whether the reference is the initial policy, so that the KL starts at 0.
         metric_names: adds metrics under other names to those of an iteration.
         best_effort: writes files whose failures are only logged.
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     trainer: Any
@@ -105,7 +105,7 @@ class Run(Hooks):
             resume: True for the newest intact checkpoint in ``output_dir``, or a folder.
 
         Raises:
-            CheckpointError: it is missing, damaged or from another run.
+            CheckpointError: the checkpoint is missing, damaged or from another run.
             PreflightError: a check of the first batch failed.
         """
         engine, sizes = self.engine, self.engine.batch_sizes
@@ -151,7 +151,7 @@ class Run(Hooks):
         return TrainOutput(engine.step, totals["train_loss"], metrics)
 
     def _open(self, resumed: Path | None) -> None:
-        """Open screen, trackers and files, and begin at the iteration that is reached."""
+        """Open screen, trackers and files, and begin at the current iteration."""
         from kedge.config.schedule import build_schedule
         from kedge.reporting.progress import ConsoleTracker
         from kedge.reporting.token_log import build_token_log
@@ -194,7 +194,7 @@ class Run(Hooks):
         self.start()
 
     def start(self) -> None:
-        """Count from here what a row tells of this call of ``train``."""
+        """Start the counters of this call of ``train``."""
         self._begin, self._first_episode = self.clock(), self.state.episode
         self._epoch_open = False
         self._first = self._saved = self.state.global_step  # step of the last checkpoint
@@ -233,7 +233,7 @@ class Run(Hooks):
         self.callbacks.fire("on_optimizer_step")
 
     def on_step_end(self, report: StepReport) -> bool:
-        """Everything that follows an iteration; True if a callback asks to stop."""
+        """Finish an iteration; returns True if a callback asks to stop."""
         state = self.state
         before = math.floor((state.epoch or 0.0) + 1e-9)
         state.global_step = report.step
@@ -267,7 +267,7 @@ class Run(Hooks):
     def _warn_of_large_steps(self, metrics: Mapping[str, float]) -> None:
         """Warn if the policy's first iteration already moved it out of the clip region.
 
-        What a mask leaves out stays where it moved, also in the wrong direction, so it takes less.
+        Masked tokens stay where they moved, even in the wrong direction, so the limit is lower.
         """
         clipped, ratio = metrics.get("policy/clipfrac_avg", 0.0), metrics.get("val/ratio", 1.0)
         masked = getattr(self.args, "policy_loss", "clip") == "mask"
@@ -342,7 +342,7 @@ class Run(Hooks):
         self._act()
 
     def _act(self) -> None:
-        """Log, evaluate and save as control says."""
+        """Log, evaluate and save according to the callbacks' control."""
         callbacks = self.callbacks
         if self.learner.world_size > 1:
             share_control(callbacks.control, self.learner.all_reduce)
@@ -365,7 +365,7 @@ class Run(Hooks):
             callbacks.fire("on_save")
 
     def _warn_of_findings(self) -> None:
-        """Warn once of what ``kedge doctor`` would find and is worth stopping for."""
+        """Warn once of findings of ``kedge doctor`` that are worth stopping for."""
         from kedge.reporting.doctor import LIVE
         from kedge.reporting.log import RunLog
 
@@ -377,7 +377,7 @@ class Run(Hooks):
                 self._warn(f"{finding.rule}: {finding.seen}. To try: {finding.advice}")
 
     def take_pending(self) -> dict[str, float]:
-        """The mean of the iterations since the last row, which are then no longer pending."""
+        """Take the pending iterations and return their mean."""
         rows, self.state.pending = self.state.pending, []
         return merge_rows(rows)
 
@@ -433,7 +433,7 @@ class Run(Hooks):
         return metrics
 
     def generate_completions(self, *, sampling: bool = False) -> list[dict[str, object]]:
-        """Nearly greedy completions of the evaluation prompts, or of training prompts if none.
+        """Sample nearly greedily from evaluation prompts, or else from training prompts.
 
         Args:
             sampling: one batch only.
@@ -497,7 +497,7 @@ class Run(Hooks):
     # -- checkpoints ----------------------------------------------------------------------------
 
     def on_failure(self, step: int, error: Exception) -> None:
-        """Save the iterations that no checkpoint holds yet, and say how to resume."""
+        """Save iterations that no checkpoint holds yet, and say how to resume."""
         args = self.args
         if step <= self._saved or isinstance(error, CheckpointError):
             return
@@ -601,7 +601,7 @@ class Run(Hooks):
         self.callbacks.restore(folder)
 
     def _tidy(self, *, starting: bool) -> None:
-        """Remove incomplete files of a killed run, and old checkpoints if a new run may."""
+        """Remove incomplete files of a killed run, and old checkpoints that a new run replaces."""
         if not self.args.output_dir:
             return
         root, accelerator = self.root(), self.learner.accelerator

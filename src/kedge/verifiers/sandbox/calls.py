@@ -32,7 +32,7 @@ MAX_FRAME = 64 << 20  # bytes
 
 
 class Untestable(TypeError):
-    """A value that cannot be carried from one process to the other."""
+    """A value that cannot be sent from one process to the other."""
 
 
 # Immutable types -> their constructor arguments.
@@ -68,7 +68,7 @@ BASES: tuple[Any, ...] = (
 
 
 def make(name: str, arguments: list[Any]) -> Any:
-    """An object of a type in the tables."""
+    """Create an object of a type in the tables."""
     module, _, kind = name.rpartition(".")
     if kind == "defaultdict":
         arguments = [FACTORIES.get(arguments[0])]
@@ -93,7 +93,7 @@ class Wire:
         self.objects.append(value)
 
     def pack(self, value: Any) -> Any:
-        """A value as JSON: plain ones as they are, others as ``{kind: content}``."""
+        """Encode a value as JSON: plain values unchanged, others as ``{kind: content}``."""
         kind = type(value)
         if value is None or kind in (bool, float, str):
             return value
@@ -118,7 +118,7 @@ class Wire:
         raise Untestable(f"a {kind.__name__} cannot leave its process")
 
     def _item(self, argument: Any) -> Any:
-        """An argument of a constructor; its list has no identity."""
+        """Pack an argument of a constructor, whose list has no identity."""
         return [self.pack(x) for x in argument] if type(argument) is list else self.pack(argument)
 
     def contents(self, value: Any) -> list[Any]:
@@ -128,7 +128,7 @@ class Wire:
         return [self.pack(item) for item in value]
 
     def unpack(self, value: Any) -> Any:
-        """The value of a packed form."""
+        """Decode a packed value."""
         if not isinstance(value, dict):
             return value
         ((key, content),) = value.items()
@@ -165,7 +165,7 @@ class Wire:
 
 
 def encode_frame(value: Any) -> bytes:
-    """One value as a frame: length and JSON."""
+    """Encode a value as a frame: length and JSON."""
     body = json.dumps(value).encode()
     return struct.pack(">Q", len(body)) + body
 
@@ -176,14 +176,14 @@ def write_frame(fd: int, value: Any) -> None:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Send all bytes, in as many writes as needed."""
+    """Write all bytes, in several calls if needed."""
     left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]
 
 
 def read_frame(fd: int) -> Any:
-    """The next value, or None at EOF."""
+    """Read the next value; None at EOF."""
     head = read_exactly(fd, 8)
     if head is None:
         return None
@@ -193,7 +193,7 @@ def read_frame(fd: int) -> Any:
 
 
 def read_exactly(fd: int, size: int) -> bytes | None:
-    """Exactly ``size`` bytes, or None if fewer are left."""
+    """Read exactly ``size`` bytes; None if fewer are left."""
     data = bytearray()
     while len(data) < size:
         chunk = os.read(fd, min(size - len(data), 1 << 20))
@@ -232,7 +232,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class ObjectTable:
-    """The solution's names, and the objects of which the tests hold references."""
+    """The solution's names, and the objects that tests refer to."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._names = module.__dict__
@@ -240,7 +240,7 @@ class ObjectTable:
         self._created: set[type] = set()  # classes that the tests have instantiated
 
     def describe(self) -> dict[str, Any]:
-        """Description for the tests: names, classes, exceptions and constants."""
+        """Describe the solution to the tests: names, classes, exceptions and constants."""
         functions, classes, errors, values = [], [], {}, {}
         for name, thing in list(self._names.items()):
             if isinstance(thing, type) and issubclass(thing, Exception):
@@ -330,8 +330,8 @@ class RemoteSolution:
     """Client for the solution in the tests' process; ``first`` is ``ObjectTable.describe()``.
 
     Attributes:
-        calls: how often the tests have used the solution.
-        untestable: why a test could not get its answer, or "".
+        calls: number of times the tests have used the solution.
+        untestable: why a result could not be sent, or "".
     """
 
     def __init__(self, requests: int, answers: int, first: dict[str, Any]) -> None:

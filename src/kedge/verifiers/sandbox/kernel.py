@@ -1,4 +1,4 @@
-"""System calls by which the processes inside bubblewrap confine themselves, and their filter.
+"""System calls that confine the processes inside bubblewrap, and their filter.
 
 The filter is in classic BPF.  A blocked call fails with EPERM (or ENOSYS, if callers should fall
 back to an older one), so a program sees an OSError.  Numbers: asm/unistd_64.h for x86-64,
@@ -140,16 +140,16 @@ def hide_memory() -> None:
 
 
 def finish_mounts(devices: Sequence[str], folder: str, megabytes: int, files: int) -> None:
-    """Mount what bubblewrap cannot express: devices that stay as they are, and a bounded folder.
+    """Mount devices that stay unchanged and a bounded folder, which bubblewrap cannot do.
 
     ``--remount-ro`` would make a device unusable, and without it a trainer that is root would lend
     the program its right to change the mode and times of the machine's devices.
 
     Args:
-        devices: device files; they stay usable.
-        folder: the working directory, empty.
-        megabytes: size of its contents.
-        files: number of files and folders in it.
+        devices: device files, which stay usable.
+        folder: the empty working directory.
+        megabytes: maximum size of its contents.
+        files: maximum number of files and folders in it.
     """
     for path in devices:
         held = os.statvfs(path).f_flag
@@ -174,7 +174,7 @@ def leave() -> None:
 
 
 def confine() -> None:
-    """Permanently drop everything that this process does not need.
+    """Permanently drop all rights that this process does not need.
 
     Afterwards it has no privileges, can start no process and open no socket.
     """

@@ -104,7 +104,7 @@ class Sandbox:
         """Check once per process that this machine can isolate programs.
 
         Raises:
-            ConfigError: it cannot; the message says what to install.
+            ConfigError: the machine cannot; the message says what to install.
         """
         if self.isolation == "none":
             _warn()
@@ -131,7 +131,7 @@ class Sandbox:
         by the tests; those support no arithmetic and compare by identity.
 
         Args:
-            code: the solution, a module.
+            code: source of the solution, a module.
             tests: Python code that raises unless the solution is correct.
             entry_point: the function or class under test; if given, the only visible name.
             prefix: trusted code that the tests also see: imports, helper functions.
@@ -164,7 +164,7 @@ class Sandbox:
         return Outcome(output=end.get("output", ""), stopped=stopped, error=error)
 
     def _run(self, job: dict[str, Any], checks: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-        """The report of the tests' process on a job, and why it was stopped."""
+        """Run a job; returns the report of the tests' process and why it was stopped."""
         view = _view(self.packages)
         limits = {name: getattr(self, name) for name in ("seconds", "memory_mb", "file_kb")}
         isolated = self.isolation != "none"
@@ -229,7 +229,7 @@ def _find_problem() -> str:
 
 
 def _view(packages: bool) -> dict[str, Any]:
-    """What a program sees: the interpreter, and paths shown read-only, empty, and as devices."""
+    """A program's view: the interpreter, and paths shown read-only, empty, and as devices."""
     python = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
     runtime = [python, *(f"{sys.base_prefix}/{name}" for name in ("lib", "lib64"))]
     names = ("site-packages", "dist-packages")
