@@ -136,7 +136,7 @@ class RunningCalls:
             if calls.hung >= calls.most:
                 raise RolloutError(
                     f"{calls.hung} calls of environments hang, each for longer than"
-                    f" {calls.timeout:g} seconds, which is all that may run at the same time"
+                    f" {calls.timeout:g} seconds, and no others may run next to them"
                     " (environment_concurrency); fix the environment, and resume"
                 )
             seconds = min(seconds, _NO_ROOM)
@@ -204,7 +204,7 @@ class EnvironmentPool:
         if self.on_error == "drop" and len(failed) >= _MOST_FAILED * count:
             raise RolloutError(
                 f"{len(failed)} of the latest {count} episodes failed, the last with {failed[-1]};"
-                f" on_env_error='drop' is for failures of less than {_MOST_FAILED:.0%}: fix the"
+                f" on_env_error='drop' allows less than {_MOST_FAILED:.0%} failures: fix the"
                 " environment, and resume"
             )
 

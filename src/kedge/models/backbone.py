@@ -93,8 +93,7 @@ class _LowerStates:
                 self.full = True
                 logger.warning(
                     "the states below the trained layers of an iteration take more than %.1f GiB,"
-                    " an eighth of the memory: those of the other rows are computed again when"
-                    " they are needed",
+                    " an eighth of the memory: those of other rows are recomputed when needed",
                     limit / 2**30,
                 )
 
@@ -195,7 +194,7 @@ class BackboneCache:
         if not cached.agrees():
             logger.warning(
                 "%s: the states below its trained layers are computed in every pass, since they"
-                " cannot be kept: its upper layers read more than these states",
+                " cannot be cached: its upper layers read more than these states",
                 name,
             )
             return

@@ -128,7 +128,7 @@ def split(episodes: Sample, held_out: float, seed: int) -> tuple[list[int], list
     number = number_prompts(prompts.ids, prompts.mask)
     known = number.unique()
     if len(known) < 2:
-        raise DataError(f"{len(number)} responses to {len(known)} prompt: some must be held out")
+        raise DataError(f"{len(known)} prompt cannot be split; add prompts to hold out")
     generator = torch.Generator().manual_seed(seed_for(seed, "held out", 0))
     order = known[torch.randperm(len(known), generator=generator)]
     kept_out = torch.isin(number, order[: max(1, round(held_out * len(order)))])

@@ -157,7 +157,7 @@ class RewardFunction:
             f" {len(single)} rows, but not on any single row"
         )
         if self._on_error == "raise":
-            raise RewardError(f"{problem}; check what depends on the batch") from error
+            raise RewardError(f"{problem}; check how it depends on the batch") from error
         if not any(isinstance(value, Invalid) for value in values):
             logger.warning("%s; using the rewards of the single-row calls", problem)
         return values
