@@ -78,7 +78,7 @@ NAMES: dict[str, str] = {
     "token of each)",
     "rollout/lag_max": "the same of the oldest token that is trained on, over all ranks",
     "rollout/too_old_tokens": "share of sampled tokens that are left out of the loss because they "
-    "are older than max_lag; with in-flight weight updates",
+    "are older than max_lag; with sampler_correction=mask_old",
     "rollout/dropped_rows": "responses left out because their reward failed or did not apply",
     "rollout/untrained_rows": "scored responses left out of the loss: truncated, or equal scores",
     "rollout/resampled_groups": "groups of equal scores that were replaced by other prompts",

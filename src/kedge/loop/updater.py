@@ -27,7 +27,6 @@ from kedge.types import RewardOutput, Rollout, Sample
 
 logger = logging.getLogger(__name__)
 MOST_UNSCORED = 10  # consecutive batches without any score; then training stops
-MOST_TOO_OLD = 0.05  # share of tokens that do not train because of their age; more is logged
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +51,6 @@ class Updater:
     state_consistent: bool = field(default=True, init=False)
     _unscored: int = field(default=0, init=False)  # consecutive batches without any score
     _moves: int = field(default=0, init=False)  # iterations that trained the policy
-    _too_old: bool = field(default=False, init=False)  # it was logged
 
     def train_on(self, sample: Sample, *, begin: float | None = None) -> dict[str, float]:
         """Everything in an iteration after sampling; returns its metrics."""
@@ -104,14 +102,6 @@ class Updater:
         )
         metrics = batch_metrics(experience, terms, self.learner)
         self.hooks.on_experience(self.step, experience)
-        too_old = metrics.get("rollout/too_old_tokens", 0.0)
-        if too_old > MOST_TOO_OLD and not self._too_old:
-            self._too_old = True
-            logger.warning(
-                "%.0f%% of the sampled tokens do not train, since they are older than max_lag=%d"
-                " iterations; these are the first tokens of long responses. Raise max_lag",
-                *(100 * too_old, self.max_token_lag),
-            )
         metrics["time/annotate"] = self.clock() - start
         stale = (rollout.version >= 0) & (rollout.version < self.learner.version)
         # In low precision, log-probabilities differ between passes of different shapes.

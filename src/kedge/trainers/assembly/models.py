@@ -250,7 +250,7 @@ class ModelStage:
     def _copy_policy(self, policy: nn.Module) -> nn.Module | None:
         """Copy the whole policy for the rollout engine, before the learner shards it."""
         setup = self.setup
-        copies = setup.engine.copies_weights or setup.args.max_lag > 0
+        copies = setup.engine.copies_weights or bool(setup.args.max_lag)
         sharded = sharding_strategy(setup.accelerator) != "none"
         if not (copies and sharded) or setup.inputs.rollout_engine is not None:
             return None
@@ -424,7 +424,7 @@ def receives_weights(setup: Setup) -> bool:
     args, engine, accelerator = setup.args, setup.engine, setup.accelerator
     separate = engine.per_rank or not engine.copies_weights
     separate |= args.rollout_schedule == "as_completed"
-    samples = separate and (engine.copies_weights or args.max_lag > 0)
+    samples = separate and (engine.copies_weights or bool(args.max_lag))
     sharded = sharding_strategy(accelerator) != "none"
     needs_whole = samples or args.ray_ref_workers or setup.loading.get("quantization") is not None
     return accelerator.process_index > 0 and sharded and not needs_whole
