@@ -21,7 +21,7 @@ BUDGETS = {
     "data": 740,
     "demo": 500,
     "environments": 2_480,
-    "environments/adapters": 540,
+    "environments/adapters": 740,
     "environments/games": 500,
     "judges": 605,
     "learner": 1_710,

@@ -90,7 +90,7 @@ class TurnTokens:
         """Token ids of the prompt with the first observation.
 
         A text observation is appended to the last user message or the text of the prompt, messages
-        follow the prompt.
+        follow the prompt; they replace an empty one.
 
         Args:
             prompt: the dataset's prompt: chat messages or text.
@@ -363,7 +363,8 @@ def _with_first(
     if not observation:
         return prompt
     if not isinstance(observation, str):
-        return [*prompt, *_messages(observation)]
+        kept = [] if len(prompt) == 1 and not prompt[0]["content"] else prompt
+        return [*kept, *_messages(observation)]
     if not prompt or prompt[-1]["role"] != "user":
         return [*prompt, {"role": "user", "content": observation}]
     content = prompt[-1]["content"]
