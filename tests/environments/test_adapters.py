@@ -232,7 +232,7 @@ def test_openenv(server: str) -> None:
 
 
 class Resources(BaseHTTPRequestHandler):
-    """A resources server like those of NeMo Gym 0.4: a tool that doubles, or a game of two turns."""
+    """A resources server like those of NeMo Gym 0.4: a tool, or a game of two turns."""
 
     gymnasium = False
     turns: dict[str, int] = {}  # noqa: RUF012  (by session)
