@@ -146,6 +146,9 @@ class Rollout(Record):
     # int64 [B, R]; policy version that sampled the token, -1: that of the row; ``version`` is then
     # the oldest of the row
     token_version: Tensor | None = rows_field(fill=-1, absent="fill", wide_as="ids", default=None)
+    # bool [B, R]; tokens that begin a new context: what stands before them, the prompt included, is
+    # not read any more
+    context_start: Tensor | None = rows_field(absent="fill", wide_as="ids", default=None)
 
     @property
     def token_versions(self) -> Tensor:
@@ -240,6 +243,8 @@ class Experience(Record):
     behavior_logprobs: Tensor | None = None  # float32 [B, R]
     penalized: Tensor | None = None  # bool [B, R]; see AdvantageOutput
     allowed_tokens: Tensor | None = rows_field(fill=-1, default=None)  # int64 [B, R, K]
+    # bool [B, R]; as in Rollout
+    context_start: Tensor | None = rows_field(absent="fill", wide_as="ids", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
