@@ -71,7 +71,7 @@ class JoinedInput:
         """Flat indices of the states after t response tokens; t = 0 is the end of the prompt."""
         prompts, responses = self._starts()
         after = torch.where(t > 0, responses[row] + t, (prompts + self.prompt_lengths)[row])
-        return (after - 1).clamp(min=0)  # nothing is before a new context; nobody asks
+        return (after - 1).clamp(min=0)  # before a new context there is nothing
 
     def to(self, device: torch.device) -> JoinedInput:
         """The inputs of the model on a device; the lengths stay where they are."""
