@@ -174,6 +174,11 @@ class RewardOutput(Record):
     metrics: Mapping[str, tuple[float, float]] = rows_field(total=add_totals, default_factory=dict)
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)  # one value per row
 
+    def divide(self, scale: float) -> RewardOutput:
+        """All scores and dense rewards divided by ``scale``; unchanged if it is 0."""
+        rewards = {n: getattr(self, n) for n in ("scores", "token_rewards", "greedy_scores")}
+        return replace(self, **{n: x / (scale or 1.0) for n, x in rewards.items() if x is not None})
+
 
 SYNC_GAP = "rollout/sync_gap"
 
