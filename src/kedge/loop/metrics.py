@@ -101,6 +101,7 @@ NAMES: dict[str, str] = {
     "ended; each keeps a thread, at most environment_concurrency",
     "environment/cut_observations": "observations per episode whose middle was cut, because they "
     "left no room for a turn",
+    "environment/new_contexts": "new contexts per episode (NewContext)",
     "environment/reward_per_turn": "mean reward of a turn",
     "environment/last_reward_share": "share of all rewards, in absolute value, that the last turn "
     "of an episode gets",

@@ -325,14 +325,16 @@ def check_models(models: Models, setup: Setup) -> None:
         check_vocabulary(all_models, tokens=min(len(setup.tokenizer), known))
     if inputs.data_collator is not None:  # the collator makes prompts later
         return
+    # An episode may be longer, if its environment begins new contexts; else it is truncated.
+    turn = getattr(args, "max_turn_tokens", None)
     for source in (setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)):
         if not isinstance(source, DatasetPrompts):
             continue
         check_length(
             {**all_models, **vllm_limit(args)},
             prompt=source.report.longest,
-            response=args.response_length,
-            option=args.length_option,
+            response=min(args.response_length, turn or args.response_length),
+            option=args.length_option if turn is None else "max_turn_tokens",
         )
         if known is not None:
             source.check_tokens(known)

@@ -25,6 +25,7 @@ from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.entropy_bonus import EntropyBonus
 from kedge.loop.kl_control import AdaptiveKL, FixedKL
 from kedge.loop.loop import Engine
+from kedge.math.running import RunningMoments
 from kedge.models.load import without_weights
 from kedge.protocols import RewardSource, RolloutEngine
 from kedge.rewards import check_sources, reward_source
@@ -167,6 +168,9 @@ def build_engine(
             low=args.entropy_coef_min,
             high=args.entropy_coef_max,
         ),
+        reward_scale=RunningMoments(learner.all_reduce)
+        if getattr(args, "scale_rewards", None) == "running"
+        else None,
     )
 
 
