@@ -410,7 +410,10 @@ def environments_are_slower_than_the_model(log: RunLog) -> str | None:
     return f"{text}, {model:.2g} s for the model" if slow else None
 
 
-LIVE: tuple[Rule, ...] = (fewer_responses_end, tokens_too_old_to_train_on)  # checked during a run, too
+LIVE: tuple[Rule, ...] = (
+    fewer_responses_end,
+    tokens_too_old_to_train_on,
+)  # checked during a run, too
 
 
 def _correlation(x: list[float], y: list[float]) -> float:

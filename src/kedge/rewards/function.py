@@ -365,7 +365,7 @@ def one_row(kwargs: Mapping[str, Any], row: int) -> dict[str, Any]:
 
 
 def in_thread(call: Callable[[], Any]) -> Future[Any]:
-    """Call in a thread of its own, which does not keep the process alive if the call hangs."""
+    """Call in a separate thread, which does not keep the process alive if the call hangs."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()  # it cannot be cancelled any more
 
