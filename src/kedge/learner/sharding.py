@@ -33,12 +33,12 @@ from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 T = TypeVar("T")
-_CALL = "call_within"  # method registered with FSDP, which unshards the root's weights
+_CALL = "call_within"  # registered with FSDP: unshards the root's weights
 _RESHARD = "reshard_layers_after_forward"
 
 
 def sharding_strategy(accelerator: Accelerator) -> Literal["none", "gradients", "weights"]:
-    """What the launch configuration shards over ranks.
+    """Which tensors the launch configuration shards over ranks.
 
     "weights" is FSDP or ZeRO stage 3.  "gradients" is ZeRO stage 1 or 2: weights stay unsharded
     between forward and backward.  FSDP2 runs all of them, including configurations of DeepSpeed and
@@ -82,8 +82,8 @@ def shard(
     rank has the whole model on its device.
 
     Args:
-        model: on any device; on ranks above 0 it may be on ``meta``.
-        device: where the shards are.
+        model: model on any device; on ranks above 0 it may be on ``meta``.
+        device: device of the shards.
         ranks: number of processes.
         reshard_after_forward: reshard layers after each forward pass, and gather them again for the
             backward.
@@ -108,7 +108,7 @@ def shard(
 
 
 def receive(unit: nn.Module, device: torch.device) -> None:
-    """Move what is not sharded yet to the device, with the values of rank 0; keeps ties."""
+    """Move unsharded tensors to the device, with the values of rank 0; keeps ties."""
     received: dict[int, Tensor] = {}
     for module in unit.modules():
         tensors: list[tuple[dict[str, Any], str, Tensor]] = [
@@ -135,7 +135,7 @@ def _receive_tensor(x: Tensor, device: torch.device) -> Tensor:
 
 
 def call_within(model: nn.Module, f: Callable[[], T]) -> T:
-    """``f()``, as part of a forward pass of the model if that is sharded."""
+    """Call ``f()``, inside a forward pass of the model if it is sharded."""
     call = getattr(model, _CALL, None)
     return f() if call is None else call(f)
 
@@ -174,7 +174,7 @@ def unsharded(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def shard_like(x: Tensor, like: Tensor) -> Tensor:
-    """``x`` sharded like ``like``."""
+    """Shard ``x`` like ``like``."""
     if not isinstance(like, DTensor) or isinstance(x, DTensor):
         return x
     return distribute_tensor(x.to(like.device), like.device_mesh, like.placements)
@@ -189,7 +189,7 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
 
 
 class GatheredEngine:
-    """A rollout engine that samples from a sharded policy, which is unsharded meanwhile.
+    """A rollout engine that unshards the policy while it samples.
 
     Args:
         engine: samples from the policy itself.

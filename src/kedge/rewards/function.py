@@ -1,4 +1,4 @@
-"""Reward source that calls a Python function, and what the function may log."""
+"""Reward source that calls a Python function, and logging for such functions."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class RewardFunction:
         return [functools.partial(result, call) for call in calls]
 
     def _row_by_row(self, texts: Texts, kwargs: dict[str, Any], error: Exception) -> list[Value]:
-        """The values of one call per row, after a call with all rows raised ``error``."""
+        """Call the function once per row, after a call with all rows raised ``error``."""
         single = [one_row(kwargs, row) for row in range(len(texts.completion_ids))]
         calls: list[Callable[[], Any]] = [functools.partial(self._call, call) for call in single]
         if is_async(self._function):  # these start at once
@@ -190,7 +190,7 @@ class RewardFunction:
         return values
 
     def _read(self, returned: Any, texts: Texts, rows: Sequence[int]) -> list[Value]:
-        """The values in what the function returned for some rows of a rollout.
+        """Read the values that the function returned for some rows of a rollout.
 
         A list, tuple, array or tensor has for each row a number, None, or a number per response
         token; rows of a 2-D tensor may be as long as the padded responses.
@@ -236,7 +236,7 @@ class RewardFunction:
 
 
 class Invalid(str):
-    """What is wrong with what a function returned for a row; ``late``: it did not return."""
+    """The problem with a value that a function returned for a row; ``late``: it did not return."""
 
     late: bool
 
@@ -247,16 +247,16 @@ class Invalid(str):
         return made
 
 
-Value = float | list[float] | Invalid | None  # a score, one per token, or None: does not apply
+Value = float | list[float] | Invalid | None  # score, score per token, or None: does not apply
 
 
 def read_value(entry: Any, length: int, width: int | None) -> Value:
-    """One entry of what a function returned.
+    """Read one entry of a function's result.
 
     Args:
         entry: a number, None, or a list, array or tensor of numbers.
         length: tokens of the response.
-        width: length of the entry if it is padded; None: it is not.
+        width: length of the entry if it is padded, else None.
     """
     plain = _plain(entry)
     if plain is None:
@@ -280,7 +280,7 @@ def read_value(entry: Any, length: int, width: int | None) -> Value:
 
 
 def _plain(returned: Any) -> Any:
-    """Arrays and tensors as lists and numbers; anything else unchanged."""
+    """Convert arrays and tensors to lists and numbers; anything else is unchanged."""
     return returned.tolist() if hasattr(returned, "tolist") else returned
 
 
@@ -340,10 +340,10 @@ class Signature:
         """The keyword arguments of one call over all rows of a rollout.
 
         Raises:
-            RewardError: the function requires a name that is not offered.
+            RewardError: the function requires an unknown argument.
         """
         fixed = dict(zip(FIXED, (trainer_state, log.metric, log.extra), strict=True))
-        reserved = {"prompt", *PER_ROW, *FIXED}  # a column cannot shadow one of Kedge's arguments
+        reserved = {"prompt", *PER_ROW, *FIXED}  # dataset columns cannot replace these arguments
         columns = texts.rollout.prompts.columns.items()
         values = fixed | {name: list(column) for name, column in columns if name not in reserved}
         offered = [*PER_ROW, *values]
@@ -359,14 +359,14 @@ class Signature:
 
 
 def one_row(kwargs: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """The same arguments for a single row; what that call logs is discarded."""
+    """The same arguments for a single row, whose call cannot log."""
     single = {k: v[row : row + 1] if isinstance(v, list) else v for k, v in kwargs.items()}
     silent = {"log_metric": RewardLog().metric, "log_extra": RewardLog().extra}
     return single | {name: silent[name] for name in silent.keys() & single.keys()}
 
 
 def in_thread(call: Callable[[], Any]) -> Future[Any]:
-    """Call in a thread of its own, which does not keep the process alive if the call hangs."""
+    """Call in a separate thread, which does not keep the process alive if the call hangs."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()  # it cannot be cancelled any more
 

@@ -1,4 +1,4 @@
-"""Weighted mixture of reward sources, less penalties for responses that were cut off."""
+"""Weighted mixture of reward sources, minus penalties for cut-off responses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SlowCalls:
 
 
 class Mixture:
-    """Weighted sum of the sources that apply to a row, less the penalty of cut-off responses.
+    """Weighted sum of the sources that apply to a row, minus the penalty for cut-off responses.
 
         score_i = sum over sources s that apply to row i of  weight_s * score_s,i
 
