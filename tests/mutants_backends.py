@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "classic scores are scaled by the deviation of nothing",
         "classic/samples.py",
-        "            running.update(self.sums)\n",
+        "            running.update(self.totals)\n",
         "",
         "tests/unit/test_classic_scores.py",
     ),
@@ -110,8 +110,8 @@ MUTANTS = [
     Mutant(
         "a mask of classic responses is forgotten",
         "classic/samples.py",
-        "loss_mask=padded(samples.masks)",
-        "loss_mask=padded([torch.ones_like(r, dtype=torch.bool) for r in responses])",
+        "loss_mask=pad_tensors(samples.masks)",
+        "loss_mask=pad_tensors([torch.ones_like(r, dtype=torch.bool) for r in responses])",
         CLASSIC,
     ),
     Mutant(

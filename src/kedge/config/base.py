@@ -111,7 +111,7 @@ def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name in sorted(options, key=lambda name: name not in defaults):  # aliases come last
         target, value = translate_option(cls, name, options[name])
-        if target is None or (target != name and equal(options[name], foreign(cls)[name].default)):
+        if target is None or (target != name and same(options[name], foreign(cls)[name].default)):
             continue
         present = values.get(target, defaults[target])
         if target != name and present not in (defaults[target], value):
@@ -143,9 +143,9 @@ def translate_option(cls: type, name: str, value: Any) -> tuple[str | None, Any]
         )
     default = default_of(own[name]) if name in own else entry.default
     if isinstance(entry, Alias):
-        value = value if equal(value, default) else check_option(cls, name, value, entry)
+        value = value if same(value, default) else check_option(cls, name, value, entry)
         return entry.target, value if entry.convert is None else entry.convert(value)
-    if not any(equal(value, x) for x in (default, *entry.also)):
+    if not any(same(value, x) for x in (default, *entry.also)):
         if isinstance(entry, Unsupported):
             raise ConfigError(
                 f"{name}={format_value(value)} is not supported: {entry.reason}; {entry.way_out}"
@@ -154,7 +154,7 @@ def translate_option(cls: type, name: str, value: Any) -> tuple[str | None, Any]
     return name if name in own else None, value
 
 
-def equal(value: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
     """Equality that tells True from 1 and never raises."""
     if value is other:
         return True

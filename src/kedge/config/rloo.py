@@ -206,11 +206,7 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
 
 
 def _uses_newer_names(given: Mapping[str, Any]) -> bool:
-    """Whether names of TRL 0.22 and later are used.
-
-    Raises:
-        ConfigError: names of both releases.
-    """
+    """Whether names of TRL 0.22 and later are used."""
     older = [a for a, _ in PAIRS if given.get(a) is not None]
     newer = [b for _, b in PAIRS if given.get(b) is not None]
     mixed = [b for b in newer if b != "num_generations"]  # older releases have this name, too

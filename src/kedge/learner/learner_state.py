@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from kedge.errors import CheckpointError
 from kedge.learner.distributed import raise_on_all_ranks
 from kedge.learner.sharding import shard_like
-from kedge.models.fingerprint import FingerprintSums, WeightsCopy, full, policy_weights
+from kedge.models.fingerprint import FingerprintSums, WeightsCopy, full_tensor, policy_weights
 from kedge.types import StoredTensor
 
 Stage = Callable[[Iterable[tuple[str, Tensor]]], WeightsCopy]
@@ -57,7 +57,7 @@ class WeightCopier:
         def gather() -> Iterator[tuple[str, Tensor | None]]:
             nonlocal left
             for name, p in named.items():
-                x = full_on_first(p) if self.first_only else full(p)
+                x = full_on_first(p) if self.first_only else full_tensor(p)
                 left -= 1
                 yield name, x
 

@@ -81,9 +81,9 @@ def shard(
     mesh = init_device_mesh(device.type, (ranks,))
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            receive(layer, device)
+            broadcast_unsharded(layer, device)
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    receive(model, device)
+    broadcast_unsharded(model, device)
     # Embedding and head stay unsharded until the backward pass: the head's weight is read directly.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     for unit in _units([model]):
@@ -92,7 +92,7 @@ def shard(
     register_fsdp_forward_method(model, _CALL)
 
 
-def receive(unit: nn.Module, device: torch.device) -> None:
+def broadcast_unsharded(unit: nn.Module, device: torch.device) -> None:
     """Move unsharded tensors to the device, with the values of rank 0; keeps ties."""
     received: dict[int, Tensor] = {}
     for module in unit.modules():

@@ -190,7 +190,7 @@ def band(runs: Sequence[RunLog], metric: str, axis: str = "episode") -> Band | N
     )
 
 
-def ends(
+def end_stats(
     runs: Sequence[RunLog], metric: str, *, at: Literal["start", "end"] = "end"
 ) -> tuple[float, float, float] | None:
     """Mean, minimum and maximum over runs; each run counts with the mean of a fifth."""

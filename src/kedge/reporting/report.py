@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.errors import DataError
-from kedge.reporting.doctor import examine, unseen
+from kedge.reporting.doctor import examine, open_question
 from kedge.reporting.log import RunLog, log_file, read_options, read_rows, read_table
 from kedge.reporting.run_info import read_run_info
 from kedge.reporting.story import episodes, story, vocabulary
@@ -73,7 +73,7 @@ def gather(
         "about": read_run_info(folder),
         "updates": len(log.rows),
         "findings": [asdict(finding) for finding in examine(log)],
-        "unseen": unseen(log),
+        "unseen": open_question(log),
         "story": story(log, rows),
         "vocabulary": vocabulary(tokens),
         "played": episodes(tokens),

@@ -52,7 +52,7 @@ class TokenLog:
         self._kept: Experience | None = None
         self._best_effort = BestEffortWriter()
 
-    def hold(self, step: int, experience: Experience) -> None:
+    def keep_rows(self, step: int, experience: Experience) -> None:
         """Keep the first rows of iteration ``step`` (counted from 0)."""
         self._kept = None
         if self.due(step + 1):

@@ -48,7 +48,7 @@ def train(options: Options, **given: Any) -> Any:
     Raises:
         KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, once a checkpoint is written.
     """
-    from kedge.trainers.run.files import check_targets, claimed
+    from kedge.trainers.run.files import check_targets, lock_output_dir
 
     config = options.config
     check_targets(config)
@@ -58,7 +58,7 @@ def train(options: Options, **given: Any) -> Any:
         trainer.evaluate()
         return trainer
     resume = resume_point(config.resume_from_checkpoint)
-    with claimed(config):  # fail before loading for minutes, not after
+    with lock_output_dir(config):  # fail before loading for minutes, not after
         trainer = build(options, starts=not resume, **given)
         learn(trainer, resume)
         if evaluates:
@@ -297,12 +297,12 @@ def load_policy(
         ConfigError: it cannot be loaded.
     """
     from kedge.models import load
-    from kedge.trainers.assembly.setup import split
+    from kedge.trainers.assembly.setup import to_load_kwargs
 
-    return load.load_policy(name, **split(loading(options) | dict(more or {})))
+    return load.load_policy(name, **to_load_kwargs(load_options(options) | dict(more or {})))
 
 
-def loading(options: ModelArguments) -> dict[str, Any]:
+def load_options(options: ModelArguments) -> dict[str, Any]:
     """Keyword arguments of ``from_pretrained``."""
     kwargs = {
         "dtype": options.dtype or "float32",

@@ -91,10 +91,10 @@ def main(argv: Sequence[str]) -> None:
     if (flags := parser()).show_help(argv):
         return
     from kedge.pretrain import train_supervised
-    from kedge.trainers.run.files import claimed
+    from kedge.trainers.run.files import lock_output_dir
 
     script, config, model = read_step(flags, argv)
-    with claimed(config):
+    with lock_output_dir(config):
         train, test = load_rows(script, config)
         policy = load_policy(model.model_name_or_path, model)
         tokenizer = load_tokenizer(model.model_name_or_path, model)

@@ -52,7 +52,7 @@ class ConfigParser(HfArgumentParser):
     @staticmethod
     def _parse_dataclass_field(parser: Any, field: Field[Any]) -> None:
         kinds = getattr(parser, "_container", parser).dataclass_types
-        if any(field is own.get(field.name) for own in _given_up(kinds)):
+        if any(field is own.get(field.name) for own in _ceded_fields(kinds)):
             return
         field = copy.copy(field)
         shown = {k: v for k, v in field.metadata.items() if k not in ("aliases", "action")}
@@ -91,7 +91,7 @@ class ConfigParser(HfArgumentParser):
     def build(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """One object per dataclass from the values of flags by name."""
         configs = []
-        given_up = {id(f) for own in _given_up(self.dataclass_types) for f in own.values()}
+        given_up = {id(f) for own in _ceded_fields(self.dataclass_types) for f in own.values()}
         for kind in self.dataclass_types:
             names = {f.name for f in fields(kind) if f.init and id(f) not in given_up}
             names |= foreign(kind).keys()
@@ -99,7 +99,7 @@ class ConfigParser(HfArgumentParser):
         return tuple(configs)
 
 
-def _given_up(kinds: Any) -> list[dict[str, Field[Any]]]:
+def _ceded_fields(kinds: Any) -> list[dict[str, Field[Any]]]:
     """Config fields that another dataclass declares too, except those of transformers."""
     theirs = {f.name for kind in kinds if not isinstance(kind, ConfigType) for f in fields(kind)}
     theirs -= TrainingArguments.__dataclass_fields__.keys()

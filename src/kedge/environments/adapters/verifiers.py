@@ -120,11 +120,7 @@ class Verifiers:
         return self._extend(messages)
 
     def _extend(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages after those that are known already.
-
-        Raises:
-            RolloutError: known messages changed.
-        """
+        """The messages after those that are known already."""
         known = [(message["role"], message["content"]) for message in self._history]
         if [(m["role"], m["content"]) for m in messages[: len(known)]] != known:
             raise RolloutError(

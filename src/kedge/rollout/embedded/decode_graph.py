@@ -146,7 +146,7 @@ class DecodeGraph:
     def finish(self) -> None:
         """Make the filled slots visible in the cache."""
         for layer in self._layers:
-            layer.show(self._used)
+            layer.use_slots(self._used)
 
     def _run(self, forward: Forward) -> Result:
         self._mask.index_fill_(1, self._cursor, True)

@@ -272,12 +272,7 @@ def device_args(*, shares_gpu: bool) -> dict[str, Any]:
 
 
 def _rank_args(workers: int) -> dict[str, Any]:
-    """Engine arguments of a vLLM on each rank of a process group.
-
-    Raises:
-        ConfigError: tensor parallelism, which would make the ranks sample the same prompts, or no
-            launcher.
-    """
+    """Engine arguments of a vLLM on each rank of a process group."""
     if workers > 1:
         raise ConfigError(
             f"vllm_tensor_parallel_size={workers} with rollout_engine='vllm' and"

@@ -314,11 +314,7 @@ class Remote:
         return self._client.get("/server_info", params=query, timeout=self._slow)
 
     def _check_in_flight(self) -> None:
-        """Check by the server's own request count that it is working.
-
-        Raises:
-            LostServerError: the server has had no request for ``patience`` seconds.
-        """
+        """Check by the server's own request count that it is working."""
         response = self._client.get("/metrics")
         counts = _REQUESTS.findall(response.text) if response.status_code == 200 else []
         if not counts or any(float(count) for count in counts):  # no metrics, or requests running
@@ -381,11 +377,7 @@ def read_json(response: httpx.Response) -> Any:
 
 
 def _result(body: Any, request: GenerationRequest, loaded: int) -> GenerationResult:
-    """Parse a response; before vLLM 0.32 its version is that of the weights ``loaded``.
-
-    Raises:
-        RolloutError: the body does not come from vLLM but, for example, from a proxy.
-    """
+    """Parse a response; before vLLM 0.32 its version is that of the weights ``loaded``."""
     with _reading(_GENERATE):
         result = _parse_choice(body["choices"][0], loaded)
         if len(result.tokens) != len(result.logprobs):
