@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 def gather(
-    place: str | Path,
+    run: str | Path,
     *,
     meanings: Mapping[str, str],
     prefixes: Mapping[str, str],
@@ -37,18 +37,18 @@ def gather(
     """All data of the report page, as JSON values.
 
     Args:
-        place: the run's ``output_dir``, or its ``metrics.jsonl``.
+        run: the run's ``output_dir``, or its ``metrics.jsonl``.
         meanings: metric name -> description.
         prefixes: prefix of metric names -> description.
         most: maximum responses per table kind; beyond it every step is truncated equally.
 
     Damaged lines are skipped, with a warning that counts them.
     """
-    folder = log_file(place).absolute().parent
-    rows = read_rows(place)
+    folder = log_file(run).absolute().parent
+    rows = read_rows(run)
     if not rows:
         raise DataError(
-            f"{log_file(place)} has no readable row; wait until the run has logged an iteration"
+            f"{log_file(run)} has no readable row; wait until the run has logged an iteration"
         )
     rows = [{k: x for k, x in row.items() if not k.startswith("train_")} for row in rows]
     training = [row for row in rows if "objective/scores" in row]

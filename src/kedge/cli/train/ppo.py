@@ -59,7 +59,7 @@ def train(options: Options, **given: Any) -> Any:
         return trainer
     resume = resume_point(config.resume_from_checkpoint)
     with lock_output_dir(config):  # fail before loading for minutes, not after
-        trainer = build(options, starts=not resume, **given)
+        trainer = build(options, new_run=not resume, **given)
         learn(trainer, resume)
         if evaluates:
             trainer.evaluate()
@@ -101,7 +101,7 @@ def build(
     eval_dataset: Any = None,
     tokenizer: Any = None,
     value_model: Any = None,
-    starts: bool = False,
+    new_run: bool = False,
 ) -> Any:
     """The trainer that the flags describe, with everything loaded.
 
@@ -111,7 +111,7 @@ def build(
         eval_dataset: prompts to evaluate on, with ``train_dataset``.
         tokenizer: instead of the one next to the model.
         value_model: instead of ``value_model_path``.
-        starts: whether a new run starts, so that ``output_dir`` must not hold checkpoints.
+        new_run: whether a new run starts, so that ``output_dir`` must not hold checkpoints.
 
     Raises:
         ConfigError: a value model for an algorithm without one, or whatever the trainer refuses.
@@ -123,7 +123,7 @@ def build(
     script, config, model = options.script, options.config, options.model
     names = model_names(options)
     algorithm = load_algorithm(script.algorithm, script.algorithm_kwargs)
-    if starts and config.output_dir:  # fail before loading for minutes, not after
+    if new_run and config.output_dir:  # fail before loading for minutes, not after
         earlier_run(Path(config.output_dir), overwrite=config.overwrite_output_dir)
     if train_dataset is None:
         train_dataset, eval_dataset = load_prompts(options)

@@ -95,12 +95,12 @@ def build_template(
 def _build_engines(
     inputs: EngineInputs,
     template: PolicyTemplate,
-    starts: Sequence[Callable[[], Service]],
+    starters: Sequence[Callable[[], Service]],
     *,
     tolerance: float | None,
     sleep: bool = False,
 ) -> VLLMEngine | ShardedEngine:
-    """One vLLM engine, or several that share the rows of a batch; each of ``starts`` starts one."""
+    """One vLLM engine, or several that share the rows of a batch; ``starters`` start one each."""
 
     def make(start: Callable[[], Service]) -> VLLMEngine:
         return VLLMEngine(
@@ -112,9 +112,9 @@ def _build_engines(
             sleeps=sleep,
         )
 
-    if len(starts) == 1:
-        return make(starts[0])
-    engines = start_all([partial(make, start) for start in starts])
+    if len(starters) == 1:
+        return make(starters[0])
+    engines = start_all([partial(make, start) for start in starters])
     check = partial(check_prompts, config=inputs.policy.config)
     return ShardedEngine(engines, pad_id=inputs.pad_id, check=check)
 
@@ -175,8 +175,8 @@ def build_servers(
         heartbeat=worker_heartbeat,
         patience=worker_timeout,
     )
-    starts = [partial(server, devices=devices) for devices in gpus]
-    return _build_engines(inputs, template, starts, tolerance=vllm_tolerance, sleep=vllm_sleep)
+    starters = [partial(server, devices=devices) for devices in gpus]
+    return _build_engines(inputs, template, starters, tolerance=vllm_tolerance, sleep=vllm_sleep)
 
 
 def build_remote(

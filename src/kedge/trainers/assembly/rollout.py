@@ -77,7 +77,7 @@ class RolloutStage:
 
             self.replayed = RolloutReplay(
                 str(args.replay_rollouts),
-                about=recording_fingerprint(setup.sampling),
+                settings=recording_fingerprint(setup.sampling),
                 rank=setup.accelerator.process_index,
                 world_size=self.ranks,
                 rows=setup.sizes.local_rows,
@@ -120,7 +120,7 @@ class RolloutStage:
         if not copies:
             return learner.wrap_engine(make())
         if not self.separate:
-            make = partial(self._shared, make, learner.world_size)
+            make = partial(self._start_on_first, make, learner.world_size)
         engine = make()
         learner.copy_weights = WeightCopier(
             first_only=not self.separate,
@@ -131,7 +131,7 @@ class RolloutStage:
         )
         return engine
 
-    def _shared(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
+    def _start_on_first(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
         """Make an engine on rank 0 that all ranks share."""
         from kedge.rollout.shared import build_shared_engine
 

@@ -186,7 +186,7 @@ class Run(Hooks):
             with required_write("save_rollouts", args.save_rollouts):
                 self.recorder = RolloutRecorder(
                     args.save_rollouts,
-                    about=recording_fingerprint(engine.sampling),
+                    settings=recording_fingerprint(engine.sampling),
                     rank=self.learner.rank,
                     world_size=self.learner.world_size,
                 )
