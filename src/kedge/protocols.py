@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -103,8 +104,19 @@ class ContinuousEngine(RolloutEngine, Protocol):
         """Drop all requests."""
 
 
+@dataclass(frozen=True, slots=True)
+class NewContext:
+    """An observation that replaces the conversation, for instance by a summary of it.
+
+    From now on the policy reads ``messages`` alone, with the tools of the environment.  The episode
+    stays one: later rewards count for earlier turns as well.
+    """
+
+    messages: Any  # chat messages, text or token ids, as in other observations
+
+
 # Text (a user message), chat messages, or token ids; None: no message.
-Observation = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor | None
+Observation = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor | NewContext | None
 Info = Mapping[str, Any]
 Reset = tuple[Observation, Info]
 Step = tuple[Observation, float, bool, bool, Info]  # reward, terminated, truncated

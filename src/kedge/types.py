@@ -146,6 +146,9 @@ class Rollout(Record):
     # int64 [B, R]; policy version that sampled the token, -1: the row's; ``version`` is then the
     # oldest in the row
     token_version: Tensor | None = rows_field(fill=-1, absent="fill", wide_as="ids", default=None)
+    # bool [B, R]; tokens that begin a new context: what stands before them, the prompt included, is
+    # not read any more
+    context_start: Tensor | None = rows_field(absent="fill", wide_as="ids", default=None)
 
     @property
     def token_versions(self) -> Tensor:
@@ -170,6 +173,11 @@ class RewardOutput(Record):
     # Metrics that reward functions log: (sum, count).
     metrics: Mapping[str, tuple[float, float]] = rows_field(total=add_totals, default_factory=dict)
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)  # one value per row
+
+    def divide(self, scale: float) -> RewardOutput:
+        """All scores and dense rewards divided by ``scale``; unchanged if it is 0."""
+        rewards = {n: getattr(self, n) for n in ("scores", "token_rewards", "greedy_scores")}
+        return replace(self, **{n: x / (scale or 1.0) for n, x in rewards.items() if x is not None})
 
 
 SYNC_GAP = "rollout/sync_gap"
@@ -240,6 +248,8 @@ class Experience(Record):
     behavior_logprobs: Tensor | None = None  # float32 [B, R]
     penalized: Tensor | None = None  # bool [B, R]; see AdvantageOutput
     allowed_tokens: Tensor | None = rows_field(fill=-1, default=None)  # int64 [B, R, K]
+    # bool [B, R]; as in Rollout
+    context_start: Tensor | None = rows_field(absent="fill", wide_as="ids", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,6 @@ from kedge.classic.core import (
 from kedge.classic.models.wrapper import create_reference_model
 from kedge.classic.reports import log_batch, model_card, push, start_trackers
 from kedge.classic.samples import (
-    RunningMoments,
     Samples,
     Scores,
     build_rollout,
@@ -65,6 +64,7 @@ from kedge.errors import CheckpointError, ConfigError, DataError
 from kedge.learner.optim import check_optimizer_covers
 from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.updater import Updater
+from kedge.math.running import RunningMoments
 from kedge.models.end_tokens import as_list
 from kedge.models.fingerprint import fingerprint
 from kedge.models.model import in_float32

@@ -62,9 +62,6 @@ class AsyncPPOConfig(PPOConfig):
     max_prompt_length: int | None = option(
         256, "Longest prompt, in tokens; longer ones are dropped."
     )
-    max_lag: int = option(
-        1, "Iterations that sampling may run ahead of training; 0 is synchronous."
-    )
     rollout_engine: str = option("ray", "Rollout engine; see PPOConfig.")
     stop_token: Literal["eos", "period"] | None = option(  # type: ignore[assignment]
         "eos",
@@ -179,7 +176,9 @@ class AsyncPPOConfig(PPOConfig):
             _assign(c, "vllm_num_engines", "rollout_engine", "embedded", unset="ray")
             c.vllm_num_engines = 1
         if not c.async_mode:
-            _assign(c, "async_mode", "max_lag", 0, unset=1)
+            _assign(c, "async_mode", "max_lag", 0, unset=None)
+        elif c.max_lag is None and not c.in_flight_weight_updates:
+            c.max_lag = 1
         if c.max_prompt_length is None or c.max_prompt_length > c.max_token_length:
             c.max_prompt_length = c.max_token_length
         _convert_schedule(c)

@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_cuda_available
 
-from kedge.config.common import CommonArguments
+from kedge.config.common import IN_FLIGHT_LAG, CommonArguments
 from kedge.config.compat.training_arguments import INHERITED
 from kedge.config.compat.trl import TRL
 from kedge.config.declare import (
@@ -337,6 +337,8 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         if self.min_p is None:
             self.min_p = 0.0
+        if self.max_lag is None:
+            self.max_lag = IN_FLIGHT_LAG if self.in_flight_weight_updates else 0
         if self.report_to is None:
             self.report_to = "none"
         if self.run_name is None and self.exp_name != type(self).exp_name:
@@ -395,6 +397,11 @@ def _check_schedule(c: Any) -> None:
         raise ConfigError(
             'in_flight_weight_updates=True needs rollout_schedule="as_completed"; set it, or leave'
             " in_flight_weight_updates out"
+        )
+    if c.sampler_correction == "mask_old" and not c.in_flight_weight_updates:
+        raise ConfigError(
+            "sampler_correction='mask_old' leaves out tokens older than max_lag, which only"
+            " in_flight_weight_updates=True samples; set it, or sampler_correction='truncate'"
         )
     if c.rollout_schedule == "as_completed" and c.max_lag == 0:
         raise ConfigError(

@@ -64,6 +64,9 @@ class PPOConfig(OnPolicyConfig):
 
     # PPO.
     whiten_rewards: bool = _ppo(False, "Scale rewards to unit variance, keeping their mean.")
+    scale_rewards: Literal["none", "running"] = _ppo(
+        "none", "Divide scores by the standard deviation of all scores so far in the run."
+    )
     whiten_advantages: bool = _ppo(True, "Scale advantages to mean 0 and at most unit variance.")
     cliprange: float = _ppo(
         0.2,

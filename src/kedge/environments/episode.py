@@ -45,6 +45,7 @@ class Episode:
     environment: Any = None
     prompt_ids: list[int] = field(default_factory=list)  # including the first observation
     ids: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # positions at which new contexts begin
     turn: list[int] = field(default_factory=list)  # -1: tokens not sampled by the policy
     logprobs: list[float] | None = field(default_factory=list)
     allowed: list[Tensor] | None = None  # int64 [K] per token
@@ -87,8 +88,8 @@ class Episode:
 
     @property
     def history(self) -> list[int]:
-        """Prompt and all tokens so far."""
-        return self.prompt_ids + self.ids
+        """What the policy reads: prompt and all tokens so far, or those of the latest context."""
+        return self.ids[self.starts[-1] :] if self.starts else self.prompt_ids + self.ids
 
     def add_response(self, sampled: Rollout, i: int) -> tuple[list[int], bool]:
         """Append the first ``limit`` tokens of row ``i``; returns them, and whether they ended."""
@@ -302,6 +303,9 @@ def build_rollout(
     if len(recorded) == len(episodes):
         logprobs = pad_rows(recorded, width, torch.float32, 0.0)
     trained = turn >= 0
+    starts = torch.zeros_like(trained)
+    for i, episode in enumerate(episodes):
+        starts[i, [start for start in episode.starts if start < len(episode.ids)]] = True
     versions = None  # use the versions of the rows
     if any(v not in (-1, e.version) for e in episodes for v in e.versions):
         versions = pad_rows([e.versions for e in episodes], width, torch.int64, -1)
@@ -315,6 +319,7 @@ def build_rollout(
         behavior_logprobs=logprobs,
         allowed_tokens=_allowed(episodes, width),
         token_version=versions,
+        context_start=starts if starts.any() else None,
         episodes=Episodes(
             turn=turn,
             rewards=rewards,
@@ -395,6 +400,7 @@ def episode_metrics(
         "environment/errors": (float(sum(bool(e.error) for e in episodes)), count),
         "environment/hung_calls": (float(hung), 1.0),
         "environment/cut_observations": (float(sum(e.shortened for e in episodes)), count),
+        "environment/new_contexts": (float(sum(len(e.starts) for e in episodes)), count),
         "environment/reward_per_turn": (sum(x for row in rewards for x in row.values()), turns),
         "environment/last_reward_share": (final, total),
         "environment/loss_tokens": (float(trained), float(tokens)),

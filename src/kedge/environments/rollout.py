@@ -39,7 +39,7 @@ from kedge.environments.pool import (
 )
 from kedge.environments.turn_tokens import TurnTokens, as_messages
 from kedge.errors import ConfigError, LostRequestsError, RewardError, RolloutError
-from kedge.protocols import Observation, RolloutEngine
+from kedge.protocols import NewContext, Observation, RolloutEngine
 from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
@@ -396,8 +396,13 @@ class EnvironmentRollouts:
     ) -> None:
         episode.add_reward(reward)
         episode.add_metrics(info)
+        if isinstance(observation, NewContext):
+            episode.starts.append(len(episode.ids))
 
         def render(observation: Observation) -> list[int]:
+            if isinstance(observation, NewContext):
+                tools = getattr(episode.environment, "tools", None)
+                return self._tokens.context(episode.prompt, observation, tools=tools)
             return self._tokens.between(
                 episode.prompt, observation, last=response.ids[-1], stopped=response.terminated
             )

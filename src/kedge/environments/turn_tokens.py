@@ -12,6 +12,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from kedge.chat_template import render_chat
 from kedge.environments.tool_calls import REASONING, split_reasoning, tool_parser
 from kedge.errors import ConfigError, DataError, RolloutError
-from kedge.protocols import Observation
+from kedge.protocols import NewContext, Observation
 from kedge.types import Response, Sampling
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class TurnTokens:
         """Token ids of the prompt with the first observation.
 
         A text observation is appended to the last user message or the text of the prompt, messages
-        follow the prompt.
+        follow the prompt; they replace an empty one.
 
         Args:
             prompt: the dataset's prompt: chat messages or text.
@@ -146,6 +147,14 @@ class TurnTokens:
         ids = self._encode(self._after_answer(messages))
         return ids[1:] if stopped and ids[:1] == [last] else ids
 
+    def context(self, prompt: object, new: NewContext, *, tools: Sequence[Any] | None) -> list[int]:
+        """Token ids of a new context; ``prompt`` decides whether this is a chat."""
+        token_ids = _token_ids(new.messages)
+        if token_ids is not None or not _is_chat(prompt):
+            return self._plain(new.messages)
+        text = self._render(_messages(new.messages), tools=list(tools) if tools else None)
+        return self._encode(text)
+
     def shorten(
         self, observation: Observation, render: Callable[[Observation], list[int]], most: int
     ) -> tuple[list[int], Observation] | None:
@@ -173,6 +182,8 @@ class TurnTokens:
 
     def _cut(self, observation: Observation, length: int) -> Observation:
         """Keep at most ``length`` characters of each message, or token ids."""
+        if isinstance(observation, NewContext):
+            return replace(observation, messages=self._cut(observation.messages, length))
         token_ids = _token_ids(observation)
         if token_ids is not None:
             return _without_middle(token_ids, self._encode(_CUT) if self._tokenizer else [], length)
@@ -284,6 +295,8 @@ class TurnTokens:
 
 def as_messages(observation: Observation) -> list[dict[str, Any]]:
     """Convert an observation to chat messages; empty for token ids."""
+    if isinstance(observation, NewContext):
+        observation = observation.messages
     if _token_ids(observation) is not None:
         return []
     return [dict(message) for message in _messages(observation)]
@@ -310,6 +323,8 @@ def _token_ids(observation: Observation) -> list[int] | None:
 
 def _length(observation: Observation) -> int:
     """Characters of the longest message, or token ids."""
+    if isinstance(observation, NewContext):
+        observation = observation.messages
     token_ids = _token_ids(observation)
     if token_ids is not None:
         return len(token_ids)
@@ -363,7 +378,8 @@ def _with_first(
     if not observation:
         return prompt
     if not isinstance(observation, str):
-        return [*prompt, *_messages(observation)]
+        kept = [] if len(prompt) == 1 and not prompt[0]["content"] else prompt
+        return [*kept, *_messages(observation)]
     if not prompt or prompt[-1]["role"] != "user":
         return [*prompt, {"role": "user", "content": observation}]
     content = prompt[-1]["content"]

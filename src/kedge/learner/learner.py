@@ -188,7 +188,13 @@ class HFLearner:
             )
         resharding = self.shards == "weights"
         for model in self._all_models():
-            shard(model, self.device, self.world_size, reshard_after_forward=resharding)
+            shard(
+                model,
+                self.device,
+                self.world_size,
+                reshard_after_forward=resharding,
+                dtype=torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None,
+            )
         broadcast_unsharded(self.module, self.device)  # a value head on the policy is not sharded
 
     def _all_models(self) -> list[nn.Module]:

@@ -104,7 +104,7 @@ def build_request(
         prompts = rows.prompts.ids, rows.prompts.mask
     else:
         prompts = rows.prompt_ids, rows.prompt_mask
-    packed = parts.pack(*prompts, rows.ids, rows.response_mask)
+    packed = parts.pack(*prompts, rows.ids, rows.response_mask, rows.context_start)
     value_states = None if value_slots is None else packed.states(value_slots)
     if value_states is not None and last_values:
         value_states = torch.cat([value_states, packed.ends])

@@ -17,7 +17,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -64,7 +69,12 @@ def sharding_strategy(accelerator: Accelerator) -> Literal["none", "gradients", 
 
 
 def shard(
-    model: nn.Module, device: torch.device, ranks: int, *, reshard_after_forward: bool
+    model: nn.Module,
+    device: torch.device,
+    ranks: int,
+    *,
+    reshard_after_forward: bool,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Shard a model over ranks in place: each layer is a unit, the rest of the model another.
 
@@ -77,14 +87,19 @@ def shard(
         ranks: number of processes.
         reshard_after_forward: reshard layers after each forward pass, and gather them again for the
             backward.
+        dtype: that autocast computes with, in which layers are gathered: half the bytes of float32.
+            Gradients are summed over ranks in float32, and activations keep their types.
     """
     mesh = init_device_mesh(device.type, (ranks,))
+    rounding = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    options: dict[str, Any] = {} if dtype is None else {"mp_policy": rounding}
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             broadcast_unsharded(layer, device)
-            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
     broadcast_unsharded(model, device)
-    # Embedding and head stay unsharded until the backward pass: the head's weight is read directly.
+    # Embedding and head stay unsharded from the forward to the backward, in float32: the head is
+    # read directly, and its gradients are sums over chunks of tokens.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     for unit in _units([model]):
         setattr(unit, _RESHARD, reshard_after_forward)

@@ -42,11 +42,9 @@ class Engine(Updater):
 
     def __post_init__(self) -> None:
         if self.partial_batches:
-            in_flight = self.in_flight_weight_updates
             self.scheduler = RolloutScheduler(
-                self.partial_batches, self.max_lag, in_flight=in_flight
+                self.partial_batches, self.max_lag, in_flight=self.in_flight_weight_updates
             )
-            self.max_token_lag = self.max_lag if in_flight else None
         else:
             self.scheduler = FifoScheduler(self.max_lag)
         self.scheduler.configure(self._collector(), self.rollout_engine)

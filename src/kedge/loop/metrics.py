@@ -78,7 +78,7 @@ NAMES: dict[str, str] = {
     "token of each)",
     "rollout/lag_max": "the same of the oldest token that is trained on, over all ranks",
     "rollout/too_old_tokens": "share of sampled tokens that are left out of the loss because they "
-    "are older than max_lag; with in-flight weight updates",
+    "are older than max_lag; with sampler_correction=mask_old",
     "rollout/dropped_rows": "responses left out because their reward failed or did not apply",
     "rollout/untrained_rows": "scored responses left out of the loss: truncated, or equal scores",
     "rollout/resampled_groups": "groups of equal scores that were replaced by other prompts",
@@ -101,6 +101,7 @@ NAMES: dict[str, str] = {
     "ended; each keeps a thread, at most environment_concurrency",
     "environment/cut_observations": "observations per episode whose middle was cut, because they "
     "left no room for a turn",
+    "environment/new_contexts": "new contexts per episode (NewContext)",
     "environment/reward_per_turn": "mean reward of a turn",
     "environment/last_reward_share": "share of all rewards, in absolute value, that the last turn "
     "of an episode gets",

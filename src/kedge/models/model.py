@@ -35,7 +35,12 @@ class LanguageModelParts(Protocol):
         ...
 
     def pack(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        ids: Tensor,
+        response_mask: Tensor,
+        context_start: Tensor | None = None,
     ) -> JoinedInput:
         """Pack left-padded prompts [b, P] and right-padded responses [b, R] for the backbone."""
         ...
@@ -61,10 +66,16 @@ class CausalParts:
         return Head(weight, bias, self.scale, self.softcap)
 
     def pack(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        ids: Tensor,
+        response_mask: Tensor,
+        context_start: Tensor | None = None,
     ) -> JoinedInput:
         """Prompt and response joined."""
-        return pack(prompt_ids, prompt_mask, ids, response_mask, joined=self.packs_rows)
+        rows = prompt_ids, prompt_mask, ids, response_mask
+        return pack(*rows, context_start, joined=self.packs_rows)
 
     def read(self, packed: JoinedInput) -> Tensor:
         """Last hidden states of the backbone."""

@@ -22,7 +22,11 @@ _SHARED = 16  # prompt tokens that sharing must save
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedInput:
-    """Joined rows, and the number of real tokens of each."""
+    """Joined rows, and the number of real tokens of each.
+
+    A row whose response begins a new context is read as several rows, the later ones without
+    prompt; ``context`` and ``offset`` say where its tokens stand.
+    """
 
     ids: Tensor  # int64 [b, L], right-padded with 0; or joined, [1, T]
     lengths: Tensor  # int64 [b]; number of real tokens
@@ -33,6 +37,9 @@ class JoinedInput:
     # int64 [b]; flat indices of first tokens in joined rows
     prompt_starts: Tensor | None = None
     response_starts: Tensor | None = None
+    # int64 [b, R] of the batch's rows; the row here that a slot belongs to, and its place in it
+    context: Tensor | None = None
+    offset: Tensor | None = None
 
     def _starts(self) -> tuple[Tensor, Tensor]:
         """Flat indices int64 [b] of the first tokens of prompts and responses."""
@@ -48,18 +55,23 @@ class JoinedInput:
             slots: bool [b, R]; the state before slot t has read the prompt and t response tokens.
         """
         row, t = slots.nonzero(as_tuple=True)
+        if self.context is not None and self.offset is not None:
+            row, t = self.context[row, t], self.offset[row, t]
         return self._before(row, t)
 
     @property
     def ends(self) -> Tensor:
         """Flat indices int64 [b] of the states after the last real token."""
         rows = torch.arange(len(self.lengths), device=self.lengths.device)
-        return self._before(rows, self.lengths - self.prompt_lengths)
+        if self.context is not None:
+            rows = self.context[:, -1]
+        return self._before(rows, (self.lengths - self.prompt_lengths)[rows])
 
     def _before(self, row: Tensor, t: Tensor) -> Tensor:
         """Flat indices of the states after t response tokens; t = 0 is the end of the prompt."""
         prompts, responses = self._starts()
-        return torch.where(t > 0, responses[row] + t, (prompts + self.prompt_lengths)[row]) - 1
+        after = torch.where(t > 0, responses[row] + t, (prompts + self.prompt_lengths)[row])
+        return (after - 1).clamp(min=0)  # before a new context there is nothing
 
     def to(self, device: torch.device) -> JoinedInput:
         """Move the model's inputs to a device; lengths stay on the host."""
@@ -94,6 +106,7 @@ def pack(
     prompt_mask: Tensor,
     ids: Tensor,
     response_mask: Tensor,
+    context_start: Tensor | None = None,
     *,
     joined: bool = False,
 ) -> JoinedInput:
@@ -104,8 +117,23 @@ def pack(
         prompt_mask: bool [b, P].
         ids: int64 [b, R], right-padded.
         response_mask: bool [b, R], a prefix of each row.
+        context_start: bool [b, R]; tokens that begin a new context, read without what is before.
         joined: join the rows, too, without padding, and share equal prompts.
     """
+    if context_start is not None and context_start.any():
+        counts = context_start.sum(1) + 1
+        context = context_start.cumsum(1) + (counts.cumsum(0) - counts)[:, None]
+        slots = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        offset = slots - slots.where(context_start, 0).cummax(1).values
+        rows = torch.arange(len(ids), device=ids.device).repeat_interleave(counts)
+        first = torch.cat([rows.new_ones(1), rows.diff()]).bool()
+        at = context[response_mask], offset[response_mask]
+        parts = ids.new_zeros(len(rows), ids.shape[1])
+        parts[at] = ids[response_mask]
+        real = torch.zeros_like(parts, dtype=torch.bool)
+        real[at] = True
+        prompts = prompt_ids[rows], prompt_mask[rows] & first[:, None]
+        return replace(pack(*prompts, parts, real, joined=joined), context=context, offset=offset)
     prompt_lengths = prompt_mask.sum(1)
     mask = torch.cat([prompt_mask, response_mask], dim=1)
     lengths = mask.sum(1)

@@ -169,7 +169,7 @@ def rollout_engine_and_learner_disagree(log: RunLog) -> str | None:
 @rule
 def tokens_too_old_to_train_on(log: RunLog) -> str | None:
     """These are the first tokens of long responses, whose beginnings the policy does not learn;
-    raise max_lag to the longest usual response divided by the mean length, plus one.
+    set sampler_correction="truncate", which trains on them, or raise max_lag.
     """
     share = log.last("rollout/too_old_tokens", 1.0)
     text = f"{share:.0%} of the sampled tokens are older than max_lag and do not train"
@@ -410,7 +410,10 @@ def environments_are_slower_than_the_model(log: RunLog) -> str | None:
     return f"{text}, {model:.2g} s for the model" if slow else None
 
 
-LIVE: tuple[Rule, ...] = (fewer_responses_end,)  # checked during a run, too
+LIVE: tuple[Rule, ...] = (
+    fewer_responses_end,
+    tokens_too_old_to_train_on,
+)  # checked during a run, too
 
 
 def _correlation(x: list[float], y: list[float]) -> float:

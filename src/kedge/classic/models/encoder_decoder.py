@@ -35,9 +35,15 @@ class EncoderDecoderParts:
         return Head(weight, bias, self.scale)
 
     def pack(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        ids: Tensor,
+        response_mask: Tensor,
+        context_start: Tensor | None = None,
     ) -> JoinedInput:
         """Prompts right-padded for the encoder, start token and response for the decoder."""
+        assert context_start is None  # classic trainers have no environments
         order = prompt_mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
         width = int(prompt_mask.sum(1).max())
         source = prompt_ids.masked_fill(~prompt_mask, 0).gather(1, order)[:, :width]

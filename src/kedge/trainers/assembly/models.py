@@ -250,7 +250,7 @@ class ModelStage:
     def _copy_policy(self, policy: nn.Module) -> nn.Module | None:
         """Copy the whole policy for the rollout engine, before the learner shards it."""
         setup = self.setup
-        copies = setup.engine.copies_weights or setup.args.max_lag > 0
+        copies = setup.engine.copies_weights or bool(setup.args.max_lag)
         sharded = sharding_strategy(setup.accelerator) != "none"
         if not (copies and sharded) or setup.inputs.rollout_engine is not None:
             return None
@@ -325,14 +325,16 @@ def check_models(models: Models, setup: Setup) -> None:
         check_vocabulary(all_models, tokens=min(len(setup.tokenizer), known))
     if inputs.data_collator is not None:  # the collator makes prompts later
         return
+    # An episode may be longer, if its environment begins new contexts; else it is truncated.
+    turn = getattr(args, "max_turn_tokens", None)
     for source in (setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)):
         if not isinstance(source, DatasetPrompts):
             continue
         check_length(
             {**all_models, **vllm_limit(args)},
             prompt=source.report.longest,
-            response=args.response_length,
-            option=args.length_option,
+            response=min(args.response_length, turn or args.response_length),
+            option=args.length_option if turn is None else "max_turn_tokens",
         )
         if known is not None:
             source.check_tokens(known)
@@ -424,7 +426,7 @@ def receives_weights(setup: Setup) -> bool:
     args, engine, accelerator = setup.args, setup.engine, setup.accelerator
     separate = engine.per_rank or not engine.copies_weights
     separate |= args.rollout_schedule == "as_completed"
-    samples = separate and (engine.copies_weights or args.max_lag > 0)
+    samples = separate and (engine.copies_weights or bool(args.max_lag))
     sharded = sharding_strategy(accelerator) != "none"
     needs_whole = samples or args.ray_ref_workers or setup.loading.get("quantization") is not None
     return accelerator.process_index > 0 and sharded and not needs_whole

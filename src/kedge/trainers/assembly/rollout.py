@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 PARTIAL_BATCHES_PER_WORKER = 4  # gives a fast engine more work
-IN_FLIGHT_LAG = 4  # at this lag few tokens are too old (docs/async.md)
 Kind = Literal["truncate", "mask"]
 Level = Literal["token", "sequence", "sequence_mean"]
 
@@ -57,13 +56,6 @@ class RolloutStage:
         separate = self.spec.per_rank or (self.as_completed and self.spec.copies_weights)
         self.separate = separate and self.ranks > 1
         self.options = shared_kwargs(args, load_function(self.spec.build))
-        if args.in_flight_weight_updates and args.max_lag < IN_FLIGHT_LAG:
-            logger.warning(
-                "in_flight_weight_updates=True with max_lag=%d: tokens older than %d iterations do"
-                " not train, and the first tokens of long responses are the oldest; set max_lag to"
-                " %d or more, or watch rollout/too_old_tokens",
-                *(args.max_lag, args.max_lag, IN_FLIGHT_LAG),
-            )
         if args.in_flight_weight_updates and "vllm_engine_args" in self.options:
             # Otherwise a token in flight would count as sampled with the next weights.
             given = engine_args(args.vllm_engine_args)
@@ -199,7 +191,7 @@ def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Co
 
     Explicit options act at every lag: ``sampler_correction*``, or TRL's
     ``vllm_importance_sampling_*`` where vLLM samples.  Unset, weights per token truncated at 2 are
-    on with vLLM and from ``max_lag=2``.
+    on with vLLM, from ``max_lag=2``, and in flight.
 
     Args:
         args: the config.
@@ -212,7 +204,8 @@ def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Co
     """
     asked, correction = _asked_correction(args, vllm=vllm)
     recorded = logprobs != "none"
-    if not asked and recorded and (vllm or args.max_lag >= 2):
+    in_flight = args.in_flight_weight_updates  # tokens may be older than max_lag
+    if not asked and recorded and (vllm or in_flight or args.max_lag >= 2):
         correction = Correction()
         logger.warning(
             "%s: importance weights of learner over rollout engine multiply the advantages (%s, per"

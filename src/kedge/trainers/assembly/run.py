@@ -25,14 +25,10 @@ from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.entropy_bonus import EntropyBonus
 from kedge.loop.kl_control import AdaptiveKL, FixedKL
 from kedge.loop.loop import Engine
+from kedge.math.running import RunningMoments
 from kedge.models.load import without_weights
 from kedge.protocols import RewardSource, RolloutEngine
-from kedge.rewards import (
-    MetricCapturingSource,
-    RewardLog,
-    check_sources,
-    reward_source,
-)
+from kedge.rewards import check_sources, reward_source
 from kedge.trainers.assembly.models import LearnerStage, Models, ModelStage, receives_weights
 from kedge.trainers.assembly.rollout import RolloutStage
 from kedge.trainers.assembly.setup import Setup, build_setup, pick_tokenizer, trusts_remote_code
@@ -157,7 +153,8 @@ def build_engine(
         batch_sizes=setup.sizes,
         sampling=setup.sampling,
         seed=args.seed,
-        max_lag=args.max_lag,
+        max_lag=args.max_lag or 0,
+        max_token_lag=args.max_lag if args.sampler_correction == "mask_old" else None,
         partial_batches=rollout.num_partial_batches(rollout_engine),
         in_flight_weight_updates=args.in_flight_weight_updates,
         correction=rollout.correction,
@@ -171,6 +168,9 @@ def build_engine(
             low=args.entropy_coef_min,
             high=args.entropy_coef_max,
         ),
+        reward_scale=RunningMoments(learner.all_reduce)
+        if getattr(args, "scale_rewards", None) == "running"
+        else None,
     )
 
 
@@ -261,7 +261,7 @@ class RewardStage:
             models: the policy, whose tokens are scored.
             trainer_state: returns the argument ``trainer_state`` of reward functions.
         """
-        setup, inputs, args, log = self.setup, self.setup.inputs, self.setup.args, RewardLog()
+        setup, inputs, args = self.setup, self.setup.inputs, self.setup.args
         mixture = shared_kwargs(args, reward_source) | {
             "policy_tokenizer": setup.tokenizer,
             "weights": self.weights,
@@ -277,6 +277,7 @@ class RewardStage:
         function_options: dict[str, Any] = {
             "on_error": args.on_reward_error,
             "error_score": args.reward_error_score,
+            "timeout": args.reward_timeout,
             "dataset_columns": self._columns,
         }
         source: RewardSource
@@ -295,7 +296,6 @@ class RewardStage:
                 setup.ray_cluster,
                 workers=args.ray_reward_workers,
                 gpus=args.ray_reward_gpus,
-                log=log,
                 trainer_state=trainer_state,
             )
         else:
@@ -303,14 +303,14 @@ class RewardStage:
                 self._reward_models(models.reward_adapter),
                 inputs.reward_funcs,
                 models=model_options | {"device": setup.accelerator.device},
-                functions=function_options | {"log": log, "trainer_state": trainer_state},
+                functions=function_options | {"trainer_state": trainer_state},
                 **mixture,
             )
         prompts: list[Any] = [setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)]
         for each in prompts if args.remove_unused_columns and inputs.rollout_func is None else ():
             if isinstance(each, DatasetPrompts):
                 each.keep(getattr(source, "columns", None))
-        return MetricCapturingSource(source, log)
+        return source
 
 
 def check_reward_adapter(args: OnPolicyConfig, *, sharded: bool) -> None:
