@@ -58,12 +58,7 @@ class ConfigType(type):
     """
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
-        """Build a config.
-
-        Raises:
-            OptionError: an unknown name.
-            ConfigError: a value or a combination that cannot work.
-        """
+        """Build a config."""
         options |= dict(zip(fields_of(cls), args, strict=False))
         known = {**fields_of(cls), **foreign(cls)}
         extra = {}  # arguments of a subclass's own __init__, which are not options
@@ -102,10 +97,6 @@ def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         cls: the config class, whose ``convert`` handles values that depend on others.
         options: names and values as the caller gave them.
-
-    Raises:
-        OptionError: an unknown name.
-        ConfigError: an unsupported name, two names of one option, or a value of a wrong type.
     """
     defaults = {name: default_of(f) for name, f in fields_of(cls).items()}
     values: dict[str, Any] = {}
@@ -127,12 +118,7 @@ def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def translate_option(cls: type, name: str, value: Any) -> tuple[str | None, Any]:
-    """The field that a name stands for, and the checked value; None if there is no field.
-
-    Raises:
-        OptionError: an unknown name.
-        ConfigError: the name is not supported, or the value is invalid.
-    """
+    """The field that a name stands for, and the checked value; None if there is no field."""
     own = fields_of(cls)
     entry: Any = status(cls, name) if name in own else foreign(cls).get(name)
     if name in own and isinstance(entry, str | None):
@@ -300,11 +286,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         """
 
     def checked(self: Config) -> Config:
-        """A copy for a trainer; combinations are checked again if an option was set since.
-
-        Raises:
-            ConfigError: a combination that cannot work.
-        """
+        """A copy for a trainer; combinations are checked again if an option was set since."""
         config = copy.copy(self)
         if self.changed:
             config._fill_defaults()

@@ -44,9 +44,6 @@ def train(options: Options, **given: Any) -> Any:
 
     Returns:
         The trainer.
-
-    Raises:
-        KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, once a checkpoint is written.
     """
     from kedge.trainers.run.files import check_targets, lock_output_dir
 
@@ -112,9 +109,6 @@ def build(
         tokenizer: instead of the one next to the model.
         value_model: instead of ``value_model_path``.
         new_run: whether a new run starts, so that ``output_dir`` must not hold checkpoints.
-
-    Raises:
-        ConfigError: a value model for an algorithm without one, or whatever the trainer refuses.
     """
     from kedge.rewards.build import find_tokenizer, load_model
     from kedge.trainers.assembly.setup import init_kwargs
@@ -177,9 +171,6 @@ def model_names(options: Options) -> ModelPaths:
 
     The policy is ``sft_model_path`` if given, else ``model_name_or_path``.  With ``dummy_reward``
     and no reward, a randomly initialized reward head on the policy stands in, to try a run.
-
-    Raises:
-        ConfigError: no model or no reward is given, or a folder does not exist.
     """
     given, config, script = options.given, options.config, options.script
     main_name, value_name = options.model.model_name_or_path, script.value_model_path
@@ -211,11 +202,7 @@ _NEEDS = {
 
 
 def find_reward(options: Options, policy: str) -> str | None:
-    """The name of the reward model; None if reward functions or an environment score alone.
-
-    Raises:
-        ConfigError: nothing scores responses, or a flag would have no effect.
-    """
+    """The name of the reward model; None if reward functions or an environment score alone."""
     given, script, config = options.given, options.script, options.config
     for amount, switch in _NEEDS.items():
         if amount in given and not getattr(script, switch):
@@ -277,11 +264,7 @@ def build_rewards(options: Options, *, model: bool) -> tuple[list[Any], list[flo
 
 
 def load_tokenizer(name: str, options: ModelArguments, revision: str | None = None) -> Any:
-    """The tokenizer saved with a model; ``revision`` replaces that of the model.
-
-    Raises:
-        ConfigError: it is missing or cannot be read.
-    """
+    """The tokenizer saved with a model; ``revision`` replaces that of the model."""
     from kedge.models import load
 
     revision = revision or options.model_revision
@@ -291,11 +274,7 @@ def load_tokenizer(name: str, options: ModelArguments, revision: str | None = No
 def load_policy(
     name: str, options: ModelArguments, *, more: Mapping[str, Any] | None = None
 ) -> Any:
-    """The policy; ``more`` are arguments of ``from_pretrained`` that override the flags.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
+    """The policy; ``more`` are arguments of ``from_pretrained`` that override the flags."""
     from kedge.models import load
     from kedge.trainers.assembly.setup import to_load_kwargs
 
@@ -325,9 +304,6 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
     Args:
         spec: a built-in name, ``file.py:name`` or ``module:name``.
         options: keyword arguments of its factory function, as a JSON object.
-
-    Raises:
-        ConfigError: it does not exist, is not an algorithm, or does not accept an option.
     """
     from kedge import Algorithm
     from kedge.algorithms import reinforce_pp, remax

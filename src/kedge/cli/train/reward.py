@@ -81,11 +81,7 @@ def load_pairs(script: RewardArguments, config: Any) -> tuple[Any, Any]:
 
 
 def load_scorer(name: str, options: Any) -> Any:
-    """A sequence-classification model with one label.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
+    """A sequence-classification model with one label."""
     from transformers import AutoModelForSequenceClassification
 
     from kedge.models.load import without_loading_report
@@ -100,11 +96,7 @@ def load_scorer(name: str, options: Any) -> Any:
 
 
 def load_references(rows: Any, script: RewardArguments) -> list[str] | None:
-    """Prompt and reference answer of the first rows, joined into one text per row.
-
-    Raises:
-        DataError: the column does not exist or does not hold text.
-    """
+    """Prompt and reference answer of the first rows, joined into one text per row."""
     name = script.reference_column
     if name in (None, "none"):
         return None

@@ -29,11 +29,7 @@ class BeforeArguments:
 
 
 def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
-    """The parser of a step: data options, TRL's configuration and model loading.
-
-    Raises:
-        ConfigError: TRL is not installed.
-    """
+    """The parser of a step: data options, TRL's configuration and model loading."""
     try:
         from trl.trainer.reward_config import RewardConfig
         from trl.trainer.sft_config import SFTConfig
@@ -53,11 +49,7 @@ parser = partial(build_parser, "sft", BeforeArguments)
 
 
 def read_step(parser: Parser, argv: Sequence[str]) -> tuple[Any, Any, Any]:
-    """Parse and check the flags of a step before anything is loaded.
-
-    Raises:
-        ConfigError: an unknown flag, or a missing model, dataset or output folder.
-    """
+    """Parse and check the flags of a step before anything is loaded."""
     import torch
 
     from kedge.trainers.run.files import check_targets

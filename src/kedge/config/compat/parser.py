@@ -62,11 +62,7 @@ class ConfigParser(HfArgumentParser):
     def parse_args_into_dataclasses(  # type: ignore[override]
         self, args: Any = None, return_remaining_strings: bool = False, **options: Any
     ) -> tuple[Any, ...]:
-        """One object per dataclass, followed by unknown flags if requested.
-
-        Raises:
-            ValueError: unknown flags.
-        """
+        """One object per dataclass, followed by unknown flags if requested."""
         if not any(isinstance(kind, ConfigType) for kind in self.dataclass_types):
             return super().parse_args_into_dataclasses(args, return_remaining_strings, **options)
         namespace, rest = self.parse_known_args(args)
@@ -78,11 +74,7 @@ class ConfigParser(HfArgumentParser):
         return (*configs, rest) if return_remaining_strings else configs
 
     def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """One object per dataclass from values by name.
-
-        Raises:
-            ValueError: unknown names.
-        """
+        """One object per dataclass from values by name."""
         unknown = sorted(args.keys() - {action.dest for action in self._actions})
         if unknown and not allow_extra_keys:
             raise ValueError(f"Some keys are not used by the HfArgumentParser: {unknown}")

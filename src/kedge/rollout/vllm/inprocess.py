@@ -96,11 +96,7 @@ class InProcess:
             yield
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
-        """Add requests by key, and sample until one is complete, at most 16 steps.
-
-        Raises:
-            RolloutError: vLLM rejected a request.
-        """
+        """Add requests by key, and sample until one is complete, at most 16 steps."""
         results: dict[int, GenerationResult] = {}
         with self._quiet():
             for key, request in new.items():
@@ -139,11 +135,7 @@ class InProcess:
         self._starts.clear()
 
     def load(self, payload: WeightPayload, version: int) -> None:
-        """Load the weights or the adapter, and reset the prefix cache.
-
-        Raises:
-            SyncError: vLLM rejected them.
-        """
+        """Load the weights or the adapter, and reset the prefix cache."""
         try:
             with self._quiet():
                 if payload.adapter is not None:
@@ -162,11 +154,7 @@ class InProcess:
         self._llm.collective_rpc("reload_weights", kwargs=source)
 
     def transfer(self, method: str, **arguments: Any) -> None:
-        """Call a method of vLLM's weight transfer on every worker process of this vLLM.
-
-        Raises:
-            SyncError: the call failed.
-        """
+        """Call a method of vLLM's weight transfer on every worker process of this vLLM."""
         try:
             with self._quiet():
                 self._llm.collective_rpc(method, kwargs=arguments)
@@ -177,9 +165,6 @@ class InProcess:
         """Reset the prefix cache and set the version of the weights.
 
         Running requests keep the keys and values of the old weights.
-
-        Raises:
-            SyncError: another client uses this vLLM.
         """
         if not self._llm.reset_prefix_cache() and not self._held:
             raise SyncError("vLLM did not reset its prefix cache: requests are still running")

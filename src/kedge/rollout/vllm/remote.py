@@ -152,12 +152,7 @@ class Remote:
         return bool(self._held)
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
-        """Add requests by key, and wait briefly; returns results by key.
-
-        Raises:
-            LostServerError: the server died or hangs; raised after all results, drops requests.
-            RolloutError: the server rejects a request; raised in the same way.
-        """
+        """Add requests by key, and wait briefly; returns results by key."""
         if not self._held:
             self._heard = time.monotonic()
         model = {} if self._adapter is None else {"model": self._adapter}
@@ -207,11 +202,7 @@ class Remote:
             self._background = None
 
     def load(self, payload: WeightPayload, version: int) -> None:
-        """Load the weights or the adapter, and reset the prefix cache.
-
-        Raises:
-            SyncError: vLLM rejected them.
-        """
+        """Load the weights or the adapter, and reset the prefix cache."""
         folder = self._files.store(payload)
         self._loads += 1
         (before, self._folder), previous = (self._folder, folder), self._adapter
@@ -222,11 +213,7 @@ class Remote:
         del before  # vLLM may read an adapter's files until it is unloaded
 
     def reload(self, version: int) -> None:
-        """Load the last written weights again, for example after a restart.
-
-        Raises:
-            SyncError: vLLM rejected them.
-        """
+        """Load the last written weights again, for example after a restart."""
         assert self._folder is not None  # set when weights were loaded
         folder = str(self._folder.path)
         path = "/collective_rpc"
@@ -360,12 +347,7 @@ class Remote:
 
 
 def read_json(response: httpx.Response) -> Any:
-    """The body of a successful response.
-
-    Raises:
-        LostServerError: status 500 or above.
-        RolloutError: status 400 to 499.
-    """
+    """The body of a successful response."""
     path, text = response.request.url.path, response.text[:500]
     if response.status_code >= 500:
         raise LostServerError(f"the vLLM server failed at {path}: {text}")

@@ -198,9 +198,6 @@ def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Co
         engine: name of the rollout engine, for messages.
         vllm: whether vLLM samples.
         logprobs: ``RolloutEngine.logprob_kind``.
-
-    Raises:
-        ConfigError: options contradict each other, or the rollout engine cannot support them.
     """
     asked, correction = _asked_correction(args, vllm=vllm)
     recorded = logprobs != "none"

@@ -46,12 +46,7 @@ N_PLUS = "(Huang et al. 2024, arXiv:2403.17031)"
 
 
 def assemble_run(inputs: TrainerInputs) -> Run:
-    """Build everything a run needs; all options are checked before any weights are loaded.
-
-    Raises:
-        ConfigError: invalid or conflicting options.
-        DataError: invalid prompts.
-    """
+    """Build everything a run needs; all options are checked before any weights are loaded."""
     make_environment, args = None, inputs.args
     if any((inputs.tools, inputs.environment_factory, inputs.rollout_func)) or any(
         x is not None for x in (inputs.environment, args.environment, args.environment_kwargs)

@@ -91,12 +91,7 @@ class Setup:
 
 
 def build_setup(inputs: TrainerInputs) -> Setup:
-    """Check the output folders, tokenize the prompts and derive the sizes.
-
-    Raises:
-        ConfigError: invalid or conflicting options.
-        DataError: invalid prompts.
-    """
+    """Check the output folders, tokenize the prompts and derive the sizes."""
     args = inputs.args
     check_targets(args)
     accelerator = accelerator_for(args)
