@@ -89,8 +89,8 @@ MUTANTS = [
     Mutant(
         "value of the state after its token",
         "models/packing.py",
-        "(prompts + self.prompt_lengths)[row]) - 1",
-        "(prompts + self.prompt_lengths)[row])",
+        "return (after - 1).clamp(min=0)",
+        "return after",
         GRADIENT + " " + LEARNER,
     ),
     Mutant(
@@ -102,7 +102,7 @@ MUTANTS = [
     ),
     Mutant(
         "classic moments of batches are averaged",
-        "classic/samples.py",
+        "math/running.py",
         "self.squares += squares + gap**2 * self.count * count / both",
         "self.squares += squares",
         "tests/unit/test_classic_scores.py",

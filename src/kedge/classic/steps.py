@@ -39,13 +39,7 @@ from kedge.classic.samples import (
     response_mask,
     with_start,
 )
-from kedge.classic.stats_recorder import (
-    LISTS,
-    STAGES,
-    OptimizerStep,
-    over_steps,
-    update_statistics,
-)
+from kedge.classic.stats_recorder import LISTS, STAGES, OptimizerStep, over_steps, update_statistics
 from kedge.errors import ConfigError, DataError
 from kedge.learner.learner import HFLearner
 from kedge.loop.early_stopping import KL, RATIO, StepLimits

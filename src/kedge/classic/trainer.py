@@ -52,13 +52,7 @@ from kedge.classic.samples import (
     pad_id,
     pad_tensors,
 )
-from kedge.classic.stats_recorder import (
-    KEYS,
-    STAGES,
-    StatsRecorder,
-    over_steps,
-    update_statistics,
-)
+from kedge.classic.stats_recorder import KEYS, STAGES, StatsRecorder, over_steps, update_statistics
 from kedge.classic.steps import ESTIMATORS, GradientAccumulator, PPOSteps, step_by_step
 from kedge.errors import CheckpointError, ConfigError, DataError
 from kedge.learner.optim import check_optimizer_covers
@@ -670,11 +664,7 @@ def _as_lists(rows: Sequence[Any]) -> Any:
 
 @torch.no_grad()
 def _sample(
-    model: Any,
-    ids: Tensor,
-    mask: Tensor,
-    length: Callable[[], int] | None,
-    options: dict[str, Any],
+    model: Any, ids: Tensor, mask: Tensor, length: Callable[[], int] | None, options: dict[str, Any]
 ) -> Tensor:
     """Call ``generate`` with options that transformers 5 accepts: int top_k, min_length >= 0."""
     options = dict(options)

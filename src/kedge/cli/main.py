@@ -14,7 +14,7 @@ from kedge.trainers import TRAINERS
 
 _PACKAGES = {
     "kedge.demo": {
-        "demo": "train a small model with RLHF from nothing, in about four minutes on a CPU",
+        "demo": "train a small model with RLHF from nothing, in about four minutes on a CPU"
     },
     "kedge.cli.train": {
         **{name: text for name, (_, text) in TRAINERS.items()},

@@ -15,14 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.math.rewards import place_score
-from kedge.types import (
-    PER_EPISODE,
-    Episodes,
-    PromptBatch,
-    RewardOutput,
-    Rollout,
-    Sampling,
-)
+from kedge.types import PER_EPISODE, Episodes, PromptBatch, RewardOutput, Rollout, Sampling
 
 _RESERVE = 64  # tokens
 # Reasons for the end of an episode: the environment ends it (or cuts it off), an answer without a

@@ -30,13 +30,7 @@ from kedge.environments.episode import (
     stack_rows,
     turn_seed,
 )
-from kedge.environments.pool import (
-    Calls,
-    EnvironmentPool,
-    MakeEnvironment,
-    OnError,
-    RunningCalls,
-)
+from kedge.environments.pool import Calls, EnvironmentPool, MakeEnvironment, OnError, RunningCalls
 from kedge.environments.turn_tokens import TurnTokens, as_messages
 from kedge.errors import ConfigError, LostRequestsError, RewardError, RolloutError
 from kedge.protocols import NewContext, Observation, RolloutEngine
@@ -125,9 +119,7 @@ class EnvironmentRollouts:
             keeps_last=keep_last_observation,
         )
         self._environments = EnvironmentPool(
-            make_environment,
-            Calls(timeout=timeout, most=max_concurrency),
-            on_error=on_env_error,
+            make_environment, Calls(timeout=timeout, most=max_concurrency), on_error=on_env_error
         )
         self._tokens = TurnTokens(tokenizer, chat_template_kwargs=chat_template_kwargs)
         ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))

@@ -42,11 +42,7 @@ class ToolEnvironment:
     reads_calls = True  # the chat template's tool calls must be parsed
 
     def __init__(
-        self,
-        tools: Sequence[Tool] = (),
-        target: Any = None,
-        *,
-        max_iterations: int | None = None,
+        self, tools: Sequence[Tool] = (), target: Any = None, *, max_iterations: int | None = None
     ) -> None:
         self._target, self._max_iterations = target, max_iterations
         methods = [] if target is None else _methods(target)

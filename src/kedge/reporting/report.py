@@ -28,11 +28,7 @@ Row = dict[str, Any]
 
 
 def gather(
-    run: str | Path,
-    *,
-    meanings: Mapping[str, str],
-    prefixes: Mapping[str, str],
-    most: int = 5000,
+    run: str | Path, *, meanings: Mapping[str, str], prefixes: Mapping[str, str], most: int = 5000
 ) -> dict[str, Any]:
     """All data of the report page, as JSON values.
 

@@ -39,13 +39,7 @@ class TokenLog:
     """
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        rows: int,
-        due: Callable[[int], bool],
-        learner: Learner,
-        tokenizer: Any,
+        self, root: Path, *, rows: int, due: Callable[[int], bool], learner: Learner, tokenizer: Any
     ) -> None:
         self.folder, self.rows, self.due = root / FOLDER, rows, due
         self.learner, self.tokenizer = learner, tokenizer

@@ -66,11 +66,7 @@ class DecodeGraph:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        layers: list[GrowingLayer],
-        mask: Tensor | None,
-        position: Tensor,
+        self, model: nn.Module, layers: list[GrowingLayer], mask: Tensor | None, position: Tensor
     ) -> None:
         self._name = type(model).__name__
         self._layers = layers

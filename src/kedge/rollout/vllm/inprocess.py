@@ -228,11 +228,7 @@ def fixed_args(spec: PolicyTemplate) -> dict[str, Any]:
     """Engine arguments that must not change, so that samples come from the policy."""
     lora: dict[str, Any] = {}
     if spec.adapter is not None:
-        lora = {
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_lora_rank": max_lora_rank(spec.adapter),
-        }
+        lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank(spec.adapter)}
     return lora | {
         "runner": "generate",
         "skip_tokenizer_init": spec.tokenizer is None,
