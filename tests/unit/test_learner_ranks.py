@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from peft import LoraConfig
 
 from kedge.algorithms import ppo
+from kedge.learner.learner_state import WeightCopier
 from kedge.learner.reference import AdapterReference, frozen_copy
 from kedge.loop.micro_batches import micro_batches
 from kedge.models.fingerprint import fingerprint, full_tensor, policy_weights
@@ -103,6 +104,9 @@ def run(mode: str, out: str) -> None:
         gathered = count_gathers()
         kinds = {"values": True, "reference": False, "full_kl": False}
         said = found.compute_logprobs(rollout(6).rows(mine), **kinds)
+        copies = WeightCopier(first_only=True, dtype=torch.bfloat16)(found.policy)
+        assert copies.fingerprint == found.fingerprint()  # of float32
+        assert {x.dtype for x in copies.values()} <= {torch.bfloat16}
         note.append(gathered.copy() | {"logprobs": float(found.all_reduce(said.logprobs.sum()))})
     for i in range(4):
         if i == 2:  # go on in another learner

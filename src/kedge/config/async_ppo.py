@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from kedge.config.compat.open_instruct import OPEN_INSTRUCT
 from kedge.config.compat.trl import TRL
-from kedge.config.declare import Foreign, option
+from kedge.config.declare import SECONDS, Foreign, option
 from kedge.config.ppo import PPOConfig
 from kedge.config.rollout_engines import engine_args, find_engine
 from kedge.errors import ConfigError
@@ -132,6 +132,14 @@ class AsyncPPOConfig(PPOConfig):
     single_gpu_mode: bool = _place(False, "Learner and rollout engine share one GPU.")
     max_failures: int = _place(
         0, "Restarts from the newest checkpoint after a learner or its node is lost.", ge=0
+    )
+    worker_stop_timeout: float = _place(
+        3600.0,
+        "Seconds from the end of the iteration after which a signal stops the run until all "
+        "learners on Ray have written a checkpoint and ended.",
+        gt=0,
+        le=SECONDS,
+        resume=False,
     )
     deepspeed_stage: int = _place(
         0,

@@ -214,6 +214,14 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
     def _explain(self, error: Exception) -> str:
         """The error of transformers, preceded by the options it names or that were set."""
         text = " ".join(str(error).split()) or type(error).__name__
+        if (self.world_size or 1) > 1 and any(
+            word in text for word in ("Gloo", "NCCL", "TCPStore")
+        ):
+            return (
+                f"the {self.world_size} processes cannot reach each other: {text}; set"
+                " GLOO_SOCKET_IFNAME, with GPUs NCCL_SOCKET_IFNAME, to the network interface that"
+                " connects their machines"
+            )
         theirs = TrainingArguments.__dataclass_fields__
         changed = {
             f.name: f"{f.name}={format_value(value)}"

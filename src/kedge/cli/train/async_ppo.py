@@ -203,6 +203,7 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
             start=config.worker_start_timeout,
             heartbeat=config.worker_heartbeat,
             patience=config.worker_timeout,
+            stop=config.worker_stop_timeout,
         ),
         on_row=lambda row: screen.log(row, step=int(row["step"])),
     )

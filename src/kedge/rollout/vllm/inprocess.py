@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kedge.errors import ConfigError, RolloutError, SyncError, install_command
+from kedge.rollout.liveness import starting
 from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, allowed_matrix
 from kedge.rollout.vllm.weight_files import WeightFolder
@@ -31,6 +32,11 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+# Warnings of vLLM that say what is so by design: rotary embeddings have no weights, and requests in
+# flight keep the keys and values of old weights.
+_HARMLESS = ("RotaryEmbedding: Failed to load weights", "Failed to reset prefix cache because some")
 
 
 class InProcess:
@@ -57,9 +63,8 @@ class InProcess:
         *,
         shares_gpu: bool = True,
     ) -> None:
-        self._folder = WeightFolder(tempfile.gettempdir())
-        folder = self._folder.path
-        spec.write(folder, weights)
+        folder = WeightFolder(tempfile.gettempdir())
+        spec.write(folder.path, weights)
         arguments = fixed_args(spec) | device_args(shares_gpu=shares_gpu) | dict(engine_args or {})
         self._joins = dist.is_initialized() and dist.get_world_size() > 1
         self._workers = int(arguments.get("tensor_parallel_size", 1))
@@ -69,15 +74,12 @@ class InProcess:
             arguments = {"distributed_executor_backend": "mp"} | arguments
         self._eager = bool(arguments.get("enforce_eager"))
         try:
-            self._llm = _start(str(folder), arguments, self._quiet)
-        except BaseException:
-            self._folder.delete()
-            raise
-        for file in folder.glob("*.safetensors"):
-            file.unlink()
+            with starting("vLLM in this process imports and loads"):
+                self._llm = _start(str(folder.path), arguments, self._quiet)
+        finally:
+            folder.delete()  # all is read, and nothing is left if this process is killed
         _restore_call(spec.meta_model)
         self._adapter: Any = None  # vllm.lora.request.LoRARequest
-        self._adapters = WeightFolder()
         self._loads = 0
         self._version = 0
         self._count = 0  # number of requests so far
@@ -177,14 +179,16 @@ class InProcess:
         from vllm.lora.request import LoRARequest
 
         self._loads += 1
-        folder = self._adapters.path / f"adapter-{self._loads}"
-        payload.write(folder)
-        lora = LoRARequest(folder.name, self._loads, str(folder))
-        if self._adapter is not None:
-            self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
-            shutil.rmtree(self._adapter.lora_path)
-        if not self._llm.llm_engine.add_lora(lora):
-            raise RuntimeError("the adapter was not added")
+        folder = WeightFolder()
+        try:
+            payload.write(folder.path)
+            lora = LoRARequest(f"adapter-{self._loads}", self._loads, str(folder.path))
+            if self._adapter is not None:
+                self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
+            if not self._llm.llm_engine.add_lora(lora):
+                raise RuntimeError("the adapter was not added")
+        finally:
+            folder.delete()  # it is read
         return lora
 
     def version(self) -> int:
@@ -220,8 +224,6 @@ class InProcess:
             with _keep_process_group() if self._joins else contextlib.nullcontext():
                 self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
-        self._adapters.delete()
-        self._folder.delete()
 
 
 def fixed_args(spec: PolicyTemplate) -> dict[str, Any]:
@@ -287,6 +289,10 @@ def _start(folder: str, arguments: dict[str, Any], quiet: Any) -> Any:
         with quiet():
             from vllm import LLM
 
+            for handler in logging.getLogger("vllm").handlers:
+                handler.addFilter(
+                    lambda record: not any(text in record.getMessage() for text in _HARMLESS)
+                )
             return LLM(folder, **arguments)
     except ImportError as error:
         raise ConfigError(
