@@ -172,9 +172,9 @@ def test_a_learner_that_dies_or_hangs_ends_the_run(fault, message, tmp_path):
     assert (tmp_path / "checkpoint-2").is_dir()
 
 
-@pytest.mark.parametrize("strike", ["pause", "held"])
+@pytest.mark.parametrize(("strike", "limit"), [("pause", 60), ("held", 4)])
 def test_a_signal_stops_after_this_iteration_with_a_checkpoint_and_no_process_is_left(
-    strike, tmp_path
+    strike, limit, tmp_path
 ):
     """The limit counts from the end of the iteration, which is longer; one is held after it."""
     code = f"""
@@ -184,7 +184,7 @@ def test_a_signal_stops_after_this_iteration_with_a_checkpoint_and_no_process_is
         options = {{"total_episodes": 80000, "max_lag": 1, "output_dir": {str(tmp_path)!r}}}
         launch(
             Train(options=options, strike=(0, 3, {strike!r})), learners=[2],
-            limits=LaunchLimits(heartbeat=0.5, patience=5.0, stop=4.0),
+            limits=LaunchLimits(heartbeat=0.5, patience=5.0, stop={limit}),
             on_row=lambda row: print(row.get("step"), flush=True),
         )
     """
@@ -200,7 +200,7 @@ def test_a_signal_stops_after_this_iteration_with_a_checkpoint_and_no_process_is
     theirs = psutil.Process(process.pid).children(recursive=True)
     assert len(theirs) > 4
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=120)[1]
+    said = process.communicate(timeout=200)[1]
     if strike == "pause":
         assert process.returncode == 128 + signal.SIGTERM
     else:

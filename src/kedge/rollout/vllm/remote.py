@@ -190,7 +190,9 @@ class Remote:
             response = await client.post(_GENERATE, json=json)
             if response.status_code not in _OVERLOADED or time.monotonic() + pause > give_up:
                 break
+            self._pausing += 1
             await asyncio.sleep(pause)
+            self._pausing -= 1
             pause = min(2 * pause, self._heartbeat)
         return _result(read_json(response), request, self._version)
 
@@ -199,7 +201,7 @@ class Remote:
         self._held.clear()
         if self._background is not None:
             self._background.close()
-            self._background = None
+            self._background, self._pausing = None, 0
 
     def load(self, payload: WeightPayload, version: int) -> None:
         """Load the weights or the adapter, and reset the prefix cache."""
@@ -319,9 +321,8 @@ class Remote:
         """Poll the server's engine loop."""
         try:
             with reporting_silence(self._name, self._patience):
-                read_json(
-                    self._client.get("/weight_info" if self._reports_versions else "/is_paused")
-                )
+                path = "/weight_info" if self._reports_versions else "/is_paused"
+                read_json(self._send(lambda: self._client.get(path)))
         except httpx.TimeoutException:
             raise LostServerError(
                 f"{self._name} did not respond for {self._patience:g} s (worker_timeout)"
@@ -338,9 +339,19 @@ class Remote:
 
     def _request(self, send: Callable[[], httpx.Response]) -> Any:
         try:
-            return read_json(send())
+            return read_json(self._send(send))
         except httpx.TransportError as error:
             raise self._gone(error) from error
+
+    def _send(self, send: Callable[[], httpx.Response]) -> httpx.Response:
+        """The response; sent again while the server is overloaded, at most ``patience`` seconds."""
+        give_up, pause = time.monotonic() + self._patience, _PAUSE
+        while True:
+            response = send()
+            if response.status_code not in _OVERLOADED or time.monotonic() + pause > give_up:
+                return response
+            time.sleep(pause)
+            pause = min(2 * pause, self._heartbeat)
 
     def _gone(self, error: httpx.TransportError) -> LostServerError:
         return LostServerError(f"{self._name} is gone: {error!r}{self._way_out}")
