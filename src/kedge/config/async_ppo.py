@@ -170,11 +170,7 @@ class AsyncPPOConfig(PPOConfig):
 
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
-        """Convert options that are not plain aliases to those of ``PPOConfig``.
-
-        Raises:
-            ConfigError: sizes that do not divide, or two options that contradict each other.
-        """
+        """Convert options that are not plain aliases to those of ``PPOConfig``."""
         super().convert(c, given)
         _convert_sizes(c)
         if c.warm_up_steps:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from kedge.errors import CheckpointError
 from kedge.learner.distributed import raise_on_all_ranks
 from kedge.learner.sharding import shard_like
-from kedge.models.fingerprint import FingerprintSums, WeightsCopy, full, policy_weights
+from kedge.models.fingerprint import FingerprintSums, WeightsCopy, full_tensor, policy_weights
 from kedge.types import StoredTensor
 
 Stage = Callable[[Iterable[tuple[str, Tensor]]], WeightsCopy]
@@ -56,7 +56,7 @@ class WeightCopier:
             nonlocal left
             for name, p in named.items():
                 sent = p.to(self._dtype_of(p))
-                x = full_on_first(sent) if self.first_only else full(sent)
+                x = full_on_first(sent) if self.first_only else full_tensor(sent)
                 left -= 1
                 yield name, x
 

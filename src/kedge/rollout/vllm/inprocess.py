@@ -98,11 +98,7 @@ class InProcess:
             yield
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
-        """Add requests by key, and sample until one is complete, at most 16 steps.
-
-        Raises:
-            RolloutError: vLLM rejected a request.
-        """
+        """Add requests by key, and sample until one is complete, at most 16 steps."""
         results: dict[int, GenerationResult] = {}
         with self._quiet():
             for key, request in new.items():
@@ -141,11 +137,7 @@ class InProcess:
         self._starts.clear()
 
     def load(self, payload: WeightPayload, version: int) -> None:
-        """Load the weights or the adapter, and reset the prefix cache.
-
-        Raises:
-            SyncError: vLLM rejected them.
-        """
+        """Load the weights or the adapter, and reset the prefix cache."""
         try:
             with self._quiet():
                 if payload.adapter is not None:
@@ -164,11 +156,7 @@ class InProcess:
         self._llm.collective_rpc("reload_weights", kwargs=source)
 
     def transfer(self, method: str, **arguments: Any) -> None:
-        """Call a method of vLLM's weight transfer on every worker process of this vLLM.
-
-        Raises:
-            SyncError: the call failed.
-        """
+        """Call a method of vLLM's weight transfer on every worker process of this vLLM."""
         try:
             with self._quiet():
                 self._llm.collective_rpc(method, kwargs=arguments)
@@ -179,9 +167,6 @@ class InProcess:
         """Reset the prefix cache and set the version of the weights.
 
         Running requests keep the keys and values of the old weights.
-
-        Raises:
-            SyncError: another client uses this vLLM.
         """
         if not self._llm.reset_prefix_cache() and not self._held:
             raise SyncError("vLLM did not reset its prefix cache: requests are still running")
@@ -245,11 +230,7 @@ def fixed_args(spec: PolicyTemplate) -> dict[str, Any]:
     """Engine arguments that must not change, so that samples come from the policy."""
     lora: dict[str, Any] = {}
     if spec.adapter is not None:
-        lora = {
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_lora_rank": max_lora_rank(spec.adapter),
-        }
+        lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank(spec.adapter)}
     return lora | {
         "runner": "generate",
         "skip_tokenizer_init": spec.tokenizer is None,
@@ -274,12 +255,7 @@ def device_args(*, shares_gpu: bool) -> dict[str, Any]:
 
 
 def _rank_args(workers: int) -> dict[str, Any]:
-    """Engine arguments of a vLLM on each rank of a process group.
-
-    Raises:
-        ConfigError: tensor parallelism, which would make the ranks sample the same prompts, or no
-            launcher.
-    """
+    """Engine arguments of a vLLM on each rank of a process group."""
     if workers > 1:
         raise ConfigError(
             f"vllm_tensor_parallel_size={workers} with rollout_engine='vllm' and"

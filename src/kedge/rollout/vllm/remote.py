@@ -153,12 +153,7 @@ class Remote:
         return bool(self._held)
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
-        """Add requests by key, and wait briefly; returns results by key.
-
-        Raises:
-            LostServerError: the server died or hangs; raised after all results, drops requests.
-            RolloutError: the server rejects a request; raised in the same way.
-        """
+        """Add requests by key, and wait briefly; returns results by key."""
         if not self._held:
             self._heard = time.monotonic()
         model = {} if self._adapter is None else {"model": self._adapter}
@@ -210,11 +205,7 @@ class Remote:
             self._background, self._pausing = None, 0
 
     def load(self, payload: WeightPayload, version: int) -> None:
-        """Load the weights or the adapter, and reset the prefix cache.
-
-        Raises:
-            SyncError: vLLM rejected them.
-        """
+        """Load the weights or the adapter, and reset the prefix cache."""
         folder = self._files.store(payload)
         self._loads += 1
         (before, self._folder), previous = (self._folder, folder), self._adapter
@@ -225,11 +216,7 @@ class Remote:
         del before  # vLLM may read an adapter's files until it is unloaded
 
     def reload(self, version: int) -> None:
-        """Load the last written weights again, for example after a restart.
-
-        Raises:
-            SyncError: vLLM rejected them.
-        """
+        """Load the last written weights again, for example after a restart."""
         assert self._folder is not None  # set when weights were loaded
         folder = str(self._folder.path)
         path = "/collective_rpc"
@@ -317,11 +304,7 @@ class Remote:
         return self._client.get("/server_info", params=query, timeout=self._slow)
 
     def _check_in_flight(self) -> None:
-        """Check by the server's own request count that it is working.
-
-        Raises:
-            LostServerError: the server has had no request for ``patience`` seconds.
-        """
+        """Check by the server's own request count that it is working."""
         response = self._client.get("/metrics")
         counts = _REQUESTS.findall(response.text) if response.status_code == 200 else []
         if not counts or any(float(count) for count in counts):  # no metrics, or requests running
@@ -376,12 +359,7 @@ class Remote:
 
 
 def read_json(response: httpx.Response) -> Any:
-    """The body of a successful response.
-
-    Raises:
-        LostServerError: status 500 or above.
-        RolloutError: status 400 to 499.
-    """
+    """The body of a successful response."""
     path, text = response.request.url.path, response.text[:500]
     if response.status_code >= 500:
         raise LostServerError(f"the vLLM server failed at {path}: {text}")
@@ -393,11 +371,7 @@ def read_json(response: httpx.Response) -> Any:
 
 
 def _result(body: Any, request: GenerationRequest, loaded: int) -> GenerationResult:
-    """Parse a response; before vLLM 0.32 its version is that of the weights ``loaded``.
-
-    Raises:
-        RolloutError: the body does not come from vLLM but, for example, from a proxy.
-    """
+    """Parse a response; before vLLM 0.32 its version is that of the weights ``loaded``."""
     with _reading(_GENERATE):
         result = _parse_choice(body["choices"][0], loaded)
         if len(result.tokens) != len(result.logprobs):

