@@ -11,7 +11,7 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 1_980,
+    ".": 1_990,
     "algorithms": 1_080,
     "checkpoint": 960,
     "classic": 3_870,
@@ -21,7 +21,7 @@ BUDGETS = {
     "data": 740,
     "demo": 500,
     "environments": 2_480,
-    "environments/adapters": 540,
+    "environments/adapters": 740,
     "environments/games": 500,
     "judges": 605,
     "learner": 1_710,

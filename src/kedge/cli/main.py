@@ -14,7 +14,7 @@ from kedge.trainers import TRAINERS
 
 _PACKAGES = {
     "kedge.demo": {
-        "demo": "train a small model with RLHF from nothing, in about four minutes on a CPU",
+        "demo": "train a small model with RLHF from nothing, in about four minutes on a CPU"
     },
     "kedge.cli.train": {
         **{name: text for name, (_, text) in TRAINERS.items()},
@@ -93,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def find_module(name: str) -> ModuleType:
     """The module of a command in ``COMMANDS``."""
     package = next(package for package, commands in _PACKAGES.items() if name in commands)
-    file = {"rloo": "ppo", "grpo": "ppo"}.get(name, name.replace("-", "_"))
+    own = name not in TRAINERS or name == "async-ppo"
+    file = name.replace("-", "_") if own else "ppo"
     return importlib.import_module(f"{package}.{file}")
 
 
@@ -114,7 +115,7 @@ def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, 
     from kedge.errors import KedgeError
     from kedge.redaction import redact_words
 
-    redact_words(argv)  # errors blank what it remembers
+    redact_words(argv)  # registers secrets, to blank them in errors
     try:
         code = command(list(argv))
     except KeyboardInterrupt:
@@ -124,14 +125,14 @@ def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, 
         if os.environ.get("KEDGE_TRACEBACK", "0") not in ("", "0"):
             raise
         print(f"{name}: error: {_one_line(error)}", file=sys.stderr)
-        for note in getattr(error, "__notes__", ()):  # the traceback of the user's code
+        for note in getattr(error, "__notes__", ()):  # notes hold the traceback of the user's code
             print(note, file=sys.stderr)
         return 2
     return code if isinstance(code, int) else 0
 
 
 def _one_line(error: BaseException) -> str:
-    """The message without line breaks or terminal control codes."""
+    """Remove line breaks and terminal control codes from a message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from kedge.config.compat.open_instruct import OPEN_INSTRUCT
 from kedge.config.compat.trl import TRL
-from kedge.config.declare import Foreign, option
+from kedge.config.declare import SECONDS, Foreign, option
 from kedge.config.ppo import PPOConfig
 from kedge.config.rollout_engines import engine_args, find_engine
 from kedge.errors import ConfigError
@@ -46,7 +46,7 @@ class AsyncPPOConfig(PPOConfig):
     output_dir: str | None = option("output", "Output folder of the run.")
     seed: int = option(1, "Seed of every random number generator.")
 
-    # Options of PPOConfig with other defaults.
+    # Options of PPOConfig that have other defaults here.
     learning_rate: float = option(2e-5, "Learning rate of the policy.")
     adam_epsilon: float = option(1e-5, "Epsilon of Adam.")
     total_episodes: int | None = option(100_000, "Responses to generate over the whole run.")
@@ -133,6 +133,14 @@ class AsyncPPOConfig(PPOConfig):
     max_failures: int = _place(
         0, "Restarts from the newest checkpoint after a learner or its node is lost.", ge=0
     )
+    worker_stop_timeout: float = _place(
+        3600.0,
+        "Seconds from the end of the iteration after which a signal stops the run until all "
+        "learners on Ray have written a checkpoint and ended.",
+        gt=0,
+        le=SECONDS,
+        resume=False,
+    )
     deepspeed_stage: int = _place(
         0,
         "Sharding over ranks: 1 and 2 gradients and optimizer state, 3 also weights (FSDP2).",
@@ -162,11 +170,7 @@ class AsyncPPOConfig(PPOConfig):
 
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
-        """Convert options that are more than another name to those of ``PPOConfig``.
-
-        Raises:
-            ConfigError: sizes that do not divide, or two options that contradict each other.
-        """
+        """Convert options that are not plain aliases to those of ``PPOConfig``."""
         super().convert(c, given)
         _convert_sizes(c)
         if c.warm_up_steps:
@@ -234,7 +238,7 @@ def _convert_schedule(c: Any) -> None:
         _assign(c, "save_freq", "save_steps", c.save_freq, unset=500)
     if c.dataset_mixer_eval_list and str(c.eval_strategy) in ("no", "IntervalStrategy.NO"):
         c.eval_strategy = "steps"
-        c.eval_steps = min(1 / c.num_evals, 1 - 1e-9)  # a fraction of the run
+        c.eval_steps = min(1 / c.num_evals, 1 - 1e-9)  # as a fraction of the run
 
 
 def _convert_engine_args(c: Any) -> None:

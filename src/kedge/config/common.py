@@ -33,7 +33,7 @@ _environment = partial(option, acts_in="environments", resume=True)
 
 @dataclass
 class EnvironmentArguments:
-    """Environment options of every config; they act if the policy plays in environments."""
+    """Environment options of every config; they act if the policy plays in an environment."""
 
     environment: str | None = _environment(
         None, "Class or function that makes an environment: module:Class or file.py:Class."
@@ -225,6 +225,14 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         "raise", "If a reward function fails: stop, use reward_error_score, or drop the row."
     )
     reward_error_score: float | None = _reward(None, "Score given by on_reward_error=score.")
+    reward_timeout: float | None = _reward(
+        None,
+        "Seconds that a call of a reward function may take. Rows that take longer are dropped, or "
+        "scored with on_reward_error=score. Unset: no limit.",
+        gt=0,
+        le=SECONDS,
+        resume=False,
+    )
 
     # KL penalty.
     kl_coef: float = _kl(0.05, "Weight of the KL penalty in the reward.", ge=0)

@@ -39,14 +39,10 @@ class ToolEnvironment:
     """
 
     separator = ""  # between the prompt and what ``target.reset`` returns, as in TRL
-    reads_calls = True  # so the template's calls must be readable
+    reads_calls = True  # the chat template's tool calls must be parsed
 
     def __init__(
-        self,
-        tools: Sequence[Tool] = (),
-        target: Any = None,
-        *,
-        max_iterations: int | None = None,
+        self, tools: Sequence[Tool] = (), target: Any = None, *, max_iterations: int | None = None
     ) -> None:
         self._target, self._max_iterations = target, max_iterations
         methods = [] if target is None else _methods(target)
@@ -74,7 +70,7 @@ class ToolEnvironment:
         if "seed" not in columns and "seed" in inspect.signature(reset).parameters:
             columns["seed"] = seed
         observation = reset(**columns)
-        return _then(observation, lambda observation: (observation, {}))
+        return _finish(observation, lambda observation: (observation, {}))
 
     def step(self, response: Response) -> Any:
         """Make the calls of the response; without any the episode ends."""
@@ -86,9 +82,9 @@ class ToolEnvironment:
             info = {"ending": "turn_limit" if calls else ending}
             try:
                 final = self.final_reward()
-            except Exception as error:  # of the target
+            except Exception as error:  # raised by the target
                 raise RewardError(_error_text(error)) from error
-            return _then(final, lambda reward: (None, reward, whole, not whole, info))
+            return _finish(final, lambda reward: (None, reward, whole, not whole, info))
         self._iterations += 1
         results = self._results(calls)
         if any(inspect.isawaitable(result) for result, _ in results):
@@ -107,7 +103,7 @@ class ToolEnvironment:
             close()
 
     def _results(self, calls: Sequence[ToolCall]) -> list[tuple[Any, bool]]:
-        """What each call returns, perhaps an awaitable, and whether it failed."""
+        """Result of each call (possibly an awaitable), and whether it failed."""
         results: list[Any] = [None] * len(calls)
 
         def work(i: int) -> None:
@@ -128,7 +124,7 @@ class ToolEnvironment:
         return results
 
     def _call(self, call: ToolCall) -> tuple[Any, bool]:
-        """The result of a call, and whether it failed."""
+        """Run a call; returns its result, and whether it failed."""
         if call.error:
             return f"Error: {call.error}", True
         if call.name not in self._functions:
@@ -147,7 +143,7 @@ class ToolEnvironment:
     async def _gather(
         self, calls: Sequence[ToolCall], results: list[tuple[Any, bool]]
     ) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
-        one_by_one = asyncio.Lock()  # in the order of the calls
+        one_by_one = asyncio.Lock()  # calls run in order
 
         async def resolve(call: ToolCall, result: tuple[Any, bool]) -> tuple[Any, bool]:
             if not inspect.isawaitable(result[0]):
@@ -187,7 +183,7 @@ def tool_environments(
     *,
     max_iterations: int | None = None,
 ) -> MakeEnvironment | dict[str, MakeEnvironment]:
-    """What ``EnvironmentRollouts`` takes, from the arguments of TRL's trainers.
+    """Convert arguments of TRL's trainers to ``make_environment`` of ``EnvironmentRollouts``.
 
     Args:
         tools: functions that every environment offers.
@@ -229,7 +225,7 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
 
 
 def _as_function(tool: Tool) -> Tool:
-    """The tool; for a partial or an object a function with its name, hints and documentation."""
+    """The tool as a function; partials and objects get a name, type hints and documentation."""
     if inspect.isroutine(tool):
         return tool
     bound: Mapping[str, Any] = getattr(tool, "keywords", {})
@@ -250,7 +246,7 @@ def _as_function(tool: Tool) -> Tool:
 
 
 def _with_texts(call: ToolCall, properties: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, as written where the schema wants a text that looks like something else."""
+    """Arguments with the original text where the schema wants a string."""
     return {
         key: call.texts[key]
         if key in call.texts and not _matches(value, properties.get(key, {}))
@@ -260,7 +256,7 @@ def _with_texts(call: ToolCall, properties: Mapping[str, Any]) -> dict[str, Any]
 
 
 def check_arguments(tool: Tool, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments of a call, in words for the policy; empty if nothing is."""
+    """Describe for the policy what is wrong with a call's arguments; empty if nothing is."""
     name, expected = schema["function"]["name"], schema["function"]["parameters"]
     known = expected["properties"]
     missing = [name for name in expected.get("required", ()) if name not in arguments]
@@ -287,7 +283,7 @@ _TYPES: Mapping[str, Any] = {
 
 
 def _matches(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a value matches the parts of JSON schema that ``tool_schema`` writes."""
+    """Whether a value matches a schema by ``tool_schema``."""
     if value is None and schema.get("nullable"):
         return True
     if "anyOf" in schema:
@@ -296,7 +292,7 @@ def _matches(value: Any, schema: Mapping[str, Any]) -> bool:
         return any(value == x and type(value) is type(x) for x in schema["enum"])
     kinds = schema.get("type", [])
     if kinds and not any(
-        _is(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)
+        _has_type(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)
     ):
         return False
     if isinstance(value, Mapping):
@@ -310,10 +306,10 @@ def _matches(value: Any, schema: Mapping[str, Any]) -> bool:
     return True
 
 
-def _is(value: Any, kind: str) -> bool:
-    """Whether the value is of a type of JSON schema; other types are not checked."""
+def _has_type(value: Any, kind: str) -> bool:
+    """Whether the value has this JSON schema type; unknown types match."""
     if kind == "integer":
-        return _is(value, "number") and (isinstance(value, int) or value.is_integer())
+        return _has_type(value, "number") and (isinstance(value, int) or value.is_integer())
     if isinstance(value, bool):
         return kind == "boolean"
     return isinstance(value, _TYPES.get(kind, object))
@@ -333,8 +329,8 @@ def _error_text(error: BaseException) -> str:
     return f"Error: {type(error).__name__}: {error}"
 
 
-def _then(value: Any, finish: Callable[[Any], Any]) -> Any:
-    """``finish(value)``; a coroutine of it if the value is an awaitable."""
+def _finish(value: Any, finish: Callable[[Any], Any]) -> Any:
+    """Call ``finish(value)``; returns a coroutine if the value is awaitable."""
 
     async def wait() -> Any:
         return finish(await value)

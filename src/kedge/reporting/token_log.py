@@ -21,8 +21,8 @@ from kedge.reporting.base import BestEffortWriter, write_whole
 from kedge.types import Experience
 
 FOLDER = "tokens"
-MOST_TOKENS = 2048  # per response; the rest is not written
-_WINDOW = 8  # maximum tokens of one character
+MOST_TOKENS = 2048  # tokens written per response
+_WINDOW = 8  # most tokens that form one character
 
 
 class TokenLog:
@@ -39,20 +39,14 @@ class TokenLog:
     """
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        rows: int,
-        due: Callable[[int], bool],
-        learner: Learner,
-        tokenizer: Any,
+        self, root: Path, *, rows: int, due: Callable[[int], bool], learner: Learner, tokenizer: Any
     ) -> None:
         self.folder, self.rows, self.due = root / FOLDER, rows, due
         self.learner, self.tokenizer = learner, tokenizer
         self._kept: Experience | None = None
         self._best_effort = BestEffortWriter()
 
-    def hold(self, step: int, experience: Experience) -> None:
+    def keep_rows(self, step: int, experience: Experience) -> None:
         """Keep the first rows of iteration ``step`` (counted from 0)."""
         self._kept = None
         if self.due(step + 1):
@@ -127,7 +121,7 @@ def build_token_log(
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """The text that each token adds; joined they give the whole text.
+    """The text that each token adds; joining them gives the whole text.
 
     A character that spans several tokens is assigned to the last of them.
 
@@ -136,7 +130,7 @@ def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
         tokenizer: decodes.
     """
     texts: list[str] = []
-    start = done = 0  # decoding begins at `start`; tokens before `done` are finished
+    start = done = 0  # decoding begins at `start`; tokens before `done` are complete
     for end in range(1, len(ids) + 1):
         before = tokenizer.decode(ids[start:done]) if done > start else ""
         now = tokenizer.decode(ids[start:end])

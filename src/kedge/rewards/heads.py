@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kedge.errors import RewardError
 from kedge.models.joined_rows import pack_sequences, run_packed, supports_packing
 
-SHIFT = "kedge_score_shift"  # key in a configuration: added to every score (pretrain/reward.py)
+SHIFT = "kedge_score_shift"  # config key; added to every score (pretrain/reward.py)
 SHIFT_FILE = f"{SHIFT}.json"  # in an adapter's folder, which has no model configuration
 Head = Callable[[Tensor, Tensor], Tensor]  # ids [b, L], lengths [b] -> logits [b, labels]
 
@@ -24,7 +24,7 @@ def find_head(model: nn.Module) -> Head:
     """A function that scores right-padded rows with ``model``.
 
     A model with a backbone (named by ``base_model_prefix``) and a ``score`` layer is scored at the
-    last real token, found by length.  Where they are functions of a module without ``forward``,
+    last real token, found by length.  If they are functions of a module without ``forward``,
     they are called as TRL does.  Any other model is called with an attention mask and returns
     logits (encoders with a ``classifier``), one number per row, or one per token.
     """
@@ -47,7 +47,7 @@ def save_adapter_shift(folder: str | Path, shift: float) -> None:
 
 
 def adapter_shift(source: str) -> float:
-    """The shift that belongs to the scores of an adapter, 0 if it has none.
+    """The shift of an adapter's scores, 0 if it has none.
 
     Args:
         source: folder or hub name of the adapter.
@@ -58,7 +58,7 @@ def adapter_shift(source: str) -> float:
     return 0.0 if file is None else float(json.loads(Path(file).read_text())[SHIFT])
 
 
-def in_full(head: nn.Module, hidden: Tensor) -> Tensor:
+def float32_head(head: nn.Module, hidden: Tensor) -> Tensor:
     """Apply a head to hidden states in float32, regardless of autocast.
 
     In bfloat16, values between 8 and 16 are 1/16 apart: differences between neighboring states
@@ -79,14 +79,14 @@ def _last_token_head(backbone: nn.Module, score: nn.Module) -> Head:
     if not hasattr(backbone, "config"):
         wanted["output_hidden_states"] = True
     options = _accepted(backbone, wanted)
-    # asked at the first call, when the model is where it will run
+    # evaluated at the first call, when the model is on its device
     joins = functools.cache(lambda: supports_packing(backbone))
 
     def head(ids: Tensor, lengths: Tensor) -> Tensor:
         if joins():
             groups = [(n,) for n in lengths.tolist()]
             joined = run_packed(backbone, pack_sequences(ids, lengths), groups)
-            return in_full(score, joined[0, lengths.cumsum(0) - 1])
+            return float32_head(score, joined[0, lengths.cumsum(0) - 1])
         out = backbone(input_ids=ids, attention_mask=_mask(ids, lengths), **options)
         hidden = getattr(out, "last_hidden_state", None)
         if hidden is None and getattr(out, "hidden_states", None) is not None:
@@ -99,13 +99,13 @@ def _last_token_head(backbone: nn.Module, score: nn.Module) -> Head:
                 " of shape [rows, tokens, width]"
             )
         last = hidden[torch.arange(len(ids), device=ids.device), lengths - 1]
-        return in_full(score, last[:, None])[:, 0]
+        return float32_head(score, last[:, None])[:, 0]
 
     return head
 
 
 def _function_head(backbone: Callable[..., Any], score: Callable[[Any], Tensor]) -> Head:
-    """What TRL calls of a reward module: its backbone, and ``score`` on the last hidden states."""
+    """Call a reward module as TRL does: its backbone, then ``score`` on the last hidden states."""
 
     def head(ids: Tensor, lengths: Tensor) -> Tensor:
         mask = _mask(ids, lengths)

@@ -11,23 +11,23 @@ from typing_extensions import Unpack
 
 from kedge.algorithms import grpo
 from kedge.config.grpo import GRPOConfig
-from kedge.suggestions import named
+from kedge.suggestions import suggest_names
 from kedge.trainers.base import TrainerShell
 from kedge.trainers.metric_names import log_trl_names
 from kedge.trainers.spec import SharedArguments, TrainerSpec
 
 
-@named("argument", config=GRPOConfig, also=SharedArguments.__optional_keys__)
+@suggest_names("argument", config=GRPOConfig, also=SharedArguments.__optional_keys__)
 class GRPOTrainer(TrainerShell):
     """Trains a causal language model with GRPO, or one of its variants, against a reward.
 
     Args:
         args: every option; see ``GRPOConfig``.
-        model, reward_funcs, train_dataset, eval_dataset, processing_class: as of ``PPOTrainer``.
-        callbacks, optimizers, peft_config, data_collator: as of ``PPOTrainer``.
+        model, reward_funcs, train_dataset, eval_dataset, processing_class: as in ``PPOTrainer``.
+        callbacks, optimizers, peft_config, data_collator: as in ``PPOTrainer``.
         reward_processing_classes: tokenizers of reward models that differ from the policy's.
         ref_model: the reference of the KL terms.  None: if ``beta`` or ``kl_coef`` is above 0, a
-            frozen copy of the policy; under a new adapter its base, which is the same.
+            frozen copy of the policy; under a new adapter, the equal base model.
         shared: ``reward_weights``, ``algorithm``, ``environment``, ``tools`` and others; see
             ``SharedArguments``.
 

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from kedge.algorithms import ppo
 from kedge.config.ppo import PPOConfig, PPOv2Config
-from kedge.suggestions import named
+from kedge.suggestions import suggest_names
 from kedge.trainers.base import TrainerShell
 from kedge.trainers.spec import SharedArguments, TrainerSpec, rename_arguments
 
@@ -21,7 +21,7 @@ _OLDER_NAMES = {
 }
 
 
-@named("argument", config=PPOConfig, also=SharedArguments.__optional_keys__)
+@suggest_names("argument", config=PPOConfig, also=SharedArguments.__optional_keys__)
 class PPOTrainer(TrainerShell):
     """Trains a causal language model with PPO against a reward.
 
@@ -30,7 +30,7 @@ class PPOTrainer(TrainerShell):
         processing_class: the policy's tokenizer.  None: loaded with a model given by name.
         model: the policy: a model, a folder or a hub name.
         ref_model: the reference of the KL penalty.  None: a frozen copy of the policy; under a
-            new adapter its base, which is the same.
+            new adapter, the equal base model.
         reward_model: a sequence-classification model, a folder or name, or a list of them.
         train_dataset: prompts in a column ``prompt`` or ``query`` (text or chat messages), or
             ``input_ids``.

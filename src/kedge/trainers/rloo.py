@@ -12,8 +12,8 @@ from typing_extensions import Unpack
 from kedge.algorithms import rloo
 from kedge.config.rloo import RLOOConfig
 from kedge.errors import ConfigError
-from kedge.suggestions import named
-from kedge.trainers.assembly.setup import find_tokenizer, own_or
+from kedge.suggestions import suggest_names
+from kedge.trainers.assembly.setup import find_tokenizer, pick_tokenizer
 from kedge.trainers.base import TrainerShell
 from kedge.trainers.metric_names import log_trl_names
 from kedge.trainers.spec import SharedArguments, TrainerSpec, rename_arguments
@@ -29,8 +29,8 @@ class RLOOArguments(SharedArguments, total=False):
 
     Args:
         args: every option; see ``RLOOConfig``.
-        model, reward_funcs, train_dataset, eval_dataset, processing_class: as of ``PPOTrainer``.
-        callbacks, optimizers, peft_config, ref_model, data_collator: as of ``PPOTrainer``.
+        model, reward_funcs, train_dataset, eval_dataset, processing_class: as in ``PPOTrainer``.
+        callbacks, optimizers, peft_config, ref_model, data_collator: as in ``PPOTrainer``.
         reward_processing_classes: tokenizers of reward models that differ from the policy's.
         config, tokenizer, policy, ref_policy, reward_model: the names of TRL up to 0.21;
             ``reward_model`` may also be a function of texts (prompt and completion),
@@ -56,14 +56,14 @@ class RLOOArguments(SharedArguments, total=False):
     reward_model: Any
 
 
-@named("argument", config=RLOOConfig, also=RLOOArguments.__optional_keys__)
+@suggest_names("argument", config=RLOOConfig, also=RLOOArguments.__optional_keys__)
 class RLOOTrainer(TrainerShell):
     """Trains a causal language model with RLOO against a reward.
 
     Arguments are keywords, with the names of TRL up to 0.21 or of TRL 0.22 and later.
 
     Args:
-        unnamed: refused.
+        unnamed: positional arguments, which are refused.
         arguments: see ``RLOOArguments``.
 
     Raises:
@@ -86,7 +86,7 @@ class RLOOTrainer(TrainerShell):
         if arguments.get("reward_model") is not None:
             given = bound.get("processing_class")
             tokenizer = find_tokenizer(given, bound.get("model"), args)
-            bound["processing_class"] = own_or(given, tokenizer)
+            bound["processing_class"] = pick_tokenizer(given, tokenizer)
             bound["reward_funcs"] = score_texts(bound["reward_funcs"], tokenizer)
         super().__init__(args, **bound)
 

@@ -44,11 +44,8 @@ def train(options: Options, **given: Any) -> Any:
 
     Returns:
         The trainer.
-
-    Raises:
-        KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, once a checkpoint is written.
     """
-    from kedge.trainers.run.files import check_targets, claimed
+    from kedge.trainers.run.files import check_targets, lock_output_dir
 
     config = options.config
     check_targets(config)
@@ -58,8 +55,8 @@ def train(options: Options, **given: Any) -> Any:
         trainer.evaluate()
         return trainer
     resume = resume_point(config.resume_from_checkpoint)
-    with claimed(config):  # before minutes of loading, not after
-        trainer = build(options, starts=not resume, **given)
+    with lock_output_dir(config):  # fail before loading for minutes, not after
+        trainer = build(options, new_run=not resume, **given)
         learn(trainer, resume)
         if evaluates:
             trainer.evaluate()
@@ -101,7 +98,7 @@ def build(
     eval_dataset: Any = None,
     tokenizer: Any = None,
     value_model: Any = None,
-    starts: bool = False,
+    new_run: bool = False,
 ) -> Any:
     """The trainer that the flags describe, with everything loaded.
 
@@ -111,10 +108,7 @@ def build(
         eval_dataset: prompts to evaluate on, with ``train_dataset``.
         tokenizer: instead of the one next to the model.
         value_model: instead of ``value_model_path``.
-        starts: this is a new run, so ``output_dir`` must not hold checkpoints of another.
-
-    Raises:
-        ConfigError: a value model for an algorithm without one, or whatever the trainer refuses.
+        new_run: whether a new run starts, so that ``output_dir`` must not hold checkpoints.
     """
     from kedge.rewards.build import find_tokenizer, load_model
     from kedge.trainers.assembly.setup import init_kwargs
@@ -123,7 +117,7 @@ def build(
     script, config, model = options.script, options.config, options.model
     names = model_names(options)
     algorithm = load_algorithm(script.algorithm, script.algorithm_kwargs)
-    if starts and config.output_dir:  # before minutes of loading, not after
+    if new_run and config.output_dir:  # fail before loading for minutes, not after
         earlier_run(Path(config.output_dir), overwrite=config.overwrite_output_dir)
     if train_dataset is None:
         train_dataset, eval_dataset = load_prompts(options)
@@ -173,13 +167,10 @@ class ModelPaths:
 
 
 def model_names(options: Options) -> ModelPaths:
-    """Which folder or hub name is the policy, the tokenizer and the reward model.
+    """Find the folders or hub names of policy, tokenizer and reward model.
 
     The policy is ``sft_model_path`` if given, else ``model_name_or_path``.  With ``dummy_reward``
     and no reward, a randomly initialized reward head on the policy stands in, to try a run.
-
-    Raises:
-        ConfigError: no model or no reward is given, or a folder does not exist.
     """
     given, config, script = options.given, options.config, options.script
     main_name, value_name = options.model.model_name_or_path, script.value_model_path
@@ -203,7 +194,7 @@ def model_names(options: Options) -> ModelPaths:
     return ModelPaths(policy=policy, tokenizer=tokenizer, reward=reward)
 
 
-# Weight -> the flag it needs to have any effect.
+# Loss weight -> the flag without which it has no effect.
 _NEEDS = {
     "verification_reward": "apply_verifiable_reward",
     "r1_style_format_reward": "add_r1_style_format_reward",
@@ -211,11 +202,7 @@ _NEEDS = {
 
 
 def find_reward(options: Options, policy: str) -> str | None:
-    """The name of the reward model; None if reward functions or an environment score alone.
-
-    Raises:
-        ConfigError: no source is left, or a flag would have no effect.
-    """
+    """The name of the reward model; None if reward functions or an environment score alone."""
     given, script, config = options.given, options.script, options.config
     for amount, switch in _NEEDS.items():
         if amount in given and not getattr(script, switch):
@@ -245,8 +232,8 @@ def build_rewards(options: Options, *, model: bool) -> tuple[list[Any], list[flo
     """Reward functions, and weights of all sources; None: ``reward_weights`` applies.
 
     Args:
-        options: of the run.
-        model: a reward model comes first.
+        options: options of the run.
+        model: a reward model, which comes first.
     """
     from kedge.verifiers import by_column, r1_style_format
 
@@ -277,11 +264,7 @@ def build_rewards(options: Options, *, model: bool) -> tuple[list[Any], list[flo
 
 
 def load_tokenizer(name: str, options: ModelArguments, revision: str | None = None) -> Any:
-    """The tokenizer saved with a model; ``revision`` replaces that of the model.
-
-    Raises:
-        ConfigError: it is missing or cannot be read.
-    """
+    """The tokenizer saved with a model; ``revision`` replaces that of the model."""
     from kedge.models import load
 
     revision = revision or options.model_revision
@@ -291,18 +274,14 @@ def load_tokenizer(name: str, options: ModelArguments, revision: str | None = No
 def load_policy(
     name: str, options: ModelArguments, *, more: Mapping[str, Any] | None = None
 ) -> Any:
-    """The policy; ``more`` are arguments of ``from_pretrained`` that override the flags.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
+    """The policy; ``more`` are arguments of ``from_pretrained`` that override the flags."""
     from kedge.models import load
-    from kedge.trainers.assembly.setup import split
+    from kedge.trainers.assembly.setup import to_load_kwargs
 
-    return load.load_policy(name, **split(loading(options) | dict(more or {})))
+    return load.load_policy(name, **to_load_kwargs(load_options(options) | dict(more or {})))
 
 
-def loading(options: ModelArguments) -> dict[str, Any]:
+def load_options(options: ModelArguments) -> dict[str, Any]:
     """Keyword arguments of ``from_pretrained``."""
     kwargs = {
         "dtype": options.dtype or "float32",
@@ -325,9 +304,6 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
     Args:
         spec: a built-in name, ``file.py:name`` or ``module:name``.
         options: keyword arguments of its factory function, as a JSON object.
-
-    Raises:
-        ConfigError: it does not exist, is not an algorithm, or does not accept an option.
     """
     from kedge import Algorithm
     from kedge.algorithms import reinforce_pp, remax
@@ -356,7 +332,7 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
         where, _, name = spec.rpartition(":")
         try:
             target = getattr(load_module(where, "kedge_algorithm"), name)
-        except Exception as error:  # whatever the user's file raises
+        except Exception as error:  # the user's file may raise anything
             builtin = ("reinforce_pp", "reinforce_pp_baseline", "remax")
             raise ConfigError(
                 f"--algorithm {spec} cannot be loaded ({type(error).__name__}: {error}); use"
@@ -385,19 +361,19 @@ def resume_point(value: str | None) -> str | bool | None:
 
 
 def resume_line(checkpoint: Path | None) -> str:
-    """How to resume this command from a checkpoint; None: it has none."""
+    """How to resume this command; ``checkpoint`` is None if none was saved."""
     if checkpoint is None:
         return "no checkpoint was saved to resume from"
     words = command_to_repeat()
     if words is None:
         return "add this to the same command to resume: --resume_from_checkpoint"
-    if {"demo", "pipeline"} & {*sys.argv[1:2]}:  # which repeat the stages that have not finished
+    if {"demo", "pipeline"} & {*sys.argv[1:2]}:  # commands that repeat unfinished stages
         return f"to resume:\n    {words}"
     return f"to resume from {checkpoint}:\n    {words} --resume_from_checkpoint"
 
 
 def command_to_repeat() -> str | None:
-    """The command line of this process, quoted for a shell, without where it resumed.
+    """The command line of this process, quoted for a shell, without ``--resume_from_checkpoint``.
 
     None if it cannot be repeated: a launcher started this process, or it holds a secret.
     """
@@ -407,7 +383,7 @@ def command_to_repeat() -> str | None:
     if "RANK" in os.environ or "..." in command():
         return None
     module = getattr(sys.modules["__main__"], "__spec__", None)
-    if module is not None and module.origin == first:  # not by file path: its folder would come
+    if module is not None and module.origin == first:  # a file path would put its folder
         start = ["python", "-m", module.name.removesuffix(".__main__")]  # first in sys.path
     elif first.endswith(".py"):
         start = ["python", first]

@@ -17,7 +17,7 @@ from kedge.trl_scripts import get_peft_config
 
 @dataclass
 class BeforeArguments:
-    """Data of the training steps before RL."""
+    """Data options of the training steps before RL."""
 
     dataset_name: str | None = option(None, "A file, a folder or a hub name.")
     dataset_config: str | None = option(None, "Configuration of a hub dataset.")
@@ -29,11 +29,7 @@ class BeforeArguments:
 
 
 def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
-    """The parser of a step: data options, TRL's configuration and model loading.
-
-    Raises:
-        ConfigError: TRL is not installed.
-    """
+    """The parser of a step: data options, TRL's configuration and model loading."""
     try:
         from trl.trainer.reward_config import RewardConfig
         from trl.trainer.sft_config import SFTConfig
@@ -53,11 +49,7 @@ parser = partial(build_parser, "sft", BeforeArguments)
 
 
 def read_step(parser: Parser, argv: Sequence[str]) -> tuple[Any, Any, Any]:
-    """Parse and check the flags of a step before anything is loaded.
-
-    Raises:
-        ConfigError: an unknown flag, or a missing model, dataset or output folder.
-    """
+    """Parse and check the flags of a step before anything is loaded."""
     import torch
 
     from kedge.trainers.run.files import check_targets
@@ -66,7 +58,7 @@ def read_step(parser: Parser, argv: Sequence[str]) -> tuple[Any, Any, Any]:
     if not torch.cuda.is_available():
         defaults |= {"bf16": False, "dataloader_pin_memory": False}
         if not torch.backends.mps.is_available():
-            defaults["use_cpu"] = True  # transformers accepts bf16 without an accelerator with it
+            defaults["use_cpu"] = True  # otherwise transformers rejects bf16 without an accelerator
     (arguments, config, model), names = read(parser, argv, defaults)
     for name in ("model_name_or_path", "dataset_name", "output_dir"):
         if name not in names:
@@ -91,10 +83,10 @@ def main(argv: Sequence[str]) -> None:
     if (flags := parser()).show_help(argv):
         return
     from kedge.pretrain import train_supervised
-    from kedge.trainers.run.files import claimed
+    from kedge.trainers.run.files import lock_output_dir
 
     script, config, model = read_step(flags, argv)
-    with claimed(config):
+    with lock_output_dir(config):
         train, test = load_rows(script, config)
         policy = load_policy(model.model_name_or_path, model)
         tokenizer = load_tokenizer(model.model_name_or_path, model)

@@ -26,7 +26,7 @@ from kedge.rollout.vllm.service import Service
 from kedge.rollout.vllm.weight_files import WeightFiles
 from kedge.types import Sampling
 
-# Supported by vLLM 0.32's attention on CPUs; other sizes crash the engine at its first token.
+# Head sizes that vLLM 0.32 supports on CPUs; others crash the engine at its first token.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -40,9 +40,6 @@ def check_local(
         sampling: the sampling distribution.
         vllm_sleep: see ``PPOConfig``.
         vllm_transfer: see ``PPOConfig``.
-
-    Raises:
-        ConfigError: naming the option, its value and what to set.
     """
     if torch.cuda.is_available():
         return
@@ -83,7 +80,7 @@ def check_remote(model: Any, sampling: Sampling, *, rollout_engine: str) -> None
 def build_template(
     inputs: EngineInputs, arguments: Mapping[str, Any], *, sleep: bool
 ) -> tuple[PolicyTemplate, dict[str, Any]]:
-    """The policy without its weights, and the engine arguments of vLLM."""
+    """The policy without its weights, and vLLM's engine arguments."""
     arguments = {
         "dtype": str(inputs.dtype or weights_dtype(inputs.policy)).removeprefix("torch."),
         **({"enable_sleep_mode": True} if sleep else {}),
@@ -95,12 +92,12 @@ def build_template(
 def _build_engines(
     inputs: EngineInputs,
     template: PolicyTemplate,
-    starts: Sequence[Callable[[], Service]],
+    starters: Sequence[Callable[[], Service]],
     *,
     tolerance: float | None,
     sleep: bool = False,
 ) -> VLLMEngine | ShardedEngine:
-    """One vLLM engine, or several that share the rows of a batch; ``starts`` start a vLLM each."""
+    """One vLLM engine, or several that share the rows of a batch; ``starters`` start one each."""
 
     def make(start: Callable[[], Service]) -> VLLMEngine:
         return VLLMEngine(
@@ -112,9 +109,9 @@ def _build_engines(
             sleeps=sleep,
         )
 
-    if len(starts) == 1:
-        return make(starts[0])
-    engines = start_all([partial(make, start) for start in starts])
+    if len(starters) == 1:
+        return make(starters[0])
+    engines = start_all([partial(make, start) for start in starters])
     check = partial(check_prompts, config=inputs.policy.config)
     return ShardedEngine(engines, pad_id=inputs.pad_id, check=check)
 
@@ -127,11 +124,7 @@ def build_in_process(
     vllm_sleep: bool,
     vllm_tolerance: float | None,
 ) -> RolloutEngine:
-    """A vLLM in this process.
-
-    Raises:
-        ConfigError: vLLM rejects the model or the arguments.
-    """
+    """A vLLM in this process."""
     arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
     template, arguments = build_template(inputs, arguments, sleep=vllm_sleep)
     start = partial(InProcess, template, policy_weights(inputs.policy), arguments)
@@ -152,11 +145,7 @@ def build_servers(
     worker_heartbeat: float,
     worker_timeout: float,
 ) -> RolloutEngine:
-    """One vLLM server or several, each in its own process.
-
-    Raises:
-        ConfigError: vLLM rejects the model or the arguments.
-    """
+    """One vLLM server or several, each in its own process."""
     arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
     gpus = gpus_of_servers(
         vllm_num_engines,
@@ -175,8 +164,8 @@ def build_servers(
         heartbeat=worker_heartbeat,
         patience=worker_timeout,
     )
-    starts = [partial(server, devices=devices) for devices in gpus]
-    return _build_engines(inputs, template, starts, tolerance=vllm_tolerance, sleep=vllm_sleep)
+    starters = [partial(server, devices=devices) for devices in gpus]
+    return _build_engines(inputs, template, starters, tolerance=vllm_tolerance, sleep=vllm_sleep)
 
 
 def build_remote(
@@ -189,11 +178,7 @@ def build_remote(
     worker_heartbeat: float,
     worker_timeout: float,
 ) -> RolloutEngine:
-    """A running vLLM server at the address ``rollout_engine``, with the policy's weights.
-
-    Raises:
-        ConfigError: it was not started such that it samples from the policy.
-    """
+    """A running vLLM server at the address ``rollout_engine``, with the policy's weights."""
     template, arguments = build_template(inputs, {}, sleep=False)
     remote = Remote(
         rollout_engine,
@@ -224,10 +209,7 @@ def gpus_of_servers(count: int, each: int, *, share: bool = False) -> list[str |
     Args:
         count: number of servers.
         each: GPUs per server.
-        share: every learner on this machine has ``count`` servers.
-
-    Raises:
-        ConfigError: several servers, and too few GPUs besides those of the learners.
+        share: whether every learner on this machine has ``count`` servers.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     number = torch.cuda.device_count()

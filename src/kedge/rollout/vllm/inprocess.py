@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,20 +17,26 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kedge.errors import ConfigError, RolloutError, SyncError, install_command
+from kedge.rollout.liveness import starting
 from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, allowed_matrix
 from kedge.rollout.vllm.weight_files import WeightFolder
 from kedge.rollout.vllm.weight_payload import WeightPayload, max_lora_rank, shared_memory
 
-_SHARED_GPU = 0.3  # fraction of GPU memory if the learner uses it too; vLLM takes nearly all
+_SHARED_GPU = 0.3  # fraction of GPU memory if the learner uses it, too; vLLM's default is most
 _STEPS = 16  # engine steps per call of ``serve``
-_CPU_CACHE = 1 << 30  # bytes of KV cache; vLLM's default is most of the memory
+_CPU_CACHE = 1 << 30  # bytes of KV cache; vLLM's default takes most of the memory
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine core in this process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # do not bind the learner's threads to cores
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core stays in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # leave the learner's threads unbound
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+# Warnings of vLLM that say what is so by design: rotary embeddings have no weights, and requests in
+# flight keep the keys and values of old weights.
+_HARMLESS = ("RotaryEmbedding: Failed to load weights", "Failed to reset prefix cache because some")
 
 
 class InProcess:
@@ -40,7 +46,7 @@ class InProcess:
         spec: the policy without its trained weights.
         weights: initial weights, version 0.
         engine_args: keyword arguments of ``vllm.LLM``.
-        shares_gpu: the learner uses the same GPU, so that vLLM takes 0.3 of its memory.
+        shares_gpu: whether the learner uses the same GPU; vLLM then takes 0.3 of its memory.
 
     If several ranks train together, every rank starts its own at the same time, and vLLM joins
     their process group.
@@ -57,32 +63,28 @@ class InProcess:
         *,
         shares_gpu: bool = True,
     ) -> None:
-        self._folder = WeightFolder(tempfile.gettempdir())
-        folder = self._folder.path
-        spec.write(folder, weights)
+        folder = WeightFolder(tempfile.gettempdir())
+        spec.write(folder.path, weights)
         arguments = fixed_args(spec) | device_args(shares_gpu=shares_gpu) | dict(engine_args or {})
         self._joins = dist.is_initialized() and dist.get_world_size() > 1
         self._workers = int(arguments.get("tensor_parallel_size", 1))
         if self._joins:
             arguments |= _rank_args(self._workers)
-        elif self._workers > 1:  # not Ray's, which would need GPUs beyond those of its actor
+        elif self._workers > 1:  # not Ray, which would need GPUs beyond those of its actor
             arguments = {"distributed_executor_backend": "mp"} | arguments
         self._eager = bool(arguments.get("enforce_eager"))
         try:
-            self._llm = _start(str(folder), arguments, self._quiet)
-        except BaseException:
-            self._folder.delete()
-            raise
-        for file in folder.glob("*.safetensors"):
-            file.unlink()
+            with starting("vLLM in this process imports and loads"):
+                self._llm = _start(str(folder.path), arguments, self._quiet)
+        finally:
+            folder.delete()  # all is read, and nothing is left if this process is killed
         _restore_call(spec.meta_model)
         self._adapter: Any = None  # vllm.lora.request.LoRARequest
-        self._adapters = WeightFolder()
         self._loads = 0
         self._version = 0
-        self._count = 0  # requests so far
-        self._held: dict[str, int] = {}  # vLLM's name of a request -> key
-        self._starts: dict[int, list[tuple[int, int]]] = {}  # by key: (version, its first token)
+        self._count = 0  # number of requests so far
+        self._held: dict[str, int] = {}  # vLLM's request id -> key
+        self._starts: dict[int, list[tuple[int, int]]] = {}  # key -> (version, its first token)
         self.load(spec.payload(weights), 0)
 
     @contextlib.contextmanager
@@ -96,11 +98,7 @@ class InProcess:
             yield
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
-        """Hold new requests, by key, and sample until one is complete or for 16 steps.
-
-        Raises:
-            RolloutError: vLLM rejected a request.
-        """
+        """Add requests by key, and sample until one is complete, at most 16 steps."""
         results: dict[int, GenerationResult] = {}
         with self._quiet():
             for key, request in new.items():
@@ -121,7 +119,7 @@ class InProcess:
         params = SamplingParams(
             **request.params, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        # The salt keeps apart prefixes that different weights have read.
+        # The salt separates prefixes cached under different weights.
         prompt = {"prompt_token_ids": request.prompt, "cache_salt": str(self._version)}
         self._count += 1
         name = str(self._count)
@@ -139,18 +137,14 @@ class InProcess:
         self._starts.clear()
 
     def load(self, payload: WeightPayload, version: int) -> None:
-        """Load the weights or the adapter, and reset the prefix cache.
-
-        Raises:
-            SyncError: vLLM rejected them.
-        """
+        """Load the weights or the adapter, and reset the prefix cache."""
         try:
             with self._quiet():
                 if payload.adapter is not None:
                     self._adapter = self._add_adapter(payload)
                 elif self._workers == 1:
                     self._reload(weights_iterator=payload.tensors())
-                else:  # worker processes
+                else:  # worker processes hold the model
                     with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
                         payload.write(Path(folder))
                         self._reload(weights_path=folder)
@@ -162,11 +156,7 @@ class InProcess:
         self._llm.collective_rpc("reload_weights", kwargs=source)
 
     def transfer(self, method: str, **arguments: Any) -> None:
-        """Call a method of vLLM's weight transfer on every worker process of this vLLM.
-
-        Raises:
-            SyncError: the call failed.
-        """
+        """Call a method of vLLM's weight transfer on every worker process of this vLLM."""
         try:
             with self._quiet():
                 self._llm.collective_rpc(method, kwargs=arguments)
@@ -176,10 +166,7 @@ class InProcess:
     def finish_load(self, version: int) -> None:
         """Reset the prefix cache and set the version of the weights.
 
-        Requests that are held keep the keys and values of the old weights.
-
-        Raises:
-            SyncError: others use this vLLM.
+        Running requests keep the keys and values of the old weights.
         """
         if not self._llm.reset_prefix_cache() and not self._held:
             raise SyncError("vLLM did not reset its prefix cache: requests are still running")
@@ -192,14 +179,16 @@ class InProcess:
         from vllm.lora.request import LoRARequest
 
         self._loads += 1
-        folder = self._adapters.path / f"adapter-{self._loads}"
-        payload.write(folder)
-        lora = LoRARequest(folder.name, self._loads, str(folder))
-        if self._adapter is not None:
-            self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
-            shutil.rmtree(self._adapter.lora_path)
-        if not self._llm.llm_engine.add_lora(lora):
-            raise RuntimeError("the adapter was not added")
+        folder = WeightFolder()
+        try:
+            payload.write(folder.path)
+            lora = LoRARequest(f"adapter-{self._loads}", self._loads, str(folder.path))
+            if self._adapter is not None:
+                self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
+            if not self._llm.llm_engine.add_lora(lora):
+                raise RuntimeError("the adapter was not added")
+        finally:
+            folder.delete()  # it is read
         return lora
 
     def version(self) -> int:
@@ -208,7 +197,7 @@ class InProcess:
 
     @property
     def abilities(self) -> tuple[int, bool]:
-        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
+        """Number of concurrent requests, and whether ``load`` may be called while some run."""
         slots = int(self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
         return slots, self._adapter is None
 
@@ -235,26 +224,20 @@ class InProcess:
             with _keep_process_group() if self._joins else contextlib.nullcontext():
                 self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
-        self._adapters.delete()
-        self._folder.delete()
 
 
 def fixed_args(spec: PolicyTemplate) -> dict[str, Any]:
     """Engine arguments that must not change, so that samples come from the policy."""
     lora: dict[str, Any] = {}
     if spec.adapter is not None:
-        lora = {
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_lora_rank": max_lora_rank(spec.adapter),
-        }
+        lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank(spec.adapter)}
     return lora | {
         "runner": "generate",
         "skip_tokenizer_init": spec.tokenizer is None,
-        "logprobs_mode": "processed_logprobs",  # of the sampling distribution
-        "generation_config": "vllm",  # ignore sampling defaults of the model
-        "seed": 0,  # every request has its seed
-        "max_logprobs": -1,  # no limit; see ``build_sampling_params``
+        "logprobs_mode": "processed_logprobs",  # under the sampling distribution
+        "generation_config": "vllm",  # ignore the model's sampling defaults
+        "seed": 0,  # requests have their own seeds
+        "max_logprobs": -1,  # unlimited; see ``build_sampling_params``
     }
 
 
@@ -272,12 +255,7 @@ def device_args(*, shares_gpu: bool) -> dict[str, Any]:
 
 
 def _rank_args(workers: int) -> dict[str, Any]:
-    """Engine arguments of a vLLM on each rank of a process group.
-
-    Raises:
-        ConfigError: tensor parallelism, which would make the ranks sample the same prompts, or no
-            launcher.
-    """
+    """Engine arguments of a vLLM on each rank of a process group."""
     if workers > 1:
         raise ConfigError(
             f"vllm_tensor_parallel_size={workers} with rollout_engine='vllm' and"
@@ -294,7 +272,7 @@ def _rank_args(workers: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _keep_process_group() -> Iterator[None]:
-    """Let vLLM destroy its own process groups at its end, but not that of the learner."""
+    """Let vLLM destroy its own process groups at its end, but not the learner's."""
     destroy = dist.destroy_process_group
     dist.destroy_process_group = lambda group=None: None if group is None else destroy(group)
     try:
@@ -311,6 +289,10 @@ def _start(folder: str, arguments: dict[str, Any], quiet: Any) -> Any:
         with quiet():
             from vllm import LLM
 
+            for handler in logging.getLogger("vllm").handlers:
+                handler.addFilter(
+                    lambda record: not any(text in record.getMessage() for text in _HARMLESS)
+                )
             return LLM(folder, **arguments)
     except ImportError as error:
         raise ConfigError(
@@ -325,7 +307,7 @@ def _start(folder: str, arguments: dict[str, Any], quiet: Any) -> Any:
 
 
 def _restore_call(meta_model: torch.nn.Module) -> None:
-    """Let the learner's model be called again after vLLM patched its classes.
+    """Restore ``__call__`` of the learner's model after vLLM patched its class.
 
     If vLLM runs a model through transformers, it replaces ``__call__`` of the class by one that
     fails for instances not created by vLLM.
@@ -336,12 +318,12 @@ def _restore_call(meta_model: torch.nn.Module) -> None:
 
 
 def _result(request: Any, starts: Sequence[tuple[int, int]]) -> GenerationResult:
-    """The result of a ``vllm.RequestOutput``; ``starts``: versions, and the first token of each."""
+    """Convert a ``vllm.RequestOutput``; ``starts``: versions, and the first token of each."""
     output = request.outputs[0]
     ends = [*(first for _, first in starts[1:]), len(output.token_ids)]
     counts = [(v, end - first) for (v, first), end in zip(starts, ends, strict=True)]
     spans = tuple((version, count) for version, count in counts if count)
-    flat = output.logprobs  # of each position: the sampled token, then the most likely ones
+    flat = output.logprobs  # per position: the sampled token, then the most likely ones
     allowed = None
     if len(flat.logprobs) > len(flat.start_indices):
         pairs = list(zip(flat.token_ids, flat.logprobs, strict=True))

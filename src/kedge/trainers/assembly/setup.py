@@ -1,4 +1,4 @@
-"""What is known of a run before any weights are loaded: tokenizer, sampling, prompts and sizes."""
+"""Everything known before weights are loaded: tokenizer, sampling, prompts and sizes."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class EvalSet:
     prefix: str  # "eval_" or "eval_<name>_"
     source: PromptSource
     batches: int
-    rows: int  # responses in total
+    rows: int  # total number of responses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is known of a run before any weights are loaded."""
+    """Everything known about a run before weights are loaded."""
 
     inputs: TrainerInputs
     algorithm: Algorithm
@@ -60,8 +60,8 @@ class Setup:
     prompts: DatasetPrompts
     sizes: BatchSizes
     eval_sets: list[EvalSet]
-    engine: RolloutEngineSpec  # named by the config
-    pad_id: int  # the id that pads responses
+    engine: RolloutEngineSpec  # selected by the config
+    pad_id: int  # token id that pads responses
     loading: Mapping[str, Any]  # arguments of ``load_policy`` for the policy and the reference
 
     @property
@@ -91,23 +91,18 @@ class Setup:
 
 
 def build_setup(inputs: TrainerInputs) -> Setup:
-    """Check the output folders, tokenize the prompts and derive the sizes.
-
-    Raises:
-        ConfigError: invalid or conflicting options.
-        DataError: invalid prompts.
-    """
+    """Check the output folders, tokenize the prompts and derive the sizes."""
     args = inputs.args
     check_targets(args)
     accelerator = accelerator_for(args)
     tokenizer = find_tokenizer(inputs.processing_class, inputs.model, args)
-    assert inputs.model is not None  # find_tokenizer refuses it
+    assert inputs.model is not None  # find_tokenizer requires it
     kwargs = init_kwargs(args)
     eos_ids = eos_token_ids(
         inputs.model,
         tokenizer,
         revision=kwargs.get("revision"),
-        trust_remote_code=kwargs.get("trust_remote_code", trusts(args)),
+        trust_remote_code=kwargs.get("trust_remote_code", trusts_remote_code(args)),
     )
     sampling = build_sampling(args, eos_ids)
     algorithm = inputs.spec.build_algorithm(
@@ -133,7 +128,7 @@ def build_setup(inputs: TrainerInputs) -> Setup:
                 f"{name}={getattr(args, name)} must be {size}, as the other sizes imply; leave it"
                 " unset"
             )
-        setattr(args, name, size)  # in the trainer's copy
+        setattr(args, name, size)  # only in the trainer's copy
     return Setup(
         inputs=inputs,
         algorithm=algorithm,
@@ -152,20 +147,20 @@ def build_setup(inputs: TrainerInputs) -> Setup:
 # -- tokenizers and models given by name --------------------------------------------------------
 
 
-def trusts(config: OnPolicyConfig) -> bool:
+def trusts_remote_code(config: OnPolicyConfig) -> bool:
     """Whether code from model repositories may run."""
     return getattr(config, "trust_remote_code", False)
 
 
 def find_tokenizer(processing_class: Any, model: Any, args: OnPolicyConfig) -> Any:
-    """The tokenizer: an object, a name or folder, part of a processor, or saved with the model."""
+    """Find the tokenizer: given as object, name or folder, in a processor, or with the model."""
     if model is None or model == "" or not isinstance(model, str | nn.Module):
         raise ConfigError(f"model={model!r} must be the policy: a model, a folder or a hub name")
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
     name = processing_class if isinstance(processing_class, str) else name
     if isinstance(name, str) and name and isinstance(processing_class, str | None):
-        revision = None if processing_class else init_kwargs(args).get("revision")  # the model's
-        return load_tokenizer(name, trust_remote_code=trusts(args), revision=revision)
+        revision = None if processing_class else init_kwargs(args).get("revision")  # of the model
+        return load_tokenizer(name, trust_remote_code=trusts_remote_code(args), revision=revision)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):
         raise ConfigError(
@@ -175,8 +170,8 @@ def find_tokenizer(processing_class: Any, model: Any, args: OnPolicyConfig) -> A
     return tokenizer
 
 
-def own_or(processing_class: Any, tokenizer: Any) -> Any:
-    """The given object (perhaps a processor), or the loaded tokenizer for None or a name."""
+def pick_tokenizer(processing_class: Any, tokenizer: Any) -> Any:
+    """The given object (perhaps a processor), or for None or a name the loaded tokenizer."""
     return tokenizer if isinstance(processing_class, str | None) else processing_class
 
 
@@ -214,10 +209,10 @@ def loading_options(inputs: TrainerInputs) -> dict[str, Any]:
         )
     if inputs.args.bf16 and inputs.peft_config is not None and isinstance(inputs.model, str):
         kwargs.setdefault("dtype", "bfloat16")  # the base under the adapter is frozen
-    return split({"trust_remote_code": trusts(inputs.args)} | kwargs)
+    return to_load_kwargs({"trust_remote_code": trusts_remote_code(inputs.args)} | kwargs)
 
 
-def split(options: Mapping[str, Any]) -> dict[str, Any]:
+def to_load_kwargs(options: Mapping[str, Any]) -> dict[str, Any]:
     """Convert arguments of ``from_pretrained`` to those of ``load_policy``."""
     names = {"dtype", "revision", "attn_implementation", "trust_remote_code"}
     arguments = {name: x for name, x in options.items() if name in names}
@@ -262,7 +257,7 @@ def build_prompts(
 def _prompt_source(
     dataset: Any, args: OnPolicyConfig, tokenizer: Any, accelerator: Accelerator, **options: Any
 ) -> DatasetPrompts:
-    """The prompts of a dataset, this rank's shard."""
+    """This rank's shard of a dataset's prompts."""
     return DatasetPrompts(
         dataset,
         tokenizer,
@@ -280,7 +275,7 @@ def _prompt_source(
 def build_eval_sets(
     dataset: Any, args: OnPolicyConfig, tokenizer: Any, accelerator: Accelerator
 ) -> list[EvalSet]:
-    """Evaluation prompts: none, one dataset, or a dict of named ones."""
+    """Build evaluation prompts from no dataset, one, or a dict of named ones."""
     if dataset is None:
         strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
         if strategy != "no":

@@ -56,7 +56,7 @@ def main() -> None:
     if job["isolated"]:
         megabytes = 1 + (MAX_FILES * job["file_kb"] >> 10)
         kernel().finish_mounts(job["devices"], job["folder"], megabytes, files=MAX_FILES + 1)
-    limit(job)
+    set_limits(job)
     to_child, from_parent = os.pipe()
     to_parent, from_child = os.pipe()
     child = os.fork()
@@ -65,7 +65,7 @@ def main() -> None:
         try:
             os.close(from_parent)
             os.close(to_parent)
-            status = solution(job, to_child, from_child)
+            status = run_solution(job, to_child, from_child)
         finally:
             os._exit(status)
     os.close(to_child)
@@ -92,7 +92,7 @@ def exchange(text: str, to_program: int, from_program: int, most: int) -> bytes 
     """Write a program's input and read its output; None if there are more than `most` bytes."""
 
     def feed() -> None:
-        with contextlib.suppress(OSError):  # the program need not read it all
+        with contextlib.suppress(OSError):  # the program may leave input unread
             calls.write_all(to_program, text.encode(errors="replace"))
         os.close(to_program)
 
@@ -127,11 +127,11 @@ def end(child: int) -> None:
 
 
 def kernel() -> Any:
-    """The module that needs ctypes, loaded on demand."""
+    """Load the module that needs ctypes on demand."""
     return sys.modules.get("sandbox_kernel") or load_sibling("sandbox_kernel")
 
 
-def limit(job: dict[str, Any]) -> None:
+def set_limits(job: dict[str, Any]) -> None:
     """Set resource limits for this process and its children."""
     import resource
 
@@ -167,16 +167,16 @@ def isolate_tests(job: dict[str, Any]) -> None:
         kernel().hide_memory()
     _state["report"] = os.dup(1)
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)  # output of tests must not mix with the report
+    os.dup2(null, 1)  # keeps test output out of the report
     os.dup2(null, 2)
-    os.environ["HOME"] = "/"  # packages read settings from HOME, which the solution can write to
+    os.environ["HOME"] = "/"  # packages read settings from HOME, which a solution can write to
     sys.path.extend(job["packages"])
 
 
-# --- the process of the solution ------------------------------------------------------------------
+# --- the solution's process -----------------------------------------------------------------------
 
 
-def solution(job: dict[str, Any], requests: int, answers: int) -> int:
+def run_solution(job: dict[str, Any], requests: int, answers: int) -> int:
     """Run the solution, then serve calls to its functions; returns the exit status."""
     sys.path.extend(job["packages"])
     null = os.open(os.devnull, os.O_RDWR)
@@ -218,7 +218,7 @@ def run_code(code: str, module: types.ModuleType) -> BaseException | None:
     return None
 
 
-# --- the process of the tests ---------------------------------------------------------------------
+# --- the tests' process ---------------------------------------------------------------------------
 
 
 DIED = "the solution ended"
@@ -233,7 +233,7 @@ def run_tests(checks: dict[str, Any], requests: int, answers: int) -> None:
             return
         remote = calls.RemoteSolution(requests, answers, first)
         space = test_namespace(checks, remote)
-    except Exception as error:  # the solution's process may write anything
+    except Exception as error:  # the solution's process may send anything
         report({"error": f"the solution sent an invalid description ({type(error).__name__})"})
         return
     idle = True  # no test has failed or used the solution
@@ -248,7 +248,7 @@ def run_tests(checks: dict[str, Any], requests: int, answers: int) -> None:
             report({"broken": f"test {number} compares without assert: {test.strip()[:80]!r}"})
             return
         remote.untestable = ""
-        problem = failure(body, space, remote)
+        problem = run_test(body, space, remote)
         line: dict[str, Any] = {"test": number, "passed": problem is None}
         if problem is not None:
             line |= {"error": problem} | ({"untestable": True} if remote.untestable else {})
@@ -268,7 +268,7 @@ NO_CALL = (
 
 
 def compares_only(tree: ast.Module) -> bool:
-    """Whether the test states a comparison and nothing that could fail on it."""
+    """Whether the test only compares, without anything that could fail."""
     nodes = list(ast.walk(tree))
     states = any(isinstance(n, ast.Expr) and isinstance(n.value, ast.Compare) for n in tree.body)
     return states and not any(isinstance(node, (ast.Assert, ast.Raise)) for node in nodes)
@@ -295,7 +295,7 @@ def test_namespace(checks: dict[str, Any], remote: calls.RemoteSolution) -> dict
 
 
 def parse_prefix(prefix: str) -> ast.Module:
-    """As many lines of the prefix as are valid; it may end in an unfinished function."""
+    """Parse the longest valid part of the prefix, which may end in an unfinished function."""
     lines = prefix.splitlines()
     for end in range(len(lines), 0, -1):
         margin = re.match(r"\s*", lines[end - 1])
@@ -315,10 +315,10 @@ def is_unfinished(node: Any) -> bool:
     return text or isinstance(last, ast.Pass) or is_unfinished(last)
 
 
-def failure(
+def run_test(
     test: types.CodeType, space: dict[str, Any], remote: calls.RemoteSolution
 ) -> str | None:
-    """The error of a test, or None if it passed."""
+    """Run a test; returns its error, or None if it passed."""
     before = dict(space)
     try:
         exec(test, space)
@@ -335,7 +335,7 @@ def failure(
 
 
 def call_defined(name: str, thing: Any, space: dict[str, Any]) -> None:
-    """Run what a test has defined for HumanEval, pytest or unittest to run."""
+    """Call the functions and classes that a test defines for HumanEval, pytest or unittest."""
     if isinstance(thing, types.FunctionType) and thing.__module__ == "tests":
         if name == "check" and "candidate" in space:
             thing(space["candidate"])
