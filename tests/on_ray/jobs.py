@@ -43,29 +43,63 @@ class Train:
 
 @dataclass
 class AsDone:
-    """Trains on what is done first; rows, prompts trained on, and processes that sampled."""
+    """Trains on what is done first, with three engines.
+
+    The rows; by rank and iteration the prompts, their columns and the number of tokens; and by rank
+    how often it had weights to send, who scored, and the processes that sampled.
+    """
 
     options: dict[str, Any]
+    engine: str = "ray"  # or "here"
 
-    def __call__(self) -> tuple[list[dict[str, Any]], list[list[str]], list[list[int]]]:
+    def __call__(self) -> tuple[list[dict[str, Any]], list[list[Any]], list[dict[str, Any]]]:
         from accelerate.utils import gather_object
 
-        made = small(**ON_RAY, rollout_schedule="as_completed", **self.options)
-        trained: list[str] = []
-        train_on = made.engine.train_on
+        scored: list[int] = []
 
-        def noting(sample: Any, **named: Any) -> Any:
-            prompts = sample.rollout.prompts
-            trained.extend(
+        def reward(completions: list[str], prompts: list[str], **_: Any) -> list[float]:
+            scored.append(len(completions))
+            time.sleep(0.01)
+            return [float(len(text.split())) for text in completions]
+
+        engine = ON_RAY | {"vllm_num_engines": 3}
+        if self.engine == "here":
+            engine = {"rollout_engine": local_engines(3)}
+        made = small(
+            **engine,
+            **{"rollout_schedule": "as_completed", "reward_model": None, **self.options},
+            reward_funcs=[reward],
+        )
+        trained: list[Any] = []
+        train_on, weights, copies = made.engine.train_on, made.engine.weights, []
+
+        def noting(_: Any, sample: Any, **named: Any) -> Any:
+            x, valid = sample.rollout, sample.rollout.response_mask
+            prompts = [
                 " ".join(map(str, ids[m].tolist()))
-                for ids, m in zip(prompts.ids, prompts.mask, strict=True)
-            )
+                for ids, m in zip(x.prompts.ids, x.prompts.mask, strict=True)
+            ]
+            tokens = int(valid.sum() + x.prompts.mask.sum())
+            trained.append((prompts, x.prompts.columns["prompt"], x.prompts.row.tolist(), tokens))
             return train_on(sample, **named)
 
-        type(made.engine).train_on = lambda _, *args, **named: noting(*args, **named)
+        def copying(_: Any) -> Any:
+            found = weights()
+            copies.append(len(found) > 0)
+            return found
+
+        type(made.engine).train_on, type(made.engine).weights = noting, copying
         made.train()
-        pids = [engine.actor.pid for engine in made.engine.rollout_engine.engines]
-        return rows(made), gather_object([trained]), gather_object([pids])
+        actors = [getattr(x, "actor", None) for x in made.engine.rollout_engine.engines]
+        about = {
+            "copies": sum(copies),
+            "scored": sum(scored),
+            "pids": [actor and actor.pid for actor in actors],
+        }
+        close = getattr(made.engine.rollout_engine, "close", None)
+        if close is not None:
+            close()
+        return rows(made), gather_object([trained]), gather_object([about])
 
 
 @dataclass
@@ -106,7 +140,7 @@ def strike(what: str) -> None:
     os.kill(os.getpid(), {"kill": 9, "stop": 19}[what])
 
 
-def local_engines() -> Any:
+def local_engines(count: int = 2) -> Any:
     """What ``ON_RAY`` has, in the process of the first rank."""
     from accelerate import PartialState
 
@@ -118,7 +152,7 @@ def local_engines() -> Any:
 
     def make() -> ShardedEngine:
         model = tiny_policy("gpt_neox", vocab_size=VOCAB)
-        made = [EmbeddedEngine(model, pad_id=0, shares_weights=False) for _ in range(2)]
+        made = [EmbeddedEngine(model, pad_id=0, shares_weights=False) for _ in range(count)]
         return ShardedEngine(made, pad_id=0)
 
     ranks = PartialState(cpu=True).num_processes

@@ -56,10 +56,15 @@ class RankSharedEngine:
     ) -> None:
         self.engine: Any = engine
         self.logprob_kind: Literal["sampled", "raw", "none"] = logprob_kind
-        self._groups, self._extra_slots = groups, extra_slots
+        self.ranks, self._extra_slots = groups, extra_slots
         self.sync_dtype: torch.dtype | None = getattr(engine, "sync_dtype", None)
         self.stage_weights: Any = getattr(engine, "stage_weights", None)
         self._lock = threading.Lock()
+
+    @property
+    def engines(self) -> tuple[RolloutEngine, ...]:
+        """On rank 0 the engines that can sample concurrently; none on the others."""
+        return tuple(getattr(self.engine, "engines", ())) or (self.engine,) * (self.ranks.rank == 0)
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.
@@ -129,7 +134,7 @@ class RankSharedEngine:
             with self._lock:
                 return serve(self.engine, requests)
 
-        return self._groups.run_on_first(request, serve_all)
+        return self.ranks.run_on_first(request, serve_all)
 
 
 class RankGroups:
@@ -147,6 +152,7 @@ class RankGroups:
         self._main_thread = threading.get_ident()
         self._main = dist.new_group(backend="gloo", timeout=limit)
         self._sampling = dist.new_group(backend="gloo", timeout=limit)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def run_on_first(self, local: Any, work: Callable[[list[Any]], list[T]]) -> T:
         """This rank's item of ``work([local of every rank])``, which runs on rank 0.
@@ -154,8 +160,8 @@ class RankGroups:
         An error of ``work`` is raised on every rank.
         """
         group = self._main if threading.get_ident() == self._main_thread else self._sampling
-        first = dist.get_rank() == 0
-        gathered: list[Any] = [None] * dist.get_world_size()
+        first = self.rank == 0
+        gathered: list[Any] = [None] * self.size
         dist.gather_object(local, gathered if first else None, dst=0, group=group)
         outcomes: list[tuple[bool, Any]] | None = None
         if first:

@@ -1,0 +1,70 @@
+"""Two learners share three engines: what each trains on, as completed and in flight."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.small import small
+from tests.e2e.test_ranks import launch
+from tests.ranks import leave
+
+STEPS, ROWS = 10, 4
+
+
+def work(folder: str, out: str) -> None:
+    """What each process does."""
+    from tests.on_ray.jobs import AsDone
+
+    options = {
+        "output_dir": folder,
+        "total_episodes": 2 * ROWS * STEPS,
+        "num_ppo_epochs": 1,
+        "max_lag": 2,
+        "response_length": 16,
+        "in_flight_weight_updates": os.environ["IN_FLIGHT"] == "1",
+    }
+    rows, trained, about = AsDone(options, engine="here")()
+    if os.environ["RANK"] == "0":
+        Path(out).write_text(json.dumps([{"rows": rows, "trained": trained, "about": about}]))
+    leave()
+
+
+def check(rows: list[dict[str, Any]], trained: list[Any], scored: list[int], lag: str) -> None:
+    """Every prompt was trained on once, within the bound, and the ranks had equal shares."""
+    assert [row["episode"] for row in rows] == [2 * ROWS * n for n in range(1, STEPS + 1)]
+    assert all(0 <= row[lag] <= 2 for row in rows)
+    assert any(row[lag] > 0 for row in rows)
+    source = small(per_device_train_batch_size=2 * ROWS).engine.source
+    want = [
+        " ".join(map(str, b.ids[i][b.mask[i]].tolist()))
+        for b in map(source.batch, range(STEPS))
+        for i in range(2 * ROWS)
+    ]
+    got = [text for rank in trained for prompts, *_ in rank for text in prompts]
+    assert sorted(got) == sorted(want)
+    texts = {x for rank in trained for a, b, *_ in rank for x in zip(a, b, strict=True)}
+    assert len(texts) == 13  # columns follow their prompts
+    for rank, iterations in enumerate(trained):
+        assert [x[2] for x in iterations] == [list(range(rank * ROWS, (rank + 1) * ROWS))] * STEPS
+    totals = [sum(x[3] for x in iterations) for iterations in trained]
+    assert max(totals) <= 1.1 * min(totals)
+    assert sum(scored) >= 2 * ROWS * STEPS
+    assert min(scored) > 0.2 * sum(scored)  # each rank scores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_flight", ["0", "1"])
+def test_two_learners_share_three_engines(tmp_path: Path, in_flight: str) -> None:
+    (found,) = launch(tmp_path, 2, file=__file__, IN_FLIGHT=in_flight)
+    lag = "rollout/lag_max" if in_flight == "1" else "rollout/lag"
+    check(found["rows"], found["trained"], [x["scored"] for x in found["about"]], lag)
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], sys.argv[2])
