@@ -2,6 +2,7 @@
 
     python -m benchmarks.dispatch         # simulation, and the cost of the scheduler
     python -m benchmarks.dispatch bounds  # what no drain, and the longest response, would permit
+    python -m benchmarks.dispatch learners  # 16 learners that share engines, and one
     python -m benchmarks.dispatch vllm    # requests one by one against whole batches, in vLLM
 
 The scheduling is Kedge's (``kedge.rollout.scheduler.dispatch``); engines are pretended.  A token
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kedge.rollout.scheduler.dispatch import Dispatcher
+from kedge.rollout.scheduler.dispatch import Dispatcher, deal
 from kedge.types import PromptBatch, Sampling, group_rows
 
 RESULTS = Path(__file__).parent / "results" / "dispatch.json"
@@ -189,6 +190,59 @@ def simulate() -> list[dict[str, Any]]:
     return results
 
 
+class Learners(Simulation):
+    """Several learners: groups are dealt to them, and each iteration lasts as long as the slowest.
+
+    Args:
+        learners: number of them.
+        dealing: tokens of each group and number of learners -> the groups of each.
+    """
+
+    def __init__(self, learners: int, dealing: Any, **case: Any) -> None:
+        super().__init__(**case)
+        self.learners, self.dealing, self.slowest = learners, dealing, [1.0]
+
+    def count(self, taken: list[int], step: int) -> None:
+        tokens = {n: sum(length for _, length in self.begins[n]) for n in taken}
+        shares = [sum(map(tokens.__getitem__, own)) for own in self.dealing(tokens, self.learners)]
+        self.slowest.append(max(shares) / statistics.mean(shares))
+        super().count(taken, step)
+
+    def train(self, step: int) -> None:
+        ideal = self.ideal
+        self.ideal *= self.slowest[-1]
+        super().train(step)
+        self.ideal = ideal
+
+
+def in_order(tokens: dict[int, int], ranks: int) -> list[list[int]]:
+    """Groups as they were done, whatever their tokens: for comparison."""
+    return [list(tokens)[rank::ranks] for rank in range(ranks)]
+
+
+def learners() -> list[dict[str, Any]]:
+    """Share of the ideal that one learner and 16 that share the same 16 engines train with."""
+    results = []
+    cases = itertools.product(SIGMAS, (1, 2, 4, 8), (False, True))
+    for sigma, lag, in_flight in cases:
+        case = {"max_lag": lag, "in_flight": in_flight, "sigma": sigma}
+        warm_up = 6 + 2 * lag
+        found: dict[str, Any] = dict(case)
+        for name, number, dealing in (
+            ("one", 1, deal),
+            ("sixteen", 16, deal),
+            ("by_order", 16, in_order),
+        ):
+            made = Learners(number, dealing, engines=16, slots=64, group=8, **case)
+            run = made.run(warm_up + 60, warm_up)
+            found[name] = run["share"]
+            found[f"{name}_trained"] = run["share"] * (1 - run["too_old_tokens"])
+            found[f"{name}_slowest"] = statistics.mean(made.slowest[warm_up + 1 :])
+        results.append(found)
+        print(json.dumps(results[-1]), flush=True)
+    return results
+
+
 def bounds() -> list[dict[str, Any]]:
     """Shares of the ideal that responses of one version permit.
 
@@ -263,13 +317,15 @@ def groups_of(batch: PromptBatch) -> list[PromptBatch]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    kinds = ("simulation", "bounds", "vllm")
+    kinds = ("simulation", "bounds", "learners", "vllm")
     parser.add_argument("what", nargs="?", choices=kinds, default="simulation")
     what = parser.parse_args().what
     if what == "vllm":
         results: Any = {"vllm": vllm_seconds()}
     elif what == "bounds":
         results = {"bounds": bounds()}
+    elif what == "learners":
+        results = {"learners": learners()}
     else:
         results = {"scheduler_seconds": scheduler_seconds(), "simulation": simulate()}
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

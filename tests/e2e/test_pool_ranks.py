@@ -35,11 +35,11 @@ def work(folder: str, out: str) -> None:
     leave()
 
 
-def check(rows: list[dict[str, Any]], trained: list[Any], scored: list[int], lag: str) -> None:
+def check(rows: list[dict[str, Any]], trained: list[Any], scored: list[int]) -> None:
     """Every prompt was trained on once, within the bound, and the ranks had equal shares."""
     assert [row["episode"] for row in rows] == [2 * ROWS * n for n in range(1, STEPS + 1)]
-    assert all(0 <= row[lag] <= 2 for row in rows)
-    assert any(row[lag] > 0 for row in rows)
+    ages = {age for rank in trained for x in rank for age in x[4]}
+    assert {0} < ages <= {0, 1, 2}
     source = small(per_device_train_batch_size=2 * ROWS).engine.source
     want = [
         " ".join(map(str, b.ids[i][b.mask[i]].tolist()))
@@ -62,8 +62,7 @@ def check(rows: list[dict[str, Any]], trained: list[Any], scored: list[int], lag
 @pytest.mark.parametrize("in_flight", ["0", "1"])
 def test_two_learners_share_three_engines(tmp_path: Path, in_flight: str) -> None:
     (found,) = launch(tmp_path, 2, file=__file__, IN_FLIGHT=in_flight)
-    lag = "rollout/lag_max" if in_flight == "1" else "rollout/lag"
-    check(found["rows"], found["trained"], [x["scored"] for x in found["about"]], lag)
+    check(found["rows"], found["trained"], [x["scored"] for x in found["about"]])
 
 
 if __name__ == "__main__":

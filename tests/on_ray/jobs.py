@@ -45,8 +45,9 @@ class Train:
 class AsDone:
     """Trains on what is done first, with three engines.
 
-    The rows; by rank and iteration the prompts, their columns and the number of tokens; and by rank
-    how often it had weights to send, who scored, and the processes that sampled.
+    The rows; by rank and iteration the prompts, their texts and rows, the number of tokens and the
+    age of the newest token of each response; and by rank how often it had weights to send, how many
+    responses it scored, and the processes that sampled.
     """
 
     options: dict[str, Any]
@@ -80,7 +81,10 @@ class AsDone:
                 for ids, m in zip(x.prompts.ids, x.prompts.mask, strict=True)
             ]
             tokens = int(valid.sum() + x.prompts.mask.sum())
-            trained.append((prompts, x.prompts.columns["prompt"], x.prompts.row.tolist(), tokens))
+            newest = x.token_versions.where(x.loss_mask, -1).amax(1)
+            ages = (made.engine.step - newest).tolist()
+            texts, row = x.prompts.columns["prompt"], x.prompts.row.tolist()
+            trained.append((prompts, texts, row, tokens, ages))
             return train_on(sample, **named)
 
         def copying(_: Any) -> Any:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 from kedge.ray.placement import Placement
 
+HEALTH = "health"  # concurrency group: a separate thread inside an actor
+
 _CONTEXT: list[RankContext] = []
+_INBOX: SimpleQueue[Any] = SimpleQueue()  # references that learner 0 has sent to this process
 STOP = threading.Event()  # set in a rank's process once the driver asks it to stop
 
 
@@ -64,6 +68,7 @@ class RankContext:
     world_size: int
     placement: Placement  # of all actors
     mailbox: Any  # handle of the DriverMailbox actor
+    learners: Sequence[Any]  # handles of the actors of all ranks
 
     def post(self, row: Mapping[str, Any]) -> None:
         """Send a row of metrics to the driver."""
@@ -76,6 +81,34 @@ class RankContext:
     def stopping(self) -> bool:
         """Whether the driver asked this rank to stop."""
         return STOP.is_set()
+
+
+class ReferenceMail:
+    """Sends objects from learner 0 to the others as references into Ray's object store."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._learners = context.learners
+
+    def send(self, items: list[Any]) -> None:
+        """Store the items, and send the first to rank 1, the second to rank 2, and so on."""
+        import ray
+
+        references = [ray.put(item) for item in items]
+        for learner, reference in zip(self._learners[1:], references, strict=True):
+            # In a list the reference is not resolved: the learner reads it in its main thread.
+            learner.call.options(concurrency_group=HEALTH).remote("deliver", [reference])
+
+    def receive(self) -> Any:
+        """The next item."""
+        import ray
+
+        return ray.get(_INBOX.get())
+
+    @staticmethod
+    def deliver(references: list[Any]) -> None:
+        """Put references into the inbox of this process."""
+        for reference in references:
+            _INBOX.put(reference)
 
 
 def get_context() -> RankContext | None:

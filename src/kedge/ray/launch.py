@@ -20,7 +20,7 @@ from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.ray import cluster
 from kedge.ray.actor import Actor, ActorLimits, LostActorError
-from kedge.ray.context import STOP, DriverMailbox, RankContext, set_context
+from kedge.ray.context import STOP, DriverMailbox, RankContext, ReferenceMail, set_context
 from kedge.ray.placement import Placement, place, plan_bundles
 from kedge.rollout.liveness import RunningTime
 from kedge.rollout.sharded import start_all
@@ -167,6 +167,8 @@ class RankWorker:
     def free_port(self) -> int:
         """A free TCP port of this node."""
         return free_port()
+
+    deliver = staticmethod(ReferenceMail.deliver)
 
     def run(
         self, job: Callable[[], Any], environment: Mapping[str, str], place: RankContext
@@ -341,6 +343,7 @@ class _LearnerGroup:
                 world_size=len(self._ranks),
                 placement=self._placement,
                 mailbox=self._mailbox,
+                learners=[learner.handle for learner in self._ranks],
             )
             running[self._threads.submit(actor.once, "run", shared_job, named, context)] = rank
         return running

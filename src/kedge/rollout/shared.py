@@ -145,14 +145,36 @@ class RankGroups:
 
     Args:
         timeout: seconds that one call may take.
+        mail: a ``kedge.ray.context.ReferenceMail`` for what ``scatter`` sends; None: gloo.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, mail: Any = None) -> None:
+        self._mail = mail
         limit = timedelta(seconds=timeout)
         self._main_thread = threading.get_ident()
         self._main = dist.new_group(backend="gloo", timeout=limit)
         self._sampling = dist.new_group(backend="gloo", timeout=limit)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def scatter(self, work: Callable[[], list[T]]) -> T:
+        """This rank's item of ``work()``, which runs on rank 0; an error is raised on every rank.
+
+        Called by the main thread.
+        """
+        own: list[T] = []
+
+        def send(_: list[None]) -> list[Any]:
+            items: list[Any] = work()
+            own[:], others = items[:1], items[1:]
+            if self._mail is not None:
+                self._mail.send(others)
+                others = [None] * len(others)
+            return [None, *others]
+
+        received = self.run_on_first(None, send)
+        if self.rank == 0 or self._mail is None:
+            return own[0] if own else received
+        return self._mail.receive()
 
     def run_on_first(self, local: Any, work: Callable[[list[Any]], list[T]]) -> T:
         """This rank's item of ``work([local of every rank])``, which runs on rank 0.
@@ -183,6 +205,7 @@ def build_shared_engine(
     ranks: int,
     timeout: float,
     extra_slots: int,
+    mail: Any = None,
 ) -> RolloutEngine:
     """The engine that ``make`` makes; with several ranks, one engine that all share.
 
@@ -191,10 +214,11 @@ def build_shared_engine(
         ranks: number of processes that train together; each must call this.
         timeout: seconds that making the engine, or one batch, may take.
         extra_slots: slots that the engine leaves after the longest response.
+        mail: as for ``RankGroups``.
     """
     if ranks == 1:
         return make()
-    groups = RankGroups(timeout)
+    groups = RankGroups(timeout, mail)
     engines: list[RolloutEngine] = []
 
     def start(requests: list[Any]) -> list[Any]:

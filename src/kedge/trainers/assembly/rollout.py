@@ -130,12 +130,18 @@ class RolloutStage:
         """The engine that ``make`` makes on rank 0, shared by all ranks."""
         from kedge.rollout.shared import build_shared_engine
 
-        setup, args = self.setup, self.setup.args
+        setup, args, mail = self.setup, self.setup.args, None
+        if self.spec.actors:
+            from kedge.ray.context import ReferenceMail, get_context
+
+            context = get_context()
+            mail = None if context is None else ReferenceMail(context)
         return build_shared_engine(
             make,
             ranks=ranks,
             timeout=args.rollout_timeout + args.worker_start_timeout,
             extra_slots=int(setup.algorithm.extra_slot),
+            mail=mail,
         )
 
     def num_partial_batches(self, engine: RolloutEngine) -> int:
