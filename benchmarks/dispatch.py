@@ -19,6 +19,7 @@ import heapq
 import itertools
 import json
 import math
+import pickle
 import random
 import statistics
 import time
@@ -26,8 +27,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kedge.rollout.scheduler.dispatch import Dispatcher, deal
-from kedge.types import PromptBatch, Sampling, group_rows
+from kedge.rollout.scheduler.joining import SampleStore
+from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling, group_rows
 
 RESULTS = Path(__file__).parent / "results" / "dispatch.json"
 MEDIAN, CAP, SIGMAS = 600, 8192, (0.985, 0.5)
@@ -243,6 +247,49 @@ def learners() -> list[dict[str, Any]]:
     return results
 
 
+def dealing_seconds(ranks: int = 16, rows: int = 1024) -> dict[str, float]:
+    """CPU seconds of rank 0 for one iteration of several learners, and bytes for each other one.
+
+    Groups are added to the store, one by one, as they are scored; then all are dealt and pickled.
+    """
+    made = Simulation(engines=1, slots=64, max_lag=1, in_flight=True, sigma=SIGMAS[0], group=8)
+    samples = []
+    for number in range(rows // 8):
+        lengths = torch.tensor([made.rng.choice(made.lengths) for _ in range(8)])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        prompt = torch.ones(8, 200, dtype=torch.bool)
+        rollout = Rollout(
+            prompts=PromptBatch(
+                ids=prompt.long(),
+                mask=prompt,
+                group=torch.full((8,), number),
+                row=torch.arange(number * 8, number * 8 + 8),
+            ),
+            ids=torch.zeros(mask.shape, dtype=torch.int64),
+            loss_mask=mask,
+            response_mask=mask,
+            terminated=mask[:, 0],
+            version=torch.zeros(8, dtype=torch.int64),
+            behavior_logprobs=torch.zeros(mask.shape),
+        )
+        output = RewardOutput(scores=torch.zeros(8), valid=torch.ones(8, dtype=torch.bool))
+        samples.append(Sample(rollout=rollout, reward_output=output))
+    store, begin = SampleStore(), time.process_time()
+    for sample in samples:
+        store.add(sample)
+    added = time.process_time()
+    dealt = deal({n: store.tokens(n) for n in range(len(samples))}, ranks)
+    parts = [store.take(own) for own in dealt]
+    taken = time.process_time()
+    pickled = [len(pickle.dumps(part)) for part in parts]
+    return {
+        "add": added - begin,
+        "deal": taken - added,
+        "pickle": time.process_time() - taken,
+        "bytes": statistics.mean(pickled),
+    }
+
+
 def bounds() -> list[dict[str, Any]]:
     """Shares of the ideal that responses of one version permit.
 
@@ -325,7 +372,10 @@ def main() -> None:
     elif what == "bounds":
         results = {"bounds": bounds()}
     elif what == "learners":
-        results = {"learners": learners()}
+        results = {
+            "dealing_seconds": [dealing_seconds() for _ in range(2)][-1],  # the first warms up
+            "learners": learners(),
+        }
     else:
         results = {"scheduler_seconds": scheduler_seconds(), "simulation": simulate()}
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
