@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from kedge.loop.updater import Updater
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
 from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
 from kedge.rollout.scheduler.fifo import FifoScheduler
-from kedge.rollout.scheduler.pool import PooledScheduler
 from kedge.rollout.scheduler.scheduler import RolloutScheduler
 from kedge.rollout.scheduler.worker import WeightUpdate
 from kedge.types import Sample, Sampling
@@ -39,17 +37,16 @@ class Engine(Updater):
     # per iteration, trained on as completed; 0: whole batches in order
     partial_batches: int = 0
     in_flight_weight_updates: bool = False  # as completed: engines get weights while they sample
-    scheduler: RolloutScheduler | PooledScheduler = field(init=False)
+    scheduler: RolloutScheduler = field(init=False)
     _all_ranks_fail: bool = field(default=True, init=False)  # a failure now is raised on all ranks
 
     def __post_init__(self) -> None:
         if self.partial_batches:
             in_flight = self.in_flight_weight_updates
-            build = partial(
-                RolloutScheduler, self.partial_batches, self.max_lag, in_flight=in_flight
-            )
             ranks = getattr(self.rollout_engine, "ranks", None)  # that share engines
-            self.scheduler = build() if ranks is None else PooledScheduler(build, ranks)
+            self.scheduler = RolloutScheduler(
+                self.partial_batches, self.max_lag, in_flight=in_flight, ranks=ranks
+            )
             self.max_token_lag = self.max_lag if in_flight else None
         else:
             self.scheduler = FifoScheduler(self.max_lag)

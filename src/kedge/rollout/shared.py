@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -176,7 +176,7 @@ class RankGroups:
             return own[0] if own else received
         return self._mail.receive()
 
-    def run_on_first(self, local: Any, work: Callable[[list[Any]], list[T]]) -> T:
+    def run_on_first(self, local: Any, work: Callable[[list[Any]], Sequence[T]]) -> T:
         """This rank's item of ``work([local of every rank])``, which runs on rank 0.
 
         An error of ``work`` is raised on every rank.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from kedge.rollout.scheduler.joining import (
     restore_groups,
     with_groups,
 )
+from kedge.rollout.scheduler.rank_rewards import connect
 from kedge.rollout.scheduler.threads import join_at_end
 from kedge.rollout.scheduler.worker import (
     EngineWorker,
@@ -47,6 +48,7 @@ from kedge.rollout.scheduler.worker import (
     WeightUpdate,
     list_engines,
 )
+from kedge.rollout.shared import RankGroups
 from kedge.types import Rollout, Sample, add_times
 
 logger = logging.getLogger(__name__)
@@ -65,14 +67,21 @@ class RolloutScheduler:
         partial_batches: per iteration, for engines without slots; must divide its prompts.
         max_lag: iterations that sampling may be ahead of training, at least 1.
         in_flight: engines get new weights while they sample.
-        ranks: that train on equal parts of every iteration.
+        ranks: that share the engines of rank 0, which samples for all; each trains on an equal part
+            of every iteration.  They make the same calls in the same order.
     """
 
     collector: RolloutCollector
+    _source: Any  # the prompts of this rank
     _prompts: GroupPrompts
 
     def __init__(
-        self, partial_batches: int, max_lag: int, *, in_flight: bool = False, ranks: int = 1
+        self,
+        partial_batches: int,
+        max_lag: int,
+        *,
+        in_flight: bool = False,
+        ranks: RankGroups | None = None,
     ) -> None:
         if partial_batches and max_lag < 1:
             raise ConfigError(
@@ -80,6 +89,8 @@ class RolloutScheduler:
             )
         self._dispatcher = Dispatcher(per_step=1, max_lag=max_lag, in_flight=in_flight)
         self._partial_batches, self._ranks = partial_batches, ranks
+        self._num_ranks = 1 if ranks is None else ranks.size
+        self._others = [] if ranks is None else connect(ranks, self)
         self._has_threads = max_lag > 0  # otherwise the driver samples and scores
         self._workers: list[EngineWorker] = []
         self._occupancy = Occupancy()
@@ -109,9 +120,15 @@ class RolloutScheduler:
         Raises:
             ConfigError: weights cannot be updated in flight.
         """
-        reward = collector.reward
-        pool = reward if isinstance(reward, RewardPool) else RewardPool([reward])
-        self.collector, self._num_scorers = replace(collector, reward=pool), pool.size
+        self.collector, self._source, source = collector, collector.source, collector.source
+        self._workers, self._num_scorers = [], 0
+        if self._ranks is not None:
+            if self._ranks.rank:
+                return  # rank 0 samples
+            source = self._source.whole()
+        self._num_scorers = self._num_ranks
+        pool = RewardPool([collector.reward, *self._others])
+        self.collector = replace(collector, source=source, reward=pool)
         self._occupancy = Occupancy()
         self._workers = [
             EngineWorker(engine=e, slots=getattr(e, "slots", 0), all=self._occupancy)
@@ -163,10 +180,13 @@ class RolloutScheduler:
 
     def next_sample(self, step: int) -> Sample:
         """The sample of iteration ``step``; blocks until it is ready."""
-        return self._join(self.deal(step)[0], step)
+        if self._ranks is None:
+            return self._join(self._deal(step)[0], step)
+        samples = self._ranks.scatter(lambda: self._deal(step))
+        return join_groups(samples, self._source.batch(step))
 
-    def deal(self, step: int) -> list[list[Sample]]:
-        """The sample of iteration ``step`` in parts, for each rank; blocks until it is ready."""
+    def _deal(self, step: int) -> list[list[Sample]]:
+        """The sample of iteration ``step`` in parts, for each rank."""
         with self._lock:
             self._request(step)
             self._work.notify_all()
@@ -217,6 +237,11 @@ class RolloutScheduler:
         Raises:
             CheckpointError: they are not those of a run with these settings, or too old.
         """
+        if samples and self._ranks is not None and self._ranks.rank:
+            raise CheckpointError(
+                "the checkpoint has samples of every learner, but learners share their rollout"
+                " engines: resume with the version that wrote it"
+            )
         self._read_prompts(step)
         self._clear(step)
         versions, lost = restore_groups(
@@ -354,14 +379,14 @@ class RolloutScheduler:
         if (numbers := self._dispatcher.take(step)) is None:
             return None
         self._prompts.forget_before(step)
-        if self._ranks == 1:
+        if self._ranks is None:
             return [self._part(numbers)]
         tokens = {number: self._store.tokens(number) for number in numbers}
-        return [self._part(dealt) for dealt in deal(tokens, self._ranks)]
+        return [self._part(dealt) for dealt in deal(tokens, self._num_ranks)]
 
     def _part(self, numbers: list[int]) -> list[Sample]:
         """The samples of these groups; seconds are those of one engine."""
-        samples, each = self._store.take(numbers), self._ranks / len(self._workers)
+        samples, each = self._store.take(numbers), self._num_ranks / len(self._workers)
         times = [
             {name: x * each if name.startswith("time/") else x for name, x in sample.times.items()}
             for sample in samples
@@ -389,13 +414,19 @@ class RolloutScheduler:
         """Wait until no thread is at work and, with "empty", no engine holds groups."""
         self._pause = pause
         self._work.notify_all()
-        self._wait_while(
-            lambda: (
-                self._scoring
-                or self._sampled
-                or any(w.busy or (pause == "empty" and w.held) for w in self._workers)
-            )
-        )
+
+        def at_work() -> bool:
+            busy = any(w.busy or (pause == "empty" and w.held) for w in self._workers)
+            return bool(busy or self._scoring or self._sampled)
+
+        def wait(ranks: Sequence[None]) -> Sequence[None]:
+            self._wait_while(at_work)
+            return ranks
+
+        if self._ranks is None:
+            wait([])
+        else:  # a failure is raised on every rank
+            self._ranks.run_on_first(None, wait)
 
     def _wait_while(self, at_work: Callable[[], object]) -> None:
         """Wait while holding the lock; raise the failure of any thread."""
