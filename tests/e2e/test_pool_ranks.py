@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.small import small
+from tests.e2e.small import PROMPTS, small
 from tests.e2e.test_ranks import launch
 from tests.ranks import leave
 
@@ -28,10 +28,18 @@ def work(folder: str, out: str) -> None:
         "max_lag": 2,
         "response_length": 16,
         "in_flight_weight_updates": os.environ["IN_FLIGHT"] == "1",
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "eval_dataset": PROMPTS[:4],
     }
-    rows, trained, about = AsDone(options, engine="here")()
+    first = AsDone(options, engine="here", end=os.environ["END"])()
+    rows, *second = AsDone(options, engine="here", resume=True)()
     if os.environ["RANK"] == "0":
-        Path(out).write_text(json.dumps([{"rows": rows, "trained": trained, "about": about}]))
+        trained = [a + b for a, b in zip(first[1], second[0], strict=True)]
+        scored = [a["scored"] + b["scored"] for a, b in zip(first[2], second[1], strict=True)]
+        Path(out).write_text(json.dumps([[rows, trained, scored]]))
     leave()
 
 
@@ -59,10 +67,11 @@ def check(rows: list[dict[str, Any]], trained: list[Any], scored: list[int]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_flight", ["0", "1"])
-def test_two_learners_share_three_engines(tmp_path: Path, in_flight: str) -> None:
-    (found,) = launch(tmp_path, 2, file=__file__, IN_FLIGHT=in_flight)
-    check(found["rows"], found["trained"], [x["scored"] for x in found["about"]])
+@pytest.mark.parametrize(("in_flight", "end"), [("0", "reward"), ("1", "stop")])
+def test_two_learners_share_three_engines(tmp_path: Path, in_flight: str, end: str) -> None:
+    """They evaluate between iterations, end in the middle of the run and resume."""
+    (found,) = launch(tmp_path, 2, file=__file__, IN_FLIGHT=in_flight, END=end)
+    check(*found)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from kedge.errors import RewardError
 from tests.e2e.small import rows, small
 
 TIMED = ("time/", "eps", "tokens_per_second", "train_", "step_time")
@@ -52,6 +54,8 @@ class AsDone:
 
     options: dict[str, Any]
     engine: str = "ray"  # or "here"
+    end: str = ""  # "stop" after four iterations, or a "reward" that fails on the second rank
+    resume: bool = False
 
     def __call__(self) -> tuple[list[dict[str, Any]], list[list[Any]], list[dict[str, Any]]]:
         from accelerate.utils import gather_object
@@ -60,6 +64,8 @@ class AsDone:
 
         def reward(completions: list[str], prompts: list[str], **_: Any) -> list[float]:
             scored.append(len(completions))
+            if self.end == "reward" and os.environ["RANK"] == "1" and sum(scored) > 20:
+                raise ZeroDivisionError("no score")
             time.sleep(0.01)
             return [float(len(text.split())) for text in completions]
 
@@ -93,7 +99,11 @@ class AsDone:
             return found
 
         type(made.engine).train_on, type(made.engine).weights = noting, copying
-        made.train()
+        if self.end == "stop":
+            made.add_callback(Strike(int(os.environ["RANK"]), 4, "stop here"))
+        with contextlib.suppress(*[RewardError] * (self.end == "reward")):
+            made.train(resume_from_checkpoint=self.resume or None)
+            assert self.end != "reward"
         actors = [getattr(x, "actor", None) for x in made.engine.rollout_engine.engines]
         about = {
             "copies": sum(copies),
@@ -132,7 +142,9 @@ class Strike(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         here = int(os.environ["RANK"]) == self.rank and state.global_step == self.step
-        if here and self.what != "pause":
+        if here and self.what == "stop here":
+            control.should_training_stop = True
+        elif here and self.what != "pause":
             strike(self.what)
 
 
