@@ -131,7 +131,7 @@ MUTANTS = [
     Mutant(
         "shared layers are copies",
         "classic/models/wrapper.py",
-        "        memo[id(weights[name])] = weights[name]  # deepcopy treats these as copied\n",
+        "        memo[id(weights[name])] = weights[name]  # deepcopy keeps these tensors\n",
         "",
         "tests/unit/test_classic_models.py",
     ),

@@ -1,4 +1,4 @@
-"""Renders chat messages by a tokenizer's template; both come from elsewhere and may be wrong."""
+"""Renders chat messages by a tokenizer's template; neither can be trusted to be valid."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def render_chat(
 
     Args:
         tokenizer: has the chat template.
-        messages: of one conversation.
-        where: what the messages are, for an error.
+        messages: one conversation.
+        where: source of the messages, for error messages.
         options: passed on to ``apply_chat_template``.
 
     Raises:
@@ -25,7 +25,7 @@ def render_chat(
     try:
         text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
         return text
-    except ImportError:  # of jinja2; the message says what to install
+    except ImportError:  # raised by jinja2; the message says what to install
         raise
     except Exception as error:
         line = getattr(error, "lineno", None)

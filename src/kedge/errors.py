@@ -1,4 +1,4 @@
-"""Every exception Kedge raises on purpose: a message says what is wrong, the value, the way out."""
+"""Kedge's exceptions; each message names the problem, the value and the way out."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class HubError(KedgeError, RuntimeError):
     """The Hugging Face Hub refused, or cannot be reached."""
 
 
-DISTRIBUTION = "kedge-rl"  # on the package index, where `kedge` is another project
+DISTRIBUTION = "kedge-rl"  # name on PyPI, where `kedge` is another project
 
 
 def install_command(extra: str) -> str:
-    """The command that installs what `extra` needs."""
+    """The command that installs the packages of `extra`."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
@@ -93,7 +93,7 @@ _WAYS_OUT = {
 def way_out(error: BaseException) -> str:
     """How to fix a failed write to disk."""
     code = getattr(error, "errno", None)
-    if code is None:  # safetensors and tokenizers put it in the text
+    if code is None:  # safetensors and tokenizers only give the code in the message
         match = re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))
         code = int(match[1] or match[2]) if match else 0
     return _WAYS_OUT.get(code, "check that path")

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from kedge.redaction import redact, remember
 
-MAX_REPLY = 64 << 20  # bytes
-RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # may succeed later
+MAX_REPLY = 64 << 20  # bytes of a response
+RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # statuses that may succeed later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def retry_request(
     until: float = float("inf"),
     on_retry: Callable[[Reply], object] | None = None,
 ) -> tuple[Reply, int]:
-    """The first reply that needs no retry, or the last one; and the number of requests sent.
+    """Send until a reply needs no retry; returns the last reply and the number of requests.
 
     Args:
         send: sends one request.
@@ -132,7 +132,7 @@ async def _post(
     status = response.status_code
     reason = excerpt(response.reason_phrase.encode(errors="replace"))
     redirect = " (redirects are not followed)" if 300 <= status < 400 else ""
-    pause = response.headers.get("Retry-After", "")  # seconds, or a date, which is ignored
+    pause = response.headers.get("Retry-After", "")  # in seconds; a date is ignored
     return Reply(
         status=status,
         body=bytes(data),
@@ -142,7 +142,7 @@ async def _post(
     )
 
 
-_ssl_context = functools.cache(ssl.create_default_context)  # reading certificates takes a while
+_ssl_context = functools.cache(ssl.create_default_context)  # reading certificates is slow
 
 
 def _run(job: Coroutine[object, object, Reply]) -> Reply:

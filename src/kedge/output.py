@@ -26,8 +26,8 @@ except ImportError:  # Windows
 
 logger = logging.getLogger(__name__)
 
-LOCK = "_kedge.lock"  # uploads to the hub leave out "_*"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # of a file system
+LOCK = "_kedge.lock"  # hub uploads skip "_*"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # no locks there
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -39,7 +39,7 @@ def check_folder(option: str, folder: str | Path) -> None:
 
     Args:
         option: name of the option, for the error.
-        folder: need not exist yet.
+        folder: the folder, which need not exist yet.
 
     Raises:
         ConfigError: names the option, the folder and the problem.
@@ -58,7 +58,7 @@ def check_folder(option: str, folder: str | Path) -> None:
             pass
     except ConfigError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:  # a NUL, or an unknown ~user
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, or an unknown ~user
         raise ConfigError(f"{shown} cannot be written to ({error}); name another folder") from error
 
 
@@ -111,7 +111,7 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         lock = self._held.get(self.file)
-        if lock is None:  # in a forked process
+        if lock is None:  # after a fork
             return
         lock._depth -= 1
         if not lock._depth:
@@ -122,8 +122,8 @@ class RunLock:
                     lock.file.unlink()
                 else:
                     logger.warning(
-                        "%s was moved or deleted while the run wrote to it: what it holds now"
-                        " began after that",
+                        "%s was moved or deleted during the run: its present contents began"
+                        " after that",
                         lock.file.parent,
                     )
             os.close(lock._handle)
@@ -176,7 +176,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _try_lock(handle: int) -> bool:
-    """Try to lock the file; whether this succeeded, or there are no locks here."""
+    """Try to lock the file; True also if the file system has no locks."""
     try:
         if fcntl is None:
             raise OSError(errno.ENOSYS, "this system has no flock")
@@ -186,7 +186,7 @@ def _try_lock(handle: int) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        logger.warning("no locks here (%s): a second run in the folder is not noticed", error)
+        logger.warning("no file locks here (%s): a second run is not noticed", error)
     return True
 
 

@@ -1,8 +1,9 @@
-"""Interfaces between the loop and what it drives.  Classes implement them structurally."""
+"""Interfaces between the loop and its components, implemented structurally."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from kedge.types import (
 )
 
 LossFn = Callable[[PolicyOutput, MicroBatch], Loss]
-AllReduce = Callable[[Tensor], Tensor]  # element-wise sum of a tensor over all ranks
+AllReduce = Callable[[Tensor], Tensor]  # element-wise sum over all ranks
 ShouldApply = Callable[
     [Mapping[str, float]], bool
 ]  # metrics of an optimizer step -> whether to apply it
@@ -62,7 +63,7 @@ class RolloutEngine(Protocol):
 
     @property
     def logprob_kind(self) -> Literal["sampled", "raw", "none"]:
-        """Whether ``behavior_logprobs`` are of the sampled distribution, the raw one, or absent."""
+        """Whether ``behavior_logprobs`` are of the sampling or raw distribution, or absent."""
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row, which depends only on (weights, prompt, row, seed)."""
@@ -75,11 +76,11 @@ class RolloutEngine(Protocol):
 
 
 class ContinuousEngine(RolloutEngine, Protocol):
-    """A rollout engine that holds many requests and samples them side by side."""
+    """A rollout engine that holds many requests and samples them concurrently."""
 
     @property
     def slots(self) -> int:
-        """How many responses it samples at once; 0: only ``generate`` can be used."""
+        """Number of responses sampled at once; 0: only ``generate`` can be used."""
 
     @property
     def updates_in_flight(self) -> bool:
@@ -90,24 +91,35 @@ class ContinuousEngine(RolloutEngine, Protocol):
 
     @property
     def unfinished(self) -> int:
-        """How many of the responses that it holds are not complete."""
+        """Number of its responses that are not complete."""
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
-        """Hold these rows as well: whole groups, whose ids differ from those that it holds."""
+        """Add rows: whole groups, whose ids differ from those in the engine."""
 
     def advance(self) -> Rollout | None:
-        """Sample on for a short time; the groups that are complete, with the given prompts.
+        """Sample for a short time; returns complete groups, with their prompts as submitted.
 
         Raises:
-            LostRequestsError: the engine was restarted, and holds nothing.
+            LostRequestsError: the engine was restarted and lost its requests.
         """
 
     def cancel(self) -> None:
         """Drop all requests."""
 
 
-# Text (a user message), chat messages, or token ids; None: nothing to say.
-Observation = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor | None
+@dataclass(frozen=True, slots=True)
+class NewContext:
+    """An observation that replaces the conversation, for instance by a summary of it.
+
+    From now on the policy reads ``messages`` alone, with the tools of the environment.  The episode
+    stays one: later rewards count for earlier turns as well.
+    """
+
+    messages: Any  # chat messages, text or token ids, as in other observations
+
+
+# Text (a user message), chat messages, or token ids; None: no message.
+Observation = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor | NewContext | None
 Info = Mapping[str, Any]
 Reset = tuple[Observation, Info]
 Step = tuple[Observation, float, bool, bool, Info]  # reward, terminated, truncated
@@ -117,14 +129,14 @@ class Environment(Protocol):
     """A task of many turns, by the convention of Gymnasium; methods may be async."""
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset | Awaitable[Reset]:
-        """Begin an episode, which depends on the arguments alone.
+        """Begin an episode, which depends only on the arguments.
 
         Args:
-            seed: of all randomness in the episode.
+            seed: seed of all randomness in the episode.
             options: the dataset columns of the prompt's row.
 
         Returns:
-            What the policy reads first, after the prompt, and information.  Numbers under
+            The first observation, which follows the prompt, and information.  Numbers under
             ``info["metrics"]`` are summed over an episode and logged as ``environment/NAME``;
             other numbers in it are logged as they are at the end of the episode.
         """
@@ -148,7 +160,7 @@ class RewardSource(Protocol):
 class Learner(Stateful, Protocol):
     """Holds the trained models and the optimizer."""
 
-    version: int  # iterations finished; advance_version adds 1
+    version: int  # finished iterations; advance_version adds 1
 
     @property
     def rank(self) -> int:
@@ -180,7 +192,7 @@ class Learner(Stateful, Protocol):
         skip_policy: bool = False,
         should_apply: ShouldApply = always,
     ) -> dict[str, float]:
-        """ONE optimizer step.  Returns the loss metrics summed over micro-batches and ranks.
+        """Take ONE optimizer step.  Returns the loss metrics summed over micro-batches and ranks.
 
         The step is applied if ``should_apply(metrics)``; otherwise the gradient is discarded.
         """
@@ -195,7 +207,7 @@ class Learner(Stateful, Protocol):
         """End an iteration: increment the version and step the learning-rate schedule."""
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The policy's weights, to be loaded before training continues unless they are a copy."""
+        """The policy's weights; unless they are a copy, load them before training continues."""
 
     def fingerprint(self) -> str:
         """A short hash of the policy's weights that changes if any weight changes."""

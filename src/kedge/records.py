@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from kedge.errors import RolloutError
 
 if TYPE_CHECKING:
-    # From Python 3.11 on; annotations are not evaluated.
+    # Available since Python 3.11; annotations are not evaluated.
     from typing import Self  # type: ignore[attr-defined,unused-ignore]
 
 Index = Tensor | slice
@@ -59,14 +59,14 @@ def rows_field(
 
 
 def widen_field(f: Field[Any], x: Tensor, wide: Sequence[int]) -> Tensor:
-    """``x`` with the axes after the first padded to the lengths ``wide``, as its field says."""
+    """Pad the axes of ``x`` after the first to the lengths ``wide``, as its field specifies."""
     padding: list[int] = []
     for have, want in reversed(list(zip(x.shape[1:], wide, strict=True))):
         padding += [want - have, 0] if f.metadata.get("left") else [0, want - have]
     return pad(x, padding, value=f.metadata.get("fill", 0)) if any(padding) else x
 
 
-_FIELDS: dict[Any, tuple[Field[Any], ...]] = {}  # of each class; looking them up takes longer
+_FIELDS: dict[Any, tuple[Field[Any], ...]] = {}  # cached per class, since lookups are slower
 
 
 def _fields(kind: Any) -> tuple[Field[Any], ...]:
@@ -88,7 +88,7 @@ class Record:
         return self._mapped(lambda f, x: _take_rows(f, x, index))
 
     def to(self, device: torch.device | str) -> Self:
-        """The record with all tensors on ``device``."""
+        """Move all tensors to ``device``."""
         return self._mapped(lambda _, x: _move(x, device))
 
     def trim(self, size: int) -> Self:
@@ -228,7 +228,7 @@ def _join_named(f: Field[Any], values: list[Any], sizes: list[int]) -> Any:
 def add_totals(
     values: Sequence[Mapping[str, tuple[float, float]]],
 ) -> dict[str, tuple[float, float]]:
-    """(sum, count) of each name, added."""
+    """Add the (sum, count) of each name."""
     sums: dict[str, tuple[float, float]] = {}
     for totals in values:
         for name, (total, count) in totals.items():

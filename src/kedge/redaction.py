@@ -1,4 +1,4 @@
-"""Remembers what fields and flags call a secret, and blanks it in files, reports and messages."""
+"""Remembers values of secret fields and flags, and blanks them in files, reports and messages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 BLANK = "..."
-LONGEST = 4_000  # characters of a message
-SHORTEST, FEWEST = 8, 4  # characters, and different ones, of a value that is blanked everywhere
+LONGEST = 4_000  # characters of a redacted message
+SHORTEST, FEWEST = 8, 4  # characters, and distinct ones, in a value to blank
 _NAME = re.compile(
     r"(?:.*[_.-])?(?:(?:hub|auth|access|api|bearer|hf|refresh)[_-]?token|password|passwd|secret"
     r"|(?:api|access|secret|private)[_-]?key|authorization|credentials?)|token",
@@ -27,13 +27,13 @@ def is_secret(name: object) -> bool:
 
 
 def remember(value: object) -> None:
-    """Blank a value from now on."""
+    """Remember a secret, to blank it from now on."""
     if isinstance(value, str) and len(value) >= SHORTEST and len(set(value)) >= FEWEST:
         _known.add(value)
 
 
 def redact(value: Any) -> Any:
-    """A value of plain data without secrets: those of named fields, in URLs, and known ones."""
+    """Blank secrets in plain data: values of secret fields, in URLs, and remembered ones."""
     if isinstance(value, str):
         text = _LOGIN.sub(rf"\1{BLANK}@", value)
         text = _QUERY.sub(
@@ -56,7 +56,7 @@ def redact(value: Any) -> Any:
 
 
 def redact_words(words: Iterable[str]) -> list[str]:
-    """The words of a command line, without the values of secret flags and of secrets in JSON."""
+    """Blank the values of secret flags, and secrets in JSON, in a command line."""
     shown, hide = [], False
     for word in words:
         flag = word.startswith("--")
@@ -82,7 +82,7 @@ def _blank_field(match: re.Match[str]) -> str:
 
 
 def clean(message: object) -> object:
-    """A message without secrets and terminal control codes, and not of megabytes."""
+    """Remove secrets and control codes from a message, and limit its length."""
     if not isinstance(message, str):
         return message
     if len(message) > LONGEST:

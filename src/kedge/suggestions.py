@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from kedge.errors import OptionError
 
-# Names of the same option in Kedge and in current and older releases of other libraries.
+# Names of one option in Kedge and in current and older releases of other libraries.
 ALIASES = (
     ("num_ppo_epochs", "ppo_epochs", "num_iterations", "noptepochs", "update_epochs"),
     ("num_generations", "rloo_k", "number_samples_per_prompt", "n_samples_per_prompt", "rollout.n"),
@@ -94,7 +94,7 @@ def named(
                 problem = in_config or hint(name, known)
                 raise OptionError(f"{type(self).__name__} has no {kind} {name!r}{problem}")
             if kind == "option":
-                self.given = frozenset(kwargs)  # set by the caller, even to the default
+                self.given = frozenset(kwargs)  # options that the caller set, even to the default
             init(self, *args, **kwargs)
 
         cls.__init__ = checked  # type: ignore[misc]

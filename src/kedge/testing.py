@@ -108,8 +108,8 @@ def tiny_policy(
     """A randomly initialized causal language model of a few thousand weights, float32.
 
     Args:
-        family: architecture.
-        seed: of the weights.
+        family: model architecture.
+        seed: seed of the weights.
         config: ``vocab_size`` (64), ``hidden_size`` (32), ``layers`` (2), ``heads`` (4),
             ``max_positions`` (128), and fields of the model's configuration.
     """

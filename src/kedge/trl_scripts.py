@@ -99,7 +99,7 @@ def get_peft_config(model_args: ModelConfig) -> Any:
         ) from error
     targets: Any = model_args.lora_target_modules
     if isinstance(targets, list) and len(targets) == 1:
-        targets = targets[0]  # "all-linear", or a pattern
+        targets = targets[0]  # "all-linear", or a regular expression
     settings = {
         "task_type": model_args.lora_task_type,
         "r": model_args.lora_r,
@@ -173,7 +173,7 @@ class TrlParser(ConfigParser):
         return (*parsed[:-1], rest + parsed[-1]) if return_remaining_strings else tuple(parsed)
 
     def _set_defaults(self, values: dict[str, Any], *, strict: bool) -> list[str]:
-        """Use the values as defaults of flags; returns unknown ones as flags."""
+        """Set values as defaults of flags; returns unknown names as flags."""
         env = values.pop("env", None) or {}
         if not isinstance(env, dict):
             raise ConfigError(f"env in the YAML file must map names to values, got {env!r}")
@@ -193,7 +193,7 @@ class TrlParser(ConfigParser):
 
 
 def read_yaml(name: str, flag: str = "--config ") -> dict[str, Any]:
-    """The mapping in a YAML file; ``flag`` begins the errors.
+    """Read the mapping in a YAML file; errors begin with ``flag``.
 
     Raises:
         ConfigError: the file is missing, not valid, or not a mapping.

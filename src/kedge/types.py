@@ -33,7 +33,7 @@ class Sampling:
     top_k: int = 0  # 0 disables
     top_p: float = 1.0  # 1 disables
     min_p: float = 0.0  # 0 disables
-    stop_ids: tuple[int, ...] = ()  # the stop token stays in the response, as its last token
+    stop_ids: tuple[int, ...] = ()  # the stop token stays in the response, at its end
     stop_strings: tuple[str, ...] = ()
 
     @property
@@ -49,14 +49,14 @@ class PromptBatch(Record):
     ids: Tensor = rows_field(left=True)  # int64 [B, P]
     mask: Tensor = rows_field(left=True)  # bool  [B, P]
     group: Tensor  # int64 [B]; rows with equal values share a prompt
-    row: Tensor  # int64 [B]; index in the global batch, which selects the row's random stream
+    row: Tensor  # int64 [B]; index in the global batch, which selects the row's random numbers
     # Dataset columns, one value per row.
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    # int64 [B]; most tokens of the response, at most max_new_tokens; None: max_new_tokens
+    # int64 [B]; most tokens per response, at most max_new_tokens; None: max_new_tokens
     limit: Tensor | None = None
 
     def limits(self, sampling: Sampling) -> Tensor:
-        """Most tokens of each response, int64 [B]."""
+        """Maximum tokens of each response, int64 [B]."""
         limit = torch.full_like(self.row, sampling.max_new_tokens)
         return limit if self.limit is None else limit.minimum(self.limit)
 
@@ -68,12 +68,12 @@ def group_rows(prompts: PromptBatch) -> tuple[list[int], Sequence[Tensor]]:
 
 
 def number_prompts(ids: Tensor, mask: Tensor) -> Tensor:
-    """Numbers int64 [B] of left-padded prompts int64 [B, P], equal for rows with equal prompts."""
+    """Number prompts int64 [B, P] (left-padded) so that equal prompts share a number int64 [B]."""
     return ids.masked_fill(~mask, -1).unique(dim=0, return_inverse=True)[1]
 
 
 def separated(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
-    """The batches with group ids renumbered so that no two batches share one."""
+    """Renumber group ids so that no two batches share one."""
     renumbered, offset = [], 0
     for batch in batches:
         ids, group = batch.group.unique(return_inverse=True)
@@ -88,41 +88,41 @@ class ToolCall:
 
     name: str  # "" if the call could not be read
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    error: str = ""  # what is wrong with the call, in words for the policy
-    # The arguments as written, of formats in which 1 and "1" look alike.
+    error: str = ""  # what is wrong with the call, as text for the policy
+    # The arguments as written, in formats that print 1 and "1" alike.
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One turn of the policy, as an environment gets it."""
+    """One turn of the policy, as passed to an environment."""
 
     text: str  # decoded, without special tokens and reasoning
     ids: tuple[int, ...] = ()  # as sampled, with the stop token
     terminated: bool = True  # False: cut off by a token limit
     raw: str | None = None  # decoded with special tokens, without the stop token; None: the text
     parse: Callable[[str], Sequence[ToolCall]] | None = None
-    reasoning: str = ""  # what the policy thought before it answered
+    reasoning: str = ""  # reasoning of the policy before the text
 
     @property
     def tool_calls(self) -> Sequence[ToolCall]:
-        """The calls in the response, parsed when this is read; none of its reasoning."""
+        """The calls in the response, parsed on access; calls in the reasoning do not count."""
         text = self.text if self.raw is None else self.raw
         return () if self.parse is None else self.parse(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episodes(Record):
-    """What environments returned for a rollout, one episode per row."""
+    """Results of environments for a rollout, one episode per row."""
 
-    # int64 [B, R]; the turn, from 0, that a token of the policy belongs to; -1: other tokens
+    # int64 [B, R]; turn number from 0 for the policy's tokens, -1 for others
     turn: Tensor = rows_field(fill=-1)
-    rewards: Tensor  # float32 [B, R]; the reward of a turn, at its last token
+    rewards: Tensor  # float32 [B, R]; reward of each turn, at its last token
     valid: Tensor  # bool [B]; False: the environment failed, the row is not trained on
-    # Metrics of the episodes: (sum, count).
+    # Metrics of episodes: (sum, count).
     metrics: Mapping[str, tuple[float, float]] = rows_field(total=add_totals, default_factory=dict)
-    # Per row: "observations", the chat messages between one turn and the next; "metrics", those of
-    # the episode; "error", why its environment failed.
+    # Per row: "observations", the chat messages between two turns; "metrics" of the episode; and
+    # "error", why its environment failed.
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
 
@@ -132,20 +132,23 @@ class Rollout(Record):
 
     prompts: PromptBatch
     ids: Tensor  # int64 [B, R]
-    # bool [B, R]; tokens produced by the policy (including the stop token): these are trained on
+    # bool [B, R]; tokens that the policy sampled (including the stop token), which are trained on
     loss_mask: Tensor
     # bool [B, R]; all real tokens, a prefix of each row; loss_mask implies response_mask
     response_mask: Tensor
     terminated: Tensor  # bool [B]; ended by a stop token or string, not by a limit
     version: Tensor  # int64 [B]; policy version that sampled the row, -1: unknown
-    behavior_logprobs: Tensor | None = None  # float32 [B, R]; recorded while sampling
-    # int64 [B, R, K]; tokens that could be sampled, -1: unused slot
+    behavior_logprobs: Tensor | None = None  # float32 [B, R]; recorded during sampling
+    # int64 [B, R, K]; tokens that could be sampled, -1: unused
     allowed_tokens: Tensor | None = rows_field(fill=-1, default=None)
-    # of tasks of many turns
+    # for multi-turn tasks
     episodes: Episodes | None = rows_field(wide_as="ids", default=None)
-    # int64 [B, R]; policy version that sampled the token, -1: that of the row; ``version`` is then
-    # the oldest of the row
+    # int64 [B, R]; policy version that sampled the token, -1: the row's; ``version`` is then the
+    # oldest in the row
     token_version: Tensor | None = rows_field(fill=-1, absent="fill", wide_as="ids", default=None)
+    # bool [B, R]; tokens that begin a new context: what stands before them, the prompt included, is
+    # not read any more
+    context_start: Tensor | None = rows_field(absent="fill", wide_as="ids", default=None)
 
     @property
     def token_versions(self) -> Tensor:
@@ -171,12 +174,17 @@ class RewardOutput(Record):
     metrics: Mapping[str, tuple[float, float]] = rows_field(total=add_totals, default_factory=dict)
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)  # one value per row
 
+    def divide(self, scale: float) -> RewardOutput:
+        """All scores and dense rewards divided by ``scale``; unchanged if it is 0."""
+        rewards = {n: getattr(self, n) for n in ("scores", "token_rewards", "greedy_scores")}
+        return replace(self, **{n: x / (scale or 1.0) for n, x in rewards.items() if x is not None})
+
 
 SYNC_GAP = "rollout/sync_gap"
 
 
 def add_times(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds and counts add; of the gaps of weight syncs it is the largest."""
+    """Add seconds and counts; weight-sync gaps keep the largest."""
     times: dict[str, float] = {}
     for part in parts:
         for name, x in part.items():
@@ -187,7 +195,7 @@ def add_times(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample(Record):
-    """Responses, their scores, and what it took to get them."""
+    """Responses, their scores, and the time they took."""
 
     rollout: Rollout
     reward_output: RewardOutput = rows_field(wide_as="rollout.ids")
@@ -203,7 +211,7 @@ class ModelOutputs:
     ref_logprobs: Tensor | None = None  # float32 [B, R]
     values: Tensor | None = None  # float32 [B, R]; V(state before token t), and one extra slot
     last_values: Tensor | None = None  # float32 [B]; V(state after the last token)
-    full_kl: Tensor | None = None  # float32 [B, R]; KL(policy || reference) over the vocabulary
+    full_kl: Tensor | None = None  # float32 [B, R]; KL(policy || reference) over all tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +225,7 @@ class AdvantageOutput:
     value_mask: Tensor | None = None  # bool [B, R]; where the value model trains; None: the mask
     # bool [B, R]; where the policy trains; None: the rollout's mask
     loss_mask: Tensor | None = None
-    deviation: Tensor | None = None  # float32 []; of the advantages before they were scaled
+    deviation: Tensor | None = None  # float32 []; of the advantages before scaling
     penalized: Tensor | None = None  # bool [B, R]; tokens with a KL to the old policy (KL-Cov)
 
 
@@ -240,6 +248,8 @@ class Experience(Record):
     behavior_logprobs: Tensor | None = None  # float32 [B, R]
     penalized: Tensor | None = None  # bool [B, R]; see AdvantageOutput
     allowed_tokens: Tensor | None = rows_field(fill=-1, default=None)  # int64 [B, R, K]
+    # bool [B, R]; as in Rollout
+    context_start: Tensor | None = rows_field(absent="fill", wide_as="ids", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +268,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOutput:
-    """One forward pass over a micro-batch, response positions only."""
+    """Output of one forward pass over a micro-batch, at response positions only."""
 
     logprobs: Tensor  # float32 [b, R], with gradient; 0 outside the mask
     entropy: Tensor  # float32 [b, R], 0 outside the mask; with gradient if there is a bonus
@@ -267,7 +277,7 @@ class PolicyOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Weighted sums, so that micro-batches and ranks simply add up."""
+    """Loss as weighted sums, so that micro-batches and ranks simply add up."""
 
     parts: Mapping[str, Tensor]  # scalars; their sum is minimized
     metrics: Mapping[str, Tensor] = field(default_factory=dict)  # scalars
@@ -279,8 +289,8 @@ class Loss:
         return sum(rest, start=first)
 
 
-# The count of a metric that only some episodes report and that is a mean over all of them: when
-# totals are merged, those of episodes without it have no entry.
+# The denominator of a metric that only some episodes report but that averages over all of them:
+# when totals are merged, episodes without the metric have no entry.
 PER_EPISODE = math.inf
 
 
@@ -291,13 +301,13 @@ class Metrics:
     totals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def merge(self, other: Metrics) -> Metrics:
-        """Both sets of metrics; sums and counts are added."""
+        """Merge two sets of metrics by adding sums and counts."""
         return Metrics(add_totals([self.totals, other.totals]))
 
     def means(self) -> dict[str, float]:
         """``name -> sum / count``, without names whose count is 0.
 
-        The count ``PER_EPISODE`` is that of "environment/turns".
+        The count ``PER_EPISODE`` stands for that of "environment/turns".
         """
         episodes = self.totals.get("environment/turns", (0.0, 0.0))[1]
         counted = ((n, x, episodes if c == PER_EPISODE else c) for n, (x, c) in self.totals.items())
@@ -310,16 +320,16 @@ class Receipt:
 
     version: int
     fingerprint: str
-    # nats per token between engine and learner on the fixed tokens that verified the weights; None:
-    # they were compared bit by bit
+    # nats per token between engine and learner on the fixed tokens that verify weights; None: the
+    # weights were compared bit by bit
     gap: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor of a checkpoint that was sharded when it was saved, and is not read yet.
+    """A sharded tensor of a checkpoint that is not read yet.
 
-    ``read`` fills tensors of the same shape, sharded or not; each rank reads only what it holds.
+    ``read`` fills tensors of the same shape, sharded or not; each rank reads only its part.
     Collective: every rank reads the same tensors in one call.
     """
 
@@ -330,7 +340,7 @@ class StoredTensor:
 
 
 def require(x: T | None, name: str) -> T:
-    """``x``, or a ValueError that names the Algorithm option to set."""
+    """Return ``x``; for None raise a ValueError that names the Algorithm option to set."""
     if x is None:
         raise ValueError(f"{name} was not computed; set needs_{name}=True on the Algorithm")
     return x

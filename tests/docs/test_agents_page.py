@@ -14,7 +14,7 @@ from kedge.environments import Response, ToolEnvironment
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
 GAME, TOOL, LAKE, TIC_TAC_TOE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 ENVIRONMENTS = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
-EXAMPLE, FUNCTION = re.findall(r"```python\n(.*?)```", ENVIRONMENTS, flags=re.DOTALL)
+EXAMPLE, FUNCTION, *_ = re.findall(r"```python\n(.*?)```", ENVIRONMENTS, flags=re.DOTALL)
 
 
 def test_a_game_by_hand() -> None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import TrainerCallback
 
-from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, remax
+from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, remax, rloo
 from kedge.errors import ConfigError
-from kedge.testing import ScriptedRollouts
+from kedge.loop import updater
+from kedge.rollout.embedded import generation
+from kedge.rollout.embedded.engine import EmbeddedEngine
+from kedge.testing import ScriptedRollouts, tiny_policy
+from kedge.types import RewardOutput, Rollout
+from tests.reference.test_whole_update import Batch
+from tests.unit.text_toys import EOS, PAD
 
-from .small import rows, small
+from .small import VOCAB, rows, small
 from .test_groups import make
 
 OPTIONS: dict[str, Any] = {
@@ -26,16 +36,6 @@ OPTIONS: dict[str, Any] = {
 class StopAt(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop |= state.global_step >= 3
-
-
-def test_a_run_is_whole_and_never_too_stale(tmp_path: Path) -> None:
-    trainer = small(output_dir=str(tmp_path), **OPTIONS)
-    trainer.train()
-    logged = rows(trainer)
-    assert [row["episode"] for row in logged] == [4, 8, 12, 16, 20, 24]
-    assert all(0 <= row["rollout/lag"] <= 2 for row in logged)
-    assert any(row["rollout/lag"] > 0 for row in logged)
-    assert all(row["rollout/correction_weight"] > 0 for row in logged)
 
 
 def test_it_goes_on_from_a_checkpoint_with_what_was_sampled(tmp_path: Path) -> None:
@@ -59,6 +59,7 @@ def test_it_goes_on_from_a_checkpoint_with_what_was_sampled(tmp_path: Path) -> N
             {"rollout_schedule": "in_order", "in_flight_weight_updates": True},
             "needs rollout_schedule=.as_completed.",
         ),
+        ({"sampler_correction": "mask_old"}, "leaves out tokens older than max_lag, which only"),
         ({"rollout_schedule": "random"}, "rollout_schedule='random'"),
     ],
 )
@@ -67,26 +68,68 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None
         small(**(OPTIONS | changes))
 
 
-def test_weights_in_flight_bound_the_age_of_every_trained_token(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+class Paced(EmbeddedEngine):
+    """Completes four responses per policy version, so long ones have tokens of many versions."""
+
+    complete = 0
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Any:
+        self.complete = 0
+        return super().load_weights(weights, version)
+
+    def advance(self) -> Rollout | None:
+        if self.complete >= 4:
+            time.sleep(1e-3)
+            return None
+        rollout = super().advance()
+        self.complete += 0 if rollout is None else len(rollout)
+        return rollout
+
+
+@pytest.mark.parametrize("correction", ["auto", "mask_old"])
+def test_in_flight_every_token_trains_with_its_own_weight_or_old_ones_are_left_out(
+    correction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Weights by hand: min(exp(learner - recorded), 2), the learner's by plain transformers."""
+    monkeypatch.setattr(generation, "POLL", 1)
+    real, seen = updater.make_experience, []
+
+    def watched(rollout: Rollout, scores: RewardOutput, *rest: Any) -> Any:
+        made = real(rollout, scores, *rest)
+        batch = Batch(None, None, None, rollout, scores, 1.0, rows=[*range(len(rollout))])
+        with torch.no_grad():
+            learner = [batch.logprobs(trainer.model, row)[1] for row in range(len(rollout))]
+        seen.append((batch, made[0], learner))
+        return made
+
+    monkeypatch.setattr(updater, "make_experience", watched)
+    policy = tiny_policy("gpt_neox", vocab_size=VOCAB, eos_token_id=EOS)
     trainer = small(
-        output_dir=str(tmp_path),
-        in_flight_weight_updates=True,
-        response_length=24,
-        stop_token=None,
-        **(OPTIONS | {"max_lag": 1}),
+        **{"output_dir": str(tmp_path), "model": policy, "algorithm": rloo()},
+        rollout_engine=Paced(policy, pad_id=PAD, shares_weights=False),
+        **{"num_generations": 2, "kl_coef": 0.0, "temperature": 1.0, "learning_rate": 3e-2},
+        **{"in_flight_weight_updates": True, "max_lag": 1, "rollout_schedule": "as_completed"},
+        **{"response_length": 24, "total_episodes": 48, "sampler_correction": correction},
     )
-    assert "max_lag=1: tokens older than 1 iterations do not train" in caplog.text
     trainer.train()
-    logged = rows(trainer)
-    assert [row["episode"] for row in logged] == [4, 8, 12, 16, 20, 24]
-    assert all(row["rollout/lag_max"] <= 1 for row in logged)
-    assert all(0 <= row["rollout/too_old_tokens"] < 1 for row in logged)
-    shares = [
-        [x for name, x in row.items() if name.startswith("rollout/token_lag/")] for row in logged
-    ]
-    assert all(sum(share) == pytest.approx(1) for share in shares if share)
+    oldest = bounded = 0
+    for version, (batch, experience, learner) in enumerate(seen):
+        both = {rows[i]: sum(map(batch.score, rows)) for rows in batch.groups() for i in (0, 1)}
+        for row in batch.rows:
+            length = len(learner[row])
+            age = version - batch.rollout.token_versions[row, :length]
+            trained = age <= (1 if correction == "mask_old" else 99)
+            assert torch.equal(experience.loss_mask[row, :length], trained)
+            ratio = (learner[row] - batch.rollout.behavior_logprobs[row, :length].double()).exp()
+            advantage = 2 * batch.score(row) - both[row]  # less the score of the other response
+            found = experience.advantages[row, :length][trained].double()
+            want = (advantage * ratio.clamp(max=2))[trained]
+            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+            oldest, bounded = max(oldest, int(age.max())), bounded + int((ratio > 2).sum())
+    assert min(oldest, bounded) > 1
+    drops, logged = correction == "mask_old", rows(trainer)
+    assert max(row["rollout/lag_max"] for row in logged) == (1 if drops else oldest)
+    assert any(row.get("rollout/too_old_tokens") for row in logged) == drops
 
 
 @pytest.mark.parametrize("kind", ["dynamic sampling", "greedy baselines"])

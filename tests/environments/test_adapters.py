@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shutil
 import socket
@@ -10,17 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kedge.environments import Response, ToolCall
-from kedge.environments.adapters import Gymnasium, OpenEnv, TextArena, Verifiers
+from kedge.environments import NewContext, Response, ToolCall
+from kedge.environments.adapters import Gymnasium, NeMoGym, OpenEnv, TextArena, Verifiers
 from kedge.environments.pool import Calls
-from kedge.errors import ConfigError, RolloutError
+from kedge.errors import ConfigError, DataError, RolloutError
 from kedge.types import Metrics
-from tests.environments.toys import call_all, prompts, rollouts, sampling
+from tests.environments.toys import call_all, played, prompts, rollouts, sampling
 
 # Notices of the other packages that a user of Kedge cannot act on.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -229,6 +231,119 @@ def test_openenv(server: str) -> None:
     play.close()
 
 
+class Resources(BaseHTTPRequestHandler):
+    """A resources server like those of NeMo Gym 0.4: a tool, or a game of two turns."""
+
+    gymnasium = False
+    turns: dict[str, int] = {}  # noqa: RUF012  (by session)
+
+    def log_message(self, *_: Any) -> None: ...
+
+    def do_GET(self) -> None:
+        self.reply({"paths": {"/step": {}} if self.gymnasium else {"/verify": {}}})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        session = (self.headers["Cookie"] or "").removeprefix("session=")
+        if self.path in {"/seed_session", "/reset"}:
+            session = f"s{len(self.turns)}"
+            self.turns[session] = 0
+            answer: Any = {"observation": f"w{body['answer']}", "info": {}}
+            self.reply(answer if self.gymnasium else {}, session)
+        elif self.path == "/step":
+            self.turns[session] += 1
+            done = self.turns[session] == 2
+            answer = {"observation": None if done else "w4", "reward": 0.5, "terminated": done}
+            self.reply(answer | {"truncated": False, "info": {"turn": self.turns[session]}})
+        elif self.path == "/verify":
+            output = body["response"]["output"]
+            said = output[-1]["content"][0]["text"] if output[-1]["type"] == "message" else ""
+            calls = sum(item["type"] == "function_call" for item in output)
+            right = float(said == body["answer"])
+            self.reply(body | {"reward": right, "calls": calls, "session": session})
+        elif self.path == "/double":
+            self.reply(2 * body["x"] if "x" in body else {"detail": "x is missing"})
+        else:
+            self.send_error(500)
+
+    def reply(self, answer: Any, session: str = "") -> None:
+        self.send_response(200)
+        if session:
+            self.send_header("Set-Cookie", f"session={session}")
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+
+@pytest.fixture
+def resources() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Resources)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def gym_row(answer: str) -> dict[str, Any]:
+    tool = {"type": "function", "name": "double", "parameters": {}, "strict": True}
+    messages = [{"role": "user", "content": "w3"}]
+    params = {"input": messages, "tools": [tool], "temperature": None}
+    return {"responses_create_params": params, "answer": answer}
+
+
+def test_nemo_gym_with_tools(resources: str) -> None:
+    def calls(*found: ToolCall) -> Response:
+        return Response("", parse=lambda _: found)
+
+    environment = NeMoGym(resources)
+    assert environment.reset(seed=0, options=gym_row("8")) == (
+        [{"role": "user", "content": "w3"}],
+        {},
+    )
+    assert environment.tools == [
+        {"type": "function", "function": {"name": "double", "parameters": {}}}
+    ]
+    answers, *rest = environment.step(
+        calls(
+            ToolCall(name="double", arguments={"x": 4}),
+            ToolCall(name="verify", arguments={}),
+            ToolCall(name="", error="not JSON"),
+        )
+    )
+    assert [message["content"] for message in answers] == [
+        "8",
+        "Error: there is no tool 'verify'; the tools are: double",
+        "Error: not JSON",
+    ]
+    assert rest == [0.0, False, False, {"metrics": {"tool_calls": 3, "invalid_calls": 1}}]
+    assert environment.final_reward() == 0.0  # nothing was said
+    _, *rest, info = environment.step(Response("8"))
+    assert rest == [1.0, True, False]
+    assert info["calls"] == 2
+    with pytest.raises(DataError, match="needs the column responses_create_params"):
+        environment.reset(seed=0, options={"prompt": "w3"})
+    environment.close()
+    with pytest.raises(RolloutError, match="start the resources server"):
+        NeMoGym("http://127.0.0.1:9").reset(seed=0, options=gym_row("8"))
+
+
+def test_nemo_gym_with_a_reward_per_turn_through_the_trainer(
+    resources: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Resources, "gymnasium", True)
+    trainer = played(
+        train_dataset=[gym_row("5"), gym_row("6")],
+        environment=lambda: NeMoGym(resources),
+        max_steps=1,
+        credit="turn",
+        logging_steps=1,
+    )
+    trainer.train()
+    row = next(r for r in trainer.state.log_history if "objective/scores" in r)
+    assert row["objective/scores"] == 1.0  # two turns of 0.5
+    assert row["environment/turns"] == 2.0
+    assert row["environment/reward_per_turn"] == 0.5
+
+
 TASKS = """
 import verifiers.v1 as vf
 
@@ -301,5 +416,5 @@ def test_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     call(lambda: environment.reset(seed=0, options={}))  # an episode that is left unfinished
     environment.close()
     environment._history = [{"role": "user", "content": "else"}]
-    with pytest.raises(RolloutError, match="changed earlier messages"):
-        environment._extend([{"role": "user", "content": "Double 4."}])
+    changed = [{"role": "user", "content": "Double 4."}]
+    assert environment._extend(changed) == NewContext(changed)

@@ -224,6 +224,7 @@ def test_tables_and_token_logs_show_turns(tmp_path: Path) -> None:
     assert sorted(set(row["turn"])) == [-1, 0, 1, 2]
     assert [t >= 0 for t in row["turn"]] == [bool(x) for x in row["trained"]]
     (table, *_) = sorted(tmp_path.glob("completions/step-*.jsonl"))
-    response = json.loads(table.read_text().splitlines()[0])["model response"]
-    speakers = [line.split("]")[0] for line in response.split("\n")]
+    sample = json.loads(table.read_text().splitlines()[0])
+    assert len(sample["query"].split()) == 5  # role, two words, the first observation, role
+    speakers = [line.split("]")[0] for line in sample["model response"].split("\n")]
     assert speakers == ["[turn 1", "[environment", "[turn 2", "[environment", "[turn 3"]

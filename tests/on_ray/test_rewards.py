@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -96,17 +98,39 @@ class TestOnRay:
         want = here.engine.reward.score(rollout)
         flag.write_text("once")
         found = there.engine.reward.score(rollout)
-        assert there.engine.reward._source.workers[0].restarts == 1
+        assert there.engine.reward.workers[0].restarts == 1
         assert torch.equal(found.scores, want.scores)
-        struck = there.engine.reward._source.workers[0].pid
+        struck = there.engine.reward.workers[0].pid
         os.kill(struck, signal.SIGKILL)
         assert torch.equal(there.engine.reward.score(rollout).scores, want.scores)
-        assert there.engine.reward._source.workers[0].restarts == 2
+        assert there.engine.reward.workers[0].restarts == 2
         monkeypatch.setattr("kedge.ray.actor._MAX_RESTARTS", 0)
         flag.write_text("always")
         with pytest.raises(RewardError, match="reward worker 0 was lost 1 times in a row"):
             there.train()
         there.engine.reward.close()
+
+    def test_two_groups_are_scored_at_the_same_time_and_what_is_slow_or_fails_is_named(
+        self, monkeypatch, caplog
+    ):
+        def slow(completions, **_):
+            time.sleep(2.0)
+            return [float("nan")] * len(completions)
+
+        monkeypatch.setattr("kedge.rewards.mixture.SLOW", 0.5)
+        there = made(reward_model=None, reward_funcs=[slow], on_reward_error="drop")
+        source, engine = there.engine.reward, there.engine
+        batch = engine.source.batch(0).rows(slice(0, 2))  # a group
+        rollout = engine.rollout_engine.generate(batch, sampling=engine.sampling, seed=0)
+        begin = time.monotonic()
+        with ThreadPoolExecutor(2) as threads:
+            outputs = list(threads.map(source.score, [rollout, rollout]))
+        assert time.monotonic() - begin < 3.5
+        source.close()
+        assert [output.metrics["reward_errors/slow"] for output in outputs] == [(2.0, 1.0)] * 2
+        for worker in range(2):
+            assert f"reward worker {worker} has not returned after 0.5 s" in caplog.text
+            assert f"reward worker {worker}: 2 rows dropped: reward function slow" in caplog.text
 
     def test_an_error_of_a_function_names_function_and_row(self):
         def broken(completions, **_):

@@ -15,7 +15,6 @@ import torch
 from kedge.errors import CheckpointError, LostRequestsError, SyncError
 from kedge.loop.hooks import StepReport
 from kedge.rollout.scheduler.dispatch import Dispatcher
-from kedge.rollout.scheduler.fifo import FifoScheduler
 from kedge.rollout.scheduler.joining import join_groups
 from kedge.rollout.shared import RankGroups
 from kedge.types import PromptBatch, Receipt, Rollout, Sample, Sampling, group_rows
@@ -451,7 +450,3 @@ def test_samples_of_another_size_or_lag_are_refused_on_resume() -> None:
     nearer.step = 4
     with pytest.raises(CheckpointError, match="too old for max_lag=1"):
         nearer.restore(flight)
-
-
-def test_whole_batches_in_order_are_the_default() -> None:
-    assert isinstance(engine(1, Sampler(random.Random(0), 0.0)).scheduler, FifoScheduler)

@@ -22,7 +22,7 @@ from kedge.models.model import causal_parts
 from kedge.models.value_head import copy_as_value
 from kedge.testing import tiny_policy
 from kedge.types import PolicyOutput, RewardOutput
-from tests.e2e.small import rows, small
+from tests.e2e.small import length_reward, rows, small
 from tests.learners import VOCAB, experience, learner, rollout, take_step
 from tests.unit.advantage_inputs import evidence, micro_batch, one_rank, prefix
 
@@ -341,3 +341,30 @@ class TestRecipe:
         assert next(row["val/ratio"] for row in rows(first)) == 1.0
         weights = [dict(t.model.named_parameters()) for t in (first, plain)]
         assert all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0])
+
+
+def test_running_reward_scale(tmp_path):
+    """Runs with scores times 1 and 50 train alike; the log has the scores as they are.
+
+    The scale of iteration k is the deviation of the scores of iterations 1 to k, in float64.
+    """
+    seen = {1.0: [], 50.0: []}
+
+    def trainer(factor, **options):
+        def reward(completions, **_):
+            seen[factor].append([factor * x for x in length_reward(completions)])
+            return seen[factor][-1]
+
+        given = {"reward_model": None, "reward_funcs": [reward], "preflight": False}
+        return small(scale_rewards="running", whiten_advantages=False, **given, **options)
+
+    runs = {factor: trainer(factor, output_dir=str(tmp_path / str(factor))) for factor in seen}
+    for run in runs.values():
+        run.train()
+    for one, other in zip(rows(runs[1.0]), rows(runs[50.0]), strict=True):
+        assert other["objective/scores"] == pytest.approx(50 * one["objective/scores"])
+        assert other["loss/value_avg"] == pytest.approx(one["loss/value_avg"], rel=1e-5)
+    scale = runs[1.0].engine.reward_scale
+    scores = torch.tensor(seen[1.0][:2], dtype=torch.float64).flatten()
+    assert scale.std == pytest.approx(float(scores.std()), rel=1e-12)
+    assert runs[1.0].engine.state_dict()["reward_scale"]["count"] == 8.0

@@ -475,7 +475,7 @@ def test_tokens_that_are_too_old_keep_their_value_target_alone(
     trainer, batch = one_step(old_tokens, monkeypatch)
     old = torch.cat([batch.too_old(row) for row in batch.rows]).double()
     assert 0.3 < float(old.mean()) < 0.7
-    assert caplog.text.count("of the sampled tokens do not train") == 1
+    assert caplog.text.count("tokens are older than max_lag and do not train") == 1
     check_step("too old", trainer, batch, ppo_loss())
 
 

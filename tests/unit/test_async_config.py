@@ -27,6 +27,7 @@ from .text_toys import word_tokenizer
 
 # Every argument of the script that this command stands for, with its default there; DIFFERENT:
 # another default here, for the reason given.
+IN_FLIGHT = {"rollout_schedule": "as_completed", "in_flight_weight_updates": True}
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "train"
 NAMES = json.loads((Path(__file__).parent / "async_ppo_defaults.json").read_text())
 # Names whose value is another option's; unset here.
@@ -73,6 +74,8 @@ def test_every_name_is_there_with_its_default() -> None:
         ({}, {"max_lag": 1, "gradient_accumulation_steps": 64, "num_mini_batches": 1}),
         ({"async_mode": False}, {"max_lag": 0}),
         ({"max_lag": 3}, {"max_lag": 3}),
+        (IN_FLIGHT, {"max_lag": 2}),
+        ({**IN_FLIGHT, "max_lag": 1}, {"max_lag": 1}),
         (
             {"local_rollout_batch_size": 8, "number_samples_per_prompt": 4,
              "per_device_train_batch_size": 2, "local_mini_batch_size": 16},

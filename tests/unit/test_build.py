@@ -171,7 +171,7 @@ def test_the_config_has_the_names_of_the_table() -> None:
 
 
 def test_penalties_reach_the_reward_source() -> None:
-    subtracted = small(missing_eos_penalty=0.0).engine.reward._source
+    subtracted = small(missing_eos_penalty=0.0).engine.reward
     assert (subtracted._subtract, subtracted._replace) == (0.0, None)
-    replaced = small(non_eos_penalty=True, penalty_reward_value=-3.0).engine.reward._source
+    replaced = small(non_eos_penalty=True, penalty_reward_value=-3.0).engine.reward
     assert (replaced._subtract, replaced._replace) == (0.0, -3.0)

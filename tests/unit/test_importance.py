@@ -44,22 +44,6 @@ def learner_at(version: int) -> ToyLearner:
     return learner
 
 
-@pytest.mark.parametrize(
-    ("shift", "weight"), [(math.log(1.5), 1.5), (math.log(3), 2.0), (-1, None)]
-)
-def test_advantages_are_weighed_by_learner_against_sampler(shift: float, weight: float) -> None:
-    learner = learner_at(0)
-    rollout, judged = sample(learner, shift=shift, version=0)
-    plain, _ = with_metrics(rollout, judged, learner, ppo(), 0.0)
-    found, metrics = with_metrics(
-        rollout, judged, learner, ppo(), 0.0, Correction(kind="truncate", high=2.0)
-    )
-    expected = math.exp(shift) if weight is None else weight
-    assert torch.allclose(found.advantages, expected * plain.advantages)
-    assert metrics["rollout/correction_weight"] == pytest.approx(expected)
-    assert metrics["rollout/correction_bounded"] == float(math.exp(shift) > 2.0)
-
-
 def test_stale_rows_are_anchored_at_their_sampler_or_decoupled_from_it() -> None:
     learner = learner_at(2)
     rollout, judged = sample(learner, shift=0.3, version=1)
@@ -71,6 +55,9 @@ def test_stale_rows_are_anchored_at_their_sampler_or_decoupled_from_it() -> None
     decoupled, _ = with_metrics(rollout, judged, learner, ppo(), 0.0, Correction(high=2.0))
     assert torch.allclose(decoupled.old_logprobs, own)
     assert torch.allclose(decoupled.advantages, math.exp(0.3) * anchored.advantages, rtol=1e-4)
+
+
+IN_FLIGHT = {"rollout_schedule": "as_completed", "in_flight_weight_updates": True}
 
 
 def run_of(kind: str, folder: Any, **options: Any) -> Any:
@@ -113,6 +100,8 @@ def test_runs_ahead_are_corrected_in_every_trainer(kind: str, tmp_path: Any) -> 
     ("kind", "options", "want"),
     [
         ("grpo", {"max_lag": 1}, None),
+        ("ppo", {"max_lag": 1, **IN_FLIGHT}, Correction()),
+        ("ppo", {"sampler_correction": "mask_old", **IN_FLIGHT}, Correction()),
         ("ppo", {"max_lag": 2}, Correction(kind="truncate", level="token", high=2.0)),
         ("rloo", {"max_lag": 2}, Correction(kind="truncate", level="token", high=2.0)),
         ("ppo", {"max_lag": 3, "sampler_correction": "off"}, None),

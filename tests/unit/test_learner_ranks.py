@@ -17,7 +17,7 @@ from kedge.models.load import load_policy
 from kedge.models.peft import with_adapter
 from kedge.models.value_head import ScalarHead
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.testing import tiny_policy
+from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Sampling
 from tests.learners import VOCAB, arguments, experience, learner, rollout
 from tests.ranks import leave, run_ranks
@@ -27,13 +27,34 @@ SHARDED = {
     "sharded shared": {"ACCELERATE_USE_FSDP": "true", "FSDP_RESHARD_AFTER_FORWARD": "false"},
     "sharded adapter": {"ACCELERATE_USE_FSDP": "true"},
 }
+HALF = {"bf16 whole": {}, "bf16 sharded": {"ACCELERATE_USE_FSDP": "true"}}
 
 
 def launch(world: int, mode: str, folder: Path) -> dict:
     """Run this file in ``world`` processes; what rank 0 wrote."""
     out = folder / f"{mode}-{world}.json"
-    run_ranks(world, __file__, mode, out, **SHARDED.get(mode, {}))
+    run_ranks(world, __file__, mode, out, **(SHARDED | HALF).get(mode, {}))
     return json.loads(out.read_text())
+
+
+def precision(mode: str) -> str:
+    return "bf16" if "bf16" in mode else "no"
+
+
+def count_gathers() -> dict[str, int]:
+    """Numbers that FSDP gathers from now on, by their type."""
+    gathered: dict[str, int] = {}
+    names = ("all_gather_single", "all_gather_into_tensor")  # of torch 2.13, and before
+    name = next(n for n in names if hasattr(torch.distributed, n))
+    gather = getattr(torch.distributed, name)
+
+    def count(output, *args, **named):
+        kind = str(output.dtype)
+        gathered[kind] = gathered.get(kind, 0) + output.numel()
+        return gather(output, *args, **named)
+
+    setattr(torch.distributed, name, count)
+    return gathered
 
 
 def build(mode: str, rank: int):
@@ -53,13 +74,18 @@ def build(mode: str, rank: int):
     args = arguments(adam_epsilon=1e-2, lr_scheduler_type="linear")
     return learner(
         policy=policy, reference=reference, value=value, max_grad_norm=1.0, args=args,
-        gradient_checkpointing="shared" not in mode,
+        gradient_checkpointing="shared" not in mode, precision=precision(mode),
     )  # fmt: skip
+
+
+def wrapped(found):
+    dtype = torch.bfloat16 if found.low_precision else None
+    return found.wrap_engine(EmbeddedEngine(found.policy, pad_id=0, autocast=dtype))
 
 
 def run(mode: str, out: str) -> None:
     """What each process does: three optimizer steps on its rows of one batch of six."""
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, mixed_precision=precision(mode))
     rank, world = accelerator.process_index, accelerator.num_processes
     found = build(mode, rank)
     assert found.sharded == (world > 1 and "sharded" in mode)
@@ -71,13 +97,18 @@ def run(mode: str, out: str) -> None:
     prompts = PromptBatch(
         ids=whole.prompts.ids[mine], mask=whole.prompts.mask[mine], group=mine, row=mine
     )
-    engine = found.wrap_engine(EmbeddedEngine(found.policy, pad_id=0))
+    engine = wrapped(found)
     note: list = []
+    if "bf16" in mode:
+        gathered = count_gathers()
+        kinds = {"values": True, "reference": False, "full_kl": False}
+        said = found.compute_logprobs(rollout(6).rows(mine), **kinds)
+        note.append(gathered.copy() | {"logprobs": float(found.all_reduce(said.logprobs.sum()))})
     for i in range(4):
         if i == 2:  # go on in another learner
             state, found = found.state_dict(), build(mode, rank)
             found.load_state_dict(state)
-            engine = found.wrap_engine(EmbeddedEngine(found.policy, pad_id=0))
+            engine = wrapped(found)
         drawn = engine.generate(prompts, sampling=Sampling(max_new_tokens=9), seed=i)
         said = found.compute_logprobs(drawn, values=True, reference=True, full_kl=True)
         sums = [said.logprobs, said.ref_logprobs, said.values, said.full_kl, drawn.ids.double()]
@@ -114,6 +145,23 @@ def test_two_ranks_give_the_numbers_of_one(mode, tmp_path):
         for name, x in saved[0].items():
             assert list(x.shape) == list(saved[1][name].shape)
             torch.testing.assert_close(x, saved[1][name], atol=2e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.slow
+def test_layers_are_gathered_in_bf16_and_summed_in_float32(tmp_path):
+    """What is not in layers, embedding and head, is gathered in float32."""
+    (first, *one), (gathered, *two) = (
+        launch(world, mode, tmp_path)["metrics"] for world, mode in zip((1, 2), HALF, strict=True)
+    )
+    models = tiny_policy(vocab_size=VOCAB), tiny_reward_model(vocab_size=VOCAB)
+    layers = [sum(p.numel() for p in m.model.layers.parameters()) for m in models]
+    rest = [sum(p.numel() for p in m.parameters()) for m in models]
+    assert gathered["torch.bfloat16"] == sum(layers)
+    assert gathered["torch.float32"] == pytest.approx(sum(rest) - sum(layers), abs=32)  # padding
+    # Matrices are what autocast makes of float32 ones; norms are 1 until they train.
+    assert gathered["logprobs"] == pytest.approx(first["logprobs"], rel=1e-6)
+    for a, b in zip(one, two, strict=True):
+        assert a == pytest.approx(b, rel=5e-3, abs=3e-2)
 
 
 if __name__ == "__main__":

@@ -54,36 +54,6 @@ class StopAfterThree(Hooks):
         return report.step == 3
 
 
-def order(max_lag: int, steps: int = 3) -> list[str]:
-    e = engine(
-        max_lag,
-        batch_sizes=BatchSizes(
-            world_size=1, micro_rows=6, local_rows=6, minibatches=1, epochs=1, group=2, iterations=9
-        ),
-    )
-    e.run(steps)
-    return e.learner.log
-
-
-def test_synchronous_order() -> None:
-    assert order(0) == [f"{word} {i}" for i in range(3) for word in ("generate with", "learn")]
-
-
-def test_every_sample_is_as_old_as_the_lag_allows_and_no_older() -> None:
-    class Versions(Hooks):
-        def __init__(self) -> None:
-            self.lags: list[float] = []
-
-        def on_step_end(self, report: StepReport) -> bool:
-            self.lags.append(report.metrics["rollout/lag"])
-            return False
-
-    for max_lag in (0, 1, 2):
-        hooks = Versions()
-        engine(max_lag, hooks=hooks).run(5)
-        assert hooks.lags == [min(step, max_lag) for step in range(5)]
-
-
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
 def test_resume_is_bitwise_the_uninterrupted_run(max_lag: int) -> None:
     whole = engine(max_lag)

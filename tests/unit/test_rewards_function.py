@@ -6,6 +6,8 @@ import asyncio
 import functools
 import logging
 import sys
+import threading
+import time
 import traceback
 
 import numpy as np
@@ -14,9 +16,10 @@ import torch
 
 from kedge.errors import ConfigError, RewardError
 from kedge.reporting.completions import completion_rows
-from kedge.rewards import RewardFunction, RewardLog, TextCache
+from kedge.rewards import RewardFunction, TextCache
 from kedge.rewards.build import load_function
 from kedge.trainers.base import short_errors
+from kedge.types import Metrics
 
 from .text_toys import EOS, blank_swallowing_tokenizer, rollout_of, word_tokenizer
 
@@ -217,14 +220,13 @@ def test_columns_that_the_dataset_lacks_are_named_before_anything_is_sampled():
 
 @pytest.mark.parametrize("function", [raises_on_w7, nan_second])
 def test_a_failing_row_can_be_scored_or_dropped(function, caplog):
-    log = RewardLog()
     with caplog.at_level(logging.WARNING):
-        source = make(function, on_error="score", error_score=-3.0, log=log)
+        source = make(function, on_error="score", error_score=-3.0)
         scored = source.score(rollout_of(PAIRS))
     assert scored.scores.tolist() == [1.0, -3.0]
     assert scored.valid.all()
     name = function.__name__
-    assert log.drain()[0].means() == {f"reward_errors/{name}": 1.0}
+    assert scored.metrics == {f"reward_errors/{name}": (1.0, 1.0)}
     assert f"1 rows scored -3.0: reward function {name}" in caplog.text
     dropped = make(function, on_error="drop").score(rollout_of(PAIRS))
     assert dropped.valid.tolist() == [True, False]
@@ -232,15 +234,13 @@ def test_a_failing_row_can_be_scored_or_dropped(function, caplog):
 
 
 def test_a_call_that_fails_as_a_batch_only_is_reported_and_logs_once(caplog):
-    log = RewardLog()
-
     def reward(prompts, log_metric):
         log_metric("calls", 1.0)
         return raises_in_batches(prompts)
 
-    judged = make(reward, log=log, on_error="drop").score(rollout_of(PAIRS))
+    judged = make(reward, on_error="drop").score(rollout_of(PAIRS))
     assert judged.scores.tolist() == [2.0, 2.0]
-    assert log.drain()[0].totals == {"calls": (1.0, 1.0)}
+    assert judged.metrics == {"calls": (1.0, 1.0)}
     assert "busy when called with all 2 rows, but not on any single row" in caplog.text
 
 
@@ -302,23 +302,53 @@ def test_an_asynchronous_exception_names_its_row(on_error):
             source.score(rollout)
 
 
-def test_functions_log_metrics_and_columns():
-    log = RewardLog()
+RELEASE = threading.Event()
 
+
+def hangs(prompts):
+    if any("w7" in prompt for prompt in prompts):
+        RELEASE.wait(30)
+    return [1.0] * len(prompts)
+
+
+async def hangs_elsewhere(prompts):
+    await asyncio.sleep(30 * any("w7" in prompt for prompt in prompts))
+    return [1.0] * len(prompts)
+
+
+@pytest.mark.parametrize("function", [hangs, hangs_elsewhere])
+def test_a_row_whose_reward_hangs_is_dropped(function, caplog):
+    begin = time.monotonic()
+    output = make(function, timeout=0.3).score(rollout_of(PAIRS))
+    assert time.monotonic() - begin < 10
+    RELEASE.set()
+    assert output.valid.tolist() == [True, False]
+    assert output.metrics == {f"reward_errors/{function.__name__}": (1.0, 1.0)}
+    assert "did not return within 0.3 s (reward_timeout), on row 1" in caplog.text
+
+
+def test_a_batch_that_takes_long_is_scored_row_by_row(caplog):
+    def slow(prompts):
+        time.sleep(0.3 * len(prompts))
+        return [1.0] * len(prompts)
+
+    output = make(slow, timeout=0.5).score(rollout_of(PAIRS))
+    assert output.scores.tolist() == [1.0, 1.0]
+    assert "(reward_timeout) when called with all 2 rows, but not on any single" in caplog.text
+
+
+def test_functions_log_metrics_and_columns():
     def reward(completions, log_metric, log_extra):
         log_metric("length", 2.0)
         log_metric("length", 4.0)
+        log_metric("rate", 1.0, 3)
+        log_metric("rate", 0.0, 1)
         log_extra("seen", [c.strip() for c in completions])
         return [0, 0]
 
-    make(reward, log=log).score(rollout_of(PAIRS))
-    metrics, extras = log.drain()
-    assert metrics.means() == {"length": 3.0}
-    log.metric("rate", 1.0, 3)
-    log.metric("rate", 0.0, 1)
-    assert log.drain()[0].means() == {"rate": 0.75}
-    assert extras == {"seen": ["w8 w9", "w10"]}
-    assert log.drain() == (type(metrics)(), {})
+    output = make(reward).score(rollout_of(PAIRS))
+    assert Metrics(output.metrics).means() == {"length": 3.0, "rate": 0.75}
+    assert output.columns == {"seen": ["w8 w9", "w10"]}
 
 
 def test_an_asynchronous_client_lives_from_step_to_step():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms import ppo
+from kedge.loop.batch_metrics import _token_ages
 from kedge.math.importance import Correction
 from kedge.types import RewardOutput, Rollout
 from tests.learners import with_metrics
@@ -107,3 +108,6 @@ def test_metrics_have_the_largest_age_and_the_share_of_each() -> None:
     _, metrics = with_metrics(of_one_age, reward_output, learner, ppo(), 0.0)
     assert metrics["rollout/lag_max"] == 0
     assert not any(name.startswith("rollout/token_lag/") for name in metrics)
+    other = iter([torch.tensor(3.0), torch.tensor([0.0, 0, 0, 1, 0])])  # a rank with age 3
+    of_ranks = _token_ages(torch.tensor([1]), torch.tensor([True]), lambda x: x + next(other))
+    assert of_ranks["rollout/lag_max"] == 3

@@ -32,11 +32,11 @@ class AdvantageInputs:
     reward_output: RewardOutput
     model_outputs: ModelOutputs
     all_reduce: AllReduce = field(default=one_rank)
-    excluded: Tensor | None = None  # bool [B, R]; too old, or rejected by the correction
+    excluded: Tensor | None = None  # bool [B, R]; tokens too old, or rejected by the correction
 
     @property
     def trained(self) -> Tensor:
-        """Tokens that train, bool [B, R]."""
+        """Tokens that are trained on, bool [B, R]."""
         mask = self.rollout.loss_mask
         return mask if self.excluded is None else mask & ~self.excluded
 
@@ -56,9 +56,9 @@ class Algorithm:
         weighting: weights of tokens in the loss, a key of ``kedge.math.loss_weights.WEIGHTINGS``.
         min_group: smallest number of responses per prompt that the algorithm supports.
         extra_slot: scores are placed one slot after the last token, if there is room.
-        needs_greedy: the greedy response to each prompt is also sampled and scored.
+        needs_greedy: the greedy response to each prompt is sampled and scored, too.
         resample: rounds in which groups of equal scores are replaced by other prompts (DAPO).
-        metrics: those that it may log in addition to ``kedge.loop.metrics.OF_ALL_ALGORITHMS``.
+        metrics: names it may log in addition to ``kedge.loop.metrics.OF_ALL_ALGORITHMS``.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What algorithms share: rewards, comparisons within groups, and the clipped policy loss."""
+"""Parts shared by algorithms: rewards, group comparisons and the clipped policy loss."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tens
 def longest_response(
     response_length: int | None, overlong_buffer: int, needed_by: str | None
 ) -> int:
-    """The length limit of a response in tokens; 1 where nothing needs it.
+    """The length limit of a response in tokens; 1 if no option needs it.
 
     Raises:
-        ValueError: it is missing, or shorter than ``overlong_buffer``.
+        ValueError: the limit is missing, or shorter than ``overlong_buffer``.
     """
     if response_length is None:
         if needed_by or overlong_buffer:
@@ -131,13 +131,13 @@ def shaped_rewards(
 
 
 def turn_numbers(e: AdvantageInputs) -> Tensor:
-    """The turn of each trained token: that of the episodes, or runs of the loss mask."""
+    """The turn number of each trained token, from the episodes or by runs of the loss mask."""
     mask, episodes = e.rollout.loss_mask, e.rollout.episodes
     return number_turns(mask) if episodes is None else torch.where(mask, episodes.turn, -1)
 
 
 def trained_turns(turn: Tensor, trained: Tensor) -> Tensor:
-    """The first token of each turn that has a token that trains.  bool [B, R]."""
+    """The first token of each turn with a trained token.  bool [B, R]."""
     return turn_starts(turn) & (segment_sum(trained.float(), turn) > 0)
 
 
@@ -160,7 +160,7 @@ def group_advantages(
     Args:
         e: the batch.
         totals: float32 [B]; reward of each response.
-        rewards: float32 [B, R]; the same per token.
+        rewards: float32 [B, R]; reward per token.
         trained: bool [B, R]; tokens that train.
         compare: the group baseline.
         credit: see above.
@@ -185,9 +185,9 @@ class PolicyTerms:
     """The policy loss of each token, before it is weighted and summed.  [b, R]."""
 
     log_ratio: Tensor  # log p - log p_old, 0 where the token does not train
-    ratio: Tensor  # of the token or of its response
-    loss: Tensor  # -min(ratio A, clip(ratio) A), or -ratio A within the clips alone
-    clipped: Tensor  # bool; the clip leaves the token without gradient
+    ratio: Tensor  # per token, or the ratio of the whole response
+    loss: Tensor  # -min(ratio A, clip(ratio) A), or -ratio A inside the clip range
+    clipped: Tensor  # bool; tokens whose gradient the clip sets to 0
 
 
 def policy_terms(
@@ -221,7 +221,7 @@ def policy_metrics(
 ) -> dict[str, Tensor]:
     """Metrics of the loss ``policy``, with ``weight`` per token [b, R].
 
-    With ``sides`` also the shares of the tokens that it clips below and above.
+    With ``sides``, also the shares of tokens clipped below and above.
     """
     metrics = {
         "loss/policy_avg": policy,

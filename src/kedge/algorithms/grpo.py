@@ -101,7 +101,7 @@ def grpo(  # noqa: PLR0913
     needed_by = "dr_grpo" if loss_type == "dr_grpo" else None
     longest = longest_response(response_length, overlong_buffer, needed_by)
     clip = Clip(epsilon, high, delta)
-    top = 5.0 if epsilon_high is None else epsilon_high  # of "cispo"
+    top = 5.0 if epsilon_high is None else epsilon_high  # the upper bound in "cispo"
     level: RatioLevel = "token" if importance_sampling_level == "token" else "sequence_mean"
 
     def compare(e: AdvantageInputs, x: Tensor, group: Tensor, valid: Tensor, _: Tensor) -> Tensor:

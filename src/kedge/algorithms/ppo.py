@@ -139,7 +139,7 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         mask, scores = e.rollout.loss_mask, e.reward_output.scores  # [B, R], [B]
         value_mask = extend(mask) if score_position == "after_last" else mask
         kl = reference_kl(e, kl_estimator, reference=reference)
-        learned = improved = torch.ones_like(scores, dtype=torch.bool)  # rows of value and policy
+        learned = improved = torch.ones_like(scores, dtype=torch.bool)  # for value, policy
         if mask_truncated_completions:
             learned = improved = e.rollout.terminated
         if drop_uniform_groups:
@@ -202,7 +202,7 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
             "val/clipfrac_avg": (v * value_clipped).sum(),
         }
         if kl_cov:
-            change = terms.log_ratio.abs()  # at 0 its gradient would be the sign of rounding
+            change = terms.log_ratio.abs()  # abs would pass on the sign of a rounding error
             penalty = (w * require(x.penalized, "penalized") * change * (change > 1e-5)).sum()
             parts["kl_cov"], metrics["loss/kl_cov_avg"] = kl_cov_coef * penalty, penalty
         return Loss(parts=parts, metrics=metrics)
@@ -245,7 +245,7 @@ def _check_credit(credit: CreditLevel, score_position: str, lam_alpha: float | N
 def _values_after(e: AdvantageInputs, credit: CreditLevel) -> Tensor:
     """V after the last token of truncated responses, 0 for the others.  float32 [B]."""
     known = ~e.rollout.terminated
-    if credit == "turn":  # V is trained where a turn begins, so only behind an observation
+    if credit == "turn":  # turn starts only: a value there follows an observation
         last = last_true(e.rollout.response_mask)[:, None]
         known &= ~e.rollout.loss_mask.gather(1, last)[:, 0]
     return require(e.model_outputs.last_values, "values") * known

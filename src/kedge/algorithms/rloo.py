@@ -116,7 +116,7 @@ def rloo(
         weight = mb.row_weight[:, None] * x.loss_mask
         policy = (weight * terms.loss).sum()
         if not by_token:
-            # The gradient is that of the sum over tokens, the value that of the response.
+            # The gradient is that of the sum over tokens, the value is that of the response.
             share = weight / x.loss_mask.sum(1, keepdim=True).clamp(min=1)
             policy = policy + ((share * terms.loss).sum() - policy).detach()
             per_response = terms.log_ratio.sum(1, keepdim=True) * x.loss_mask

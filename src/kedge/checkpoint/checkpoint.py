@@ -48,7 +48,7 @@ STATE = "state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _SAVING, _OLD, _DELETING = ".saving-", ".old-", ".deleting-"
 
-_HASHES = {  # hashes, whose values mean nothing to a reader
+_HASHES = {  # values are hashes, so a message stands for them
     "prompts": "prompts: not those of the checkpoint",
     "reference": "reference: not that of the checkpoint, so the KL is to another model from now on",
 }
@@ -145,7 +145,7 @@ def _write_state(folder: Path, parts: dict[str, Any], head: dict[str, Any], rank
         return
     files: dict[str, dict[str, Tensor]] = {}
     for label, x in tensors.items():
-        if label not in sharded:  # state/learner/optimizer/0/m: state-learner.optimizer.safetensors
+        if label not in sharded:  # to files such as state-learner.optimizer.safetensors
             _, *path = label.split("/")
             name = re.sub(r"[^A-Za-z0-9_.-]", "_", ".".join(path[: 2 if len(path) > 2 else 1]))
             files.setdefault(f"state-{name}.safetensors", {})[label] = x
@@ -171,7 +171,7 @@ def load(
         world_size: current number of ranks.
         settings: options of this run; differences from the saved ones are listed in a warning,
             since results will differ from an uninterrupted run.
-        verified: True if ``verify`` has just checked the folder.
+        verified: whether ``verify`` has just checked the folder.
 
     Raises:
         CheckpointError: missing, damaged, or from another world size although ranks have local
@@ -208,7 +208,7 @@ def load(
 
 @contextmanager
 def loading(folder: Path, file: str = STATE) -> Iterator[None]:
-    """Context for reading or restoring a checkpoint; errors from invalid contents become damage.
+    """Context for reading or restoring a checkpoint; errors in its contents are raised as damage.
 
     Raises:
         DamagedCheckpointError: names the folder and the problem.
@@ -226,7 +226,7 @@ def loading(folder: Path, file: str = STATE) -> Iterator[None]:
 
 
 def load_one(folder: str | Path, attempt: Callable[[Path], object]) -> None:
-    """Load the checkpoint that the user specified.
+    """Load the checkpoint that the user named.
 
     Args:
         folder: the checkpoint.
@@ -386,7 +386,7 @@ def rotate(
     kept = {Path(p).name for p in keep if p is not None}
     kept.add(next((x for x in reversed(folders) if _is_complete(x)), folders[-1]).name)
     oldest = [p for p in folders if p.name not in kept][: len(folders) - limit]
-    for folder in oldest:  # renamed first, so that a kill never leaves a partial checkpoint
+    for folder in oldest:  # rename first, so that a kill never leaves a partial checkpoint
         doomed = folder.with_name(_DELETING + folder.name)
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)

@@ -102,7 +102,7 @@ class RolloutRecorder:
             CheckpointError, OSError: writing failed; the iteration is not recorded.
         """
         file = self.folder / f"step-{step:06d}{self._suffix}.json"
-        file.unlink(missing_ok=True)  # the JSON file marks the pair as complete
+        file.unlink(missing_ok=True)  # written last: a pair without its JSON file is incomplete
         sample = pack({"rollout": rollout, "reward_output": reward_output})
         tree, tensors = split(sample, name="sample")
         head = {"format": FORMAT, "step": step, "world_size": self.world_size, "about": self.about}
@@ -123,10 +123,10 @@ class RolloutReplay:
 
     Args:
         folder: the recorder's folder.
-        about: as for the recorder; values that differ raise an error.
+        about: settings as for the recorder; different values raise an error.
         rank: this process's rank.
         world_size: number of ranks.
-        rows: rows of a batch on this rank, which the recording must match; None: any.
+        rows: rows per batch on this rank, checked against the recording; None: any number.
 
     Raises:
         CheckpointError: no recording for this rank and world size, or different settings.
@@ -151,7 +151,7 @@ class RolloutReplay:
                 f"{folder} has no recorded samples for rank {rank} of {world_size}; "
                 "record them with save_rollouts"
             )
-        # by id() of prompts or rollout
+        # keyed by id() of prompts or rollout
         self._samples: dict[int, tuple[Rollout, RewardOutput]] = {}
         first, _ = self.read(self.steps[0])
         recorded = first.behavior_logprobs is not None

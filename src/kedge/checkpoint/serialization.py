@@ -3,7 +3,7 @@
 A tree consists of dicts, lists and tuples; its leaves are tensors, numbers, strings, booleans and
 None.  It is restored bitwise, with the same types of keys and containers.
 
-Of sharded tensors each rank writes and reads its own shards, in the folder ``shards``: safetensors
+Each rank writes and reads its own shards of sharded tensors, in the folder ``shards``: safetensors
 files of torch.distributed.checkpoint, which any number of ranks can read.
 """
 
@@ -59,11 +59,11 @@ def split(tree: Any, *, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
                 "a checkpoint can store only dense real tensors: convert it in state_dict()"
             )
         x, label, number, key = x.detach(), "/".join(path), 1, None
-        if x.numel() and not isinstance(x, DTensor):  # whose labels must be the same on all ranks
+        if x.numel() and not isinstance(x, DTensor):  # DTensors need equal labels on all ranks
             key = (x.data_ptr(), x.device, x.dtype, tuple(x.shape), x.stride())
         if key in seen:
             return {"tensor": seen[key]}
-        while label in tensors or label == "__metadata__":  # the keys 1 and "1" have the same path
+        while label in tensors or label == "__metadata__":  # keys 1 and "1" give the same path
             label, number = f"{'/'.join(path)}~{number}", number + 1
         tensors[label] = x
         if key is not None:
@@ -190,7 +190,7 @@ def write_shards(folder: Path, tensors: Mapping[str, DTensor]) -> dict[str, Entr
 
 
 def stored_tensors(folder: Path, entries: Mapping[str, Entry]) -> dict[str, StoredTensor]:
-    """The tensors of the checkpoint ``folder`` that ``write_shards`` wrote, not read yet."""
+    """The tensors that ``write_shards`` wrote to the checkpoint ``folder``, not read yet."""
     read = partial(_read, folder)
     return {
         label: StoredTensor(
@@ -217,7 +217,7 @@ def _read(folder: Path, pairs: Sequence[tuple[StoredTensor, Tensor]]) -> None:
 
 @contextmanager
 def _first_failure(kind: type[CheckpointError], what: str) -> Iterator[None]:
-    """Context in which the failure of any rank, or of the only one, is raised as ``kind``."""
+    """Context that raises the failure of any rank as ``kind``."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -228,7 +228,7 @@ def _first_failure(kind: type[CheckpointError], what: str) -> Iterator[None]:
 
 
 def _files(tensors: Mapping[str, DTensor]) -> dict[str, int]:
-    """The number of each tensor's file, from 1."""
+    """The file number of each tensor, from 1."""
     files, size, number = {}, 0, 1
     for label, x in tensors.items():
         part = x.nbytes // x.device_mesh.size()

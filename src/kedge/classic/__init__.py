@@ -18,8 +18,8 @@ from kedge.classic.models.wrapper import (
     create_reference_model,
     unwrap_model_for_generation,
 )
-from kedge.classic.samples import RunningMoments
 from kedge.classic.trainer import PPOTrainer
+from kedge.math.running import RunningMoments
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",

@@ -70,7 +70,7 @@ def check_arguments(
 
 
 def check_reference(model: Any) -> None:
-    """Reject what cannot be a reference; None is the policy without its adapter."""
+    """Reject an invalid reference; None is the policy without its adapter."""
     if model is not None and not hasattr(inner_model(model), "get_output_embeddings"):
         raise ConfigError(
             "ref_model must be a language model, with or without a value head, or None, got "
@@ -79,7 +79,7 @@ def check_reference(model: Any) -> None:
 
 
 def check_kind(name: str, value: Any, kind: Any, what: str) -> None:
-    """Reject an argument of another type than ``kind``, which is ``what`` in words."""
+    """Reject an argument that is not a ``kind``; ``what`` names that type in the message."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name} must be {what}, got {type(value).__name__}")
 
@@ -90,12 +90,12 @@ def inner_model(model: Any) -> Any:
 
 
 def make_accelerator(config: PPOConfig) -> Accelerator:
-    """Device, precision, processes and trackers; also sets the global batch sizes."""
+    """Build the accelerator: device, precision, processes, trackers.  Sets global batch sizes."""
     options = config.options("accelerator_kwargs")
     options.setdefault("cpu", not torch.accelerator.is_available())
     folders = config.options("project_kwargs")
     if not folders.get("logging_dir") and not folders.get("project_dir"):
-        folders["logging_dir"] = "runs"  # TensorBoard needs one
+        folders["logging_dir"] = "runs"  # TensorBoard needs a folder
     try:
         avoid_cudnn_attention()
         accelerator = Accelerator(
@@ -152,7 +152,7 @@ def make_learner(
             "the model has no trainable weight; load an adapter with is_trainable=True"
         )
     optimizer = optimizer or torch.optim.Adam(trained, lr=config.learning_rate)
-    # Optimizer, schedule and accelerator are given; this is what else the learner reads.
+    # Optimizer, schedule and accelerator are given; these are the learner's other options.
     args: Any = SimpleNamespace(torch_compile=False, ddp_bucket_cap_mb=None)
     return HFLearner(
         model.pretrained_model,

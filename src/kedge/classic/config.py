@@ -17,14 +17,14 @@ from kedge.errors import ConfigError
 from kedge.loop.kl_control import AdaptiveKL, FixedKL
 from kedge.suggestions import named
 
-JSON = dict[str, Any] | str | None  # a dictionary, or JSON from a command line
+JSON = dict[str, Any] | str | None  # a dictionary, or its JSON on a command line
 _JSON_FIELDS = (
     "tracker_kwargs",
     "accelerator_kwargs",
     "project_kwargs",
     "push_to_hub_if_best_kwargs",
 )
-TRACKERS = tuple(str(x) for x in LoggerType)  # "all": those that are installed
+TRACKERS = tuple(str(x) for x in LoggerType)  # "all" selects every installed tracker
 
 
 def _script() -> str:
@@ -42,7 +42,7 @@ class PPOConfig:
 
     Args:
         exp_name: name of the experiment, for trackers.
-        seed: of Python, numpy and torch, set when the trainer is created, and of the shuffling.
+        seed: for Python, numpy and torch, set when the trainer is created, and for shuffling.
         log_with: a tracker supported by accelerate: "tensorboard", "wandb", "trackio", "mlflow",
             "swanlab", "comet_ml", ..., or "all" (all installed ones).
         task_name: for trackers.
@@ -51,13 +51,13 @@ class PPOConfig:
         reward_model: for trackers.
         remove_unused_columns: drop dataset columns that neither the model nor the loop reads.
         tracker_kwargs: per tracker, e.g. {"wandb": {"name": "mine"}}.
-        accelerator_kwargs: of ``accelerate.Accelerator``.
-        project_kwargs: of ``accelerate.utils.ProjectConfiguration``, e.g. logging_dir.
+        accelerator_kwargs: arguments of ``accelerate.Accelerator``.
+        project_kwargs: arguments of ``accelerate.utils.ProjectConfiguration``, e.g. logging_dir.
         tracker_project_name: project name in trackers.
         push_to_hub_if_best_kwargs: arguments of ``push_to_hub``, with repo_id: every
             ``compare_steps`` calls, push if the mean score is the best so far.
         steps: samples of the whole run; only used to compute ``total_ppo_epochs``.
-        learning_rate: of Adam, unless you pass an optimizer.
+        learning_rate: Adam's learning rate, unless you pass an optimizer.
         adap_kl_ctrl: adapt the coefficient toward ``target``; False: keep ``init_kl_coef``.
         init_kl_coef: initial coefficient of the KL penalty.
         kl_penalty: "kl" (log p - log q), "abs", "mse" (half its square) or "full" (over the
@@ -90,9 +90,9 @@ class PPOConfig:
         whiten_rewards: scale the rewards of a batch to unit variance.
         gradient_checkpointing: recompute activations in the backward pass to save memory.
         is_encoder_decoder: set by the trainer; if given, it must match the model.
-        is_peft_model: likewise.
+        is_peft_model: set by the trainer; if given, it must match the model.
         backward_batch_size: computed: samples per optimizer step.
-        global_backward_batch_size: set by the trainer: the same over all processes.
+        global_backward_batch_size: set by the trainer: samples per optimizer step, all processes.
         global_batch_size: set by the trainer: ``batch_size`` over all processes.
         dataset_num_proc: processes for tokenizing a dataset without ``input_ids``.
 

@@ -68,7 +68,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Mean where ``mask``, over everything or along one axis; 0 where nothing is left."""
+    """Mean where ``mask`` is True, overall or along one axis; 0 where the mask is empty."""
     kept = torch.where(mask.bool(), values, 0.0)
     if axis is None:
         return kept.sum() / mask.sum().clamp(min=1)
@@ -76,7 +76,7 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance where ``mask``.
+    """Variance where ``mask`` is True.
 
     Raises:
         ValueError: the mask selects too few values.
@@ -97,7 +97,7 @@ def clip_by_value(x: Tensor, tensor_min: float | Tensor, tensor_max: float | Ten
 
 
 def flatten_dict(nested: Mapping[str, Any], sep: str = "/") -> dict[str, Any]:
-    """Nested dictionaries as one, with names joined by ``sep``.
+    """Flatten nested dictionaries; ``sep`` joins their names.
 
     Raises:
         ValueError: a name contains ``sep``.
@@ -114,7 +114,7 @@ def flatten_dict(nested: Mapping[str, Any], sep: str = "/") -> dict[str, Any]:
 
 
 def stack_dicts(stats_dicts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Per name the flattened tensors of all dictionaries, stacked and padded with -1."""
+    """Stack the flattened tensors of all dictionaries by name, padded with -1."""
     return {
         name: pad_sequence(
             [stats[name].flatten() for stats in stats_dicts],
@@ -160,14 +160,14 @@ def top_k_top_p_filtering(
         logits: float [B, V].
         top_k: keep the k likeliest; 0: all.
         top_p: keep the fewest likeliest whose probabilities sum to this; 1: all.
-        filter_value: for the others.
+        filter_value: logit of all other tokens.
         min_tokens_to_keep: keep at least this many.
     """
     limits: dict[str, Any] = {
         "filter_value": filter_value,
         "min_tokens_to_keep": min_tokens_to_keep,
     }
-    unused = torch.empty(0, dtype=torch.long)  # the warpers do not read the tokens so far
+    unused = torch.empty(0, dtype=torch.long)  # the warpers ignore previous tokens
     if top_k > 0:
         logits = TopKLogitsWarper(int(top_k), **limits)(unused, logits)
     if 0 <= top_p < 1:

@@ -29,12 +29,12 @@ REWARD = "black on plum1"
 
 
 class TextHistory:
-    """An episode as a list of segments, each by the environment (system) or by the model.
+    """An episode as a list of segments, each written by the environment (system) or the model.
 
     Args:
         text: the first segment, which is the query.
-        tokens: its tokens, int64 [n].
-        system: whether it is by the environment.
+        tokens: tokens of the first segment, int64 [n].
+        system: whether the environment wrote it.
     """
 
     def __init__(self, text: str, tokens: Tensor, system: bool = True) -> None:
@@ -66,7 +66,7 @@ class TextHistory:
         self.token_masks = torch.cat([self.token_masks, mask])
 
     def complete(self, truncated: bool = False) -> None:
-        """End the episode; ``truncated``: by a limit."""
+        """End the episode; ``truncated``: a limit ended it."""
         self.completed, self.truncated = True, truncated
 
     @property
@@ -75,7 +75,7 @@ class TextHistory:
         return self.text[slice(*self.text_spans[-1])]
 
     def split_query_response_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query int64 [P], everything after it int64 [R], and the mask of the latter [R]."""
+        """Query int64 [P], the tokens after it int64 [R], and their mask [R]."""
         end = self.token_spans[0][1]
         return self.tokens[:end], self.tokens[end:], self.token_masks[end:]
 
@@ -117,7 +117,7 @@ class StopAt(StoppingCriteria):
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
         self.strings, self.tokenizer = strings, tokenizer
-        self.width = max(len(string.encode()) for string in strings)  # tokens, at most
+        self.width = max(len(string.encode()) for string in strings)  # upper bound, in tokens
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         """Bool [b] for ids int64 [b, n]."""
@@ -135,15 +135,15 @@ class TextEnvironment:
     """Runs queries through model and tools; the results are those that ``step`` takes.
 
     Args:
-        model: to sample from, a model with a value head.
-        tokenizer: of the model.
-        tools: text -> text, by name; or a list, named by function or class.
-        reward_fn: the last segment of every episode, and the keywords of ``run``, -> rewards.
+        model: a model with a value head, to sample from.
+        tokenizer: the model's tokenizer.
+        tools: functions text -> text by name, or a list (named after function or class).
+        reward_fn: gets the last segment of every episode and the keywords of ``run``.
         prompt: comes before every query; may show how tools are called.
-        max_turns: turns of the model in an episode.
+        max_turns: maximum turns of the model in an episode.
         max_tool_reponse: longer answers of tools are cut to this many characters (TRL's spelling).
-        max_length: episodes of more tokens end; None: no limit.
-        generation_kwargs: of transformers' ``generate``.
+        max_length: maximum tokens of an episode; None: no limit.
+        generation_kwargs: arguments of transformers' ``generate``.
     """
 
     request_token = "<request>"
@@ -210,7 +210,7 @@ class TextEnvironment:
         return query, response, mask, [history.reward for history in histories], histories
 
     def step(self, history: TextHistory) -> TextHistory:
-        """Answer the tool call at the end of an episode; one that ended stays as it is."""
+        """Answer the tool call at the end of an episode; ended episodes are returned unchanged."""
         truncated, ended = self.task_end_check(history)
         if ended:
             history.complete(truncated=truncated)
@@ -244,7 +244,7 @@ class TextEnvironment:
     def compute_reward(
         self, histories: list[TextHistory], **reward_kwargs: Any
     ) -> list[TextHistory]:
-        """Set the reward of every episode by ``reward_fn``.
+        """Set the rewards of all episodes with ``reward_fn``.
 
         Raises:
             ValueError: there is no ``reward_fn``, or it does not return one reward per episode.
@@ -272,7 +272,7 @@ class TextEnvironment:
     def tasks_end_check(
         self, histories: list[TextHistory], model_turn: bool = True
     ) -> list[TextHistory]:
-        """End the episodes of which ``task_end_check`` says so."""
+        """End the episodes for which ``task_end_check`` is true."""
         for history in histories:
             truncated, ended = self.task_end_check(history, model_turn=model_turn)
             if ended:
@@ -282,8 +282,8 @@ class TextEnvironment:
     def task_end_check(self, history: TextHistory, model_turn: bool = True) -> tuple[bool, bool]:
         """Whether an episode was cut off, and whether it has ended.
 
-        It ends by an answer to submit, by EOS, by ``max_length``, or, where the model wrote last,
-        for want of a tool call.
+        It ends with a submitted answer, at EOS, at ``max_length``, or, if the model wrote last,
+        without a tool call.
         """
         if history.completed:
             return False, False
@@ -303,7 +303,7 @@ class TextEnvironment:
     ) -> list[Tensor]:
         """The model's next turn [n_i] for token sequences [P_i], up to a call or an answer."""
         stops = [self.call_token, self.submit_token]
-        sampler: Any = self  # has the tokenizer and the kind of model that the method reads
+        sampler: Any = self  # provides the tokenizer and the model type that the method reads
         responses = PPOTrainer._generate_batched(
             sampler,
             extract_model_from_parallel(self.model),
@@ -319,7 +319,7 @@ class TextEnvironment:
         return [self._cut(response, stops) for response in responses]
 
     def _cut(self, response: Tensor, stops: list[str]) -> Tensor:
-        """The tokens up to the first that completes a stop string."""
+        """The tokens up to and including the first that completes a stop string."""
         if any(stop in self.tokenizer.decode(response) for stop in stops):
             for end in range(1, len(response)):
                 if any(stop in self.tokenizer.decode(response[:end]) for stop in stops):

@@ -94,7 +94,7 @@ def log_batch(
 
 
 def _send(tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int) -> None:
-    """Numbers to every tracker; arrays and the table to those that show them."""
+    """Send numbers to every tracker, and arrays and the table to trackers that show them."""
     arrays = {name: np.asarray(x) for name, x in logs.items() if np.ndim(x) > 0}
     sent: dict[str, Any] = {k: float(x) for k, x in logs.items() if k not in arrays}
     if tracker.name == "tensorboard":
@@ -161,10 +161,10 @@ def push(
     """Upload the files that ``save`` writes to a repository, created if missing.
 
     Args:
-        save: writes into the given folder.
+        save: function that writes the files into a folder.
         repo_id: "name" or "organization/name".
         commit_message: message of the commit.
-        branch: None: "main".
+        branch: branch to push to; None: "main".
         **hub_options: of ``kedge.reporting.hub.Hub``: private, token, api.
 
     Raises:
@@ -181,8 +181,8 @@ def model_card(config: PPOConfig, name: str | None, *, loader: str) -> str:
     """The text of a model card: the model, how to load it, and its training options.
 
     Args:
-        config: the options.
-        name: of the model, or its repository.
+        config: the trainer's options.
+        name: name of the model or its repository.
         loader: class of ``kedge.classic`` that loads it.
     """
     return _CARD.format(

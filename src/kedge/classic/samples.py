@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,71 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kedge.errors import DataError
+from kedge.math.running import RunningMoments
 from kedge.types import PromptBatch, Rollout
-
-Total = Callable[[Tensor], Tensor]
-
-
-@dataclass(slots=True)
-class RunningMoments:
-    """Mean and unbiased standard deviation of everything seen so far.
-
-        M = M_1 + M_2 + d^2 n_1 n_2 / (n_1 + n_2)        d = mean_2 - mean_1
-
-    where M is the sum of squared distances from the mean.  Chan et al. 1979, eq. 2.1.
-
-    Args:
-        total: sums a tensor over ranks, so that all ranks have the same moments; None: one rank.
-    """
-
-    total: Total | None = None
-    mean: float = 0.0
-    squares: float = 0.0  # sum of squared distances from the mean
-    count: float = 0.0
-
-    @property
-    def var(self) -> float:
-        """Unbiased variance; 1 with fewer than two values."""
-        return self.squares / (self.count - 1) if self.count > 1 else 1.0
-
-    @property
-    def std(self) -> float:
-        """Square root of ``var``."""
-        return self.var**0.5
-
-    def update(self, values: Tensor) -> tuple[float, float]:
-        """Add values float [n] of every rank; returns the mean and deviation of the new values."""
-        x, total = values.double(), self.total or (lambda x: x)
-        added, count = total(torch.stack([x.sum(), x.new_tensor(float(len(x)))])).tolist()
-        if not count:
-            return 0.0, 0.0
-        mean = added / count
-        squares = float(total(((x - mean) ** 2).sum()))
-        both, gap = self.count + count, mean - self.mean
-        self.squares += squares + gap**2 * self.count * count / both
-        self.mean += gap * count / both
-        self.count = both
-        return mean, (squares / (count - 1)) ** 0.5 if count > 1 else 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The three numbers."""
-        return {"mean": self.mean, "squares": self.squares, "count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the numbers of ``state_dict``."""
-        for name in ("mean", "squares", "count"):
-            setattr(self, name, float(state[name]))
-
-    def save_to_json(self, json_path: str | Path) -> None:
-        """Write the numbers to a file."""
-        Path(json_path).write_text(json.dumps(self.state_dict()), encoding="utf-8")
-
-    @classmethod
-    def load_from_json(cls, json_path: str | Path, total: Total | None = None) -> RunningMoments:
-        """Read what ``save_to_json`` wrote."""
-        moments = cls(total)
-        moments.load_state_dict(json.loads(Path(json_path).read_text(encoding="utf-8")))
-        return moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +20,7 @@ class Scores:
     """Scores of responses: one per response, one per token, or both."""
 
     whole: Tensor  # float32 [B]
-    tokens: Tensor | None = None  # float32 [B, R], 0 for responses without token scores
+    tokens: Tensor | None = None  # float32 [B, R]; 0 for responses without token scores
 
     @property
     def sums(self) -> Tensor:
@@ -178,7 +113,7 @@ def samples_of(
     *,
     start: int | None = None,
 ) -> Samples:
-    """Checked arguments of ``step`` as a record on the CPU.
+    """Convert checked arguments of ``step`` to a record on the CPU.
 
     ``start`` is a decoder's start token, removed from responses that begin with it.
     """
@@ -260,7 +195,7 @@ def pad_id(tokenizer: Any) -> int:
 
 
 def padded(rows: Sequence[Tensor], fill: int = 0, *, left: bool = False) -> Tensor:
-    """Rows [n_i] as one tensor [B, max n], filled up on the right or left."""
+    """Rows [n_i] as one tensor [B, max n], padded on the right or left."""
     side = "left" if left else "right"
     return pad_sequence(list(rows), batch_first=True, padding_value=fill, padding_side=side)
 
@@ -292,7 +227,7 @@ def response_mask(
     whole = inputs["attention_mask" if start is None else "decoder_attention_mask"]
     out = torch.zeros_like(whole[:, 1:])
     for i, (row, query, response) in enumerate(zip(whole, queries, responses, strict=True)):
-        first = int(row.argmax())  # left padding
+        first = int(row.argmax())  # index of the first real token under left padding
         skip = int(begins_with(response, start))
         begin = first + (len(query) - 1 if start is None else 0)
         count = len(response) - skip

@@ -40,11 +40,11 @@ class OptimizerStep:
             "loss/total": loss.total,
             "policy/advantages_mean": (w * x.advantages).sum(),
             "returns/mean": (v * returns).sum(),
-            "returns/var": (v * returns.double() ** 2).sum(),  # the square, up to statistics()
+            "returns/var": (v * returns.double() ** 2).sum(),  # mean of squares until statistics()
             "val/vpred": (v * values).sum(),
             "val/error": (v * (values - returns) ** 2).sum(),
             "val/mean": (v * old).sum(),
-            "val/var": (v * old.double() ** 2).sum(),  # likewise
+            "val/var": (v * old.double() ** 2).sum(),  # mean of squares, as above
             "tokens": (v > 0).sum(),
         }
         for name, number in sums.items():
@@ -56,7 +56,7 @@ class OptimizerStep:
         """The statistics of the step: scalars over all ranks, two float32 [n] of this rank."""
         sums = dict(zip(self.sums, total(torch.stack([*self.sums.values()])), strict=True))
         ratio, advantages, trained = torch.cat(self.tokens, 1).cpu()
-        fix = sums["tokens"] / (sums["tokens"] - 1).clamp(min=1)  # unbiased variances
+        fix = sums["tokens"] / (sums["tokens"] - 1).clamp(min=1)  # makes variances unbiased
         for mean, var in (("returns/mean", "returns/var"), ("val/mean", "val/var")):
             sums[var] = fix * (sums[var] - sums[mean] ** 2).clamp(min=0)
         stats = {name: x.float() for name, x in sums.items() if name != "tokens"}
@@ -88,7 +88,7 @@ class StatsRecorder(Hooks):
         self.started, self.annotated, self.credited = self._clock(), 0.0, 0.0
 
     def over(self, algorithm: Algorithm) -> Algorithm:
-        """The same algorithm with recording."""
+        """Wrap an algorithm so that its inputs and outputs are recorded."""
 
         def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
             self.annotated = self._clock()
@@ -130,7 +130,7 @@ LISTS = ("policy/advantages", "policy/ratio")
 
 
 def over_steps(step_stats: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Statistics over optimizer steps: means; per-token values are concatenated."""
+    """Means of the statistics over optimizer steps; per-token values are concatenated."""
     return {
         name: torch.cat([torch.as_tensor(x[name]).flatten() for x in step_stats])
         if name in LISTS

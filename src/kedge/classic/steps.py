@@ -1,4 +1,4 @@
-"""The steps of PPO as methods, and an iteration that calls each of them.
+"""The steps of PPO as methods, and an iteration that calls them one by one.
 
 The iteration is used if a subclass overrides a step.  Every method gets the arguments and shapes of
 TRL 0.11: padded rows [B, T] of query and response, T = S - 1, where S is the longest query with
@@ -62,7 +62,7 @@ from kedge.types import Experience, MicroBatch, PolicyOutput
 
 Stats = dict[str, Any]
 ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}
-STEPS = (  # methods that a subclass may override, or that may be assigned
+STEPS = (  # methods that a subclass may override or assign
     *("_step_safety_checker", "prepare_model_inputs", "batched_forward_pass"),
     *("compute_rewards", "_kl_penalty", "compute_advantages", "loss", "train_minibatch"),
     *("_early_stop", "record_step_stats", "gather_stats", "optional_peft_ctx"),
@@ -70,7 +70,7 @@ STEPS = (  # methods that a subclass may override, or that may be assigned
 
 
 def _fixed(name: str, read: Callable[[Any], bool]) -> Any:
-    """A property that programs may assign, as TRL's trainer does, but not change."""
+    """A property that accepts only its own value, since TRL's subclasses assign it."""
 
     def assign(self: Any, value: Any) -> None:
         if value is not read(self):
@@ -82,7 +82,7 @@ def _fixed(name: str, read: Callable[[Any], bool]) -> Any:
 
 
 class PPOSteps:
-    """The steps that ``step`` consists of, and the state that they read."""
+    """The parts of ``step`` as methods, and the state they read."""
 
     config: PPOConfig
     model: Any
@@ -187,7 +187,7 @@ class PPOSteps:
         }
         if self.data_collator is not self._usual_collator:
             names.add("prepare_model_inputs")
-        self._accumulates = "train_minibatch" in names  # and so the optimizer is wrapped
+        self._accumulates = "train_minibatch" in names  # then the optimizer is wrapped
         scaled = self.learner.scaler.is_enabled()
         if self._accumulates and (scaled or self.is_distributed):
             where = "with fp16" if scaled else f"with {self.learner.world_size} processes"
@@ -207,7 +207,7 @@ class PPOSteps:
         scores: list[Tensor],
         masks: list[Tensor] | None = None,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]:
-        """The arguments of ``step``, checked.
+        """Check the arguments of ``step``.
 
         Raises:
             DataError: a list has the wrong length, or a tensor the wrong shape.
@@ -226,7 +226,7 @@ class PPOSteps:
     ) -> dict[str, Tensor]:
         """Padded int64 [B, T + 1] ``input_ids`` and ``attention_mask`` of query and response.
 
-        For an encoder-decoder those of the queries, and ``decoder_input_ids`` and
+        For an encoder-decoder, these are of the queries; ``decoder_input_ids`` and
         ``decoder_attention_mask`` of the responses, each starting with the start token.  Rows
         are padded on the right, or by ``training_data_collator`` if given.
         """
@@ -266,9 +266,9 @@ class PPOSteps:
             model: policy or reference, with a value head.
             queries: int64 [P_i] each.
             responses: int64 [R_i] each.
-            model_inputs: of ``prepare_model_inputs``.
+            model_inputs: result of ``prepare_model_inputs``.
             return_logits: whether the logits are kept.
-            response_masks: [R_i] each, of the trained tokens.
+            response_masks: [R_i] each; 1 at trained tokens.
 
         Returns:
             logprobs float32 [B, T], entry t for the token at t + 1 in query and response;
@@ -301,7 +301,7 @@ class PPOSteps:
         Args:
             scores: float32 [B].
             logprobs: float32 [B, T]; [B, T, V] with kl_penalty="full".
-            ref_logprobs: the same for the reference.
+            ref_logprobs: log-probabilities of the reference, in the same shape.
             masks: [B, T].
 
         Returns:
@@ -461,9 +461,9 @@ class GradientAccumulator:
 
     learner: HFLearner
     parts: int = 1
-    last: bool = True  # the next mini-batch is the last of its optimizer step
-    _tokens: Tensor | None = None  # trained tokens of a mini-batch, mean over parts and ranks
-    _sums: Tensor | None = None  # float64 [3]: ratios, policy KL and tokens so far
+    last: bool = True  # whether the next mini-batch is the last of its optimizer step
+    _tokens: Tensor | None = None  # trained tokens per mini-batch, averaged over parts and ranks
+    _sums: Tensor | None = None  # float64 [3]: sums of ratios and policy KL, number of tokens
 
     @contextmanager
     def optimizer_step(
@@ -546,7 +546,7 @@ def step_by_step(trainer: PPOSteps, samples: Samples, scores: Scores, *, masked:
     stats = trainer.record_step_stats(
         kl_coef=kl_coef, train_stats=stack_dicts(train_stats) | lists, **record
     )
-    if trainer.is_distributed:  # arrays differ in length, so only scalars are gathered
+    if trainer.is_distributed:  # arrays differ in length across ranks, so only scalars are gathered
         stats = trainer.gather_stats(
             {
                 name: x.cpu().numpy() if isinstance(x, Tensor) and x.numel() != 1 else x
@@ -590,7 +590,7 @@ def _experience(
     ]
     inputs = trainer.prepare_model_inputs(queries, responses)
     if reference is not None and not isinstance(reference, PreTrainedModelWrapper):
-        with torch.random.fork_rng():  # a value head, so that it returns three items
+        with torch.random.fork_rng():  # with a value head the model returns three items
             reference = type(trainer.model)(reference)
 
     def forward(model: Any, masks: list[Tensor] | None = None) -> Any:
@@ -614,7 +614,7 @@ def _experience(
     clock.append(time.perf_counter())
     rewards, penalty, kls = trainer.compute_rewards(scores.whole.to(device), *pair, mask)
     _check_shapes("compute_rewards", mask, rewards=rewards, non_score_reward=penalty, kls=kls)
-    if scores.tokens is not None:  # [B, R], to the places of the response
+    if scores.tokens is not None:  # from [B, R] to response positions
         places = response_mask(inputs, queries, responses, None, start=start)
         numbers = [x[: len(r)] for x, r in zip(scores.tokens, samples.responses, strict=True)]
         grid = torch.zeros(places.shape, device=places.device)
@@ -635,7 +635,7 @@ def _experience(
 
 
 def _check_shapes(method: str, mask: Tensor, **tensors: Any) -> None:
-    """Reject other shapes, which torch would silently broadcast over tokens."""
+    """Reject wrong shapes, which torch would silently broadcast over tokens."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor) or x.shape != mask.shape:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

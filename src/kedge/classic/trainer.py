@@ -1,4 +1,4 @@
-"""The classic trainer: you generate and score, ``step`` runs one PPO iteration."""
+"""The classic trainer: you generate and score responses, ``step`` runs one PPO iteration."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ from kedge.classic.core import (
 from kedge.classic.models.wrapper import create_reference_model
 from kedge.classic.reports import log_batch, model_card, push, start_trackers
 from kedge.classic.samples import (
-    RunningMoments,
     Samples,
     Scores,
     build_rollout,
@@ -65,13 +64,14 @@ from kedge.errors import CheckpointError, ConfigError, DataError
 from kedge.learner.optim import check_optimizer_covers
 from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.updater import Updater
+from kedge.math.running import RunningMoments
 from kedge.models.end_tokens import as_list
 from kedge.models.fingerprint import fingerprint
 from kedge.models.model import in_float32
 from kedge.suggestions import named
 from kedge.types import RewardOutput, Sample, require
 
-_UPDATER = ("step", "learner", "kl")  # parts of its state in a checkpoint
+_UPDATER = ("step", "learner", "kl")  # keys of the updater's state in a checkpoint
 _PREPARE = "; prepare their loader with trainer.accelerator.prepare(dataloader)"
 
 
@@ -101,7 +101,7 @@ class PPOTrainer(PPOSteps):
         data_collator: makes batches for ``dataloader``; None: columns as lists, ``input_ids`` as
             tensors; rows that are not dictionaries use torch's default collation.
         num_shared_layers: see ``create_reference_model``; only without ``ref_model``.
-        lr_scheduler: of your optimizer; it advances once per ``step``.
+        lr_scheduler: schedule of your optimizer, advanced once per ``step``.
         training_data_collator: pads rows for the forward passes of ``step``, which then runs step
             by step as if ``prepare_model_inputs`` was overridden; None: rows are packed without
             padding, which is faster.
@@ -172,7 +172,7 @@ class PPOTrainer(PPOSteps):
         PPODecorators.optimize_device_cache = config.optimize_device_cache
 
     def _engine_options(self) -> dict[str, Any]:
-        """What the engine takes from ``config``, which may change between steps."""
+        """The engine's options from ``config``, which may change between steps."""
         c = self.config
         self.algorithm = ppo(
             gamma=c.gamma,
@@ -304,7 +304,7 @@ class PPOTrainer(PPOSteps):
             return_prompt: whether to return the query before its response; an encoder-decoder
                 returns its start token instead.
             generate_ref_response: also sample from the reference.
-            **generation_kwargs: of ``generate``.
+            **generation_kwargs: arguments of transformers' ``generate``.
 
         Returns:
             Int64 [1, n] for one query; for a list, a list of int64 [n_i], each up to its first end
@@ -370,7 +370,7 @@ class PPOTrainer(PPOSteps):
             extra = -ids.shape[1] % (pad_to_multiple_of or 1)
             ids, mask = F.pad(ids, (extra, 0), value=pad), F.pad(mask, (extra, 0))
             rows = _sample(model, ids, mask, length_sampler, options)
-            begin = 1 if self.is_encoder_decoder else ids.shape[1]  # a start token may be the EOS
+            begin = 1 if self.is_encoder_decoder else ids.shape[1]  # a start token may be EOS
             for query, row in zip(queries, rows, strict=True):
                 new = row[begin:]
                 ended = torch.isin(new, ends.long()).nonzero()[:1, 0].tolist()
@@ -431,7 +431,7 @@ class PPOTrainer(PPOSteps):
             stats = step_by_step(self, samples, scaled, masked=checked[3] is not None)
         else:
             stats = self._fast_step(samples, scaled)
-        for weight in self.model.parameters():  # as accelerate leaves them
+        for weight in self.model.parameters():  # zero gradients, as accelerate leaves them
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
         if c.optimize_device_cache:
             empty_device_cache()
@@ -480,7 +480,7 @@ class PPOTrainer(PPOSteps):
         )
         stats = convert_to_scalar(stats_to_np(stats))
         times.append(time.perf_counter())
-        seconds = (  # rewards include building the batch; advantages the KL penalty
+        seconds = (  # "rewards" includes building the batch, "advantages" the KL penalty
             recorder.annotated - times[0],
             times[0] - recorder.started,
             recorder.credited - recorder.annotated,
@@ -607,7 +607,7 @@ class PPOTrainer(PPOSteps):
             save_directory: created if missing.
             repo_id: repository for ``push_to_hub``; None: the folder's name.
             push_to_hub: also upload it.
-            **push_kwargs: of ``push_to_hub``.
+            **push_kwargs: arguments of ``push_to_hub``.
         """
         if not self.accelerator.is_main_process:
             return
@@ -659,7 +659,7 @@ class PPOTrainer(PPOSteps):
 
 
 def _as_lists(rows: Sequence[Any]) -> Any:
-    """Rows as columns; ``input_ids`` as a list of int64 [P_i], ready for ``generate``."""
+    """Turn rows into columns; ``input_ids`` is a list of int64 [P_i], ready for ``generate``."""
     if not isinstance(rows[0], Mapping):
         return default_collate(list(rows))
     columns = {name: [row[name] for row in rows] for name in rows[0]}
@@ -676,7 +676,7 @@ def _sample(
     length: Callable[[], int] | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """``generate`` with options normalized for transformers 5: int top_k, min_length >= 0."""
+    """Call ``generate`` with options that transformers 5 accepts: int top_k, min_length >= 0."""
     options = dict(options)
     if isinstance(options.get("top_k"), float):
         options["top_k"] = int(options["top_k"])

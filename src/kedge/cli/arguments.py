@@ -24,7 +24,7 @@ from kedge.suggestions import hint
 from kedge.trl_scripts import ModelConfig, read_yaml
 
 logger = logging.getLogger(__name__)
-_LIBRARIES_DROPOUT = 0.05  # default of lora_dropout in TRL and open-instruct
+_LIBRARIES_DROPOUT = 0.05  # default lora_dropout in TRL and open-instruct
 
 
 @dataclass
@@ -83,7 +83,7 @@ class ScriptArguments(metaclass=ConfigType):
 
 @dataclass
 class ModelArguments(ModelConfig, metaclass=ConfigType):
-    """Loading of the policy, and its adapter."""
+    """Options for loading the policy and its adapter."""
 
     FOREIGN: ClassVar[Mapping[str, Foreign]] = {"torch_dtype": Alias("dtype")}
 
@@ -110,8 +110,8 @@ class Options:
 
     Args:
         script: data, rewards and algorithm.
-        config: the trainer's options, of its config class.
-        model: loading of the policy.
+        config: the trainer's config.
+        model: options for loading the policy.
         given: names that were set on the command line or in the file.
     """
 
@@ -121,7 +121,7 @@ class Options:
     given: frozenset[str]
 
 
-# Flags that ``--help`` shows; ``--help all`` shows the others, too.
+# Flags shown by ``--help``; ``--help all`` shows the others, too.
 _FIRST = """
     model_name_or_path dataset_name eval_dataset_name reward_model_path reward_funcs output_dir
     total_episodes num_train_epochs learning_rate per_device_train_batch_size
@@ -132,7 +132,7 @@ FIRST = _FIRST.split()
 
 
 class Parser(ConfigParser):
-    """ConfigParser without abbreviations, whose errors are ConfigErrors.
+    """A ConfigParser without abbreviations that raises ConfigErrors.
 
     Args:
         kinds: dataclasses of the command's data and of its config; model loading is added.
@@ -157,14 +157,14 @@ class Parser(ConfigParser):
             if action.type is string_to_bool and action.nargs is None:
                 action.nargs, action.const = "?", True  # --bf16 alone means True
             if action.dest in ("sft_model_path", "reward_model_path"):
-                action.default = None  # acts only where it is given
+                action.default = None  # absent unless the flag is set
             if action.dest == "resume_from_checkpoint":
-                action.nargs, action.const = "?", "True"  # alone: the newest checkpoint
-            if action.dest in idle or action.dest in REMOVED:  # understood, and not listed
+                action.nargs, action.const = "?", "True"  # the flag alone: the newest checkpoint
+            if action.dest in idle or action.dest in REMOVED:  # accepted, but not listed
                 action.help = argparse.SUPPRESS
 
     def show_help(self, argv: Sequence[str]) -> bool:
-        """Print the help if ``argv`` asks for it: the flags that matter first, or all of them."""
+        """Print the help if ``argv`` asks for it: the most useful flags, or all of them."""
         if not {"-h", "--help", "--help_all", "--help-all"} & set(argv):
             return False
         if not {"all", "--help_all", "--help-all"} & set(argv):
@@ -186,9 +186,9 @@ class Parser(ConfigParser):
 
 
 def nullable(kinds: Iterable[Any]) -> frozenset[str]:
-    """Fields that can be set to None although that is not their default.
+    """Fields that accept None although it is not their default.
 
-    String fields are excluded: ``none`` may be the string.
+    String fields are excluded: ``none`` may be meant as text.
     """
     names = set()
     for kind in kinds:
@@ -266,7 +266,7 @@ def read(
     """
     known = {action.dest for action in parser._actions if action.dest != "help"}
     for action in parser._actions:
-        action.default = argparse.SUPPRESS  # only what is set is in the namespace
+        action.default = argparse.SUPPRESS  # keeps unset flags out of the namespace
 
     def values(tokens: Sequence[str]) -> dict[str, Any]:
         namespace, extra = parser.parse_known_args(tokens)

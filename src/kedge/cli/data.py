@@ -13,7 +13,7 @@ from kedge.errors import DataError
 
 KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 SANITY_ROWS = 100
-HELD_OUT = 100  # prompts for evaluation without a test split, at most a tenth of all
+HELD_OUT = 100  # evaluation prompts without a test split; at most a tenth of the dataset
 
 
 def note(text: str) -> None:
@@ -52,14 +52,14 @@ def load_prompts(options: Options) -> tuple[Any, Any]:
         elif evaluates:
             train, test = hold_out(train, script.dataset_test_split)
     elif config.environment is not None:
-        return None, None  # the environment gives the prompts
+        return None, None  # the environment provides the prompts
     else:
         raise DataError("--dataset_name is required: a file, a folder or a hub name with prompts")
     return _select_prompts(train, options), None if test is None else _select_prompts(test, options)
 
 
 def load_mixture(mixer: Sequence[str], splits: Sequence[str], options: Options) -> Any:
-    """The rows of a mixture of datasets, from one split of all or from one of each."""
+    """The rows of a mixture of datasets; all use one split, or each its own."""
     from kedge.data.mixer import mix, parse_mixer
 
     count = len(parse_mixer(mixer))
@@ -68,7 +68,7 @@ def load_mixture(mixer: Sequence[str], splits: Sequence[str], options: Options) 
             "the splits of a mixture must be one for all datasets or one for each, got"
             f" {len(splits)} splits ({', '.join(splits)}) for {count} datasets"
         )
-    # A dataset may be named twice with different splits; `mix` loads in order.
+    # A dataset may be named twice with different splits; `mix` loads in this order.
     remaining = iter(splits if len(splits) > 1 else list(splits) * count)
 
     def load(name: str) -> Any:
@@ -103,7 +103,7 @@ class Splits:
         for folder in (path, path / "data"):
             for file in sorted(folder.glob("*")):
                 if file.suffix in KINDS and file.name != "dataset_info.json":
-                    split = file.stem.split("-0")[0]  # train-00000-of-00002.parquet
+                    split = file.stem.split("-0")[0]  # for example train-00000-of-00002.parquet
                     self._files.setdefault(split, []).append(str(file))
         if not self._files:
             raise DataError(

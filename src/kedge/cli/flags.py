@@ -1,4 +1,4 @@
-"""Flags, help and tables of a command, without the imports of one that trains."""
+"""Flags, help and tables of small commands, without the imports of a training command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from kedge.errors import ConfigError
 
-SHORT = 60  # characters: longer lists of choices are not shown in help
+SHORT = 60  # characters; help omits longer lists of choices
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

@@ -114,7 +114,7 @@ def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, 
     from kedge.errors import KedgeError
     from kedge.redaction import redact_words
 
-    redact_words(argv)  # errors blank what it remembers
+    redact_words(argv)  # registers secrets, to blank them in errors
     try:
         code = command(list(argv))
     except KeyboardInterrupt:
@@ -124,14 +124,14 @@ def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, 
         if os.environ.get("KEDGE_TRACEBACK", "0") not in ("", "0"):
             raise
         print(f"{name}: error: {_one_line(error)}", file=sys.stderr)
-        for note in getattr(error, "__notes__", ()):  # the traceback of the user's code
+        for note in getattr(error, "__notes__", ()):  # notes hold the traceback of the user's code
             print(note, file=sys.stderr)
         return 2
     return code if isinstance(code, int) else 0
 
 
 def _one_line(error: BaseException) -> str:
-    """The message without line breaks or terminal control codes."""
+    """Remove line breaks and terminal control codes from a message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 

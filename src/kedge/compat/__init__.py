@@ -43,7 +43,7 @@ def install(
             ``train``, 0.12 to 1.12, also ``trl.experimental.ppo``), or "ms-swift" (the same, with
             a trainer that derives from ``transformers.Trainer``).
         replace: use Kedge's class where the installed TRL has one of the same name.
-        report_version: version of TRL that programs see; None: that of the installed TRL, or
+        report_version: version of TRL that programs see; None: the installed one, or
             the newest of the API where it is not installed.
         transformers4: ``apply_chat_template`` returns token ids, as in transformers 4.
 

@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         api = detect_api(Path(options.script).read_text(encoding="utf-8"))
     if not options.replace and find_spec("trl") is not None:
         logger.warning(
-            "kedge.compat: names that the installed TRL has stay TRL's; if the program needs those "
-            "of %s, add --replace",
+            "kedge.compat: the installed TRL keeps its own names; add --replace if the program"
+            " needs those of %s",
             api,
         )
     install(

@@ -31,7 +31,7 @@ _TARGETS["OnlineTrainerState"] = "kedge.trainers.run.hf_callbacks:RunState"
 
 
 def _modules(config: str, trainer: str, tables: Names) -> Modules:
-    """The modules of an API, whose ``PPOConfig`` and ``PPOTrainer`` are in the given modules."""
+    """The modules of an API; the given modules hold its ``PPOConfig`` and ``PPOTrainer``."""
     targets = _TARGETS | {"PPOConfig": f"{config}:PPOConfig", "PPOTrainer": f"{trainer}:PPOTrainer"}
     modules = {}
     for module, text in (_DATA["shared"] | tables).items():
@@ -42,7 +42,7 @@ def _modules(config: str, trainer: str, tables: Names) -> Modules:
 
 
 _SWIFT = _modules("kedge.compat.hf_trainer", "kedge.compat.hf_trainer", _DATA["trainers"])
-for _names in _SWIFT.values():  # ms-swift's own: it derives from TRL's and overrides the loop
+for _names in _SWIFT.values():  # ms-swift's class derives from TRL's and overrides its loop
     _names.pop("GRPOConfig", None)
     _names.pop("GRPOTrainer", None)
 APIS = MappingProxyType(
@@ -56,7 +56,7 @@ VERSIONS = MappingProxyType({"trl-0.11": "0.11.4", "trl-1.12": "1.12.0", "ms-swi
 
 
 class NameFinder(MetaPathFinder):
-    """Finds the modules of an API; those that are installed keep what they have.
+    """Finds the modules of an API; installed modules keep the names they have.
 
     Args:
         modules: names to provide, by module.
@@ -74,7 +74,7 @@ class NameFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The installed module with names added, or a module of the added names alone."""
+        """The installed module with names added, or else a module with the added names only."""
         if fullname not in self.modules:
             return None
         spec = self._installed(fullname, path)
@@ -145,7 +145,7 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         if self._inner is not None:
             self._inner.exec_module(module)
-        module = sys.modules.get(module.__name__, module)  # TRL puts a lazy module in its place
+        module = sys.modules.get(module.__name__, module)  # TRL replaces its module by a lazy one
         self._finder.add_names(module, installed=self._inner is not None)
 
 

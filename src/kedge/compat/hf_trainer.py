@@ -19,14 +19,14 @@ from kedge.config.declare import default_of, status
 logger = logging.getLogger(__name__)
 
 
-_PPO = (  # the fields of TRL's PPOConfig
+_PPO = (  # fields of TRL's PPOConfig
     *("reward_model_path", "sft_model_path", "model_adapter_name", "ref_adapter_name"),
     *("num_ppo_epochs", "num_mini_batches", "whiten_rewards", "kl_coef", "kl_estimator"),
     *("cliprange", "cliprange_value", "vf_coef", "gamma", "lam", "total_episodes", "temperature"),
     *("local_rollout_forward_batch_size", "num_sample_generations", "response_length"),
     *("stop_token", "stop_token_id", "missing_eos_penalty", "dataset_num_proc"),
 )
-# Set by ms-swift for its own loop: for data loaders, and removal of columns that it made.
+# Set by ms-swift for its own training loop and its removal of dataset columns.
 _OF_SWIFT = ("accelerator_config", "remove_unused_columns", "dataloader_")
 _TRL_FIELDS = [f for f in fields(kedge.PPOConfig) if f.name in _PPO]
 PPOConfig = make_dataclass(
@@ -44,7 +44,7 @@ The trainer passes them on to ``kedge.PPOConfig``, which checks them.
 
 
 def passed_on(args: Any) -> kedge.PPOConfig:
-    """The options as a ``kedge.PPOConfig``; those that Kedge does not read cause one warning."""
+    """Convert to a ``kedge.PPOConfig``; one warning lists options that Kedge does not read."""
     plain = TrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
     names = {f.name for f in fields(TrainingArguments) if f.init} - {"output_dir"}
     changed = {name for name in names if getattr(args, name) != getattr(plain, name)}
@@ -68,11 +68,11 @@ class PPOTrainer(Trainer):
         model: the policy.
         ref_model: the reference; None: a frozen copy, or the base of a new adapter.
         reward_model: sequence classification with one label.
-        train_dataset: prompts, in any form that ``data_collator`` makes ``input_ids`` of.
+        train_dataset: prompts, in any form that ``data_collator`` accepts.
         value_model: sequence classification with one label.
-        data_collator: batches of ``input_ids`` and ``attention_mask``; None: rows have them.
-        eval_dataset: likewise.
-        callbacks: of transformers.
+        data_collator: makes ``input_ids`` and ``attention_mask``; None: rows contain them.
+        eval_dataset: prompts to evaluate on.
+        callbacks: transformers' callbacks.
         peft_config: trains an adapter instead of the weights.
     """
 
@@ -127,7 +127,7 @@ def without_peft(model: Any) -> Any:
 
 
 def prompts(rows: Any, collator: Any) -> Any:
-    """A table of ``input_ids`` without padding; None or an empty set: None."""
+    """A table of ``input_ids`` without padding; None for None or an empty dataset."""
     if rows is None or (hasattr(rows, "__len__") and not len(rows)):
         return None
     ids = []

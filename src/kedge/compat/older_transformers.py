@@ -24,7 +24,7 @@ def restore() -> None:
 
 
 def restore_template_ids() -> None:
-    """``apply_chat_template`` returns token ids unless ``return_dict`` is given."""
+    """Make ``apply_chat_template`` return token ids unless ``return_dict`` is given."""
     from transformers import PreTrainedTokenizerBase
 
     current: Any = PreTrainedTokenizerBase.apply_chat_template
@@ -56,7 +56,7 @@ def _restore_all_scores(pipeline: Any) -> None:
 
 
 def _additional_ids(tokenizer: Any) -> list[int]:
-    """Ids of the special tokens that have no role such as EOS."""
+    """Ids of special tokens without a role such as EOS."""
     named = {getattr(tokenizer, name, None) for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
     extra = [token for token in tokenizer.all_special_tokens if token not in named]
     ids: list[int] = tokenizer.convert_tokens_to_ids(extra)

@@ -1,4 +1,4 @@
-"""Kedge's trainers with habits of TRL's, for programs that run unmodified."""
+"""Kedge's trainers with some behavior of TRL's, for programs that run unmodified."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 import kedge
 
 if TYPE_CHECKING:
-    from kedge import PPOTrainer as Trainer  # the classes below are mixed into trainers
+    from kedge import PPOTrainer as Trainer  # base class of the mixins below
 else:
     Trainer = object
 logger = logging.getLogger(__name__)
@@ -39,12 +39,12 @@ class PolicyAndValue(nn.Module):
 
 class _StartsOver(Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; checkpoints of an earlier run in the folder are put aside instead of refused.
+        """Train; checkpoints of an earlier run in the folder are moved away instead of refused.
 
         Args:
             resume_from_checkpoint: as in ``kedge.PPOTrainer``.
             *args: not used; ``transformers.Trainer`` has more arguments.
-            **kwargs: likewise.
+            **kwargs: not used.
         """
         resume = resume_from_checkpoint or self.args.resume_from_checkpoint
         if not resume and self.args.output_dir and self.engine.step == 0:
@@ -78,7 +78,7 @@ class GRPOTrainer(_StartsOver, kedge.GRPOTrainer):
 
 
 class GRPOConfig(kedge.GRPOConfig):
-    """``kedge.GRPOConfig`` with TRL's importance weights for vLLM where the script sets none."""
+    """``kedge.GRPOConfig`` with TRL's importance weights for vLLM as default."""
 
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ def disable_dropout_in_model(model: nn.Module) -> None:
 
 
 def exact_div(a: int, b: int, custom_error_message: str = "") -> int:
-    """``a / b`` where ``b`` divides ``a``, else a ValueError."""
+    """``a / b`` if ``b`` divides ``a``, else a ValueError."""
     if a % b:
         raise ValueError(f"{custom_error_message}, {a} is not a multiple of {b}")
     return a // b
@@ -91,7 +91,7 @@ def batch_generation(
     pad_token_id: int,
     generation_config: Any,
 ) -> tuple[Tensor, Tensor]:
-    """``generate``, some rows at a time; shorter responses are padded on the right."""
+    """Call ``generate`` for a few rows at a time; shorter responses are padded on the right."""
     parts = [
         generate(model, rows, pad_token_id, generation_config)
         for rows in queries.split(local_rollout_forward_batch_size)

@@ -46,7 +46,7 @@ class AsyncPPOConfig(PPOConfig):
     output_dir: str | None = option("output", "Output folder of the run.")
     seed: int = option(1, "Seed of every random number generator.")
 
-    # Options of PPOConfig with other defaults.
+    # Options of PPOConfig that have other defaults here.
     learning_rate: float = option(2e-5, "Learning rate of the policy.")
     adam_epsilon: float = option(1e-5, "Epsilon of Adam.")
     total_episodes: int | None = option(100_000, "Responses to generate over the whole run.")
@@ -61,9 +61,6 @@ class AsyncPPOConfig(PPOConfig):
     )
     max_prompt_length: int | None = option(
         256, "Longest prompt, in tokens; longer ones are dropped."
-    )
-    max_lag: int = option(
-        1, "Iterations that sampling may run ahead of training; 0 is synchronous."
     )
     rollout_engine: str = option("ray", "Rollout engine; see PPOConfig.")
     stop_token: Literal["eos", "period"] | None = option(  # type: ignore[assignment]
@@ -165,7 +162,7 @@ class AsyncPPOConfig(PPOConfig):
 
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
-        """Convert options that are more than another name to those of ``PPOConfig``.
+        """Convert options that are not plain aliases to those of ``PPOConfig``.
 
         Raises:
             ConfigError: sizes that do not divide, or two options that contradict each other.
@@ -179,7 +176,9 @@ class AsyncPPOConfig(PPOConfig):
             _assign(c, "vllm_num_engines", "rollout_engine", "embedded", unset="ray")
             c.vllm_num_engines = 1
         if not c.async_mode:
-            _assign(c, "async_mode", "max_lag", 0, unset=1)
+            _assign(c, "async_mode", "max_lag", 0, unset=None)
+        elif c.max_lag is None and not c.in_flight_weight_updates:
+            c.max_lag = 1
         if c.max_prompt_length is None or c.max_prompt_length > c.max_token_length:
             c.max_prompt_length = c.max_token_length
         _convert_schedule(c)
@@ -235,7 +234,7 @@ def _convert_schedule(c: Any) -> None:
         _assign(c, "save_freq", "save_steps", c.save_freq, unset=500)
     if c.dataset_mixer_eval_list and str(c.eval_strategy) in ("no", "IntervalStrategy.NO"):
         c.eval_strategy = "steps"
-        c.eval_steps = min(1 / c.num_evals, 1 - 1e-9)  # a fraction of the run
+        c.eval_steps = min(1 / c.num_evals, 1 - 1e-9)  # as a fraction of the run
 
 
 def _convert_engine_args(c: Any) -> None:

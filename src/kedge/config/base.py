@@ -1,4 +1,4 @@
-"""Base class of the configs: takes names of other libraries, checks values, shows itself.
+"""Base class of the configs: translates names of other libraries and checks values.
 
 Names are translated and values checked and converted before the dataclass is built, so a config is
 not changed once it exists.
@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_cuda_available
 
-from kedge.config.common import CommonArguments
+from kedge.config.common import IN_FLIGHT_LAG, CommonArguments
 from kedge.config.compat.training_arguments import INHERITED
 from kedge.config.compat.trl import TRL
 from kedge.config.declare import (
@@ -46,13 +46,13 @@ from kedge.suggestions import hint
 
 logger = logging.getLogger(__name__)
 Config = TypeVar("Config", bound="OnPolicyConfig")
-# Prefixes; each needs hooks in layers or a switch before every evaluation.
+# Prefixes of options that need hooks in layers, or a switch before every evaluation.
 UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
 UNSUPPORTED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
 class ConfigType(type):
-    """Type of the configs: checks and translates the keyword arguments before ``__init__``.
+    """Metaclass of the configs: checks and translates keyword arguments before ``__init__``.
 
     A metaclass, because ``@dataclass`` gives each subclass a new ``__init__``.
     """
@@ -66,7 +66,7 @@ class ConfigType(type):
         """
         options |= dict(zip(fields_of(cls), args, strict=False))
         known = {**fields_of(cls), **foreign(cls)}
-        extra = {}  # arguments of a subclass's own __init__ that are not options
+        extra = {}  # arguments of a subclass's own __init__, which are not options
         if not options.keys() <= known.keys():
             own = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
             extra = {n: options.pop(n) for n in [*options] if n in own and n not in known}
@@ -97,10 +97,10 @@ def foreign(cls: type) -> Mapping[str, Foreign]:
 
 
 def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments under the names of the fields, checked and converted.
+    """Translate keyword arguments to names of fields; checks and converts their values.
 
     Args:
-        cls: the config class; its ``convert`` changes values whose meaning depends on others.
+        cls: the config class, whose ``convert`` handles values that depend on others.
         options: names and values as the caller gave them.
 
     Raises:
@@ -109,7 +109,7 @@ def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     defaults = {name: default_of(f) for name, f in fields_of(cls).items()}
     values: dict[str, Any] = {}
-    for name in sorted(options, key=lambda name: name not in defaults):  # aliases last
+    for name in sorted(options, key=lambda name: name not in defaults):  # aliases come last
         target, value = translate_option(cls, name, options[name])
         if target is None or (target != name and equal(options[name], foreign(cls)[name].default)):
             continue
@@ -127,11 +127,11 @@ def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def translate_option(cls: type, name: str, value: Any) -> tuple[str | None, Any]:
-    """The field that a name stands for and its checked value; None for a name without a field.
+    """The field that a name stands for, and the checked value; None if there is no field.
 
     Raises:
         OptionError: an unknown name.
-        ConfigError: the name is not supported, or takes no such value.
+        ConfigError: the name is not supported, or the value is invalid.
     """
     own = fields_of(cls)
     entry: Any = status(cls, name) if name in own else foreign(cls).get(name)
@@ -160,7 +160,7 @@ def equal(value: Any, other: Any) -> bool:
         return True
     try:
         return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
-    except Exception:  # whatever an unknown object's __eq__ raises
+    except Exception:  # an unknown object's __eq__ may raise anything
         return False
 
 
@@ -184,7 +184,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
     given: ClassVar[frozenset[str]] = frozenset()  # on an instance: the options that were set
     changed: ClassVar[bool] = False  # on an instance: options were set since they were checked
 
-    # TrainingArguments with other defaults.
+    # Fields of TrainingArguments with other defaults.
     logging_steps: float = option(
         10, "Iterations between log rows; below 1, a fraction of the run.", ge=0
     )
@@ -204,14 +204,14 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
     run_name: str | None = option(None, "Name of the run in trackers. Unset: exp_name, if given.")
 
     def __post_init__(self) -> None:
-        redact({f.name: getattr(self, f.name) for f in fields(self)})  # remembers secrets
+        redact({f.name: getattr(self, f.name) for f in fields(self)})  # registers secrets
         self._resolve_precision()
         self._fill_defaults()
         self._check()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1 and not _has_gpu():
-            self.use_cpu = True  # otherwise the ranks would not form a process group
-        # TrainingArguments fills in DeepSpeed's settings from it.
+            self.use_cpu = True  # otherwise the ranks do not form a process group
+        # TrainingArguments fills in DeepSpeed's settings from this value.
         self.world_size = launched
         try:
             super().__post_init__()
@@ -226,7 +226,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
             )
 
     def _explain(self, error: Exception) -> str:
-        """The error of transformers, after the options that it names or that were changed."""
+        """The error of transformers, preceded by the options it names or that were set."""
         text = " ".join(str(error).split()) or type(error).__name__
         theirs = TrainingArguments.__dataclass_fields__
         changed = {
@@ -273,9 +273,9 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         cls = type(self)
-        # Of transformers or a subclass, for something else than an option.
+        # Attributes that transformers or a subclass uses for something other than an option.
         other = name.startswith("_") or name in vars(self) or hasattr(cls, name)
-        built = "given" in vars(self)  # until then, values come from `translate` or transformers
+        built = "given" in vars(self)  # values before that come from `translate` or transformers
         if not built or (other and name not in fields_of(cls)):
             super().__setattr__(name, value)
             return
@@ -320,7 +320,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         check_rollout(self)
 
     def _resolve_precision(self) -> None:
-        self.bf16_full_eval = self.fp16_full_eval = False  # without effect, and refused on CPUs
+        self.bf16_full_eval = self.fp16_full_eval = False  # no effect here, and rejected on CPUs
         has_bf16 = is_torch_bf16_gpu_available() and not self.use_cpu
         if self.bf16 is None:
             self.bf16 = has_bf16 and not self.fp16
@@ -330,13 +330,15 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
             raise ConfigError("fp16=True needs a CUDA device; set bf16=True or leave both unset")
 
     def _fill_defaults(self) -> None:
-        # Newer transformers call it activation_checkpointing and warn about the old name.
+        # Newer transformers call the option activation_checkpointing and warn about the old name.
         if getattr(self, "activation_checkpointing", False) is None:
             self.activation_checkpointing = self.gradient_checkpointing
         if getattr(self, "activation_checkpointing_kwargs", False) is None:
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         if self.min_p is None:
             self.min_p = 0.0
+        if self.max_lag is None:
+            self.max_lag = IN_FLIGHT_LAG if self.in_flight_weight_updates else 0
         if self.report_to is None:
             self.report_to = "none"
         if self.run_name is None and self.exp_name != type(self).exp_name:
@@ -352,7 +354,7 @@ def _has_gpu() -> bool:
 
 
 def _flag_aliases() -> None:
-    """Let ``HfArgumentParser`` take the plain aliases of inherited fields as flags."""
+    """Make ``HfArgumentParser`` accept plain aliases of inherited fields as flags."""
     own = OnPolicyConfig.__dataclass_fields__
     for name, entry in TRL.items():
         if isinstance(entry, Alias) and entry.convert is None:
@@ -364,7 +366,7 @@ _flag_aliases()
 
 
 def _check_responses(c: Any) -> None:
-    check_end(c, has_eos=True)  # the tokenizer is not known yet
+    check_end(c, has_eos=True)  # the tokenizer is only known later
     if c.min_new_tokens > c.response_length:
         raise ConfigError(
             f"min_new_tokens={c.min_new_tokens} must be at most response_length={c.response_length}"
@@ -395,6 +397,11 @@ def _check_schedule(c: Any) -> None:
         raise ConfigError(
             'in_flight_weight_updates=True needs rollout_schedule="as_completed"; set it, or leave'
             " in_flight_weight_updates out"
+        )
+    if c.sampler_correction == "mask_old" and not c.in_flight_weight_updates:
+        raise ConfigError(
+            "sampler_correction='mask_old' leaves out tokens older than max_lag, which only"
+            " in_flight_weight_updates=True samples; set it, or sampler_correction='truncate'"
         )
     if c.rollout_schedule == "as_completed" and c.max_lag == 0:
         raise ConfigError(

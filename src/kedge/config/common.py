@@ -13,6 +13,8 @@ from kedge.config.declare import MOST, SECONDS, option
 from kedge.config.rollout_engines import RolloutArguments
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "full"]
+SamplerCorrection = Literal["auto", "off", "truncate", "mask", "mask_old", "ratio"]
+IN_FLIGHT_LAG = 2  # the smallest max_lag that keeps engines busy in flight (docs/async.md)
 
 _batch = partial(option, acts_in="batch sizes and run length")
 _sizes = partial(option, acts_in="batch sizes: filled in; a given value must equal the derived one")
@@ -31,7 +33,7 @@ _environment = partial(option, acts_in="environments", resume=True)
 
 @dataclass
 class EnvironmentArguments:
-    """Environment options of every config; they act if the policy plays in environments."""
+    """Environment options of every config; they act if the policy plays in an environment."""
 
     environment: str | None = _environment(
         None, "Class or function that makes an environment: module:Class or file.py:Class."
@@ -223,6 +225,14 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         "raise", "If a reward function fails: stop, use reward_error_score, or drop the row."
     )
     reward_error_score: float | None = _reward(None, "Score given by on_reward_error=score.")
+    reward_timeout: float | None = _reward(
+        None,
+        "Seconds that a call of a reward function may take. Rows that take longer are dropped, or "
+        "scored with on_reward_error=score. Unset: no limit.",
+        gt=0,
+        le=SECONDS,
+        resume=False,
+    )
 
     # KL penalty.
     kl_coef: float = _kl(0.05, "Weight of the KL penalty in the reward.", ge=0)
@@ -284,8 +294,11 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
     preflight: bool = _engine(
         True, "Check models, rewards and masks on one batch before training.", resume=False
     )
-    max_lag: int = _engine(
-        0, "Iterations that sampling may run ahead of training; 0 is synchronous.", ge=0
+    max_lag: int | None = _engine(
+        None,
+        "Iterations that sampling may run ahead of training; 0 is synchronous. Unset: 0, or 1 for "
+        "AsyncPPOConfig; with in_flight_weight_updates 2.",
+        ge=0,
     )
     rollout_schedule: Literal["in_order", "as_completed"] = _engine(
         "in_order",
@@ -301,13 +314,14 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
     in_flight_weight_updates: bool = _engine(
         False,
         "With as_completed: engines get new weights while they sample, and responses continue with "
-        "them. Each token has its policy version; those older than max_lag are not trained on.",
+        "them. Tokens may be older than max_lag; each has its own importance weight.",
     )
-    sampler_correction: Literal["auto", "off", "truncate", "mask", "ratio"] | None = _engine(
+    sampler_correction: SamplerCorrection | None = _engine(
         "auto",
         "Importance weights of the learner against the rollout engine: truncate or mask large "
-        "ones, or off. auto: truncate with vLLM, from max_lag=2, and if one of the options below "
-        "is set; else off. ratio: no weights; the loss takes its ratio to the rollout engine.",
+        "ones, or off. auto: truncate with vLLM, from max_lag=2, in flight, and if an option below "
+        "is set; else off. mask_old: in flight, truncate, and leave out tokens older than max_lag. "
+        "ratio: no weights; the loss takes its ratio to the rollout engine.",
     )
     sampler_correction_level: Literal["token", "sequence", "sequence_mean"] | None = _engine(
         None, "Weights per token, per response, or their geometric mean per response. Unset: token."

@@ -35,15 +35,15 @@ from pydantic import (
 from kedge.errors import ConfigError
 from kedge.redaction import redact
 
-FINITE = 1e30  # larger numbers soon overflow in float32
-LARGEST = 2**31 - 1  # sizes, counts and token ids
-MOST = 2**53  # responses and iterations of a run; exact in float64
+FINITE = 1e30  # larger numbers soon overflow float32
+LARGEST = 2**31 - 1  # for sizes, counts and token ids
+MOST = 2**53  # for responses and iterations of a run; exact in float64
 SECONDS = 1e9  # more than 30 years: longer waits overflow Python's timers
 _MAX_CHOICES = 400  # characters of choices that an error message lists
 _MAX_VALUE = 100  # characters of a value in an error message
 _LEAVE = "leave it at its default"
 _SECRET = ("hub_token", "push_to_hub_token")
-_WORDS = {  # of pydantic, and shorter
+_WORDS = {  # replacements for pydantic's messages
     "Input should be ": "",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
@@ -56,7 +56,7 @@ _WORDS = {  # of pydantic, and shorter
 
 @dataclass(frozen=True, slots=True)
 class ActsIn:
-    """Where an option acts and what it accepts; None: as in the class above.
+    """Where an option acts and what it accepts; None: inherit from the parent class.
 
     Args:
         acts_in: component that reads it.
@@ -77,7 +77,7 @@ class Alias:
 
     Args:
         target: the option that gets the value.
-        convert: converts the value; None: it is passed on.
+        convert: converts the value; None: pass it on unchanged.
         default: value at which the name counts as not set.
         limits: bounds of the number, if narrower than the target's.
     """
@@ -126,19 +126,19 @@ UNKNOWN = Unsupported("this version of Kedge does not know this option")
 
 
 def unsupported(reason: str, way_out: str = _LEAVE, /, **defaults: Any) -> dict[str, Foreign]:
-    """Names that are not fields and not supported, with the defaults that pass."""
+    """Rows for unsupported names that are not fields, with the defaults they accept."""
     return {name: Unsupported(reason, way_out, default) for name, default in defaults.items()}
 
 
 def no_effect(reason: str, **defaults: Any) -> dict[str, Foreign]:
-    """Names that are not fields and have no effect, with the defaults that are not logged."""
+    """Rows for names without effect that are not fields, with the defaults that log nothing."""
     return {name: NoEffect(reason, default) for name, default in defaults.items()}
 
 
 class Option(Field[Any]):
     """A dataclass field that also holds where the option acts, and its alias.
 
-    Not in ``metadata``, every entry of which ``HfArgumentParser`` hands to argparse.
+    Not in ``metadata``, since ``HfArgumentParser`` passes all of it to argparse.
     """
 
     __slots__ = ("alias", "declared")
@@ -164,7 +164,7 @@ def option(
     accepts: Any = None,
     alias_action: type[argparse.Action] | None = None,
 ) -> Any:
-    """A dataclass field with all that is known about the option.
+    """Declare an option: a dataclass field with help, range and where it acts.
 
     A field that overrides another inherits what is not given here, apart from ``alias``.
 
@@ -248,7 +248,7 @@ def check_fields(config: Any) -> None:
 
 
 def check_option(cls: type, name: str, value: Any, alias: Alias | None = None) -> Any:
-    """Check and convert the value of a field; one that does not act takes any.
+    """Check and convert the value of a field; fields that do not act accept any value.
 
     Args:
         cls: the config.
@@ -261,31 +261,31 @@ def check_option(cls: type, name: str, value: Any, alias: Alias | None = None) -
     """
     target = name if alias is None else alias.target
     if hasattr(cls, "INHERITED") and not isinstance(status(cls, target), str):
-        return value  # it must be the default, or has no effect
+        return value  # only the default, or a value without effect, is accepted
     default, hint, adapter = _type_of(cls, target)
     if alias is not None and (alias.convert is not None or alias.limits is not None):
         hint = type(alias.default)
         adapter = TypeAdapter(checked_type(hint, alias.limits, empty=False))
     if value is default:
         return value
-    try:  # tuples become lists, paths str, and numbers those of Python
+    try:  # convert tuples to lists, paths to str, and NumPy numbers to Python's
         converted = adapter.validate_python(value)
     except ValidationError as error:
         text = f"<{type(value).__name__}>" if name in _SECRET else format_value(redact(value))
         problem = describe_problem(error, value, optional=NoneType in get_args(hint))
         raise ConfigError(f"{name}={text} must be {problem}") from None
-    # torch takes larger integers for int64, and fails
+    # torch fails on integers beyond int64
     return value if type(value) is int and abs(value) <= MOST else converted
 
 
 @functools.cache
 def _type_of(cls: type, name: str) -> tuple[Any, Any, TypeAdapter[Any]]:
-    """The default of a field, the type of its values, and what checks and converts them."""
+    """A field's default, the type of its values, and the adapter that checks them."""
     (f,) = (f for f in fields(cls) if f.name == name)
     hint = _declared(cls, name, "accepts")
     if hint is None:
         hint = _hints(cls)[name]
-        if choices := f.metadata.get("choices"):  # which argument parsers are given
+        if choices := f.metadata.get("choices"):  # argument parsers receive the choices
             named = Literal[tuple(choices)]  # type: ignore[valid-type]
             hint = named | None if NoneType in get_args(hint) else named
     default = default_of(f)
@@ -302,7 +302,7 @@ def format_value(value: Any) -> str:
         return f"a number of about {int(value.bit_length() * math.log10(2)) + 1} digits"
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # whatever an unknown object's __repr__ raises
+    except Exception:  # an unknown object's __repr__ may raise anything
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."
 
@@ -339,7 +339,7 @@ def _check_json_file(text: str) -> str:
 
 def _choice_check(choices: Sequence[Any]) -> BeforeValidator:
     def check(value: Any) -> Any:
-        if not isinstance(value, str | bool):  # 0 would be False; enumerations print other values
+        if not isinstance(value, str | bool):  # 0 would be False, enumerations print other values
             raise ValueError(f"one of {', '.join(map(repr, choices))}")
         return value
 
@@ -349,7 +349,7 @@ def _choice_check(choices: Sequence[Any]) -> BeforeValidator:
 _PATH = BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)
 _TUPLE = BeforeValidator(lambda x: list(x) if isinstance(x, tuple) else x)
 Text: TypeAlias = Annotated[str, Strict(), _PATH, AfterValidator(_check_text)]
-JSONFile: TypeAlias = Annotated[Text, AfterValidator(_check_json_file)]  # or the JSON itself
+JSONFile: TypeAlias = Annotated[Text, AfterValidator(_check_json_file)]  # path, or the JSON itself
 
 
 def checked_type(hint: Any, limits: Interval | None, *, empty: bool) -> Any:
@@ -372,7 +372,7 @@ def checked_type(hint: Any, limits: Interval | None, *, empty: bool) -> Any:
         if any(dict in (part, get_origin(part)) for part in args):
             text = Annotated[str, Strict(), AfterValidator(_check_json)]
             args = tuple(text if part is str else part for part in args)
-        if any(map(_is_enum, args)):  # the texts are the names of the choices
+        if any(map(_is_enum, args)):  # strings must name a member
             args = tuple(part for part in args if part is not str)
         return Union[tuple(map(inner, args))]  # noqa: UP007
     if origin is Literal:
@@ -413,15 +413,15 @@ def _number_check(kind: type, limits: Interval | None) -> BeforeValidator:
             raise ValueError(kind_name + (", without quotes" if isinstance(value, str) else ""))
         number: Any = value
         in_range = abs(number) <= most or (infinite and number == math.inf)
-        if not in_range:  # or not a number
+        if not in_range:  # or NaN
             raise ValueError("a finite number" + ("; it is too large" if number > most else ""))
-        return number if isinstance(number, int | float) else number.item()  # NumPy's
+        return number if isinstance(number, int | float) else number.item()  # NumPy's, too
 
     return BeforeValidator(check)
 
 
 def describe_problem(error: ValidationError, value: Any, *, optional: bool) -> str:
-    """What the value must be, in the words of pydantic's errors; ``optional``: or None."""
+    """Describe what the value must be, from pydantic's errors; ``optional`` adds None."""
     texts: dict[str, None] = {}
     detail = ""
     for entry in error.errors(include_url=False, include_input=False):

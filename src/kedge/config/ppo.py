@@ -64,6 +64,9 @@ class PPOConfig(OnPolicyConfig):
 
     # PPO.
     whiten_rewards: bool = _ppo(False, "Scale rewards to unit variance, keeping their mean.")
+    scale_rewards: Literal["none", "running"] = _ppo(
+        "none", "Divide scores by the standard deviation of all scores so far in the run."
+    )
     whiten_advantages: bool = _ppo(True, "Scale advantages to mean 0 and at most unit variance.")
     cliprange: float = _ppo(
         0.2,
@@ -168,10 +171,10 @@ class PPOConfig(OnPolicyConfig):
         """Fill in the values of ``recipe``."""
         own, recipe = fields_of(cls), RECIPES.get(c.recipe, {})
         names = {getattr(foreign(cls).get(name), "target", name) for name in given}
-        if len(given) >= len(own):  # from an argument parser or `replace`: every option is passed
+        if len(given) >= len(own):  # true if an argument parser or `replace` passed every option
             names = {name for name in recipe if getattr(c, name) != default_of(own[name])}
             if any(getattr(c, name) == recipe[name] for name in names):
-                return  # a copy of a config that has the recipe's values
+                return  # the config was copied and has the recipe's values
         names |= {"cliprange_high"} if "cliprange" in names else set()
         names |= {"rollout_schedule"} if "max_lag" in names and c.max_lag == 0 else set()
         names |= {"lam_alpha"} if "lam" in names or c.credit == "turn" else set()

@@ -19,7 +19,7 @@ from kedge.errors import ConfigError
 _RLOO = "algorithm: kedge.algorithms.rloo"
 _rloo = partial(option, acts_in=_RLOO, resume=True)
 
-# Older and newer name of the same option.
+# Pairs of old and new names for the same option.
 PAIRS = (
     ("rloo_k", "num_generations"),
     ("kl_coef", "beta"),
@@ -30,7 +30,7 @@ PAIRS = (
     ("response_length", "max_completion_length"),
     ("normalize_advantage", "normalize_advantages"),
 )
-# Defaults of unset options: with the older names, with the newer names.
+# Defaults of unset options under the older names, and under the newer names.
 DEFAULTS: dict[str, tuple[Any, Any]] = {
     "num_generations": (2, 2),
     "kl_coef": (0.05, 0.05),
@@ -45,7 +45,7 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
 
 
 class _Release(argparse.Action):
-    """Stores a value in a ``HfArgumentParser``, and the release that a name belongs to."""
+    """Argparse action that stores a value and the release that its flag belongs to."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
@@ -92,7 +92,7 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
         "release whose names are used, else 0.21.",
         acts_in="defaults of other options",
     )
-    # Unset until it is known which names are used.
+    # Left unset until it is known which names the caller uses.
     learning_rate: float | None = option(  # type: ignore[assignment]
         None, "Learning rate. Unset: 5e-5, with newer names 1e-6."
     )
@@ -175,7 +175,7 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
 
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
-        """Find out which names are used, and convert those of TRL.
+        """Determine which release's names are used, and convert options of TRL.
 
         Raises:
             ConfigError: older and newer names are mixed, or sizes do not divide.
@@ -213,7 +213,7 @@ def _uses_newer_names(given: Mapping[str, Any]) -> bool:
     """
     older = [a for a, _ in PAIRS if given.get(a) is not None]
     newer = [b for _, b in PAIRS if given.get(b) is not None]
-    mixed = [b for b in newer if b != "num_generations"]  # also a name of older releases
+    mixed = [b for b in newer if b != "num_generations"]  # older releases have this name, too
     pairs = [(a, b) for a, b in PAIRS if a in older and b in newer]
     pairs += [(older[0], mixed[0])] if older and mixed else []
     for a, b in pairs[:1]:
@@ -229,7 +229,7 @@ def reward_bounds(value: float | Sequence[float] | None) -> tuple[float, float] 
     """``(low, high)`` of c, [c] or (low, high).
 
     Raises:
-        ConfigError: there are more numbers.
+        ConfigError: more than two numbers.
     """
     if value is None:
         return None

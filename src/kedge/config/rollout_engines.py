@@ -1,4 +1,4 @@
-"""Rollout engines that a config can name, and the options of engines and workers on Ray."""
+"""Rollout engines by name, and the options of engines and of workers on Ray."""
 
 # ruff: noqa: RUF009  (option() returns dataclasses.field)
 
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from kedge.config.declare import SECONDS, format_value, option, read_mapping
 from kedge.errors import ConfigError, install_command
 
-LOWEST_VLLM = "0.26"  # oldest that the tests pass with
-# Arguments of vLLM with which it would sample from another distribution or model than the policy.
+LOWEST_VLLM = "0.26"  # oldest release that the tests pass with
+# Arguments that would make vLLM sample from another distribution or model than the policy.
 DECIDED = (
     *("model", "runner", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "generation_config"),
     *("seed", "load_format", "enable_sleep_mode", "weight_transfer_config"),
@@ -48,17 +48,17 @@ class RolloutEngineSpec:
     """A rollout engine that ``rollout_engine`` can name.
 
     Args:
-        summary: what it is, for help texts.
+        summary: one line for help texts.
         build: "module:function", called with ``kedge.rollout.EngineInputs`` and the
             options of the config that its signature names.
-        check: the same, called before any weights are loaded with the policy (a model, a folder or
-            a hub name), the sampling parameters and the options that its signature names.
+        check: "module:function", called before weights are loaded, with the policy (a model, folder
+            or hub name), the sampling parameters and the options that its signature names.
         reads: options of ``RolloutArguments`` that have an effect with this engine.
-        copies_weights: it samples from a copy of the policy, which weight syncs update.
-        vllm: vLLM samples.
-        package: needed in this environment, unless ``vllm_python`` is set.
-        actors: each engine is a Ray actor.
-        per_rank: each rank that trains has an engine in its process.
+        copies_weights: whether it samples from a copy of the policy, which weight syncs update.
+        vllm: whether vLLM samples.
+        package: required package, unless ``vllm_python`` is set.
+        actors: whether each engine is a Ray actor.
+        per_rank: whether each training rank has an engine in its process.
     """
 
     summary: str
@@ -81,7 +81,7 @@ _VLLM = ("vllm_engine_args", "vllm_tensor_parallel_size", "vllm_sleep", "vllm_to
 _REMOTE_ENGINE = ("worker_start_timeout", "worker_heartbeat", "worker_timeout", "rollout_timeout")
 _RAY = ("ray_address", "ray_wait_seconds")
 
-# Engines in Ray actors are "ray" and the value of ray_engine; "http://" is any address.
+# Engines in Ray actors are named "ray" plus the value of ray_engine; "http://" is any address.
 ROLLOUT_ENGINES: Mapping[str, RolloutEngineSpec] = MappingProxyType(
     {
         "embedded": RolloutEngineSpec(
@@ -259,10 +259,10 @@ class RolloutArguments:
 
 
 def find_engine(config: Any) -> RolloutEngineSpec:
-    """The engine that ``rollout_engine`` and ``ray_engine`` name.
+    """Find the engine that ``rollout_engine`` and ``ray_engine`` name.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: no engine has that name.
     """
     name = config.rollout_engine
     if name.startswith(("http://", "https://")):
@@ -285,7 +285,7 @@ def check_rollout(config: Any) -> None:
     """Check the rollout engine that a config names, and its options.
 
     Raises:
-        ConfigError: an unknown engine, one that is not installed, or options of another one.
+        ConfigError: an engine is unknown or not installed, or an option is for another engine.
     """
     spec = find_engine(config)
     rewards, references = config.ray_reward_workers > 0, config.ray_ref_workers > 0
@@ -370,6 +370,6 @@ def engine_args(
 def vllm_limit(config: Any) -> dict[str, int]:
     """Tokens of prompt and response that vLLM is limited to, under the option's name; or empty."""
     limit = engine_args(config.vllm_engine_args).get("max_model_len")
-    if not isinstance(limit, int) or limit < 1:  # unset, or for vLLM to decide
+    if not isinstance(limit, int) or limit < 1:  # None lets vLLM decide
         return {}
     return {"vLLM with vllm_max_model_length (max_model_len)": limit}

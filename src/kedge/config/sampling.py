@@ -35,7 +35,7 @@ def build_sampling(config: Any, eos_token_ids: Sequence[int]) -> Sampling:
     cut = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     if given := [f"{n}={x}" for n, off in cut.items() if (x := getattr(config, n)) != off]:
         logger.warning(
-            "%s: the tokens that could be sampled are recorded, and training is over those only",
+            "%s: training normalizes over the tokens that could be sampled, which are recorded",
             ", ".join(given),
         )
     return Sampling(

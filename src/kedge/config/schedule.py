@@ -1,4 +1,4 @@
-"""When a run shows samples and writes token rows.
+"""Schedule of sample tables and token logs.
 
 Logging, evaluations and checkpoints follow ``transformers.DefaultFlowCallback``.
 """
@@ -29,7 +29,7 @@ class IntervalSchedule:
         return _passes(done, self.sample_every)
 
     def writes_tokens(self, done: int) -> bool:
-        """Whether rows are written token by token: after the first and the last iteration too."""
+        """Whether token rows are written; also true after the first and the last iteration."""
         if self.tokens_every is None:
             return False
         return done in (1, self.iterations) or _passes(done, self.tokens_every)
@@ -45,7 +45,7 @@ def _passes(done: int, every: float | None) -> bool:
 def build_schedule(
     config: OnPolicyConfig, *, iterations: int, iterations_per_epoch: float
 ) -> IntervalSchedule:
-    """When to show samples and write token rows.
+    """Build the schedule of sample tables and token logs from the options.
 
     Args:
         config: the options; ``logging_steps`` below 1 is a fraction of the run.

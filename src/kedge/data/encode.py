@@ -30,8 +30,8 @@ class PromptReport:
     """How many rows of the dataset were kept, dropped and truncated."""
 
     rows: int  # in the dataset
-    dropped: int  # longer than max_prompt_length
-    truncated: int  # longer than max_prompt_length, first tokens cut off
+    dropped: int  # prompts longer than max_prompt_length that were left out
+    truncated: int  # prompts longer than max_prompt_length whose first tokens were cut off
     longest: int  # tokens of the longest prompt kept
 
 
@@ -226,12 +226,12 @@ def _tokenize(
             )
         text = prompt
         if chat:
-            answered = prompt[-1]["role"] == "assistant"  # the response has already begun
+            answered = prompt[-1]["role"] == "assistant"  # the assistant has begun its response
             options = {"add_generation_prompt": not answered, "continue_final_message": answered}
             where = f"column {column!r}, row {row}"
             text = render_chat(tokenizer, prompt, where=where, **(options | template))
         at = None if text.isascii() else LONE_SURROGATE.search(text)
-        if at is not None:  # no tokenizer accepts it
+        if at is not None:  # the tokenizer fails on any Unicode surrogate
             raise DataError(
                 f"column {column!r}, row {row}: character {at.start()} is the lone surrogate"
                 f" {at.group()!r}, which UTF-8 cannot encode; fix it, for example with"

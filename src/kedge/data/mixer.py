@@ -47,9 +47,9 @@ def choose_rows(name: str, amount: float, available: int, *, seed: int, position
     """Rows to take from a dataset, chosen at random; deterministic in seed and position.
 
     Args:
-        name: of the dataset.
+        name: name of the dataset.
         amount: see ``parse_mixer``.
-        available: rows of the dataset.
+        available: number of rows in the dataset.
         seed: seed of the choice.
         position: position of the dataset in the mixture.
 
@@ -74,7 +74,7 @@ def mix(
     seed: int = 0,
     name_column: str | None = None,
 ) -> Any:
-    """One ``datasets.Dataset`` from several; columns that a dataset lacks are None in its rows.
+    """Mix datasets into one ``datasets.Dataset``; columns that a dataset lacks are None.
 
     Args:
         mixer: see ``parse_mixer``.

@@ -177,7 +177,7 @@ class DatasetPrompts:
 
     def _order(self, turn: int) -> Tensor:
         order = self._orders.get(turn)
-        if order is None:  # the sampling thread may be here too
+        if order is None:  # the sampling thread may run this, too
             order = torch.arange(len(self._prompts))
             if self._shuffle:
                 key = f"prompts/{self._seed}/{turn}".encode()
@@ -215,7 +215,7 @@ class DatasetPrompts:
                 f" with a real token; it returned {', '.join(collated)} of shapes"
                 f" {tuple(ids.shape)} and {tuple(mask.shape)} for {len(tokens)} prompts"
             )
-        order = real.long().argsort(dim=1, stable=True)  # padding first, order of tokens kept
+        order = real.long().argsort(dim=1, stable=True)  # padding first, tokens in order
         return ids.gather(1, order), real.gather(1, order)
 
     def _columns(self, chosen: Tensor, slots: list[int]) -> dict[str, list[Any]]:

@@ -46,7 +46,7 @@ class ArrowTable:
         try:
             index = rows if isinstance(rows, range) else list(rows)  # a range is read as a slice
             return dict(self.dataset.select_columns(list(names))[index])
-        except Exception as error:  # a damaged file, a lost disk
+        except Exception as error:  # for example a damaged file or a lost disk
             raise DataError(
                 f"rows of the dataset cannot be read: {type(error).__name__}: {error}"
             ) from error
@@ -59,7 +59,7 @@ def read_table(dataset: Any) -> Table:
     """A table over a ``datasets.Dataset``, a list of dicts, a dict of columns or a torch dataset.
 
     Raises:
-        DataError: no dataset, a stream (a resumed run must be able to read the same rows again), or
+        DataError: no dataset, a stream (a resumed run must read the same rows again), or
             an unsupported type.
     """
     kind = type(dataset).__name__
@@ -88,7 +88,7 @@ def _read_rows(dataset: Any) -> ColumnTable:
     for number in range(len(dataset)):
         try:
             row = dataset[number]
-        except Exception as error:  # whatever the user's class raises
+        except Exception as error:  # the user's class may raise anything
             raise DataError(
                 f"row {number} of the dataset, a {kind}, cannot be read:"
                 f" {type(error).__name__}: {error}; pass a datasets.Dataset (for a pandas frame:"

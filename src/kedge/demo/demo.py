@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-# Models this small gain little from a second thread, and slow down a lot on a busy machine.
+# Models this small gain little from a second thread, and get much slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from rich.console import Console
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def summarize(folder: Path) -> dict[str, float]:
-    """The results of the run as numbers."""
+    """Collect the numeric results of the run."""
     metrics = [row for row in rows(folder / "ppo" / "metrics.jsonl") if "objective/scores" in row]
     first, last = metrics[:2], metrics[-3:]
     before, after, between = (read(folder / name / "summary.json") for name in JUDGMENTS)

@@ -1,7 +1,7 @@
-"""Stage ``exchanges``: whether the reward model sees each wrong value of a fact.
+"""Stage ``exchanges``: test whether the reward model notices each wrong value of a fact.
 
-``kedge reward`` checks by kind of mistake.  A model that sees almost all wrong places may still
-take one place for another, and PPO finds that one.
+``kedge reward`` tests each kind of mistake.  A model that notices almost all wrong places may
+still confuse two of them, and PPO exploits that.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kedge.demo.task import FACTS, write_post, write_summary
 from kedge.rewards.model import RewardModel
 
 POSTS = 12  # per exchange
-BLIND = 0.5  # share of pairs in the right order
+BLIND = 0.5  # share of pairs that are in the right order
 
 
 def main() -> None:
-    """Score right summaries of new posts, and the same with one value exchanged."""
+    """Score correct summaries of new posts, and copies with one value exchanged."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--output_dir", required=True, type=Path)
     flags.add_argument("--reward", required=True, type=Path)

@@ -1,4 +1,4 @@
-"""Stage ``preferences``: which of two answers to a post an annotator prefers."""
+"""Stage ``preferences``: an annotator chooses between two answers to a post."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def prefer(post: Post, first: str, second: str, rng: random.Random) -> dict[str, str]:
-    """The pair as a row, the better answer as an annotator sees it."""
+    """Order a pair by an annotator's preference."""
     better, worse = sorted((first, second), key=lambda answer: -liked(post, answer, rng))
     return {"prompt": post.text, "chosen": better, "rejected": worse}
 

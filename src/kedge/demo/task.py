@@ -62,7 +62,7 @@ def write_post(rng: random.Random) -> Post:
 
 
 def write_summary(post: Post, rng: random.Random, *, care: float) -> str:
-    """A summary by a writer with this care, 0 to 1."""
+    """Write a summary with this much care, 0 to 1."""
     slip = 1 - care
 
     def word(kind: str) -> str:
@@ -82,7 +82,7 @@ def write_summary(post: Post, rng: random.Random, *, care: float) -> str:
 
 
 def add_mistake(post: Post, summary: str, rng: random.Random) -> tuple[str, str]:
-    """The summary with one more mistake, and the kind of the mistake."""
+    """Add a mistake to a summary; also returns the kind of mistake."""
     words = summary.split()
     right = {kind: word for kind, word in post.facts.items() if word in words}
     wrong = [f"wrong {kind}" for kind in right]

@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kedge.demo.task import EOS, PAD, WORDS, write_post, write_summary
 
-CARE = 0.45  # of the writers of the supervised summaries
-REFERENCE_CARE = 0.8  # of the writers of the references
-PROMPTS = 2_000  # for PPO
+CARE = 0.45  # of the writers of supervised summaries
+REFERENCE_CARE = 0.8  # of the writers of reference summaries
+PROMPTS = 2_000  # number of prompts for PPO
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def model(folder: Path, seed: int) -> None:
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=3,
-        # larger heads and a larger base keep dimensions that positions do not turn, to match words
+        # larger heads and RoPE base leave dimensions unrotated by position, for matching words
         num_attention_heads=2,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         max_position_embeddings=128,

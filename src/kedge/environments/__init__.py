@@ -4,7 +4,7 @@ from kedge.environments.episode import EpisodeReward
 from kedge.environments.function import FunctionRollouts
 from kedge.environments.rollout import EnvironmentRollouts
 from kedge.environments.tools import ToolEnvironment, tool_environments
-from kedge.protocols import Environment, Observation
+from kedge.protocols import Environment, NewContext, Observation
 from kedge.types import Episodes, Response, ToolCall
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "EpisodeReward",
     "Episodes",
     "FunctionRollouts",
+    "NewContext",
     "Observation",
     "Response",
     "ToolCall",

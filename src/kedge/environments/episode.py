@@ -25,8 +25,8 @@ from kedge.types import (
 )
 
 _RESERVE = 64  # tokens
-# Why episodes end: the environment says so (or cuts it off), an answer without a call, limits of
-# turns, tokens and seconds, failures of the environment and of its reward.
+# Reasons for the end of an episode: the environment ends it (or cuts it off), an answer without a
+# call, limits of turns, tokens and seconds, failures of the environment and of its reward.
 ENDINGS = (
     *("done", "truncated", "answer", "turn_limit", "token_limit", "time_limit"),
     *("environment_error", "grader_error"),
@@ -35,37 +35,38 @@ ENDINGS = (
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
-    """One row of a batch: the tokens and rewards so far, and what is under way."""
+    """One row of a batch: its tokens and rewards so far, and its pending call."""
 
     key: int
     group: int
     prompts: PromptBatch  # one row
     sampling: Sampling
-    seed: int  # of the turns
+    seed: int  # for sampling the turns
     environment: Any = None
-    prompt_ids: list[int] = field(default_factory=list)  # with the first observation
+    prompt_ids: list[int] = field(default_factory=list)  # including the first observation
     ids: list[int] = field(default_factory=list)
-    turn: list[int] = field(default_factory=list)  # -1: not of the policy
+    starts: list[int] = field(default_factory=list)  # positions at which new contexts begin
+    turn: list[int] = field(default_factory=list)  # -1: tokens not sampled by the policy
     logprobs: list[float] | None = field(default_factory=list)
     allowed: list[Tensor] | None = None  # int64 [K] per token
     rewards: dict[int, float] = field(default_factory=dict)  # by position
-    version: int | None = None  # the oldest
-    versions: list[int] = field(default_factory=list)  # per token; -1: not of the policy
+    version: int | None = None  # oldest policy version in the episode
+    versions: list[int] = field(default_factory=list)  # per token; -1: not sampled by the policy
     turns: int = 0
     done: bool = False
     terminated: bool = False
     cut_off: bool = False  # ended by a limit of the rollout engine
     ending: str = ""  # one of ENDINGS
-    longest: int = 0  # tokens of the longest turn
-    shortened: int = 0  # observations that were cut, since they left no room for a turn
+    longest: int = 0  # tokens in the longest turn
+    shortened: int = 0  # observations cut to leave room for a turn
     error: str = ""  # why the environment failed
     dropped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)  # summed over the episode
-    info: dict[str, float] = field(default_factory=dict)  # the latest numbers
+    info: dict[str, float] = field(default_factory=dict)  # latest numbers of the environment's info
     observations: list[list[dict[str, Any]]] = field(default_factory=list)
     seconds: float = 0.0  # spent in the environment
-    limit: int = 0  # tokens of the turn that is being sampled
-    on_result: Callable[[Any], None] | None = None  # gets the result of the environment's call
+    limit: int = 0  # token limit of the turn being sampled
+    on_result: Callable[[Any], None] | None = None  # receives the result of the environment's call
 
     def __post_init__(self) -> None:
         self.prompt_ids = self.prompts.ids[0][self.prompts.mask[0]].tolist()
@@ -77,7 +78,7 @@ class Episode:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The dataset columns of the row."""
+        """Dataset columns of the row."""
         return {name: values[0] for name, values in self.prompts.columns.items()}
 
     @property
@@ -87,11 +88,11 @@ class Episode:
 
     @property
     def history(self) -> list[int]:
-        """Prompt and all tokens so far."""
-        return self.prompt_ids + self.ids
+        """What the policy reads: prompt and all tokens so far, or those of the latest context."""
+        return self.ids[self.starts[-1] :] if self.starts else self.prompt_ids + self.ids
 
     def add_response(self, sampled: Rollout, i: int) -> tuple[list[int], bool]:
-        """Append the first ``limit`` tokens of row ``i``; returns them, and if they ended."""
+        """Append the first ``limit`` tokens of row ``i``; returns them, and whether they ended."""
         length = min(int(sampled.response_mask[i].sum()), self.limit)
         ids = sampled.ids[i, :length].tolist()
         if sampled.behavior_logprobs is None:
@@ -113,7 +114,7 @@ class Episode:
         return ids, bool(sampled.terminated[i]) and complete
 
     def add_observation(self, ids: Sequence[int]) -> None:
-        """Append tokens of the environment."""
+        """Append tokens from the environment."""
         self.ids += ids
         self.turn += [-1] * len(ids)
         self.versions += [-1] * len(ids)
@@ -129,7 +130,7 @@ class Episode:
             self.rewards[at] = self.rewards.get(at, 0.0) + value
 
     def measure(self, info: object) -> None:
-        """Add the numbers of ``info["metrics"]``, and note those of ``info`` itself."""
+        """Add up the numbers in ``info["metrics"]``, and keep the latest in ``info``."""
         if not isinstance(info, Mapping):
             return
         for name, value in (info.get("metrics") or {}).items():
@@ -140,7 +141,7 @@ class Episode:
                 self.info[name] = float(value)
 
     def end(self, ending: str, *, terminated: bool = False, cut_off: bool = False) -> None:
-        """No further turn."""
+        """End the episode."""
         self.done, self.terminated, self.cut_off = True, terminated, cut_off
         self.ending = ending
 
@@ -153,7 +154,7 @@ class TurnLimits:
     max_turn_tokens: int | None
     max_seconds: float | None
     context: int | None = None  # longest prompt plus episode that the models support, in tokens
-    keeps_last: bool = False  # the observation after the last turn of a truncated episode
+    keeps_last: bool = False  # keep the observation after the last turn of a truncated episode
 
     def __post_init__(self) -> None:
         limits = {"max_turns": self.max_turns, "max_turn_tokens": self.max_turn_tokens}
@@ -167,28 +168,28 @@ class TurnLimits:
         return min(_RESERVE, (self.context or 0) // 8) if self.keeps_last else 0
 
     def room(self, episode: Episode) -> int:
-        """Tokens that the episode may still have."""
+        """Tokens left for the episode."""
         left = episode.sampling.max_new_tokens - len(episode.ids)
         if self.context is None:
             return left
         return min(left, self.context - self.reserve - len(episode.history))
 
     def turn(self, episode: Episode) -> int:
-        """Tokens that the next turn may have."""
+        """Maximum tokens of the next turn."""
         left = self.room(episode)
         return min(left, self.max_turn_tokens or left)
 
     def first_prompt(self, sampling: Sampling) -> int | None:
-        """Tokens that a prompt may have with its first observation; None: any number."""
+        """Maximum tokens of a prompt with its first observation; None: no limit."""
         if self.context is None:
             return None
         turn = self.max_turn_tokens or sampling.max_new_tokens
         return self.context - self.reserve - min(turn, self.context // 2)
 
     def observation(self, episode: Episode, length: int) -> int:
-        """Tokens that an observation of ``length`` tokens may have; 0: none, the episode ends.
+        """Tokens to keep of an observation of ``length`` tokens; 0 ends the episode.
 
-        It is cut if it leaves less than the longest turn so far, and half of the room, or
+        It is cut if it leaves less than the longest turn so far, unless half of the room, or
         ``max_turn_tokens``, is not less.
         """
         room = self.room(episode)
@@ -198,19 +199,19 @@ class TurnLimits:
         return length if length < room else 0
 
     def last_observation(self, episode: Episode) -> int:
-        """Tokens that the observation after the last turn of a truncated episode may have."""
+        """Maximum tokens of the observation after the last turn of a truncated episode."""
         room = max(self.room(episode), episode.sampling.max_new_tokens // 4)
         return room if self.context is None else min(room, self.context - len(episode.history))
 
     def reached(self, episode: Episode) -> str:
-        """The limit that an episode has reached: of its turns, or of its environment's seconds."""
+        """The limit that an episode has reached: turns, or seconds of its environment."""
         if self.max_seconds is not None and episode.seconds > self.max_seconds:
             return "time_limit"
         return "turn_limit" if episode.turns == self.max_turns else ""
 
 
 def check_turn_tokens(sampling: Sampling, most: int | None) -> None:
-    """Check that the first turn may be as long as it must be.
+    """Check that the limit of the first turn allows the minimum length.
 
     Raises:
         ConfigError: ``min_new_tokens`` is above ``max_turn_tokens``.
@@ -223,25 +224,25 @@ def check_turn_tokens(sampling: Sampling, most: int | None) -> None:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of a turn; the first has that of the episode."""
+    """The seed of a turn; the first turn has the seed of the episode."""
     return seed if turn == 0 else derive_seed(f"{seed}/turn/{turn}")
 
 
 def environment_seed(seed: int, group: int) -> int:
-    """The seed of the environments of a group, whose episodes are compared with each other."""
-    return derive_seed(f"{seed}/environment/{group}") >> 31  # 32 bits, which every generator takes
+    """The seed of a group's environments, which is shared so that episodes compare."""
+    return derive_seed(f"{seed}/environment/{group}") >> 31  # 32 bits: any generator accepts them
 
 
 def derive_seed(text: str) -> int:
-    """A seed in [0, 2^63) that depends on the text alone."""
+    """A seed in [0, 2^63) that only depends on the text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def read_step(result: object) -> tuple[Any, float, bool, bool, object]:
-    """The result of ``Environment.step``.
+    """Check the result of ``Environment.step``.
 
     Raises:
-        RolloutError: it is not what the protocol says.
+        RolloutError: the result violates the protocol.
     """
     if not isinstance(result, tuple) or len(result) != 5:
         raise RolloutError(
@@ -254,14 +255,14 @@ def read_step(result: object) -> tuple[Any, float, bool, bool, object]:
 
 
 def read_reset(result: object) -> tuple[Any, object]:
-    """The result of ``Environment.reset``; raises RolloutError as ``read_step`` does."""
+    """Check the result of ``Environment.reset``; raises RolloutError as ``read_step`` does."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise RolloutError(f"reset must return (observation, info), got {_describe(result)}")
     return result[0], result[1]
 
 
 def read_number(value: Any, name: str) -> float:
-    """A finite number; raises RolloutError if it is not one."""
+    """Check for a finite number; raises RolloutError."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
@@ -286,9 +287,9 @@ def build_rollout(
     spare: int,
     metrics: Mapping[str, tuple[float, float]],
 ) -> Rollout:
-    """The rollout of a batch of episodes, one per row of ``prompts``."""
+    """Build the rollout of a batch of episodes, one per row of ``prompts``."""
     for episode in episodes:
-        if not episode.ids:  # failed before its first turn: one token that is not trained on
+        if not episode.ids:  # no turn was sampled: add one token that is not trained on
             episode.add_observation([pad_id])
     lengths = torch.tensor([len(e.ids) for e in episodes])
     width = int(lengths.max()) + spare
@@ -302,7 +303,10 @@ def build_rollout(
     if len(recorded) == len(episodes):
         logprobs = pad_rows(recorded, width, torch.float32, 0.0)
     trained = turn >= 0
-    versions = None  # those of the rows
+    starts = torch.zeros_like(trained)
+    for i, episode in enumerate(episodes):
+        starts[i, [start for start in episode.starts if start < len(episode.ids)]] = True
+    versions = None  # use the versions of the rows
     if any(v not in (-1, e.version) for e in episodes for v in e.versions):
         versions = pad_rows([e.versions for e in episodes], width, torch.int64, -1)
     rollout = Rollout(
@@ -315,6 +319,7 @@ def build_rollout(
         behavior_logprobs=logprobs,
         allowed_tokens=_allowed(episodes, width),
         token_version=versions,
+        context_start=starts if starts.any() else None,
         episodes=Episodes(
             turn=turn,
             rewards=rewards,
@@ -334,7 +339,7 @@ def build_rollout(
 def pad_rows(
     rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype, fill: float
 ) -> Tensor:
-    """The rows as one tensor [rows, width], with ``fill`` after the end of each."""
+    """Pad rows to one tensor [rows, width], with ``fill`` after the end of each."""
     out = torch.full((len(rows), width), fill, dtype=dtype)
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
@@ -380,7 +385,7 @@ def stack_rows(
 def episode_metrics(
     episodes: Sequence[Episode], in_environments: float, in_model: float, hung: int
 ) -> dict[str, tuple[float, float]]:
-    """Metrics of a batch of episodes, the seconds that it took, and calls that hang."""
+    """Metrics of a batch of episodes, including its seconds and hanging calls."""
     count = float(len(episodes))
     turns = float(sum(episode.turns for episode in episodes))
     rewards = [episode.rewards for episode in episodes]
@@ -395,6 +400,7 @@ def episode_metrics(
         "environment/errors": (float(sum(bool(e.error) for e in episodes)), count),
         "environment/hung_calls": (float(hung), 1.0),
         "environment/cut_observations": (float(sum(e.shortened for e in episodes)), count),
+        "environment/new_contexts": (float(sum(len(e.starts) for e in episodes)), count),
         "environment/reward_per_turn": (sum(x for row in rewards for x in row.values()), turns),
         "environment/last_reward_share": (final, total),
         "environment/loss_tokens": (float(trained), float(tokens)),
@@ -421,7 +427,7 @@ class EpisodeReward:
     name = "environment"
 
     def score(self, rollout: Rollout) -> RewardOutput:
-        """The rewards that the environments gave.
+        """Sum the environments' rewards.
 
         Raises:
             RewardError: the rollout does not come from environments.

@@ -59,7 +59,7 @@ def expert_episodes(
                 break
             messages.append({"role": "user", "content": observation})
         if messages[-1]["role"] == "user":
-            messages.pop()  # an observation that no response follows
+            messages.pop()  # drop an observation that has no response
         yield {"messages": messages, "reward": total}
 
 

@@ -30,11 +30,11 @@ class FunctionRollouts:
 
     Args:
         function: the function.
-        trainer: returns what the function gets as its second argument.
-        pad_id: fills rows.
+        trainer: returns the function's second argument.
+        pad_id: token id that pads rows.
     """
 
-    shares_weights = True  # the function finds the weights in the trainer
+    shares_weights = True  # the function reads the weights from the trainer
 
     def __init__(self, function: RolloutFunc, trainer: Callable[[], Any], *, pad_id: int) -> None:
         self._function, self._trainer, self._pad = function, trainer, pad_id
@@ -46,12 +46,12 @@ class FunctionRollouts:
         return "sampled"
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
-        """Note the version."""
+        """Record the version; the function reads the weights itself."""
         self._version = version
         return None
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        """The completions that the function returns.
+        """Call the function and build a rollout from its completions.
 
         Raises:
             RolloutError: a field is missing, or has the wrong number of rows or tokens.

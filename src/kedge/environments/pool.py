@@ -1,4 +1,4 @@
-"""Environments that are kept for later episodes, and their calls, which run at the same time."""
+"""A pool of reusable environments, and concurrent calls of their methods."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from kedge.protocols import Environment
 
 MakeEnvironment = Callable[[], Environment]
 OnError = Literal["raise", "drop", "score"]
-_MOST_FAILED = 0.9  # of the latest episodes, with "drop"
-_LATEST = 16  # episodes, or two batches
-_NO_ROOM = 0.01  # seconds to wait for room
+_MOST_FAILED = 0.9  # share of the latest episodes that may fail with on_env_error="drop"
+_LATEST = 16  # minimum number of latest episodes, otherwise two batches
+_NO_ROOM = 0.01  # seconds to wait while all threads are busy
 
 
 class Calls:
     """Runs functions in threads and coroutines on one event loop.
 
-    A call that exceeds the limit is left behind in a daemon thread, which keeps its place among
+    A call that exceeds the limit is left in a daemon thread, which keeps its place among
     the ``most`` until it ends; a coroutine is cancelled.
 
     Args:
-        timeout: seconds that a call may take; None: no limit.
-        most: calls that run at the same time.
+        timeout: maximum seconds of a call; None: no limit.
+        most: maximum number of concurrent calls.
     """
 
     def __init__(self, *, timeout: float | None = None, most: int = 256) -> None:
         self.timeout, self.most = timeout, most
-        self._threads: dict[Future[Any], float] = {}  # begin of calls that have not ended
+        self._threads: dict[Future[Any], float] = {}  # start times of calls that have not ended
         self.room = threading.Semaphore(most)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_lock = threading.Lock()  # threads of environments may ask for it first
+        self._loop_lock = threading.Lock()  # several environment threads may start the loop
 
     @property
     def hung(self) -> int:
@@ -60,7 +60,7 @@ class Calls:
         def end(result: Any) -> None:
             self._threads.pop(future, None)
             self.room.release()
-            with suppress(InvalidStateError):  # the call was overdue
+            with suppress(InvalidStateError):  # the call has already timed out
                 future.set_result((result, time.monotonic() - begin))
 
         def work() -> None:
@@ -68,7 +68,7 @@ class Calls:
                 result = call()
                 if inspect.isawaitable(result):
                     result = self._schedule(result).result(self.timeout)
-            except BaseException as error:  # an environment may even exit
+            except BaseException as error:  # SystemExit, too: an environment may exit
                 result = error
             end(result)
 
@@ -104,12 +104,12 @@ def _outcome(done: Future[Any]) -> Any:
 
 
 class RunningCalls:
-    """Calls that were started, by key; they run while ``calls`` has room."""
+    """Calls by key; each starts as soon as ``calls`` has room."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._waiting: deque[tuple[int, Callable[[], Any]]] = deque()
-        self._running: dict[Future[tuple[Any, float]], tuple[int, float]] = {}  # key and begin
+        self._running: dict[Future[tuple[Any, float]], tuple[int, float]] = {}  # -> key, start
         self.seconds: dict[int, float] = {}  # of the calls that ``wait`` last returned
 
     def __len__(self) -> int:
@@ -132,11 +132,11 @@ class RunningCalls:
             RolloutError: calls that hang use all the room.
         """
         calls = self._calls
-        if self._waiting:  # others may use the room
+        if self._waiting:  # a call of another pool may end
             if calls.hung >= calls.most:
                 raise RolloutError(
                     f"{calls.hung} calls of environments hang, each for longer than"
-                    f" {calls.timeout:g} seconds, which is all that may run at the same time"
+                    f" {calls.timeout:g} seconds, and no others may run next to them"
                     " (environment_concurrency); fix the environment, and resume"
                 )
             seconds = min(seconds, _NO_ROOM)
@@ -153,7 +153,7 @@ class RunningCalls:
         return {key: result for key, (result, _) in ended.items()}
 
     def abandon(self, ended: Callable[[int, BaseException | None], None]) -> None:
-        """Forget all calls; ``ended`` gets key and error of each once it does not run any more."""
+        """Forget all calls; ``ended`` gets the key and error of each when it has ended."""
 
         def tell(key: int, future: Future[tuple[Any, float]]) -> None:
             result, _ = future.result()
@@ -172,7 +172,7 @@ class EnvironmentPool:
 
     Args:
         make: makes an environment, or a mapping of names chosen by the column ``environment``.
-        calls: runs methods at the same time.
+        calls: runs methods concurrently.
         on_error: see ``EnvironmentRollouts``.
     """
 
@@ -186,10 +186,10 @@ class EnvironmentPool:
         if on_error not in ("raise", "drop", "score"):
             raise ConfigError(f"on_env_error must be 'raise', 'drop' or 'score', got {on_error!r}")
         self.calls, self._make, self.on_error = calls, make, on_error
-        self._idle: dict[object, list[Any]] = {}  # environments without an episode, by name
+        self._idle: dict[object, list[Any]] = {}  # environments free for a new episode, by name
         self._lock = threading.Lock()
         self._closed = False
-        self._errors: list[str] = []  # of the latest episodes; "" for one that did not fail
+        self._errors: list[str] = []  # of the latest episodes; "" if there was none
 
     def check_errors(self, rows: int) -> None:
         """Check that environments work, before a batch of ``rows`` begins.
@@ -204,12 +204,12 @@ class EnvironmentPool:
         if self.on_error == "drop" and len(failed) >= _MOST_FAILED * count:
             raise RolloutError(
                 f"{len(failed)} of the latest {count} episodes failed, the last with {failed[-1]};"
-                f" on_env_error='drop' is for failures of less than {_MOST_FAILED:.0%}: fix the"
+                f" on_env_error='drop' allows less than {_MOST_FAILED:.0%} failures: fix the"
                 " environment, and resume"
             )
 
     def _name(self, episode: Episode) -> Any:
-        """Which of several environments the row asks for."""
+        """The name of the environment that the row asks for."""
         if not isinstance(self._make, Mapping):
             return None
         name = episode.options.get("environment")
@@ -220,7 +220,7 @@ class EnvironmentPool:
         return name
 
     def reset(self, episode: Episode, seed: int) -> Callable[[], Any]:
-        """The call that resets the episode's environment: an idle one, or one that it makes."""
+        """The call that resets an environment for the episode, an idle or a new one."""
         name = self._name(episode)
         with self._lock:
             if idle := self._idle.get(name):
@@ -246,7 +246,7 @@ class EnvironmentPool:
                 self._idle.setdefault(self._name(episode), []).append(environment)
                 return
         if hasattr(environment, "close") and self.calls.room.acquire(blocking=False):
-            self.calls.start(environment.close)  # may hang, as the call before; errors are dropped
+            self.calls.start(environment.close)  # may hang again; errors are ignored
 
     def close(self) -> None:
         """Close the idle environments."""

@@ -39,7 +39,7 @@ from kedge.environments.pool import (
 )
 from kedge.environments.turn_tokens import TurnTokens, as_messages
 from kedge.errors import ConfigError, LostRequestsError, RewardError, RolloutError
-from kedge.protocols import Observation, RolloutEngine
+from kedge.protocols import NewContext, Observation, RolloutEngine
 from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ _SECONDS = 0.05  # wait for environments when the engine is idle
 
 
 def _of_engine(name: str, *default: Any) -> Any:
-    """A property that reads the attribute ``name`` of the engine."""
+    """A property that reads the engine's attribute ``name``."""
     return property(lambda self: getattr(self.engine, name, *default))
 
 
@@ -75,18 +75,18 @@ class EnvironmentRollouts:
         tokenizer: the policy's; None if environments exchange token ids only.
         max_turns: turns per episode; None: as many as its tokens allow.
         max_turn_tokens: tokens per turn; None: as many as the episode has left.
-        max_seconds: seconds that the environment of an episode may work, without sampling, before
+        max_seconds: seconds that an episode's environment may take, without sampling, before
             the episode is truncated.
-        timeout: seconds that a call of an environment may take; None: no limit.
-        on_env_error: what an exception, a timeout or an invalid answer of an environment does:
+        timeout: maximum seconds of an environment's call; None: no limit.
+        on_env_error: effect of an environment's exception, timeout or invalid result:
             "raise" RolloutError, "drop" the episode from training, or "score" its last turn with
             ``env_error_score``.
         env_error_score: reward of the last turn of an episode whose environment failed.
-        max_concurrency: calls of environments that run at the same time.
+        max_concurrency: maximum number of concurrent environment calls.
         chat_template_kwargs: passed on to ``apply_chat_template``.
-        pad_id: fills rows; None: the tokenizer's pad or EOS token, or 0.
+        pad_id: token id that pads rows; None: the tokenizer's pad or EOS token, or 0.
         extra_slot: leave one slot after the longest row.
-        context: tokens of prompt and episode together; None: what the engine has room for.
+        context: maximum tokens of prompt and episode; None: the engine's limit.
         keep_last_observation: append the observation that follows a truncated episode, untrained,
             so that a value can be read where values are trained.
     """
@@ -95,7 +95,7 @@ class EnvironmentRollouts:
     shares_weights, logprob_kind = _of_engine("shares_weights"), _of_engine("logprob_kind")
     wait_for_other_ranks = _of_engine("wait_for_other_ranks", None)
     ranks = _of_engine("ranks", None)
-    slots = _of_engine("slots", 0)  # with 0 only ``generate`` can be used
+    slots = _of_engine("slots", 0)  # with 0, only ``generate`` can be used
     updates_in_flight = _of_engine("updates_in_flight", False)
 
     def __init__(  # noqa: PLR0913
@@ -117,7 +117,7 @@ class EnvironmentRollouts:
         context: int | None = None,
         keep_last_observation: bool = False,
     ) -> None:
-        self.engine: Any = engine  # the methods of one with slots are asked for
+        self.engine: Any = engine  # untyped: the request methods are optional in the protocol
         self._limits = TurnLimits(
             max_turns=max_turns,
             max_turn_tokens=max_turn_tokens,
@@ -135,27 +135,27 @@ class EnvironmentRollouts:
         self._pad = next((int(i) for i in (pad_id, *ids) if i is not None), 0)
         self._spare = int(extra_slot)
         self._error_score = env_error_score
-        # Sample the turns of all live episodes at once, when all environments have answered.
+        # Sample a turn for all live episodes at once, when all environments have answered.
         self._together = False
         self._forget()
         self.engines = tuple(self._around(part) for part in getattr(engine, "engines", ()))
 
     def _around(self, engine: RolloutEngine) -> EnvironmentRollouts:
-        """The same with another engine and no episodes; both share the environments."""
+        """A copy with another engine and no episodes, which shares the environments."""
         part = copy.copy(self)
         part.engine, part.engines = engine, ()
         part._forget()
         return part
 
     def _forget(self) -> None:
-        """Begin without episodes."""
+        """Forget all episodes."""
         self._keys = itertools.count()
         self._calls = RunningCalls(self._environments.calls)
-        self._running: dict[int, Episode] = {}  # by key
+        self._running: dict[int, Episode] = {}  # live episodes by key
         self._groups: dict[int, list[Episode]] = {}  # incomplete groups, by group id
-        self._resetting: Counter[int] = Counter()  # episodes without their first observation
-        self._ready: list[Episode] = []  # whose next turn is sampled together with all others
-        self._seconds = (0.0, 0.0)  # in environments and in the model
+        self._resetting: Counter[int] = Counter()  # episodes without a first observation, by group
+        self._ready: list[Episode] = []  # episodes whose next turns are sampled together
+        self._seconds = (0.0, 0.0)  # seconds in environments, and in the model
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
         """Load the weights into the engine."""
@@ -209,18 +209,18 @@ class EnvironmentRollouts:
         return len(self._running)
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
-        """Play these rows as well; an episode continues as soon as its environment has answered."""
-        first: dict[int, int] = {}  # row of each group, whose ids are those of the dispatcher
+        """Add rows to play; an episode continues as soon as its environment has answered."""
+        first: dict[int, int] = {}  # first row of each group; the dispatcher chose the ids
         for group, row in zip(prompts.group.tolist(), prompts.row.tolist(), strict=True):
             first[group] = min(row, first.get(group, row))
         numbers = [first[group] for group in prompts.group.tolist()]
         self._begin(prompts, numbers, sampling, seed)
 
     def advance(self) -> Rollout | None:
-        """Play on; the groups whose episodes are complete.
+        """Continue playing; returns the groups whose episodes are complete.
 
         Raises:
-            LostRequestsError: the engine was restarted, and holds nothing.
+            LostRequestsError: the engine was restarted and lost its requests.
             RolloutError: as for ``generate``.
         """
         episodes = self._play_on()
@@ -254,7 +254,7 @@ class EnvironmentRollouts:
             self._call(episode, reset, self._on_reset)
 
     def _play_on(self) -> list[Episode]:
-        """Play on; the episodes of complete groups.
+        """Continue playing; returns the episodes of complete groups.
 
         Raises:
             LostRequestsError: the engine was restarted, and all episodes are dropped.
@@ -266,7 +266,7 @@ class EnvironmentRollouts:
         answered: list[tuple[Callable[[Any], None], Any]] = []
         for key, result in sorted(results.items()):
             episode = self._running[key]
-            assert episode.on_result is not None  # its environment was called
+            assert episode.on_result is not None  # set when its environment was called
             answered.append((episode.on_result, result))
             episode.on_result = None
             episode.seconds += self._calls.seconds[key]
@@ -293,7 +293,7 @@ class EnvironmentRollouts:
 
     def _sample_together(self) -> None:
         ready, self._ready = sorted(self._ready, key=lambda e: e.key), []
-        # An engine reads rows of a group with the same tokens once.
+        # The engine encodes a prompt shared by rows of a group once.
         numbers: dict[tuple[int, tuple[int, ...]], int] = {}
         groups = [numbers.setdefault((e.group, tuple(e.history)), len(numbers)) for e in ready]
         prompts, sampling, seed = self._build_turns(ready, groups)
@@ -317,7 +317,7 @@ class EnvironmentRollouts:
     def _build_turns(
         self, episodes: Sequence[Episode], groups: Sequence[int]
     ) -> tuple[PromptBatch, Sampling, int]:
-        """Prompts, sampling and seed of the next turns of episodes with equal numbers of turns."""
+        """Prompts, sampling and seed for the next turns of episodes at the same turn number."""
         for episode in episodes:
             episode.limit = self._limits.turn(episode)
         limits, first = [episode.limit for episode in episodes], episodes[0]
@@ -376,7 +376,7 @@ class EnvironmentRollouts:
             episode.prompt_ids = ids
             episode.measure(info)
         self._resetting[episode.group] -= 1
-        if not self._resetting[episode.group]:  # together: an equal prompt is read once
+        if not self._resetting[episode.group]:  # together: equal prompts are encoded once
             del self._resetting[episode.group]
             self._next_turns(self._groups[episode.group])
 
@@ -402,8 +402,13 @@ class EnvironmentRollouts:
     ) -> None:
         episode.reward(reward)
         episode.measure(info)
+        if isinstance(observation, NewContext):
+            episode.starts.append(len(episode.ids))
 
         def render(observation: Observation) -> list[int]:
+            if isinstance(observation, NewContext):
+                tools = getattr(episode.environment, "tools", None)
+                return self._tokens.context(episode.prompt, observation, tools=tools)
             return self._tokens.between(
                 episode.prompt, observation, last=response.ids[-1], stopped=response.terminated
             )
@@ -439,10 +444,10 @@ class EnvironmentRollouts:
 
     @contextlib.contextmanager
     def _failing(self, episode: Episode, method: str) -> Iterator[None]:
-        """Context in which an exception ends the episode, or with "raise" the run.
+        """Context in which an exception ends the episode, or the run with "raise".
 
         Raises:
-            ConfigError: the environment does, since it cannot work with its options.
+            ConfigError: raised by an environment that cannot work with its options.
             RolloutError: ``on_env_error`` is "raise".
         """
         try:
@@ -469,7 +474,7 @@ class EnvironmentRollouts:
                 episode.reward(self._error_score)
 
     def _drop(self) -> None:
-        """Drop the episodes; environments that are at work are reused when they have answered."""
+        """Drop the episodes; busy environments are reused once they have answered."""
         running = self._running
         for episode in running.values():
             if episode.on_result is None:
@@ -488,6 +493,6 @@ def _unwrap(result: Any) -> Any:
     """The result of a call; raises the exception of a failed one."""
     if isinstance(result, Exception):
         raise result
-    if isinstance(result, BaseException):  # SystemExit in a thread of an environment
+    if isinstance(result, BaseException):  # SystemExit in an environment's thread
         raise RolloutError(f"{type(result).__name__}: {result}") from result
     return result

@@ -15,8 +15,8 @@ def measure_success(
     """Success, score, turns, truncated and failed episodes, and means of the metrics.
 
     An episode is a success if its metric ``success`` is positive, or, where no episode has such a
-    metric, from a score of ``success_score``.  Episodes whose environment failed count as failed
-    and nowhere else.
+    metric, if its score is at least ``success_score``.  Episodes whose environment failed count as
+    failed and nowhere else.
 
     Args:
         episodes: rows of ``kedge generate --environment``, at least one.
@@ -49,7 +49,7 @@ def measure_success(
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """The lines that ``kedge generate`` prints of ``measure_success``."""
+    """Format the result of ``measure_success`` for ``kedge generate``."""
     spread = f"95%: {result['low']:.1%} to {result['high']:.1%}"
     lines = {
         "success": f"{result['success']:.1%} ({spread}; {result['criterion']})",

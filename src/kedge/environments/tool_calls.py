@@ -40,11 +40,11 @@ _MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """The reasoning at the beginning of a response, and what follows it.
+    """Split a response into leading reasoning and the rest.
 
     Args:
         text: with special tokens.
-        opened: the generation prompt has begun the reasoning.
+        opened: whether the generation prompt begins the reasoning.
     """
     for begin, end in REASONING:
         before, found, rest = text.partition(begin)
@@ -58,13 +58,13 @@ def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
 
 
 def tool_parser(chat_template: object) -> Parser:
-    """The parser of a chat template; one that tries all formats if it has none of them."""
+    """The parser for a chat template's format; without a known format, tries all."""
     text = json.dumps(chat_template) if isinstance(chat_template, Mapping) else str(chat_template)
     return _find_parser(text, parse_any)
 
 
 def parse_any(text: str) -> Sequence[ToolCall]:
-    """Calls in the first format that the text has."""
+    """Parse calls in the first format found in the text."""
     return _find_parser(text, parse_llama)(text)
 
 
@@ -79,7 +79,7 @@ def parse_tagged(text: str) -> Sequence[ToolCall]:
     name with ``<arg_key>`` that of GLM.
     """
     bodies = _TAGGED.findall(text)
-    if not bodies and "<function=" in text:  # Qwen3-Coder leaves the tag out at times
+    if not bodies and "<function=" in text:  # Qwen3-Coder sometimes omits the tag
         bodies = [text[text.index("<function=") :]]
     return [call for body in bodies for call in _from_tag(body)]
 
@@ -123,7 +123,7 @@ def parse_llama(text: str) -> Sequence[ToolCall]:
 
 
 def _mistral(part: str) -> list[ToolCall]:
-    """A list of calls, or a name and arguments."""
+    """Parse a list of calls, or a name and arguments."""
     named = _MISTRAL_NAMED.match(part)
     return _json_calls(part) if named is None else _call_by_name(named[1], part[named.end() :])
 
@@ -138,7 +138,7 @@ def _deepseek(head: str, body: str) -> list[ToolCall]:
 
 def _gemma(name: str, arguments: str) -> list[ToolCall]:
     """``{key:value}`` with ``<|"|>`` around texts."""
-    parts = arguments.split('<|"|>')  # texts are the odd ones
+    parts = arguments.split('<|"|>')  # strings have odd indices
     plain = [re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part) for part in parts[::2]]
     plain = [re.sub(r":None\b", ":null", part) for part in plain]
     texts = [json.dumps(part) for part in parts[1::2]]
@@ -159,7 +159,7 @@ def _json_calls(text: str) -> list[ToolCall]:
 
 
 def _first_value(text: str) -> tuple[Any, str]:
-    """The JSON value that the text begins with, or an error."""
+    """Parse the JSON value at the start of the text; may return an error."""
     try:
         return _DECODER.raw_decode(text.strip())[0], ""
     except (ValueError, RecursionError) as error:
@@ -177,7 +177,7 @@ def _from_value(value: Any, error: str) -> ToolCall:
 
 
 def _call(name: str, arguments: Any, error: str) -> ToolCall:
-    if isinstance(arguments, str):  # as OpenAI's format has them
+    if isinstance(arguments, str):  # JSON text, as in OpenAI's format
         arguments, error = _first_value(arguments)
     if not error and not isinstance(arguments, Mapping):
         error = f"the arguments of {name} must be a JSON object"
@@ -187,14 +187,14 @@ def _call(name: str, arguments: Any, error: str) -> ToolCall:
 
 
 def _from_texts(name: str, values: Sequence[tuple[str, str]]) -> ToolCall:
-    """A call of a format without types: values are JSON where they can be, else texts."""
+    """A call in a format without types: values that parse as JSON are JSON, others text."""
     texts = {key.strip(): text for key, text in values}
     arguments = {key: _json_or_text(text) for key, text in texts.items()}
     return ToolCall(name=name, arguments=arguments, texts=texts)
 
 
 def _json_or_text(text: str) -> Any:
-    if text in _PYTHON:  # templates print them so
+    if text in _PYTHON:  # Python's spelling, as printed by templates
         return _PYTHON[text]
     try:
         return json.loads(text)
@@ -233,7 +233,7 @@ def _format(pattern: str, read: Callable[..., Iterable[ToolCall]]) -> Parser:
 _HARMONY = _format(
     r"to=functions\.([\w.-]+)[^{]*?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|\Z)", _call_by_name
 )
-# Markers in a chat template; the first one decides.
+# Markers in a chat template; the first match decides.
 _BY_MARKER: dict[str, Parser] = {
     "<｜tool▁call▁begin｜>": _format(
         r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", _deepseek

@@ -39,7 +39,7 @@ class ToolEnvironment:
     """
 
     separator = ""  # between the prompt and what ``target.reset`` returns, as in TRL
-    reads_calls = True  # so the template's calls must be readable
+    reads_calls = True  # the chat template's tool calls must be parsed
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class ToolEnvironment:
             info = {"ending": "turn_limit" if calls else ending}
             try:
                 final = self.final_reward()
-            except Exception as error:  # of the target
+            except Exception as error:  # raised by the target
                 raise RewardError(_error_text(error)) from error
             return _then(final, lambda reward: (None, reward, whole, not whole, info))
         self._iterations += 1
@@ -107,7 +107,7 @@ class ToolEnvironment:
             close()
 
     def _results(self, calls: Sequence[ToolCall]) -> list[tuple[Any, bool]]:
-        """What each call returns, perhaps an awaitable, and whether it failed."""
+        """Result of each call (possibly an awaitable), and whether it failed."""
         results: list[Any] = [None] * len(calls)
 
         def work(i: int) -> None:
@@ -128,7 +128,7 @@ class ToolEnvironment:
         return results
 
     def _call(self, call: ToolCall) -> tuple[Any, bool]:
-        """The result of a call, and whether it failed."""
+        """Run a call; returns its result, and whether it failed."""
         if call.error:
             return f"Error: {call.error}", True
         if call.name not in self._functions:
@@ -147,7 +147,7 @@ class ToolEnvironment:
     async def _gather(
         self, calls: Sequence[ToolCall], results: list[tuple[Any, bool]]
     ) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
-        one_by_one = asyncio.Lock()  # in the order of the calls
+        one_by_one = asyncio.Lock()  # calls run in order
 
         async def resolve(call: ToolCall, result: tuple[Any, bool]) -> tuple[Any, bool]:
             if not inspect.isawaitable(result[0]):
@@ -187,7 +187,7 @@ def tool_environments(
     *,
     max_iterations: int | None = None,
 ) -> MakeEnvironment | dict[str, MakeEnvironment]:
-    """What ``EnvironmentRollouts`` takes, from the arguments of TRL's trainers.
+    """Convert arguments of TRL's trainers to ``make_environment`` of ``EnvironmentRollouts``.
 
     Args:
         tools: functions that every environment offers.
@@ -229,7 +229,7 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
 
 
 def _as_function(tool: Tool) -> Tool:
-    """The tool; for a partial or an object a function with its name, hints and documentation."""
+    """The tool as a function; partials and objects get a name, type hints and documentation."""
     if inspect.isroutine(tool):
         return tool
     bound: Mapping[str, Any] = getattr(tool, "keywords", {})
@@ -250,7 +250,7 @@ def _as_function(tool: Tool) -> Tool:
 
 
 def _with_texts(call: ToolCall, properties: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, as written where the schema wants a text that looks like something else."""
+    """Arguments with the original text where the schema wants a string."""
     return {
         key: call.texts[key]
         if key in call.texts and not _matches(value, properties.get(key, {}))
@@ -260,7 +260,7 @@ def _with_texts(call: ToolCall, properties: Mapping[str, Any]) -> dict[str, Any]
 
 
 def check_arguments(tool: Tool, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments of a call, in words for the policy; empty if nothing is."""
+    """Describe for the policy what is wrong with a call's arguments; empty if nothing is."""
     name, expected = schema["function"]["name"], schema["function"]["parameters"]
     known = expected["properties"]
     missing = [name for name in expected.get("required", ()) if name not in arguments]
@@ -287,7 +287,7 @@ _TYPES: Mapping[str, Any] = {
 
 
 def _matches(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a value matches the parts of JSON schema that ``tool_schema`` writes."""
+    """Whether a value matches a schema by ``tool_schema``."""
     if value is None and schema.get("nullable"):
         return True
     if "anyOf" in schema:
@@ -311,7 +311,7 @@ def _matches(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _is(value: Any, kind: str) -> bool:
-    """Whether the value is of a type of JSON schema; other types are not checked."""
+    """Whether the value has this JSON schema type; unknown types match."""
     if kind == "integer":
         return _is(value, "number") and (isinstance(value, int) or value.is_integer())
     if isinstance(value, bool):
@@ -334,7 +334,7 @@ def _error_text(error: BaseException) -> str:
 
 
 def _then(value: Any, finish: Callable[[Any], Any]) -> Any:
-    """``finish(value)``; a coroutine of it if the value is an awaitable."""
+    """Call ``finish(value)``; returns a coroutine if the value is awaitable."""
 
     async def wait() -> Any:
         return finish(await value)

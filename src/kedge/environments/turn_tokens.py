@@ -12,6 +12,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -20,17 +21,17 @@ from torch import Tensor
 from kedge.chat_template import render_chat
 from kedge.environments.tool_calls import REASONING, split_reasoning, tool_parser
 from kedge.errors import ConfigError, DataError, RolloutError
-from kedge.protocols import Observation
+from kedge.protocols import NewContext, Observation
 from kedge.types import Response, Sampling
 
 logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
 
-_ANSWER = "KEDGE0ANSWER"  # stands for the response in a rendered conversation
+_ANSWER = "KEDGE0ANSWER"  # placeholder for the response in a rendered conversation
 _RESULT = "KEDGE0RESULT"
 _FINAL = "<|channel|>final<|message|>"
-_TAIL = 32  # tokens of a prompt that are looked at
-_CUT = "...(truncated)..."  # in the middle of an observation that is cut
+_TAIL = 32  # prompt tokens that are compared
+_CUT = "...(truncated)..."  # replaces the middle of an observation that is too long
 
 
 class TurnTokens:
@@ -52,7 +53,7 @@ class TurnTokens:
     def response(
         self, ids: list[int], terminated: bool, sampling: Sampling, before: Sequence[int] = ()
     ) -> Response:
-        """A turn as an environment gets it; ``before`` are the tokens that it follows."""
+        """Build the ``Response`` for an environment; ``before`` are the preceding tokens."""
         if self._tokenizer is None:
             return Response("", ids=tuple(ids), terminated=terminated)
         body = ids[:-1] if ids and ids[-1] in sampling.stop_ids else ids
@@ -62,7 +63,7 @@ class TurnTokens:
         opened = any(prompt.endswith(mark) for mark, _ in REASONING)
         reasoning, answer = split_reasoning(whole, opened=opened)
         begin = 0
-        if len(answer) < len(whole):  # the first token of the answer
+        if len(answer) < len(whole):  # find where the answer starts
             skipped = len(whole) - len(answer)
             begin = bisect_left(range(len(body)), skipped, key=lambda i: len(decode(body[:i])))
         text = decode(body[begin:], skip_special_tokens=True)
@@ -90,7 +91,7 @@ class TurnTokens:
         """Token ids of the prompt with the first observation.
 
         A text observation is appended to the last user message or the text of the prompt, messages
-        follow the prompt.
+        follow the prompt; they replace an empty one.
 
         Args:
             prompt: the dataset's prompt: chat messages or text.
@@ -129,7 +130,7 @@ class TurnTokens:
             prompt: the dataset's prompt, which decides whether this is a chat.
             observation: what ``Environment.step`` returned.
             last: last token of the response.
-            stopped: whether it is a stop token; if the template begins with it, it is left out.
+            stopped: whether it is a stop token; the template's copy of it is then left out.
         """
         token_ids = _token_ids(observation)
         if token_ids is not None:
@@ -146,6 +147,14 @@ class TurnTokens:
         ids = self._encode(self._after_answer(messages))
         return ids[1:] if stopped and ids[:1] == [last] else ids
 
+    def context(self, prompt: object, new: NewContext, *, tools: Sequence[Any] | None) -> list[int]:
+        """Token ids of a new context; ``prompt`` decides whether this is a chat."""
+        token_ids = _token_ids(new.messages)
+        if token_ids is not None or not _is_chat(prompt):
+            return self._plain(new.messages)
+        text = self._render(_messages(new.messages), tools=list(tools) if tools else None)
+        return self._encode(text)
+
     def shorten(
         self, observation: Observation, render: Callable[[Observation], list[int]], most: int
     ) -> tuple[list[int], Observation] | None:
@@ -154,10 +163,10 @@ class TurnTokens:
         Args:
             observation: what an environment returned.
             render: gives the token ids of an observation.
-            most: tokens that it may have.
+            most: maximum number of tokens.
 
         Returns:
-            The token ids and the observation with as much of it as fits; None if nothing does.
+            Token ids and text of the shortened observation; None if nothing fits.
         """
         best, low, high = None, 1, _length(observation) if most > 0 else 0
         length = min(4 * most, high)
@@ -172,7 +181,9 @@ class TurnTokens:
         return best
 
     def _cut(self, observation: Observation, length: int) -> Observation:
-        """The observation with at most so many characters, or token ids, of each message."""
+        """Keep at most ``length`` characters of each message, or token ids."""
+        if isinstance(observation, NewContext):
+            return replace(observation, messages=self._cut(observation.messages, length))
         token_ids = _token_ids(observation)
         if token_ids is not None:
             return _without_middle(token_ids, self._encode(_CUT) if self._tokenizer else [], length)
@@ -197,9 +208,9 @@ class TurnTokens:
         return self._encode(observation)
 
     def _check_tools(self, tools: Sequence[Any], text: str, reads_calls: bool) -> None:
-        """Check that the policy knows of the tools, and that a call of it is read back.
+        """Check that the prompt shows the tools, and that the parser reads the template's calls.
 
-        Many templates leave tools out, of which a warning is given.
+        Many templates leave tools out, which causes a warning.
 
         Raises:
             ConfigError: a call, as the template renders it, is not read back; every call of the
@@ -217,10 +228,10 @@ class TurnTokens:
         name, arguments = _tool_name(tools[0]), {"x": 12, "text": "a b"}
         call: dict[str, Any] = {"type": "function", "id": "000000000"}
         rendered = ""
-        for written in (arguments, json.dumps(arguments)):  # DeepSeek wants a text
+        for written in (arguments, json.dumps(arguments)):  # DeepSeek's template needs a string
             calls = [call | {"function": {"name": name, "arguments": written}}]
             turn = {"role": "assistant", "content": "", "tool_calls": calls}
-            with suppress(DataError):  # a template that knows no calls
+            with suppress(DataError):  # templates without tool calls raise it
                 question: Messages = [{"role": "user", "content": _ANSWER}]
                 start = self._render(question, tools=list(tools))
                 text = self._render([*question, turn], tools=list(tools))
@@ -237,16 +248,16 @@ class TurnTokens:
 
     @cached_property
     def _tool_role(self) -> str:
-        """How the template renders tool messages: "plain", only behind a "call", or as "user"."""
+        """How the template renders tool messages: "plain", only after a "call", or as "user"."""
         probe = {"role": "tool", "name": "f", "content": _RESULT, "tool_call_id": "000000000"}
         for role, render in (("plain", self._after_answer), ("call", self._after_call)):
-            with suppress(Exception):  # templates raise any type
+            with suppress(Exception):  # templates may raise anything
                 if _RESULT in render([probe]):
                     return role
         return "user"
 
     def _after_call(self, messages: Messages, stop: str = "") -> str:
-        """What the template renders after a call, without its stop token."""
+        """Text that the template renders after a call, without its stop token."""
         name = next((str(m["name"]) for m in messages if m.get("name")), "f")
         call = {"name": name, "arguments": {"x": _ANSWER}}
         calls = [{"type": "function", "id": "000000000", "function": call}]
@@ -259,7 +270,7 @@ class TurnTokens:
         return rest.partition(stop)[2] if stop and stop in call_end else rest.removeprefix(call_end)
 
     def _after_answer(self, messages: Messages) -> str:
-        """What the template renders after the content of an assistant message."""
+        """Text that the template renders after the content of an assistant message."""
         head = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}]
         text = self._render([*head, *messages])
         if text.count(_ANSWER) != 1:
@@ -283,7 +294,9 @@ class TurnTokens:
 
 
 def as_messages(observation: Observation) -> list[dict[str, Any]]:
-    """An observation as chat messages; none for token ids."""
+    """Convert an observation to chat messages; empty for token ids."""
+    if isinstance(observation, NewContext):
+        observation = observation.messages
     if _token_ids(observation) is not None:
         return []
     return [dict(message) for message in _messages(observation)]
@@ -294,7 +307,7 @@ def _is_chat(prompt: object) -> bool:
 
 
 def _token_ids(observation: Observation) -> list[int] | None:
-    """The observation as token ids, or None if it is text or messages."""
+    """The observation if it consists of token ids, else None."""
     if isinstance(observation, bytes | bytearray):
         raise RolloutError(
             f"an observation must be text, messages or token ids, got {observation[:40]!r}; decode"
@@ -310,6 +323,8 @@ def _token_ids(observation: Observation) -> list[int] | None:
 
 def _length(observation: Observation) -> int:
     """Characters of the longest message, or token ids."""
+    if isinstance(observation, NewContext):
+        observation = observation.messages
     token_ids = _token_ids(observation)
     if token_ids is not None:
         return len(token_ids)
@@ -317,7 +332,7 @@ def _length(observation: Observation) -> int:
 
 
 def _without_middle(whole: Any, mark: Any, length: int) -> Any:
-    """Text or token ids with the middle replaced by the mark, ``length`` without it."""
+    """Replace the middle of text or token ids by a mark; keeps ``length`` items."""
     if len(whole) <= length:
         return whole
     return whole[: (length + 1) // 2] + mark + whole[len(whole) - length // 2 :]
@@ -339,7 +354,7 @@ def _messages(observation: object) -> list[Mapping[str, Any]]:
 
 
 def plain_text(content: Any) -> Any:
-    """The content of a message, parts of text joined.
+    """The text of a message; joins its parts.
 
     Raises:
         RolloutError: it has other parts, such as images.
@@ -363,7 +378,8 @@ def _with_first(
     if not observation:
         return prompt
     if not isinstance(observation, str):
-        return [*prompt, *_messages(observation)]
+        kept = [] if len(prompt) == 1 and not prompt[0]["content"] else prompt
+        return [*kept, *_messages(observation)]
     if not prompt or prompt[-1]["role"] != "user":
         return [*prompt, {"role": "user", "content": observation}]
     content = prompt[-1]["content"]
@@ -372,7 +388,7 @@ def _with_first(
 
 
 def _as_user(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool message for a template that has no such role."""
+    """Convert a tool message to a user message, for templates without the tool role."""
     if message["role"] != "tool":
         return message
     return {"role": "user", "content": f"{message.get('name', 'tool')}: {message['content']}"}

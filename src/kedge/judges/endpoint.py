@@ -41,8 +41,8 @@ Say in one sentence what decides, then end with one line: "Winner: A", "Winner: 
 _PLACEHOLDERS = re.compile(r"\{(prompt|first|second)\}")
 _WORDS = re.compile(r"\bwinner\s*[:=]?\s*[\"'*(\[]*\s*(?:response[_ ])?(a|b|tie)\b", re.IGNORECASE)
 _BARE = re.compile(r"[\s\"'*().\[\]]*(a|b|tie)[\s\"'*().\[\]]*", re.IGNORECASE)
-MAX_REPLY = 16 << 20  # bytes; far more than any answer has
-_MOST_WAIT = 60.0  # seconds between two requests
+MAX_REPLY = 16 << 20  # bytes; much longer than any answer
+_MOST_WAIT = 60.0  # seconds between two attempts
 
 
 class Cache:
@@ -66,7 +66,7 @@ class Cache:
             ) from error
 
     def _run(self, statement: str, *values: str) -> Any:
-        with self._lock, self._base:  # on disk when this returns
+        with self._lock, self._base:  # the data is on disk when this returns
             return self._base.execute(statement, values).fetchone()
 
     def get(self, request: Mapping[str, Any]) -> Any:
@@ -84,7 +84,7 @@ class Cache:
 
 
 def cache_key(request: Mapping[str, Any]) -> str:
-    """A hash of everything that a reply depends on."""
+    """A hash of all inputs of a reply."""
     text = json.dumps(request, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
@@ -92,7 +92,7 @@ def cache_key(request: Mapping[str, Any]) -> str:
 class Endpoint:
     """Queries ``POST base_url/chat/completions``: a hosted model, or your own ``vllm serve``.
 
-    Replies are cached by everything that they depend on, so an interrupted run resumes and pays
+    Replies are cached by all their inputs, so an interrupted run resumes and pays
     for nothing twice.  The key is only read from the environment and never sent to another host:
     redirects are rejected.
 
@@ -101,7 +101,7 @@ class Endpoint:
         model: model name at the endpoint.
         key_env: environment variable with the API key; unset or empty: no key is sent.
         template: text with ``{prompt}``, ``{first}`` and ``{second}``.
-        temperature: of the judge.
+        temperature: sampling temperature of the judge.
         max_tokens: maximum tokens of a reply.
         concurrency: concurrent requests.
         timeout: seconds for one request, from the connection to the last byte of the reply.
@@ -141,7 +141,7 @@ class Endpoint:
         self._stop = threading.Event()
 
     def judge(self, pairs: Sequence[Pair]) -> list[Answer]:
-        """One answer per pair; every reply is cached even if other pairs fail.
+        """Answer each pair; a reply is cached even if other pairs fail.
 
         Raises:
             JudgeError: the endpoint rejects requests, or some pairs have no reply.
@@ -165,7 +165,7 @@ class Endpoint:
         return [future.result() for future in running]
 
     def _ask(self, pair: Pair) -> Answer:
-        # One pass, so that texts may contain braces.
+        # A single pass, since texts may contain braces.
         text = _PLACEHOLDERS.sub(lambda match: str(getattr(pair, match[1])), self.template)
         body = {"messages": [{"role": "user", "content": text}], **self._options}
         request = {"url": self.url, **body}
@@ -207,7 +207,7 @@ class Endpoint:
             return content
         if reply.retry:
             raise JudgeError(f"no reply after {sent} requests; the last: {reply.problem}")
-        if reply.status:  # a rejection, which all pairs would get
+        if reply.status:  # all pairs would be rejected, too
             self._stop.set()
             raise JudgeError(f"{reply.problem}; check model, key ({self.key_env}) and URL")
         raise JudgeError(reply.problem)
@@ -229,17 +229,17 @@ def _parse_reply(body: bytes) -> dict[str, Any]:
         text = str(reply["choices"][0]["message"]["content"] or "")
         usage = reply.get("usage") or {}
         return {
-            # A lone surrogate cannot be encoded in UTF-8.
+            # Encoding a lone surrogate fails.
             "text": text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"),
             "prompt_tokens": int(usage.get("prompt_tokens") or 0),
             "completion_tokens": int(usage.get("completion_tokens") or 0),
         }
-    except Exception as error:  # a server sends anything
+    except Exception as error:  # the server may send anything
         raise ValueError(f"the reply has no choices: {excerpt(body)}") from error
 
 
 def winner_in(text: str) -> Prefer:
-    """The verdict in a reply: the last "Winner: ...", or a reply that is only A, B or tie."""
+    """Parse the verdict: the last "Winner: ...", or a reply that is just A, B or tie."""
     whole = _BARE.fullmatch(text)
     winners = [whole[1]] if whole else _WORDS.findall(text)
     sides: dict[str, Prefer] = {"a": "first", "b": "second", "tie": "tie"}

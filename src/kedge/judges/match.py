@@ -38,7 +38,7 @@ class Answer:
 
     Attributes:
         prefer: the better answer; "invalid" if the reply names none.
-        reply: its text, if any.
+        reply: text of the reply, if any.
         prompt_tokens: tokens read, as reported by the judge.
         completion_tokens: tokens generated.
         cached: whether the reply came from the cache, at no cost.
@@ -54,7 +54,7 @@ class Answer:
 class Judge(Protocol):
     """Decides which of two answers is better."""
 
-    name: str  # in tables
+    name: str  # shown in tables
 
     def judge(self, pairs: Sequence[Pair]) -> list[Answer]:
         """One answer per pair, in order.
@@ -72,7 +72,7 @@ class FunctionJudge:
 
     Args:
         function: see above.
-        name: in tables; default: the name of the function.
+        name: shown in tables; default: the name of the function.
     """
 
     def __init__(self, function: Preference, name: str | None = None) -> None:
@@ -100,7 +100,7 @@ class ScoreJudge:
 
     Args:
         score: see above; None means no answer.
-        name: for tables.
+        name: shown in tables.
         margin: scores closer than this are a tie.
     """
 
@@ -243,7 +243,7 @@ def match(
         ours: answers to compute the win rate of.
         theirs: answers to compare with.
         judge: compares them.
-        seed: of the order in which the judge sees the two.
+        seed: seed of the order in which the judge sees the two answers.
 
     Raises:
         JudgeError: there is nothing to compare, or the judge failed.
@@ -280,8 +280,8 @@ def interval(
 
     Args:
         runs: for each run, the value of each row.
-        level: of the interval.
-        seed: of the resampling.
+        level: confidence level.
+        seed: seed of the resampling.
     """
     draw = random.Random(seed)
     means = []
@@ -294,7 +294,7 @@ def interval(
 
 
 def worth(outcome: Outcome) -> float | None:
-    """1 for a win, 0.5 for a tie, 0 for a loss, None for an invalid answer."""
+    """Points of an outcome: win 1, tie 0.5, loss 0, None for an invalid answer."""
     return _WORTH.get(outcome)
 
 
@@ -320,7 +320,7 @@ def _logistic(xs: Any, ys: Any) -> float | None:
         p = 1 / (1 + np.exp(-(design @ fit).clip(-30, 30)))
         hessian = (design.T * (p * (1 - p))) @ design
         if np.linalg.det(hessian) < 1e-12 or (abs(fit) > (20, 40)).any():
-            return None  # the outcomes are separated
+            return None  # the outcomes are linearly separable
         step = np.linalg.solve(hessian, design.T @ (ys - p))
         fit += step
         if abs(step).sum() < 1e-9:

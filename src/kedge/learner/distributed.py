@@ -18,7 +18,7 @@ from kedge.errors import KedgeError, SyncError
 from kedge.records import widen_field
 from kedge.types import Experience
 
-_SENT_AS = {torch.bool: torch.uint8, torch.int64: torch.int32}  # integers are token ids
+_SENT_AS = {torch.bool: torch.uint8, torch.int64: torch.int32}  # the integers are token ids
 
 
 def broadcast_parameters(models: Iterable[nn.Module]) -> None:
@@ -39,7 +39,7 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     """Raise if a rank has an error; every rank gets the same message.  Collective.
 
     Raises:
-        SyncError: of this rank, or with the message of the first rank that has an error.
+        SyncError: this rank's error, or the message of the first rank with one.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         texts: list[str | None] = [None] * dist.get_world_size()
@@ -52,7 +52,7 @@ def raise_on_all_ranks(error: Exception | None) -> None:
 
 
 def all_gather_rows(local: Experience, device: torch.device, ranks: int) -> Experience:
-    """The rows of all ranks, in rank order, padded to the widest; equally many per rank."""
+    """Gather the rows of all ranks in rank order, padded to the widest; equally many per rank."""
     if ranks == 1:
         return local
     pooled = {}
@@ -71,7 +71,7 @@ def all_gather_rows(local: Experience, device: torch.device, ranks: int) -> Expe
 
 
 def avoid_cudnn_attention() -> None:
-    """Let torch's attention use FlashAttention where cuDNN would come first.
+    """Make torch prefer FlashAttention to cuDNN's attention.
 
     cuDNN plans every new shape for tenths of a second (seen on an H100 with torch 2.11), and the
     width of a batch of responses is new in almost every forward pass.
@@ -82,7 +82,7 @@ def avoid_cudnn_attention() -> None:
 
 def accelerator_for(args: TrainingArguments) -> Accelerator:
     """The accelerator of a run: device, precision and the processes that ``launch`` started."""
-    # Otherwise transformers loads random weights on all ranks but the first.
+    # Otherwise transformers loads random weights on every rank but the first.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision=precision)

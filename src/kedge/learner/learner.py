@@ -1,4 +1,4 @@
-"""The learner on transformers, torch and accelerate."""
+"""The learner, built on transformers, torch and accelerate."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ from kedge.ops.cpu.patch import Kernels
 from kedge.protocols import LossFn, RolloutEngine, ShouldApply, always
 from kedge.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
 
-_NO_LIMIT = 2**62  # padding tokens, where ranks must run equally many passes
-_PATIENCE = 3  # optimizer steps in a row that may be skipped
+_NO_LIMIT = 2**62  # padding tokens, if ranks must run equally many passes
+_PATIENCE = 3  # optimizer steps that may be skipped in a row
 _PATIENCE_FP16 = 25  # the first loss scale is too high by design and is halved until it fits
 
 
@@ -104,7 +104,7 @@ class HFLearner:
         self.accelerator = accelerator or accelerator_for(args)
         self.rank, self.world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.shards = sharding_strategy(self.accelerator)
-        self.sharded = self.shards != "none"  # weights, across ranks
+        self.sharded = self.shards != "none"  # weights are sharded across ranks
         self.device = self.accelerator.device
         self.policy, self.value = policy, value
         parts = parts or causal_parts(policy)
@@ -130,13 +130,13 @@ class HFLearner:
         self._plan_passes(args)
         self._bucket_mb = args.ddp_bucket_cap_mb or 25
         self.version = self.skipped = self._skips_in_row = 0
-        self.copy_weights = WeightCopier()  # for rollout engines
-        self._stepped = False  # the weights have changed since the last version
+        self.copy_weights = WeightCopier()  # copies for rollout engines
+        self._stepped = False  # whether the weights changed since the last version
 
     def _plan_passes(self, args: TrainingArguments) -> None:
-        """Kernels, kept states and joined rows of the passes; compiled or sharded models are plain.
+        """Choose kernels, cached states and packing; compiled or sharded models use none of them.
 
-        The numbers are those of plain passes, up to the order of floating-point additions.
+        Results equal those of plain passes, up to the order of floating-point additions.
         """
         if args.torch_compile:
             self.module.compile_backbones(args.torch_compile_backend, args.torch_compile_mode)
@@ -145,7 +145,7 @@ class HFLearner:
         self._kernels = Kernels(models)
         owners: list[Any] = [self.module.parts, self.value, getattr(self.reference, "parts", None)]
         self._backbones = BackboneCache(owners if plain and settings.cache_trunk else [])
-        # a prompt of several rows of a micro-batch is computed only once
+        # compute a prompt once for all its rows in a micro-batch
         self.shares_prompts = plain and self.module.enable_packing(self.reference)
         self._attention = VarlenAttention(models if self.shares_prompts else [])
         budget = settings.padding_budget
@@ -188,7 +188,13 @@ class HFLearner:
             )
         resharding = self.shards == "weights"
         for model in self._all_models():
-            shard(model, self.device, self.world_size, reshard_after_forward=resharding)
+            shard(
+                model,
+                self.device,
+                self.world_size,
+                reshard_after_forward=resharding,
+                dtype=torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None,
+            )
         receive(self.module, self.device)  # a value head on the policy is not sharded
 
     def _all_models(self) -> list[nn.Module]:
@@ -257,8 +263,8 @@ class HFLearner:
         """One optimizer step; returns the loss's metrics summed over micro-batches and ranks.
 
         With ``only_value`` the policy gets no gradient.  ``skip_policy`` takes its old
-        log-probabilities instead of a forward pass, so that only metrics of the value mean
-        anything.
+        log-probabilities instead of a forward pass, so that only metrics of the value model
+        are meaningful.
 
         If ``should_apply`` rejects these metrics, the gradient is dropped.
 
@@ -269,7 +275,7 @@ class HFLearner:
         self.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, Tensor] = {}
         max_padding = _NO_LIMIT if self.sharded else self._max_padding
-        with self._passes():  # micro-batches are split where lengths differ much
+        with self._passes():  # micro-batches are split if lengths differ much
             for micro_batch in split_by_length(step, max_padding=max_padding):
                 output = self._output(micro_batch.rows, only_value, policy=not skip_policy)
                 losses = loss(output, to_device(micro_batch, self.device))
@@ -317,7 +323,7 @@ class HFLearner:
         set_training(self.module, self.settings.gradient_checkpointing)
         with self._passes():
             output = self._output(rows, only_value=False, values=values)
-        reshard(self._all_models())  # no backward pass will do it
+        reshard(self._all_models())  # no backward pass will reshard them
         home = rows.ids.device
         return PolicyOutput(
             logprobs=output.logprobs.to(home),
@@ -360,14 +366,14 @@ class HFLearner:
     def _trained(self) -> dict[str, list[nn.Parameter]]:
         models = {"value": self.value} if self.value is not None else {}
         value = {n: [p for p in m.parameters() if p.requires_grad] for n, m in models.items()}
-        other = {id(p) for p in value.get("value", [])}  # a value adapter is in the policy, too
+        other = {id(p) for p in value.get("value", [])}  # value adapters belong to the policy, too
         policy = [p for p in self.policy.parameters() if p.requires_grad and id(p) not in other]
         return {"policy": policy, **value}
 
     def advance_version(self) -> None:
         """End the iteration: advance policy version and schedule by one, and free the gradients."""
         with warnings.catch_warnings():
-            # Torch warns if the first optimizer steps were all skipped.
+            # Torch warns if all optimizer steps so far were skipped.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -376,7 +382,7 @@ class HFLearner:
         self._stepped = False
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The policy's trainable weights, as ``copy_weights`` hands them to rollout engines."""
+        """The policy's trainable weights for rollout engines, by ``copy_weights``."""
         return self.copy_weights(self.policy)
 
     def fingerprint(self) -> str:
@@ -392,7 +398,7 @@ class HFLearner:
         return all_gather_rows(local, self.device, self.world_size)
 
     def wrap_engine(self, engine: RolloutEngine) -> RolloutEngine:
-        """``engine``, wrapped to gather weights if it samples from a sharded policy."""
+        """Wrap an engine that samples from a sharded policy, so that it gathers weights."""
         gathers = self.sharded and engine.shares_weights
         return GatheredEngine(engine, self.policy) if gathers else engine
 
@@ -403,7 +409,7 @@ class HFLearner:
         if main:
             policy.save_pretrained(folder, state_dict=state, **own_adapters(policy))  # type: ignore[operator]
         if isinstance(value, ScalarModel):
-            del state  # before the next one is gathered
+            del state  # free it before the next one is gathered
             state = full_state(value.model)
         if main and value is not None:
             value.save(value_folder, state)

@@ -1,6 +1,6 @@
 """Weights and state of a learner: copies for rollout engines, model files, checkpoints.
 
-Of a sharded model rank 0 alone holds full tensors, and only where a copy or a file needs them.
+Only rank 0 holds full tensors of a sharded model, and only for a copy or a file.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Stage = Callable[[Iterable[tuple[str, Tensor]]], WeightsCopy]
 class WeightCopier:
     """Hands the trainable weights of a policy to rollout engines."""
 
-    # one engine, on rank 0, gets them: other ranks gather nothing and get no weights
+    # a single engine, on rank 0, gets the weights: other ranks take part in gathering only
     first_only: bool = False
     dtype: torch.dtype | None = None  # of the copies; None: the dtype of the weights
-    stage: Stage | None = None  # takes full tensors to where engines read them; None: copies
+    stage: Stage | None = None  # moves full tensors to where engines read them; None: copies
     device: str | None = None  # of the copies; None: the learner's
-    # engines load the weights before training continues, so they get the learner's tensors
-    # themselves, unless these are sharded
+    # engines load the weights before training continues, so they get the learner's own tensors,
+    # unless these are sharded
     live: bool = False
 
     def __call__(self, policy: nn.Module) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ class WeightCopier:
             and self.stage is None
             and not any(isinstance(p, DTensor) for p in named.values())
         ):
-            raise_on_all_ranks(None)  # rank 0 may stage, if it alone has the engine
+            raise_on_all_ranks(None)  # rank 0 may stage, and fail
             return WeightsCopy(named) if not self.first_only or is_first() else {}
         sums, devices = FingerprintSums(), set[torch.device]()
         left = len(named)
@@ -73,9 +73,9 @@ class WeightCopier:
             staged = (self.stage or self._copy)(weights())
         except Exception as error:
             failure = error
-            for _ in gathered:  # other ranks gather the rest
+            for _ in gathered:  # other ranks must take part in gathering the rest
                 pass
-            if left:  # gathering failed
+            if left:  # gathering failed midway
                 raise
         raise_on_all_ranks(failure)
         staged.fingerprint, staged.device = sums.digest(), next(iter(devices), None)
@@ -95,11 +95,11 @@ def is_first() -> bool:
 
 
 def full_on_first(x: Tensor) -> Tensor | None:
-    """The full tensor of a possibly sharded one on rank 0, None on others.  Collective."""
+    """Gather a possibly sharded tensor on rank 0; None on other ranks.  Collective."""
     if not isinstance(x, DTensor):
         return x if is_first() else None
     local, ranks = x.to_local(), x.device_mesh.size()
-    padded = local.new_zeros((-(-x.shape[0] // ranks), *x.shape[1:]))  # as in the longest shard
+    padded = local.new_zeros((-(-x.shape[0] // ranks), *x.shape[1:]))  # padded to the longest shard
     padded[: len(local)] = local
     if x.device_mesh.get_rank() != 0:
         dist.gather(padded, None, dst=0)
@@ -128,10 +128,10 @@ def full_state(model: nn.Module) -> dict[str, Tensor] | None:
 
 @torch.no_grad()
 def load_weights(trained: Mapping[str, Sequence[Tensor]], saved: Mapping[str, Any]) -> None:
-    """Set the weights of each model, sharded or not, to saved ones.
+    """Load saved weights into each model, sharded or not.
 
     Raises:
-        CheckpointError: they have different shapes.
+        CheckpointError: their shapes differ.
     """
     for name, weights in trained.items():
         stored = saved.get(name, [])
@@ -153,11 +153,11 @@ def load_weights(trained: Mapping[str, Sequence[Tensor]], saved: Mapping[str, An
 def read_state(
     state: Mapping[str, Any], trained: Mapping[str, Sequence[Tensor]], optimizer: Optimizer
 ) -> Mapping[str, Any]:
-    """A learner's state with the tensors that a sharded run stored, sharded like the weights.
+    """Read the stored tensors of a learner's state, sharded like the weights.
 
     Args:
         state: from a checkpoint.
-        trained: the weights to read into copies of, by model.
+        trained: weights by model, whose layout the tensors get.
         optimizer: optimizer that will load the state.
     """
     pairs: list[tuple[StoredTensor, Tensor]] = []

@@ -38,14 +38,14 @@ class ForwardRequest:
     """
 
     packed: JoinedInput  # b rows of prompts and responses
-    states: Tensor  # int64 [n]; flat indices of the states before the n tokens
+    states: Tensor  # int64 [n]; flat indices of the states that predict the n tokens
     targets: Tensor  # int64 [n]; ids of these tokens
     slots: Tensor  # int64 [n]; flat indices of these tokens in the responses [b, R]
     constraints: TokenConstraints  # temperature and allowed tokens at these positions
     shape: torch.Size  # (b, R)
-    # int64 [m]; flat indices of the states to compute the value of; None: no value
+    # int64 [m]; flat indices of the states whose values are computed; None: no values
     value_states: Tensor | None = None
-    # int64 [at most m]; flat indices in [b, R] of the first of these values
+    # int64 [at most m]; flat indices in [b, R] of the leading values
     value_slots: Tensor | None = None
     policy: bool = True  # compute log-probabilities
     only_value: bool = False  # no gradient for the policy, including its backbone
@@ -71,7 +71,7 @@ class ForwardRequest:
 
     def values(self, x: Tensor) -> Tensor:
         """The values [m] with a slot, placed at their slots in [b, R]; 0 elsewhere."""
-        assert self.value_slots is not None  # requested
+        assert self.value_slots is not None  # set, since values were requested
         return place(x[: len(self.value_slots)], self.value_slots, self.shape)
 
 
@@ -93,8 +93,8 @@ def build_request(
         parts: backbone and head of the policy.
         rows: b rows of prompts and responses.
         tokens: bool [b, R]; response tokens to compute log-probabilities of.
-        settings: of these log-probabilities.
-        device: where the models are.
+        settings: temperature and constraints of these log-probabilities.
+        device: device of the models.
         value_slots: bool [b, R]; compute the value of the state before each.
         last_values: append the values of the b states after the last token.
         policy: compute log-probabilities.
@@ -104,7 +104,7 @@ def build_request(
         prompts = rows.prompts.ids, rows.prompts.mask
     else:
         prompts = rows.prompt_ids, rows.prompt_mask
-    packed = parts.pack(*prompts, rows.ids, rows.response_mask)
+    packed = parts.pack(*prompts, rows.ids, rows.response_mask, rows.context_start)
     value_states = None if value_slots is None else packed.states(value_slots)
     if value_states is not None and last_values:
         value_states = torch.cat([value_states, packed.ends])
@@ -151,7 +151,7 @@ class ActorCritic(nn.Module):
         self.policy = policy
         self.value = value
         self.recomputes = recomputes  # activations are checkpointed
-        self._parts = (parts,)  # in a tuple: its modules are the policy's, not registered twice
+        self._parts = (parts,)  # a tuple hides the policy's modules from registration
 
     @property
     def parts(self) -> LanguageModelParts:
@@ -164,7 +164,7 @@ class ActorCritic(nn.Module):
         return isinstance(self.value, ScalarHead)
 
     def enable_packing(self, reference: Reference | None) -> bool:
-        """Feed rows joined without padding from now on, if every backbone can read them."""
+        """Join rows without padding from now on, if every backbone supports it."""
         models: list[Any] = [self.parts]
         if isinstance(self.value, ScalarModel):
             models.append(self.value)
@@ -173,7 +173,7 @@ class ActorCritic(nn.Module):
                 models.append(parts)
         if not all(hasattr(m, "backbone") and supports_packing(m.backbone) for m in models):
             return False
-        assert isinstance(self.parts, CausalParts)  # it has a backbone
+        assert isinstance(self.parts, CausalParts)  # packing needs a backbone
         self._parts = (replace(self.parts, packs_rows=True),)
         return True
 
@@ -183,7 +183,7 @@ class ActorCritic(nn.Module):
         Raises:
             ConfigError: torch does not know the backend or the mode.
         """
-        assert isinstance(self.parts, CausalParts)  # classic trainers compile nothing
+        assert isinstance(self.parts, CausalParts)  # classic trainers do not compile
         options: dict[str, Any] = {"backend": backend or "inductor", "dynamic": True}
         if mode is not None:
             options["mode"] = mode
@@ -192,7 +192,7 @@ class ActorCritic(nn.Module):
             self._parts = (replace(self.parts, backbone=backbone),)
             if isinstance(self.value, ScalarModel):
                 self.value.compile_backbone(**options)
-        except RuntimeError as error:  # InvalidBackend, from a module that is slow to import
+        except RuntimeError as error:  # InvalidBackend, whose module is slow to import
             raise ConfigError(
                 f"torch_compile_backend={backend!r} with torch_compile_mode={mode!r}:"
                 f" {' '.join(str(error).split())}"
@@ -237,9 +237,9 @@ def compute_logprobs(
 
     Args:
         models: policy and value model, reference (for ``ref_logprobs`` and ``full_kl``), device.
-        rollout: on the host.
+        rollout: rows on the host.
         groups: rows of one forward pass; each row is in one.
-        names: which fields.
+        names: fields to compute.
         settings: temperature and constraints of sampling.
         sharded: run the models one after another.  Each layer is gathered for its part of a forward
             pass, so all ranks run equally many.  Collective.
@@ -256,7 +256,7 @@ def compute_logprobs(
         by_model = [{"logprobs", "entropy"}, {"values"}, {"ref_logprobs", "full_kl"}]
         if module.shared:  # one backbone computes both
             by_model = [by_model[0] | by_model[1], by_model[2]]
-        if "full_kl" in names:  # needs policy and reference at once
+        if "full_kl" in names:  # needs policy and reference together
             by_model = [by_model[0] | by_model[-1], *by_model[1:-1]]
     rows = [torch.tensor(group) for group in groups]
     outputs: dict[str, Tensor] = {}
@@ -275,7 +275,7 @@ def compute_logprobs(
 def _join_passes(
     parts: Sequence[dict[str, Tensor]], order: Tensor, device: torch.device
 ) -> dict[str, Tensor]:
-    """The outputs of all passes on ``device``, in the order of the rows; the host waits once."""
+    """Join the outputs of all passes on ``device`` in row order; the host waits once."""
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     flat = torch.cat([x.flatten() for x in whole.values()]).to(device)
     outputs = {}
@@ -298,7 +298,7 @@ def _compute_rows(
         mask,
         settings,
         device,
-        value_slots=before if "values" in names else None,  # and one slot after each response
+        value_slots=before if "values" in names else None,  # one slot after each response, too
         last_values=True,
         policy=bool(names & {"logprobs", "full_kl"}),
     )
@@ -306,7 +306,7 @@ def _compute_rows(
 
     def read_reference() -> dict[str, Tensor]:
         assert reference is not None
-        head = module.parts.head() if "full_kl" in names else None  # with the policy's adapter
+        head = module.parts.head() if "full_kl" in names else None  # including the policy's adapter
         results = {}
         with reference.active() as parts:
             hidden = request.hidden(parts)
@@ -334,7 +334,7 @@ def _compute_rows(
 def reference_logprobs(
     reference: Reference, rollout: Rollout, settings: LearnerSettings, device: torch.device
 ) -> Tensor:
-    """Reference log-probabilities of the rows of a rollout on the host: float32 [B, R]."""
+    """Compute the reference's log-probabilities of a rollout on the host: float32 [B, R]."""
     with reference.active() as parts:
         request = build_request(parts, rollout, rollout.response_mask, settings, device)
         logprobs, _ = request.logprobs(parts, request.hidden(parts))

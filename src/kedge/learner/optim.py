@@ -20,9 +20,9 @@ from kedge.models.fingerprint import full
 
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
-# What a resumed run may change; other entries of a group may be the state of the optimizer.
+# Entries that a resumed run may change; others may hold the optimizer's state.
 _OPTIONS = ("initial_lr", "weight_decay", "betas", "eps", "momentum", "alpha")
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")  # as large as a weight
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")  # as large as weights
 _WITHOUT_ARGS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 
 
@@ -33,13 +33,13 @@ def parameter_groups(
 
     Args:
         models: name -> (model, learning rate).
-        weight_decay: for the matrices.
+        weight_decay: weight decay of the matrices.
     """
     groups, decays, owner = [], set(), {}
     for name, (model, _) in models.items():
         matrices = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
         for n, p in model.named_parameters():
-            owner[id(p)] = name  # a value adapter is in the policy, too
+            owner[id(p)] = name  # value adapters belong to the policy, too
             if n in matrices:
                 decays.add(id(p))
     for name, (model, rate) in models.items():
@@ -60,10 +60,10 @@ def learning_rates(optimizer: Optimizer) -> dict[str, float]:
 
 
 def build_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> Optimizer:
-    """The optimizer ``args.optim`` over these groups.
+    """Build the optimizer ``args.optim`` over these groups.
 
     Raises:
-        ConfigError: nothing trains, or the optimizer needs the whole model.
+        ConfigError: no weight is trainable, or the optimizer needs the whole model.
     """
     if not groups:
         raise ConfigError("at least one weight must have requires_grad=True to train")
@@ -116,7 +116,7 @@ def build_schedule(
     Args:
         args: kind and options of the schedule.
         optimizer: optimizer of the weights.
-        iterations: of the run.
+        iterations: iterations of the run.
         delay: iterations after which the groups of ``delayed`` weights begin; their warmup and
             decay cover the rest, and their rate is 0 until then.
         delayed: weights that are not trained before ``delay``.
@@ -198,7 +198,7 @@ def load_optimizer_state(
 
 
 def _check_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
-    """Compare a saved state with an optimizer and, of torch's own, the moments with the weights.
+    """Compare a saved state with an optimizer and, for torch's own, its moments with the weights.
 
     Fused kernels trust the shapes in the state: a wrong one writes past the end of a weight.
     """
@@ -225,7 +225,7 @@ def _check_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[
     numbers = [index for group in saved for index in group["params"]]
     for weight, index in zip(weights, numbers, strict=True):
         kept = state["state"].get(index)
-        for name in sorted(moments) if kept else ():  # none without a gradient so far
+        for name in sorted(moments) if kept else ():  # empty before the first gradient
             x = kept.get(name)
             wrong = not isinstance(x, Tensor) or (x.shape, x.dtype) != (weight.shape, weight.dtype)
             if wrong:
@@ -240,7 +240,7 @@ def _check_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[
 def sum_gradients(trained: Sequence[nn.Parameter], ranks: int, bucket_mb: float) -> None:
     """Sum the gradients of all ranks (loss weights sum to 1 over them), ``bucket_mb`` at a time.
 
-    After the last micro-batch, not in hooks: ranks may have different numbers of micro-batches, and
+    Runs after the last micro-batch, not in hooks: ranks may have different numbers of them, and
     a step may leave some weights without a gradient.
     """
     whole = [p for p in trained if not isinstance(p, DTensor)]
@@ -248,14 +248,14 @@ def sum_gradients(trained: Sequence[nn.Parameter], ranks: int, bucket_mb: float)
         has = torch.tensor([float(p.grad is not None) for p in whole], device=whole[0].device)
         dist.all_reduce(has)
         present = [p for p, anywhere in zip(whole, has.tolist(), strict=True) if anywhere]
-        for p in present:  # a gradient that a rank lacks counts as 0
+        for p in present:  # a rank without a gradient counts as 0
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         for grads in _take_tensors([p.grad for p in present], int(bucket_mb * 2**20)):
             flat = _flatten_dense_tensors(grads)
             dist.all_reduce(flat)
             torch._foreach_copy_(grads, list(_unflatten_dense_tensors(flat, grads)))
     averaged: list[Tensor] = [p.grad for p in trained if isinstance(p.grad, DTensor)]
-    if averaged:  # by FSDP
+    if averaged:  # FSDP averages
         torch._foreach_mul_(averaged, float(ranks))
 
 

@@ -26,9 +26,9 @@ class RemoteReference(Protocol):
         """Start computing; the returned call waits for log-probabilities float32 [B, R].
 
         Args:
-            rollout: of B rows.
+            rollout: B rows.
             groups: rows that share a forward pass.
-            joined: whether they are joined without padding.
+            joined: whether to join them without padding.
         """
         ...
 
@@ -38,7 +38,7 @@ class FrozenModel:
 
     Args:
         model: language model; it is frozen.
-        build_parts: takes it apart into backbone and head.
+        build_parts: splits the model into backbone and head.
     """
 
     def __init__(self, model: nn.Module, build_parts: BuildParts = causal_parts) -> None:
@@ -70,7 +70,7 @@ class AdapterReference:
     Args:
         policy: a PEFT model.
         name: the reference's adapter, which never trains; None: the base alone.
-        build_parts: takes the policy apart into backbone and head.
+        build_parts: splits the policy into backbone and head.
     """
 
     def __init__(
@@ -97,16 +97,16 @@ class AdapterReference:
 
     @property
     def separate_models(self) -> list[nn.Module]:
-        """None: it uses the policy's base model."""
+        """Empty, since the policy's base model is used."""
         return []
 
 
-# Provides the reference policy within a ``with`` block.
+# Runs a block with the reference policy.
 Reference = FrozenModel | AdapterReference
 
 
 def frozen_copy(policy: nn.Module, *, sharded: bool = False) -> FrozenModel:
-    """The policy as it is now, frozen; weights that do not train are shared, not copied.
+    """A frozen copy of the current policy, which shares weights that do not train.
 
     Args:
         policy: the policy.

@@ -17,21 +17,21 @@ class LearnerSettings:
 
     total_iterations: int  # iterations covered by the learning-rate schedule
     value_warmup_steps: int = 0  # iterations before the policy's schedule begins
-    temperature: float = 1.0  # logits are divided by it, as in sampling
+    temperature: float = 1.0  # divides the logits, as in sampling
     min_new_tokens: int = 0  # stop tokens are banned before this many
     stop_ids: tuple[int, ...] = ()
-    value_learning_rate: float | None = None  # None: the policy's
-    # The gradient of each model is scaled down to this norm; 0 is off.  A value head on the
-    # policy's backbone is one model with it.
+    value_learning_rate: float | None = None  # None: same as the policy's
+    # Maximum gradient norm per model; 0 turns clipping off. A value head on the policy's backbone
+    # belongs to the policy's model.
     max_grad_norm: float = 1.0
     forward_rows: int = 64  # rows of one forward pass without gradient
-    # padding tokens cheaper than one more pass; None: from the model's size
+    # padding tokens that cost less than one more pass; None: estimated from the model's size
     padding_budget: int | None = None
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
     checkpointing_options: Mapping[str, Any] | None = None  # for torch.utils.checkpoint
-    # use the rollout engine's log-probabilities if it had the same weights
+    # use the rollout engine's log-probabilities if its weights were the same
     reuse_behavior_logprobs: bool = False
-    allow_low_precision_weights: bool = False  # let bf16 and fp16 weights train
+    allow_low_precision_weights: bool = False  # train bf16 or fp16 weights
     entropy_grad: bool = False  # the loss has an entropy bonus
     cache_trunk: bool = True  # compute the states below the trained layers once per batch
 

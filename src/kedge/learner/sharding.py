@@ -17,7 +17,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,12 +33,12 @@ from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 T = TypeVar("T")
-_CALL = "call_within"  # method registered with FSDP, which unshards the root's weights
+_CALL = "call_within"  # registered with FSDP: unshards the root's weights
 _RESHARD = "reshard_layers_after_forward"
 
 
 def sharding_strategy(accelerator: Accelerator) -> Literal["none", "gradients", "weights"]:
-    """What the launch configuration shards over ranks.
+    """Which tensors the launch configuration shards over ranks.
 
     "weights" is FSDP or ZeRO stage 3.  "gradients" is ZeRO stage 1 or 2: weights stay unsharded
     between forward and backward.  FSDP2 runs all of them, including configurations of DeepSpeed and
@@ -64,7 +69,12 @@ def sharding_strategy(accelerator: Accelerator) -> Literal["none", "gradients", 
 
 
 def shard(
-    model: nn.Module, device: torch.device, ranks: int, *, reshard_after_forward: bool
+    model: nn.Module,
+    device: torch.device,
+    ranks: int,
+    *,
+    reshard_after_forward: bool,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Shard a model over ranks in place: each layer is a unit, the rest of the model another.
 
@@ -72,19 +82,24 @@ def shard(
     rank has the whole model on its device.
 
     Args:
-        model: on any device; on ranks above 0 it may be on ``meta``.
-        device: where the shards are.
+        model: model on any device; on ranks above 0 it may be on ``meta``.
+        device: device of the shards.
         ranks: number of processes.
         reshard_after_forward: reshard layers after each forward pass, and gather them again for the
             backward.
+        dtype: that autocast computes with, in which layers are gathered: half the bytes of float32.
+            Gradients are summed over ranks in float32, and activations keep their types.
     """
     mesh = init_device_mesh(device.type, (ranks,))
+    rounding = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    options: dict[str, Any] = {} if dtype is None else {"mp_policy": rounding}
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             receive(layer, device)
-            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
     receive(model, device)
-    # Embedding and head stay unsharded from the forward to the backward: the head is read directly.
+    # Embedding and head stay unsharded from the forward to the backward, in float32: the head is
+    # read directly, and its gradients are sums over chunks of tokens.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     for unit in _units([model]):
         setattr(unit, _RESHARD, reshard_after_forward)
@@ -93,7 +108,7 @@ def shard(
 
 
 def receive(unit: nn.Module, device: torch.device) -> None:
-    """Move what is not sharded yet to the device, with the values of rank 0; keeps ties."""
+    """Move unsharded tensors to the device, with the values of rank 0; keeps ties."""
     received: dict[int, Tensor] = {}
     for module in unit.modules():
         tensors: list[tuple[dict[str, Any], str, Tensor]] = [
@@ -120,7 +135,7 @@ def _receive_tensor(x: Tensor, device: torch.device) -> Tensor:
 
 
 def call_within(model: nn.Module, f: Callable[[], T]) -> T:
-    """``f()``, as part of a forward pass of the model if that is sharded."""
+    """Call ``f()``, inside a forward pass of the model if it is sharded."""
     call = getattr(model, _CALL, None)
     return f() if call is None else call(f)
 
@@ -159,7 +174,7 @@ def unsharded(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def shard_like(x: Tensor, like: Tensor) -> Tensor:
-    """``x`` sharded like ``like``."""
+    """Shard ``x`` like ``like``."""
     if not isinstance(like, DTensor) or isinstance(x, DTensor):
         return x
     return distribute_tensor(x.to(like.device), like.device_mesh, like.placements)
@@ -174,7 +189,7 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
 
 
 class GatheredEngine:
-    """A rollout engine that samples from a sharded policy, which is unsharded meanwhile.
+    """A rollout engine that unshards the policy while it samples.
 
     Args:
         engine: samples from the policy itself.

@@ -21,8 +21,8 @@ def batch_metrics(experience: Experience, terms: Terms, learner: Learner) -> dic
     """Metrics of a batch by name; every rank must call this.
 
     Args:
-        experience: what is trained on.
-        terms: what it was computed from.
+        experience: the batch to train on.
+        terms: inputs of the experience.
         learner: provides the collectives and the version of the weights.
     """
     inputs, rollout, all_reduce = terms.inputs, terms.inputs.rollout, learner.all_reduce
@@ -34,7 +34,7 @@ def batch_metrics(experience: Experience, terms: Terms, learner: Learner) -> dic
     penalty = metrics.get("objective/non_score_reward", 0.0)
     metrics["objective/rlhf_reward"] = metrics["objective/scores"] + penalty
     residual, spread = metrics.pop("_residual", 0.0), metrics.pop("_return_std", 0.0)
-    if spread > 1e-5 * abs(metrics.get("val/return_mean", 0.0)):  # equal returns differ by rounding
+    if spread > 1e-5 * abs(metrics.get("val/return_mean", 0.0)):  # otherwise rounding error
         metrics["val/explained_variance"] = 1 - (residual / spread) ** 2
     metrics["objective/kl_coef"] = terms.kl_coef
     if terms.outputs.deviation is not None:
@@ -113,7 +113,7 @@ def _add_training_data(
 def _lengths(rollout: Rollout, valid: Tensor, all_reduce: AllReduce) -> dict[str, float]:
     """Mean, shortest and longest response over all ranks, from histograms.
 
-    Both of all responses and of the terminated ones; tokens of environments do not count.
+    For all responses, and for terminated ones; tokens of environments do not count.
     """
     lengths = rollout.loss_mask.sum(1)
     size = _max_bound(rollout.ids.shape[1], all_reduce) + 1
@@ -152,5 +152,5 @@ def _token_ages(age: Tensor, keep: Tensor, all_reduce: AllReduce) -> dict[str, f
 
 
 def _max_bound(x: int, all_reduce: AllReduce) -> int:
-    """An upper bound of ``x`` over ranks: the sum."""
+    """An upper bound of the maximum of ``x`` over ranks: the sum."""
     return int(all_reduce(torch.tensor(float(x), dtype=torch.float64)))

@@ -25,9 +25,9 @@ class BatchSizes:
     minibatches: int  # optimizer steps per epoch over a batch
     epochs: int  # passes over each batch
     group: int  # responses per prompt
-    iterations: int  # of the run
-    iterations_per_epoch: float | None = None  # that use every prompt once; None: unknown
-    max_tokens_per_micro_batch: int | None = None  # cuts micro-batches instead of ``micro_rows``
+    iterations: int  # in the whole run
+    iterations_per_epoch: float | None = None  # to use every prompt once; None: unknown
+    max_tokens_per_micro_batch: int | None = None  # replaces ``micro_rows`` as the limit
 
     @property
     def batch_size(self) -> int:
@@ -184,7 +184,7 @@ def _iterations(
             f"num_train_epochs={num_train_epochs} must be above 0; or set total_episodes or "
             "max_steps"
         )
-    # 0.1 + 0.2 passes over 10 prompts are 3 prompts, not 3.0000000000000004.
+    # Rounding: 0.1 + 0.2 passes over 10 prompts are 3 prompts, not 3.0000000000000004.
     return max(1, math.ceil(round(num_train_epochs * per_epoch, 9)))
 
 

@@ -14,11 +14,11 @@ class StepLimits:
     """Decides about each optimizer step after its backward pass and before it is applied.
 
     Limits are compared with means over all tokens of the step on all ranks, so that all ranks
-    decide alike.
+    make the same decision.
     """
 
     max_ratio: float | None = None  # skip steps with a larger mean probability ratio
-    # nats per token; stop training on the batch once the KL to the behavior policy is larger
+    # nats per token; stop training on the batch once the KL to the behavior policy exceeds it
     max_kl: float | None = None
     keep_last: bool = False  # whether the step that exceeds ``max_kl`` is still applied
 

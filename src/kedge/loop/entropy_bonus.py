@@ -21,13 +21,13 @@ class EntropyBonus:
     (Skywork-OR1, arXiv:2505.22312, as in TRL).
     """
 
-    coef: float = 0.0  # at first, if it is adaptive
-    adaptive: bool = False  # whether it adapts; the fields below are how
+    coef: float = 0.0  # initial value if adaptive
+    adaptive: bool = False  # whether the coefficient adapts, as configured below
     target: float = 0.2  # nats per token
-    delta: float = 0.005  # change per optimizer step
+    delta: float = 0.005  # change of the coefficient per optimizer step
     low: float = 0.0  # bounds of the coefficient
     high: float = 1.0
-    last: float = float("inf")  # nats per token, in the last optimizer step
+    last: float = float("inf")  # entropy in nats per token at the last optimizer step
 
     @property
     def active(self) -> bool:
@@ -35,7 +35,7 @@ class EntropyBonus:
         return self.coef != 0 or self.adaptive
 
     def add_to(self, loss: LossFn) -> LossFn:
-        """``loss`` with the bonus of the next optimizer step."""
+        """Add the bonus of the next optimizer step to ``loss``."""
         coef = self.coef if not self.adaptive or self.last <= self.target else 0.0
 
         def with_bonus(new: PolicyOutput, mb: MicroBatch) -> Loss:

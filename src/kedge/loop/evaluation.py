@@ -1,4 +1,4 @@
-"""Evaluation: sample, score, compare with the reference, without training."""
+"""Evaluation: sample, score and compare with the reference, without training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Evaluation:
 
     metrics: dict[str, float]  # without the eval_ prefix
     samples: list[tuple[Rollout, RewardOutput]]  # this rank's rows
-    scores: Tensor  # float64 [rows], of all ranks in order; NaN: not scored
+    scores: Tensor  # float64 [rows], all ranks in order; NaN: not scored
 
 
 def evaluate(
@@ -79,7 +79,7 @@ def evaluate(
         means.mean("completions/mean_length", rollout.loss_mask.sum(1), keep)
         means.mean("completions/truncated_ratio", ~rollout.terminated, keep)
         if reference:
-            # Recorded log-probabilities are at another temperature than in training.
+            # The recorded log-probabilities have another temperature than those of training.
             unrecorded = replace(rollout, behavior_logprobs=None)
             models = learner.compute_logprobs(
                 unrecorded, values=False, reference=True, full_kl=False

@@ -34,20 +34,20 @@ class Engine(Updater):
     reward: RewardSource
     sampling: Sampling
     max_lag: int = 0
-    # per iteration, trained on as completed; 0: whole batches in order
+    # number per iteration in "as completed"; 0: whole batches in order
     partial_batches: int = 0
-    in_flight_weight_updates: bool = False  # as completed: engines get weights while they sample
+    in_flight_weight_updates: bool = False  # load weights during sampling, "as completed" only
     scheduler: RolloutScheduler = field(init=False)
-    _all_ranks_fail: bool = field(default=True, init=False)  # a failure now is raised on all ranks
+    _all_ranks_fail: bool = field(default=True, init=False)  # a failure now is raised everywhere
 
     def __post_init__(self) -> None:
         if self.partial_batches:
-            in_flight = self.in_flight_weight_updates
-            ranks = getattr(self.rollout_engine, "ranks", None)  # that share engines
             self.scheduler = RolloutScheduler(
-                self.partial_batches, self.max_lag, in_flight=in_flight, ranks=ranks
+                self.partial_batches,
+                self.max_lag,
+                in_flight=self.in_flight_weight_updates,
+                ranks=getattr(self.rollout_engine, "ranks", None),  # that share engines
             )
-            self.max_token_lag = self.max_lag if in_flight else None
         else:
             self.scheduler = FifoScheduler(self.max_lag)
         self.scheduler.configure(self._collector(), self.rollout_engine)
@@ -70,7 +70,7 @@ class Engine(Updater):
                 " with the current weights; for exact results, resume from a checkpoint",
                 stacklevel=2,
             )
-        # components may have been replaced
+        # the caller may have replaced components
         self.scheduler.configure(self._collector(), self.rollout_engine)
         self._all_ranks_fail = self.learner.world_size == 1
         with self.scheduler.open(self.step, until):
@@ -101,19 +101,19 @@ class Engine(Updater):
         self.scheduler.wait_for_syncs()
 
     def _next_sample(self) -> Sample:
-        """The sample of this iteration; a failure on one rank ends all of them."""
+        """The sample of this iteration; a failure on one rank stops all ranks."""
         if self.learner.world_size == 1:
             return self.scheduler.next_sample(self.step)
         sample, failure = None, None
         try:
             sample = self.scheduler.next_sample(self.step)
         except (RewardError, RolloutError, SyncError) as error:
-            failure = error  # raised outside of collectives: all ranks reach the vote
+            failure = error  # not in a collective: all ranks still reach the vote
         rows = 0.0 if sample is None else float(sample.reward_output.valid.sum())
         failed, scored = self.learner.all_reduce(
             torch.tensor([float(sample is None), rows])
         ).tolist()
-        self._all_ranks_fail = bool(failed) or not scored  # without any score all ranks may raise
+        self._all_ranks_fail = bool(failed) or not scored  # without any score, every rank may raise
         if failure is not None:
             raise failure
         if sample is None or failed:
@@ -125,7 +125,7 @@ class Engine(Updater):
     def _recover_after_error(self) -> None:
         """Keep the samples in flight that can be reused, the same on all ranks."""
         self.scheduler.recover_after_error(self.step)
-        if isinstance(self.rollout_engine, RolloutReplay):  # it is read again from the recording
+        if isinstance(self.rollout_engine, RolloutReplay):  # a recording can be read again
             self.scheduler.restore([], self.step)
         if self.learner.world_size > 1:
             counts = torch.zeros(self.max_lag + 2)
@@ -137,7 +137,7 @@ class Engine(Updater):
         """The policy's weights for the rollout engine; empty if it shares them.  Collective.
 
         Raises:
-            SyncError: a rank could not hand them over; raised on every rank.
+            SyncError: a rank could not copy them; raised on every rank.
         """
         try:
             return {} if self.rollout_engine.shares_weights else self.learner.weights()
@@ -156,7 +156,7 @@ class Engine(Updater):
 
     @property
     def in_flight(self) -> list[PendingSample]:
-        """What to save of the samples not trained on yet."""
+        """The state of samples that are not trained on yet, for a checkpoint."""
         return self.scheduler.in_flight
 
     def restore(self, samples: list[PendingSample]) -> None:

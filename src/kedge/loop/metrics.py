@@ -78,7 +78,7 @@ NAMES: dict[str, str] = {
     "token of each)",
     "rollout/lag_max": "the same of the oldest token that is trained on, over all ranks",
     "rollout/too_old_tokens": "share of sampled tokens that are left out of the loss because they "
-    "are older than max_lag; with in-flight weight updates",
+    "are older than max_lag; with sampler_correction=mask_old",
     "rollout/dropped_rows": "responses left out because their reward failed or did not apply",
     "rollout/untrained_rows": "scored responses left out of the loss: truncated, or equal scores",
     "rollout/resampled_groups": "groups of equal scores that were replaced by other prompts",
@@ -101,6 +101,7 @@ NAMES: dict[str, str] = {
     "ended; each keeps a thread, at most environment_concurrency",
     "environment/cut_observations": "observations per episode whose middle was cut, because they "
     "left no room for a turn",
+    "environment/new_contexts": "new contexts per episode (NewContext)",
     "environment/reward_per_turn": "mean reward of a turn",
     "environment/last_reward_share": "share of all rewards, in absolute value, that the last turn "
     "of an episode gets",
@@ -124,7 +125,7 @@ NAMES: dict[str, str] = {
     "train_samples_per_second": "last row: responses trained on per second",
     "train_steps_per_second": "last row: iterations per second",
 }
-# TRL's names in GRPO and RLOO, also logged by those trainers: TRL name -> Kedge name.
+# TRL's names in GRPO and RLOO -> Kedge's names; those trainers log both.
 TRL_NAMES: dict[str, str] = {
     "reward": "objective/scores",
     "reward_std": "objective/scores_std",
@@ -144,7 +145,7 @@ TRL_NOTES: dict[str, str] = {
     "rewards/<function>/mean": "rewards/<function>",
     "<name>": "log/<name>: logged by a reward function through log_metric",
 }
-# Names of open-instruct's asynchronous PPO, also logged by AsyncPPOTrainer.
+# Names in open-instruct's asynchronous PPO, which AsyncPPOTrainer logs, too.
 SEED_NAMES: dict[str, str] = {
     "training_step": "iterations finished",
     "objective/loss": "loss/policy_avg + vf_coef x loss/value_avg",
@@ -158,7 +159,7 @@ SEED_NAMES: dict[str, str] = {
     "time/training": "seconds of this iteration without waiting for samples",
     "time/from_scratch": "seconds since training began, in this process",
 }
-# Metrics that every algorithm logs, and those that a single algorithm adds.
+# Metrics of every algorithm, and those of a single one.
 OF_ALL_ALGORITHMS = (
     *("objective/scores", "objective/scores_std", "objective/rlhf_reward"),
     *("objective/non_score_reward", "objective/kl", "objective/kl2", "objective/kl3"),
@@ -198,7 +199,7 @@ class MetricAccumulator:
     """Accumulates means and sums over this rank's rows and reduces them over ranks in one call."""
 
     def __init__(self) -> None:
-        self._means: dict[str, Tensor] = {}  # float64 [3]; sums of values and squares, count
+        self._means: dict[str, Tensor] = {}  # float64 [3]: sum, sum of squares, count
         self._stds: dict[str, tuple[str, bool]] = {}
         self._sums: dict[str, Tensor] = {}
 
@@ -208,7 +209,7 @@ class MetricAccumulator:
         """Mean of ``x`` where ``keep`` (bool, the same shape); repeated calls accumulate.
 
         Args:
-            name: of the mean; not reported if it starts with an underscore.
+            name: name of the mean; not reported if it starts with an underscore.
             x: values [*].
             keep: bool [*].
             std: name of the standard deviation; "": not reported.

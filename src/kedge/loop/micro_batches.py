@@ -23,7 +23,7 @@ def micro_batches(
     max_tokens: int | None = None,
     by_prompt: bool = False,
 ) -> Iterator[MicroBatch]:
-    """The rows of one optimizer step as micro-batches; weights are computed before the split.
+    """Split an optimizer step into micro-batches; weights are computed before the split.
 
     Rows are sorted by length, which saves padding and does not change the result.
 
@@ -62,7 +62,7 @@ def micro_batches(
 
 
 def _first_places(numbers: Tensor) -> Tensor:
-    """Of each number int64 [n], the index of the first one that equals it."""
+    """For each number int64 [n], the index of its first occurrence."""
     places = torch.arange(len(numbers), device=numbers.device)
     first = places.new_full((len(numbers),), len(numbers))
     first = first.scatter_reduce(0, numbers, places, "amin") if len(numbers) else first
@@ -72,7 +72,7 @@ def _first_places(numbers: Tensor) -> Tensor:
 def rows_within(lengths: Sequence[int], max_tokens: int, all_reduce: AllReduce) -> list[int]:
     """Rows of consecutive micro-batches of at most ``max_tokens`` tokens, padding included.
 
-    Every rank gets equally many, as sharded weights need: one with fewer halves its largest ones.
+    All ranks get the same number, as sharded weights require: others split their largest ones.
 
     Args:
         lengths: tokens of each row; equally many rows on every rank.

@@ -27,11 +27,11 @@ class Tolerance:
     """Largest accepted mean difference of log-probabilities, nats per token."""
 
     same_kernel: float = 1e-4  # same module and tokens, different padding and order
-    engines: float = 1e-3  # rollout engine against learner
+    engines: float = 1e-3  # between rollout engine and learner
 
 
-UNFINISHED_HIGHER = 0.25  # share of responses
-LARGEST_SCORE = 1e18  # a sum of hundreds of its squares is finite in float32
+UNFINISHED_HIGHER = 0.25  # share of the responses
+LARGEST_SCORE = 1e18  # float32 holds the sum of hundreds of its squares
 FULL_PRECISION = Tolerance()
 LOW_PRECISION = Tolerance(same_kernel=3e-2, engines=5e-2)  # bf16, fp16 or tf32
 
@@ -60,13 +60,13 @@ def preflight(
         learner: the models.
         algorithm: the algorithm.
         kl_coef: coefficient of the KL penalty.
-        fresh_reference: the reference has the policy's weights, and no training has happened.
+        fresh_reference: whether the reference has the policy's weights before any training.
         sampling: sampling parameters and stop conditions of the batch.
         length_option: name of the config's length limit of responses.
-        decode: text of token ids, to name the stop tokens.
+        decode: decodes token ids, to name the stop tokens.
         tolerance: accepted differences.
-        reward: scores the same responses cut short, if the reward consists of models alone; these
-            seldom saw unfinished texts.
+        reward: scores the same responses cut short, if only models give the reward; these
+            rarely saw unfinished texts.
 
     Returns:
         Warnings about things that are unusual but may be intended.
@@ -192,7 +192,7 @@ def _check_loss_is_additive(learner: Learner, algorithm: Algorithm, few: Experie
     rows = len(few)
     if rows < 2:
         return
-    same_sign = replace(few, advantages=few.advantages.abs())  # so that terms do not cancel
+    same_sign = replace(few, advantages=few.advantages.abs())  # terms of equal sign cannot cancel
     totals = []
     for size in (rows, -(-rows // 2)):
         parts = micro_batches(same_sign, torch.arange(rows), algorithm, size, lambda x: x)

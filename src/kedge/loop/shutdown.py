@@ -15,7 +15,7 @@ from typing import Any
 class GracefulShutdown:
     """Records stop signals: the first requests a shutdown, a second of the same kind exits at once.
 
-    A launcher may add its own SIGTERM to the Ctrl-C that all its processes got; that is one
+    A launcher may send SIGTERM after the Ctrl-C that all its processes got; both count as one
     request.
     """
 
@@ -46,8 +46,8 @@ class GracefulShutdown:
         if first:
             name = signal.Signals(number).name
             text = f"kedge: {name}: stopping after this iteration; again: stopping at once\n"
-            with contextlib.suppress(OSError):  # its reader has ended
-                os.write(2, text.encode())  # a signal handler must not use buffers
+            with contextlib.suppress(OSError):  # the reader may be gone
+                os.write(2, text.encode())  # signal handlers must not use buffered output
 
     @property
     def requested(self) -> bool:

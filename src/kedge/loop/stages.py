@@ -133,6 +133,7 @@ def make_experience(
         behavior_logprobs=behavior,
         penalized=outputs.penalized,
         allowed_tokens=rollout.allowed_tokens,
+        context_start=rollout.context_start,
     )
     return experience, Terms(
         inputs=inputs,

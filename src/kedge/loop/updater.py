@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,13 +21,13 @@ from kedge.loop.metrics import check_known
 from kedge.loop.seeds import seed_for
 from kedge.loop.stages import make_experience, optimize
 from kedge.math.importance import Correction
+from kedge.math.running import RunningMoments
 from kedge.protocols import KLController, Learner
 from kedge.rollout.scheduler.dynamic_sampling import REPLACED
 from kedge.types import RewardOutput, Rollout, Sample
 
 logger = logging.getLogger(__name__)
 MOST_UNSCORED = 10  # consecutive batches without any score; then training stops
-MOST_TOO_OLD = 0.05  # share of tokens that do not train because of their age; more is logged
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +43,7 @@ class Updater:
     value_warmup_steps: int = 0  # first iterations, which train only the value model
     value_passes: int = 1  # of the value model for each of the policy
     entropy_bonus: EntropyBonus = field(default_factory=EntropyBonus)
+    reward_scale: RunningMoments | None = None  # of scores, which are divided by their deviation
     correction: Correction | None = None  # importance weights of tokens
     max_token_lag: int | None = None  # tokens of older policy versions are left out of the loss
     step_limits: StepLimits = field(default_factory=StepLimits)
@@ -52,7 +53,6 @@ class Updater:
     state_consistent: bool = field(default=True, init=False)
     _unscored: int = field(default=0, init=False)  # consecutive batches without any score
     _moves: int = field(default=0, init=False)  # iterations that trained the policy
-    _too_old: bool = field(default=False, init=False)  # it was logged
 
     def train_on(self, sample: Sample, *, begin: float | None = None) -> dict[str, float]:
         """Everything in an iteration after sampling; returns its metrics."""
@@ -92,26 +92,22 @@ class Updater:
 
     def _learn(self, rollout: Rollout, reward_output: RewardOutput) -> dict[str, float]:
         """Compute the experience of a batch and train on it; returns its metrics."""
-        sizes, start = self.batch_sizes, self.clock()
+        sizes, start, scaled = self.batch_sizes, self.clock(), reward_output
+        if self.reward_scale is not None:
+            self.reward_scale.update(reward_output.scores[reward_output.valid])
+            scaled = reward_output.divide(self.reward_scale.std)
         experience, terms = make_experience(
             rollout,
-            reward_output,
+            scaled,
             self.learner,
             self.algorithm,
             self.kl.value,
             self.correction,
             self.max_token_lag,
         )
+        terms = replace(terms, inputs=replace(terms.inputs, reward_output=reward_output))
         metrics = batch_metrics(experience, terms, self.learner)
         self.hooks.on_experience(self.step, experience)
-        too_old = metrics.get("rollout/too_old_tokens", 0.0)
-        if too_old > MOST_TOO_OLD and not self._too_old:
-            self._too_old = True
-            logger.warning(
-                "%.0f%% of the sampled tokens do not train, since they are older than max_lag=%d"
-                " iterations; these are the first tokens of long responses. Raise max_lag",
-                *(100 * too_old, self.max_token_lag),
-            )
         metrics["time/annotate"] = self.clock() - start
         stale = (rollout.version >= 0) & (rollout.version < self.learner.version)
         # In low precision, log-probabilities differ between passes of different shapes.
@@ -168,6 +164,7 @@ class Updater:
             "learner": self.learner.state_dict(),
             "kl": self.kl.state_dict(),
             "entropy_bonus": self.entropy_bonus.state_dict(),
+            "reward_scale": self.reward_scale and self.reward_scale.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -176,3 +173,5 @@ class Updater:
         self.learner.load_state_dict(state["learner"])
         self.kl.load_state_dict(state["kl"])
         self.entropy_bonus.load_state_dict(state.get("entropy_bonus", {}))
+        if self.reward_scale is not None and state.get("reward_scale"):
+            self.reward_scale.load_state_dict(state["reward_scale"])

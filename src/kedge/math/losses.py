@@ -79,7 +79,7 @@ def covariances(
 ) -> Tensor:
     """(log p_t - mean log p) (A_t - mean A), with means over all tokens of the mask and all ranks.
 
-    Tokens with a large one carry the fall of the entropy: Cui et al. 2025, section 4
+    Tokens with large covariance drive the fall in entropy: Cui et al. 2025, section 4
     (arXiv:2505.22617).
 
     Args:
@@ -98,7 +98,7 @@ def covariances(
 def kl_cov_tokens(covariance: Tensor, *, share: float) -> Tensor:
     """The ``share`` of the tokens with the largest covariance, at least one.  bool [B, R].
 
-    KL-Cov, arXiv:2505.22617, with 0.002; of each rank.
+    KL-Cov, arXiv:2505.22617, with 0.002; each rank selects among its own tokens.
     """
     known = int(covariance.isfinite().sum())
     chosen = torch.zeros(covariance.numel(), dtype=torch.bool, device=covariance.device)
@@ -109,10 +109,10 @@ def kl_cov_tokens(covariance: Tensor, *, share: float) -> Tensor:
 def clip_cov_tokens(
     covariance: Tensor, *, share: float, low: float = 1.0, high: float = 5.0
 ) -> Tensor:
-    """A ``share`` of the tokens, of those with a covariance from ``low`` to ``high``.  bool [B, R].
+    """A ``share`` of the tokens, chosen among covariances from ``low`` to ``high``.  bool [B, R].
 
-    Clip-Cov, arXiv:2505.22617, with 2e-4, which draws them at random; here they are evenly
-    spaced among those, so that a run repeats.
+    Clip-Cov, arXiv:2505.22617, with 2e-4, draws them at random; here they are evenly
+    spaced among these, so that runs are reproducible.
     """
     known = int(covariance.isfinite().sum())
     places = ((covariance >= low) & (covariance <= high)).flatten().nonzero()[:, 0]
@@ -147,5 +147,5 @@ def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: fl
 def value_is_clipped(values: Tensor, old: Tensor, returns: Tensor, *, clip: float) -> Tensor:
     """Where the clipped term is the larger value loss.  bool."""
     bounded = old + (values - old).clamp(-clip, clip)
-    moved = (values - old).abs() > clip  # else the two differ by rounding only
+    moved = (values - old).abs() > clip  # smaller gaps are rounding
     return moved & ((bounded - returns) ** 2 > (values - returns) ** 2)

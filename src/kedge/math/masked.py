@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-AllReduce = Callable[[Tensor], Tensor]  # sums a tensor over ranks
+AllReduce = Callable[[Tensor], Tensor]  # sum of a tensor over ranks
 
 
 def one_rank(x: Tensor) -> Tensor:

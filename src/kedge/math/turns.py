@@ -27,7 +27,7 @@ def turn_starts(turn: Tensor) -> Tensor:
 
 
 def segment_sum(x: Tensor, turn: Tensor) -> Tensor:
-    """At every token of a turn the sum of ``x`` over the turn; 0 outside.
+    """The sum of ``x`` over each turn, at every token of the turn; 0 outside.
 
     Args:
         x: float32 [B, R].
@@ -43,12 +43,12 @@ def segment_sum(x: Tensor, turn: Tensor) -> Tensor:
 
 
 def broadcast_turns(x: Tensor, turn: Tensor) -> Tensor:
-    """At every token of a turn the value that ``x`` float32 [B, R] has at its first token."""
+    """Repeat the value of ``x`` float32 [B, R] at a turn's first token over the turn."""
     return segment_sum(torch.where(turn_starts(turn), x, 0.0), turn)
 
 
 def turn_returns(rewards: Tensor, turn: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """At the first token of each turn the discounted sum of rewards from this turn on; 0 elsewhere.
+    """Discounted sum of rewards from each turn on, at its first token; 0 elsewhere.
 
         G_k = R_k + gamma G_{k+1}        R_k = sum of r_t over the tokens of turn k
 

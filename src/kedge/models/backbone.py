@@ -1,7 +1,7 @@
 """Backbones of language models, with the states below the trained layers computed once per batch.
 
 Where the lower layers are frozen (``train_layers``, LoRA on the top layers), the states that enter
-the lowest trained layer depend on the tokens of a row alone.  They are kept until the iteration
+the lowest trained layer depend only on the tokens of a row.  They are kept until the iteration
 ends; policy, reference, value model and all epochs start from them.
 """
 
@@ -27,7 +27,7 @@ from kedge.ops.cpu.joined_attention import Group
 
 logger = logging.getLogger(__name__)
 
-MEMORY_SHARE = 1 / 8  # of the device's memory; rows beyond it are computed again
+MEMORY_SHARE = 1 / 8  # share of the device's memory; rows beyond it are recomputed
 
 _active: ContextVar[Mapping[int, _CachedBackbone]] = ContextVar("cached", default={})  # noqa: B039
 
@@ -44,7 +44,7 @@ def run_backbone(backbone: nn.Module, ids: Tensor, groups: Sequence[Group] | Non
 
 
 def read_backbone(backbone: nn.Module, packed: JoinedInput) -> Tensor:
-    """``run_backbone`` of packed rows; within ``BackboneCache.active`` it uses kept states."""
+    """Call ``run_backbone`` on packed rows; within ``BackboneCache.active``, use cached states."""
     cached = _active.get().get(id(backbone))
     if cached is None or any(p.requires_grad for p in cached.below.weights.values()):
         return run_backbone(backbone, packed.ids, packed.groups)
@@ -56,15 +56,15 @@ class _LowerStates:
     """Cached states after the frozen layers, by row, for all backbones that share these layers."""
 
     kind: type[nn.Module]
-    depth: int  # layers that are frozen
-    weights: dict[str, nn.Parameter]  # frozen ones, by name
-    returns_tuple: bool = False  # each layer does
+    depth: int  # number of frozen layers
+    weights: dict[str, nn.Parameter]  # frozen weights by name
+    returns_tuple: bool = False  # whether layers return tuples
     rows: dict[bytes, Tensor] = field(default_factory=dict)  # tokens -> float [length, H]
     size: int = 0  # bytes of ``rows``
     full: bool = False
 
     def serve(self, backbone: nn.Module, depth: int) -> bool:
-        """Whether another backbone, with ``depth`` frozen layers, begins with the same tensors."""
+        """Whether another backbone has the same ``depth`` frozen layers."""
         theirs = dict(backbone.named_parameters(remove_duplicate=False))
         alike = type(backbone) is self.kind and depth >= self.depth
         return alike and all(theirs.get(name) is p for name, p in self.weights.items())
@@ -80,7 +80,7 @@ class _LowerStates:
         return flat.view(*packed.ids.shape, -1)
 
     def store(self, keys: list[bytes], packed: JoinedInput, output: Any) -> None:
-        """Keep the output of the last frozen layer, as far as memory allows."""
+        """Store outputs of the last frozen layer as long as memory allows."""
         self.returns_tuple = isinstance(output, tuple)
         states = (output[0] if self.returns_tuple else output).detach()
         limit = _budget(states.device)
@@ -93,8 +93,7 @@ class _LowerStates:
                 self.full = True
                 logger.warning(
                     "the states below the trained layers of an iteration take more than %.1f GiB,"
-                    " an eighth of the memory: those of the other rows are computed again when"
-                    " they are needed",
+                    " an eighth of the memory: those of other rows are recomputed when needed",
                     limit / 2**30,
                 )
 
@@ -106,7 +105,7 @@ class _LowerStates:
 
 @dataclass(frozen=True, slots=True)
 class _CachedBackbone:
-    """A backbone that starts from the states after its frozen layers."""
+    """A backbone that starts from cached states after its frozen layers."""
 
     backbone: nn.Module
     layers: nn.ModuleList
@@ -126,7 +125,7 @@ class _CachedBackbone:
                 hook.remove()
         result = (states,) if self.below.returns_tuple else states
         skipped = [(x, vars(x).get("forward")) for x in frozen]
-        # The model computes its masks and position embeddings; its embedding is not used.
+        # The model computes masks and position embeddings; its input embedding is unused.
         for layer, _ in skipped:
             layer.__dict__["forward"] = lambda *_, **__: result
         try:
@@ -147,11 +146,11 @@ class _CachedBackbone:
         packed = packed.to(next(self.backbone.parameters()).device)
         try:
             whole = self.read(packed)
-            # Overwrite any state that the model itself caches with that of other rows.
+            # Other rows overwrite any state that the model caches itself.
             run_backbone(self.backbone, packed.ids.flip(1))
             gap = float((self.read(packed) - whole).abs().max())
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
-            return False  # its layers return something else
+            return False  # the layers return something else
         finally:
             self.below.clear()
         slack = 1e-5 if whole.dtype in (torch.float32, torch.float64) else 2e-2
@@ -161,7 +160,7 @@ class _CachedBackbone:
 class BackboneCache:
     """Keeps the states below the trained layers of all models of a learner.
 
-    A model is left out where nothing below is frozen, and where its upper layers read more than
+    A model is left out if no lower layer is frozen, or if its upper layers read more than
     these states.
 
     Args:
@@ -186,7 +185,7 @@ class BackboneCache:
         if below is None:
             named = dict(backbone.named_parameters(remove_duplicate=False))
             if not depth or not any(p.requires_grad for p in named.values()):
-                return  # a reference with other weights reads each row once
+                return  # with other weights, a reference reads each row once
             layer = {name: layer_number(name, prefix) for name in named}
             frozen = {n: p for n, p in named.items() if not p.requires_grad}
             weights = {n: p for n, p in frozen.items() if (layer[n] or 0) < depth}
@@ -195,7 +194,7 @@ class BackboneCache:
         if not cached.agrees():
             logger.warning(
                 "%s: the states below its trained layers are computed in every pass, since they"
-                " cannot be kept: its upper layers read more than these states",
+                " cannot be cached: its upper layers read more than these states",
                 name,
             )
             return
@@ -209,7 +208,7 @@ class BackboneCache:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which ``read_backbone`` keeps states and starts from them."""
+        """Context in which ``read_backbone`` stores states and starts from them."""
         token = _active.set(self._cached)
         try:
             yield
@@ -218,7 +217,7 @@ class BackboneCache:
 
     @property
     def skipped(self) -> set[int]:
-        """Ids of the weights that a pass from kept states does not read."""
+        """Ids of weights that a pass from cached states does not read."""
         return {id(p) for below in self._below for p in below.weights.values()}
 
     def clear(self) -> None:
@@ -228,7 +227,7 @@ class BackboneCache:
 
 
 def _count_frozen(backbone: nn.Module, prefix: str, layers: int) -> int:
-    """Layers below the first one that trains or has an adapter; 0 if one may be below them all."""
+    """Number of layers below the first that trains or has an adapter; 0 if unsure."""
     after, named = find_final_norms(backbone, prefix), backbone.named_parameters()
     changed = [name for name, p in named if p.requires_grad and not name.startswith(after)]
     changed += [name for name, m in backbone.named_modules() if hasattr(m, "_active_adapter")]

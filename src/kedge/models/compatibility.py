@@ -20,14 +20,14 @@ def vocabulary(model: nn.Module) -> int | None:
 
 
 def cache_argument(model: Any) -> str | None:
-    """The argument of `model.forward` that takes keys and values; None without one."""
+    """Name of the cache argument of `model.forward`; None without one."""
     accepted = inspect.signature(model.forward).parameters
-    names = ("cache", "past_key_values")  # transformers from 5.24, and before
+    names = ("cache", "past_key_values")  # name since transformers 5.24, and before
     return next((name for name in names if name in accepted), None)
 
 
 def text_config(model: Any) -> Any:
-    """The text part of the configuration of a model, or of a configuration."""
+    """The text part of a model's configuration, or of a configuration."""
     config: Any = getattr(model, "config", model)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -69,7 +69,7 @@ def check_length(
         kind = "" if number else f" ({type(model).__name__})"
         if limit is not None and prompt + response > limit:
             ways = [f"{option}={limit - prompt} or less"] if limit > prompt else []
-            if limit - response >= prompt / 2:  # else hardly anything is left of the prompts
+            if limit - response >= prompt / 2:  # otherwise little of the prompts remains
                 ways.append(f"max_prompt_length={limit - response} or less")
             if not ways:
                 ways.append(

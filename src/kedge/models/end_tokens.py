@@ -39,7 +39,7 @@ def eos_token_ids(
 
 
 def as_list(eos_token_id: int | list[int] | None) -> list[int]:
-    """``eos_token_id`` of a configuration, None, an id or a list, as a list."""
+    """Convert ``eos_token_id`` (None, an id or a list) to a list."""
     if eos_token_id is None:
         return []
     return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
@@ -57,5 +57,5 @@ def _configs(source: str, revision: str | None, trust_remote_code: bool) -> tupl
             return config, GenerationConfig.from_pretrained(source, **options)
         except OSError:
             return config, GenerationConfig.from_model_config(config)
-    except Exception:  # errors in the files are reported when the model is loaded
+    except Exception:  # loading the model reports errors in its files
         return None, None

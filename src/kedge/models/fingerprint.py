@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from kedge.errors import SyncError
 from kedge.models.peft import VALUE_ADAPTER
 
-_CHUNK = 1 << 18  # words multiplied at a time: they fit into a processor's cache
+_CHUNK = 1 << 18  # words multiplied at a time; they fit a processor's cache
 
 
 def fingerprint(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> str:
@@ -28,7 +28,7 @@ def fingerprint(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> s
     devices agree.
 
     Args:
-        named: names and tensors of any type and device, in any order; read one at a time.  Of a
+        named: names and tensors of any type and device, in any order; read one at a time.  For a
             sharded tensor each rank sums its shard, so this is collective.
     """
     sums = FingerprintSums()
@@ -70,7 +70,7 @@ class FingerprintSums:
 def checksum(tensor: Tensor, first: int = 0) -> Tensor:
     """The weighted sum of a tensor's words modulo 2^32, int64 [], on its device.
 
-    Those of consecutive shards add up to that of the whole.
+    The checksums of consecutive shards add up to that of the whole tensor.
 
     Args:
         tensor: its words start at a multiple of 4 bytes of the whole tensor.
@@ -86,7 +86,7 @@ def checksum(tensor: Tensor, first: int = 0) -> Tensor:
         chunk, column = divmod(first + begin, _CHUNK)
         part = words[begin : begin + _CHUNK - column]
         product = part * weights[column : column + len(part)]
-        # An odd factor per chunk, so that exchanged chunks show.
+        # A different odd factor per chunk detects exchanged chunks.
         total += product.sum(dtype=torch.int32) * (chunk * 0x9E3779B1 % 2**30 * 2 + 1)
         begin += len(part)
     return total.long()
@@ -101,25 +101,25 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _first_word(x: DTensor) -> int | None:
-    """Position of the first 32-bit word of this rank's shard; None if shards are not of words."""
+    """Position of the first 32-bit word of this rank's shard; None if shards split words."""
     row_bytes = math.prod(x.shape[1:]) * x.element_size()
     if x.device_mesh.ndim != 1 or not x.placements[0].is_shard(0) or row_bytes % 4:
         return None
-    rows = -(-x.shape[0] // x.device_mesh.size())  # of the longest shard, as in torch.chunk
+    rows = -(-x.shape[0] // x.device_mesh.size())  # length of the longest shard, as in torch.chunk
     return min(x.device_mesh.get_local_rank() * rows, x.shape[0]) * row_bytes // 4
 
 
 class WeightsCopy(dict[str, Tensor]):
-    """Weights by name as they are sent to rollout engines once."""
+    """Weights by name for one weight sync."""
 
-    fingerprint = ""  # of the weights before rounding; empty: compute it from this copy
-    device: torch.device | None = None  # of the weights themselves
-    stored: Any = None  # what an engine's ``stage_weights`` made of them
-    expected: Any = None  # what vLLM must report of them
+    fingerprint = ""  # hash of the unrounded weights; empty: compute it from this copy
+    device: torch.device | None = None  # device of the original weights
+    stored: Any = None  # result of an engine's ``stage_weights``
+    expected: Any = None  # values that vLLM must report
 
 
 def full(x: Tensor) -> Tensor:
-    """The full tensor of a possibly sharded one.  Collective: every rank must call it."""
+    """Gather a possibly sharded tensor.  Collective: every rank must call it."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -134,7 +134,7 @@ def check_weights(current: Mapping[str, Tensor], weights: Mapping[str, Tensor]) 
     """Check that weights fit a model with the weights ``current``.
 
     Raises:
-        SyncError: there are none, or one is unknown or has a different shape.
+        SyncError: there are no weights, or one is unknown or has a different shape.
     """
     if not weights:
         raise SyncError("a rollout engine with a copy of the policy received no weights")

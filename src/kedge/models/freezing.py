@@ -1,4 +1,4 @@
-"""Models of which only the top layers train."""
+"""Freezes all but the top layers, or the attention, of a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from kedge.errors import ConfigError
 from kedge.models.compatibility import text_config
 
-_MIXERS = ("attn", "attention", "mixer", "mamba", "conv")  # in names of parts of a layer
+_MIXERS = ("attn", "attention", "mixer", "mamba", "conv")  # names of sequence-mixing modules
 
 
 def find_layers(backbone: nn.Module) -> tuple[str, nn.ModuleList] | None:
@@ -21,13 +21,13 @@ def find_layers(backbone: nn.Module) -> tuple[str, nn.ModuleList] | None:
 
 
 def layer_number(name: str, layers: str) -> int | None:
-    """The layer that a weight of a backbone belongs to; None if to none."""
+    """The layer number of a backbone's weight; None outside of layers."""
     rest = name.removeprefix(f"{layers}.")
     return None if rest == name else int(rest.split(".")[0])
 
 
 def find_final_norms(backbone: nn.Module, layers: str) -> tuple[str, ...]:
-    """How the names of weights of norms after the layers begin."""
+    """Name prefixes of the norms after the layers."""
     return tuple(
         f"{name}."
         for name, module in backbone.named_modules()
@@ -43,12 +43,12 @@ def train_top_layers(backbone: nn.Module, count: int, *, what: str) -> None:
     An output layer outside of the backbone trains as before, unless it is tied to the embedding.
 
     Args:
-        backbone: of a decoder.
+        backbone: backbone of a decoder.
         count: layers that train, from 1.
         what: name of the model in messages.
 
     Raises:
-        ConfigError: the model has fewer layers, or they are not found.
+        ConfigError: the model has fewer layers, or no layers are found.
     """
     prefix, layers = _require_layers(backbone, f"train_layers={count}", what)
     if count > len(layers):
@@ -64,7 +64,7 @@ def train_top_layers(backbone: nn.Module, count: int, *, what: str) -> None:
 
 
 def freeze_attention(backbone: nn.Module, *, what: str) -> None:
-    """Freeze what mixes tokens in every layer of a backbone: attention, full, linear or recurrent.
+    """Freeze the token mixing in every layer of a backbone: full, linear or recurrent attention.
 
     The feed-forward parts (or experts), norms and embeddings train: the critic of SAO
     (arXiv:2607.07508).
@@ -100,7 +100,7 @@ def _require_layers(backbone: nn.Module, option: str, what: str) -> tuple[str, n
 
 
 def share_frozen_weights(model: nn.Module, source: nn.Module) -> None:
-    """Hold frozen weights of one backbone that equal those of another only once.
+    """Share frozen weights that are equal in two backbones.
 
     Args:
         model: a backbone, whose weights are replaced by those of ``source``.

@@ -26,14 +26,14 @@ from kedge.ops.cpu.matmul import cpu_kernels_enabled
 from kedge.ops.grouped_attention import OTHER, grouped_attention
 
 _USUAL, _JOINED = _KNOWN = "sdpa", "kedge_joined_rows"
-_WINDOWS = ("sliding_window", "attention_chunk_size")  # need a mask of all rows by all rows
-_PROBE = ((5,), (3, 2, 4), (7,))  # groups of the comparison
+_WINDOWS = ("sliding_window", "attention_chunk_size")  # options that need a [T, T] mask
+_PROBE = ((5,), (3, 2, 4), (7,))  # lengths of the groups in the comparison
 _lock = Lock()
-_users: Counter[int] = Counter()  # contexts by the id of the configuration that they changed
+_users: Counter[int] = Counter()  # active contexts by id of the configuration they changed
 
 
 def pack_sequences(ids: Tensor, lengths: Tensor) -> Tensor:
-    """The tokens int64 [1, T] of right-padded rows int64 [b, L] with lengths [b], joined."""
+    """Join right-padded rows int64 [b, L] with lengths [b] to tokens int64 [1, T]."""
     return ids[torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]][None]
 
 
@@ -44,12 +44,12 @@ def run_packed(backbone: Any, ids: Tensor, groups: Sequence[Group]) -> Tensor:
     recomputed.
 
     Args:
-        backbone: of a transformers model.
+        backbone: backbone of a transformers model.
         ids: int64 [1, T]; the tokens of all rows, a shared prompt once.
         groups: (n,) for a row of n tokens, (n, a, b, ...) for a prompt of n tokens and the
             responses to it of a, b, ... tokens; their sum is T.
     """
-    # Without gradient it is made active here, also if another thread has it active now.
+    # Without gradient, activate it here even if another thread has it active.
     attention = VarlenAttention([] if torch.is_grad_enabled() else [backbone])
     positions = []
     for prompt, *responses in groups:
@@ -71,7 +71,7 @@ class VarlenAttention:
     """Lets models attend to joined rows.
 
     Args:
-        models: whatever does not use torch's attention is left as it is.
+        models: models to patch; those without torch's attention stay unchanged.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -85,7 +85,7 @@ class VarlenAttention:
 
         Without this keyword their attention is the usual one.
         """
-        with _lock:  # another thread may use a model with the same configuration
+        with _lock:  # models in other threads may share the configuration
             for config in self._configs:
                 _users[id(config)] += 1
                 config._attn_implementation_internal = _JOINED
@@ -102,7 +102,7 @@ class VarlenAttention:
 
 @torch.no_grad()
 def supports_packing(backbone: Any) -> bool:
-    """Whether joined rows give the states of separate rows; tried on a few tokens.
+    """Whether joined rows give the same states as separate rows; tests a few tokens.
 
     Always False on an accelerator, where padding is cheaper than many small attention kernels, and
     with KEDGE_CPU_KERNELS=0 in the environment.
@@ -121,7 +121,7 @@ def supports_packing(backbone: Any) -> bool:
     try:
         return _agrees(backbone)
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
-        return False  # it takes other arguments
+        return False  # its arguments differ
     finally:
         for module in training:
             module.training = True
@@ -170,7 +170,7 @@ def _attend(
     return joined_attention(query, key, value, packed_segments, scaling).transpose(1, 2), None
 
 
-# The first acts under bfloat16 autocast on a CPU, the second for single tokens on a GPU.
+# The first is used under bfloat16 autocast on a CPU, the second for single tokens on a GPU.
 ALL_ATTENTION_FUNCTIONS[_USUAL] = grouped_attention(
     float32_attention(ALL_ATTENTION_FUNCTIONS[_USUAL])
 )

@@ -27,7 +27,7 @@ _HEADS = {
 
 @contextmanager
 def without_weights(active: bool) -> Iterator[None]:
-    """Context in which models are loaded on ``meta``: this rank gets their weights from rank 0."""
+    """Context that loads models on ``meta``: this rank gets the weights from rank 0."""
     token = _WITHOUT_WEIGHTS.set(active)
     try:
         yield
@@ -39,7 +39,7 @@ def check_folder(source: str, what: str) -> None:
     """Reject a path that does not exist, before it is looked up on the hub.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the folder does not exist.
     """
     path = Path(source).expanduser()
     if source.startswith(("/", ".", "~")) and not path.is_dir():
@@ -96,10 +96,10 @@ def load_policy(
 def load_tokenizer(
     name: str, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> Any:
-    """The tokenizer of a folder or hub name, which pads on the left.
+    """Load a tokenizer from a folder or the hub; pads on the left.
 
     Raises:
-        ConfigError: it is missing or cannot be read.
+        ConfigError: the tokenizer is missing or cannot be read.
     """
     check_folder(name, "the tokenizer")
     with _name_errors(f"the tokenizer {name!r}"):
@@ -111,17 +111,17 @@ def load_tokenizer(
 
 @contextmanager
 def _name_errors(what: str) -> Iterator[None]:
-    """Context in which any error names what could not be loaded."""
+    """Context that adds the name of the model or tokenizer to any error."""
     try:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # a damaged file raises whatever its reader raises
+    except Exception as error:  # readers of damaged files may raise anything
         raise ConfigError(f"{what} cannot be loaded: {error}") from error
 
 
 def configuration_source(source: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Where the ``config.json`` of a model is, and its revision: for an adapter, the base's."""
+    """Location and revision of a model's ``config.json``; for an adapter, of its base."""
     if find_adapter_config_file(source, revision=revision) is None:
         return source, revision
     from peft import PeftConfig
@@ -133,7 +133,7 @@ def configuration_source(source: str, revision: str | None = None) -> tuple[str,
 def without_loading_report() -> Iterator[None]:
     """Context without transformers' table of weights, for loaders that check them themselves."""
     logger = logging.getLogger("transformers.modeling_utils")
-    # not its level: transformers reads that, and warns of layers that are not sharded
+    # leave the level: transformers reads it, and warns of layers that are not sharded
     logger.addFilter(_is_error)
     try:
         yield
@@ -156,7 +156,7 @@ def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **o
         options: arguments of ``from_pretrained``.
 
     Raises:
-        ConfigError: it cannot be loaded, or lacks weights; naming some of them.
+        ConfigError: the model cannot be loaded, or lacks weights, some of which are named.
     """
     if _WITHOUT_WEIGHTS.get():
         options["device_map"] = "meta"
@@ -198,7 +198,7 @@ def _load_adapter(source: str, options: dict[str, Any]) -> Any:
             "the adapter (peft.PeftModel.from_pretrained(model, folder, is_trainable=True)), and "
             "pass the result as model"
         )
-    options = options | {"revision": None}  # the base has other revisions
+    options = options | {"revision": None}  # revisions belong to the adapter, not the base
     model = load_whole(AutoModelForCausalLM, f"the model {base!r}", base, **options)
     with without_notices():
         return PeftModel.from_pretrained(model, source, is_trainable=True)

@@ -1,7 +1,7 @@
-"""Keeps transformers from reading masks, for which the host would wait in every forward pass.
+"""Keeps transformers from reading masks, which would make the host wait in each forward pass.
 
 transformers looks for packed sequences in position ids, and for padding in an attention mask.  Rows
-here are never packed, and a mask is passed only if there is padding: both answers are known.
+here are never packed, and masks are passed only with padding: both answers are known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _known: ContextVar[bool] = ContextVar("masks_are_known", default=False)
 
 @contextmanager
 def known_masks() -> Iterator[None]:
-    """Context in which rows are not packed, and masks have padding."""
+    """Context that tells transformers that rows are not packed and masks have padding."""
     token = _known.set(True)
     try:
         yield

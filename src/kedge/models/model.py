@@ -1,4 +1,4 @@
-"""Causal language models taken apart into backbone and head."""
+"""Splits causal language models into backbone and head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RATES = ("dropout", "layerdrop", "drop_path")
 
 
 class LanguageModelParts(Protocol):
-    """A language model as backbone and head; nothing is copied."""
+    """A language model split into backbone and head, without copies."""
 
     @property
     def output(self) -> nn.Module:
@@ -35,9 +35,14 @@ class LanguageModelParts(Protocol):
         ...
 
     def pack(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        ids: Tensor,
+        response_mask: Tensor,
+        context_start: Tensor | None = None,
     ) -> JoinedInput:
-        """Rows as the backbone reads them: prompts [b, P] left-padded, responses [b, R] right."""
+        """Pack left-padded prompts [b, P] and right-padded responses [b, R] for the backbone."""
         ...
 
     def read(self, packed: JoinedInput) -> Tensor:
@@ -61,10 +66,16 @@ class CausalParts:
         return Head(weight, bias, self.scale, self.softcap)
 
     def pack(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        ids: Tensor,
+        response_mask: Tensor,
+        context_start: Tensor | None = None,
     ) -> JoinedInput:
         """Prompt and response joined."""
-        return pack(prompt_ids, prompt_mask, ids, response_mask, joined=self.packs_rows)
+        rows = prompt_ids, prompt_mask, ids, response_mask
+        return pack(*rows, context_start, joined=self.packs_rows)
 
     def read(self, packed: JoinedInput) -> Tensor:
         """Last hidden states of the backbone."""
@@ -102,7 +113,7 @@ def causal_parts(model: nn.Module, *, verify: bool = True) -> CausalParts:
     """Backbone and head of a causal language model, by default checked on a few tokens.
 
     Raises:
-        ConfigError: it has no linear head over a causal backbone, or its logits are computed in
+        ConfigError: there is no linear head over a causal backbone, or logits are computed in
             another way than softcap(scale * head(backbone(x))).
     """
     inner: Any = model
@@ -142,7 +153,7 @@ def get_backbone(model: nn.Module) -> nn.Module | None:
 
 @torch.no_grad()
 def _verify(model: nn.Module, parts: CausalParts, name: str) -> None:
-    """Compare with the model's own logits, and early states with those before other tokens."""
+    """Compare logits with the model's own, and test that early states ignore later tokens."""
     head = parts.head()
     if head.weight.is_meta:  # rank 0 has the weights
         return
@@ -169,7 +180,7 @@ def _verify(model: nn.Module, parts: CausalParts, name: str) -> None:
 
 
 def rounds_activations(model: nn.Module) -> bool:
-    """Whether it computes in LLM.int8: which columns it rounds depends on all tokens of a batch."""
+    """Whether the model uses LLM.int8, which rounds columns depending on all tokens of a batch."""
     return bool(getattr(model, "is_loaded_in_8bit", False))
 
 
@@ -213,7 +224,7 @@ def checkpoint_activations(model: Any, options: Mapping[str, Any] | None = None)
     """Recompute activations in the backward instead of keeping them.
 
     Raises:
-        ConfigError: the model cannot.
+        ConfigError: the model does not support it.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not getattr(model, "supports_gradient_checkpointing", False) or not layers:
@@ -245,7 +256,7 @@ def in_float32(model: nn.Module, name: str) -> bool:
 
     Args:
         model: the model.
-        name: of the argument, for the log.
+        name: name of the argument, for the log.
 
     Returns:
         Whether weights were converted.
@@ -271,7 +282,7 @@ def check_trainable(named: Iterable[tuple[str, nn.Parameter]], *, allow_low: boo
     """Refuse weights that train in less than float32.
 
     Raises:
-        ConfigError: such a weight, by name, with the reason.
+        ConfigError: names such a weight, with the reason.
     """
     for name, p in named:
         if p.requires_grad and p.dtype not in {torch.float32, torch.float64} and not allow_low:

@@ -17,22 +17,29 @@ from torch import Tensor, nn
 from kedge.ops.cpu.joined_attention import Group
 from kedge.types import MicroBatch, Rollout, number_prompts
 
-_SHARED = 16  # tokens of prompts that must be saved to share one
+_SHARED = 16  # prompt tokens that sharing must save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedInput:
-    """Joined rows, and how many tokens of each are real."""
+    """Joined rows, and the number of real tokens of each.
+
+    A row whose response begins a new context is read as several rows, the later ones without
+    prompt; ``context`` and ``offset`` say where its tokens stand.
+    """
 
     ids: Tensor  # int64 [b, L], right-padded with 0; or joined, [1, T]
-    lengths: Tensor  # int64 [b]; real tokens
+    lengths: Tensor  # int64 [b]; number of real tokens
     prompt_lengths: Tensor  # int64 [b]
-    source: tuple[Tensor, Tensor] | None = None  # ids, mask [b, S]: input of an encoder
+    source: tuple[Tensor, Tensor] | None = None  # encoder input: ids, mask [b, S]
     host_ids: Tensor | None = None  # ``ids`` before they were moved to a device
-    groups: tuple[Group, ...] | None = None  # how joined rows are divided, see ``run_packed``
-    # Flat indices int64 [b] of first tokens, where rows are joined
+    groups: tuple[Group, ...] | None = None  # segments of joined rows, see ``run_packed``
+    # int64 [b]; flat indices of first tokens in joined rows
     prompt_starts: Tensor | None = None
     response_starts: Tensor | None = None
+    # int64 [b, R] of the batch's rows; the row here that a slot belongs to, and its place in it
+    context: Tensor | None = None
+    offset: Tensor | None = None
 
     def _starts(self) -> tuple[Tensor, Tensor]:
         """Flat indices int64 [b] of the first tokens of prompts and responses."""
@@ -48,21 +55,26 @@ class JoinedInput:
             slots: bool [b, R]; the state before slot t has read the prompt and t response tokens.
         """
         row, t = slots.nonzero(as_tuple=True)
+        if self.context is not None and self.offset is not None:
+            row, t = self.context[row, t], self.offset[row, t]
         return self._before(row, t)
 
     @property
     def ends(self) -> Tensor:
         """Flat indices int64 [b] of the states after the last real token."""
         rows = torch.arange(len(self.lengths), device=self.lengths.device)
-        return self._before(rows, self.lengths - self.prompt_lengths)
+        if self.context is not None:
+            rows = self.context[:, -1]
+        return self._before(rows, (self.lengths - self.prompt_lengths)[rows])
 
     def _before(self, row: Tensor, t: Tensor) -> Tensor:
         """Flat indices of the states after t response tokens; t = 0 is the end of the prompt."""
         prompts, responses = self._starts()
-        return torch.where(t > 0, responses[row] + t, (prompts + self.prompt_lengths)[row]) - 1
+        after = torch.where(t > 0, responses[row] + t, (prompts + self.prompt_lengths)[row])
+        return (after - 1).clamp(min=0)  # before a new context there is nothing
 
     def to(self, device: torch.device) -> JoinedInput:
-        """The inputs of the model on a device; the lengths stay where they are."""
+        """Move the model's inputs to a device; lengths stay on the host."""
         source = self.source and (self.source[0].to(device), self.source[1].to(device))
         return replace(self, ids=self.ids.to(device), source=source, host_ids=self.ids)
 
@@ -94,6 +106,7 @@ def pack(
     prompt_mask: Tensor,
     ids: Tensor,
     response_mask: Tensor,
+    context_start: Tensor | None = None,
     *,
     joined: bool = False,
 ) -> JoinedInput:
@@ -104,8 +117,23 @@ def pack(
         prompt_mask: bool [b, P].
         ids: int64 [b, R], right-padded.
         response_mask: bool [b, R], a prefix of each row.
+        context_start: bool [b, R]; tokens that begin a new context, read without what is before.
         joined: join the rows, too, without padding, and share equal prompts.
     """
+    if context_start is not None and context_start.any():
+        counts = context_start.sum(1) + 1
+        context = context_start.cumsum(1) + (counts.cumsum(0) - counts)[:, None]
+        slots = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        offset = slots - slots.where(context_start, 0).cummax(1).values
+        rows = torch.arange(len(ids), device=ids.device).repeat_interleave(counts)
+        first = torch.cat([rows.new_ones(1), rows.diff()]).bool()
+        at = context[response_mask], offset[response_mask]
+        parts = ids.new_zeros(len(rows), ids.shape[1])
+        parts[at] = ids[response_mask]
+        real = torch.zeros_like(parts, dtype=torch.bool)
+        real[at] = True
+        prompts = prompt_ids[rows], prompt_mask[rows] & first[:, None]
+        return replace(pack(*prompts, parts, real, joined=joined), context=context, offset=offset)
     prompt_lengths = prompt_mask.sum(1)
     mask = torch.cat([prompt_mask, response_mask], dim=1)
     lengths = mask.sum(1)
@@ -122,13 +150,13 @@ def pack(
 def join(
     ids: Tensor, mask: Tensor, prompt_lengths: Tensor, lengths: Tensor, prompts: Sequence[int]
 ) -> JoinedInput:
-    """Join rows of one prompt, if that saves enough, and then these groups.
+    """Join rows that share a prompt, if that saves enough, and then these groups.
 
     Args:
         ids: int64 [b, L].
         mask: bool [b, L]; the real tokens.
         prompt_lengths: int64 [b]; real tokens that are the same in all rows of a prompt.
-        lengths: int64 [b]; real tokens.
+        lengths: int64 [b]; number of real tokens.
         prompts: number of each row's prompt.
     """
     members: dict[int, list[int]] = {}
@@ -161,7 +189,7 @@ def join(
 
 
 def place(flat: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
-    """A tensor of ``shape`` with the values [n] at the flat indices [n]; 0 elsewhere."""
+    """Scatter values [n] to the flat indices [n] of a tensor of ``shape``; 0 elsewhere."""
     return flat.new_zeros(shape.numel()).index_copy(0, index, flat).view(shape)
 
 
@@ -192,13 +220,13 @@ def by_length(lengths: Sequence[int], *, tokens: int, max_padding: int) -> list[
 def group_rows(
     rollout: Rollout, rows: int, max_padding: int, *, by_prompt: bool = False
 ) -> list[list[int]]:
-    """The rows of each forward pass, of at most ``rows`` rows of the longest one's length.
+    """Group the rows of a rollout into forward passes.
 
     Args:
         rollout: all rows.
-        rows: of the longest one's length.
+        rows: maximum rows of a pass, if all had the longest one's length.
         max_padding: see ``by_length``.
-        by_prompt: keep rows of one prompt together; for rows that are joined.
+        by_prompt: keep rows of one prompt together, for joined rows.
     """
     lengths = (rollout.prompts.mask.sum(1) + rollout.response_mask.sum(1)).tolist()
     tokens = rows * max(lengths)

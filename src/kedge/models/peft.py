@@ -13,7 +13,7 @@ from torch import nn
 
 from kedge.errors import ConfigError, install_command
 
-# Names of the adapters that share the policy's base (models/shared_base.py).
+# Names of adapters on the policy's base (models/shared_base.py).
 VALUE_ADAPTER, REWARD_ADAPTER = "kedge_value", "kedge_reward"
 REFERENCE_ADAPTER = "kedge_reference"
 _SHARING = (VALUE_ADAPTER, REWARD_ADAPTER, REFERENCE_ADAPTER)
@@ -62,10 +62,10 @@ class AdapterSwitch:
 
 
 def _selected(layer: Any, name: str | None) -> tuple[Any, bool]:
-    """The active adapters of a layer, and whether it is the base's alone."""
+    """The active adapters of a layer, and whether only the base is active."""
     if name is None:
         return layer._active_adapter, True
-    known = getattr(layer, "_adapters", None)  # of modules_to_save, which need not have it
+    known = getattr(layer, "_adapters", None)  # modules_to_save may lack it
     return ([name] if known is None or name in known else []), False
 
 
@@ -94,14 +94,14 @@ def _add_adapter(model: Any, peft_config: Any, name: str) -> Any:
     from peft import get_peft_model, prepare_model_for_kbit_training
 
     if is_quantized(model):
-        for module in model.modules():  # bitsandbytes' kernel for inference has no gradient
+        for module in model.modules():  # bitsandbytes' inference kernel has no gradient
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     try:
         with without_notices():
             return get_peft_model(model, peft_config, adapter_name=name)
-    except ValueError as error:  # no layer has the name of a target
+    except ValueError as error:  # no layer has a target's name
         raise ConfigError(f"peft_config does not fit the policy: {error}") from error
 
 
@@ -161,7 +161,7 @@ def without_notices() -> Iterator[None]:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether the weights are held in 4 or 8 bits."""
+    """Whether the weights have 4 or 8 bits."""
     return bool(
         getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
     )

@@ -41,7 +41,7 @@ _SAVED_SCORE = "base_model.model.score.weight"
 
 
 class AdapterValue(nn.Module):
-    """A value model that is an adapter on the policy's base, and a head.
+    """A value model: an adapter on the policy's base, and a head.
 
     Args:
         policy: a PEFT model that holds the adapter ``VALUE_ADAPTER``.
@@ -53,7 +53,7 @@ class AdapterValue(nn.Module):
         super().__init__()
         self.head, self.shift = head, shift
         self.switch = AdapterSwitch(policy)
-        self._policy = (policy,)  # in a tuple: it is registered as the policy
+        self._policy = (policy,)  # a tuple hides it: the policy is registered elsewhere
         self._backbone = (causal_parts(policy, verify=False).backbone,)
 
     @property
@@ -70,7 +70,7 @@ class AdapterValue(nn.Module):
         """Float32 [n]: the value of each of the flat ``states`` of packed rows."""
         with self.switch.active(VALUE_ADAPTER):
             hidden = read_backbone(self._backbone[0], packed).flatten(0, 1).index_select(0, states)
-        return self.head(hidden).sum(1) + self.shift  # one column
+        return self.head(hidden).sum(1) + self.shift  # a single column
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
         """Write the adapter with its head, as PEFT saves one of a sequence classifier.
@@ -98,7 +98,7 @@ def checkpointing_options(
     """Options of activation checkpointing; a value adapter is recomputed with its own weights.
 
     Raises:
-        ConfigError: ``use_reentrant`` is set, which cannot do so.
+        ConfigError: ``use_reentrant`` is set, which does not support it.
     """
     if not isinstance(value, AdapterValue):
         return options
@@ -160,7 +160,7 @@ def copy_adapter(policy: Any) -> str | None:
     more = (getattr(config, name, None) for name in ("layer_replication", "target_parameters"))
     if kind != "LORA" or config.bias != "none" or any(more):
         return None
-    config.init_lora_weights = True  # other ways of initialization change the base
+    config.init_lora_weights = True  # other initializations change the base
     with _keep_flags(policy), without_notices():
         policy.add_adapter(REFERENCE_ADAPTER, config)
     copies = adapter_parameters(policy, REFERENCE_ADAPTER)
@@ -173,7 +173,7 @@ def copy_adapter(policy: Any) -> str | None:
 
 
 class AdapterRewardModel(nn.Module):
-    """A reward model that is an adapter on the policy's base, and a score head.
+    """A reward model: an adapter on the policy's base, and a score head.
 
     It has the attributes of a transformers sequence classifier that ``RewardModel`` reads.
 
@@ -201,7 +201,7 @@ class AdapterRewardModel(nn.Module):
         self.name_or_path = source
 
     def get_input_embeddings(self) -> nn.Module:
-        """The policy's."""
+        """The policy's input embeddings."""
         return self.backbone.policy.get_input_embeddings()
 
 
@@ -211,7 +211,7 @@ class _AdapterBackbone(nn.Module):
     def __init__(self, policy: Any) -> None:
         super().__init__()
         self.policy: Any
-        self.__dict__["policy"] = policy  # not registered: it is the learner's
+        self.__dict__["policy"] = policy  # bypasses registration: the learner owns it
         self._switch = AdapterSwitch(policy)
         self._backbone = (causal_parts(policy, verify=False).backbone,)
 
@@ -241,7 +241,7 @@ def load_adapter(policy: Any, source: str | Path, name: str) -> Tensor:
         float32 [labels, H], the score head.
 
     Raises:
-        ConfigError: it cannot be read, has no score head, or has layers that the policy lacks.
+        ConfigError: the adapter cannot be read, has no score head, or has layers the policy lacks.
     """
     from peft import PeftConfig
     from peft.utils.save_and_load import load_peft_weights
@@ -253,7 +253,7 @@ def load_adapter(policy: Any, source: str | Path, name: str) -> Tensor:
         config = PeftConfig.from_pretrained(source)
         with _keep_flags(policy), without_notices():
             result = policy.load_adapter(source, name, torch_device=str(device))
-    except Exception as error:  # a damaged file raises whatever its reader raises
+    except Exception as error:  # readers of damaged files may raise anything
         raise ConfigError(f"the adapter {source!r} cannot be loaded: {error}") from error
     heads = [x for key, x in weights.items() if key.endswith(_SCORE)]
     if len(heads) != 1:

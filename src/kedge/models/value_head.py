@@ -36,7 +36,7 @@ class ScalarHead(nn.Module):
     Args:
         size: H.
         init: "zero", or "normal" with standard deviation 1/sqrt(H + 1) (arXiv:2403.17031).
-        bias: whether it has one, 0 at first.
+        bias: whether the head has a bias, initially 0.
     """
 
     def __init__(self, size: int, *, init: Literal["zero", "normal"] = "zero", bias: bool = True):
@@ -61,20 +61,20 @@ class ScalarHead(nn.Module):
 
 
 class ScalarModel(nn.Module):
-    """A backbone and a head that gives one number per state.
+    """A backbone with a head that returns one number per state.
 
     A value model from a reward model with shifted scores (``kedge reward``) has the same shift.
 
     Args:
-        model: the whole model, which is saved.
+        model: the whole model, as it is saved.
         backbone: the part below the head.
-        head: its head, [..., H] -> [..., 1].
+        head: the head, [..., H] -> [..., 1].
     """
 
     def __init__(self, model: nn.Module, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._backbone, self._head = [backbone], [head]  # lists: their weights are model's
+        self._backbone, self._head = [backbone], [head]  # lists: these belong to the model
         self.shift = float(getattr(getattr(model, "config", None), SHIFT, 0.0))
 
     @property
@@ -95,7 +95,7 @@ class ScalarModel(nn.Module):
     def forward(self, packed: JoinedInput, states: Tensor) -> Tensor:
         """Float32 [n]: the value of each of the flat ``states`` of packed rows."""
         hidden = read_backbone(self.backbone, packed).flatten(0, 1).index_select(0, states)
-        return in_full(self.head, hidden).float().sum(1) + self.shift  # one column
+        return in_full(self.head, hidden).float().sum(1) + self.shift  # a single column
 
     def save(self, folder: str | Path, state: dict[str, Tensor] | None = None) -> None:
         """Write a transformers folder; ``state`` has the full tensors of a sharded model."""
@@ -104,10 +104,10 @@ class ScalarModel(nn.Module):
 
 
 def scalar_model(model: nn.Module) -> ScalarModel:
-    """One number per token from a causal sequence-classification model with one label.
+    """Turn a causal sequence-classification model with one label into a value model.
 
     Raises:
-        ConfigError: it lacks a backbone or a head for single states, has several labels, or is
+        ConfigError: the model has no backbone or head for single states, several labels, or is
             not causal.
     """
     name = type(model).__name__
@@ -129,7 +129,7 @@ def scalar_model(model: nn.Module) -> ScalarModel:
 @torch.no_grad()
 def _verify(value: ScalarModel, name: str) -> None:
     device = next(value.parameters()).device
-    if device.type == "meta":  # rank 0 has the weights
+    if device.type == "meta":  # rank 0 holds the weights
         return
     ids = torch.arange(8, device=device)[None]
     with eval_mode(value):
@@ -153,7 +153,7 @@ def load_value(
     """A value model from a sequence-classification model, its hub name, or its folder.
 
     Raises:
-        ConfigError: it cannot be loaded.
+        ConfigError: the model cannot be loaded.
     """
     if isinstance(source, nn.Module):
         return scalar_model(source)
@@ -201,7 +201,7 @@ def load_value_head(folder: str, parts: CausalParts) -> ScalarHead:
     """Load the value head that ``ScalarHead.save`` wrote, onto the policy's backbone.
 
     Raises:
-        ConfigError: it belongs to a model of another size.
+        ConfigError: the head belongs to a model of another size.
     """
     head, file = build_value_head(parts), Path(folder) / HEAD_FILE
     try:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-_EPSILON = ("variance_epsilon", "eps")  # its names
+_EPSILON = ("variance_epsilon", "eps")  # attribute names of epsilon
 _standard: dict[type[nn.Module], bool] = {}
 
 
@@ -47,7 +47,7 @@ def _agrees(layer: nn.Module, weight: Tensor) -> bool:
     x = torch.linspace(-2, 3, 2 * len(weight), device=weight.device).view(2, -1)
     try:
         usual = type(layer).forward(layer, x)
-    except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes other arguments
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # for example other arguments
         return False
     fused = functional.rms_norm(x, weight.shape, weight.float(), _epsilon(layer))
     return usual.shape == fused.shape and torch.allclose(usual.float(), fused, rtol=1e-3, atol=1e-3)
@@ -61,7 +61,7 @@ def _epsilon(layer: nn.Module) -> float | None:
 def fused_forward(layer: nn.Module) -> Callable[..., Tensor]:
     """The forward of an RMS norm as one kernel, for float32 states and weights.
 
-    Other types are left to the layer, which rounds in between.
+    Other dtypes use the layer itself, which rounds in between.
     """
     epsilon, usual = _epsilon(layer), type(layer).forward
 

@@ -13,10 +13,10 @@ OTHER = ("position_bias", "softcap", "s_aux", "cache")  # options that change th
 
 
 def grouped_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function of transformers that is faster while sampling on a GPU.
+    """An attention function for transformers that is faster while sampling on a GPU.
 
     Behind a mask, transformers up to 5.19 repeats keys and values for every query head of a group,
-    for every token: most of the time of a decode step.  5.23 does as this function does.
+    for every token: most of the time of a decode step.  5.23 works like this function.
     """
 
     @wraps(attention)

@@ -19,9 +19,9 @@ from torch import Tensor
 from kedge.ops.cpu.matmul import add_outer, add_product, float32_product
 
 _LN_2 = math.log(2)
-NEVER = -1e30  # logit of a token that cannot be sampled; finite, to avoid inf - inf
+NEVER = -1e30  # logit of a banned token; finite, to avoid inf - inf
 MIN_COLUMNS = 256
-_CPU_TILE = 1 << 20  # elements; 4 MB of float32 fits in the cache
+_CPU_TILE = 1 << 20  # elements; 4 MB of float32 fits in cache
 _GPU_TILE = 1 << 26
 _KEPT = 1 << 25  # elements kept for the backward pass; 128 MB of float32
 # Two per block: the kept part of its tile, and the running maximum subtracted from the tile.
@@ -64,18 +64,18 @@ class TokenConstraints:
         return TokenConstraints(temperature=self.temperature, banned=banned, allowed_tokens=allowed)
 
     def to(self, device: torch.device) -> TokenConstraints:
-        """The same on a device."""
+        """Move the constraints to a device."""
         banned = None if self.banned is None else (self.banned[0].to(device), self.banned[1])
         allowed = None if self.allowed_tokens is None else self.allowed_tokens.to(device)
         return TokenConstraints(temperature=self.temperature, banned=banned, allowed_tokens=allowed)
 
 
 class LogitTiles:
-    """Logits of one head for some rows, a tile of all rows by a block of the vocabulary at a time.
+    """Logits of one head, computed in tiles: all rows by a block of the vocabulary.
 
-    Where hidden states are float32 or wider, they are scaled instead of the logits, and logits are
+    If hidden states are float32 or wider, they are scaled instead of the logits, and logits are
     in bits: a softmax is then a power of two, which torch computes faster than one of e on AMD
-    processors.  Elsewhere logits are in nats.
+    processors.  Otherwise logits are in nats.
 
     Args:
         hidden: float [N, H].
@@ -90,18 +90,18 @@ class LogitTiles:
         self.hidden, self.head, self.constraints = hidden, head, constraints
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
         self._in_bits = hidden.dtype == self.exact and head.softcap is None
-        self.nats = _LN_2 if self._in_bits else 1.0  # in a unit of the logits
-        self._scale = head.scale / constraints.temperature / self.nats  # of products
+        self.nats = _LN_2 if self._in_bits else 1.0  # nats per unit of the logits
+        self._scale = head.scale / constraints.temperature / self.nats  # factor of the raw products
         self._width = min(head.weight.shape[0], max(MIN_COLUMNS, tile // max(len(hidden), 1)))
         self._buffers: dict[int, Tensor] = {}
 
     @cached_property
     def _rows(self) -> Tensor:
-        """The left side of the product."""
+        """Hidden states as the left operand of the product."""
         return self.hidden * self._scale if self._in_bits else self.hidden
 
     def power(self, z: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Powers of e: of the logits, or differences of logits, ``z``."""
+        """Exponentials of the logits, or logit differences, ``z``."""
         return torch.exp2(z, out=out) if self._in_bits else torch.exp(z, out=out)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
@@ -110,7 +110,7 @@ class LogitTiles:
         return ((low, min(size, low + self._width)) for low in range(0, size, self._width))
 
     def room(self, columns: int, *, buffer: int | None) -> Tensor:
-        """Uninitialized float32+ [N, columns]: a buffer, until its next use; None: new memory."""
+        """An uninitialized float32+ [N, columns]: a buffer until its next use; None: new memory."""
         size = len(self.hidden) * columns
         if buffer is None:
             memory = self.hidden.new_empty(size, dtype=self.exact)
@@ -158,7 +158,7 @@ class LogitTiles:
 
     @staticmethod
     def columns(ids: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Columns within the block of ``ids`` int64 [N, K], and whether they fall into it."""
+        """Columns of ``ids`` int64 [N, K] within the block, and whether they fall into it."""
         return (ids - low).clamp(0, high - low - 1), (ids >= low) & (ids < high)
 
 
@@ -214,7 +214,7 @@ def _scan(
         chosen = torch.where(inside, z.gather(1, column), chosen)
         before = online.top
         z = online.shift(z)
-        online.weighted.add_((before - online.top) * online.sum)  # z is relative to top
+        online.weighted.add_((before - online.top) * online.sum)  # z was relative to this maximum
         room = tiles.room(high - low, buffer=None if keep and not keep_logits else 1)
         e = tiles.power(z, out=room)
         if kept is not None:
@@ -254,7 +254,7 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropy, *kept = ctx.saved_tensors
         head, constraints, tile, entropy_grad, low = ctx.spec
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        allocate = torch.empty_like if len(hidden) else torch.zeros_like  # first rows overwrite
+        allocate = torch.empty_like if len(hidden) else torch.zeros_like  # the first rows overwrite
         grads = _Grads(
             torch.zeros_like(hidden, dtype=lse.dtype) if need_hidden else None,
             allocate(weight) if need_weight else None,
@@ -288,9 +288,9 @@ class _Grads(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Saved by the forward pass for n rows, with the kept tiles of the remaining blocks."""
+    """Values saved by the forward pass for n rows, and the kept tiles of the remaining blocks."""
 
-    targets: Tensor  # int64 [n]
+    targets: Tensor  # int64 [n]; token ids
     lse: Tensor  # [n], in the tiles' unit
     entropy: Tensor  # [n], nats
     kept: Iterator[Tensor | None]
@@ -338,7 +338,7 @@ def _grad_of_logits(
     of_logprob: Tensor,
     of_entropy: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient without the part of the targets, in a buffer, and the slope of the softcap."""
+    """The gradient without the targets' part, in a buffer, and the softcap's slope."""
     lse, slope = saved.lse[:, None], None
     kept, top = next(saved.kept, None), next(saved.kept, None)
     width = block[1] - block[0]
@@ -353,7 +353,7 @@ def _grad_of_logits(
     if of_entropy is None:
         return tiles.power(z, out=z).mul_(-of_logprob), slope
     p = tiles.power(z, out=tiles.room(width, buffer=1))
-    # -(log p + entropy) of_entropy - of_logprob, where log p is z in nats
+    # -(log p + entropy) of_entropy - of_logprob; z is log p in nats
     at_zero = -saved.entropy[:, None] * of_entropy - of_logprob
     return p.mul_(torch.addcmul(at_zero, z, -of_entropy * tiles.nats, out=z)), slope
 
@@ -363,10 +363,10 @@ def _tile(hidden: Tensor, tile: int | None) -> int:
 
 
 def _compute_dtype(hidden: Tensor) -> Tensor:
-    """Hidden states in the dtype of the product with the head."""
+    """Convert hidden states to the dtype of the product with the head."""
     kind = hidden.device.type
     if kind == "cpu" or not torch.is_autocast_enabled(kind):
-        return hidden  # float32 sums of bfloat16 products are as slow as float32 products on a CPU
+        return hidden  # on CPUs, float32 sums of bfloat16 products are as slow as float32
     return hidden.to(torch.get_autocast_dtype(kind))
 
 
@@ -429,9 +429,9 @@ def linear_kl(
         KL = sum_j p_j (z_j - z'_j) - log sum_j e^{z_j} + log sum_j e^{z'_j}
 
     Args:
-        hidden: float [N, H], of the policy.
+        hidden: float [N, H]; states of the policy.
         head: head of the policy, weight float [V, H].
-        ref_hidden: float [N, H'], of the reference.
+        ref_hidden: float [N, H']; states of the reference.
         ref_head: head of the reference, weight float [V, H'].
         constraints: temperature and tokens that each row can sample, the same for both.
         tile: elements of logits in memory at a time.

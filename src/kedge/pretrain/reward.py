@@ -5,7 +5,7 @@ Huang et al. 2024 (arXiv:2403.17031), details on reward models; Stiennon et al. 
 1 / sqrt(hidden + 1), and after training the score is shifted so that demonstration answers score 0
 on average.
 
-The trained model is checked on pairs that training did not see, and on answers without an end: a
+The trained model is checked on held-out pairs, and on answers without an end, since a
 policy finds what its reward model does not see.  Accuracy over all pairs hides a kind of mistake
 that the model cannot tell from a right answer, and preferences hold finished answers alone, so the
 score of an unfinished one is an extrapolation, often upwards.
@@ -29,10 +29,10 @@ from kedge.pretrain.supervised import train_with_kernels
 from kedge.rewards.heads import SHIFT, save_adapter_shift
 from kedge.rewards.model import RewardModel
 
-KIND = "kind"  # column of the pairs
+KIND = "kind"  # column of the kind of a pair
 FILE = "held_out.json"
-FEWEST = 20  # pairs of a kind to judge it by
-OFTEN = 0.1  # share of unfinished answers above the finished one
+FEWEST = 20  # pairs needed to judge a kind
+OFTEN = 0.1  # share of unfinished answers that beat the finished one
 
 
 def init_head(model: nn.Module, *, seed: int = 0) -> None:
@@ -127,7 +127,7 @@ def train_reward(
 
 
 def _score_last_tokens(trainer: Any) -> None:
-    """Score the last token of each row also where it is the padding token, such as EOS.
+    """Score the last token of each row even if it is the padding token, such as EOS.
 
     transformers scores the last token that is not padding.  For such a batch the padding, in the
     rows and in the configuration, is another token while the loss is computed.
@@ -199,13 +199,13 @@ def check_reward_model(model: Any, rows: Any) -> dict[str, Any]:
 
 
 def _cut(answer: Sequence[int], other: Sequence[int]) -> list[int]:
-    """The first half of what differs from the other answer, without the end."""
+    """The first half of the part that differs from the other answer, without the end."""
     same = next((i for i, (a, b) in enumerate(zip(answer, other, strict=False)) if a != b), 0)
     return list(answer[: max(1, min(same + (len(answer) - same + 1) // 2, len(answer) - 1))])
 
 
 def _accuracy(right: list[bool]) -> dict[str, float]:
-    """Share of pairs in order, and the lower end of its 95% interval (Wilson)."""
+    """Share of correctly ordered pairs, and the lower end of its 95% interval (Wilson)."""
     n, z = len(right), 1.96
     share = sum(right) / n
     spread = z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
@@ -217,7 +217,7 @@ def _accuracy(right: list[bool]) -> dict[str, float]:
 
 
 def describe(check: dict[str, Any]) -> list[str]:
-    """The check in lines of text, with what to do about it."""
+    """Format the check as lines of text, with advice."""
     share, lowest = check["unfinished_higher"], math.floor(check["lowest_score"])
     lines = [f"on {check['pairs']} held-out pairs, {check['accuracy']:.1%} are in the right order"]
     for kind, one in check["kinds"].items():

@@ -73,10 +73,10 @@ def train_supervised(
 
 
 def train_with_kernels(trainer: Any) -> None:
-    """Call ``trainer.train`` with Kedge's faster kernels where the model runs as it is.
+    """Call ``trainer.train`` with Kedge's faster kernels, if the model runs unwrapped.
 
     Args:
-        trainer: a ``transformers.Trainer``; resumes as ``args.resume_from_checkpoint`` says.
+        trainer: a ``transformers.Trainer``; resumes from ``args.resume_from_checkpoint``.
     """
     args = trainer.args
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
@@ -105,7 +105,7 @@ class _WeightsChanged(TrainerCallback):
 def tokenize_chats(
     train: Any, test: Any, tokenizer: Any, config: Any, *, ends: Sequence[int]
 ) -> tuple[Any, Any, Any]:
-    """Training rows, evaluation rows and configuration, with tokens and labels of chats.
+    """Tokenize and label chats; returns training rows, evaluation rows and configuration.
 
     For ``assistant_only_loss`` and a template without generation marks.  The tokens of an assistant
     message are what the template adds to the conversation before it with a generation prompt, up to
@@ -114,8 +114,8 @@ def tokenize_chats(
 
     Args:
         train: a ``datasets.Dataset``.
-        test: the same, or None.
-        tokenizer: with a chat template.
+        test: evaluation rows, or None.
+        tokenizer: a tokenizer with a chat template.
         config: ``trl.SFTConfig``.
         ends: tokens that end a response.
 
@@ -127,7 +127,7 @@ def tokenize_chats(
     if path.suffix in (".jinja", ".j2") and path.is_file():
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     elif config.chat_template_path:
-        return train, test, config  # a template of another model, whose tokens TRL adds
+        return train, test, config  # other models' templates: TRL adds their tokens
     columns = set(train.column_names)
     if "messages" not in columns or columns & {"input_ids", "image", "images"}:
         return train, test, config
@@ -148,7 +148,7 @@ def tokenize_chats(
         return train, test, config
     marked = [rows and _label_chats(rows, tokenizer, config, ends) for rows in (train, test)]
     config = copy.copy(config)
-    config.assistant_only_loss = False  # the labels are there
+    config.assistant_only_loss = False  # the dataset has its labels
     return marked[0], marked[1], config
 
 
@@ -171,7 +171,7 @@ def _label_chats(rows: Any, tokenizer: Any, config: Any, ends: Sequence[int]) ->
 
 
 def _has_marks(tokenizer: Any) -> bool:
-    """Whether the template marks what the assistant writes, or TRL has a form of it that does."""
+    """Whether the template, or TRL's version of it, marks the assistant's text."""
     from trl.chat_template_utils import get_training_chat_template
 
     template = tokenizer.chat_template
@@ -180,7 +180,7 @@ def _has_marks(tokenizer: Any) -> bool:
         return True
     try:
         get_training_chat_template(tokenizer)
-    except Exception:  # templates raise any type, TRL a ValueError
+    except Exception:  # templates may raise anything, TRL a ValueError
         return False
     return True
 
@@ -206,7 +206,7 @@ def _label_assistant(
             tail = tokenizer.apply_chat_template(messages[: i + 1], **options)
             cause = "renders it differently once other messages follow"
             preserved = text.startswith(head) and text.startswith(tail) and len(tail) > len(head)
-        except Exception as error:  # templates raise any type
+        except Exception as error:  # templates may raise anything
             preserved, cause = False, f"cannot render the messages before it alone: {error}"
         if not preserved:
             raise DataError(
@@ -230,7 +230,7 @@ def _label_assistant(
 
 
 def _without_none(value: Any) -> Any:
-    """Without the keys that only other rows of the table have."""
+    """Drop keys that only other rows of the table have."""
     if isinstance(value, list):
         return [_without_none(one) for one in value]
     if isinstance(value, Mapping):

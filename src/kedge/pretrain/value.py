@@ -1,4 +1,4 @@
-"""Trains a value model on recorded rollouts, and measures what it knows before PPO relies on it."""
+"""Trains a value model on recorded rollouts, and evaluates it before PPO relies on it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from kedge.reporting.log import read_objects
 from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, number_prompts
 
 _COMPLETIONS, _SCORES = ("completion", "response", "output"), ("score", "reward")
-BINS = 10  # of positions and of predictions
-ROWS = 16  # of one pass
+BINS = 10  # bins of positions and of predictions
+ROWS = 16  # rows per forward pass
 
 
 def read_episodes(sources: Sequence[str], tokenizer: Any, *, gamma: float = 1.0) -> Sample:
@@ -39,11 +39,11 @@ def read_episodes(sources: Sequence[str], tokenizer: Any, *, gamma: float = 1.0)
         sources: folders written with ``save_rollouts``, or .jsonl files of any library, whose rows
             have ``prompt``, one of ``completion``, ``response``, ``output`` (the texts
             concatenated are the full one), and ``score`` or ``reward``.
-        tokenizer: of the value model, for texts.
+        tokenizer: the value model's tokenizer, for texts.
         gamma: discount per token.
 
     Raises:
-        DataError: a source that has neither.
+        DataError: a source has neither recorded rollouts nor such rows.
     """
     samples: list[Sample] = []
     for source in sources:
@@ -112,23 +112,23 @@ def _read_rows(file: str, tokenizer: Any) -> tuple[Rollout, RewardOutput]:
 
 
 def _pad(rows: Sequence[Sequence[int]], side: Literal["left", "right"]) -> tuple[Tensor, Tensor]:
-    """Token ids padded with 0, and where they are, [B, L]."""
+    """Pad token ids with 0; returns ids and mask, [B, L]."""
     pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side=side)
     ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
     return pad(ids), pad([torch.ones_like(row, dtype=torch.bool) for row in ids])
 
 
 def split(episodes: Sample, held_out: float, seed: int) -> tuple[list[int], list[int]]:
-    """Numbers of the responses to train on and to measure with; they share no prompt.
+    """Split response numbers into training and evaluation, without common prompts.
 
     Raises:
-        DataError: there is one prompt only.
+        DataError: there is only one prompt.
     """
     prompts = episodes.rollout.prompts
     number = number_prompts(prompts.ids, prompts.mask)
     known = number.unique()
     if len(known) < 2:
-        raise DataError(f"{len(number)} responses to {len(known)} prompt: some must be held out")
+        raise DataError(f"{len(known)} prompt cannot be split; add prompts to hold out")
     generator = torch.Generator().manual_seed(seed_for(seed, "held out", 0))
     order = known[torch.randperm(len(known), generator=generator)]
     kept_out = torch.isin(number, order[: max(1, round(held_out * len(order)))])
@@ -195,10 +195,10 @@ def fit_value(
 
 @torch.no_grad()
 def check_value(model: ScalarModel, episodes: Sample, index: Sequence[int]) -> dict[str, Any]:
-    """What the value model knows of held-out responses.
+    """Evaluate the value model on held-out responses.
 
     Explained variance is 1 - mean (G - V)^2 / Var(G) over the policy's tokens: 0 for the mean of
-    the returns, below 0 for less than that.  "length" predicts the mean return of responses of
+    the returns, negative if worse.  "length" predicts the mean return of responses of
     about that length, which no critic knows in advance.
 
     Returns:

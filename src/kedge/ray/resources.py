@@ -152,15 +152,15 @@ class ActorPool:
             for slot in resources.slots
         ]
         self.workers = start_all(makers, undo=resources.release)
-        self._threads = ThreadPoolExecutor(len(self.workers), thread_name_prefix=role)
+        self.threads = ThreadPoolExecutor(len(self.workers), thread_name_prefix=role)
 
     def submit(self, index: int, method: str, *args: Any) -> Future[Any]:
         """Call a method of one worker's object in the background."""
-        return self._threads.submit(self.workers[index].call, method, *args)
+        return self.threads.submit(self.workers[index].call, method, *args)
 
     def close(self) -> None:
         """Kill the workers and release their resources."""
         for worker in self.workers:
             worker.close()
-        self._threads.shutdown(wait=True)
+        self.threads.shutdown(wait=True)
         self._release()

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging.handlers
 import pickle
+import queue
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from kedge.errors import ConfigError, RewardError, RolloutError
+from kedge.ray.actor import Actor
 from kedge.ray.placement import plan_bundles
 from kedge.ray.resources import ActorPool, RayCluster, SharedArgument
-from kedge.rewards import RewardLog, reward_source
-from kedge.types import Metrics, RewardOutput, Rollout
+from kedge.rewards import reward_source
+from kedge.rewards.mixture import SlowCalls
+from kedge.types import RewardOutput, Rollout
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +39,14 @@ class RewardActor:
     """A reward source inside an actor."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._log, self._state = RewardLog(), None
+        self._state, self._notes = None, logging.handlers.BufferingHandler(capacity=100)
+        logging.getLogger("kedge").addHandler(self._notes)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._source = reward_source(
             recipe.reward_model,
             recipe.reward_funcs,
             models={**recipe.models, "device": device},
-            functions={**recipe.functions, "log": self._log, "trainer_state": lambda: self._state},
+            functions={**recipe.functions, "trainer_state": lambda: self._state},
             **recipe.mixture,
         )
 
@@ -48,29 +55,33 @@ class RewardActor:
         columns: frozenset[str] | None = getattr(self._source, "columns", None)
         return columns
 
-    def score(self, rollout: Rollout, state: Any) -> RewardOutput:
-        """The reward output, with metrics and columns that functions logged."""
+    def score(self, rollout: Rollout, state: Any) -> tuple[RewardOutput, list[str]]:
+        """The reward output, and warnings."""
         self._state = state
         output = self._source.score(rollout)
-        metrics, extras = self._log.drain()
-        return replace(output, metrics=metrics.totals, columns=extras)
+        notes = [record.getMessage() for record in self._notes.buffer]
+        self._notes.flush()
+        return output, notes
 
 
 class RayRewards:
     """A reward source that scores in actors.
 
     Each worker scores a share of the batch; responses to one prompt stay together.  A worker that
-    dies or hangs is restarted and repeats its share.
+    dies or hangs is restarted and repeats its share.  Several batches, such as groups that are
+    completed one by one, are scored at the same time.
 
-    ``log`` receives metrics and columns that functions log; ``trainer_state`` returns the value to
-    pass to functions.
+    ``trainer_state`` returns the value to pass to functions.
     """
 
-    def __init__(
-        self, pool: ActorPool, *, log: RewardLog, trainer_state: Callable[[], object]
-    ) -> None:
-        self._pool, self._log, self._state = pool, log, trainer_state
+    def __init__(self, pool: ActorPool, *, trainer_state: Callable[[], object]) -> None:
+        self._pool, self._state = pool, trainer_state
         self.workers = pool.workers
+        self.parallel = len(self.workers)
+        self._slow = SlowCalls()
+        self._free: queue.SimpleQueue[Actor] = queue.SimpleQueue()
+        for worker in self.workers:
+            self._free.put(worker)
         self.columns: frozenset[str] | None = self.workers[0].call("columns")
 
     def score(self, rollout: Rollout) -> RewardOutput:
@@ -82,19 +93,26 @@ class RayRewards:
         shares = between_groups(rollout.prompts.group, len(self.workers))
         state = self._state()
         running = [
-            self._pool.submit(i, "score", rows_of(rollout, rows), state)
-            for i, rows in enumerate(shares)
+            self._pool.threads.submit(self._score, rows_of(rollout, rows), state) for rows in shares
         ]
         wait(running)
         try:
             outputs = [future.result() for future in running]
         except RolloutError as error:
             raise RewardError(str(error)) from error
-        reward_output = RewardOutput.cat(outputs).to(rollout.ids.device)
-        self._log.merge(Metrics(reward_output.metrics))
-        for column, values in reward_output.columns.items():
-            self._log.extra(column, values)
-        return reward_output
+        return RewardOutput.cat(outputs).to(rollout.ids.device)
+
+    def _score(self, rollout: Rollout, state: Any) -> RewardOutput:
+        """The output of a worker that is free."""
+        worker = self._free.get()
+        try:
+            with self._slow.report(worker.name, len(rollout)):
+                output, notes = worker.call("score", rollout, state)
+        finally:
+            self._free.put(worker)
+        for note in notes:
+            logger.warning("%s: %s", worker.name, note)
+        return cast(RewardOutput, output)
 
     def close(self) -> None:
         """Kill the workers and release their resources."""
@@ -107,7 +125,6 @@ def ray_rewards(
     *,
     workers: int,
     gpus: float,
-    log: RewardLog,
     trainer_state: Callable[[], object],
 ) -> RayRewards:
     """Build the reward workers, on resources of the launch or newly allocated ones.
@@ -117,7 +134,6 @@ def ray_rewards(
         cluster: where the workers run.
         workers: number of actors.
         gpus: of each worker.
-        log: receives metrics and columns that functions log.
         trainer_state: returns the ``trainer_state`` to pass to functions.
 
     Raises:
@@ -139,7 +155,7 @@ def ray_rewards(
         cluster.limits,
         lambda handle: handle.build.remote(RewardActor, shared_recipe.reference()),
     )
-    return RayRewards(pool, log=log, trainer_state=trainer_state)
+    return RayRewards(pool, trainer_state=trainer_state)
 
 
 def between_groups(group: Tensor, parts: int) -> list[slice]:

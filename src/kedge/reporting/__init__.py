@@ -1,1 +1,1 @@
-"""What a run says: trackers, tables, pushes, the report page, the doctor."""
+"""Output of a run: trackers, tables, pushes, the report page, the doctor."""

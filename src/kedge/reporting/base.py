@@ -1,4 +1,4 @@
-"""Trackers without dependencies: to files, to several trackers at once."""
+"""Trackers without dependencies: one for files, one that forwards to several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from kedge.errors import CheckpointError, ConfigError, way_out
 
-if TYPE_CHECKING:  # imports torch, which `kedge report` can wait for
+if TYPE_CHECKING:  # these import torch, which `kedge report` does not need
     from kedge.protocols import Tracker
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class JsonlTracker:
             if not lines and not tables.suffix:
                 tables.rename(_unused_name(tables))
         write_whole(self.file, "".join(lines))
-        self._unwritten: list[str] = []  # rows that could not be written so far
+        self._unwritten: list[str] = []  # rows that failed to be written so far
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Append one row; it is in the file when this returns.
@@ -107,7 +107,7 @@ def _unused_name(file: Path) -> Path:
 
 
 def _with_sorted_keys(line: str) -> str:
-    """A row with sorted keys; a damaged or truncated line unchanged."""
+    """Sort the keys of a row; damaged or truncated lines stay unchanged."""
     try:
         return json.dumps(json.loads(line), sort_keys=True)
     except (ValueError, RecursionError):
@@ -115,7 +115,7 @@ def _with_sorted_keys(line: str) -> str:
 
 
 def json_line(row: Mapping[str, object]) -> str:
-    """A row as one line of JSON; non-finite numbers become null."""
+    """Encode a row as one line of JSON; non-finite numbers become null."""
     clean = {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
     }

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from kedge.data.encode import is_chat
-from kedge.types import PromptBatch, RewardOutput, Rollout
+from kedge.types import RewardOutput, Rollout
 
 
 def completion_rows(
@@ -18,7 +18,8 @@ def completion_rows(
     """Query, response and score of each row as text; with several reward sources, also each score.
 
     Special tokens are removed from the query and kept in the response, where they mark its end.
-    The query of a conversation is its messages, without what the chat template adds.
+    The query of a conversation is its messages, without text from the chat template; an
+    episode's is all that the policy read before its first turn.
 
     Args:
         samples: rollouts and their rewards.
@@ -32,7 +33,7 @@ def completion_rows(
         scores = {n: float(part[i]) for n, part in parts.items()} if len(parts) > 1 else {}
         table.append(
             {
-                "query": _query_text(rollout.prompts, i, tokenizer),
+                "query": _query_text(rollout, i, tokenizer),
                 "model response": _response_text(rollout, i, tokenizer),
                 "score": float(reward_output.scores[i]) if reward_output.valid[i] else None,
                 **{name: None if math.isnan(x) else x for name, x in scores.items()},
@@ -42,10 +43,12 @@ def completion_rows(
     return table
 
 
-def _query_text(prompts: PromptBatch, i: int, tokenizer: Any) -> str:
-    """The prompt of row ``i``; of a conversation its messages, with roles if there are several."""
+def _query_text(rollout: Rollout, i: int, tokenizer: Any) -> str:
+    """The prompt of row ``i``; conversations show messages, with roles if there are several."""
+    prompts = rollout.prompts
     messages: Any = prompts.columns["prompt"][i] if "prompt" in prompts.columns else None
-    if is_chat(messages):
+    # The tokens of an episode's prompt hold the first observation, its messages do not.
+    if is_chat(messages) and rollout.episodes is None:
         texts = [str(message.get("content")) for message in messages]
         if len(messages) == 1:
             return texts[0]
@@ -56,7 +59,7 @@ def _query_text(prompts: PromptBatch, i: int, tokenizer: Any) -> str:
 
 
 def _response_text(rollout: Rollout, i: int, tokenizer: Any) -> str:
-    """The response of row ``i`` with special tokens; of an episode one paragraph per turn."""
+    """The response of row ``i`` with special tokens; an episode has one paragraph per turn."""
     ids = rollout.ids[i][rollout.response_mask[i]]
     if rollout.episodes is None:
         text: str = tokenizer.decode(ids)

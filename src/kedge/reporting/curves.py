@@ -1,4 +1,4 @@
-"""Curves of a run or of several as one picture, drawn without a display."""
+"""Draws curves of one or several runs as a picture, without a display."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def draw_panels(
     from matplotlib.figure import Figure
 
     height = math.ceil(len(panels) / columns)
-    # Not a pyplot figure: no window, no global state, freed with the last reference.
+    # Not pyplot: no window or global state, and freed with its last reference.
     figure = Figure(figsize=(2 + 3.7 * columns, 3 * height), layout="constrained")
     FigureCanvasAgg(figure)
     for i, (title, curves) in enumerate(panels.items()):
@@ -78,7 +78,7 @@ def draw_panels(
 
 
 def _lines(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Band]:
-    """Each metric over the rows that have it; NaN where not finite."""
+    """Values of each metric over the rows that have it; NaN if not finite."""
     lines = {}
     for name in names:
         logged = [row for row in rows if row.get(name) is not None]

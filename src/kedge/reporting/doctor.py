@@ -1,6 +1,6 @@
 """Diagnoses a run: rules on its log that find problems and suggest what to try.
 
-Each rule checks one thing.  What was not logged is NaN, with which no comparison holds, so a rule
+Each rule checks one thing.  A missing metric is NaN, for which every comparison fails, so a rule
 without its metrics finds nothing.
 """
 
@@ -22,7 +22,7 @@ class Finding:
     """One problem.
 
     Args:
-        rule: its name.
+        rule: name of the rule.
         seen: the numbers behind it.
         advice: what to try.
     """
@@ -33,13 +33,13 @@ class Finding:
 
 
 Rule = Callable[[RunLog], Finding | None]
-RULES: list[Rule] = []  # in the order of their definition: causes before symptoms
+RULES: list[Rule] = []  # in order of definition: causes before symptoms
 
 
 def rule(check: Callable[[RunLog], str | None]) -> Rule:
-    """Decorator: makes a rule of a function that returns the numbers of a problem, or None.
+    """Decorator: makes a function that returns a problem's numbers, or None, a rule.
 
-    Its name is that of the problem, and its docstring is the advice.
+    The function's name names the problem, and its docstring is the advice.
     """
     name, advice = check.__name__.replace("_", " "), " ".join((check.__doc__ or "").split())
 
@@ -59,7 +59,7 @@ def examine(log: RunLog) -> list[Finding]:
 
 
 def unseen(log: RunLog) -> str:
-    """What no rule can tell, for a run without findings."""
+    """Questions that no rule can answer, for a run without findings."""
     if log.series("environment/turns"):
         return "Success on new seeds is not in this log: kedge generate --environment measures it."
     return (
@@ -163,13 +163,13 @@ def rollout_engine_and_learner_disagree(log: RunLog) -> str | None:
     """
     gap = median(log.series("rollout/logprob_gap") or [0.0])
     text = f"log-probabilities differ by {gap:.3f} nats per token at equal weights"
-    return text if gap >= (0.06 if log.bf16 else 0.02) else None  # logits of 16 are 0.125 apart
+    return text if gap >= (0.06 if log.bf16 else 0.02) else None  # at 16, bf16 steps are 0.125
 
 
 @rule
 def tokens_too_old_to_train_on(log: RunLog) -> str | None:
     """These are the first tokens of long responses, whose beginnings the policy does not learn;
-    raise max_lag to the longest usual response divided by the mean length, plus one.
+    set sampler_correction="truncate", which trains on them, or raise max_lag.
     """
     share = log.last("rollout/too_old_tokens", 1.0)
     text = f"{share:.0%} of the sampled tokens are older than max_lag and do not train"
@@ -225,7 +225,7 @@ def gradients_spike(log: RunLog) -> str | None:
 @rule
 def updates_are_too_large(log: RunLog) -> str | None:
     """Lower learning_rate, num_ppo_epochs or cliprange, or increase the batch size."""
-    # what a mask leaves out is not pulled back (docs/algorithms/sao.md): the newest rows count
+    # a masked token is not pulled back (docs/algorithms/sao.md): the newest rows count
     share, most = (0.1, 0.05) if log.masked else (1.0, 0.4)
     ratio, clipped = log.series("val/ratio"), log.last("policy/clipfrac_avg", share)
     far = [r for r in ratio if not 0.8 <= r <= 1.25]
@@ -287,7 +287,7 @@ def the_value_explains_nothing(log: RunLog) -> str | None:
     late = fmean(known[len(known) // 2 :])
     spread = log.series("objective/scores_std")
     solved = spread and fmean(spread[len(spread) // 2 :]) < 0.5 * spread[0]
-    if late > 0.05 or solved:  # equal scores leave little variance to explain
+    if late > 0.05 or solved:  # scores that are all equal have little variance to explain
         return None
     return f"explained variance {late:.2f} over the second half"
 
@@ -327,7 +327,7 @@ def the_score_follows_the_length(log: RunLog) -> str | None:
     turns = log.series("environment/turns")
     if len(lengths) < 2 * MIN_ROWS or len(lengths) != len(scores):
         return None
-    per_turn = len(turns) == len(lengths) and min(turns) > 0  # who succeeds needs fewer turns
+    per_turn = len(turns) == len(lengths) and min(turns) > 0  # success takes fewer turns
     if per_turn:
         lengths = [length / count for length, count in zip(lengths, turns, strict=True)]
     part = max(1, round(len(lengths) * 0.2))
@@ -410,7 +410,10 @@ def environments_are_slower_than_the_model(log: RunLog) -> str | None:
     return f"{text}, {model:.2g} s for the model" if slow else None
 
 
-LIVE: tuple[Rule, ...] = (fewer_responses_end,)  # shown during a run, too
+LIVE: tuple[Rule, ...] = (
+    fewer_responses_end,
+    tokens_too_old_to_train_on,
+)  # checked during a run, too
 
 
 def _correlation(x: list[float], y: list[float]) -> float:

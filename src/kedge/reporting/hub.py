@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from kedge.errors import HubError
 
 STATE_FILES = ("state-*", "state.json", "rank-*", "manifest.json", "trainer_state.json")
-# Files of a run next to the model: other pushes, hidden folders, and texts of the dataset.
+# Files next to the model that are not uploaded: other pushes, hidden folders, dataset texts.
 RUN_FILES = (
     *("checkpoint-*", ".*", "_*", "*completions*/*", "tokens*/*", "rollouts/*", "start/*"),
     "report*.html",
@@ -24,7 +24,7 @@ class Hub:
 
     Args:
         repo_id: "name" or "organization/name".
-        token: token with write access; None: that of ``hf auth login`` or ``HF_TOKEN``.
+        token: token with write access; None: from ``hf auth login`` or ``HF_TOKEN``.
         private: visibility of a new repository; None: the account's default.
         revision: branch to push to, created if missing; None: "main".
         kind: type of the repository.
@@ -89,7 +89,7 @@ class Hub:
         """Upload a folder in one commit.
 
         Args:
-            folder: what to upload.
+            folder: folder to upload.
             message: commit message.
             path_in_repo: destination folder; None: the root.
             ignore: patterns of files to skip.
@@ -128,7 +128,7 @@ class Hub:
         )
 
     def push_checkpoint(self, folder: str | Path, strategy: str) -> None:
-        """Push what ``hub_strategy`` requires after a save, and wait for the upload.
+        """Push the files that ``hub_strategy`` selects after a save, and wait for the upload.
 
         A failure only warns, so that training continues; the push at the end of training raises.
 
@@ -153,7 +153,7 @@ class Hub:
     def _call(self, name: str, **kwargs: Any) -> Any:
         try:
             return getattr(self._api, name)(token=self._token, **self._kind, **kwargs)
-        except Exception as e:  # the HTTP package behind the hub client differs by version
+        except Exception as e:  # the HTTP package below the hub client depends on its version
             raise HubError(explain(e, self.repo_id)) from e
 
 
@@ -186,13 +186,13 @@ def build_hub(args: Any, *, token: str | None = None, revision: str | None = Non
     return Hub(
         args.hub_model_id or Path(args.output_dir).absolute().name,
         token=token or args.hub_token,
-        private=args.hub_private_repo is not False,  # private if unset
+        private=args.hub_private_repo is not False,  # private by default
         revision=revision or args.hub_revision,
     )
 
 
 class PushOnSave(TrainerCallback):
-    """Pushes after each save as ``hub_strategy`` says; acts on rank 0 only."""
+    """Pushes after each save according to ``hub_strategy``; acts on rank 0 only."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub

@@ -26,12 +26,12 @@ class RunLog:
     """Rows of training metrics in order, without evaluations.
 
     Args:
-        name: of the run's folder or file.
+        name: name of the run's folder or file.
         rows: one mapping per logged iteration.
-        fixed_length: the run has no stop token and no stop string, so every response has full
+        fixed_length: whether the run has no stop token or stop string, so that responses have full
             length.
-        bf16: the run computes in bfloat16.
-        masked: tokens outside of the bounds leave the loss (``policy_loss="mask"``).
+        bf16: whether the run computes in bfloat16.
+        masked: whether tokens outside of the bounds leave the loss (``policy_loss="mask"``).
     """
 
     name: str
@@ -91,7 +91,7 @@ def log_file(place: str | Path) -> Path:
 
 
 def read_rows(place: str | Path) -> list[dict[str, float]]:
-    """All rows of the log, including evaluations; only values that are finite numbers."""
+    """All rows of the log, including evaluations, with their finite numbers."""
     rows = read_table(log_file(place))
     return [
         {k: float(x) for k, x in row.items() if isinstance(x, int | float) and abs(x) <= _LARGEST}
@@ -129,7 +129,7 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 def read_objects(file: Path) -> list[dict[str, Any]]:
     """The JSON objects of a data file, one per line; every line must be valid."""
     objects: list[dict[str, Any]] = []
-    # Not splitlines: it would also split at other line separators, which responses may contain.
+    # Not splitlines, which also splits at other separators that responses may contain.
     for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
@@ -164,7 +164,7 @@ def responses_per_batch(log: RunLog) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A metric over several runs, at the points that all of them have."""
+    """A metric over several runs, at their common points."""
 
     x: list[float]  # episodes or iterations
     mean: list[float]
@@ -173,14 +173,14 @@ class Band:
 
 
 def band(runs: Sequence[RunLog], metric: str, axis: str = "episode") -> Band | None:
-    """The metric over the runs, on the x values of the first; None if a run never logged it."""
+    """The metric over the runs, at the x values of the first; None if a run lacks it."""
     curves = [
         [(row[axis], row[metric]) for row in run.rows if metric in row and axis in row]
         for run in runs
     ]
     if not all(curves):
         return None
-    points = [*zip(*curves, strict=False)]  # as many as the shortest curve has
+    points = [*zip(*curves, strict=False)]  # cut to the shortest curve
     columns = [[y for _, y in point] for point in points]
     return Band(
         x=[point[0][0] for point in points],
@@ -193,7 +193,7 @@ def band(runs: Sequence[RunLog], metric: str, axis: str = "episode") -> Band | N
 def ends(
     runs: Sequence[RunLog], metric: str, *, at: Literal["start", "end"] = "end"
 ) -> tuple[float, float, float] | None:
-    """Mean, minimum and maximum over the runs of the mean of each run's last (or first) fifth."""
+    """Mean, minimum and maximum over runs; each run counts with the mean of a fifth."""
     means = [run.last(metric) if at == "end" else run.first(metric) for run in runs]
     values = [x for x in means if not math.isnan(x)]
     return (fmean(values), min(values), max(values)) if values else None

@@ -55,7 +55,7 @@ class ConsoleTracker:
         tables: False hides all tables (``num_sample_generations=0``).
         console: None: standard output.
         max_rows: rows shown of a table.
-        max_chars: characters shown of a cell; of a prompt, the last half as many.
+        max_chars: characters shown of a cell; prompts show half as many, from their end.
         table_seconds: minimum time between two tables of the same name.
         clock: returns the time in seconds.
     """
@@ -76,7 +76,7 @@ class ConsoleTracker:
         self.console = console or Console()
         self.total, self.start, self.step = total, start, start
         self.tables, self.max_rows, self.max_chars = tables, max_rows, max_chars
-        self._every, self._shown = table_seconds, dict[str, float]()  # table -> when it was shown
+        self._every, self._shown = table_seconds, dict[str, float]()  # table -> time last shown
         self._clock, self._begin, self._closed = clock, clock(), False
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -140,7 +140,7 @@ class ConsoleTracker:
         self.console.print(table)
 
     def close(self) -> None:
-        """Stop the bar where it is."""
+        """Stop the bar."""
         self._closed = True
         if self._bar is not None:
             self._bar.stop()

@@ -79,7 +79,7 @@ def gather(
         "played": episodes(tokens),
         "series": series,
         "meanings": {name: meaning(name, meanings, prefixes) for name in series},
-        "episodes": {"x": [0, *axis], "y": [0, *axis.values()]},  # responses seen by an iteration
+        "episodes": {"x": [0, *axis], "y": [0, *axis.values()]},  # responses up to each iteration
         "tables": {name: table for name, table in tables.items() if table},
         "tokens": tokens,
     }
@@ -117,7 +117,7 @@ def _read_tables(folder: Path, most: int) -> list[Row]:
 
 
 def _has_lists(row: Mapping[str, Any]) -> bool:
-    """Whether a row has tokens, and lists of what belongs to them."""
+    """Whether a row has a list of tokens, and of values per token."""
     names = ("tokens", "advantage", "trained", "turn", "turn_rewards")
     return "tokens" in row and all(isinstance(row[name], list) for name in names if name in row)
 

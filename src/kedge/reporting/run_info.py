@@ -1,4 +1,4 @@
-"""What a run tells of itself: ``run.json``, for ``kedge report``, and the model card."""
+"""Self-description of a run: ``run.json``, for ``kedge report``, and the model card."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def write_run_info(made_of: Mapping[str, Any], args: Any, *, device: str) -> Non
     """Write ``run.json`` into ``output_dir`` when training begins.
 
     Args:
-        made_of: what ``provenance`` returns.
+        made_of: result of ``provenance``.
         args: the config; access tokens are not written.
         device: the training device.
     """
-    from kedge.config.declare import status  # imports torch, which `kedge report` can wait for
+    from kedge.config.declare import status  # imports torch, which `kedge report` does not need
 
     values = args.to_dict()
     options = {
@@ -106,7 +106,7 @@ def command() -> str:
 
 
 def provenance(algorithm: str, policy: Any, dataset: Any, rewards: Sequence[Any]) -> dict[str, Any]:
-    """Algorithm, initial model, prompts and rewards of a run by name, as far as they are known."""
+    """Known names of a run's algorithm, initial model, prompts and rewards."""
     name = getattr(getattr(dataset, "info", None), "dataset_name", None)
     return {
         "algorithm": algorithm,
@@ -128,9 +128,9 @@ def model_card(
     """The text of a model card.
 
     Args:
-        about: what ``provenance`` returns, and ``command`` and ``links`` of ``run.json``; the link
+        about: result of ``provenance``, with ``command`` and ``links`` of ``run.json``; the link
             of the hub itself is left out.
-        model_name: its title.
+        model_name: title of the card.
         args: the config; only the fields in ``HYPERPARAMETERS`` are shown.
         log_history: logged rows; the first and the last value of each main metric are shown.
         tags: additional tags.
@@ -145,7 +145,7 @@ def model_card(
         model_name=model_name,
         pipeline_tag="text-generation",
         tags=list(dict.fromkeys(["kedge", algorithm.lower(), "reinforcement-learning", *tags])),
-        # Only names on the hub, not local folders.
+        # Hub names only, no local folders.
         base_model=base_model if base_model and _on_hub(base_model) else None,
         datasets=[name for name in datasets if _on_hub(name)] or None,
     )
@@ -189,7 +189,7 @@ def write_card(
     dataset_name: str | None = None,
     tags: str | list[str] | None = None,
 ) -> None:
-    """Write ``README.md`` into ``output_dir``, with what ``run.json`` there tells."""
+    """Write ``README.md`` into ``output_dir``, with facts from ``run.json`` there."""
     if not args.output_dir:
         raise ConfigError("output_dir must be set to write a model card")
     folder = Path(args.output_dir)
@@ -237,5 +237,5 @@ def _cell(x: object) -> str:
 
 
 def _on_hub(name: str) -> bool:
-    """Whether a name looks like a hub name and not like a folder."""
+    """Whether a name looks like a hub name rather than a folder."""
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()

@@ -11,7 +11,7 @@ from typing import Any
 
 from kedge.reporting.log import RunLog, score_change
 
-WORDS = 12  # per list
+WORDS = 12  # words per list
 RARE = 3  # tokens with fewer uses are ignored
 
 
@@ -37,7 +37,7 @@ def story(log: RunLog, rows: Sequence[Mapping[str, float]]) -> list[dict[str, st
 
 
 def _say(*parts: tuple[float, str]) -> str:
-    """Join the texts whose number is not NaN into a sentence; "" if the first number is NaN."""
+    """Join texts with non-NaN numbers into a sentence; "" if the first number is NaN."""
     text = "".join(text for number, text in parts if not math.isnan(number))
     return "" if math.isnan(parts[0][0]) else f"{text}."
 
@@ -107,7 +107,7 @@ def _certainty(log: RunLog) -> str:
 def _length(log: RunLog) -> str:
     start, end = _ends(log, "completions/mean_length")
     cut = log.last("completions/truncated_ratio")
-    if log.series("environment/turns"):  # it is told with the episodes
+    if log.series("environment/turns"):  # told together with the episodes
         cut = math.nan
     return _say(
         (start, f"The mean response length went from {start:.3g} to {end:.3g} tokens"),
@@ -174,7 +174,7 @@ def vocabulary(tokens: Sequence[Mapping[str, Any]]) -> dict[str, list[list[Any]]
             for text in {**early, **late}
             if early[text] + late[text] >= RARE
         ]
-        # Sorted by change over its noise, so that frequency alone does not decide.
+        # Change over noise, so that frequency alone does not decide.
         rates.sort(key=lambda r: (r[2] - r[1]) / (r[1] + r[2]) ** 0.5)
         lists["less"] = [r for r in rates[:WORDS] if r[2] < r[1]]
         lists["more"] = [r for r in rates[::-1][:WORDS] if r[2] > r[1]]

@@ -21,8 +21,8 @@ from kedge.reporting.base import BestEffortWriter, write_whole
 from kedge.types import Experience
 
 FOLDER = "tokens"
-MOST_TOKENS = 2048  # per response; the rest is not written
-_WINDOW = 8  # maximum tokens of one character
+MOST_TOKENS = 2048  # tokens written per response
+_WINDOW = 8  # most tokens that form one character
 
 
 class TokenLog:
@@ -127,7 +127,7 @@ def build_token_log(
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """The text that each token adds; joined they give the whole text.
+    """The text that each token adds; joining them gives the whole text.
 
     A character that spans several tokens is assigned to the last of them.
 
@@ -136,7 +136,7 @@ def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
         tokenizer: decodes.
     """
     texts: list[str] = []
-    start = done = 0  # decoding begins at `start`; tokens before `done` are finished
+    start = done = 0  # decoding begins at `start`; tokens before `done` are complete
     for end in range(1, len(ids) + 1):
         before = tokenizer.decode(ids[start:done]) if done > start else ""
         now = tokenizer.decode(ids[start:end])

@@ -1,4 +1,4 @@
-"""Trackers of a run: files, screen, services and the hub; its pages link to each other."""
+"""Trackers of a run: files, screen, services and the hub, with links between their pages."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TableLogger:
             writer.add_histogram(name, values, step)
 
     def _wandb(self) -> Any:
-        """The package if a run is open in it, else None."""
+        """The package ``wandb`` if it has an open run, else None."""
         wandb = importlib.import_module("wandb") if "wandb" in self._services else None
         return wandb if wandb is not None and wandb.run is not None else None
 
@@ -105,7 +105,7 @@ class TableLogger:
 class HubTables:
     """Sends every table to a dataset repository, in the background and in order.
 
-    The repository is created at once, so that a wrong token fails before training; later failures
+    The repository is created first, so that a wrong token fails before training; later failures
     are only logged, once.
 
     Args:
@@ -115,7 +115,7 @@ class HubTables:
 
     def __init__(self, hub: Hub, *, model: str | None = None) -> None:
         self.hub, self._model = hub, model
-        self._names: list[str] = []  # kinds of tables that the card lists
+        self._names: list[str] = []  # table types listed on the card
         self._uploads: list[Future[Any]] = []
         self._warned = False
         hub.create()

@@ -1,16 +1,14 @@
 """Reward models and reward functions."""
 
 from kedge.rewards.build import check_sources, reward_source
-from kedge.rewards.function import MetricCapturingSource, RewardFunction, RewardLog
+from kedge.rewards.function import RewardFunction
 from kedge.rewards.mixture import Mixture
 from kedge.rewards.model import RewardModel
 from kedge.rewards.texts import TextCache
 
 __all__ = [
-    "MetricCapturingSource",
     "Mixture",
     "RewardFunction",
-    "RewardLog",
     "RewardModel",
     "TextCache",
     "check_sources",

@@ -54,7 +54,7 @@ def reward_source(
             the policy's).  A model given by name uses the tokenizer in its folder or repository.
         models: options of every reward model: those of :class:`RewardModel`, ``device`` (None
             leaves models where they are) and ``trust_remote_code`` (of a model's repository).
-        functions: options of every reward function, see :class:`RewardFunction`.
+        functions: options of every reward function; see :class:`RewardFunction`.
         missing_eos_penalty: see :class:`Mixture`.
         non_eos_penalty: see :class:`Mixture`.
         penalty_reward_value: see :class:`Mixture`.
@@ -99,7 +99,7 @@ def check_sources(
     _weights(weights, len(items))
     for item in items:
         if isinstance(item, (str, Path)) and not names_function(str(item)):
-            continue  # a model
+            continue  # a reward model
         source = _load(item, trust_remote_code=False)
         is_function = not isinstance(source, nn.Module) and not hasattr(source, "score")
         if is_function and dataset_columns is not None:
@@ -207,7 +207,7 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def load_module(where: str, prefix: str) -> Any:
-    """A module by its dotted name, or a Python file as the module ``prefix_stem``.
+    """Import a module by its dotted name, or a Python file as the module ``prefix_stem``.
 
     Raises:
         ImportError, OSError, SyntaxError: from the import.
@@ -222,7 +222,7 @@ def load_module(where: str, prefix: str) -> Any:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # so that what it defines can be pickled
+    sys.modules[name] = module  # so that pickle finds its definitions
     spec.loader.exec_module(module)
     return module
 
@@ -266,7 +266,7 @@ def load_model(name: str, *, trust_remote_code: bool = False, new_head: bool = F
                         f"reward model {name!r} is an adapter without a score head; train it with"
                         " task_type SEQ_CLS, as kedge reward --use_peft does"
                     )
-                new_head = True  # it is in the adapter
+                new_head = True  # the adapter has its own head
             elif new_head:
                 logger.warning(
                     "reward model %s has no sequence-classification head (it is %s): adding a"
@@ -286,7 +286,7 @@ def load_model(name: str, *, trust_remote_code: bool = False, new_head: bool = F
         )
     except ConfigError:
         raise
-    except Exception as error:  # a damaged file raises whatever its reader raises
+    except Exception as error:  # readers of damaged files may raise anything
         raise ConfigError(
             f"reward model {name!r} cannot be loaded: {error}; pass the folder or hub name of a"
             " sequence-classification model, or module:function for a Python function"

@@ -1,4 +1,4 @@
-"""Reward source that calls a Python function, and what the function may log."""
+"""Reward source that calls a Python function, and logging for such functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from numbers import Real
 from typing import Any, Literal
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kedge.errors import ConfigError, RewardError
-from kedge.protocols import RewardSource
 from kedge.rewards.mixture import Pending
 from kedge.rewards.texts import TextCache, Texts, row_name
 from kedge.types import Metrics, RewardOutput, Rollout
@@ -29,7 +28,11 @@ OnError = Literal["raise", "score", "drop"]
 PER_ROW = ("prompts", "completions", "prompt_ids", "completion_ids")
 FIXED = ("trainer_state", "log_metric", "log_extra")
 LARGEST = 3.4e38  # scores are float32; a larger number would become infinite
-SLOW = 60.0  # seconds after which the log names a function that has not returned
+PARALLEL = 16  # batches that an asynchronous function scores at the same time
+
+
+class HungError(Exception):
+    """A call did not return in time."""
 
 
 class RewardFunction:
@@ -50,7 +53,9 @@ class RewardFunction:
             training (``"raise"``), gets ``error_score`` (``"score"``), or is dropped (``"drop"``).
             A call that raised is repeated row by row to find the row.
         error_score: see ``on_error``.
-        log: collects what the function logs, and ``reward_errors/<name>``.
+        timeout: seconds that a call may take.  A longer one is repeated with all rows at the same
+            time, each in a thread; a row that takes as long again is dropped, or gets
+            ``error_score``.  None: no limit.
         trainer_state: returns the value of the ``trainer_state`` argument.
         dataset_columns: columns of the prompts, which must include those that the function
             requires.  None: unchecked.
@@ -67,7 +72,7 @@ class RewardFunction:
         name: str | None = None,
         on_error: OnError = "raise",
         error_score: float | None = None,
-        log: RewardLog | None = None,
+        timeout: float | None = None,
         trainer_state: Callable[[], object] | None = None,
         dataset_columns: Collection[str] | None = None,
     ) -> None:
@@ -83,67 +88,87 @@ class RewardFunction:
         self.columns = self._signature.columns
         if dataset_columns is not None:
             self._signature.check(dataset_columns)
-        self._on_error, self._error_score = on_error, error_score
-        self._log = log or RewardLog()
+        self._on_error, self._error_score, self._timeout = on_error, error_score, timeout
+        self.parallel = PARALLEL if is_async(function) else 1
         self._state = trainer_state or (lambda: None)
 
     def score(self, rollout: Rollout) -> RewardOutput:
-        """One reward output for all rows; rows the function does not apply to are not valid."""
+        """One reward output for all rows; rows the function does not apply to are not valid.
+
+        With what the function logged, and the number of failed rows as ``reward_errors/<name>``.
+        """
         return self.begin(rollout)()[0]
 
     def begin(self, rollout: Rollout) -> Pending:
         """Start an asynchronous function; a synchronous one runs when the result is asked for."""
-        texts = self._texts.of(rollout)
-        kwargs = self._signature.arguments(texts, self._log, self._state())
+        texts, log = self._texts.of(rollout), RewardLog()
+        kwargs = self._signature.arguments(texts, log, self._state())
         started = submit(self._function(**kwargs)) if is_async(self._function) else None
-        return lambda: self._finish(texts, kwargs, started)
+        return lambda: self._finish(texts, kwargs, log, started)
 
     def _finish(
-        self, texts: Texts, kwargs: dict[str, Any], started: Future[Any] | None
+        self, texts: Texts, kwargs: dict[str, Any], log: RewardLog, started: Future[Any] | None
     ) -> tuple[RewardOutput, Tensor]:
-        slow = "reward function %s has not returned after %g s, called with %d responses"
         count = len(texts.completion_ids)
-        timer = threading.Timer(SLOW, logger.warning, (slow, self.name, SLOW, count))
-        timer.daemon = True
-        timer.start()
         try:
-            returned = started.result() if started else self._call(kwargs)
+            if started is None and self._timeout is None:
+                returned = self._call(kwargs)
+            else:
+                started = started or in_thread(functools.partial(self._call, kwargs))
+                returned = self._wait([started])[0]()
         except Exception as error:
             values = self._row_by_row(texts, kwargs, error)
         else:
             values = self._read(returned, texts, range(count))
-        finally:
-            timer.cancel()
         failed = torch.tensor([isinstance(value, Invalid) for value in values])
         if failed.any():
-            row = int(failed.nonzero()[0])
+            wrong = [isinstance(value, Invalid) and not value.late for value in values]
+            row = wrong.index(True) if any(wrong) else int(failed.nonzero()[0])
             problem = self._error(texts, row, str(values[row]))
-            if self._on_error == "raise":
+            if self._on_error == "raise" and any(wrong):
                 raise problem
             count = int(failed.sum())
-            self._log.metric(f"reward_errors/{self.name}", float(count))
-            action = "dropped" if self._on_error == "drop" else f"scored {self._error_score}"
+            log.metric(f"reward_errors/{self.name}", float(count))
+            action = "dropped" if self._on_error != "score" else f"scored {self._error_score}"
             logger.warning("%d rows %s: %s", count, action, problem)
             if self._on_error == "score":
                 score = float(self._error_score or 0.0)
                 values = [score if isinstance(value, Invalid) else value for value in values]
                 failed[:] = False
-        return self._to_output(texts.rollout, values), failed.to(texts.rollout.ids.device)
+        output = self._to_output(texts.rollout, values)
+        output = replace(output, metrics=log.metrics.totals, columns=log.extras(len(values)))
+        return output, failed.to(texts.rollout.ids.device)
 
     def _call(self, kwargs: dict[str, Any]) -> Any:
         returned = self._function(**kwargs)
         return submit(returned).result() if inspect.isawaitable(returned) else returned
 
+    def _wait(self, calls: Sequence[Future[Any]]) -> list[Callable[[], Any]]:
+        """What returns the results of calls, or raises; of those that hang, a ``HungError``."""
+        _, late = wait(calls, self._timeout)
+
+        def result(call: Future[Any]) -> Any:
+            if call not in late:
+                return call.result()
+            call.cancel()
+            raise HungError(f"did not return within {self._timeout:g} s (reward_timeout)")
+
+        return [functools.partial(result, call) for call in calls]
+
     def _row_by_row(self, texts: Texts, kwargs: dict[str, Any], error: Exception) -> list[Value]:
-        """The values of one call per row, after a call with all rows raised ``error``."""
+        """Call the function once per row, after a call with all rows raised ``error``."""
         single = [one_row(kwargs, row) for row in range(len(texts.completion_ids))]
         calls: list[Callable[[], Any]] = [functools.partial(self._call, call) for call in single]
         if is_async(self._function):  # these start at once
-            calls = [submit(self._function(**call)).result for call in single]
+            calls = self._wait([submit(self._function(**call)) for call in single])
+        elif self._timeout is not None:
+            calls = self._wait([in_thread(call) for call in calls])
 
         def value_of(row: int, call: Callable[[], Any]) -> Value:
             try:
                 returned = call()
+            except HungError as cause:
+                return Invalid(str(cause), late=True)
             except Exception as cause:
                 problem = f"raised {_describe(cause)}"
                 if self._on_error == "raise":
@@ -152,18 +177,19 @@ class RewardFunction:
             return self._read(returned, texts, [row])[0]
 
         values = [value_of(row, call) for row, call in enumerate(calls)]
+        hung = isinstance(error, HungError)
         problem = (
-            f"reward function {self.name} raised {_describe(error)} when called with all"
-            f" {len(single)} rows, but not on any single row"
+            f"reward function {self.name} {error if hung else f'raised {_describe(error)}'} when"
+            f" called with all {len(single)} rows, but not on any single row"
         )
-        if self._on_error == "raise":
+        if self._on_error == "raise" and not hung:
             raise RewardError(f"{problem}; check what depends on the batch") from error
         if not any(isinstance(value, Invalid) for value in values):
             logger.warning("%s; using the rewards of the single-row calls", problem)
         return values
 
     def _read(self, returned: Any, texts: Texts, rows: Sequence[int]) -> list[Value]:
-        """The values in what the function returned for some rows of a rollout.
+        """Read the values that the function returned for some rows of a rollout.
 
         A list, tuple, array or tensor has for each row a number, None, or a number per response
         token; rows of a 2-D tensor may be as long as the padded responses.
@@ -209,19 +235,27 @@ class RewardFunction:
 
 
 class Invalid(str):
-    """What is wrong with what a function returned for a row."""
+    """The problem with a value that a function returned for a row; ``late``: it did not return."""
+
+    late: bool
+
+    def __new__(cls, problem: str, *, late: bool = False) -> Invalid:
+        """The problem as text."""
+        made = super().__new__(cls, problem)
+        made.late = late
+        return made
 
 
-Value = float | list[float] | Invalid | None  # a score, one per token, or None: does not apply
+Value = float | list[float] | Invalid | None  # score, score per token, or None: does not apply
 
 
 def read_value(entry: Any, length: int, width: int | None) -> Value:
-    """One entry of what a function returned.
+    """Read one entry of a function's result.
 
     Args:
         entry: a number, None, or a list, array or tensor of numbers.
         length: tokens of the response.
-        width: length of the entry if it is padded; None: it is not.
+        width: length of the entry if it is padded, else None.
     """
     plain = _plain(entry)
     if plain is None:
@@ -245,7 +279,7 @@ def read_value(entry: Any, length: int, width: int | None) -> Value:
 
 
 def _plain(returned: Any) -> Any:
-    """Arrays and tensors as lists and numbers; anything else unchanged."""
+    """Convert arrays and tensors to lists and numbers; anything else is unchanged."""
     return returned.tolist() if hasattr(returned, "tolist") else returned
 
 
@@ -305,10 +339,10 @@ class Signature:
         """The keyword arguments of one call over all rows of a rollout.
 
         Raises:
-            RewardError: the function requires a name that is not offered.
+            RewardError: the function requires an unknown argument.
         """
         fixed = dict(zip(FIXED, (trainer_state, log.metric, log.extra), strict=True))
-        reserved = {"prompt", *PER_ROW, *FIXED}  # a column cannot shadow one of Kedge's arguments
+        reserved = {"prompt", *PER_ROW, *FIXED}  # dataset columns cannot replace these arguments
         columns = texts.rollout.prompts.columns.items()
         values = fixed | {name: list(column) for name, column in columns if name not in reserved}
         offered = [*PER_ROW, *values]
@@ -324,10 +358,25 @@ class Signature:
 
 
 def one_row(kwargs: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """The same arguments for a single row; what that call logs is discarded."""
+    """The same arguments for a single row, whose call cannot log."""
     single = {k: v[row : row + 1] if isinstance(v, list) else v for k, v in kwargs.items()}
     silent = {"log_metric": RewardLog().metric, "log_extra": RewardLog().extra}
     return single | {name: silent[name] for name in silent.keys() & single.keys()}
+
+
+def in_thread(call: Callable[[], Any]) -> Future[Any]:
+    """Call in a separate thread, which does not keep the process alive if the call hangs."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # it cannot be cancelled any more
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def submit(awaitable: Awaitable[Any]) -> Future[Any]:
@@ -348,61 +397,31 @@ def _background_loop(process: int) -> asyncio.AbstractEventLoop:
 
 
 class RewardLog:
-    """Collects what functions pass to ``log_metric`` and ``log_extra`` until it is drained."""
+    """Collects what a function passes to ``log_metric`` and ``log_extra`` in one call."""
 
     def __init__(self) -> None:
-        self._metrics = Metrics()
+        self.metrics = Metrics()
         self._extras: dict[str, list[object]] = {}
 
     def metric(self, name: str, value: float, weight: float = 1.0) -> None:
         """Add one observation of ``name``, or the mean of ``weight`` of them; logs the mean."""
         sums = {name: (float(value) * weight, float(weight))}
-        self._metrics = self._metrics.merge(Metrics(sums))
-
-    def merge(self, metrics: Metrics) -> None:
-        """Add observations from another process."""
-        self._metrics = self._metrics.merge(metrics)
+        self.metrics = self.metrics.merge(Metrics(sums))
 
     def extra(self, column: str, values: Sequence[object]) -> None:
         """Set a column of the completions table, one value per row."""
         self._extras[column] = list(values)
 
-    def drain(self) -> tuple[Metrics, dict[str, list[object]]]:
-        """Metrics and columns logged since the last call."""
-        logged = self._metrics, self._extras
-        self._metrics, self._extras = Metrics(), {}
-        return logged
-
-
-class MetricCapturingSource:
-    """Adds the metrics and columns that reward functions logged to the output for the same rows.
-
-    One thread scores at a time, so that records of different batches do not mix.
-    """
-
-    def __init__(self, source: RewardSource, log: RewardLog) -> None:
-        self._source, self._log, self._lock = source, log, threading.Lock()
-        self.columns = getattr(source, "columns", None)
-        self.only_models: bool = getattr(source, "only_models", False)
-
-    def score(self, rollout: Rollout) -> RewardOutput:
-        """The source's reward output, with ``metrics`` and ``columns``.
+    def extras(self, rows: int) -> dict[str, list[object]]:
+        """The columns.
 
         Raises:
-            RewardError: a logged column does not have one value per row.
+            RewardError: one does not have one value per row.
         """
-        with self._lock:
-            self._log.drain()  # left over from a call that failed
-            reward_output = self._source.score(rollout)
-            metrics, extras = self._log.drain()
-        for name, values in extras.items():
-            if len(values) != len(rollout):
+        for name, values in self._extras.items():
+            if len(values) != rows:
                 raise RewardError(
-                    f"log_extra({name!r}, ...) must get one value per completion: got {len(values)}"
-                    f" for {len(rollout)} completions"
+                    f"log_extra({name!r}, ...) must get one value per completion: got"
+                    f" {len(values)} for {rows} completions"
                 )
-        return replace(reward_output, metrics=metrics.totals, columns=extras)
-
-    def close(self) -> None:
-        """Release the source's resources outside this process."""
-        getattr(self._source, "close", lambda: None)()
+        return self._extras

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kedge.errors import RewardError
 from kedge.models.joined_rows import pack_sequences, run_packed, supports_packing
 
-SHIFT = "kedge_score_shift"  # key in a configuration: added to every score (pretrain/reward.py)
+SHIFT = "kedge_score_shift"  # config key; added to every score (pretrain/reward.py)
 SHIFT_FILE = f"{SHIFT}.json"  # in an adapter's folder, which has no model configuration
 Head = Callable[[Tensor, Tensor], Tensor]  # ids [b, L], lengths [b] -> logits [b, labels]
 
@@ -24,7 +24,7 @@ def find_head(model: nn.Module) -> Head:
     """A function that scores right-padded rows with ``model``.
 
     A model with a backbone (named by ``base_model_prefix``) and a ``score`` layer is scored at the
-    last real token, found by length.  Where they are functions of a module without ``forward``,
+    last real token, found by length.  If they are functions of a module without ``forward``,
     they are called as TRL does.  Any other model is called with an attention mask and returns
     logits (encoders with a ``classifier``), one number per row, or one per token.
     """
@@ -47,7 +47,7 @@ def save_adapter_shift(folder: str | Path, shift: float) -> None:
 
 
 def adapter_shift(source: str) -> float:
-    """The shift that belongs to the scores of an adapter, 0 if it has none.
+    """The shift of an adapter's scores, 0 if it has none.
 
     Args:
         source: folder or hub name of the adapter.
@@ -79,7 +79,7 @@ def _last_token_head(backbone: nn.Module, score: nn.Module) -> Head:
     if not hasattr(backbone, "config"):
         wanted["output_hidden_states"] = True
     options = _accepted(backbone, wanted)
-    # asked at the first call, when the model is where it will run
+    # evaluated at the first call, when the model is on its device
     joins = functools.cache(lambda: supports_packing(backbone))
 
     def head(ids: Tensor, lengths: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def _last_token_head(backbone: nn.Module, score: nn.Module) -> Head:
 
 
 def _function_head(backbone: Callable[..., Any], score: Callable[[Any], Tensor]) -> Head:
-    """What TRL calls of a reward module: its backbone, and ``score`` on the last hidden states."""
+    """Call a reward module as TRL does: its backbone, then ``score`` on the last hidden states."""
 
     def head(ids: Tensor, lengths: Tensor) -> Tensor:
         mask = _mask(ids, lengths)

@@ -1,9 +1,13 @@
-"""Weighted mixture of reward sources, less penalties for responses that were cut off."""
+"""Weighted mixture of reward sources, minus penalties for cut-off responses."""
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -11,15 +15,39 @@ from torch import Tensor
 
 from kedge.errors import ConfigError, RewardError
 from kedge.protocols import RewardSource
+from kedge.records import add_totals
 from kedge.types import RewardOutput, Rollout
 
+logger = logging.getLogger(__name__)
+SLOW = 8.0  # seconds, after which a call is named that has not returned
 # Waits for a reward output; the second is bool [B]: rows that failed, which are dropped whatever
 # other sources say.  The other rows that are not valid are those the source does not apply to.
 Pending = Callable[[], tuple[RewardOutput, Tensor]]
 
 
+class SlowCalls:
+    """Names a call that has not returned after 8 s, or twice the longest one so far."""
+
+    def __init__(self) -> None:
+        self._longest = 0.0
+
+    @contextmanager
+    def report(self, name: str, rows: int) -> Iterator[None]:
+        """Context of one call of ``name``."""
+        begin, after = time.monotonic(), max(SLOW, 2 * self._longest)
+        text = "%s has not returned after %g s, called with %d responses"
+        timer = threading.Timer(after, logger.warning, (text, name, after, rows))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        self._longest = max(self._longest, time.monotonic() - begin)
+
+
 class Mixture:
-    """Weighted sum of the sources that apply to a row, less the penalty of cut-off responses.
+    """Weighted sum of the sources that apply to a row, minus the penalty for cut-off responses.
 
         score_i = sum over sources s that apply to row i of  weight_s * score_s,i
 
@@ -61,18 +89,28 @@ class Mixture:
         known = frozenset(name for columns in read for name in columns or ())
         self.columns = None if None in read else known
         self.only_models = all(getattr(s, "only_models", False) for _, s, _ in sources)
+        # Batches that it scores at the same time, more than 1 if all sources are asynchronous.
+        self.parallel: int = min(getattr(source, "parallel", 1) for _, source, _ in sources)
+        self._free = threading.Semaphore(self.parallel)
+        self._slow = {name: SlowCalls() for name, _, _ in self._sources}
         self._subtract = missing_eos_penalty or 0.0
         self._replace = penalty_reward_value if non_eos_penalty else None
 
     def score(self, rollout: Rollout) -> RewardOutput:
         """The weighted sum for all rows; asynchronous sources run at the same time."""
-        output, failed = self.begin(rollout)()
+        with self._free:
+            output, failed = self.begin(rollout)()
         return replace(output, valid=output.valid & ~failed)
 
     def begin(self, rollout: Rollout) -> Pending:
         """Start all asynchronous sources."""
-        started = [_begin(source, rollout) for _, source, _ in self._sources]
-        return lambda: self._mix(rollout, [result() for result in started])
+        started = {name: _begin(source, rollout) for name, source, _ in self._sources}
+
+        def finish(name: str, result: Pending) -> tuple[RewardOutput, Tensor]:
+            with self._slow[name].report(f"reward {name}", len(rollout)):
+                return result()
+
+        return lambda: self._mix(rollout, [finish(*source) for source in started.items()])
 
     def _mix(
         self, rollout: Rollout, outputs: list[tuple[RewardOutput, Tensor]]
@@ -96,7 +134,14 @@ class Mixture:
                 parts[name] = torch.where(output.valid, output.scores.float(), torch.nan)
         cut_off = scores - self._subtract if self._replace is None else self._replace
         scores = torch.where(rollout.terminated, scores, cut_off)
-        mixed = RewardOutput(scores=scores, valid=valid, components=parts, token_rewards=dense)
+        mixed = RewardOutput(
+            scores=scores,
+            valid=valid,
+            components=parts,
+            token_rewards=dense,
+            metrics=add_totals([output.metrics for output, _ in outputs]),
+            columns={name: x for output, _ in outputs for name, x in output.columns.items()},
+        )
         return mixed, failed
 
 

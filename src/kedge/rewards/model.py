@@ -19,7 +19,7 @@ from kedge.rewards.heads import SHIFT, find_head
 from kedge.rewards.texts import TextCache, Texts, row_name
 from kedge.types import RewardOutput, Rollout
 
-_ANSWER = "KEDGE0ANSWER"  # stands for the response in a rendered conversation
+_ANSWER = "KEDGE0ANSWER"  # placeholder for the response in a rendered conversation
 
 
 class RewardModel:
@@ -35,7 +35,7 @@ class RewardModel:
         tokenizer: the model's tokenizer; rows are decoded and retokenized with it.  None (or one
             with the policy's vocabulary) passes the policy's token ids on.
         texts: the decoded rollout, shared with other sources; required with ``tokenizer``.
-        policy_vocab_size: token ids the policy can produce are below it.
+        policy_vocab_size: upper bound of the policy's token ids.
         chunk_rows: most rows scored at a time.
         max_length: tokens; longer rows lose their first tokens.  None: a row longer than the model
             supports is an error.
@@ -47,7 +47,7 @@ class RewardModel:
         ConfigError: the vocabulary is too small, or ``reward_label`` is missing for several labels.
     """
 
-    columns: frozenset[str] | None = frozenset()  # reads no dataset columns
+    columns: frozenset[str] | None = frozenset()  # needs no dataset columns
     only_models = True
 
     def __init__(
@@ -74,14 +74,14 @@ class RewardModel:
         self._label = _label(self._config, reward_label, self.name)
         embeddings = getattr(base, "get_input_embeddings", lambda: None)()
         self._vocab: int | None = getattr(embeddings, "num_embeddings", None)
-        pad = getattr(self._config, "pad_token_id", None)  # read by encoder-decoders alone
+        pad = getattr(self._config, "pad_token_id", None)  # only encoder-decoders read it
         self._pad = pad if isinstance(pad, int) and 0 <= pad < (self._vocab or pad + 1) else 0
         self._texts = texts
         self._tail = None if texts is None else TemplateTail(texts.tokenizer)
         self._own: Retokenizer | None = None
         if tokenizer is not None and not (texts and same_tokens(tokenizer, texts.tokenizer)):
             self._own = self._retokenizer(tokenizer, max_length)
-        known = self._vocab if self._own is None else None  # None: all tokens can be read
+        known = self._vocab if self._own is None else None  # None: the model reads all tokens
         if known is not None and known < (policy_vocab_size or 0):
             raise ConfigError(
                 f"reward model {self.name} has {self._vocab} tokens, but the policy's tokenizer has"
@@ -97,7 +97,7 @@ class RewardModel:
             RewardError: a score is not finite, or a row is too long or holds unknown tokens.
         """
         if self._own is not None:
-            assert self._texts is not None  # required with a tokenizer
+            assert self._texts is not None  # set together with the tokenizer
             terminated = rollout.terminated.tolist()
             ids, lengths = pad_rows(self._own.rows(self._texts.of(rollout), terminated))
         else:
@@ -164,7 +164,7 @@ class RewardModel:
             autocast = torch.autocast(device.type, dtype=self._autocast)
         with autocast, Kernels([self.model]).active():
             for rows in groups:
-                width = int(lengths[rows[0]])  # on the host, as the row numbers are
+                width = int(lengths[rows[0]])  # both are on the host
                 logits = self._head(ids[rows, :width].to(device), lengths[rows].to(device))
                 if self._label is None and logits.shape[1] != 1:
                     raise RewardError(
@@ -232,7 +232,7 @@ def _label(config: Any, wanted: int | str | None, name: str) -> int | None:
 
 
 class TemplateTail:
-    """Appends what a chat template renders after the last answer.
+    """Appends the text that a chat template renders after the last answer.
 
     Reward models are trained on rendered conversations.  A template closes the assistant's message
     with more than the stop token (``<|im_end|>`` and a line break in Qwen's), and the score is read
@@ -267,7 +267,7 @@ class TemplateTail:
         Args:
             ids: int64 [B, L]; prompt and response, right-padded.
             lengths: int64 [B]; real tokens.
-            rollout: for the rows that terminated, and the prompts that are chats.
+            rollout: tells which rows terminated, and which prompts are chats.
         """
         chats = [is_chat(prompt) for prompt in rollout.prompts.columns.get("prompt", ())]
         if not any(chats) or not getattr(self._tokenizer, "chat_template", None):
@@ -318,7 +318,7 @@ class Retokenizer:
         return [rows[i] for i in range(len(rows))]
 
     def whole(self, texts: list[str], finished: Sequence[bool]) -> list[list[int]]:
-        """Token ids of texts that hold prompt and response, without padding."""
+        """Tokenize texts of prompt and response, without padding."""
         rows = self._encode(texts, special=True)
         return [self._with_eos(ids, ended) for ids, ended in zip(rows, finished, strict=True)]
 
@@ -408,6 +408,6 @@ def pad_rows(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def fill_padding(ids: Tensor, lengths: Tensor, token: int) -> Tensor:
-    """``ids`` padded with ``token`` after the end of each row."""
+    """Fill ``ids`` with ``token`` after the end of each row."""
     real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     return torch.where(real, ids, token)

@@ -56,7 +56,7 @@ class Texts:
 
     @cached_property
     def episode_texts(self) -> list[str]:
-        """Response texts, observations included; appended to the prompt text they give the row."""
+        """Response texts with observations; prompt text + response text is the text of the row."""
         before = [ids[-CONTEXT:] for ids in self.prompt_ids]
         heads = self._decode(before)
         rows = [a + b for a, b in zip(before, self.episode_ids, strict=True)]
@@ -98,13 +98,13 @@ class Texts:
     def completions(self) -> Sequence[Any]:
         """The responses: text, or chat messages if the prompt is a chat.
 
-        These are one assistant message, or the turns of an episode and what the environment said
+        A chat response is one assistant message, or the turns of an episode and the observations
         between them.
         """
         raw = self.rollout.prompts.columns.get("prompt", ())
         if not any(is_chat(prompt) for prompt in raw):
             return self.completion_texts
-        replies = self._decode(self.completion_ids)  # a chat template ends where the answer starts
+        replies = self._decode(self.completion_ids)  # chat templates end where the answer starts
         return [
             self._messages(row, reply) if is_chat(prompt) else text
             for row, (prompt, reply, text) in enumerate(
@@ -150,7 +150,7 @@ class TextCache:
 
 
 def row_name(rollout: Rollout, row: int, prompt: object) -> str:
-    """A row in error messages: its number in the batch of all ranks, and its prompt."""
+    """Name a row in error messages: its number in the batch of all ranks, and its prompt."""
     text = repr(prompt)
     text = text if len(text) <= 200 else text[:200] + "..."
     return f"row {int(rollout.prompts.row[row])} (prompt {text})"

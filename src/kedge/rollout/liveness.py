@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
-WARN_AFTER = 8.0  # seconds of silence, after which it is reported
+WARN_AFTER = 8.0  # seconds of silence until a warning
 
 
 class RunningTime:
@@ -42,7 +42,7 @@ class RunningTime:
 
 
 def silence(name: str, patience: float) -> str:
-    """The warning about a process that does not respond, but may be busy."""
+    """The warning about a process that does not respond but may be busy."""
     return (
         f"{name} has not responded for {WARN_AFTER:g} s; it may be busy, and counts as hung after"
         f" {patience:g} s without a response (worker_timeout)"
@@ -51,7 +51,7 @@ def silence(name: str, patience: float) -> str:
 
 @contextlib.contextmanager
 def reporting_silence(name: str, patience: float) -> Iterator[None]:
-    """Context that waits for a response, and reports if that takes long."""
+    """Context that reports if waiting for a response takes long."""
     timer = threading.Timer(WARN_AFTER, logger.warning, ["%s", silence(name, patience)])
     timer.daemon = True
     if patience > WARN_AFTER:

@@ -1,4 +1,4 @@
-"""Requests that an engine holds: rows that complete one by one, until their groups are complete."""
+"""Bookkeeping of an engine's requests: rows complete one by one until their groups are complete."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Groups(Generic[T]):
-    """Whole groups, and the result of each row."""
+    """Complete groups, and the result of each row."""
 
     prompts: PromptBatch
     results: list[T]
-    sampling: Sampling  # shared by all rows, with their largest max_new_tokens
+    sampling: Sampling  # shared by all rows, with the largest max_new_tokens
 
 
 class GroupRequests(Generic[T]):
     """The rows of several batches by key, and their results."""
 
     def __init__(self) -> None:
-        self._next = 0  # key
+        self._next = 0  # key of the next row
         self._groups: dict[int, tuple[PromptBatch, Sampling]] = {}  # by group id
-        self._results: dict[int, dict[int, T]] = {}  # by group id and place in it
-        self._of_row: dict[int, tuple[int, int]] = {}  # group id and place in it, by key
+        self._results: dict[int, dict[int, T]] = {}  # by group id and index in the group
+        self._of_row: dict[int, tuple[int, int]] = {}  # key -> group id and index in the group
 
     @property
     def unfinished(self) -> int:
@@ -36,10 +36,10 @@ class GroupRequests(Generic[T]):
         return len(self._of_row)
 
     def add(self, prompts: PromptBatch, sampling: Sampling) -> range:
-        """Hold whole groups; returns a key for each row, in their order.
+        """Add whole groups; returns the key of each row, in order.
 
         Raises:
-            ValueError: a group with this id is held.
+            ValueError: a group with this id exists.
         """
         keys = range(self._next, self._next + len(prompts))
         self._next = keys.stop
@@ -51,12 +51,12 @@ class GroupRequests(Generic[T]):
         return keys
 
     def put(self, key: int, result: T) -> None:
-        """The result of a row."""
+        """Store the result of a row."""
         number, place = self._of_row.pop(key)
         self._results[number][place] = result
 
     def complete(self) -> list[Groups[T]]:
-        """Remove the groups of which all rows have results, by their distribution."""
+        """Remove and return groups with all results, by sampling distribution."""
         done = [
             n for n, (prompts, _) in self._groups.items() if len(prompts) == len(self._results[n])
         ]
@@ -86,7 +86,7 @@ def token_versions(spans: list[list[tuple[int, int]]], size: int) -> torch.Tenso
     """``Rollout.token_version`` int64 [B, size]; None if every row has one version.
 
     Args:
-        spans: of each row, the versions in order and the number of tokens from each.
+        spans: per row, the versions in order and the number of tokens from each.
         size: width of the rollout.
     """
     if all(len(row) <= 1 for row in spans):

@@ -20,12 +20,12 @@ def split_rows(rows: int, parts: int) -> list[slice]:
 
 
 def without_columns(prompts: PromptBatch) -> PromptBatch:
-    """The prompts as another process needs them: on the CPU, without dataset columns."""
+    """Prepare prompts for another process: on the CPU, without dataset columns."""
     return replace(prompts.to("cpu"), columns={})
 
 
 def stack_prompts(parts: Sequence[PromptBatch]) -> PromptBatch:
-    """The rows of all parts; groups of different parts stay apart even if their ids are equal."""
+    """Stack the rows of all parts; groups of different parts stay apart even with equal ids."""
     return PromptBatch.cat(separated(parts))
 
 
@@ -42,7 +42,7 @@ def join_rollouts(prompts: PromptBatch, parts: Sequence[Rollout], pad_id: int) -
 
 
 def with_prompts(rollout: Rollout, prompts: PromptBatch) -> Rollout:
-    """A rollout from another process, with the prompts (and columns) of this one."""
+    """Restore the prompts and columns of a rollout from another process."""
     return replace(rollout.to(prompts.ids.device), prompts=prompts)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kedge.trainers.base import TrainerShell
 
-# Command -> its trainer, and what ``kedge --help`` says.
+# Command -> its trainer, and its line in ``kedge --help``.
 TRAINERS = {
     "ppo": ("kedge.trainers.ppo:PPOTrainer", "train a language model with PPO"),
     "rloo": (
@@ -24,13 +24,13 @@ TRAINERS = {
 
 
 def load_trainer(command: str) -> type[TrainerShell]:
-    """The trainer of a command."""
+    """Import the trainer of a command."""
     module, _, name = TRAINERS[command][0].partition(":")
     trainer: type[TrainerShell] = getattr(importlib.import_module(module), name)
     return trainer
 
 
 def find_trainer(config: Any) -> type[TrainerShell]:
-    """The trainer whose ``args`` are of the config's class, or of the nearest above it."""
+    """The trainer for a config's class, or for its nearest parent class."""
     trainers = {trainer.SPEC.config: trainer for trainer in map(load_trainer, TRAINERS)}
     return next(trainers[base] for base in type(config).__mro__ if base in trainers)

@@ -35,7 +35,7 @@ from kedge.trainers.run.files import claimed, write_models
 from kedge.trainers.spec import TrainerInputs, TrainerSpec, as_list
 
 logger = logging.getLogger(__name__)
-# Trainer attributes that scripts for other libraries read, and options under TRL's names.
+# Trainer attributes that scripts for other libraries read, including options by TRL's names.
 _ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = {
     "tokenizer": lambda trainer: trainer.processing_class,
     "model_wrapped": lambda trainer: trainer.model,
@@ -44,7 +44,7 @@ _ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = {
     "control": lambda trainer: trainer.callbacks.control,
     "is_deepspeed_enabled": lambda trainer: _has_plugin(trainer, "deepspeed_plugin"),
     "is_fsdp_enabled": lambda trainer: _has_plugin(trainer, "fsdp_plugin"),
-    "aux_loss_enabled": lambda trainer: False,  # there is no load-balancing loss
+    "aux_loss_enabled": lambda trainer: False,  # load-balancing losses do not exist here
 }
 _OPTIONS = (
     *("beta", "temperature", "top_p", "top_k", "min_p", "max_completion_length"),
@@ -59,14 +59,14 @@ _OF_TRL = (
 )
 _LOSS = "pass algorithm=, such as replace(kedge.algorithms.ppo(), loss=my_loss)"
 _ROWS = "pass the rows as train_dataset, in order with shuffle_dataset=False"
-# A part of the method's name -> what to do instead.
+# Substring of the method's name -> what to do instead.
 _WAYS_OUT = {
     **{"reward": "pass reward_funcs", "loss": _LOSS, "training_step": _LOSS, "logps": _LOSS},
     **{"generate": "pass rollout_func or rollout_engine", "data": _ROWS, "sampler": _ROWS},
     **dict.fromkeys(("optimizer", "scheduler"), "pass optimizers=(optimizer, scheduler)"),
     "save": "override save_model, which checkpoints call too",
 }
-_MAX_FRAMES = 4  # frames of the user's code that are shown
+_MAX_FRAMES = 4  # most frames shown of the user's code
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -85,7 +85,7 @@ def short_errors(method: Callable[P, R]) -> Callable[P, R]:
             if os.environ.get("KEDGE_TRACEBACK", "0") not in ("", "0"):
                 raise
             cause = error.__cause__
-            if cause is not None and sys.version_info >= (3, 11):  # older ones have no notes
+            if cause is not None and sys.version_info >= (3, 11):  # older versions have no notes
                 error.add_note(_format_cause(cause))
                 error.__cause__ = None
             raise error.with_traceback(None) from None
@@ -196,8 +196,8 @@ class TrainerShell:
         With ``args.push_to_hub``, or if one of the last four is given, ``push_to_hub`` follows.
 
         Args:
-            output_dir: the folder; None: ``args.output_dir``, which is also what is uploaded.
-            commit_message: of the upload.
+            output_dir: the folder; None: ``args.output_dir``, which is the folder to upload.
+            commit_message: commit message of the upload.
             blocking: wait for the end of the upload.
             token: access token; None: ``args.hub_token``.
             revision: branch to upload to; None: ``args.hub_revision``.
@@ -254,7 +254,7 @@ class TrainerShell:
 
     @functools.cached_property
     def _provenance(self) -> dict[str, Any]:
-        """What the model was trained with, for its card and ``run.json``."""
+        """Algorithm, model, prompts and rewards, for the model card and ``run.json``."""
         from kedge.reporting.run_info import provenance
 
         inputs = self._inputs
@@ -276,7 +276,7 @@ class TrainerShell:
         """
         self.callbacks.write_row(logs)
 
-    # Of transformers: they read is_world_process_zero, args.output_dir and state.
+    # Used by transformers' callbacks: they read is_world_process_zero, args.output_dir and state.
     log_metrics, save_metrics, save_state = log_metrics, save_metrics, save_state
     metrics_format = staticmethod(metrics_format)
 
@@ -301,7 +301,7 @@ class TrainerShell:
         return bool(self.accelerator.is_local_main_process)
 
     def get_num_trainable_parameters(self) -> int:
-        """Number of weights of the policy that train."""
+        """Number of trainable weights of the policy."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def __getattr__(self, name: str) -> Any:
@@ -366,11 +366,11 @@ def configure_process(args: TrainingArguments) -> None:
 
 
 def refuse_overrides(trainer: object, base: type) -> None:
-    """Check that every hook which the trainer's class overrides is called.
+    """Check that every hook that the trainer's class overrides is called.
 
     Args:
         trainer: the trainer; classes of this package are not checked.
-        base: the class of the methods that exist here.
+        base: class with the methods that exist here.
 
     Raises:
         ConfigError: naming the method and what to use instead.

@@ -23,11 +23,11 @@ class GRPOTrainer(TrainerShell):
 
     Args:
         args: every option; see ``GRPOConfig``.
-        model, reward_funcs, train_dataset, eval_dataset, processing_class: as of ``PPOTrainer``.
-        callbacks, optimizers, peft_config, data_collator: as of ``PPOTrainer``.
+        model, reward_funcs, train_dataset, eval_dataset, processing_class: as in ``PPOTrainer``.
+        callbacks, optimizers, peft_config, data_collator: as in ``PPOTrainer``.
         reward_processing_classes: tokenizers of reward models that differ from the policy's.
         ref_model: the reference of the KL terms.  None: if ``beta`` or ``kl_coef`` is above 0, a
-            frozen copy of the policy; under a new adapter its base, which is the same.
+            frozen copy of the policy; under a new adapter, the equal base model.
         shared: ``reward_weights``, ``algorithm``, ``environment``, ``tools`` and others; see
             ``SharedArguments``.
 

@@ -22,7 +22,7 @@ _OPEN_INSTRUCT_NAMES = {
 
 
 def log_trl_names(args: Any, engine: Engine) -> MetricNames:
-    """TRL's names, for training and evaluations."""
+    """Add TRL's names, in training and evaluation."""
     token_kl = engine.algorithm.name != "rloo"
     return partial(trl_names, rows=engine.batch_sizes.batch_size, token_kl=token_kl)
 
@@ -33,7 +33,7 @@ def trl_names(row: Mapping[str, float], *, rows: int, token_kl: bool = True) -> 
     Args:
         row: metrics of an iteration, or of an evaluation without its prefix.
         rows: responses of a batch; TRL's standard deviations divide by rows - 1.
-        token_kl: ``kl`` is the KL in the loss; False: the KL in the reward, per token.
+        token_kl: whether ``kl`` is the KL in the loss; False: the KL in the reward, per token.
     """
     metrics = {theirs: row[ours] for theirs, ours in TRL_NAMES.items() if ours in row}
     for name, value in row.items():
@@ -51,12 +51,12 @@ def trl_names(row: Mapping[str, float], *, rows: int, token_kl: bool = True) -> 
 
 
 def log_open_instruct_names(args: Any, engine: Engine) -> MetricNames:
-    """open-instruct's names, for training only."""
+    """Add open-instruct's names, in training only."""
     rows, begin = engine.batch_sizes.batch_size, 0.0
 
     def names(row: Mapping[str, float]) -> dict[str, float]:
         nonlocal begin
-        if "episode" not in row:  # an evaluation
+        if "episode" not in row:  # evaluation rows
             return {}
         begin = begin or time.perf_counter() - row["time/step"]
         metrics = {new: row[old] for new, old in _OPEN_INSTRUCT_NAMES.items() if old in row}

@@ -30,7 +30,7 @@ class PPOTrainer(TrainerShell):
         processing_class: the policy's tokenizer.  None: loaded with a model given by name.
         model: the policy: a model, a folder or a hub name.
         ref_model: the reference of the KL penalty.  None: a frozen copy of the policy; under a
-            new adapter its base, which is the same.
+            new adapter, the equal base model.
         reward_model: a sequence-classification model, a folder or name, or a list of them.
         train_dataset: prompts in a column ``prompt`` or ``query`` (text or chat messages), or
             ``input_ids``.

@@ -29,8 +29,8 @@ class RLOOArguments(SharedArguments, total=False):
 
     Args:
         args: every option; see ``RLOOConfig``.
-        model, reward_funcs, train_dataset, eval_dataset, processing_class: as of ``PPOTrainer``.
-        callbacks, optimizers, peft_config, ref_model, data_collator: as of ``PPOTrainer``.
+        model, reward_funcs, train_dataset, eval_dataset, processing_class: as in ``PPOTrainer``.
+        callbacks, optimizers, peft_config, ref_model, data_collator: as in ``PPOTrainer``.
         reward_processing_classes: tokenizers of reward models that differ from the policy's.
         config, tokenizer, policy, ref_policy, reward_model: the names of TRL up to 0.21;
             ``reward_model`` may also be a function of texts (prompt and completion),
@@ -63,7 +63,7 @@ class RLOOTrainer(TrainerShell):
     Arguments are keywords, with the names of TRL up to 0.21 or of TRL 0.22 and later.
 
     Args:
-        unnamed: refused.
+        unnamed: positional arguments, which are refused.
         arguments: see ``RLOOArguments``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a trainer is, and what a user gives it: its specification and constructor arguments."""
+"""The specification of a trainer, and its constructor arguments."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from kedge.loop.loop import Engine
 
 MetricNames = Callable[[Mapping[str, float]], dict[str, float]]
-_ALGORITHM, _VALUE = "algorithm: ", "value model"  # readers of options in the support tables
+_ALGORITHM, _VALUE = "algorithm: ", "value model"  # readers of options
 
 
 def shared_kwargs(config: OnPolicyConfig, function: Callable[..., Any]) -> dict[str, Any]:
-    """The options of a config that a function takes: those that its signature names."""
+    """The options of a config that the signature of a function names."""
     names = inspect.signature(function).parameters
     return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
@@ -36,14 +36,14 @@ class TrainerSpec:
     """A trainer: its config, its algorithm, and other names of its metrics.
 
     Args:
-        name: of the algorithm, for model cards.
-        config: class of its ``args``.
+        name: name of the algorithm, for model cards.
+        config: class of the trainer's ``args``.
         algorithm: makes the algorithm from the options that its signature names, and from
             ``reference``: whether there is a reference model.
         metric_names: returns the function that adds metrics under other libraries' names to the
             metrics of an iteration or an evaluation.
         flags: config of the trainer's command, if it has more names than ``config``.
-        value_model: the trainer takes ``value_model``, and ``reward_model`` for its start.
+        value_model: whether the trainer takes ``value_model``, or ``reward_model`` to start it.
     """
 
     name: str
@@ -62,7 +62,7 @@ class TrainerSpec:
         """A checked copy of the config, or of the default one for None.
 
         Raises:
-            ConfigError: it has another type, or a value that cannot work.
+            ConfigError: ``args`` has another type, or a value that cannot work.
         """
         args = self.config() if args is None else args
         if not isinstance(args, self.config):
@@ -91,7 +91,7 @@ class TrainerSpec:
         reference = ref_model is not None or args.kl_coef > 0 or args.loss_kl_coef > 0
         try:
             return self.algorithm(**shared_kwargs(args, self.algorithm), reference=reference)
-        except ValueError as error:  # options that do not go together
+        except ValueError as error:  # contradictory options
             raise ConfigError(str(error)) from error
 
 
@@ -147,10 +147,10 @@ class SharedArguments(TypedDict, total=False):
 
 
 def rename_arguments(arguments: Mapping[str, Any], newer: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments under the newer of two names.
+    """Rename arguments to the newer of two names.
 
     Args:
-        arguments: as they were given.
+        arguments: arguments as given.
         newer: older name -> newer name.
 
     Raises:
@@ -195,7 +195,7 @@ class TrainerInputs:
     tools: Sequence[Any] | None = None
     environment_factory: Any = None
     rollout_func: Any = None
-    trainer: Any = None  # that these arguments were passed to
+    trainer: Any = None  # the trainer that received these arguments
 
     def __post_init__(self) -> None:
         check_kinds(self)
@@ -230,7 +230,7 @@ def check_verifiers(inputs: TrainerInputs) -> None:
     functions = as_list(inputs.reward_funcs)
     prefix = "kedge.verifiers:"
     by_name = any(isinstance(f, str) and f.startswith(prefix) for f in functions)
-    if not by_name and "kedge.verifiers" not in sys.modules:  # then none of them is a verifier
+    if not by_name and "kedge.verifiers" not in sys.modules:  # otherwise no argument is a verifier
         return
     from kedge import verifiers
     from kedge.verifiers.base import Verifier
@@ -253,11 +253,11 @@ def check_verifiers(inputs: TrainerInputs) -> None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """The items of a list or tuple; anything else as the only item."""
+    """The items of a list or tuple; anything else becomes the only item."""
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-# Argument -> what it must be, and members that tell.
+# Argument -> description of its type, and members that it must have.
 _KINDS = {
     "optimizers[0]": ("a torch.optim.Optimizer instance, not its class", "param_groups", "step"),
     "optimizers[1]": ("a torch learning-rate scheduler", "step", "state_dict"),

@@ -34,7 +34,7 @@ def stated_answer(text: str) -> str | None:
 def _last_box(text: str) -> tuple[int, str] | None:
     text = text.replace("\\fbox", "\\fboxed")
     last: tuple[int, int, int] | None = None
-    open_braces: list[tuple[int, int] | None] = []  # of a box: its start and that of its content
+    open_braces: list[tuple[int, int] | None] = []  # start of each box, and of its content
     for token in _BRACES.finditer(text):
         if token[0] == "}":
             box = open_braces.pop() if open_braces else None

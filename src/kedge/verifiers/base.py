@@ -56,7 +56,7 @@ class Verifier:
         return f"Verifier({self.__name__!r}, column={self.column!r})"
 
     def on(self, column: str) -> Verifier:
-        """The same verifier, with the ground truth in another column."""
+        """A copy of the verifier that reads the ground truth from another column."""
         other = copy.copy(self)
         other.column = column
         return other
@@ -130,10 +130,10 @@ def _content(content: Any) -> str:
 
 
 def read_scores(returned: Any, rows: int) -> list[float | None]:
-    """One finite number or None per row, of what a reward function or server returned.
+    """Read one finite number or None per row from the result of a reward function or server.
 
     Raises:
-        ValueError: anything else; the message belongs after the name of who returned it.
+        ValueError: anything else; prepend the name of the function or server to the message.
     """
     scores = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(scores, (list, tuple)):
@@ -141,7 +141,7 @@ def read_scores(returned: Any, rows: int) -> list[float | None]:
     if len(scores) != rows:
         raise ValueError(f"returned {len(scores)} rewards for {rows} completions")
     numbers = [score.item() if hasattr(score, "item") else score for score in scores]
-    for x in numbers:  # an integer may be beyond the range of floats
+    for x in numbers:  # integers may exceed the range of floats
         if x is not None and not (isinstance(x, (int, float)) and abs(x) <= sys.float_info.max):
             raise ValueError(f"returned {str(x)[:80]}, not a finite number or null")
     return [None if x is None else float(x) for x in numbers]
@@ -164,7 +164,7 @@ def read_column(columns: Mapping[str, Any], column: str, rows: int, name: str) -
 
 
 def read_record(truth: Any, example: str) -> dict[str, Any]:
-    """A ground truth given as a mapping or as a JSON object; keys with value None are dropped."""
+    """Read a ground truth given as mapping or JSON object; drops keys with value None."""
     value = truth
     if isinstance(truth, str):
         try:

@@ -1,4 +1,4 @@
-"""Verifiers that a dataset column names."""
+"""Verifiers selected by a dataset column."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ class ByColumn:
                 verifier.prepare()
 
     def _read_names(self, value: Any, where: str) -> list[str]:
-        """The verifiers that a row names: None, a name, or several."""
+        """Read the verifiers that a row names: None, a name, or several."""
         if value is None:
             return []
         known = []
         for name in value if isinstance(value, (list, tuple)) else [value]:
             alias = self.rename.get(name, name) if isinstance(name, str) else ""
-            choices = (alias, alias.lower())  # datasets write GSM8K and MATH
+            choices = (alias, alias.lower())  # datasets write names like GSM8K and MATH
             found = next((choice for choice in choices if choice in self.verifiers), None)
             if found is None:
                 raise RewardError(self._unknown(name, where))
@@ -180,10 +180,10 @@ VERIFIERS: dict[str, RewardFunc] = {
 
 
 def by_column(verifiers: Mapping[str, RewardFunc] | None = None, **options: Any) -> ByColumn:
-    """Verifiers selected by a dataset column: the built-in ones and your own.
+    """Select verifiers, built-in or your own, by a dataset column.
 
     Args:
         verifiers: additional verifiers, or replacements under the same names.
-        options: of ``ByColumn``: column, truth, weights, rename, name.
+        options: options of ``ByColumn``: column, truth, weights, rename, name.
     """
     return ByColumn(VERIFIERS | dict(verifiers or {}), **options)

@@ -14,13 +14,13 @@ from kedge.errors import ConfigError, RewardError, install_command
 from kedge.verifiers.base import Verifier, read_column, read_record
 
 EXAMPLE = '{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}'
-MIN_CONFIDENCE = 0.5  # below, a text is too short or too mixed to tell its language
-MAX_LETTERS = 20_000  # characters of a text read to detect its language
+MIN_CONFIDENCE = 0.5  # below this, a text is too short or too mixed to identify its language
+MAX_LETTERS = 20_000  # characters read to detect the language of a text
 _CODES = (
     "ar bg bn cs da de el en es fa fi fr gu he hi hu hy id it ja ka kn ko ml mr ne nl no pa pl pt"
     " ro ru sv sw ta te th tr uk ur vi zh"
 )
-KNOWN = frozenset(_CODES.split())  # fewer candidates make short texts more certain
+KNOWN = frozenset(_CODES.split())  # fewer candidates raise the certainty for short texts
 RELATIONS: dict[str, Callable[[float, float], bool]] = {
     "at least": operator.ge,
     "less than": operator.lt,
@@ -56,10 +56,10 @@ class ConstraintVerifier(Verifier):
     Args:
         score: ``"mean"``, the share of instructions followed, or ``"all"``, 1 only if all are.
         column: dataset column with the ground truth.
-        name: of the verifier.
+        name: name of the verifier.
 
     Raises:
-        ConfigError: an option does not fit.
+        ConfigError: an option is invalid.
     """
 
     def __init__(
@@ -168,8 +168,8 @@ def _ends_sentence(paragraph: str, mark: re.Match[str]) -> bool:
     return not (mark[0] == "." and _ABBREVIATION.search(before))
 
 
-# Each check takes the text and the arguments under the dataset's names.  An invalid argument
-# raises ValueError or TypeError; no text raises.
+# Each check takes the text and arguments named as in the dataset. Invalid arguments raise
+# ValueError or TypeError; no text raises.
 
 
 def _compare(count: int, relation: str, number: float) -> bool:
@@ -179,14 +179,14 @@ def _compare(count: int, relation: str, number: float) -> bool:
 
 
 def _words(words: list[str]) -> list[str]:
-    """The words, without regard to case."""
+    """The words of a text, in lower case."""
     if isinstance(words, str) or not all(isinstance(word, str) and word for word in words):
         raise ValueError(f"expected a list of words, got {words!r}")
     return [word.casefold() for word in words]
 
 
 def _split(text: str, divider: re.Pattern[str]) -> list[str]:
-    """The parts between dividers; a divider before the first or after the last counts as none."""
+    """The parts between dividers; leading and trailing dividers are ignored."""
     parts = [part.strip() for part in divider.split(text)]
     return parts[not parts[0] : len(parts) - (not parts[-1])]
 
@@ -277,7 +277,7 @@ def _is_quoted(text: str) -> bool:
 
 
 CHECKS: dict[str, Callable[..., bool]] = {
-    # case is ignored; keywords also count inside words, forbidden words do not
+    # ignores case; keywords also count inside words, forbidden words do not
     "keywords:existence": _includes,
     "keywords:forbidden_words": _avoids,
     "keywords:frequency": lambda text, *, keyword, frequency, relation: _compare(
@@ -288,30 +288,30 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "length_constraints:number_sentences": lambda text, *, num_sentences, relation: _compare(
         count_sentences(text), relation, num_sentences
     ),
-    "length_constraints:number_paragraphs": _paragraphs,  # exactly, separated by ***
+    "length_constraints:number_paragraphs": _paragraphs,  # exact number, separated by ***
     # runs of letters, digits and underscores
     "length_constraints:number_words": lambda text, *, num_words, relation: _compare(
         len(_WORD.findall(text)), relation, num_words
     ),
     "length_constraints:nth_paragraph_first_word": _first_word,  # separated by blank lines
-    # at least this many, such as [address]
+    # minimum number, such as [address]
     "detectable_content:number_placeholders": lambda text, *, num_placeholders: (
         len(_PLACEHOLDER.findall(text)) >= num_placeholders
     ),
-    "detectable_content:postscript": _postscript,  # the marker, followed by words
+    "detectable_content:postscript": _postscript,  # the marker and following words
     "detectable_format:number_bullet_lists": lambda text, *, num_bullets: (
         len(_BULLET.findall(text)) == num_bullets
     ),
     "detectable_format:constrained_response": lambda text: sum(a in text for a in ANSWERS) == 1,
-    # at least this many, such as *this* or **this**
+    # minimum number, such as *this* or **this**
     "detectable_format:number_highlighted_sections": lambda text, *, num_highlights: (
         len(_HIGHLIGHT.findall(text)) >= num_highlights
     ),
-    "detectable_format:multiple_sections": _sections,  # at least this many: word and number
-    "detectable_format:json_format": _is_json,  # an object or list, also in a ``` fence
+    "detectable_format:multiple_sections": _sections,  # minimum number: a word and a number
+    "detectable_format:json_format": _is_json,  # an object or list, optionally in a ``` fence
     "detectable_format:title": lambda text: _TITLE.search(text) is not None,
-    "combination:two_responses": _two_responses,  # different ones, separated by ******
-    "combination:repeat_prompt": _repeats,  # begins with the request, word for word
+    "combination:two_responses": _two_responses,  # two different ones, separated by ******
+    "combination:repeat_prompt": _repeats,  # starts with the request, word for word
     "startend:end_checker": _ends_with,
     "startend:quotation": _is_quoted,
     "change_case:english_capital": lambda text: (
@@ -320,7 +320,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "change_case:english_lowercase": lambda text: (
         text.islower() and detect_language(text) in ("en", None)
     ),
-    # of words in capitals only
+    # counts words in capitals
     "change_case:capital_word_frequency": lambda text, *, capital_frequency, capital_relation: (
         _compare(
             sum(word[0].isupper() for word in _SPELLED.finditer(text)),

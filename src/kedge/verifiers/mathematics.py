@@ -14,17 +14,17 @@ from kedge.verifiers.base import Verifier
 from kedge.verifiers.numbers import one_number, same_number
 from kedge.verifiers.worker import WorkerPool
 
-MAX_PARTS = 24  # of a set or matrix
-MAX_DEPTH = 20  # of brackets in a formula
-SHORT = 100  # characters of a response that counts as an answer without a mark
+MAX_PARTS = 24  # maximum elements of a set or matrix
+MAX_DEPTH = 20  # maximum nesting of brackets in a formula
+SHORT = 100  # characters; a shorter response counts as an answer even if unmarked
 _MATH = re.compile(r"\$\$(.{1,1000}?)\$\$|\$([^$]{1,1000})\$|\\\((.{1,1000}?)\\\)", re.DOTALL)
 _OPENING = {"}": "{", ")": "(", "]": "["}
 _WORDS = re.compile(r"\(?[A-Za-z]+(?:[ '-][A-Za-z]+)*\)?")
 _MODULO = re.compile(r"\\[bp]?mod(?![a-z])")
 _SENTENCE = re.compile(r"\.(?:\s|\Z)")
-MAX_LETTERS = 1000  # a longer text is not an answer
+MAX_LETTERS = 1000  # longer texts are not answers
 
-ROW = "\N{SYMBOL FOR NEWLINE}"  # stands for the row break of a matrix
+ROW = "\N{SYMBOL FOR NEWLINE}"  # placeholder for a matrix row break
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _NAMES = (
     (r"\cfrac", r"\frac"), (r"\dfrac", r"\frac"), (r"\tfrac", r"\frac"), (r"\leq", r"\le"),
@@ -47,7 +47,7 @@ _TEXT = re.compile(
     r"\s?\{([^{}]*)\}"
 )
 _POWER = r"(?:\s?\^\s?(?:\{[0-9]\}|[0-9]))?"
-_NO_UNIT = r"(?!(?:or|and|is|are|was|not|if|to|than|but)\b)"  # words of a sentence
+_NO_UNIT = r"(?!(?:or|and|is|are|was|not|if|to|than|but)\b)"  # words that belong to a sentence
 _TEXT_UNIT = re.compile(rf"(?<=[^\s,(\[{{=])\s?{_TEXT.pattern}{_POWER}\s?\Z")
 _WORD_UNIT = re.compile(
     r"\A([-+]?[0-9][0-9.,/]*)\s(?!(?:pi|sqrt)\b)"
@@ -99,7 +99,7 @@ def math_verifier(
             formulas must be equal after normalization.
         timeout: seconds for one comparison of formulas.
         workers: helper processes.
-        name: of the verifier.
+        name: name of the verifier.
     """
     check = partial(_check, checker=SymbolicChecker(timeout, workers) if symbolic else None)
     return Verifier(check, name=name, column=column, threads=workers if symbolic else 1)
@@ -169,15 +169,15 @@ def _equal(answer: str, want: str, checker: SymbolicChecker | None) -> bool:
 
 
 def _contradict(left: str, right: str) -> bool:
-    """Whether an answer differs from what is wanted in a way that math-verify overlooks."""
+    """Whether an answer differs from the ground truth in a way that math-verify misses."""
     if "_" in right or bool(_MODULO.search(left)) != bool(_MODULO.search(right)):
-        return True  # a number in another base, or a remainder
+        return True  # numbers in other bases, or remainders
     want = one_number(flatten(right))
     if want is None:
         return False
-    sides = [one_number(flatten(side)) for side in left.split("=")[:-1]]  # 3 = 4
+    sides = [one_number(flatten(side)) for side in left.split("=")[:-1]]  # for example 3 = 4
     differ = any(side is not None and not same_number(side, want) for side in sides)
-    return differ or (left.startswith("[") and "," in left)  # an interval
+    return differ or (left.startswith("[") and "," in left)  # or intervals
 
 
 def _all_equal(
@@ -188,7 +188,7 @@ def _all_equal(
     if kind not in ("set", "union"):
         return all(_equal(a, b, checker) for a, b in zip(answer, want, strict=True))
     rest = list(answer)
-    for part in want:  # equal texts first: comparing formulas is slow
+    for part in want:  # equal texts first, since comparing formulas is slow
         equals = (one for how in (None, checker) for one in rest if _equal(one, part, how))
         match = next(equals, None)
         if match is None:
@@ -224,7 +224,7 @@ class SymbolicChecker:
             size=workers,
             memory_mb=3072,
         )
-        self._ask = lru_cache(maxsize=4096)(self._pool.call)  # responses of a group repeat answers
+        self._ask = lru_cache(maxsize=4096)(self._pool.call)  # groups repeat answers
 
     def __reduce__(self) -> Any:
         return SymbolicChecker, (self._pool.timeout, self._pool.size)
@@ -253,7 +253,7 @@ def same_formula(answer: str, want: str) -> bool:
 
 
 def _prepare() -> None:
-    same_formula("x + 1", "1 + x")  # imports and compiles everything in advance
+    same_formula("x + 1", "1 + x")  # warm-up: imports and compiles everything
 
 
 same_formula.prepare = _prepare  # type: ignore[attr-defined]
@@ -263,7 +263,7 @@ same_formula.prepare = _prepare  # type: ignore[attr-defined]
 
 
 def tidy(answer: str) -> str:
-    r"""The answer in plain LaTeX: no delimiters, spacing commands, units, degrees or dollar signs.
+    r"""Reduce an answer to plain LaTeX without delimiters, spacing, units, degrees or dollar signs.
 
     ``\dfrac`` and similar become ``\frac``, and arguments get braces.
     """
@@ -294,14 +294,14 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def flatten(tidied: str) -> str:
-    r"""A tidied answer with simple fractions as ``a/b`` and no thousands separators."""
+    r"""Write simple fractions of a tidied answer as ``a/b``, and drop thousands separators."""
     text = re.sub(r"([_^])\s?\{\s?([0-9a-zA-Z]+)\s?\}", r"\1\2", tidied)
     text = _FLAT.sub(_fraction, text)
     return text.replace(",", "") if _GROUPED.fullmatch(text) else text
 
 
 def squeeze(tidied: str) -> str:
-    """The same without whitespace."""
+    """``flatten``, without whitespace."""
     return "".join(flatten(tidied).split())
 
 
@@ -315,7 +315,7 @@ def split_prefix(tidied: str) -> tuple[str, str]:
 
 
 def strip_parentheses(tidied: str) -> str:
-    """A tidied answer without parentheses around a single value."""
+    """Drop parentheses around a single value in a tidied answer."""
     while (
         tidied.startswith("(")
         and _closes_last(tidied)
@@ -332,7 +332,7 @@ def _fraction(match: re.Match[str]) -> str:
 
 
 def split_group(tidied: str) -> tuple[str, list[str]] | None:
-    r"""Kind and parts of a tuple, interval, set, list, union or matrix; None for a single value.
+    r"""Kind and parts of a tuple, interval, set, list, union or matrix; None for one value.
 
     The kind is the opening and closing bracket, ``"set"`` for a list or set, ``"union"``, or
     ``"matrix"`` followed by the shape.
@@ -358,7 +358,7 @@ def split_group(tidied: str) -> tuple[str, list[str]] | None:
 
 
 def _expand_signs(parts: list[str]) -> list[str]:
-    r"""The parts, those with one ``\pm`` as two."""
+    r"""Expand each part that contains one ``\pm`` into two."""
     expanded = []
     for part in parts:
         signs = "+-" if part.count(r"\pm") == 1 else ""
@@ -367,7 +367,7 @@ def _expand_signs(parts: list[str]) -> list[str]:
 
 
 def _split(text: str, separators: tuple[str, ...]) -> list[str]:
-    """The parts between separators outside all brackets."""
+    """Split at separators outside all brackets."""
     parts, depth, start = [], 0, 0
     for token in _TOKEN.finditer(text):
         if token[0] in ("(", "[", "{", r"\{"):

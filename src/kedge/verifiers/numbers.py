@@ -19,7 +19,7 @@ from kedge.errors import ConfigError, RewardError
 from kedge.verifiers.answers import marked_answer, stated_answer
 from kedge.verifiers.base import Verifier
 
-MAX_DIGITS = 100  # per number; longer ones are not answers and slow to convert
+MAX_DIGITS = 100  # per number; longer ones are slow to convert and no answers
 
 _CHARACTERS = str.maketrans(
     {chr(0xFF10 + digit): str(digit) for digit in range(10)}
@@ -44,8 +44,8 @@ _NUMBER = re.compile(
     r"|(?P<times>[-+]?[0-9]{1,3})(?![0-9])))?"
     r"(?P<percent> ?\\?%)?"
 )
-ROUNDED_FROM = 6  # a ground truth with this many decimals counts as rounded
-PROSE_WORDS, PROSE_LETTERS = 4, 300  # a mark with this many words is a sentence
+ROUNDED_FROM = 6  # decimals from which a ground truth counts as rounded
+PROSE_WORDS, PROSE_LETTERS = 4, 300  # limits beyond which a mark is a sentence
 _NEGATIVE = re.compile(r"(?:\bnegative |(?:\A|(?<=\bis ))minus )(?=[$€£]?[0-9])", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _JOINED = re.compile(r"\s?(?:or|and|to|-|:|/)\s?[-+]?(?:(?:\\?\$|[€£¥])\s?)?\.?[0-9]")  # 12 or 13
@@ -59,8 +59,8 @@ class Number:
         value: exact, ignoring a percent sign.
         percent: whether a percent sign followed.
         decimals: digits after the decimal point, as written.
-        start: where it begins in the text that was searched.
-        end: where it ends.
+        start: position of its first character in the text.
+        end: position after its last character.
     """
 
     value: Fraction
@@ -71,7 +71,7 @@ class Number:
 
 
 def clean(text: str) -> str:
-    """The text with unified minus signs, digits and fractions, and without overlong numbers."""
+    """Unify minus signs, digits and fractions, and remove overlong numbers."""
     text = _DEGREES.sub("", text.translate(_CHARACTERS))
     text = _VULGAR.sub(lambda m: f"{m[1]} {unicodedata.normalize('NFKC', m[2])}".lstrip(), text)
     text = text.replace("\N{FRACTION SLASH}", "/")
@@ -158,7 +158,7 @@ def number_verifier(
             number after ``####``.
         where: ``"marked"`` accepts only numbers in marks.
         tolerance: largest difference accepted, relative to the ground truth.
-        name: of the verifier.
+        name: name of the verifier.
 
     Raises:
         ConfigError: an option is out of range.
@@ -217,7 +217,7 @@ def _numbers(text: str) -> tuple[str, list[Number]]:
 
 
 def _right_side(cleaned: str, numbers: list[Number]) -> list[Number]:
-    """The numbers after the last equals sign that is followed by any; all without one."""
+    """The numbers after the last equals sign that has any; all if there is none."""
     signs = cleaned.rfind("=", 0, numbers[-1].start + 1) if numbers else -1
     return [number for number in numbers if number.start > signs]
 

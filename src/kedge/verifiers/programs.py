@@ -16,7 +16,7 @@ from kedge.verifiers.sandbox.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
 
-MAX_LETTERS = 200_000  # per program; a longer one scores 0
+MAX_LETTERS = 200_000  # per program; longer ones score 0
 EXAMPLE = '{"tests": ["assert add(1, 2) == 3"]} or {"inputs": ["1 2"], "outputs": ["3"]}'
 _PYTHON = ("", "python", "py", "python3")
 _TILDES = re.compile(r"^([ \t]*)~~~", re.MULTILINE)
@@ -51,8 +51,8 @@ def code_verifier(
     ``crashes/<name>``.
 
     Tests that no program could fail are a mistake in the dataset and raise RewardError: they call
-    the solution nowhere, or compare without ``assert``.  A test that fails on what cannot be
-    carried from the solution's process to that of the tests (a function as an argument, ...)
+    the solution nowhere, or compare without ``assert``.  A test that needs a value that cannot be
+    sent from the solution's process to the tests (a function as an argument, ...)
     scores 0 and is counted in ``untestable/<name>``.
 
     Programs run only in bubblewrap.  Without it, the first call raises ConfigError, and so does a
@@ -64,7 +64,7 @@ def code_verifier(
             a container or virtual machine that you can lose.  Default: ``Sandbox()``.
         partial_credit: score the share of tests passed.
         workers: solutions run concurrently; default: the number of CPUs.
-        name: of the verifier.
+        name: name of the verifier.
     """
     chosen = Sandbox(isolation=sandbox) if isinstance(sandbox, str) else sandbox or Sandbox()
     return Verifier(
@@ -89,7 +89,7 @@ def extract_code(response: str, entry_point: str = "", tests: Sequence[str] = ()
         if (language.split() or [""])[0].strip("{}.").lower() not in _PYTHON:
             continue
         indent = before.rpartition("\n")[2]
-        if indent and indent.isspace():  # inside a list
+        if indent and indent.isspace():  # a block in a list
             body = re.sub(f"^{indent}", "", body, flags=re.MULTILINE)
         blocks.append(body)
     if not blocks:

@@ -22,7 +22,7 @@ from kedge.verifiers.base import parallel, read_column, read_scores
 logger = logging.getLogger(__name__)
 
 TOKEN_ENV = "KEDGE_REWARD_TOKEN"
-LONGEST_WAIT = 30.0  # seconds between attempts
+LONGEST_WAIT = 30.0  # seconds between two attempts
 REPORTS = ("log_metric", "log_extra", "trainer_state", "prompt_ids")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -34,7 +34,7 @@ class RemoteReward:
     failing server) are retried with exponential backoff; rejected requests are not.
 
     Args:
-        url: of the server, ``http://`` or ``https://``; without a path, ``/score`` is added.
+        url: ``http://`` or ``https://`` URL of the server; without a path, ``/score`` is added.
         token: sent as ``Authorization: Bearer``; default: the environment variable
             ``KEDGE_REWARD_TOKEN``, if set.
         batch_size: rows per request.
@@ -173,10 +173,10 @@ class RemoteReward:
 
 
 def _parse_url(url: str) -> tuple[str, str]:
-    """The URL, and how it is shown: without the query, which may hold a secret."""
+    """The URL, and its form for messages: without the query, which may hold a secret."""
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises for a port that is not a number
+        _ = parts.port  # an invalid port raises
     except ValueError as error:
         raise ConfigError(f"url={url!r} is not a valid URL: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:

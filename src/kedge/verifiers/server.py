@@ -31,10 +31,10 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 120.0  # a request waits for a free worker
-HEAD_SECONDS = 5.0  # a client may take to send its request line and headers
-IDLE_SECONDS = 60.0  # a client may take to send its next bytes
-MAX_CONNECTIONS = 1024  # concurrent; further ones get 503
+WAIT_SECONDS = 120.0  # most seconds that a request waits for a free worker
+HEAD_SECONDS = 5.0  # seconds for a client to send its request line and headers
+IDLE_SECONDS = 60.0  # seconds for a client to send its next bytes
+MAX_CONNECTIONS = 1024  # concurrent connections; the server answers others with 503
 
 
 class RewardServer:
@@ -171,14 +171,14 @@ class RewardServer:
         host = request.headers.get("host", "")
         host = (host.rpartition(":")[0] if not host.endswith("]") else host).strip("[]") or host
         if host not in (self.host, "localhost") and not is_loopback(host):
-            # DNS rebinding by a web page
+            # protects against DNS rebinding
             raise HTTPException(403, f"the host {host!r} is not allowed")
 
     async def _read_body(self, request: Request) -> dict[str, Any]:
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise HTTPException(415, "the Content-Type must be application/json")
         data, chunks = bytearray(), request.stream()
-        size = int(request.headers.get("content-length", 0))  # checked by h11
+        size = int(request.headers.get("content-length", 0))  # validated by h11
         try:
             while max(size, len(data)) <= self.max_bytes:
                 data += await asyncio.wait_for(anext(chunks), IDLE_SECONDS)
@@ -212,9 +212,9 @@ class RewardServer:
 
 
 class _Protocol(H11Protocol):
-    """Closes connections that send no head in time, and the oldest where there are too many.
+    """Closes connections that send no head in time, and the oldest if there are too many.
 
-    One whose request was refused counts as well: what it still sends is read, so that it gets the
+    A connection with a refused request counts, too: its remaining data is read, so that it gets the
     answer, but not for longer.
     """
 
@@ -272,6 +272,6 @@ async def _in_thread(function: Callable[..., Any], offered: dict[str, Any]) -> A
         except BaseException as error:
             answer.set_exception(error)
 
-    # A daemon: a function that hangs does not keep a terminated server alive.
+    # A daemon thread: a function that hangs does not keep a terminated server alive.
     threading.Thread(target=call, daemon=True).start()
     return await asyncio.wrap_future(answer)

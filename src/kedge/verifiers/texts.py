@@ -24,7 +24,7 @@ _MODES = ("search", "match", "fullmatch")
 
 
 def normalize(text: str) -> str:
-    """Case-folded and NFKC-normalized, without punctuation, articles and extra whitespace.
+    """Fold case, apply NFKC, and drop punctuation, articles and extra whitespace.
 
     Source: the normalization of SQuAD (Rajpurkar et al. 2016), after Unicode NFKC.
     """
@@ -47,7 +47,7 @@ def f1(response: str, truth: str) -> float:
 
 
 def _best(response: str, truth: Any, *, score: Callable[[str, str], float]) -> float:
-    """The best score over the accepted texts of a ground truth, given as one text or a list."""
+    """The best score over a ground truth's accepted texts, given as one text or a list."""
     texts = list(truth) if isinstance(truth, (list, tuple)) else [truth]
     texts = [str(text) if isinstance(text, (int, float)) else text for text in texts]
     if not texts or not all(isinstance(text, str) for text in texts):
@@ -101,7 +101,7 @@ def has_think_answer(text: str, *, strict: bool = True, opened: bool = False) ->
     Args:
         text: the response.
         strict: see above.
-        opened: the prompt already ends in ``<think>``, so the response starts inside the thought.
+        opened: whether the prompt ends in ``<think>``, so the response starts inside the thought.
     """
     if not strict:
         return _LOOSE.search(text[: max(text.rfind("</answer>"), 0)]) is not None

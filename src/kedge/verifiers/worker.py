@@ -1,6 +1,6 @@
 """Runs work that may hang in helper processes, which are killed on timeout.
 
-Signals only work in the main thread, so separate Python processes, which talk in lines of JSON, do
+Signals only work in the main thread, so separate Python processes, which exchange JSON lines, do
 the work: this also works in threads, Ray actors and processes that hold a GPU, none of which can
 fork.
 """
@@ -23,12 +23,12 @@ from typing import Any
 from kedge.errors import ConfigError
 from kedge.verifiers.base import Unanswered
 
-START_SECONDS = 120.0  # for a worker to import its modules
+START_SECONDS = 120.0  # seconds for a worker to import its modules
 _CODE = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]);"
     "from kedge.verifiers.worker import serve; serve(*json.loads(sys.argv[2]))"
 )
-Worker = subprocess.Popen  # of bytes
+Worker = subprocess.Popen  # with binary pipes
 
 
 class WorkerPool:
@@ -61,14 +61,14 @@ class WorkerPool:
         weakref.finalize(self, _end_all, self._alive, self._owner)
 
     def call(self, *arguments: Any) -> Any:
-        """``function(*arguments)``.
+        """Call ``function(*arguments)`` in a worker.
 
         Raises:
             Unanswered: the call timed out, the worker died (memory, a crash), or the function
                 raised.
             ConfigError: the worker cannot start.
         """
-        if self._owner != os.getpid():  # after a fork the workers belong to the parent
+        if self._owner != os.getpid():  # forked processes must not use the parent's workers
             self._reset()
         with self._places:
             worker = self._idle.pop() if self._idle else self._start()
@@ -109,14 +109,14 @@ class WorkerPool:
 
 
 def _ask(worker: Worker[bytes], line: str, timeout: float) -> dict[str, Any]:
-    """The answer to one line of JSON."""
+    """Send one line of JSON and return the answer."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     timer = threading.Timer(timeout, worker.kill)
     timer.start()
     data = b""
     try:
-        with contextlib.suppress(OSError):  # a broken pipe
+        with contextlib.suppress(OSError):  # the pipe may be broken
             worker.stdin.write(line.encode() + b"\n")
             worker.stdin.flush()
             data = worker.stdout.readline()
@@ -134,19 +134,19 @@ def _ask(worker: Worker[bytes], line: str, timeout: float) -> dict[str, Any]:
 def _end_all(workers: Iterable[Worker[bytes]], owner: int) -> None:
     for worker in list(workers) if owner == os.getpid() else ():
         worker.kill()
-        with contextlib.suppress(OSError):  # input buffered for a dead process
+        with contextlib.suppress(OSError):  # a dead process leaves input in the buffer
             worker.communicate()
 
 
 def serve(task: str, timeout: float, memory_mb: int | None) -> None:
     """The main loop of a worker: answer one call of ``task`` per line of standard input."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of libraries must not mix with answers
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # keeps libraries' output out of the answers
     function: Callable[..., Any] | None = None
     for line in sys.stdin:
         answer: dict[str, Any] = {}
         try:
-            if function is None:  # the first line only asks whether the worker is ready
+            if function is None:  # the first line only checks that the worker is ready
                 function = _load(task, memory_mb)
             else:  # ends a worker whose parent is gone, even inside C code
                 faulthandler.dump_traceback_later(2 * timeout + 10, exit=True)

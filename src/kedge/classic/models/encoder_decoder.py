@@ -24,10 +24,10 @@ class EncoderDecoderParts:
     output: nn.Module
     start: int
     scale: float = 1.0
-    bias: Tensor | None = None  # float [1, V], for BART-like models
+    bias: Tensor | None = None  # float [1, V]; BART-like models have one
 
     def head(self) -> Head:
-        """The output head with the weights it has now."""
+        """The output head with its current weights."""
         weight, bias = head_weight(self.output)
         if self.bias is not None:
             logits_bias = self.bias.to(weight.device)[0]
@@ -35,9 +35,15 @@ class EncoderDecoderParts:
         return Head(weight, bias, self.scale)
 
     def pack(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        ids: Tensor,
+        response_mask: Tensor,
+        context_start: Tensor | None = None,
     ) -> JoinedInput:
         """Prompts right-padded for the encoder, start token and response for the decoder."""
+        assert context_start is None  # classic trainers have no environments
         order = prompt_mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
         width = int(prompt_mask.sum(1).max())
         source = prompt_ids.masked_fill(~prompt_mask, 0).gather(1, order)[:, :width]
@@ -53,7 +59,7 @@ class EncoderDecoderParts:
 
     def read(self, packed: JoinedInput) -> Tensor:
         """Last hidden states of the decoder, start token included."""
-        assert packed.source is not None  # made by ``pack``
+        assert packed.source is not None  # set by ``pack``
         ids, mask = packed.source
         encoded = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         hidden: Tensor = self.decoder(
@@ -69,7 +75,7 @@ def build_parts(model: nn.Module, *, verify: bool = True) -> LanguageModelParts:
     """Backbone and head of a causal or an encoder-decoder language model.
 
     Raises:
-        ConfigError: its logits are not those of a linear head over its hidden states.
+        ConfigError: its logits do not come from a linear head over its hidden states.
     """
     inner = get_base_model(model)
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
@@ -78,7 +84,7 @@ def build_parts(model: nn.Module, *, verify: bool = True) -> LanguageModelParts:
 
 
 def encoder_decoder_parts(model: Any, *, verify: bool = True) -> EncoderDecoderParts:
-    """Backbone and head of an encoder-decoder, by default checked on a few tokens."""
+    """Backbone and head of an encoder-decoder; by default checks them on a few tokens."""
     name, config = type(model).__name__, model.config
     output = model.get_output_embeddings()
     if output is None or config.decoder_start_token_id is None:

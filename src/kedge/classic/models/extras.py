@@ -23,7 +23,7 @@ _CHATML = (
     f"{{{{ '{_START}assistant\n' }}}}{{% endif %}}"
 )
 
-SIMPLE_CHAT_TEMPLATE = (  # of trl.trainer.utils, for models without a template
+SIMPLE_CHAT_TEMPLATE = (  # from trl.trainer.utils, for models without a template
     "{% for message in messages %}{{message['role'].capitalize() + ': ' + message['content']"
     " + '\n\n'}}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
@@ -38,12 +38,12 @@ class BestOfNSampler:
         queries_to_scores: gives one number per generated text.
         length_sampler: draws ``max_new_tokens``, once per query.
         sample_size: responses to sample per query.
-        seed: None: the random state is left alone.
+        seed: seed of sampling; None: use the global random state.
         n_candidates: responses to return per query.
-        generation_config: of ``generate``.
+        generation_config: passed to ``generate``.
 
     Raises:
-        ConfigError: a model of another kind, or more candidates than samples.
+        ConfigError: an unsupported model, or more candidates than samples.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class BestOfNSampler:
 
         Args:
             tokenized_query: one query of token ids [P], or a list of them.
-            skip_special_tokens: whether they are left out of the texts.
-            device: of the inputs; None: the model's.
-            **generation_kwargs: of ``generate``.
+            skip_special_tokens: whether texts leave special tokens out.
+            device: device of the inputs; None: the model's.
+            **generation_kwargs: passed to ``generate``.
         """
         single = isinstance(tokenized_query[0], int) or torch.as_tensor(tokenized_query[0]).ndim < 1
         best = []
@@ -114,7 +114,7 @@ def setup_chat_format(
         resize_to_multiple_of: round the size of the embeddings up to a multiple of this.
 
     Raises:
-        ConfigError: another format.
+        ConfigError: an unknown format.
     """
     if format != "chatml":
         raise ConfigError(f'format={format!r} must be "chatml"')

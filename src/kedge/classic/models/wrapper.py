@@ -59,7 +59,7 @@ class ValueHead(ScalarHead):
     """A linear map from hidden states to one number, after dropout, in float32.
 
     The trainer runs models in evaluation mode, as TRL does: dropout would make the probability
-    ratio of an unchanged policy differ from 1.  It acts if you train the model yourself.
+    ratio of an unchanged policy differ from 1.  It is active if you train the model yourself.
 
     Args:
         config: of the model; its ``summary_dropout_prob`` takes precedence over the argument.
@@ -139,7 +139,7 @@ class PreTrainedModelWrapper(nn.Module):
     """
 
     transformers_parent_class: ClassVar[Any] = None
-    lm_head_namings: ClassVar[tuple[str, ...]] = ("lm_head", "embed_out")  # for programs to read
+    lm_head_namings: ClassVar[tuple[str, ...]] = ("lm_head", "embed_out")  # read by users' programs
     supported_args: ClassVar[tuple[str, ...]] = HEAD_OPTIONS
 
     def __init__(self, pretrained_model: Any, **kwargs: Any) -> None:
@@ -284,7 +284,7 @@ class PreTrainedModelWrapper(nn.Module):
         return self.v_head.load_state_dict(head, strict=strict, assign=assign)
 
     def _tied(self) -> dict[str, str]:
-        """The further names of weights of the wrapped model -> their first name."""
+        """Other names of tied weights in the wrapped model -> the first name."""
         first: dict[int, str] = {}
         weights = self.pretrained_model.named_parameters(remove_duplicate=False)
         names = {name: first.setdefault(id(p), name) for name, p in weights}
@@ -333,7 +333,7 @@ class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
 
 
 def find_file(source: str | Path, name: str, hub: dict[str, Any]) -> Path | None:
-    """A file of a folder or hub repository; None: it has none."""
+    """A file in a folder or hub repository; None if it does not exist."""
     file = cached_file(
         str(source),
         name,
@@ -368,7 +368,7 @@ def load_base(
         raise ConfigError("choose one of load_in_8bit, load_in_4bit and quantization_config")
     if bits:
         options["quantization_config"] = quantization(8 if bits[0] == 8 else 4)
-    if "use_auth_token" in options:  # the name before transformers 5
+    if "use_auth_token" in options:  # renamed in transformers 5
         options["token"] = options.pop("use_auth_token")
     dtype = options.pop("torch_dtype", None)
     options.setdefault("dtype", torch.float32 if dtype is None else dtype)
@@ -443,7 +443,7 @@ def _tensors(file: Path, prefix: str) -> dict[str, Tensor]:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
         raise ConfigError(f"the value head in {file} cannot be read: {error}") from error
-    except Exception as error:  # pickle.UnpicklingError: other objects
+    except Exception as error:  # pickle.UnpicklingError if the file holds other objects
         raise ConfigError(
             f"{file} contains objects other than tensors, which could run arbitrary code; if you "
             f"trust it, convert it to safetensors ({error})"
@@ -478,13 +478,13 @@ def create_reference_model(
     weights = dict(model.named_parameters(remove_duplicate=False))
     for name in shared:
         weights[name].requires_grad_(False)
-        memo[id(weights[name])] = weights[name]  # deepcopy treats these as copied
+        memo[id(weights[name])] = weights[name]  # deepcopy keeps these tensors
     reference = copy.deepcopy(model, memo)
     return reference.requires_grad_(False).eval()
 
 
 def _weights_below(model: nn.Module, layer: int, pattern: str | None) -> list[str]:
-    """Names of the weights before a layer, in model order."""
+    """Names of the weights below a layer, in model order."""
     names = [name for name, _ in model.named_parameters()]
     chosen = pattern or next((p for p in LAYERS if _first(names, p, 0) is not None), None)
     if chosen is None:

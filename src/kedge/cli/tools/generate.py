@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         help="score of a success, for environments without a metric success",
     )
     hints = get_type_hints(EnvironmentArguments)
-    for field in fields(EnvironmentArguments):  # the options of environments, as in training
+    for field in fields(EnvironmentArguments):  # environments have the same options in training
         kinds = get_args(hints[field.name]) or (hints[field.name],)
         kind = int if int in kinds else float if float in kinds else str
         text = field.metadata["help"].replace("%", "%%")
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def read_environment(flags: argparse.Namespace) -> EnvironmentArguments | None:
-    """The environment of the flags, or None; checks that the flags go together."""
+    """The environment that the flags name, or None; checks combinations of flags."""
     if flags.environment is not None:
         environment = EnvironmentArguments(**{name: getattr(flags, name) for name in ENVIRONMENT})
         check_fields(environment)

@@ -32,7 +32,7 @@ RECIPES: Mapping[tuple[str, str], Recipe] = {
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the file, and those that it names."""
+    """Write the configuration and the files it names."""
     flags = Flags("kedge init", "Write a commented configuration.", EPILOG)
     tasks = tuple(dict.fromkeys(task for task, _ in RECIPES))
     flags.add_argument("task", choices=tasks, help="what to train on")
@@ -81,7 +81,7 @@ def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
         recipe: the task.
         size: one of ``SIZES``.
         processes: GPUs, which share the batch.
-        file: its name, for the commands at the top.
+        file: name of the YAML file, for the commands at the top.
 
     Raises:
         ConfigError: the processes cannot share the batch.
@@ -104,7 +104,7 @@ def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
                     )
                 value = batch // (each * processes)
             shown = str(value).lower() if isinstance(value, bool) else str(value)
-            if isinstance(value, float) and 0 < value < 1e-3:  # YAML reads 1e-6 as a text
+            if isinstance(value, float) and 0 < value < 1e-3:  # YAML reads 1e-6 as a string
                 shown = f"{value:.1e}".replace("e-0", "e-")
             text = f"{name}: {shown.replace('STEM', str(file.with_suffix('')))}"
             lines.append(f"{text:<40}  # {comment}" if comment else text)
@@ -112,7 +112,7 @@ def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
 
 
 def commands(recipe: Recipe, processes: int, file: Path) -> list[str]:
-    """How to check and to start the run."""
+    """Commands that check and start the run."""
     plan = f"kedge plan {recipe['command']} --config {file}"
     start = f"kedge {recipe['command']} --config {file}"
     if processes == 1:

@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def build_judge(flags: argparse.Namespace) -> Judge:
-    """The judge that the flags name."""
+    """Build the judge that the flags name."""
     from kedge.rewards.build import load_function
 
     if flags.endpoint is not None:
@@ -156,7 +156,7 @@ def _existing(file: str) -> Path:
 
 
 def _column(rows: list[dict[str, Any]], name: str, file: str) -> list[str]:
-    """A column as texts; of chat messages each with its role, but for a single one."""
+    """A column as texts; chats of several messages include their roles."""
     texts = []
     for number, row in enumerate(rows, 1):
         text = row.get(name)
@@ -186,7 +186,7 @@ def show(summary: dict[str, Any]) -> None:
         (" / ".join(counts), " / ".join(str(summary[n]) for n in counts)),
         ("first answer preferred", f"{summary['first_preferred']:.1%}"),
     ]
-    if summary["prompt_tokens"] or summary["cached"]:  # a judge with usage counts
+    if summary["prompt_tokens"] or summary["cached"]:  # only such judges report their usage
         tokens = f"{summary['prompt_tokens']:,} / {summary['completion_tokens']:,}"
         cached = f"{summary['cached']} answers from the cache"
         rows.append(("tokens read / written", f"{tokens}; {cached}"))

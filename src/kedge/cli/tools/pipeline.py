@@ -47,8 +47,8 @@ POSITIONAL = {
     "judge": ("ours", "theirs"),
     SCRIPT: ("path",),
 }  # arguments without a flag, by command
-HERE = "here"  # variable: the folder of the pipeline's file
-DONE = "done.json"  # written last
+HERE = "here"  # variable: folder of the pipeline file
+DONE = "done.json"  # written last, marks a finished stage
 _REFERENCE = re.compile(r"\$\{([^}]*)\}")
 
 
@@ -57,12 +57,12 @@ class Stage:
     """One command of a pipeline.
 
     Args:
-        place: its folder, next to those of the other stages, with its name.
-        command: of ``kedge``, or "script".
-        options: of the command, with references to the folders of other stages.
+        place: folder of the stage, which has the stage's name.
+        command: a command of ``kedge``, or "script".
+        options: options of the command; may refer to folders of other stages.
         here: folder of the pipeline's file.
-        launch: command that starts it in separate processes.
-        uses: stages whose folders its options name.
+        launch: command that starts the stage in separate processes.
+        uses: stages whose folders the options name.
     """
 
     place: Path
@@ -109,7 +109,7 @@ class Stage:
         if resumable and any(self.place.glob("checkpoint-*[0-9]")):
             if not (self.place / DONE).is_file():
                 words += ["--resume_from_checkpoint", "True"]
-            elif self.command in TRAINERS:  # it runs again from the start
+            elif self.command in TRAINERS:  # training restarts from scratch
                 words += ["--overwrite_output_dir"]
         return words
 
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> None:
         name, _, value = pair.partition("=")
         if not name or "=" not in pair:
             raise ConfigError(f"--set must be NAME=VALUE, got {pair}")
-        variables[name] = yaml.safe_load(value)  # 3 is a number
+        variables[name] = yaml.safe_load(value)  # parses numbers: "3" becomes 3
     if flags.seeds is not None and "seed" in variables:
         raise ConfigError("--seeds and --set seed=... are both given; set only one")
     seeds: list[dict[str, Any]] = [{"seed": seed} for seed in dict.fromkeys(flags.seeds or [])]
@@ -171,8 +171,8 @@ def read(
 
     Args:
         file: its path.
-        given: values that override its variables.
-        seed: the stages are in a folder ``seed-N`` of the output folder.
+        given: values that override variables of the file.
+        seed: N puts the stages into ``seed-N`` in the output folder.
     """
     from kedge.trl_scripts import read_yaml
 
@@ -222,7 +222,7 @@ def read(
 
 
 def substitute(value: Any, names: Mapping[str, Any]) -> Any:
-    """Replace ``${NAME}`` by its value; one that is the whole value keeps its type."""
+    """Replace ``${NAME}`` by its value, which keeps its type if nothing else is in the text."""
     if isinstance(value, dict):
         return {key: substitute(item, names) for key, item in value.items()}
     if isinstance(value, list):
@@ -283,13 +283,13 @@ def _read_entry(
 
 
 def select(stages: Sequence[Stage], names: Sequence[str]) -> list[Stage]:
-    """The named stages, and the stages that these use."""
+    """The named stages and the stages they use."""
     known = [stage.name for stage in stages]
     for name in names:
         if name not in known:
             raise ConfigError(f"unknown stage {name!r}; the stages are {', '.join(known)}")
     wanted = set(names)
-    for stage in reversed(stages):  # a stage uses earlier ones
+    for stage in reversed(stages):  # stages only use results of earlier ones
         if stage.name in wanted:
             wanted.update(stage.uses)
     return [stage for stage in stages if stage.name in wanted]
@@ -319,10 +319,10 @@ def run(stages: Sequence[Stage], *, redo: str | None = None, dry: bool = False) 
 
 
 def _finished(stage: Stage, inputs: Mapping[str, str]) -> str | None:
-    """The marker of a stage that is up to date, else None.
+    """The marker of a finished stage that is up to date, else None.
 
     Raises:
-        ConfigError: it was run with other options or programs.
+        ConfigError: the stage was run with other options or programs.
     """
     if not (stage.place / DONE).is_file():
         return None

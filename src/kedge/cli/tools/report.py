@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
     chosen = flags.parse_args(list(argv))
     if chosen.responses < 1:
         raise ConfigError(f"--responses {chosen.responses} must be 1 or more")
-    from kedge.loop.metrics import NAMES, PREFIXES  # imports torch
+    from kedge.loop.metrics import NAMES, PREFIXES  # imported here, since it imports torch
 
     place = log_file(chosen.run).parent
     data = gather(chosen.run, meanings=NAMES, prefixes=PREFIXES, most=chosen.responses)

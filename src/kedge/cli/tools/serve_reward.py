@@ -20,7 +20,7 @@ localhost only.  Verifiers that execute code do so on this machine."""
 
 
 def load(name: str) -> tuple[str, Callable[..., Any]]:
-    """A reward function and the name it is served under."""
+    """Load a reward function; returns the name that it is served under, too."""
     if name in VERIFIERS or name == "by_column":
         return name, VERIFIERS[name] if name in VERIFIERS else by_column()
     if ":" not in name:

@@ -159,7 +159,7 @@ def plot(check: dict[str, Any], file: str) -> None:
         for i, (share, _) in enumerate(check[name], 1):
             if share is not None:
                 axes.bar(i, max(share, low), color=_BLUE if share > 0 else _RED)
-            if share is not None and share < low:  # the bar ends at the edge
+            if share is not None and share < low:  # clip the bar at the edge
                 axes.text(
                     i, low, f" {share:.2g}", ha="center", va="bottom", color="white", rotation=90
                 )

@@ -20,7 +20,7 @@ from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError, DataError, LostLearnerError
 
-# open-instruct does not pass its ``eps`` to AdamW, whose defaults therefore act.
+# open-instruct does not pass its ``eps`` to AdamW, so AdamW's default applies.
 _TORCH_EPSILON, _TORCH_DECAY = 1e-8, 0.01
 
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
 
 
 def parse_options(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> Options:
-    """Parse the flags; the value model defaults to the reward model, even if that scores nothing.
+    """Parse the flags; the value model defaults to the reward model, even if it scores nothing.
 
     Raises:
         ConfigError: unknown flags, or values that cannot work.
@@ -57,7 +57,7 @@ def parse_options(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> Opti
 
 
 def compare(options: Options) -> list[str]:
-    """What a run does otherwise than open-instruct with the same flags."""
+    """Differences from a run of open-instruct with the same flags."""
     config, model = options.config, options.model
     differences = []
     if not config.bf16:
@@ -110,7 +110,7 @@ def load_mixed(options: Options) -> tuple[Any, Any]:
 
 
 def _rename_columns(rows: Any, config: AsyncPPOConfig) -> Any:
-    """Rows with the columns that Kedge reads: prompt, ground_truth, dataset."""
+    """Rename columns to those that Kedge reads: prompt, ground_truth, dataset."""
     columns = rows.column_names
     names = {"ground_truth": config.ground_truths_key, "dataset": config.dataset_source_key}
     for ours, theirs in names.items():
@@ -131,10 +131,10 @@ def without_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def load_template(name: str | None) -> str | None:
-    """The chat template called ``name``, or of a file; None for None.
+    """The chat template called ``name``, or the contents of a file; None for None.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: ``name`` is neither.
     """
     if name is None:
         return None
@@ -151,7 +151,7 @@ def load_template(name: str | None) -> str | None:
 
 
 def apply_template(tokenizer: Any, config: AsyncPPOConfig) -> Any:
-    """Set the tokenizer's chat template as the options say.
+    """Set the tokenizer's chat template according to the options.
 
     Raises:
         ConfigError: the template is unknown, or ``add_bos`` cannot be applied.
@@ -180,7 +180,7 @@ def load_chat_tokenizer(options: Options, names: ppo.ModelPaths) -> Any:
 
 
 def on_ray(config: AsyncPPOConfig) -> bool:
-    """Whether learners run in Ray actors: if the rollout engines do, or with several learners.
+    """Whether learners run in Ray actors, as with rollout engines on Ray or several learners.
 
     Raises:
         ConfigError: a number of learners is below 1.
@@ -188,7 +188,7 @@ def on_ray(config: AsyncPPOConfig) -> bool:
     learners = config.actor_num_gpus_per_node or [1]
     if any(n < 1 for n in learners):
         raise ConfigError(f"actor_num_gpus_per_node={learners} must be 1 or more for each node")
-    launched = "RANK" in os.environ  # by accelerate: this process is one of its ranks
+    launched = "RANK" in os.environ  # set by accelerate: this process is one of its ranks
     return not launched and (find_engine(config).actors or sum(learners) > 1)
 
 
@@ -196,7 +196,7 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
     """Run ``learn`` on every rank and show its progress here.
 
     Raises:
-        ConfigError: the cluster lacks resources, or a learner refuses an option.
+        ConfigError: the cluster lacks resources, or a learner rejects an option.
         LostLearnerError: learners were lost more than ``max_failures`` times.
         LaunchError: a learner failed; the message starts with its error.
     """
@@ -251,7 +251,7 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
 
 
 def build_environment(config: AsyncPPOConfig, learners: int) -> dict[str, str]:
-    """Environment variables of the ranks: how FSDP shards the weights.
+    """Environment variables for the ranks, which choose how FSDP shards the weights.
 
     Raises:
         ConfigError: ``deepspeed_stage`` is unknown.
@@ -268,7 +268,7 @@ def build_environment(config: AsyncPPOConfig, learners: int) -> dict[str, str]:
 
 
 def learn_from(argv: list[str], folder: str) -> None:
-    """Entry point of a rank: parse the flags in the folder they were given in, and train."""
+    """Entry point of a rank: parse the flags in the launch folder, and train."""
     if Path(folder).is_dir():
         os.chdir(folder)
     learn(parse_options(argv))

@@ -58,7 +58,7 @@ def train(options: Options, **given: Any) -> Any:
         trainer.evaluate()
         return trainer
     resume = resume_point(config.resume_from_checkpoint)
-    with claimed(config):  # before minutes of loading, not after
+    with claimed(config):  # fail before loading for minutes, not after
         trainer = build(options, starts=not resume, **given)
         learn(trainer, resume)
         if evaluates:
@@ -111,7 +111,7 @@ def build(
         eval_dataset: prompts to evaluate on, with ``train_dataset``.
         tokenizer: instead of the one next to the model.
         value_model: instead of ``value_model_path``.
-        starts: this is a new run, so ``output_dir`` must not hold checkpoints of another.
+        starts: whether a new run starts, so that ``output_dir`` must not hold checkpoints.
 
     Raises:
         ConfigError: a value model for an algorithm without one, or whatever the trainer refuses.
@@ -123,7 +123,7 @@ def build(
     script, config, model = options.script, options.config, options.model
     names = model_names(options)
     algorithm = load_algorithm(script.algorithm, script.algorithm_kwargs)
-    if starts and config.output_dir:  # before minutes of loading, not after
+    if starts and config.output_dir:  # fail before loading for minutes, not after
         earlier_run(Path(config.output_dir), overwrite=config.overwrite_output_dir)
     if train_dataset is None:
         train_dataset, eval_dataset = load_prompts(options)
@@ -173,7 +173,7 @@ class ModelPaths:
 
 
 def model_names(options: Options) -> ModelPaths:
-    """Which folder or hub name is the policy, the tokenizer and the reward model.
+    """Find the folders or hub names of policy, tokenizer and reward model.
 
     The policy is ``sft_model_path`` if given, else ``model_name_or_path``.  With ``dummy_reward``
     and no reward, a randomly initialized reward head on the policy stands in, to try a run.
@@ -203,7 +203,7 @@ def model_names(options: Options) -> ModelPaths:
     return ModelPaths(policy=policy, tokenizer=tokenizer, reward=reward)
 
 
-# Weight -> the flag it needs to have any effect.
+# Loss weight -> the flag without which it has no effect.
 _NEEDS = {
     "verification_reward": "apply_verifiable_reward",
     "r1_style_format_reward": "add_r1_style_format_reward",
@@ -214,7 +214,7 @@ def find_reward(options: Options, policy: str) -> str | None:
     """The name of the reward model; None if reward functions or an environment score alone.
 
     Raises:
-        ConfigError: no source is left, or a flag would have no effect.
+        ConfigError: nothing scores responses, or a flag would have no effect.
     """
     given, script, config = options.given, options.script, options.config
     for amount, switch in _NEEDS.items():
@@ -245,8 +245,8 @@ def build_rewards(options: Options, *, model: bool) -> tuple[list[Any], list[flo
     """Reward functions, and weights of all sources; None: ``reward_weights`` applies.
 
     Args:
-        options: of the run.
-        model: a reward model comes first.
+        options: options of the run.
+        model: a reward model, which comes first.
     """
     from kedge.verifiers import by_column, r1_style_format
 
@@ -356,7 +356,7 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
         where, _, name = spec.rpartition(":")
         try:
             target = getattr(load_module(where, "kedge_algorithm"), name)
-        except Exception as error:  # whatever the user's file raises
+        except Exception as error:  # the user's file may raise anything
             builtin = ("reinforce_pp", "reinforce_pp_baseline", "remax")
             raise ConfigError(
                 f"--algorithm {spec} cannot be loaded ({type(error).__name__}: {error}); use"
@@ -385,19 +385,19 @@ def resume_point(value: str | None) -> str | bool | None:
 
 
 def resume_line(checkpoint: Path | None) -> str:
-    """How to resume this command from a checkpoint; None: it has none."""
+    """How to resume this command; ``checkpoint`` is None if none was saved."""
     if checkpoint is None:
         return "no checkpoint was saved to resume from"
     words = command_to_repeat()
     if words is None:
         return "add this to the same command to resume: --resume_from_checkpoint"
-    if {"demo", "pipeline"} & {*sys.argv[1:2]}:  # which repeat the stages that have not finished
+    if {"demo", "pipeline"} & {*sys.argv[1:2]}:  # commands that repeat unfinished stages
         return f"to resume:\n    {words}"
     return f"to resume from {checkpoint}:\n    {words} --resume_from_checkpoint"
 
 
 def command_to_repeat() -> str | None:
-    """The command line of this process, quoted for a shell, without where it resumed.
+    """The command line of this process, quoted for a shell, without ``--resume_from_checkpoint``.
 
     None if it cannot be repeated: a launcher started this process, or it holds a secret.
     """
@@ -407,7 +407,7 @@ def command_to_repeat() -> str | None:
     if "RANK" in os.environ or "..." in command():
         return None
     module = getattr(sys.modules["__main__"], "__spec__", None)
-    if module is not None and module.origin == first:  # not by file path: its folder would come
+    if module is not None and module.origin == first:  # a file path would put its folder
         start = ["python", "-m", module.name.removesuffix(".__main__")]  # first in sys.path
     elif first.endswith(".py"):
         start = ["python", first]

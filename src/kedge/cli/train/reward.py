@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
     script, config, model = read_step(flags, argv)
     peft = get_peft_config(model)
     if peft is not None:
-        peft.task_type = "SEQ_CLS"  # the score head is trained and saved, too
+        peft.task_type = "SEQ_CLS"  # trains and saves the score head, too
     with claimed(config):
         train, test = load_pairs(script, config)
         train_reward(
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def load_pairs(script: RewardArguments, config: Any) -> tuple[Any, Any]:
-    """Pairs to train on, and pairs that are held out or None."""
+    """Training pairs, and held-out pairs or None."""
     train, test = load_rows(script, config)
     if test is not None or not script.num_held_out:
         return train, test
@@ -91,7 +91,7 @@ def load_scorer(name: str, options: Any) -> Any:
     from kedge.models.load import without_loading_report
 
     try:
-        with without_loading_report():  # the head is meant to be missing
+        with without_loading_report():  # the score head is expected to be missing
             return AutoModelForSequenceClassification.from_pretrained(
                 name, num_labels=1, use_safetensors=True, **loading(options)
             )

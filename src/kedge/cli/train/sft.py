@@ -17,7 +17,7 @@ from kedge.trl_scripts import get_peft_config
 
 @dataclass
 class BeforeArguments:
-    """Data of the training steps before RL."""
+    """Data options of the training steps before RL."""
 
     dataset_name: str | None = option(None, "A file, a folder or a hub name.")
     dataset_config: str | None = option(None, "Configuration of a hub dataset.")
@@ -66,7 +66,7 @@ def read_step(parser: Parser, argv: Sequence[str]) -> tuple[Any, Any, Any]:
     if not torch.cuda.is_available():
         defaults |= {"bf16": False, "dataloader_pin_memory": False}
         if not torch.backends.mps.is_available():
-            defaults["use_cpu"] = True  # transformers accepts bf16 without an accelerator with it
+            defaults["use_cpu"] = True  # otherwise transformers rejects bf16 without an accelerator
     (arguments, config, model), names = read(parser, argv, defaults)
     for name in ("model_name_or_path", "dataset_name", "output_dir"):
         if name not in names:

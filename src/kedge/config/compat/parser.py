@@ -17,7 +17,7 @@ from kedge.config.declare import Alias, flags
 
 
 class ConfigParser(HfArgumentParser):
-    """``HfArgumentParser`` whose flags are also the names that a config translates.
+    """``HfArgumentParser`` that also accepts the names that a config translates.
 
     The config gets the names as they were given, so it sees which release they belong to.  A name
     that another dataclass declares too belongs to that one; the config keeps its default.
@@ -100,7 +100,7 @@ class ConfigParser(HfArgumentParser):
 
 
 def _given_up(kinds: Any) -> list[dict[str, Field[Any]]]:
-    """Fields of configs that another dataclass declares too, but for those of transformers."""
+    """Config fields that another dataclass declares too, except those of transformers."""
     theirs = {f.name for kind in kinds if not isinstance(kind, ConfigType) for f in fields(kind)}
     theirs -= TrainingArguments.__dataclass_fields__.keys()
     return [

@@ -1,4 +1,4 @@
-"""What the fields of ``transformers.TrainingArguments`` do here, and names of earlier releases."""
+"""How the fields of ``transformers.TrainingArguments`` act here, and their earlier names."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ INHERITED: dict[str, Inherited] = {
     ),
     **_same(ActsIn(_LEARNER, Interval(ge=0, lt=1), resume=True), "adam_beta1", "adam_beta2"),
     "warmup_steps": ActsIn(_LEARNER, _STEPS, resume=True),
-    "warmup_ratio": ActsIn(_LEARNER, Interval(ge=0, lt=1), resume=True),  # in early releases of 5
+    "warmup_ratio": ActsIn(_LEARNER, Interval(ge=0, lt=1), resume=True),  # early 5.x releases
     "max_grad_norm": ActsIn(
         "learner: gradient clipping per model; 0 turns it off, the norm is logged",
         Interval(ge=0, le=math.inf),
@@ -238,5 +238,5 @@ REMOVED: dict[str, Foreign] = {
     ),
     "include_tokens_per_second": NoEffect("tokens per second are always logged", False, (True,)),
 }
-_STILL_FIELDS = {f.name for f in fields(TrainingArguments)}  # of the installed release
+_STILL_FIELDS = {f.name for f in fields(TrainingArguments)}  # in the installed release
 TRANSFORMERS4 = {name: entry for name, entry in REMOVED.items() if name not in _STILL_FIELDS}

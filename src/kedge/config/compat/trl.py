@@ -164,12 +164,12 @@ _VLLM = {
     for f in fields(NewerArguments)
     if f.name.startswith(("use_vllm", "vllm_"))
 }
-# Options that become others when a config is built.
+# Options that are converted to others when a config is built.
 CONVERTED = ("steps_per_generation", "generation_batch_size", "generation_kwargs", *_VLLM)
 
 
 def convert_newer(c: Any) -> None:
-    """Convert options of TRL that are more than another name to those of Kedge.
+    """Convert options of TRL that are not plain aliases to those of Kedge.
 
     Args:
         c: all options by attribute, before the config is built.

@@ -34,7 +34,7 @@ class OpenEnv:
     ) -> None:
         if isinstance(client, str):
             client = import_package("openenv.core", "openenv").GenericEnvClient(base_url=client)
-        # The client's connection belongs to one event loop; the synchronous one has its loop.
+        # The client's connection is bound to one event loop; a synchronous client has its own.
         self.client = client.sync() if hasattr(client, "sync") else client
         self._make_action, self._show = make_action, show or format_observation
 

@@ -12,9 +12,9 @@ from kedge.errors import ConfigError
 from kedge.protocols import Step
 from kedge.types import Response
 
-Player = Callable[[str], str]  # what the player reads since its last move -> its move
+Player = Callable[[str], str]  # text since the player's last move -> the player's move
 
-# TextArena draws from Python's global generator.  Each game keeps a separate state of it, so that
+# TextArena draws from Python's global generator. Each game keeps its own state of it, so that
 # an episode depends on its seed alone, whatever runs at the same time.
 _LOCK = threading.Lock()
 

@@ -14,7 +14,7 @@ from typing import Any
 from kedge.environments.adapters.packages import import_package
 from kedge.environments.turn_tokens import plain_text
 from kedge.errors import RolloutError
-from kedge.protocols import Observation, Step
+from kedge.protocols import NewContext, Observation, Step
 from kedge.types import Response
 
 Message = Mapping[str, Any]
@@ -44,7 +44,7 @@ class Verifiers:
         self._episode: asyncio.Task[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._history: list[Message] = []
-        self.tools: list[Any] = []  # JSON schemas, once an episode has begun
+        self.tools: list[Any] = []  # JSON schemas, set when an episode begins
 
     async def reset(
         self, *, seed: int, options: Mapping[str, Any]
@@ -61,7 +61,7 @@ class Verifiers:
         if messages is None:
             await self._result()
             raise RolloutError("the agent program ended without asking the policy")
-        return "\n\n".join(message["content"] for message in messages), {}
+        return "\n\n".join(message["content"] for message in self._history), {}
 
     async def step(self, response: Response) -> Step:
         """Answer the agent program, and wait for its next request or its end."""
@@ -105,7 +105,7 @@ class Verifiers:
             self._episode.cancel()
             await asyncio.gather(self._episode, return_exceptions=True)
 
-    async def _next_messages(self) -> Sequence[Message] | None:
+    async def _next_messages(self) -> Sequence[Message] | NewContext | None:
         """What the next request adds to the conversation; None: the program has ended."""
         assert self._endpoint is not None
         assert self._episode is not None
@@ -119,19 +119,12 @@ class Verifiers:
         messages = [m | {"content": plain_text(m.get("content") or "")} for m in body["messages"]]
         return self._extend(messages)
 
-    def _extend(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages after those that are known already.
-
-        Raises:
-            RolloutError: known messages changed.
-        """
+    def _extend(self, messages: Sequence[Message]) -> Sequence[Message] | NewContext:
+        """The messages after those that are known already; all, if the program changed these."""
         known = [(message["role"], message["content"]) for message in self._history]
-        if [(m["role"], m["content"]) for m in messages[: len(known)]] != known:
-            raise RolloutError(
-                "the agent program changed earlier messages of its conversation; only programs that"
-                " append to it can be trained, since the policy's tokens are kept as sampled"
-            )
         self._history = list(messages)
+        if [(m["role"], m["content"]) for m in messages[: len(known)]] != known:
+            return NewContext(messages)
         return messages[len(known) :]
 
     async def _result(self) -> Any:
@@ -170,7 +163,7 @@ class _Endpoint:
 
     async def stop(self) -> None:
         if self._answer is not None:
-            self._answer.cancel()  # the request of an episode that was left unfinished
+            self._answer.cancel()  # the episode ended with a request pending
         await self._runner.cleanup()
 
     def answer(self, message: Message, reason: str) -> None:

@@ -44,7 +44,7 @@ class GuessNumber:
         )
 
     def step(self, response: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer a guess.  What is not a number of the range uses up a guess, too."""
+        """Answer a guess.  Anything but a number in the range uses up a guess, too."""
         text = str(getattr(response, "text", response)).strip()
         guess = int(text) if re.fullmatch(r"\d{1,18}", text) else 0
         self.left -= 1
@@ -65,7 +65,7 @@ class GuessNumber:
 
     @staticmethod
     def expert(messages: Sequence[Mapping[str, str]]) -> str:
-        """The middle of what is possible still, from the conversation alone.
+        """The middle of the remaining range, from the conversation alone.
 
         Args:
             messages: with role and content; observations are the user's.

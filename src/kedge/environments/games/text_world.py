@@ -25,7 +25,7 @@ OPPOSITE = {"north": "south", "east": "west", "south": "north", "west": "east"}
 NAMES = ("Hall", "Attic", "Cellar", "Kitchen", "Library", "Study", "Garden", "Tower")
 COLORS = ("red", "blue", "green")
 GOLD = "gold"
-FEWEST, MOST = 6, 12  # turns of the expert
+FEWEST, MOST = 6, 12  # turns that the expert needs
 RULES = "Find the gold. Commands: go north, open north, take red key, take gold."
 
 Place = tuple[int, int]
@@ -33,11 +33,11 @@ Place = tuple[int, int]
 
 @dataclass(slots=True)
 class Room:
-    """What one can see in a room; also what the expert remembers of it."""
+    """The visible contents of a room; the expert remembers it in the same form."""
 
     name: str
     exits: list[str] = field(default_factory=list)
-    doors: dict[str, str] = field(default_factory=dict)  # direction -> color; locked ones
+    doors: dict[str, str] = field(default_factory=dict)  # locked doors: direction -> color
     things: list[str] = field(default_factory=list)
 
     def text(self) -> str:
@@ -106,7 +106,7 @@ class TextWorld:
         return text, 0.0, False, False, {"metrics": {"illegal": float(not legal)}}
 
     def _act(self, command: str) -> tuple[str, bool]:
-        """What happened, and whether the command was possible."""
+        """Run a command; returns what happened, and whether the command was possible."""
         here, (verb, _, rest) = self.rooms[self.place], command.partition(" ")
         if verb == "go" and rest in here.exits:
             self.place = beyond(self.place, rest)
@@ -156,11 +156,11 @@ class TextWorld:
 
 @dataclass(slots=True)
 class Memory:
-    """What the conversation has shown: rooms seen, the place, and the keys."""
+    """Everything that the conversation has shown: rooms, current place and keys."""
 
     rooms: dict[Place, Room] = field(default_factory=dict)
     place: Place = (0, 0)
-    keys: set[str] = field(default_factory=set)  # colors
+    keys: set[str] = field(default_factory=set)  # colors of the keys that the policy carries
 
     def see(self, text: str) -> None:
         """Remember the room that is described at the end of an observation."""
@@ -195,7 +195,7 @@ def remember(messages: Sequence[Mapping[str, str]]) -> Memory:
 
 
 def next_command(memory: Memory) -> str:
-    """Take what is here, open what can be opened, else walk to the nearest of these or the unknown.
+    """Take a thing, open a door, or walk toward the nearest thing, door or unknown room.
 
     Breadth-first over known rooms, directions in a fixed order.
     """
@@ -204,7 +204,7 @@ def next_command(memory: Memory) -> str:
     for place in queue:
         room = memory.rooms.get(place)
         here = place == memory.place
-        wanted = room is None  # not seen yet
+        wanted = room is None  # the room has not been seen yet
         if room is not None:
             openable = [d for d in STEPS if room.doors.get(d) in memory.keys]
             if here and room.things:
@@ -224,7 +224,7 @@ def next_command(memory: Memory) -> str:
 
 
 def make_rooms(rng: random.Random, count: int) -> dict[Place, Room] | None:
-    """A random tree of rooms; None if a door has to be where none can be."""
+    """A random tree of rooms; None if a required door does not fit."""
     rooms = {(0, 0): Room("")}
     names = rng.sample(NAMES, count)
     rooms[0, 0].name = names[0]
@@ -243,7 +243,7 @@ def make_rooms(rng: random.Random, count: int) -> dict[Place, Room] | None:
         key_room = lock_path(rng, rooms, parents, goal, color)
         if key_room is None:
             return None
-        goal = key_room  # a second door stands on the way to the first one's key
+        goal = key_room  # put a second door on the way to the first key
     return rooms
 
 
@@ -260,7 +260,7 @@ def lock_path(
         way.append(parents[way[-1]][0])
     free = [p for p in way[:-1] if parents[p][1] in rooms[parents[p][0]].exits]
     if len(free) < len(way) - 1 or not free:
-        return None  # a door is on this way already, or the goal is where the policy starts
+        return None  # the way already has a door, or the policy starts at the goal
     behind = rng.choice(free)
     before, direction = parents[behind]
     rooms[before].exits.remove(direction)

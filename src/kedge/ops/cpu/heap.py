@@ -1,8 +1,8 @@
-"""What the C library does with freed memory: returning it costs page faults, keeping it memory."""
+"""Tells the C library to keep freed memory (fewer page faults) or to return it."""
 
 import ctypes
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # parameters of mallopt(3), glibc
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # mallopt(3) parameters in glibc
 
 
 def keep_freed_memory(keep: bool) -> None:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from kedge.ops.cpu.low_precision import SHORT_ATTENTION, autocasts_to_bf16
 
-Group = tuple[int, ...]  # tokens of a shared start, and of each continuation; (n,): a single row
+Group = tuple[int, ...]  # tokens of a shared start, then of each continuation; (n,): one row
 
 
 class _Part(NamedTuple):
@@ -27,7 +27,7 @@ class _Part(NamedTuple):
 
 
 def _parts(groups: Sequence[Group]) -> Iterator[tuple[list[_Part], _Part | None]]:
-    """Of each group: tokens that attend to themselves, and continuations that attend to a start."""
+    """For each group, split self-attending tokens from continuations that attend to a start."""
     begin = 0
     for group in groups:
         spans, at = [], begin
@@ -80,7 +80,7 @@ class _JoinedAttention(torch.autograd.Function):
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
         def gradients(part: _Part) -> tuple[Tensor, Tensor, Tensor]:
-            # With the combined output and log-sum-exp these are exact for each block of keys.
+            # The combined output and log-sum-exp make these exact for each block of keys.
             rows, keys = part.queries, part.keys
             operands = (g[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys])
             results = (out[:, :, rows], lse[:, :, rows])
@@ -112,7 +112,7 @@ def joined_attention(
         key: float [1, h', T, d]; h is a multiple of h', and consecutive heads share keys.
         value: float [1, h', T, d].
         groups: how the T tokens are divided, each group of at least one token per part.
-        scale: of the scores; None: d ** -0.5.
+        scale: factor of the scores; None: d ** -0.5.
     """
     if torch.is_autocast_enabled("cpu"):
         short = autocasts_to_bf16() and max(map(sum, groups)) <= SHORT_ATTENTION

@@ -1,6 +1,6 @@
 """bfloat16 on CPUs that multiply it natively (AVX512_BF16 or AMX), under autocast.
 
-torch's autocast converts each weight once per forward pass, and weights that do not train at every
+torch's autocast converts trained weights once per forward pass, and frozen weights at every
 use.  Here a weight is converted once per block of passes, and its gradient is float32.
 """
 
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from kedge.ops.cpu.matmul import cpu_kernels_enabled
 
-# Up to this length the backward pass of bfloat16 attention takes twice the time of float32.
+# Up to this length, bfloat16 attention's backward pass takes twice as long as float32's.
 SHORT_ATTENTION = 384
 
 
@@ -30,7 +30,7 @@ def multiplies_bf16() -> bool:
 
 
 def may_run_in_bf16(weight: Tensor) -> bool:
-    """Whether products with a weight are in native bfloat16 if autocast asks for it."""
+    """Whether products with a weight use native bfloat16 under autocast."""
     low = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
     return low and multiplies_bf16() and cpu_kernels_enabled()
 
@@ -51,10 +51,10 @@ class Bf16Weight:
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self._read = read
         self._copy: Tensor | None = None
-        self._version = -1  # of the weight when it was converted
+        self._version = -1  # version of the weight that was converted
 
     def forget(self) -> None:
-        """Convert at the next use.  The memory of a copy of a weight that trains is kept."""
+        """Convert at the next use; keeps the memory of a trained weight's copy."""
         self._version = -1
         if not self._read().requires_grad:
             self._copy = None
@@ -88,7 +88,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(rounded if ctx.needs_input_grad[1] else None, low)
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
         bias = None if bias is None else bias.to(torch.bfloat16)
-        # functional.linear would copy the bias to every row first.
+        # functional.linear would first copy the bias to every row.
         result: Tensor = torch.ops.mkldnn._linear_pointwise(rounded, low, bias, "none", [], "")
         return result
 
@@ -123,7 +123,7 @@ def bf16_linear(x: Tensor, w: Tensor, low: Tensor, bias: Tensor | None = None) -
 
 
 def float32_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function of transformers that computes in float32 where that is faster.
+    """An attention function for transformers that uses float32 where that is faster.
 
     Under autocast, for short rows and for single tokens: their keys are float32 after the rotary
     embedding, so that bfloat16 would convert all of them for each token.

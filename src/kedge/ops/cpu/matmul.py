@@ -70,7 +70,7 @@ def product(
         x: float [m, k], any strides.
         w: float [n, k], any strides.
         bias: float [n].
-        room: float [m, n]; buffer that the result may use.
+        room: float [m, n]; buffer for the result.
     """
     if 2 * x.numel() * len(w) >= SMALLEST and by_onednn(x):
         if not _dense(w):
@@ -89,9 +89,9 @@ def float32_product(x: Tensor, w: Tensor, bias: Tensor | None, *, room: Tensor) 
 
     Args:
         x: float [m, k].
-        w: float [n, k], of the dtype of ``x``.
+        w: float [n, k], same dtype as ``x``.
         bias: float [n].
-        room: float [m, n], float32 or the dtype of ``x``; buffer that the result may use.
+        room: float [m, n], float32 or the dtype of ``x``; buffer for the result.
     """
     if x.dtype == room.dtype:
         return product(x, w, bias, room=room)
@@ -120,12 +120,12 @@ def _dense(w: Tensor) -> bool:
 
 def outer(g: Tensor, x: Tensor) -> Tensor:
     """g^T x float [n, k] of g [m, n] and x [m, k], without gradient."""
-    if x.shape[1] < _WIDE:  # oneDNN is fastest if the first axis of the result is the shorter one
+    if x.shape[1] < _WIDE:  # oneDNN prefers a shorter first axis in its result
         return product(g.T, x.T) if g.shape[1] <= x.shape[1] else product(x.T, g.T).T
     large = len(g) >= _MANY_ROWS and g.shape[1] * x.shape[1] >= _LARGE
     if large and by_onednn(g):
-        return product(g.T.contiguous(), x.T.contiguous())  # oneDNN's own copies are slower
-    return product(g.T, x.T)  # contiguous: autograd would copy another layout
+        return product(g.T.contiguous(), x.T.contiguous())  # faster than oneDNN's own copies
+    return product(g.T, x.T)  # contiguous, or autograd would copy it
 
 
 def input_gradient(g: Tensor, w: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``, with gradient, with the faster library.
+    """``torch.nn.functional.linear`` with gradient, on the faster library.
 
     Args:
         x: float [..., k].

@@ -23,10 +23,10 @@ from kedge.ops.cpu.matmul import by_onednn, by_prepacked_weights, linear
 from kedge.ops.fused_norms import fused_forward, rms_norms
 
 Forward = Callable[..., Tensor]
-_MKL_ROWS = 256  # rows; above, with AVX2, MKL is as fast as packed weights
-PREPACKED_TOKENS = 16  # sampled per row; packing weights pays off from here on
-PREPACKED_BYTES = 2 << 30  # of a model's packed weights; larger models are not packed
-_SPARING_BYTES = 1 << 30  # the same where activations are checkpointed to save memory
+_MKL_ROWS = 256  # beyond this, MKL with AVX2 is as fast as packed weights
+PREPACKED_TOKENS = 16  # tokens per row from which packing weights pays off
+PREPACKED_BYTES = 2 << 30  # largest packed weights of a model; larger ones stay unpacked
+_SPARING_BYTES = 1 << 30  # the limit if activations are checkpointed to save memory
 _FLOAT32 = torch.empty(0)
 
 
@@ -34,7 +34,7 @@ class Kernels:
     """Swaps linear layers for faster CPU kernels, and RMS norms for faster GPU kernels.
 
     Args:
-        models: already on the device where they will be used.
+        models: models on their final device.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -62,19 +62,19 @@ class Kernels:
                     low.forget()
 
     def weights_changed(self) -> None:
-        """Call it after an optimizer step within ``active``; fused optimizers leave no trace."""
+        """Call this after optimizer steps within ``active``; fused optimizers leave no trace."""
         for low in self._low:
             low.expire()
 
     @contextmanager
     def prepacked(self, rows: int) -> Iterator[None]:
-        """Context that is faster still where weights do not change and no gradient is needed.
+        """Faster context for weights that do not change, without gradient.
 
         oneDNN copies weights into its own layout for each product; here that is done once.  Where
         oneDNN computes all products, results are equal.  Under autocast the copies are bfloat16.
 
         Args:
-            rows: of ``x`` in most products.
+            rows: rows of ``x`` in most products.
         """
         low = autocasts_to_bf16()
         plain = not torch.is_autocast_enabled("cpu")
@@ -98,18 +98,18 @@ def prepacked_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
 
     Args:
         weights: number of weights in its linear layers.
-        low: whether they are sampled from in bfloat16, under autocast, or else in float32.
+        low: whether sampling uses bfloat16 (under autocast) instead of float32.
         checkpointing: whether the model's activations are checkpointed.
     """
     faster = may_run_in_bf16(_FLOAT32) if low else by_prepacked_weights(_FLOAT32)
     size = weights * (2 if low else 4)
-    most = _SPARING_BYTES if checkpointing else PREPACKED_BYTES  # may be more than training takes
+    most = _SPARING_BYTES if checkpointing else PREPACKED_BYTES  # may exceed what training takes
     return size if faster and size <= most else 0
 
 
 @contextmanager
 def _replace_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
-    """Context in which layers have another forward."""
+    """Context that replaces the forward of layers."""
     # An instance attribute `forward` was set by the user or by an outer context.
     patched = [
         (layer, partial(_call_with_one_input, layer, forward))
@@ -129,11 +129,11 @@ def _replace_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator
 def _call_with_one_input(
     layer: nn.Module, forward: Forward, *args: Tensor, **named: Tensor
 ) -> Tensor:
-    """``forward`` of the input; the layer's own if it is called with more."""
-    if len(args) + len(named) != 1:  # a norm that takes more than its input
+    """Call ``forward`` with the input, or the layer's own if there are more arguments."""
+    if len(args) + len(named) != 1:  # a norm with more inputs
         result: Tensor = type(layer).forward(layer, *args, **named)
         return result
-    (x,) = (*args, *named.values())  # called input by one class and x by the other
+    (x,) = (*args, *named.values())  # x is called input in one class
     return forward(x)
 
 
@@ -143,7 +143,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Linear | Conv1D]:
         weight = getattr(layer, "weight", None)
         if type(layer) not in (nn.Linear, Conv1D) or type(weight) is not nn.Parameter:
             continue
-        if by_prepacked_weights(weight) or may_run_in_bf16(weight):  # float32, or under autocast
+        if by_prepacked_weights(weight) or may_run_in_bf16(weight):  # float32, or autocast
             yield layer  # type: ignore[misc]
 
 
@@ -154,7 +154,7 @@ def _weight(layer: nn.Linear | Conv1D) -> Tensor:
 
 def _build_forward(layer: nn.Linear | Conv1D, low: Bf16Weight) -> Forward:
     own, transposed = layer._parameters, isinstance(layer, Conv1D)
-    smallest = matmul.SMALLEST / (2 * len(_weight(layer)))  # numbers in x
+    smallest = matmul.SMALLEST / (2 * len(_weight(layer)))  # elements of x
 
     def forward(x: Tensor) -> Tensor:
         weight: Tensor = own["weight"].T if transposed else own["weight"]  # type: ignore[assignment,union-attr]
@@ -178,7 +178,7 @@ def _build_prepacked_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool)
     usual = _build_forward(layer, Bf16Weight(partial(_weight, layer)))
 
     def forward(x: Tensor) -> Tensor:
-        if low and not autocasts_to_bf16():  # the model turned it off here
+        if low and not autocasts_to_bf16():  # the model disables autocast here
             return usual(x)
         if low and x.is_floating_point():
             x = x.to(torch.bfloat16)

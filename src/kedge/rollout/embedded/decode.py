@@ -19,8 +19,8 @@ from kedge.models.mask_checks import known_masks
 from kedge.rollout.embedded.decode_graph import DecodeGraph, can_capture
 from kedge.rollout.embedded.kv_cache import GrowingLayer, growing_cache
 
-Draw = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens int64 [b] from logits, and what is read
-_EAGER_STEPS = 4  # steps run before one is captured; a capture costs about four steps
+Draw = Callable[[Tensor], tuple[Tensor, Tensor]]  # logits -> tokens int64 [b], and values to read
+_EAGER_STEPS = 4  # steps to run before a capture, which costs about as much
 
 
 def get_base_model(model: Any) -> Any:
@@ -38,7 +38,7 @@ class Prefix:
 
 
 def common_length(a: list[int], b: list[int]) -> int:
-    """Number of tokens that both lists begin with."""
+    """Length of the common prefix of two lists."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
@@ -53,7 +53,7 @@ class CausalDecoder:
 
     Args:
         model: a decoder-only model.
-        across_updates: it lives across weight updates, so a CUDA graph of it casts the weights in
+        across_updates: whether weights change in its lifetime, so that a CUDA graph casts them in
             every step.
     """
 
@@ -67,11 +67,11 @@ class CausalDecoder:
         if "logits_to_keep" in accepted:
             self._options["logits_to_keep"] = 1
         self._takes_positions = "position_ids" in accepted
-        # rows that have ended may stay in the batch beyond the last position of the model
+        # finished rows may stay in the batch beyond the model's last position
         self._last = (positions(config) or 2**31) - 1
         self._device = next(model.parameters()).device
         self._graph: DecodeGraph | None = None
-        self._eager = 0  # steps without a graph
+        self._eager = 0  # steps run without a graph
 
     @property
     def keeps_all(self) -> bool:
@@ -83,7 +83,7 @@ class CausalDecoder:
 
     @property
     def keep_share(self) -> float:
-        """Ended rows stay in the batch until at most this share is left.
+        """Share of running rows from which ended rows are dropped.
 
         Dropping rows copies the cache; of a graph, the step is captured once more.
         """
@@ -94,9 +94,9 @@ class CausalDecoder:
 
         All three are on the host, the logits on the model's device.
         """
-        # Positions count real tokens, so left padding does not change a row's result.
+        # Positions count real tokens only, so left padding does not change a row's result.
         positions = (mask.long().cumsum(-1) - 1).clamp_(min=0).to(self._device)
-        self._padded = ~mask.all(-1)  # on the host: rows with padding
+        self._padded = ~mask.all(-1)  # computed on the host: which rows have padding
         self._mask = mask.to(self._device) if self._padded.any() else None
         self._position = positions[:, -1:] + 1
         logits = self._run(ids.to(self._device), positions, self._mask)
@@ -108,7 +108,7 @@ class CausalDecoder:
     def resume(self, prefixes: list[Prefix], prompts: list[list[int]]) -> Tensor | None:
         """Logits [b, V] after the prompts; only the tokens after the cached prefixes are computed.
 
-        None: a prompt has nothing in common with its prefix.
+        None if a prompt and its prefix have no token in common.
         """
         pairs = list(zip(prefixes, prompts, strict=True))
         lengths = [min(common_length(p.tokens, ids), len(ids) - 1) for p, ids in pairs]
@@ -131,7 +131,7 @@ class CausalDecoder:
         positions = ends[:, None] - longest + torch.arange(longest)
         begins = torch.tensor(lengths)[:, None]
         read = torch.arange(width) >= width - begins
-        self._padded = torch.ones(len(new), dtype=torch.bool)  # padding between old and new tokens
+        self._padded = torch.ones(len(new), dtype=torch.bool)  # between old and new tokens
         self._mask = torch.cat([read, positions >= begins], 1).to(self._device)
         self._position = ends[:, None].to(self._device)
         positions = positions.clamp(min=0).to(self._device)
@@ -152,7 +152,7 @@ class CausalDecoder:
         )
 
     def sample(self, tokens: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Append tokens int64 [b]; ``draw`` of the logits [b, V] of what follows.
+        """Append tokens int64 [b]; returns ``draw`` of the next logits [b, V].
 
         The next call may overwrite the results, and may replay the work of this one: ``draw`` keeps
         no state on the host, and is the same until rows are added or dropped.
@@ -167,12 +167,12 @@ class CausalDecoder:
         return draw(logits)
 
     def select(self, rows: Tensor) -> Tensor:
-        """Drop the other rows from the cache, the mask and the positions."""
+        """Keep only these rows in the cache, the mask and the positions."""
         self._leave_graph()
         self._padded, rows = self._padded[rows], rows.to(self._device)
         layers: list[Any] = self._cache.layers
         for layer in layers:
-            # Recurrent layers only have the reordering of beam search, which does the same.
+            # Recurrent layers only offer beam search's reordering, which does the same.
             getattr(layer, "batch_select_indices", layer.reorder_cache)(rows)
         self._position = self._position[rows]
         if self._mask is not None:
@@ -184,7 +184,7 @@ class CausalDecoder:
         self._leave_graph()
         decoders = (self, other)
         masks = [x._whole_mask() for x in decoders]
-        # Columns before the first real token of any row are dropped.
+        # Drop columns before the first real token of any row.
         begins = [int(mask.any(0).long().argmax()) for mask in masks]
         sizes = [mask.shape[1] - begin for mask, begin in zip(masks, begins, strict=True)]
         width = max(sizes)
@@ -217,7 +217,7 @@ class CausalDecoder:
         return torch.ones(len(keys), keys.shape[-2] + 1, dtype=torch.bool, device=keys.device)
 
     def _ready_graph(self, tokens: Tensor, step: Callable[..., Any]) -> DecodeGraph | None:
-        """The captured step, made if it is worth it; None: step without."""
+        """The captured step, created if it pays off; None: run without a graph."""
         if self._graph is not None and self._graph.is_full:
             self._leave_graph()
         layers: list[Any] = self._cache.layers
@@ -245,7 +245,7 @@ class CausalDecoder:
             self._mask = nn.functional.pad(self._mask, (0, 1), value=True)
 
     def _run_captured(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """What a graph replays."""
+        """The computation that a graph replays."""
         kind = self._device.type
         cached = torch.is_autocast_cache_enabled() and not self._across_updates
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -262,7 +262,7 @@ class CausalDecoder:
 
 
 def build_decoder(model: nn.Module, *, across_updates: bool = False) -> CausalDecoder:
-    """A new decoder of a model that the embedded engine can sample from.
+    """Build a decoder for a model that the embedded engine can sample from.
 
     Raises:
         ConfigError: the embedded engine cannot sample from this kind of model.

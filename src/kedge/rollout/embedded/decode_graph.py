@@ -23,24 +23,24 @@ from kedge.rollout.embedded.kv_cache import GrowingLayer
 Result = tuple[Tensor, Tensor]
 Forward = Callable[[Tensor, Tensor, Tensor], Result]
 logger = logging.get_logger(__name__)
-_failed: set[str] = set()  # classes of models whose step could not be captured
-_SCARCE = 1 / 8  # of a GPU's memory
-capturing = threading.Lock()  # hold it to free cached memory, which breaks a capture
+_failed: set[str] = set()  # model classes whose step cannot be captured
+_SCARCE = 1 / 8  # free share of a GPU's memory
+capturing = threading.Lock()  # hold to free cached memory, which would break a capture
 
 
 def can_capture(model: nn.Module, layers: list[Any]) -> bool:
     """Whether the decode step of this model may be captured.
 
-    ``KEDGE_CUDA_GRAPHS=0`` switches graphs off.
+    ``KEDGE_CUDA_GRAPHS=0`` turns graphs off.
     """
     config: Any = getattr(model, "config", None)
     return (
         next(model.parameters()).is_cuda
         and os.environ.get("KEDGE_CUDA_GRAPHS", "1") != "0"
         and all(isinstance(layer, GrowingLayer) for layer in layers)
-        and getattr(config, "_attn_implementation", None) == "sdpa"  # takes a mask of any shape
+        and getattr(config, "_attn_implementation", None) == "sdpa"  # it accepts masks of any shape
         and type(model).__name__ not in _failed
-        and not getattr(model, "is_loaded_in_8bit", False)  # the host waits for each product
+        and not getattr(model, "is_loaded_in_8bit", False)  # its products make the host wait
         and not any(isinstance(p, DTensor) for p in model.parameters())
     )
 
@@ -59,10 +59,10 @@ class DecodeGraph:
     """A captured step of a batch whose prompts have been read.
 
     Args:
-        model: for messages.
-        layers: the cache.
+        model: name of the model, for messages.
+        layers: layers of the cache.
         mask: bool [b, used]; None: all True.
-        position: int64 [b, 1]; of the next token.
+        position: int64 [b, 1]; position of the next token.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class DecodeGraph:
         with self._fixed_slots(), torch.cuda.stream(side), capturing:
             try:
                 _free_cached_memory()
-                # Libraries allocate what they need once; writes the slot of the step.
+                # Warm-up: libraries allocate their buffers, and the step's cache slot is written.
                 self._run(forward)
                 side.synchronize()
                 self._record(forward)
-            except torch.OutOfMemoryError as error:  # there may be room for the next batch
+            except torch.OutOfMemoryError as error:  # the next batch may fit
                 logger.warning_once(f"a batch is sampled without CUDA graphs: {error}")
-            except Exception as error:  # whatever code of a model raises where it is captured
+            except Exception as error:  # a model's code may raise anything during capture
                 _failed.add(self._name)
                 reason = str(error).partition("\n")[0]
                 logger.warning(f"{self._name} samples without CUDA graphs: {reason}")
@@ -122,7 +122,7 @@ class DecodeGraph:
         return self._result is not None
 
     def _record(self, forward: Forward) -> None:
-        # Another thread may train while this one samples.
+        # Another thread may be training.
         self._graph.capture_begin(capture_error_mode="thread_local")
         try:
             result = self._run(forward)

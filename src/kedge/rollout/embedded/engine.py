@@ -1,4 +1,4 @@
-"""The embedded rollout engine: it samples with nothing but torch and a transformers model."""
+"""The embedded rollout engine: samples with only torch and a transformers model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from kedge.rollout.requests import GroupRequests
 from kedge.rollout.sharded import EngineInputs
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
-_SMALL = 1_000_000  # weights
-_MOST_ROWS = 512  # on a GPU
+_SMALL = 1_000_000  # weights of a small model
+_MOST_ROWS = 512  # rows per batch on a GPU
 
 
 class EmbeddedEngine:
@@ -34,7 +34,7 @@ class EmbeddedEngine:
 
     Args:
         model: a causal language model (PEFT models too).
-        pad_id: fills ``Rollout.ids`` after the end of a response; masks never depend on it.
+        pad_id: token id after the end of a response; masks never depend on it.
         tokenizer: needed for stop strings only.
         shares_weights: True samples from ``model`` itself; False from a copy that ``load_weights``
             updates.
@@ -65,7 +65,7 @@ class EmbeddedEngine:
         record_allowed_tokens: bool = True,
     ) -> None:
         if not shares_weights:
-            # Autocast caches the cast of a weight only if the weight requires gradients.
+            # Autocast caches casts only for weights that require gradients.
             model = _copy(model, trains=autocast is not None, device=device)
         self.model = model
         self.shares_weights = shares_weights
@@ -76,8 +76,8 @@ class EmbeddedEngine:
         self._extra_slot = extra_slot
         self._record_allowed_tokens = record_allowed_tokens
         self._version = 0
-        self._prefixes: dict[int, Prefix] | None = None  # by row, within keep_prefixes()
-        self._loops: dict[Sampling, DecodeLoop] = {}  # by distribution
+        self._prefixes: dict[int, Prefix] | None = None  # by row, inside keep_prefixes()
+        self._loops: dict[Sampling, DecodeLoop] = {}  # by sampling distribution
         self._requests: GroupRequests[Response] = GroupRequests()
 
     @contextlib.contextmanager
@@ -104,7 +104,7 @@ class EmbeddedEngine:
         return Receipt(version=version, fingerprint=fingerprint(loaded))
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        """One response per row; each depends on (weights, prompt, row, seed) alone.
+        """Sample one response per row, which depends only on (weights, prompt, row, seed).
 
         Raises:
             ConfigError: the sampling cannot work for this model.
@@ -134,7 +134,7 @@ class EmbeddedEngine:
         return self._requests.unfinished
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
-        """Hold these rows as well; each is sampled as by ``generate``, up to rounding.
+        """Add rows; each is sampled as by ``generate``, up to rounding.
 
         Raises:
             ConfigError: the sampling cannot work for this model.
@@ -148,7 +148,7 @@ class EmbeddedEngine:
         self._loops[distribution].submit(host, keys, seed=seed, limits=host.limits(sampling))
 
     def advance(self) -> Rollout | None:
-        """Sample on; the groups that are complete."""
+        """Sample for a short time; returns complete groups."""
         with self._sampling_context(next(self.model.parameters()).device):
             for loop in self._loops.values():
                 for key, response in loop.advance(self._version):
@@ -174,7 +174,7 @@ class EmbeddedEngine:
         return DecodeLoop(self.model, sampling, self._tokenizer, slots=slots, record=record, **how)
 
     def _check_prompts(self, prompts: PromptBatch, sampling: Sampling) -> PromptBatch:
-        """The prompts on the host, after checks."""
+        """Check the prompts and move them to the host."""
         config: Any = get_base_model(self.model).config
         check_sampling(sampling, config.get_text_config().vocab_size)
         host = prompts.to("cpu")
@@ -191,7 +191,7 @@ class EmbeddedEngine:
             yield
 
     def _rows_at_once(self, prompts: PromptBatch, sampling: Sampling, device: torch.device) -> int:
-        """Rows of a chunk: on a GPU, where more rows cost little time, as many as fit."""
+        """Rows per chunk; as many as fit on a GPU, where more rows cost little time."""
         if device.type != "cuda":
             return self._chunk_rows
         config: Any = get_base_model(self.model).config
@@ -209,7 +209,7 @@ class EmbeddedEngine:
 
 
 def build_embedded(inputs: EngineInputs, *, max_lag: int) -> EmbeddedEngine:
-    """Samples from the learner's modules; from a copy if sampling runs ahead of training."""
+    """Build an engine on the learner's modules, or on a copy if sampling runs ahead of training."""
     return EmbeddedEngine(
         inputs.policy,
         pad_id=inputs.pad_id,
@@ -222,12 +222,12 @@ def build_embedded(inputs: EngineInputs, *, max_lag: int) -> EmbeddedEngine:
 
 
 def _copy(model: nn.Module, *, trains: bool, device: torch.device | str | None) -> nn.Module:
-    """A copy that shares the weights that do not train, such as the base of an adapter.
+    """Copy a model, sharing weights that do not train, such as the base of an adapter.
 
     Args:
         model: the policy.
-        trains: ``requires_grad`` of the weights that are not shared.
-        device: of the copy, which then shares nothing; None: the policy's.
+        trains: ``requires_grad`` of the copied weights.
+        device: device of the copy, which then shares nothing; None: the policy's.
     """
     shared = {}
     if device is None and any(p.requires_grad for p in model.parameters()):
@@ -264,7 +264,7 @@ def check_prompts(prompts: PromptBatch, sampling: Sampling, config: Any) -> None
 
 @contextlib.contextmanager
 def _one_thread(model: nn.Module) -> Iterator[None]:
-    """Context with one thread for small models, in which threads mostly wait for each other."""
+    """Context with one thread for small models, whose threads would mostly wait for each other."""
     threads = torch.get_num_threads()
     small = threads > 1 and sum(p.numel() for p in model.parameters()) <= _SMALL
     if small:

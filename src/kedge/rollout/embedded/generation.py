@@ -1,4 +1,4 @@
-"""The decode loop of the embedded engine: rows that wait, those that are sampled, and responses."""
+"""The decode loop of the embedded engine: waiting rows, running rows, and responses."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from kedge.rollout.embedded.stopping import StopCriteria
 from kedge.rollout.requests import token_versions
 from kedge.types import PromptBatch, Rollout, Sampling, group_rows
 
-POLL = 16  # tokens sampled on an accelerator before the host looks where responses ended
-_REFILL = 8  # rows join when this fraction of the slots, 1 / 8, is free: it copies the cache
+POLL = 16  # tokens sampled on an accelerator between two checks for ended responses
+_REFILL = 8  # rows join once 1 / 8 of the slots are free, since joining copies the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +38,21 @@ class Response:
     logprobs: Tensor  # float32 [n]
     allowed: Tensor | None  # int64 [n, K]
     terminated: bool
-    versions: list[tuple[int, int]]  # version, and number of tokens sampled with it
+    versions: list[tuple[int, int]]  # (version, tokens sampled with it)
 
 
 @dataclass(slots=True)
 class _Row:
     key: int
     prompt: list[int]
-    number: int  # selects the random numbers, with the seed
+    number: int  # selects the random numbers, together with the seed
     seed: int
-    limit: int  # tokens of the response
-    begin: int = 0  # steps of the batch before its first token
+    limit: int  # maximum tokens of the response
+    begin: int = 0  # batch steps before its first token
 
 
 class DecodeLoop:
-    """Samples the rows that it holds, as many at a time as it has slots.
+    """Samples its rows, as many at a time as it has slots.
 
     Tokens stay on an accelerator for some steps; then the host copies them, once, finds the rows
     that have ended, and drops them from the batch when enough have: dropping copies the cache.
@@ -63,9 +63,9 @@ class DecodeLoop:
         tokenizer: needed for stop strings.
         slots: rows sampled at once.
         record: record the allowed tokens.
-        joins: rows join others that are being sampled, which needs ``CausalDecoder.keeps_all``;
-            False: only when all have ended, so that results do not depend on timing.
-        prefixes: keys and values by row number, read and replaced; None: keep none.
+        joins: whether rows may join a running batch, which needs ``CausalDecoder.keeps_all``;
+            False: only after all have ended, so that results do not depend on timing.
+        prefixes: keys and values by row number, read and replaced; None: do not keep any.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class DecodeLoop:
         self._stop_criteria = StopCriteria(sampling, tokenizer)
         self._poll = 1 if self._on_cpu else POLL
         if not (joins or record or sampling.stop_ids or sampling.stop_strings):
-            self._poll = 2**31  # rows end only at their length limits
+            self._poll = 2**31  # only length limits end rows
         self._waiting: deque[_Row] = deque()
         self._decoder: CausalDecoder | None = None
         # on the device, for the b rows of the batch: last token, its index, random numbers
@@ -95,24 +95,24 @@ class DecodeLoop:
         self._u = torch.empty(0, 0)
         # on the host
         self._rows: list[_Row] = []
-        self._running = torch.empty(0, dtype=torch.bool)  # not ended yet
-        self._end = torch.empty(0, dtype=torch.int64)  # steps after which rows reach their limits
+        self._running = torch.empty(0, dtype=torch.bool)  # whether rows are still running
+        self._end = torch.empty(0, dtype=torch.int64)  # step at which each row reaches its limit
         self._clear()
 
     def _clear(self) -> None:
         """Begin a new batch."""
         self._decoder, self._steps = None, 0
-        self._versions: list[tuple[int, int]] = []  # and the steps before it
-        self._dropped = 0  # steps already removed from the buffer
+        self._versions: list[tuple[int, int]] = []  # (version, steps before it)
+        self._dropped = 0  # steps removed from the buffer
         self._buffer = torch.empty(0, 0, 2, dtype=torch.int64)  # [steps, b, ...], see _draw
 
     def submit(
         self, prompts: PromptBatch, keys: Sequence[int], *, seed: int, limits: Tensor
     ) -> None:
-        """Hold these rows, on the host, with a key for each; the shortest prompts are first.
+        """Add rows on the host with a key each; the shortest prompts are sampled first.
 
         Args:
-            prompts: the rows; those of a group have one prompt, which is read once.
+            prompts: the rows; rows of a group share a prompt, which is read once.
             keys: returned with the responses.
             seed: selects the random numbers, with the row numbers.
             limits: int64 [B]; most tokens of each response.
@@ -139,10 +139,10 @@ class DecodeLoop:
             self._waiting += of_group
 
     def advance(self, version: int) -> list[tuple[int, Response]]:
-        """Sample up to 16 tokens per row, or until a response is complete; keys and responses.
+        """Sample until a response is complete, at most 16 tokens; returns keys and responses.
 
         Args:
-            version: of the weights.
+            version: version of the weights.
         """
         for _ in range(POLL if self._on_cpu else 1):
             new = self._admit()
@@ -159,7 +159,7 @@ class DecodeLoop:
         return []
 
     def _admit(self) -> list[_Row]:
-        """The waiting rows that are next."""
+        """Take the next rows from the queue."""
         if not self._waiting:
             return []
         running = int(self._running.sum())
@@ -172,7 +172,7 @@ class DecodeLoop:
         return [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
 
     def _step(self) -> Tensor:
-        """Sample the next token of every row; what the host reads, int64 [b, ...]."""
+        """Sample the next token of every row; returns int64 [b, ...] for the host."""
         assert self._decoder is not None
         self._t += 1
         self._token, recorded = self._decoder.sample(self._token, self._draw)
@@ -182,14 +182,14 @@ class DecodeLoop:
         """Sample one token per row from logits [b, V], on the device.
 
         Returns:
-            The token int64 [b], and what the host reads, int64 [b, 2 or 3 + K]: token, bits of its
+            The token int64 [b], and int64 [b, 2 or 3 + K] for the host: token, bits of its
             log-probability, number of allowed tokens and these.
         """
         logits = restrict(logits, self._sampling, self._t, self._stop_ids)
         if self._sampling.temperature == 0:
             token = logits.argmax(-1)
             logprob = torch.zeros_like(token, dtype=torch.float32)
-        else:  # rows that have ended may stay beyond their random numbers
+        else:  # ended rows may outlast their random numbers
             at = self._t.clamp(max=self._u.shape[1] - 1)[:, None]
             token, logprob = sample_tokens(logits, self._u.gather(1, at)[:, 0])
         columns = [token[:, None], logprob.view(torch.int32).long()[:, None]]
@@ -234,7 +234,7 @@ class DecodeLoop:
                 logits = decoder.resume(kept, [row.prompt for row in new])
                 if logits is not None:
                     return logits
-        prompts: dict[tuple[int, ...], int] = {}  # rows of several groups may share them
+        prompts: dict[tuple[int, ...], int] = {}  # several groups may share prompts
         copies = [prompts.setdefault(tuple(row.prompt), len(prompts)) for row in new]
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + [*prompt] for prompt in prompts])
@@ -334,9 +334,9 @@ def build_rollout(
 
     Args:
         prompts: the prompts.
-        responses: of at most ``size`` tokens each.
+        responses: at most ``size`` tokens each.
         size: tokens per row of the result.
-        pad_id: fills the result after the end of a response.
+        pad_id: token id after the end of a response.
 
     Raises:
         RolloutError: the model returned NaN.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-_FREE_SLOTS = 64  # minimum when a layer is allocated
-_SPARE = 3  # slots per token: a layer grows to twice its size, and is copied
+_FREE_SLOTS = 64  # minimum allocated per layer
+_SPARE = 3  # slots of memory per token, since growing to twice the size copies the layer
 
 
 class GrowingLayer(DynamicLayer):
@@ -17,7 +17,7 @@ class GrowingLayer(DynamicLayer):
 
     keys: Tensor  # [b, heads, used, size]; the first slots of a larger tensor
     values: Tensor
-    cursor: Tensor | None = None  # int64 [1]; set: write here, and return all slots
+    cursor: Tensor | None = None  # int64 [1]; if set, write at it and return all slots
     _slots: tuple[Tensor, Tensor]  # keys and values [b, heads, used + free, size]
 
     @property
@@ -59,7 +59,7 @@ class GrowingLayer(DynamicLayer):
         self.show(self.keys.shape[-2])
 
     def show(self, used: int) -> None:
-        """Let ``keys`` and ``values`` be the first ``used`` slots."""
+        """Set ``keys`` and ``values`` to the first ``used`` slots."""
         self.keys, self.values = (x.narrow(-2, 0, used) for x in self._slots)
 
     def _allocate(self, key_states: Tensor, value_states: Tensor, used: int, slots: int) -> None:
@@ -72,14 +72,14 @@ class GrowingLayer(DynamicLayer):
             for new, old in ((keys, self.keys), (values, self.values)) if used else ():
                 new.narrow(-2, 0, used).copy_(old)
             for x in (keys, values):
-                x.narrow(-2, used, slots - used).zero_()  # behind a mask, NaN would still count
+                x.narrow(-2, used, slots - used).zero_()  # NaN would count even behind a mask
         self.dtype, self.device = key_states.dtype, key_states.device
         self._slots = keys, values
         self.is_initialized = True
 
 
 def _cast_for_attention(states: Tensor) -> Tensor:
-    """States in the dtype in which a GPU attends to them under autocast.
+    """Cast states to the dtype of a GPU's attention under autocast.
 
     Keys are float32 after the rotary embedding; attention would cast all of them for every token.
     """
@@ -90,7 +90,7 @@ def _cast_for_attention(states: Tensor) -> Tensor:
 
 
 def growing_cache(config: Any) -> DynamicCache:
-    """The cache that ``config`` asks for, with its plain full-attention layers made growing."""
+    """The cache for ``config``, with growing layers for plain full attention."""
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer() if type(x) is DynamicLayer else x for x in cache.layers]
     if cache.layer_class_to_replicate is DynamicLayer:
@@ -99,14 +99,14 @@ def growing_cache(config: Any) -> DynamicCache:
 
 
 def rows_that_fit(config: Any, tokens: int, width: int, device: torch.device) -> int:
-    """Rows of ``tokens`` tokens whose caches and logits take half of a GPU's free memory.
+    """Number of rows of ``tokens`` tokens whose cache and logits fill half of a GPU's free memory.
 
     Keys and values take ``width`` bytes per number.
     """
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     text = config.get_text_config()
-    logits = 16 * text.vocab_size  # and probabilities, float32
+    logits = 16 * text.vocab_size  # logits and probabilities, float32
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     token_bytes = text.num_hidden_layers * 2 * heads * size * width

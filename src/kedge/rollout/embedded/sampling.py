@@ -12,7 +12,7 @@ from kedge.errors import ConfigError, RolloutError
 from kedge.types import Sampling
 
 _BLOCK = 256  # width of the first level of the search
-MAX_ALLOWED = 4096  # recorded per token, so that no rollout holds rows x tokens x vocabulary
+MAX_ALLOWED = 4096  # recorded tokens per position, which bounds a rollout's memory
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
@@ -26,7 +26,7 @@ def _signed(x: int) -> int:
 def _mix(x: Tensor) -> Tensor:
     """The finalizer of splitmix64 (Steele, Lea and Flood, 2014): a bijection of 64 bits."""
     for shift, factor in ((30, _MIX1), (27, _MIX2)):
-        # >> copies the sign bit of an int64: mask it, to shift in zeros.
+        # >> copies an int64's sign bit: the mask shifts in zeros.
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
@@ -35,7 +35,7 @@ def uniforms(seed: int | Sequence[int], rows: Tensor, t: int | Tensor) -> Tensor
     """Random numbers in [0, 1) that depend on (seed, row, t) alone, the same on every device.
 
     Args:
-        seed: any integer, or one for each row; it counts modulo 2^64.
+        seed: any integer modulo 2^64, or one per row.
         rows: int64 [B]; global row numbers.
         t: token index, or int64 [T].
 
@@ -91,7 +91,7 @@ def restrict(logits: Tensor, sampling: Sampling, t: int | Tensor, stop_ids: Tens
     temperature, then top-k, top-p and min-p each keep at least the most likely token.
 
     Args:
-        logits: float [B, V]; as the model gave them.
+        logits: float [B, V]; output of the model.
         sampling: the distribution.
         t: index of the token in the response; int64 [1] or [B], on the device of the logits, if
             rows differ or the host does not know it.
@@ -145,7 +145,7 @@ def allowed_tokens(restricted: Tensor, width: int | None = None) -> tuple[Tensor
         int64 [B, K], unused slots -1, and their number int64 [B].
 
     Raises:
-        RolloutError: there are more than MAX_ALLOWED, and ``width`` is None.
+        RolloutError: more than MAX_ALLOWED, with ``width`` None.
     """
     count = (restricted > -math.inf).sum(-1)
     if width is None:
@@ -159,7 +159,7 @@ def check_allowed(count: int) -> None:
     """Reject more allowed tokens than are recorded.
 
     Raises:
-        RolloutError: with the number, and what to set.
+        RolloutError: names the number and the option to set.
     """
     if count > MAX_ALLOWED:
         raise RolloutError(
@@ -191,7 +191,7 @@ def sample_tokens(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         token = _above(cumulative, u * total)
     else:
         token, total = _search_blocks(probs, u)
-    # The float32 sum inside softmax is off by 1e-6 for large vocabularies; ``total`` is not.
+    # The float32 sum inside softmax is off by 1e-6 for large vocabularies, unlike ``total``.
     drawn = probs.gather(-1, token[:, None])[:, 0]
     return token, (drawn / total).log().float()
 
@@ -199,7 +199,7 @@ def sample_tokens(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 def _above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     """First index whose cumulative sum exceeds the threshold, which lies below the total."""
     index = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]
-    return index.clamp_(max=cumulative.shape[-1] - 1)  # only NaN gets past the end
+    return index.clamp_(max=cumulative.shape[-1] - 1)  # only NaN exceeds the last index
 
 
 def _search_blocks(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,17 +210,17 @@ def _search_blocks(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     if whole < vocabulary:
         sums = torch.cat([sums, probs[:, whole:].sum(-1, keepdim=True)], dim=-1)
     cumulative = sums.cumsum(-1, dtype=torch.float64)
-    # u <= 1 - 2^-52, so the product is below the total even after rounding.
+    # u <= 1 - 2^-52, so the product stays below the total even after rounding.
     threshold = u * cumulative[:, -1]
     block = _above(cumulative, threshold)
 
     first = block[:, None] * _BLOCK
-    # The last block is shifted left to be full; tokens shared with the previous block count 0.
+    # The last block is shifted left to be full; tokens shared with the previous one count as 0.
     index = first.clamp(max=vocabulary - _BLOCK) + torch.arange(_BLOCK, device=probs.device)
     inside = probs.gather(-1, index).masked_fill_(index < first, 0.0)
     inner = inside.cumsum(-1, dtype=torch.float64)
     before = (cumulative - sums).gather(-1, block[:, None])[:, 0]
-    # The block's sum was rounded to float32, so the rest can reach the total: stay just below it.
+    # The block's sum is rounded to float32, and the rest can reach the total: stay just below it.
     below = torch.nextafter(inner[:, -1], torch.zeros_like(u))
     picked = _above(inner, torch.minimum((threshold - before).clamp_(min=0), below))
     return index.gather(-1, picked[:, None])[:, 0], cumulative[:, -1]

@@ -10,11 +10,11 @@ from torch import Tensor
 from kedge.errors import ConfigError
 from kedge.types import Sampling
 
-_MARGIN = 8  # tokens before the longest possible match: decoding may trim the first of a window
+_MARGIN = 8  # extra tokens to decode: decoding may trim the first of a window
 
 
 class StopStrings:
-    """Finds rows that have just completed a stop string, by decoding a short tail of each."""
+    """Finds rows that have just completed a stop string; decodes only their ends."""
 
     def __init__(self, sampling: Sampling, tokenizer: Any) -> None:
         if tokenizer is None:
@@ -24,7 +24,7 @@ class StopStrings:
             )
         self._stops = sampling.stop_strings
         self._decode = tokenizer.decode
-        self._first = sampling.min_new_tokens  # a string completed earlier does not stop
+        self._first = sampling.min_new_tokens  # a stop string completed earlier does not stop
         longest = max(len(s.encode()) for s in self._stops)
         self._window = longest + _MARGIN  # in byte-fallback text each token is one byte
         self._may_end: dict[int, bool] = {}
@@ -47,7 +47,7 @@ class StopStrings:
         """Whether the token could hold the last character of a stop string."""
         if token not in self._may_end:
             text = self._text([token])
-            # Part of a character, or a space that decoding trims at the start: undecided.
+            # Part of a character, or a leading space that decoding trims: undecided.
             unsure = not text.strip() or "\N{REPLACEMENT CHARACTER}" in text
             self._may_end[token] = unsure or any(
                 s[-1] in text or s[-1].isspace() for s in self._stops
@@ -64,7 +64,7 @@ class StopCriteria:
         self._responses: list[list[int]] = []
 
     def ended(self, tokens: Tensor) -> Tensor:
-        """Whether a stop token or string ends with each of the next tokens int64 [T, b]."""
+        """Whether each of the next tokens int64 [T, b] ends a stop token or string."""
         ended = torch.isin(tokens, self._ids)
         for t, step in enumerate(tokens.tolist() if self._strings else []):
             for response, token in zip(self._responses, step, strict=True):

@@ -26,7 +26,7 @@ from kedge.rollout.vllm.service import Service
 from kedge.rollout.vllm.weight_files import WeightFiles
 from kedge.types import Sampling
 
-# Supported by vLLM 0.32's attention on CPUs; other sizes crash the engine at its first token.
+# Head sizes that vLLM 0.32 supports on CPUs; others crash the engine at its first token.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -83,7 +83,7 @@ def check_remote(model: Any, sampling: Sampling, *, rollout_engine: str) -> None
 def build_template(
     inputs: EngineInputs, arguments: Mapping[str, Any], *, sleep: bool
 ) -> tuple[PolicyTemplate, dict[str, Any]]:
-    """The policy without its weights, and the engine arguments of vLLM."""
+    """The policy without its weights, and vLLM's engine arguments."""
     arguments = {
         "dtype": str(inputs.dtype or weights_dtype(inputs.policy)).removeprefix("torch."),
         **({"enable_sleep_mode": True} if sleep else {}),
@@ -100,7 +100,7 @@ def _build_engines(
     tolerance: float | None,
     sleep: bool = False,
 ) -> VLLMEngine | ShardedEngine:
-    """One vLLM engine, or several that share the rows of a batch; ``starts`` start a vLLM each."""
+    """One vLLM engine, or several that share the rows of a batch; each of ``starts`` starts one."""
 
     def make(start: Callable[[], Service]) -> VLLMEngine:
         return VLLMEngine(
@@ -188,7 +188,7 @@ def build_remote(
     """A running vLLM server at the address ``rollout_engine``, with the policy's weights.
 
     Raises:
-        ConfigError: it was not started such that it samples from the policy.
+        ConfigError: the server's flags do not make it sample from the policy.
     """
     template, arguments = build_template(inputs, {}, sleep=False)
     remote = Remote(

@@ -21,16 +21,16 @@ from kedge.rollout.vllm.requests import build_requests, build_rollout
 from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, Service
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
-FULL_PRECISION, LOW_PRECISION = 1e-3, 5e-2  # accepted mean gaps, nats per token
-_ROUNDING = 2.5  # accepted multiple of the learner's own rounding in low precision
-_SCORE: dict[str, Any] = {  # log-probabilities of the prompt
+FULL_PRECISION, LOW_PRECISION = 1e-3, 5e-2  # allowed mean gaps, nats per token
+_ROUNDING = 2.5  # allowed multiple of the learner's own rounding error in low precision
+_SCORE: dict[str, Any] = {  # return log-probabilities of the prompt
     "max_tokens": 1,
     "prompt_logprobs": 0,
     "logprobs": 0,
     "temperature": 1.0,
     "detokenize": False,
 }
-_CHANGED = 0.25  # share of the probe that an update must change to be seen in low precision
+_CHANGED = 0.25  # share of probe values an update must change to be detected in low precision
 
 
 class VLLMEngine:
@@ -50,7 +50,7 @@ class VLLMEngine:
         sleeps: free vLLM's GPU memory between calls of ``generate``.
     """
 
-    shares_weights: Literal[False] = False  # it holds a copy of the policy
+    shares_weights: Literal[False] = False  # the engine holds its own copy
     logprob_kind: Literal["sampled"] = "sampled"
 
     def __init__(
@@ -69,15 +69,15 @@ class VLLMEngine:
         self._tolerance = tolerance
         self._extra_slot = extra_slot
         self._sleeps = sleeps
-        self._asleep: set[Literal["weights", "kv_cache"]] = set()  # parts with GPU memory released
-        self.max_length = service.max_length()  # tokens of prompt and response together
+        self._asleep: set[Literal["weights", "kv_cache"]] = set()  # GPU memory of these is released
+        self.max_length = service.max_length()  # maximum tokens of prompt and response together
         self._last: _Sync | None = None
-        self._sent: int | None = None  # version
-        self._incomplete: int | None = None  # version of which some weights may be missing
+        self._sent: int | None = None  # version of the weights sent last
+        self._incomplete: int | None = None  # version whose weights may be incomplete
         self._requests = GroupRequests[GenerationResult]()
         self._new: dict[int, GenerationRequest] = {}  # requests not yet sent to the service
-        self._keys = itertools.count(-1, -1)  # of other requests
-        self._lost: LostRequestsError | None = None  # with the requests that were held
+        self._keys = itertools.count(-1, -1)  # negative keys for other requests
+        self._lost: LostRequestsError | None = None  # raised again if held requests were lost
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed).
@@ -85,7 +85,7 @@ class VLLMEngine:
         Raises:
             ConfigError: the sampling does not fit this model.
             RolloutError: the prompts break the contract, or vLLM failed.
-            SyncError: vLLM sampled with other weights than were loaded.
+            SyncError: vLLM sampled with other weights than those loaded.
         """
         requests = self._build_requests(prompts, sampling, seed)
         self._wake("weights", "kv_cache")
@@ -103,7 +103,7 @@ class VLLMEngine:
         return self._build_rollout(results, prompts, sampling)
 
     def _run(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """Results of these requests, in order; requests held by the engine continue meanwhile."""
+        """Results of these requests, in order; the engine's other requests continue meanwhile."""
         keys = [next(self._keys) for _ in requests]
         waiting = dict(zip(keys, requests, strict=True))
         results: dict[int, GenerationResult] = {}
@@ -116,12 +116,12 @@ class VLLMEngine:
                 new = dict(waiting)
                 continue
             new = {}
-            own = self._put_held(served)  # or of a call that failed
+            own = self._put_held(served)  # or after a failed call
             results |= {key: own[key] for key in own if waiting.pop(key, None) is not None}
         return [results[key] for key in keys]
 
     def _put_held(self, results: Mapping[int, GenerationResult]) -> dict[int, GenerationResult]:
-        """Take the results of requests that are held; returns the others, of ``_run``."""
+        """Store results of held requests; returns the others, which belong to ``_run``."""
         for key, result in results.items():
             if key >= 0:
                 self._requests.put(key, result)
@@ -148,7 +148,7 @@ class VLLMEngine:
         check_prompts(prompts, sampling, self.spec.meta_model.config)
         lengths, limits = prompts.mask.sum(-1), prompts.limits(sampling).to(prompts.mask.device)
         row = int((lengths + limits).argmax())
-        if lengths[row] + limits[row] > self.max_length:  # vLLM would silently cut it there
+        if lengths[row] + limits[row] > self.max_length:  # vLLM would silently cut the response
             raise RolloutError(
                 f"the prompt of {lengths[row]} tokens and max_new_tokens={limits[row]}"
                 f" need {lengths[row] + limits[row]} tokens, but vLLM was started with"
@@ -159,7 +159,7 @@ class VLLMEngine:
 
     @property
     def sync_dtype(self) -> torch.dtype | None:
-        """The dtype in which it is sent weights; None: as they are."""
+        """The dtype in which weights are sent; None: unchanged."""
         return self.spec.dtype if self.spec.adapter is None else None
 
     @property
@@ -182,7 +182,7 @@ class VLLMEngine:
         return self._requests.unfinished
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
-        """Hold these rows as well; each is sampled as by ``generate``.
+        """Add rows; each is sampled as by ``generate``.
 
         Raises:
             ConfigError: the sampling does not fit this model.
@@ -193,10 +193,10 @@ class VLLMEngine:
         self._new |= dict(zip(keys, requests, strict=True))
 
     def advance(self) -> Rollout | None:
-        """Sample on; the groups that are complete.
+        """Sample for a short time; returns complete groups.
 
         Raises:
-            LostRequestsError: vLLM was restarted, without its requests.
+            LostRequestsError: vLLM was restarted and lost its requests.
         """
         self._check_complete()
         (new, lost), self._new, self._lost = (self._new, self._lost), {}, None
@@ -248,7 +248,7 @@ class VLLMEngine:
 
         Args:
             load: gives vLLM the weights and their version.
-            version: of the weights.
+            version: version of the weights.
             expected: ``PolicyTemplate.expected`` of the weights.
 
         Raises:
@@ -260,11 +260,11 @@ class VLLMEngine:
             if dtype is not None and dtype != torch.float32:
                 rounding = _distance(expected.rounded, expected.logprobs)
                 tolerance = max(LOW_PRECISION, _ROUNDING * rounding)
-        self._wake("weights")  # not yet the KV cache, while the weights are loaded
+        self._wake("weights")  # not the KV cache yet: loading needs memory
         self._incomplete = version
         load()
         self._wake("kv_cache")
-        # One by one: vLLM on CPUs mixes up rows that it scores together with an adapter.
+        # One by one: with an adapter, vLLM on CPUs mixes up rows that it scores together.
         probe = [GenerationRequest(prompt=row, params=_SCORE) for row in self.spec.probe().tolist()]
         measured = torch.tensor([self._run([request])[0].prompt_logprobs for request in probe])
         if (reported := self.service.version()) != version:
@@ -286,7 +286,7 @@ class VLLMEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Sync:
-    """Weights that were sent, and log-probabilities of the probe with them."""
+    """A weight sync: the sent weights, and the probe's log-probabilities with them."""
 
     version: int
     expected: Expected
@@ -294,7 +294,7 @@ class _Sync:
 
     @property
     def gap(self) -> float:
-        """Mean difference of vLLM and the learner's code."""
+        """Mean difference between vLLM and the learner's code."""
         return _distance(self.measured, self.expected.logprobs)
 
 
@@ -302,12 +302,12 @@ def _verify(sent: _Sync, before: _Sync | None, tolerance: float) -> None:
     """Check that vLLM has the sent weights.
 
     Raises:
-        SyncError: it computes with others.
+        SyncError: vLLM computes with other weights.
     """
     if before is not None:
         moved = _distance(sent.expected.logprobs, before.expected.logprobs)
         visible = moved > 4 * before.gap + 1e-7
-        # In bfloat16 one update moves less than the rounding, but it changes the rounded numbers.
+        # In bfloat16, one update is below the rounding error, but changes the rounded numbers.
         different = sent.expected.rounded != before.expected.rounded
         changed = float(different.float().mean()) > _CHANGED
         if (visible or changed) and torch.equal(sent.measured, before.measured):

@@ -22,12 +22,12 @@ from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, allo
 from kedge.rollout.vllm.weight_files import WeightFolder
 from kedge.rollout.vllm.weight_payload import WeightPayload, max_lora_rank, shared_memory
 
-_SHARED_GPU = 0.3  # fraction of GPU memory if the learner uses it too; vLLM takes nearly all
+_SHARED_GPU = 0.3  # fraction of GPU memory if the learner uses it, too; vLLM's default is most
 _STEPS = 16  # engine steps per call of ``serve``
-_CPU_CACHE = 1 << 30  # bytes of KV cache; vLLM's default is most of the memory
+_CPU_CACHE = 1 << 30  # bytes of KV cache; vLLM's default takes most of the memory
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine core in this process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # do not bind the learner's threads to cores
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core stays in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # leave the learner's threads unbound
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -40,7 +40,7 @@ class InProcess:
         spec: the policy without its trained weights.
         weights: initial weights, version 0.
         engine_args: keyword arguments of ``vllm.LLM``.
-        shares_gpu: the learner uses the same GPU, so that vLLM takes 0.3 of its memory.
+        shares_gpu: whether the learner uses the same GPU; vLLM then takes 0.3 of its memory.
 
     If several ranks train together, every rank starts its own at the same time, and vLLM joins
     their process group.
@@ -65,7 +65,7 @@ class InProcess:
         self._workers = int(arguments.get("tensor_parallel_size", 1))
         if self._joins:
             arguments |= _rank_args(self._workers)
-        elif self._workers > 1:  # not Ray's, which would need GPUs beyond those of its actor
+        elif self._workers > 1:  # not Ray, which would need GPUs beyond those of its actor
             arguments = {"distributed_executor_backend": "mp"} | arguments
         self._eager = bool(arguments.get("enforce_eager"))
         try:
@@ -80,9 +80,9 @@ class InProcess:
         self._adapters = WeightFolder()
         self._loads = 0
         self._version = 0
-        self._count = 0  # requests so far
-        self._held: dict[str, int] = {}  # vLLM's name of a request -> key
-        self._starts: dict[int, list[tuple[int, int]]] = {}  # by key: (version, its first token)
+        self._count = 0  # number of requests so far
+        self._held: dict[str, int] = {}  # vLLM's request id -> key
+        self._starts: dict[int, list[tuple[int, int]]] = {}  # key -> (version, its first token)
         self.load(spec.payload(weights), 0)
 
     @contextlib.contextmanager
@@ -96,7 +96,7 @@ class InProcess:
             yield
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
-        """Hold new requests, by key, and sample until one is complete or for 16 steps.
+        """Add requests by key, and sample until one is complete, at most 16 steps.
 
         Raises:
             RolloutError: vLLM rejected a request.
@@ -121,7 +121,7 @@ class InProcess:
         params = SamplingParams(
             **request.params, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        # The salt keeps apart prefixes that different weights have read.
+        # The salt separates prefixes cached under different weights.
         prompt = {"prompt_token_ids": request.prompt, "cache_salt": str(self._version)}
         self._count += 1
         name = str(self._count)
@@ -150,7 +150,7 @@ class InProcess:
                     self._adapter = self._add_adapter(payload)
                 elif self._workers == 1:
                     self._reload(weights_iterator=payload.tensors())
-                else:  # worker processes
+                else:  # worker processes hold the model
                     with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
                         payload.write(Path(folder))
                         self._reload(weights_path=folder)
@@ -176,10 +176,10 @@ class InProcess:
     def finish_load(self, version: int) -> None:
         """Reset the prefix cache and set the version of the weights.
 
-        Requests that are held keep the keys and values of the old weights.
+        Running requests keep the keys and values of the old weights.
 
         Raises:
-            SyncError: others use this vLLM.
+            SyncError: another client uses this vLLM.
         """
         if not self._llm.reset_prefix_cache() and not self._held:
             raise SyncError("vLLM did not reset its prefix cache: requests are still running")
@@ -208,7 +208,7 @@ class InProcess:
 
     @property
     def abilities(self) -> tuple[int, bool]:
-        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
+        """Number of concurrent requests, and whether ``load`` may be called while some run."""
         slots = int(self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
         return slots, self._adapter is None
 
@@ -251,10 +251,10 @@ def fixed_args(spec: PolicyTemplate) -> dict[str, Any]:
     return lora | {
         "runner": "generate",
         "skip_tokenizer_init": spec.tokenizer is None,
-        "logprobs_mode": "processed_logprobs",  # of the sampling distribution
-        "generation_config": "vllm",  # ignore sampling defaults of the model
-        "seed": 0,  # every request has its seed
-        "max_logprobs": -1,  # no limit; see ``build_sampling_params``
+        "logprobs_mode": "processed_logprobs",  # under the sampling distribution
+        "generation_config": "vllm",  # ignore the model's sampling defaults
+        "seed": 0,  # requests have their own seeds
+        "max_logprobs": -1,  # unlimited; see ``build_sampling_params``
     }
 
 
@@ -294,7 +294,7 @@ def _rank_args(workers: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _keep_process_group() -> Iterator[None]:
-    """Let vLLM destroy its own process groups at its end, but not that of the learner."""
+    """Let vLLM destroy its own process groups at its end, but not the learner's."""
     destroy = dist.destroy_process_group
     dist.destroy_process_group = lambda group=None: None if group is None else destroy(group)
     try:
@@ -325,7 +325,7 @@ def _start(folder: str, arguments: dict[str, Any], quiet: Any) -> Any:
 
 
 def _restore_call(meta_model: torch.nn.Module) -> None:
-    """Let the learner's model be called again after vLLM patched its classes.
+    """Restore ``__call__`` of the learner's model after vLLM patched its class.
 
     If vLLM runs a model through transformers, it replaces ``__call__`` of the class by one that
     fails for instances not created by vLLM.
@@ -336,12 +336,12 @@ def _restore_call(meta_model: torch.nn.Module) -> None:
 
 
 def _result(request: Any, starts: Sequence[tuple[int, int]]) -> GenerationResult:
-    """The result of a ``vllm.RequestOutput``; ``starts``: versions, and the first token of each."""
+    """Convert a ``vllm.RequestOutput``; ``starts``: versions, and the first token of each."""
     output = request.outputs[0]
     ends = [*(first for _, first in starts[1:]), len(output.token_ids)]
     counts = [(v, end - first) for (v, first), end in zip(starts, ends, strict=True)]
     spans = tuple((version, count) for version, count in counts if count)
-    flat = output.logprobs  # of each position: the sampled token, then the most likely ones
+    flat = output.logprobs  # per position: the sampled token, then the most likely ones
     allowed = None
     if len(flat.logprobs) > len(flat.start_indices):
         pairs = list(zip(flat.token_ids, flat.logprobs, strict=True))

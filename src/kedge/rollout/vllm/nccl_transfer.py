@@ -31,10 +31,10 @@ class NcclTransfer:
     """Process group of the learner and the workers of vLLMs for sending weights.
 
     Args:
-        client: of the vLLM, or of several (``FanOut``).
-        info: of the group: vLLM's ``TrainerInitInfo`` of some backend; see ``nccl``.
+        client: client of the vLLM, or of several (``FanOut``).
+        info: vLLM's ``TrainerInitInfo`` for the group's backend; see ``nccl``.
         limit: seconds that creating the group, or sending all weights, may take.
-        device: of the learner, to which weights in host memory are moved one at a time.
+        device: the learner's device, to which weights in host memory are moved one at a time.
 
     Raises:
         RolloutError: the group was not created in time.
@@ -58,13 +58,13 @@ class NcclTransfer:
         """Send all weights, one at a time in the dtype of the rollout engine.
 
         Raises:
-            RolloutError: it took too long; the group cannot be used any more.
+            RolloutError: it took too long; the group cannot be used again.
         """
 
         def work() -> None:
             with self._current_device():
                 if self._device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()  # until the weights are computed
+                    torch.cuda.current_stream().synchronize()  # wait until the weights are computed
                 self._engine.send_weights()
 
         self._source.payload = payload
@@ -74,7 +74,7 @@ class NcclTransfer:
             self._source.payload = WeightPayload(())
 
     def _current_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which a new thread has the learner's GPU; by default it has the first."""
+        """Context that selects the learner's GPU in a new thread, whose default is the first."""
         on_gpu = self._device.type == "cuda"
         return torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext()
 
@@ -88,7 +88,7 @@ class EngineGroup:
         create: forms the group, given the client of the engines and their number.
         payload: ``PolicyTemplate.payload`` of the policy.
         workers: GPUs of each engine.
-        shared: several engines, which are sent weights together.
+        shared: whether several engines are sent weights together.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class FanOut:
     """vLLM's weight transfer client of several engines, which are called concurrently.
 
     Args:
-        calls: of each engine, calls a method of the transfer with keyword arguments.
+        calls: per engine, a function that calls a method of the transfer with keyword arguments.
         workers: GPUs of each engine, which have consecutive ranks in the group.
     """
 
@@ -155,7 +155,7 @@ class FanOut:
 
 
 class Source:
-    """Weights as vLLM reads them: first metadata of all, then the tensors in that order."""
+    """Weights in the order that vLLM reads: metadata of all, then the tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self.payload, self._device = WeightPayload(()), device
@@ -175,10 +175,10 @@ class Source:
 
 
 def nccl(*, address: str, workers: int) -> Any:
-    """Group of this process, on its current GPU, and the GPUs of vLLMs.
+    """Create a group of this process, on its current GPU, and the GPUs of vLLMs.
 
     Args:
-        address: of this machine, as seen from the vLLMs.
+        address: address of this machine, as seen from the vLLMs.
         workers: GPUs of all vLLMs.
     """
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -199,8 +199,8 @@ def free_port() -> int:
 def can_use_nccl(weights: Mapping[str, Tensor], *, gpus: float) -> bool:
     """Whether NCCL can send the learner's weights to a vLLM with ``gpus`` GPUs.
 
-    Both need GPUs, and not the same one; a vLLM with a fraction of a GPU may share the learner's.
-    vLLM's side of it is that of vLLM 0.32 and newer.
+    Both need separate GPUs; a vLLM with a fraction of a GPU may share the learner's.
+    Requires vLLM 0.32 or newer.
     """
     new = Version(installed_vllm() or NCCL_SINCE) >= Version(NCCL_SINCE)
     return new and gpus >= 1 and all(x.is_cuda for x in weights.values())
@@ -210,7 +210,7 @@ def run_with_timeout(seconds: float, work: Callable[[], T], what: str) -> T:
     """Run ``work()`` in a thread; abandon it after ``seconds``, since NCCL has no timeout.
 
     Raises:
-        RolloutError: it took longer.
+        RolloutError: the work took longer.
     """
     result: Future[T] = Future()
 

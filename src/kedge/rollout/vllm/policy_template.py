@@ -26,17 +26,17 @@ from kedge.rollout.vllm.weight_payload import (
 )
 
 _PROBE_ROWS, _PROBE_TOKENS = 4, 32
-_MODEL_LOCK = threading.Lock()  # engines share one module and swap weights into it
-_EXPECTED_LOCK = threading.Lock()  # the first engine of a weight sync computes, the others wait
+_MODEL_LOCK = threading.Lock()  # engines share a module and swap weights into it
+_EXPECTED_LOCK = threading.Lock()  # the first engine of a weight sync computes, others wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What the learner's code says of weights that are sent to rollout engines."""
+    """Fingerprint and probe log-probabilities that sent weights must reproduce."""
 
     fingerprint: str
-    logprobs: Tensor  # of the probe: float32 [rows, tokens - 1], nats
-    rounded: Tensor  # the same, computed in the dtype of the rollout engine
+    logprobs: Tensor  # for the probe: float32 [rows, tokens - 1], nats
+    rounded: Tensor  # the same, in the rollout engine's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class PolicyTemplate:
         meta_model: the policy with trained weights on the meta device and frozen weights shared.
         tied: names of the weights of output head and embedding, if they are one tensor.
         adapter: LoRA configuration, if only an adapter is trained.
-        tokenizer: of the policy, or None; only needed for stop strings.
-        dtype: of the rollout engine, in which weights are sent; None: as they are.
+        tokenizer: the policy's tokenizer, or None; only needed for stop strings.
+        dtype: the rollout engine's dtype, in which weights are sent; None: unchanged.
     """
 
     meta_model: nn.Module
@@ -61,7 +61,7 @@ class PolicyTemplate:
     def of(
         cls, policy: nn.Module, tokenizer: Any = None, *, dtype: torch.dtype | str | None = None
     ) -> PolicyTemplate:
-        """The spec of a transformers causal language model; ``dtype`` may be vLLM's name of it.
+        """Build a template from a transformers causal language model; ``dtype`` may be vLLM's name.
 
         Raises:
             ConfigError: an encoder-decoder model, or an adapter that vLLM does not support.
@@ -80,7 +80,7 @@ class PolicyTemplate:
         return cls(meta_model(policy), _tied(base), tokenizer, adapter, dtype)
 
     def on_cpu(self) -> PolicyTemplate:
-        """The spec with its frozen weights on the CPU, to be sent to another process."""
+        """The template with frozen weights on the CPU, to be sent to another process."""
         return replace(self, meta_model=on_cpu(self.meta_model))
 
     @property
@@ -141,7 +141,7 @@ class PolicyTemplate:
             WeightPayload(tuple(self._with_head(frozen)), dtype=self.dtype).write(folder)
 
     def _with_head(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """All weights, and a tied head under its separate name."""
+        """Yield all weights, and a tied head under its separate name."""
         for name, x in weights.items():
             yield name, x.detach()
             if self.tied is not None and name == self.tied[1]:
@@ -157,14 +157,14 @@ class PolicyTemplate:
         return torch.randint(0, config.vocab_size, size, generator=generator)
 
     def expected(self, weights: Mapping[str, Tensor]) -> Expected:
-        """What a rollout engine must report; computed once for all engines that load a copy."""
+        """The values that a rollout engine must report; computed once for all engines."""
         with _EXPECTED_LOCK:
             model, found = getattr(weights, "expected", None) or (None, None)
             if found is None or model is not self.meta_model:
                 exact = self.logprobs(weights)
                 low = self.dtype is not None and self.dtype != torch.float32
                 rounded = self.logprobs(weights, autocast=self.dtype) if low else exact
-                # A copy has that of the weights before they were rounded.
+                # Copies hash the weights before rounding.
                 digest = getattr(weights, "fingerprint", "") or fingerprint(weights)
                 found = Expected(fingerprint=digest, logprobs=exact, rounded=rounded)
                 if isinstance(weights, WeightsCopy):
@@ -181,7 +181,7 @@ class PolicyTemplate:
         frozen = {n: p for n, p in self.meta_model.named_parameters() if not p.is_meta}
         parameters = {n: p.to(device) for n, p in frozen.items()} | dict(weights)
         sent = dict.fromkeys(weights, None if self.adapter is not None else self.dtype)
-        # Without autocast's cache, which would hold a copy of all weights.
+        # Autocast's cache would hold a copy of all weights.
         mixed = torch.autocast(
             device.type, autocast, enabled=autocast is not None, cache_enabled=False
         )
@@ -198,16 +198,16 @@ def _converting_layers(
     device: torch.device,
     sent: Mapping[str, torch.dtype | None],
 ) -> Iterator[None]:
-    """Context in which weights are rounded as they are sent, and computed with on ``device``.
+    """Context that rounds weights as they are sent, and computes with them on ``device``.
 
-    Those of a layer are converted while it runs, so that no wide copy of the model exists, nor a
+    A layer's weights are converted while it runs, so that no wide copy of the model exists, nor a
     copy on the device.
 
     Args:
         model: called with ``weights`` in place of its parameters.
-        weights: those outside of layers are converted here; empty after the context.
-        device: of the computation.
-        sent: dtypes in which rollout engines get them; None: as they are.
+        weights: weights outside of layers are converted here; empty after the context.
+        device: device of the computation.
+        sent: dtypes in which rollout engines get the weights; None: unchanged.
     """
     kinds = {name: (sent.get(name), p.dtype) for name, p in model.named_parameters()}
 
@@ -217,7 +217,7 @@ def _converting_layers(
 
     def forward_of(prefix: str, layer: nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            del layer.forward  # that of the class runs
+            del layer.forward  # restores the class's forward
             try:
                 own = {name: convert(f"{prefix}.{name}") for name, _ in layer.named_parameters()}
                 return functional_call(layer, own, args, kwargs)
@@ -236,7 +236,7 @@ def _converting_layers(
     finally:
         for layer in layers.values():
             del layer.forward
-        weights.clear()  # the functions above refer to it and to themselves
+        weights.clear()  # the functions above form reference cycles with it
 
 
 def weights_dtype(policy: nn.Module) -> torch.dtype:
@@ -259,7 +259,7 @@ def meta_model(policy: nn.Module) -> nn.Module:
 
 
 def on_cpu(meta_model: nn.Module) -> nn.Module:
-    """A copy of a meta_model with its frozen weights on the CPU."""
+    """A copy of a meta model with frozen weights on the CPU."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().cpu(), requires_grad=False)
         for p in meta_model.parameters()

@@ -18,7 +18,7 @@ import time
 def main(argv: list[str]) -> None:
     """Run ``argv[1:]``; after the pipe closes, SIGTERM, and SIGKILL ``argv[0]`` seconds later."""
     grace, command = float(argv[0]), argv[1:]
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the whole group, including this process
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the whole group gets it, including this process
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     )
     threading.Thread(target=_end_with_the_pipe, args=(child, grace), daemon=True).start()
     child.wait()
-    os.killpg(0, signal.SIGKILL)  # remaining child processes, and this one
+    os.killpg(0, signal.SIGKILL)  # kills remaining children, and this process
 
 
 def _terminable() -> None:

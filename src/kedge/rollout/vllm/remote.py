@@ -37,8 +37,8 @@ _RESTART = (
 # Sends a request, and reads its result.
 Send = Callable[[httpx.AsyncClient], Coroutine[Any, Any, GenerationResult]]
 _GENERATE = "/inference/v1/generate"
-_SECONDS = 0.1  # wait for a result per call of ``serve``
-_OVERLOADED = {429, 502, 503}  # retried, with exponential backoff
+_SECONDS = 0.1  # seconds that ``serve`` waits for a result
+_OVERLOADED = {429, 502, 503}  # statuses to retry, with exponential backoff
 _PAUSE = 0.5  # seconds
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+)$", re.M)
 
@@ -48,7 +48,7 @@ class LostServerError(RolloutError):
 
 
 class _Background:
-    """A thread in which requests are sent to a server, and their results awaited."""
+    """A thread that sends requests to a server and waits for their results."""
 
     def __init__(self, url: str, uds: str | None) -> None:
         transport = httpx.AsyncHTTPTransport(uds=uds, limits=httpx.Limits(max_connections=None))
@@ -59,11 +59,11 @@ class _Background:
         self._thread.start()
 
     def start(self, send: Send) -> Future[GenerationResult]:
-        """The result of ``send``, later."""
+        """Start ``send``; returns a future."""
         return asyncio.run_coroutine_threadsafe(send(self._client), self._loop)
 
     def close(self) -> None:
-        """Give up all requests, and end the thread."""
+        """Cancel all requests, and end the thread."""
         asyncio.run_coroutine_threadsafe(self._give_up(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -78,7 +78,7 @@ class _Background:
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Report an error in a callback, except that a Unix socket closed while it was waited for."""
+    """Report an error in a callback, except a Unix socket that closed during a wait."""
     if not isinstance(context.get("exception"), asyncio.InvalidStateError):
         loop.default_exception_handler(context)
 
@@ -91,10 +91,10 @@ class Remote:
     ``--logprobs-mode processed_logprobs``.
 
     Args:
-        url: of the server, e.g. ``http://host:8000``.
+        url: URL of the server, e.g. ``http://host:8000``.
         uds: Unix socket that the server listens on, instead of the address in ``url``.
-        files: for sending weights, perhaps shared with other servers; the server must see them at
-            the same path.
+        files: files for sending weights, perhaps shared by several servers; must be visible at
+            the same path on the server.
         heartbeat: seconds between health checks while the server generates.
         patience: seconds without a response after which the server counts as lost.
         slow: seconds that loading weights may take.
@@ -117,22 +117,22 @@ class Remote:
         self._way_out = "" if uds else f"; {_RESTART}"
         self._heartbeat, self._patience, self._slow = heartbeat, patience, slow
         self._files = files or WeightFiles()
-        self._folder: WeightFolder | None = None  # holds the weights to load after a restart
+        self._folder: WeightFolder | None = None  # weights to load after a restart
         self._loads = 0
-        self._version = 0  # of the weights
+        self._version = 0  # version of the weights
         self._adapter: str | None = None  # vLLM's name for the newest adapter
-        self._idle_since = math.inf  # when the server was first seen without requests
+        self._idle_since = math.inf  # time of the first look without requests
         transport = httpx.HTTPTransport(uds=uds)
         self._client = httpx.Client(base_url=self.url, transport=transport, timeout=patience)
-        self._held: dict[int, Future[GenerationResult]] = {}  # requests that it works on
-        self._heard = 0.0  # when a result arrived last, or the first of these was sent
-        self._background: _Background | None = None  # sends them
+        self._held: dict[int, Future[GenerationResult]] = {}  # requests in flight
+        self._heard = 0.0  # time of the last result, or of the first request
+        self._background: _Background | None = None  # sends requests
 
     # -- Service ---------------------------------------------------------------------------------
 
     @property
     def abilities(self) -> tuple[int, bool]:
-        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
+        """Number of concurrent requests, and whether ``load`` may be called while some run."""
         info = self._request(self._server_info)
         with _reading("/server_info"):
             slots = int(info["vllm_config"]["scheduler_config"]["max_num_seqs"])
@@ -148,20 +148,20 @@ class Remote:
 
     @property
     def holds(self) -> bool:
-        """Whether the server works on requests of ``serve``."""
+        """Whether requests of ``serve`` are in flight."""
         return bool(self._held)
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
-        """Hold new requests, by key, and wait for results for a short time; results by key.
+        """Add requests by key, and wait briefly; returns results by key.
 
         Raises:
-            LostServerError: the server died or hangs; after all results, and nothing is held.
-            RolloutError: it rejects a request; the same.
+            LostServerError: the server died or hangs; raised after all results, drops requests.
+            RolloutError: the server rejects a request; raised in the same way.
         """
         if not self._held:
             self._heard = time.monotonic()
         model = {} if self._adapter is None else {"model": self._adapter}
-        # The salt keeps apart prefixes that different weights have read.
+        # The salt separates prefixes cached under different weights.
         body = {"cache_salt": str(self._version), **model}
         for key, request in new.items():
             self._background = self._background or _Background(self.url, self._uds)
@@ -200,7 +200,7 @@ class Remote:
         return _result(read_json(response), request, self._version)
 
     def cancel(self) -> None:
-        """Drop all requests; the server stops working on them as their connections close."""
+        """Drop all requests; the server stops when their connections close."""
         self._held.clear()
         if self._background is not None:
             self._background.close()
@@ -219,7 +219,7 @@ class Remote:
         self.reload(version)
         if previous is not None:
             self._post("/v1/unload_lora_adapter", json={"lora_name": previous})
-        del before  # vLLM may read the files of an adapter until it is unloaded
+        del before  # vLLM may read an adapter's files until it is unloaded
 
     def reload(self, version: int) -> None:
         """Load the last written weights again, for example after a restart.
@@ -227,7 +227,7 @@ class Remote:
         Raises:
             SyncError: vLLM rejected them.
         """
-        assert self._folder is not None  # weights were loaded
+        assert self._folder is not None  # set when weights were loaded
         folder = str(self._folder.path)
         path = "/collective_rpc"
         body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
@@ -253,21 +253,21 @@ class Remote:
     def _paused(self) -> Iterator[None]:
         """Context in which the server is paused, and new requests wait.
 
-        Requests of ``serve`` are kept, and continue afterwards with the keys and values of the old
-        weights; without any, running requests of others finish first.
+        Requests of ``serve`` continue afterwards with the keys and values of the old
+        weights; without any, requests of other clients finish first.
         """
         self._post(f"/pause?mode={'keep' if self.holds else 'wait'}", timeout=self._slow)
         try:
             yield
         except LostServerError:
-            raise  # the server cannot be resumed
+            raise  # resuming the server is impossible
         except BaseException:
             self._post("/resume")
             raise
         self._post("/resume")
 
     def version(self) -> int:
-        """Version of the weights that vLLM reports; before vLLM 0.32, of those loaded last."""
+        """Weights version that vLLM reports; before vLLM 0.32, the version loaded last."""
         if not self._reports_versions:
             return self._version
         answer = self._get("/weight_info")
@@ -289,7 +289,7 @@ class Remote:
         self._post(f"/wake_up?tags={part}")
 
     def close(self) -> None:
-        """Close connections and forget the files of weights; the server keeps running."""
+        """Close connections and forget the weight files; the server keeps running."""
         self.cancel()
         self._client.close()
         self._folder = None
@@ -298,7 +298,7 @@ class Remote:
 
     def healthy(self) -> bool:
         """Whether the server responds."""
-        if self._uds is not None:  # httpx leaks a socket if no process listens
+        if self._uds is not None:  # httpx leaks a socket without a listener
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(self._uds):
                     return False
@@ -314,14 +314,14 @@ class Remote:
         return self._client.get("/server_info", params=query, timeout=self._slow)
 
     def _check_in_flight(self) -> None:
-        """Check that the server works on something, by its own count of requests.
+        """Check by the server's own request count that it is working.
 
         Raises:
-            LostServerError: it has had no request for ``patience`` seconds.
+            LostServerError: the server has had no request for ``patience`` seconds.
         """
         response = self._client.get("/metrics")
         counts = _REQUESTS.findall(response.text) if response.status_code == 200 else []
-        if not counts or any(float(count) for count in counts):  # it does not say, or works
+        if not counts or any(float(count) for count in counts):  # no metrics, or requests running
             self._idle_since = math.inf
             return
         self._idle_since = min(self._idle_since, time.monotonic())
@@ -381,10 +381,10 @@ def read_json(response: httpx.Response) -> Any:
 
 
 def _result(body: Any, request: GenerationRequest, loaded: int) -> GenerationResult:
-    """A response; without versions (before vLLM 0.32) it is of the weights ``loaded``.
+    """Parse a response; before vLLM 0.32 its version is that of the weights ``loaded``.
 
     Raises:
-        RolloutError: the body is not what vLLM returns, as that of a proxy.
+        RolloutError: the body does not come from vLLM but, for example, from a proxy.
     """
     with _reading(_GENERATE):
         result = _parse_choice(body["choices"][0], loaded)
@@ -399,7 +399,7 @@ def _result(body: Any, request: GenerationRequest, loaded: int) -> GenerationRes
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Context that reads an answer of vLLM; of a proxy, say, it is an error that names the path."""
+    """Context for reading an answer of vLLM; anything else is an error that names the path."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -415,7 +415,7 @@ def _parse_choice(choice: dict[str, Any], loaded: int) -> GenerationResult:
         for span in choice.get("weight_versions") or ()
     ]
     content = choice["logprobs"]["content"]
-    # The first of ``top_logprobs`` is the sampled token, whether or not it is among the others.
+    # ``top_logprobs`` begins with the sampled token, even if it is not among the most likely.
     tops = [[(_token_id(x), x["logprob"]) for x in at["top_logprobs"]] for at in content]
     return GenerationResult(
         tokens=np.array(choice["token_ids"], np.int32),
@@ -428,5 +428,5 @@ def _parse_choice(choice: dict[str, Any], loaded: int) -> GenerationResult:
 
 
 def _token_id(top: dict[str, Any]) -> int:
-    """The id of a token; vLLM before 0.32 has it in the token's name alone."""
+    """The id of a token; before vLLM 0.32, only the token's name holds it."""
     return int(top["token_id"] if "token_id" in top else top["token"].removeprefix("token_id:"))

@@ -17,8 +17,8 @@ from kedge.rollout.vllm.service import GenerationRequest, GenerationResult
 from kedge.types import PromptBatch, Rollout, Sampling
 
 _MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
-_MOST_ALLOWED = 1024  # tokens recorded for each sampled token, unless top_k is set
-_TIES = 12  # and half of top_k: recorded beyond top_k, as vLLM keeps tokens tied with the last
+_MOST_ALLOWED = 1024  # tokens recorded per sampled token, unless top_k is set
+_TIES = 12  # extra tokens recorded, plus half of top_k, since vLLM keeps ties with the last token
 
 
 def build_requests(
@@ -30,7 +30,7 @@ def build_requests(
         ConfigError: a temperature that vLLM would change.
     """
     params = build_sampling_params(sampling, vocabulary=vocabulary)
-    tokens, masks = prompts.ids.cpu(), prompts.mask.cpu()  # one copy instead of one a row
+    tokens, masks = prompts.ids.cpu(), prompts.mask.cpu()  # one copy instead of one per row
     rows = zip(tokens, masks, prompts.row.tolist(), prompts.limits(sampling).tolist(), strict=True)
     return [
         GenerationRequest(
@@ -44,8 +44,8 @@ def build_requests(
 def build_sampling_params(sampling: Sampling, *, vocabulary: int) -> dict[str, Any]:
     """Keyword arguments of ``vllm.SamplingParams``, without the seed.
 
-    With top-k, top-p or min-p, vLLM reports the log-probabilities of the most likely tokens as
-    well, from which follows which tokens could be sampled.
+    With top-k, top-p or min-p, vLLM also reports log-probabilities of the most likely tokens,
+    which show which tokens could be sampled.
 
     Raises:
         ConfigError: a temperature that vLLM would change.
@@ -55,7 +55,7 @@ def build_sampling_params(sampling: Sampling, *, vocabulary: int) -> dict[str, A
             f"temperature={sampling.temperature} must be 0 (greedy) or at least {_MIN_TEMPERATURE}"
             " with vLLM; raise it, or use rollout_engine='embedded'"
         )
-    recorded = 0  # only the sampled token
+    recorded = 0  # the sampled token only
     if sampling.truncates and sampling.temperature > 0:
         k = sampling.top_k
         recorded = min(k + k // 2 + _TIES if k else _MOST_ALLOWED, vocabulary)
@@ -68,7 +68,7 @@ def build_sampling_params(sampling: Sampling, *, vocabulary: int) -> dict[str, A
         "min_p": sampling.min_p,
         "stop_token_ids": list(sampling.stop_ids),
         "stop": list(sampling.stop_strings),
-        "ignore_eos": True,  # only stop_token_ids end a response
+        "ignore_eos": True,  # only stop_token_ids end responses
         "logprobs": recorded,
         "detokenize": bool(sampling.stop_strings),
         "skip_special_tokens": False,
@@ -77,7 +77,7 @@ def build_sampling_params(sampling: Sampling, *, vocabulary: int) -> dict[str, A
 
 
 def row_seed(seed: int, row: int) -> int:
-    """Seed of one row in [0, 2^56), a hash so that rows and seeds do not share streams."""
+    """Seed of one row in [0, 2^56), hashed so that rows and seeds do not share streams."""
     digest = hashlib.blake2b(f"{seed} {row}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 
@@ -92,7 +92,7 @@ def build_rollout(
     extra_slot: bool,
     vocabulary: int,
 ) -> Rollout:
-    """The rollout of the results, in the order of the prompts.
+    """Build the rollout from results in the order of the prompts.
 
     Raises:
         RolloutError: a response is empty or too long, has NaN log-probabilities, or tokens that the
@@ -125,7 +125,7 @@ def build_rollout(
             f" {vocabulary} tokens: vLLM serves another model"
         )
     if sampling.temperature == 0:
-        logprobs = torch.zeros_like(logprobs)  # greedy sampling has probability 1
+        logprobs = torch.zeros_like(logprobs)  # greedy choices have probability 1
     mask = torch.arange(size) < torch.tensor(lengths)[:, None]
     device = prompts.ids.device
     allowed = _allowed_tokens(results, lengths, size) if sampling.truncates else None
@@ -136,7 +136,7 @@ def build_rollout(
         response_mask=mask.clone().to(device),
         terminated=torch.tensor([ended for _, ended in ends], device=device),
         version=torch.tensor([result.version for result in results], device=device),
-        # Rounding can make the log of a probability of 1 slightly positive.
+        # Rounding can make the log of 1 slightly positive.
         behavior_logprobs=logprobs.clamp(max=0.0).to(device),
         allowed_tokens=None if allowed is None else allowed.to(device),
         token_version=token_versions([list(result.spans) for result in results], size),
@@ -146,7 +146,7 @@ def build_rollout(
 def _allowed_tokens(
     results: Sequence[GenerationResult], lengths: Sequence[int], size: int
 ) -> Tensor:
-    """``Rollout.allowed_tokens``; where vLLM reports none (greedy), the sampled token alone."""
+    """``Rollout.allowed_tokens``; only the sampled token if vLLM reports none (greedy)."""
     rows = [
         np.asarray(result.tokens)[:, None] if result.allowed is None else result.allowed
         for result in results

@@ -36,14 +36,14 @@ from kedge.rollout.vllm.weight_payload import WeightPayload
 
 logger = logging.getLogger(__name__)
 _ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # endpoints that load weights
+    "VLLM_SERVER_DEV_MODE": "1",  # enables endpoints that load weights
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
 _GRACE = 10.0  # seconds from SIGTERM to SIGKILL
-_MAX_RESTARTS = 3  # in a row, without a finished call in between
+_MAX_RESTARTS = 3  # in a row, without a call that finishes
 
 
 class Server(Remote):
@@ -57,14 +57,14 @@ class Server(Remote):
         weights: initial weights, version 0.
         engine_args: engine arguments of vLLM by name.
         python: Python interpreter with vLLM; None: the current one.
-        files: for sending weights, perhaps shared with other servers.
-        start_timeout: seconds that starting, or loading weights, may take.
+        files: files for sending weights, perhaps shared by several servers.
+        start_timeout: seconds to start, or to load weights.
         heartbeat: seconds between health checks while the server generates.
         patience: seconds without a response after which the server counts as hung and is killed.
         devices: visible GPUs, as in ``CUDA_VISIBLE_DEVICES``; None: those of this process.
 
     Raises:
-        ConfigError: the server does not start; with the end of its log.
+        ConfigError: the server does not start; shows the end of its log.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Server(Remote):
             eager=bool(arguments.get("enforce_eager")),
             devices=devices,
         )
-        self._tries = 0  # restarts since ``serve`` returned a result
-        self._lost = False  # whether it was restarted while it held requests
+        self._tries = 0  # restarts since ``serve`` last returned a result
+        self._lost = False  # whether a restart lost held requests
         self._may_restart = True
         try:
             self._start()
@@ -121,11 +121,11 @@ class Server(Remote):
             raise
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
-        """Hold new requests, by key, and wait for results for a short time; results by key.
+        """Add requests by key, and wait briefly; returns results by key.
 
         Raises:
             LostRequestsError: the server was lost and restarted.
-            RolloutError: it was lost several times in a row, or rejects a request.
+            RolloutError: the server was lost several times in a row, or rejects a request.
         """
         try:
             if self._lost:
@@ -140,7 +140,7 @@ class Server(Remote):
         return results
 
     def cancel(self) -> None:
-        """Drop all requests that it holds."""
+        """Drop all requests."""
         super().cancel()
         self._lost = False
 
@@ -160,12 +160,12 @@ class Server(Remote):
         try:
             with self._without_restarts():
                 super().load(payload, version)
-        except LostServerError as error:  # the weights are written; a new server loads them
+        except LostServerError as error:  # the weight files exist; a new server loads them
             self._version = version
             self._restart(error, 0)
 
     def _request(self, send: Callable[[], httpx.Response]) -> Any:
-        """Sent again after each restart."""
+        """Send a request, again after each restart."""
         tries = 0
         while True:
             try:
@@ -199,7 +199,7 @@ class Server(Remote):
             self._may_restart = before
 
     def _start(self) -> None:
-        self._socket.unlink(missing_ok=True)  # left by a killed server
+        self._socket.unlink(missing_ok=True)  # a killed server may leave it
         self._process.start()
         deadline = time.monotonic() + self._slow
         while not self.healthy():
@@ -221,7 +221,7 @@ def find_version(python: str) -> str:
     """Version of vLLM in the environment of another Python interpreter.
 
     Raises:
-        ConfigError: it has no vLLM, or cannot be run.
+        ConfigError: the interpreter has no vLLM, or cannot be run.
     """
     code = "from importlib.metadata import distributions as d; print(*(x.version for x in d()"
     code += " if x.name in ('vllm', 'vllm-cpu')))"
@@ -240,7 +240,7 @@ def find_version(python: str) -> str:
 
 
 class Process:
-    """A command under ``process_guard``: it ends with this process, however that ends."""
+    """A command under ``process_guard``, which ends when this process ends for any reason."""
 
     def __init__(
         self, command: Sequence[str], *, log: Path, eager: bool, devices: str | None = None
@@ -300,7 +300,7 @@ def _terminate(process: subprocess.Popen[bytes]) -> None:
         process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE + 5)
-    _kill(process)  # also what is left of the group if the guard itself was killed
+    _kill(process)  # kills what is left of the group if the guard itself was killed
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

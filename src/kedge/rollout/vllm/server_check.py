@@ -11,13 +11,13 @@ from kedge.rollout.vllm.service import check_version, scale_out_flags
 
 
 def check_server(remote: Remote, *, tied: bool, precision: str, adapter: bool = False) -> None:
-    """Check that the server was started such that it samples from the policy.
+    """Check that the server's flags make it sample from the policy.
 
     Args:
-        remote: its client.
+        remote: client of the server.
         tied: whether the policy's output head and embedding are one weight.
         adapter: whether a LoRA adapter is trained and sent.
-        precision: of the learner, e.g. "float32".
+        precision: precision of the learner, e.g. "float32".
 
     Raises:
         ConfigError: naming the missing flags.
@@ -70,6 +70,6 @@ def _missing(remote: Remote, *, tied: bool, precision: str, adapter: bool) -> li
 
 
 def _unknown(remote: Remote, path: str) -> bool:
-    """Whether the server lacks an endpoint, or, as vLLM 0.32 does, forbids it without its flag."""
+    """Whether the server lacks an endpoint, or (vLLM 0.32) forbids it without its flag."""
     response = remote._client.post(path, json={}, timeout=remote._slow)
     return response.status_code in (403, 404)

@@ -1,4 +1,4 @@
-"""Interface of one vLLM, in whatever process it runs."""
+"""Interface of one vLLM in any process."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class GenerationResult:
     """One sampled response."""
 
     tokens: NDArray[np.int32]  # including the stop token
-    logprobs: NDArray[np.float32]  # of each token, nats, under the sampling distribution
-    stopped: bool  # by a stop token or stop string, not by the length limit
-    version: int  # of the weights, as vLLM reports; -1: unknown
-    # versions in order and the number of tokens that each sampled; empty: unknown
+    logprobs: NDArray[np.float32]  # per token, nats, under the sampling distribution
+    stopped: bool  # True: ended by a stop token or stop string, not by the length limit
+    version: int  # weights version reported by vLLM; -1: unknown
+    # versions in order, each with its number of tokens; empty: unknown
     spans: tuple[tuple[int, int], ...] = ()
-    # [tokens, K]; for each token, those that could have been sampled, then -1; None: all
+    # [tokens, K]; tokens that could have been sampled, then -1; None: all
     allowed: NDArray[np.int32] | None = None
-    prompt_logprobs: tuple[float, ...] = ()  # nats, of its tokens but the first; if asked for
+    prompt_logprobs: tuple[float, ...] = ()  # nats, for all prompt tokens but the first; optional
 
 
 class Service(Protocol):
@@ -44,19 +44,19 @@ class Service(Protocol):
 
     @property
     def abilities(self) -> tuple[int, bool]:
-        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
+        """Number of concurrent requests, and whether ``load`` may be called while some run."""
         ...
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> Mapping[int, GenerationResult]:
-        """Hold new requests, by key, and sample for a short time; results by key.
+        """Add requests by key, and sample for a short time; returns results by key.
 
         Raises:
-            LostRequestsError: the vLLM was restarted, and holds nothing.
+            LostRequestsError: the vLLM was restarted and lost its requests.
         """
         ...
 
     def cancel(self) -> None:
-        """Drop all requests that it holds."""
+        """Drop all requests."""
         ...
 
     def load(self, payload: WeightPayload, version: int) -> None:
@@ -88,7 +88,7 @@ def check_version(version: str, where: str) -> None:
     """Check that a vLLM is new enough.
 
     Raises:
-        ConfigError: naming ``where`` it is and both versions.
+        ConfigError: naming ``where`` the vLLM is and both versions.
     """
     if Version(version).release < Version(LOWEST_VLLM).release:
         raise ConfigError(

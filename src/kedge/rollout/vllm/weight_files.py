@@ -14,7 +14,7 @@ from pathlib import Path
 from kedge.rollout.vllm.weight_payload import WeightPayload, shared_memory
 
 _PREFIX = "kedge-weights-"
-_NEW = 60.0  # seconds
+_NEW = 60.0  # seconds during which a folder counts as new
 
 
 class WeightFolder:
@@ -24,7 +24,7 @@ class WeightFolder:
     one that makes a folder in the same place deletes them.  Its owner holds a lock on each.
 
     Args:
-        parent: folder of the folder; None: this machine's shared memory, or its temporary folder.
+        parent: parent folder; None: this machine's shared memory, or its temporary folder.
     """
 
     def __init__(self, parent: str | None = None) -> None:
@@ -47,36 +47,36 @@ def _delete_abandoned(parent: Path) -> None:
         try:
             about = folder.stat()
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:  # deleted meanwhile, or another user's
+        except OSError:  # deleted in the meantime, or owned by another user
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A new folder is not locked yet.
+            # A new folder has no lock yet.
             if about.st_uid == os.getuid() and time.time() - about.st_mtime > _NEW:
                 shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # in use, or on a file system without locks
+        except OSError:  # in use, or a file system without locks
             pass
         finally:
             os.close(lock)
 
 
 class WeightFiles:
-    """Weights of the servers of a machine: written for the first, forgotten after the last.
+    """Weight files for a machine's servers: written for the first, forgotten after the last.
 
     Args:
         readers: number of servers that load each set of weights.
-        parent: folder of the ``WeightFolder``.
+        parent: parent of the ``WeightFolder``.
     """
 
     def __init__(self, readers: int = 1, parent: str | None = None) -> None:
         self._readers, self._parent = readers, parent
         self._lock = threading.Lock()
-        self._weights: object = None  # ``WeightPayload.weights`` of the folder
+        self._weights: object = None  # the ``WeightPayload.weights`` in the folder
         self._folder: WeightFolder | None = None
         self._left = 0
 
     def store(self, payload: WeightPayload) -> WeightFolder:
-        """The written weights; the same for the same ``WeightPayload.weights``."""
+        """Write the weights, unless the folder holds the same ``WeightPayload.weights``."""
         with self._lock:
             if self._folder is None or payload.weights is not self._weights:
                 self._folder = None

@@ -1,4 +1,4 @@
-"""Weights to send to a vLLM: those of the full model or of a LoRA adapter."""
+"""Weights to send to a vLLM: the full model or a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from kedge.errors import ConfigError, SyncError
 from kedge.models.peft import is_quantized
 
-BUCKET = 256 << 20  # bytes of weights that are on their way at a time
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
+BUCKET = 256 << 20  # bytes of weights sent at a time
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM supports
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class WeightPayload:
 
     named: tuple[tuple[str, Tensor], ...]
     adapter: Any = None
-    dtype: torch.dtype | None = None  # of the rollout engine; None: as they are
-    weights: Mapping[str, Tensor] = field(default_factory=dict)  # as the learner gave them
+    dtype: torch.dtype | None = None  # dtype of the rollout engine; None: unchanged
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # weights from the learner
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and weights in the dtype of the rollout engine."""
@@ -40,17 +40,17 @@ class WeightPayload:
         """Write safetensors files of at most ``BUCKET`` bytes, or of one tensor, into ``folder``.
 
         Raises:
-            SyncError: there is no room for them.
+            SyncError: the disk or shared memory is full.
         """
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            if self.adapter is not None:  # one file, which vLLM reads by its name
+            if self.adapter is not None:  # a single file whose name vLLM expects
                 self.adapter.save_pretrained(folder)
                 weights = {name: x.cpu().contiguous() for name, x in self.tensors()}
                 _save(weights, folder / "adapter_model.safetensors")
                 return
             for number, bucket in enumerate(buckets(self.tensors())):
-                suffix = f"-{number:05}" if number else ""  # vLLM reads all files of the folder
+                suffix = f"-{number:05}" if number else ""  # vLLM reads all files in the folder
                 _save(dict(bucket), folder / f"model{suffix}.safetensors")
         except (OSError, SafetensorError) as error:
             size = sum(
@@ -65,7 +65,7 @@ class WeightPayload:
 
 
 def buckets(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive tensors on the host, ``BUCKET`` bytes together, each list until the next one."""
+    """Lists of consecutive host tensors, ``BUCKET`` bytes in all; each is valid until the next."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, x in named:
@@ -73,7 +73,7 @@ def buckets(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Ten
         size += x.nbytes
         if size >= BUCKET:
             yield bucket
-            bucket.clear()  # also for the caller, before the next one exists
+            bucket.clear()  # frees it for the caller, too, before the next one exists
             size = 0
     if bucket:
         yield bucket
@@ -96,7 +96,7 @@ def get_lora_config(policy: nn.Module) -> Any:
     """Configuration of the trained LoRA adapter; None without adapter.
 
     Raises:
-        ConfigError: an adapter that vLLM does not support.
+        ConfigError: vLLM does not support the adapter.
     """
     model: Any = policy
     if not hasattr(policy, "peft_config"):

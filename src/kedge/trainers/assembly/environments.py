@@ -1,4 +1,4 @@
-"""Environments of a run: from the arguments of a trainer to a rollout engine around the engine."""
+"""Builds environments from a trainer's arguments, and wraps the rollout engine in them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Make = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 
 
 def check_turns_end(sampling: Sampling, args: EnvironmentArguments) -> None:
-    """Check that a turn can end before the tokens of the episode are spent, and be long enough."""
+    """Check that turns can end before the episode's tokens are spent, and can be long enough."""
     check_turn_tokens(sampling, args.max_turn_tokens)
     if not (sampling.stop_ids or sampling.stop_strings or args.max_turn_tokens):
         raise ConfigError(
@@ -42,7 +42,7 @@ def check_turns_end(sampling: Sampling, args: EnvironmentArguments) -> None:
 def play_in(
     make: Make, args: EnvironmentArguments, engine: RolloutEngine, tokenizer: Any, **options: Any
 ) -> EnvironmentRollouts:
-    """``engine``, playing in environments with the limits of ``args``."""
+    """Wrap ``engine`` to play in environments with the limits of ``args``."""
     return EnvironmentRollouts(
         engine,
         make,
@@ -66,7 +66,7 @@ def environments_to_play(
     Args:
         args: the environment and the limits of its episodes.
         dataset: prompts or columns for ``reset``; None: the environment gives the prompts.
-        sampling: what ends a turn.
+        sampling: stop conditions of a turn.
 
     Raises:
         ConfigError: the environment is invalid, or turns cannot end.
@@ -80,11 +80,11 @@ def environments_to_play(
 
 
 def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None]:
-    """The environments that the arguments or the config name, checked.
+    """Find and check the environments that the arguments or the config name.
 
     Returns:
-        The arguments with the reward, the prompts and the engine that environments imply, and what
-        makes the environments; None: ``rollout_func`` samples.
+        The arguments with the reward, prompts and engine that environments imply, and a function
+        that makes the environments; None: ``rollout_func`` samples.
 
     Raises:
         ConfigError: several kinds at once, a class that cannot be imported or is not an
@@ -118,7 +118,7 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
             inputs.environment_factory,
             max_iterations=args.max_tool_calling_iterations,
         )
-        # One of each kind is made, which checks its tools.
+        # Make one of each kind, to check its tools.
         made = [factory() for factory in (make.values() if isinstance(make, Mapping) else [make])]
         scored = any(environment.gives_rewards for environment in made)
         for environment in made:
@@ -134,7 +134,7 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
         )
     weights = args.reward_weights if inputs.reward_weights is None else inputs.reward_weights
     if weights is not None and len(weights) == len(rewards) + len(models):
-        weights = [*weights, 1.0]  # of the environments
+        weights = [*weights, 1.0]  # the weight of the environments
     changed = replace(
         inputs,
         reward_funcs=[*rewards, EpisodeReward()],
@@ -146,7 +146,7 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
 
 
 def _factory(environment: Any, args: EnvironmentArguments) -> Make:
-    """What makes environments: from a class, a function, its name, or a mapping of them."""
+    """A function that makes environments, from a class, function, name, or mapping of them."""
     kwargs = read_mapping(args.environment_kwargs)
     if isinstance(environment, Mapping):
         for key, each in environment.items():
@@ -161,7 +161,7 @@ def _load(name: str) -> Any:
     where, colon, attribute = name.rpartition(":")
     try:
         found = load_module(where, "kedge_environments") if colon else None
-    except Exception as error:  # whatever the user's file raises
+    except Exception as error:  # the user's file may raise anything
         raise ConfigError(
             f"environment={name!r}: cannot import {where!r} ({type(error).__name__}: {error})"
         ) from error
@@ -186,7 +186,7 @@ def _check_factory(name: str, factory: Any) -> None:
 
 
 def _prompts(inputs: TrainerInputs) -> Any:
-    """The dataset; without one a single row, whose prompt ``reset`` gives."""
+    """The dataset, or a single row whose prompt comes from ``reset``."""
     if inputs.train_dataset is not None:
         return _fill_prompts(inputs, inputs.train_dataset)
     if isinstance(inputs.environment_factory or inputs.environment, Mapping):
@@ -200,16 +200,16 @@ def _prompts(inputs: TrainerInputs) -> Any:
 
 
 def _fill_prompts(inputs: TrainerInputs, dataset: Any) -> Any:
-    """The dataset; rows that only have columns for ``reset`` get an empty user message."""
+    """Add an empty user message to rows that only have columns for ``reset``."""
     if dataset is None or isinstance(dataset, Mapping) or inputs.data_collator is not None:
         return dataset
     if inputs.tools and not inputs.environment_factory:
-        return dataset  # tools do not give prompts
+        return dataset  # tools come without prompts
     return add_prompts(dataset)
 
 
 def add_prompts(dataset: Any) -> Any:
-    """``dataset``; with an empty user message per row if it has no prompts."""
+    """Add a column of empty user messages if ``dataset`` has no prompts."""
     table = read_table(dataset)
     if {*SOURCES} & {*table.names}:
         return dataset

@@ -70,13 +70,13 @@ class Models:
 
     policy: nn.Module
     reference: Reference | None
-    fresh_reference: bool  # the reference has the policy's initial weights
+    fresh_reference: bool  # whether the reference has the policy's initial weights
     value: Value | None
     reward_adapter: AdapterRewardModel | None
     policy_copy: nn.Module | None  # for the rollout engine, if the learner shards the policy
 
     def context(self, args: Any) -> int | None:
-        """Tokens of prompt and response together that the models, and vLLM, have room for."""
+        """Maximum tokens of prompt and response in the models and vLLM."""
         value = [self.value.model] if isinstance(self.value, ScalarModel) else []
         reference = [] if self.reference is None else self.reference.separate_models
         limits = [positions(model) for model in (self.policy, *value, *reference)]
@@ -106,7 +106,7 @@ class ModelStage:
         self.value_source: str = getattr(args, "value_source", "policy")
         if self.value_adapter:
             check_value_adapter(args, inputs)
-        # The first reward model and its tokenizer, from which the value model may start.
+        # First reward model and its tokenizer; the value model may start from them.
         models, tokenizers = as_list(inputs.reward_model), inputs.reward_processing_classes
         if not isinstance(tokenizers, list | tuple):
             tokenizers = [tokenizers] * len(models)
@@ -143,7 +143,7 @@ class ModelStage:
     def build(self) -> Models:
         """Load the models and check that they fit together."""
         setup, inputs, args = self.setup, self.setup.inputs, self.setup.args
-        assert inputs.model is not None  # load_tokenizer refuses it
+        assert inputs.model is not None  # load_tokenizer requires it
         policy: nn.Module = load_policy(inputs.model, **self.loading)
         _check_train_layers(args, adapted=has_adapter(policy, inputs))
         if args.train_layers is not None:
@@ -153,10 +153,10 @@ class ModelStage:
             policy = with_adapter(policy, inputs.peft_config, args.model_adapter_name)
         _check_adapter(policy, args.ref_adapter_name)
         converted = not args.allow_low_precision_weights and in_float32(policy, "model")
-        # Adapters on the policy's base come first: a reference without copies switches all of them.
+        # First adapters on the policy's base: a reference without copies switches all of them.
         value = self._build_value(policy) if setup.algorithm.needs_values else None
         if args.train_layers is not None and isinstance(value, ScalarModel):
-            found = find_layers(value.backbone)  # it may have fewer than the policy
+            found = find_layers(value.backbone)  # may have fewer layers than the policy
             layers = args.train_layers if found is None else min(args.train_layers, len(found[1]))
             train_top_layers(value.backbone, layers, what="the value model")
         if getattr(args, "freeze_value_attention", False):
@@ -188,7 +188,7 @@ class ModelStage:
         return models
 
     def _build_reference(self, policy: nn.Module) -> tuple[Reference | None, bool]:
-        """The reference, and whether it equals the initial policy."""
+        """Build the reference; also returns whether it equals the initial policy."""
         inputs, adapter = self.setup.inputs, self.setup.args.ref_adapter_name
         remote = self.setup.args.ray_ref_workers > 0
         if remote or not self.setup.algorithm.needs_reference:
@@ -199,7 +199,7 @@ class ModelStage:
             return FrozenModel(reference), False
         if hasattr(policy, "peft_config") and (adapter or inputs.peft_config is not None):
             return AdapterReference(policy, adapter), adapter is None
-        if hasattr(policy, "peft_config"):  # with a new adapter a policy equals its base
+        if hasattr(policy, "peft_config"):  # a policy with a new adapter equals its base
             trained = copy_adapter(policy)
             if trained is not None:
                 return AdapterReference(policy, trained), True
@@ -207,7 +207,7 @@ class ModelStage:
         return frozen_copy(policy, sharded=sharded), True
 
     def _build_value(self, policy: nn.Module) -> Value:  # noqa: C901, PLR0912
-        """The value model: given, an adapter, from the reward model, or a head on the policy.
+        """Build the value model: as given, an adapter, the reward model, or a head on the policy.
 
         With ``value_source="auto"`` a reward model that cannot be a value model is not used: one
         that is not causal, has no per-token head, or has another tokenizer than the policy.
@@ -215,7 +215,7 @@ class ModelStage:
         inputs, args = self.setup.inputs, self.setup.args
         if self.value_adapter:
             starts = None if self.value_source == "policy" else args.reward_adapter
-            given: Any = inputs.value_model  # a folder
+            given: Any = inputs.value_model  # a folder's name
             return value_adapter(policy, given or starts)
         given = inputs.value_model
         if isinstance(given, str) and (Path(given) / HEAD_FILE).is_file():
@@ -248,20 +248,20 @@ class ModelStage:
         return build_value_head(causal_parts(policy))
 
     def _copy_policy(self, policy: nn.Module) -> nn.Module | None:
-        """A full copy for the rollout engine, made before the learner shards the policy."""
+        """Copy the whole policy for the rollout engine, before the learner shards it."""
         setup = self.setup
-        copies = setup.engine.copies_weights or setup.args.max_lag > 0
+        copies = setup.engine.copies_weights or bool(setup.args.max_lag)
         sharded = sharding_strategy(setup.accelerator) != "none"
         if not (copies and sharded) or setup.inputs.rollout_engine is not None:
             return None
-        if next(policy.parameters()).is_meta:  # the engine of rank 0 serves this rank
+        if next(policy.parameters()).is_meta:  # the engine on rank 0 serves this rank, too
             return None
         own = drop_adapters(copy.deepcopy(policy))
         return own.requires_grad_(False).to(setup.accelerator.device)
 
 
 def has_adapter(policy: Any, inputs: TrainerInputs) -> bool:
-    """Whether the policy is to train an adapter."""
+    """Whether the policy will train an adapter."""
     new = inputs.args.model_adapter_name or inputs.peft_config
     return bool(new) or hasattr(policy, "peft_config")
 
@@ -284,7 +284,7 @@ def _check_train_layers(args: OnPolicyConfig, *, adapted: bool) -> None:
 
 
 def check_value_adapter(args: Any, inputs: TrainerInputs) -> None:
-    """Check that nothing else is asked to be the value model, or to initialize it."""
+    """Check that no other option sets or initializes the value model."""
     if isinstance(inputs.value_model, nn.Module):
         raise ConfigError(
             "value_adapter=True makes the value model an adapter on the policy's base, but"
@@ -323,23 +323,25 @@ def check_models(models: Models, setup: Setup) -> None:
     known = models.vocabulary
     if known is not None:
         check_vocabulary(all_models, tokens=min(len(setup.tokenizer), known))
-    if inputs.data_collator is not None:  # its prompts are made later
+    if inputs.data_collator is not None:  # the collator makes prompts later
         return
+    # An episode may be longer, if its environment begins new contexts; else it is truncated.
+    turn = getattr(args, "max_turn_tokens", None)
     for source in (setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)):
         if not isinstance(source, DatasetPrompts):
             continue
         check_length(
             {**all_models, **vllm_limit(args)},
             prompt=source.report.longest,
-            response=args.response_length,
-            option=args.length_option,
+            response=min(args.response_length, turn or args.response_length),
+            option=args.length_option if turn is None else "max_turn_tokens",
         )
         if known is not None:
             source.check_tokens(known)
 
 
 class LearnerStage:
-    """The models that train, and the workers that compute the reference."""
+    """Builds the learner, and the workers that compute the reference."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -378,10 +380,10 @@ class LearnerStage:
             gradient_checkpointing=bool(args.gradient_checkpointing),
             checkpointing_options=kwargs if kwargs and isinstance(kwargs, dict) else None,
             reuse_behavior_logprobs=self.setup.dtype is None
-            and not args.tf32  # rounds by the shapes of a batch
+            and not args.tf32  # tf32 rounds by batch shape
             and args.max_lag == 0
             and not self.setup.engine.copies_weights
-            and self.setup.inputs.rollout_engine is None,  # those of other engines are verified
+            and self.setup.inputs.rollout_engine is None,  # other engines are verified anyway
             allow_low_precision_weights=args.allow_low_precision_weights,
             entropy_grad=bool(args.entropy_coef) or args.use_adaptive_entropy,
             cache_trunk=args.cache_trunk,
@@ -417,13 +419,13 @@ class LearnerStage:
 
 
 def receives_weights(setup: Setup) -> bool:
-    """Whether this rank loads its models without weights: it gets its shards from rank 0.
+    """Whether this rank loads models without weights, to get shards from rank 0.
 
     Not if it needs a whole model: for an engine or for reference workers.
     """
     args, engine, accelerator = setup.args, setup.engine, setup.accelerator
     separate = engine.per_rank or not engine.copies_weights
-    samples = separate and (engine.copies_weights or args.max_lag > 0)
+    samples = separate and (engine.copies_weights or bool(args.max_lag))
     sharded = sharding_strategy(accelerator) != "none"
     needs_whole = samples or args.ray_ref_workers or setup.loading.get("quantization") is not None
     return accelerator.process_index > 0 and sharded and not needs_whole

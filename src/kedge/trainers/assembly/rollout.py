@@ -1,4 +1,4 @@
-"""The rollout engine of a run, and the correction between it and the learner."""
+"""Builds the rollout engine of a run, and the correction between it and the learner."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     from kedge.checkpoint.replay import RolloutReplay
 
 logger = logging.getLogger(__name__)
-PARTIAL_BATCHES_PER_WORKER = 4  # so that a fast engine gets more work
-IN_FLIGHT_LAG = 4  # docs/async.md: from here on few tokens are too old
+PARTIAL_BATCHES_PER_WORKER = 4  # gives a fast engine more work
 Kind = Literal["truncate", "mask"]
 Level = Literal["token", "sequence", "sequence_mean"]
 
 HIGH: dict[Level, float] = {"token": 2.0, "sequence": 5.0, "sequence_mean": 1.01}
 _TRL = "vllm_importance_sampling_"
-# Values of TRL's vllm_importance_sampling_mode.
+# Values of vllm_importance_sampling_mode in TRL.
 MODES: dict[str, tuple[Level, Kind]] = {
     "token_truncate": ("token", "truncate"),
     "token_mask": ("token", "mask"),
@@ -55,15 +54,8 @@ class RolloutStage:
             check(setup.inputs.model, setup.sampling, **shared_kwargs(args, check))
         self.as_completed = args.rollout_schedule == "as_completed"
         self.options = shared_kwargs(args, load_function(self.spec.build))
-        if args.in_flight_weight_updates and args.max_lag < IN_FLIGHT_LAG:
-            logger.warning(
-                "in_flight_weight_updates=True with max_lag=%d: tokens older than %d iterations do"
-                " not train, and the first tokens of long responses are the oldest; set max_lag to"
-                " %d or more, or watch rollout/too_old_tokens",
-                *(args.max_lag, args.max_lag, IN_FLIGHT_LAG),
-            )
         if args.in_flight_weight_updates and "vllm_engine_args" in self.options:
-            # Otherwise a token that is on its way would count as sampled with the next weights.
+            # Otherwise a token in flight would count as sampled with the next weights.
             given = engine_args(args.vllm_engine_args)
             self.options["vllm_engine_args"] = {"async_scheduling": False} | given
         self.replayed: RolloutReplay | None = None
@@ -127,7 +119,7 @@ class RolloutStage:
         return engine
 
     def _share(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
-        """The engine that ``make`` makes on rank 0, shared by all ranks."""
+        """Make an engine on rank 0 that all ranks share."""
         from kedge.rollout.shared import build_shared_engine
 
         setup, args, mail = self.setup, self.setup.args, None
@@ -145,7 +137,7 @@ class RolloutStage:
         )
 
     def num_partial_batches(self, engine: RolloutEngine) -> int:
-        """Partial batches per batch if sampled as completed; 0: whole batches in order."""
+        """Number of partial batches in "as completed"; 0: whole batches in order."""
         if not self.as_completed:
             return 0
         from kedge.rollout.scheduler.worker import list_engines
@@ -186,9 +178,9 @@ class RolloutStage:
 def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Correction | None:
     """The correction that a run uses, or None; logged if it is on by default.
 
-    Options that are set act at every lag: ``sampler_correction*``, or TRL's
+    Explicit options act at every lag: ``sampler_correction*``, or TRL's
     ``vllm_importance_sampling_*`` where vLLM samples.  Unset, weights per token truncated at 2 are
-    on with vLLM and from ``max_lag=2``.
+    on with vLLM, from ``max_lag=2``, and in flight.
 
     Args:
         args: the config.
@@ -197,11 +189,12 @@ def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Co
         logprobs: ``RolloutEngine.logprob_kind``.
 
     Raises:
-        ConfigError: options that contradict each other, or that the rollout engine cannot serve.
+        ConfigError: options contradict each other, or the rollout engine cannot support them.
     """
     asked, correction = _asked_correction(args, vllm=vllm)
     recorded = logprobs != "none"
-    if not asked and recorded and (vllm or args.max_lag >= 2):
+    in_flight = args.in_flight_weight_updates  # tokens may be older than max_lag
+    if not asked and recorded and (vllm or in_flight or args.max_lag >= 2):
         correction = Correction()
         logger.warning(
             "%s: importance weights of learner over rollout engine multiply the advantages (%s, per"
@@ -229,7 +222,7 @@ def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Co
 
 
 def _asked_correction(args: Any, *, vllm: bool) -> tuple[list[str], Correction | None]:
-    """The options of the correction that are set, and what they ask for."""
+    """The correction options that are set, and the correction they describe."""
     mode = args.sampler_correction or "off"
     own = _set_options(args, [f"sampler_correction_{x}" for x in ("level", "low", "high")])
     asked = own if mode == "auto" else ["sampler_correction", *own]
@@ -256,7 +249,7 @@ def _asked_correction(args: Any, *, vllm: bool) -> tuple[list[str], Correction |
     kind: Kind = "mask" if mode == "mask" else "truncate"
     low, high = args.sampler_correction_low, args.sampler_correction_high
     high = HIGH[level] if high is None else high
-    if low is None and kind == "mask" and high > 1:  # both sides alike, as verl
+    if low is None and kind == "mask" and high > 1:  # symmetric bounds, as in verl
         low = 1 / high
     _check_order("sampler_correction_low", low, "sampler_correction_high", high)
     return asked, Correction(kind=kind, level=level, high=high, low=low or 0.0)
@@ -271,7 +264,7 @@ def _trl_correction(args: Any) -> Correction:
     mode = args.vllm_importance_sampling_mode
     high, low = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
     level, kind = MODES[mode or "token_truncate"]
-    if high is None:  # 3 is TRL's
+    if high is None:  # TRL's default is 3
         high = 2.0 if mode is None else 3.0
     _check_order(f"{_TRL}clip_min", low, f"{_TRL}clip_max", high)
     if kind == "truncate" and high == math.inf and low is None:

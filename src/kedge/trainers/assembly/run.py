@@ -25,14 +25,10 @@ from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.entropy_bonus import EntropyBonus
 from kedge.loop.kl_control import AdaptiveKL, FixedKL
 from kedge.loop.loop import Engine
+from kedge.math.running import RunningMoments
 from kedge.models.load import without_weights
 from kedge.protocols import RewardSource, RolloutEngine
-from kedge.rewards import (
-    MetricCapturingSource,
-    RewardLog,
-    check_sources,
-    reward_source,
-)
+from kedge.rewards import check_sources, reward_source
 from kedge.trainers.assembly.models import LearnerStage, Models, ModelStage, receives_weights
 from kedge.trainers.assembly.rollout import RolloutStage
 from kedge.trainers.assembly.setup import Setup, build_setup, own_or, trusts
@@ -41,10 +37,10 @@ from kedge.trainers.run.run import Run
 from kedge.trainers.spec import TrainerInputs, as_list, shared_kwargs
 
 logger = logging.getLogger(__name__)
-LARGE = 300_000_000  # weights; smaller models take larger steps, and are for trying things out
+LARGE = 300_000_000  # weights; smaller models take larger learning rates, and are for experiments
 HIGH_RATE = 2e-5
-HIGHEST_RATE = 1e-2  # no transformer trains above it
-SMALL_BATCH = 16  # responses
+HIGHEST_RATE = 1e-2  # no transformer trains at a higher learning rate
+SMALL_BATCH = 16  # responses per batch
 WIDE_CLIP = 0.01
 N_PLUS = "(Huang et al. 2024, arXiv:2403.17031)"
 
@@ -78,7 +74,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
     rollout = RolloutStage(setup)
     callbacks = build_callbacks(setup)
 
-    # Everything is checked: from here on weights are loaded and actors are started.
+    # All checks have passed: from here on weights are loaded and actors are started.
     with without_weights(receives_weights(setup)):
         loaded = models.build()
     for text in advise(args, loaded.policy, setup.sizes):
@@ -117,7 +113,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
 
 
 def build_callbacks(setup: Setup) -> Callbacks:
-    """The callbacks of the user and of the options, not yet started."""
+    """Collect the callbacks of user and options, not yet started."""
     args = setup.args
     if "trackio" in as_list(args.report_to) and args.trackio_space_id is not None:
         from huggingface_hub import get_token
@@ -140,11 +136,11 @@ def build_engine(
     rollout_engine: RolloutEngine,
     rollout: RolloutStage,
 ) -> Engine:
-    """The training loop of these parts."""
+    """Assemble the training loop."""
     args, algorithm, source = setup.args, setup.algorithm, setup.prompts
     if rollout.replayed is not None:
         source = reward = rollout.replayed  # type: ignore[assignment]
-        algorithm = replace(algorithm, resample=0)  # replayed batches were resampled before
+        algorithm = replace(algorithm, resample=0)  # the recorded batches were already resampled
     return Engine(
         source=source,
         rollout_engine=rollout_engine,
@@ -157,7 +153,8 @@ def build_engine(
         batch_sizes=setup.sizes,
         sampling=setup.sampling,
         seed=args.seed,
-        max_lag=args.max_lag,
+        max_lag=args.max_lag or 0,
+        max_token_lag=args.max_lag if args.sampler_correction == "mask_old" else None,
         partial_batches=rollout.num_partial_batches(rollout_engine),
         in_flight_weight_updates=args.in_flight_weight_updates,
         correction=rollout.correction,
@@ -171,17 +168,20 @@ def build_engine(
             low=args.entropy_coef_min,
             high=args.entropy_coef_max,
         ),
+        reward_scale=RunningMoments(learner.all_reduce)
+        if getattr(args, "scale_rewards", None) == "running"
+        else None,
     )
 
 
 def advise(args: OnPolicyConfig, policy: nn.Module, sizes: BatchSizes) -> Iterable[str]:
-    """Settings that train, but seldom well, and what to set instead, with the source.
+    """Warnings about settings that rarely train well, with better values and their source.
 
     Defaults that come from other libraries stay, so that a moved script trains as before.
 
     Args:
         args: the config.
-        policy: whole, before it is sharded.
+        policy: the policy before sharding.
         sizes: responses of an iteration, over all ranks, and iterations.
     """
     batch_size = sizes.batch_size
@@ -193,7 +193,7 @@ def advise(args: OnPolicyConfig, policy: nn.Module, sizes: BatchSizes) -> Iterab
             f"learning_rate={args.learning_rate:g} is far too high for a language model, which"
             " diverges; typical: 1e-6 to 5e-5 for all weights, 1e-4 for adapters"
         )
-    elif high and trained >= LARGE:  # adapters take larger steps
+    elif high and trained >= LARGE:  # adapters take larger learning rates
         yield (
             f"learning_rate={args.learning_rate:g} with num_ppo_epochs={args.num_ppo_epochs} is"
             f" high for {trained / 1e6:,.0f} million trained weights; recommended:"
@@ -261,7 +261,7 @@ class RewardStage:
             models: the policy, whose tokens are scored.
             trainer_state: returns the argument ``trainer_state`` of reward functions.
         """
-        setup, inputs, args, log = self.setup, self.setup.inputs, self.setup.args, RewardLog()
+        setup, inputs, args = self.setup, self.setup.inputs, self.setup.args
         mixture = shared_kwargs(args, reward_source) | {
             "policy_tokenizer": setup.tokenizer,
             "weights": self.weights,
@@ -277,6 +277,7 @@ class RewardStage:
         function_options: dict[str, Any] = {
             "on_error": args.on_reward_error,
             "error_score": args.reward_error_score,
+            "timeout": args.reward_timeout,
             "dataset_columns": self._columns,
         }
         source: RewardSource
@@ -295,7 +296,6 @@ class RewardStage:
                 setup.ray_cluster,
                 workers=args.ray_reward_workers,
                 gpus=args.ray_reward_gpus,
-                log=log,
                 trainer_state=trainer_state,
             )
         else:
@@ -303,14 +303,14 @@ class RewardStage:
                 self._reward_models(models.reward_adapter),
                 inputs.reward_funcs,
                 models=model_options | {"device": setup.accelerator.device},
-                functions=function_options | {"log": log, "trainer_state": trainer_state},
+                functions=function_options | {"trainer_state": trainer_state},
                 **mixture,
             )
         prompts: list[Any] = [setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)]
         for each in prompts if args.remove_unused_columns and inputs.rollout_func is None else ():
             if isinstance(each, DatasetPrompts):
                 each.keep(getattr(source, "columns", None))
-        return MetricCapturingSource(source, log)
+        return source
 
 
 def check_reward_adapter(args: OnPolicyConfig, *, sharded: bool) -> None:

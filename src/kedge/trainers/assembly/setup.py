@@ -1,4 +1,4 @@
-"""What is known of a run before any weights are loaded: tokenizer, sampling, prompts and sizes."""
+"""Everything known before weights are loaded: tokenizer, sampling, prompts and sizes."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class EvalSet:
     prefix: str  # "eval_" or "eval_<name>_"
     source: PromptSource
     batches: int
-    rows: int  # responses in total
+    rows: int  # total number of responses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is known of a run before any weights are loaded."""
+    """Everything known about a run before weights are loaded."""
 
     inputs: TrainerInputs
     algorithm: Algorithm
@@ -60,8 +60,8 @@ class Setup:
     prompts: DatasetPrompts
     sizes: BatchSizes
     eval_sets: list[EvalSet]
-    engine: RolloutEngineSpec  # named by the config
-    pad_id: int  # the id that pads responses
+    engine: RolloutEngineSpec  # selected by the config
+    pad_id: int  # token id that pads responses
     loading: Mapping[str, Any]  # arguments of ``load_policy`` for the policy and the reference
 
     @property
@@ -101,7 +101,7 @@ def build_setup(inputs: TrainerInputs) -> Setup:
     check_targets(args)
     accelerator = accelerator_for(args)
     tokenizer = find_tokenizer(inputs.processing_class, inputs.model, args)
-    assert inputs.model is not None  # find_tokenizer refuses it
+    assert inputs.model is not None  # find_tokenizer requires it
     kwargs = init_kwargs(args)
     eos_ids = eos_token_ids(
         inputs.model,
@@ -133,7 +133,7 @@ def build_setup(inputs: TrainerInputs) -> Setup:
                 f"{name}={getattr(args, name)} must be {size}, as the other sizes imply; leave it"
                 " unset"
             )
-        setattr(args, name, size)  # in the trainer's copy
+        setattr(args, name, size)  # only in the trainer's copy
     return Setup(
         inputs=inputs,
         algorithm=algorithm,
@@ -158,13 +158,13 @@ def trusts(config: OnPolicyConfig) -> bool:
 
 
 def find_tokenizer(processing_class: Any, model: Any, args: OnPolicyConfig) -> Any:
-    """The tokenizer: an object, a name or folder, part of a processor, or saved with the model."""
+    """Find the tokenizer: given as object, name or folder, in a processor, or with the model."""
     if model is None or model == "" or not isinstance(model, str | nn.Module):
         raise ConfigError(f"model={model!r} must be the policy: a model, a folder or a hub name")
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
     name = processing_class if isinstance(processing_class, str) else name
     if isinstance(name, str) and name and isinstance(processing_class, str | None):
-        revision = None if processing_class else init_kwargs(args).get("revision")  # the model's
+        revision = None if processing_class else init_kwargs(args).get("revision")  # of the model
         return load_tokenizer(name, trust_remote_code=trusts(args), revision=revision)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):
@@ -176,7 +176,7 @@ def find_tokenizer(processing_class: Any, model: Any, args: OnPolicyConfig) -> A
 
 
 def own_or(processing_class: Any, tokenizer: Any) -> Any:
-    """The given object (perhaps a processor), or the loaded tokenizer for None or a name."""
+    """The given object (perhaps a processor), or for None or a name the loaded tokenizer."""
     return tokenizer if isinstance(processing_class, str | None) else processing_class
 
 
@@ -262,7 +262,7 @@ def build_prompts(
 def _prompt_source(
     dataset: Any, args: OnPolicyConfig, tokenizer: Any, accelerator: Accelerator, **options: Any
 ) -> DatasetPrompts:
-    """The prompts of a dataset, this rank's shard."""
+    """This rank's shard of a dataset's prompts."""
     return DatasetPrompts(
         dataset,
         tokenizer,
@@ -280,7 +280,7 @@ def _prompt_source(
 def build_eval_sets(
     dataset: Any, args: OnPolicyConfig, tokenizer: Any, accelerator: Accelerator
 ) -> list[EvalSet]:
-    """Evaluation prompts: none, one dataset, or a dict of named ones."""
+    """Build evaluation prompts from no dataset, one, or a dict of named ones."""
     if dataset is None:
         strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
         if strategy != "no":

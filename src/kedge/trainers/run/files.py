@@ -45,7 +45,7 @@ def check_targets(args: Any) -> None:
 
 @contextlib.contextmanager
 def claimed(args: Any) -> Iterator[None]:
-    """Hold the lock on ``output_dir``; call it on every rank, rank 0 locks."""
+    """Context that locks ``output_dir``; every rank calls it, rank 0 locks."""
     from kedge.output import RunLock
 
     with contextlib.ExitStack() as stack:
@@ -63,18 +63,18 @@ def claimed(args: Any) -> Iterator[None]:
 
 
 def write_models(folder: Path, learner: HFLearner, tokenizer: Any) -> None:
-    """Policy, tokenizer and value model, in the layout that ``from_pretrained`` reads.
+    """Write policy, tokenizer and value model in the layout of ``from_pretrained``.
 
     Every rank calls it; rank 0 writes.
     """
     bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # it would interrupt that of the run
+    logging.disable_progress_bar()  # it would interrupt the run's own bar
     try:
         learner.save(folder, folder / VALUE_FOLDER)
         if learner.accelerator.is_main_process and hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(folder)
     except Exception as error:
-        # tokenizers raises a bare Exception for errors of the file system
+        # tokenizers raises a bare Exception for file-system errors
         if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
             raise CheckpointError(
                 f"cannot write the models to {folder}: {error}; {way_out(error)}, or pass another"
@@ -99,10 +99,10 @@ def earlier_run(output_dir: Path, *, overwrite: bool) -> list[Path]:
 
 
 def resume_fingerprint(args: OnPolicyConfig, engine: Engine, learner: HFLearner) -> dict[str, Any]:
-    """Everything that affects the numerics, as JSON values, compared when a run resumes.
+    """Everything that affects the numerics, as JSON values; compared on resume.
 
-    Options, prompts and the weights of the reference; sizes that only cut the same batch into
-    other micro-batches are left out.
+    Options, prompts and the reference's weights, but not sizes that only cut the same batch into
+    other micro-batches.
     """
     sizes = engine.batch_sizes
     values: dict[str, Any] = {
@@ -124,5 +124,5 @@ def resume_fingerprint(args: OnPolicyConfig, engine: Engine, learner: HFLearner)
 
 
 def recording_fingerprint(sampling: Sampling) -> dict[str, Any]:
-    """Settings that a recording of rollouts must share with the run that replays it."""
+    """Settings that a recording and a replaying run must share."""
     return {"temperature": sampling.temperature, "stop_ids": [*sampling.stop_ids]}

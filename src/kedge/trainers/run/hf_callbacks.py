@@ -47,10 +47,10 @@ class RunState(TrainerState):
     """``TrainerState`` with the counters of an on-policy run."""
 
     episode: int = 0  # responses trained on
-    num_tokens: int = 0  # of prompts and responses
+    num_tokens: int = 0  # tokens in prompts and responses
     loss_sum: float = 0.0  # over finished iterations
     pending: list[dict[str, float]] = field(default_factory=list)  # iterations since the last log
-    # Of ``eval_against_start``: per evaluation set the score of each row, NaN for invalid rows.
+    # With ``eval_against_start``: scores per evaluation set and row, NaN for invalid rows.
     initial_scores: dict[str, list[float]] = field(default_factory=dict)
 
 
@@ -58,11 +58,11 @@ class Callbacks:
     """The callbacks of a trainer, and the state and control passed to them.
 
     Args:
-        args: the trainer's arguments; set intervals and ``report_to``.
+        args: the trainer's arguments, which set intervals and ``report_to``.
         callbacks: the user's callbacks, objects or classes.
         tracker: gets every logged row after the callbacks.
         rank: rank of this process.
-        local_rank: its rank on this machine.
+        local_rank: rank of this process on its machine.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ def own_callbacks(args: OnPolicyConfig) -> list[TrainerCallback]:
         from kedge.reporting.hub import PushOnSave, build_hub
 
         callbacks.append(PushOnSave(build_hub(args)))
-    if "kedge.ray.context" in sys.modules:  # else no launch has set a context
+    if "kedge.ray.context" in sys.modules:  # otherwise no launch has set a context
         from kedge.ray.context import get_context
 
         if (context := get_context()) is not None:
@@ -286,7 +286,7 @@ class Stopping(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Save and stop once requested."""
+        """Save and stop if requested."""
         if self._requested():
             control.should_training_stop = control.should_save = True
 
@@ -295,7 +295,7 @@ class Reporting(Stopping):
     """Sends logged rows to the driver of a Ray launch, and stops when the driver asks to.
 
     Args:
-        context: of this rank.
+        context: context of this rank.
         main: whether this is rank 0, which talks to the driver.
     """
 

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from kedge.reporting.token_log import TokenLog
 
 logger = logging.getLogger(__name__)
-MUCH_CLIPPED, MUCH_MASKED, MOST_RATIO = 0.25, 0.05, 1.2  # after one iteration
-TEMPERATURE = 0.01  # arXiv:2403.17031 samples evaluations nearly greedily
-TABLE_ROWS = 5  # of a table drawn from the training batch
+MUCH_CLIPPED, MUCH_MASKED, MOST_RATIO = 0.25, 0.05, 1.2  # limits after one iteration
+TEMPERATURE = 0.01  # arXiv:2403.17031 evaluates nearly greedily
+TABLE_ROWS = 5  # rows per table of a training batch
 
 
 @dataclass(kw_only=True)
@@ -52,9 +52,9 @@ class Run(Hooks):
     """The engine of a Trainer-style trainer and everything around it.
 
     The run is the loop's hooks.  Order within one iteration, as in ``transformers.Trainer``:
-    on_step_begin; per optimizer step on_optimizer_step; on_step_end; then, where control asks for
+    on_step_begin; per optimizer step on_optimizer_step; on_step_end; then, if control asks for
     it, on_log, evaluation with on_evaluate, saving with on_save; after each pass over the prompts
-    on_epoch_end, and again what control asks for.
+    on_epoch_end, and again the requested actions.
 
     Args:
         trainer: evaluates and saves models, perhaps with methods that a subclass overrides.
@@ -64,10 +64,10 @@ class Run(Hooks):
         callbacks: callbacks, state and control.
         eval_sets: evaluation prompts, in order.
         tokenizer: saved with the models.
-        fresh_reference: the reference is a copy of the initial policy, so the KL starts at 0.
+        fresh_reference: whether the reference is the initial policy, so that the KL starts at 0.
         metric_names: adds metrics under other names to those of an iteration.
         best_effort: writes files whose failures are only logged.
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     trainer: Any
@@ -81,9 +81,9 @@ class Run(Hooks):
     metric_names: MetricNames
     best_effort: BestEffortWriter = field(default_factory=BestEffortWriter)
     clock: Callable[[], float] = time.perf_counter
-    # Opened by ``train``:
+    # Set by ``train``:
     screen: ConsoleTracker | None = field(default=None, init=False)  # on rank 0
-    schedule: IntervalSchedule | None = field(default=None, init=False)  # of tables of completions
+    schedule: IntervalSchedule | None = field(default=None, init=False)  # for tables of completions
     recorder: RolloutRecorder | None = field(default=None, init=False)
     token_log: TokenLog | None = field(default=None, init=False)
 
@@ -105,7 +105,7 @@ class Run(Hooks):
             resume: True for the newest intact checkpoint in ``output_dir``, or a folder.
 
         Raises:
-            CheckpointError: it is missing, damaged or from another run.
+            CheckpointError: the checkpoint is missing, damaged or from another run.
             PreflightError: a check of the first batch failed.
         """
         engine, sizes = self.engine, self.engine.batch_sizes
@@ -126,13 +126,13 @@ class Run(Hooks):
             self.end_epoch()
             seconds, iterations = time.perf_counter() - begin, engine.step - before
             rate = iterations / max(seconds, 1e-9)
-            totals = {  # of this call, in the names of transformers
+            totals = {  # totals of this call under transformers' names
                 "train_runtime": seconds,
                 "train_samples_per_second": rate * sizes.batch_size,
                 "train_steps_per_second": rate,
                 "train_loss": self.state.loss_sum / max(engine.step, 1),
             }
-            if iterations > 0 or resumed is not None:  # killed before the last row
+            if iterations > 0 or resumed is not None:  # the last row may be missing
                 self.callbacks.log(self.take_pending() | totals)
             self._load_best()
             self.callbacks.fire("on_train_end")
@@ -151,7 +151,7 @@ class Run(Hooks):
         return TrainOutput(engine.step, totals["train_loss"], metrics)
 
     def _open(self, resumed: Path | None) -> None:
-        """Open screen, trackers and files, and begin at the iteration that is reached."""
+        """Open screen, trackers and files, and begin at the current iteration."""
         from kedge.config.schedule import build_schedule
         from kedge.reporting.progress import ConsoleTracker
         from kedge.reporting.token_log import build_token_log
@@ -194,10 +194,10 @@ class Run(Hooks):
         self.start()
 
     def start(self) -> None:
-        """Count from here what a row tells of this call of ``train``."""
+        """Start the counters of this call of ``train``."""
         self._begin, self._first_episode = self.clock(), self.state.episode
         self._epoch_open = False
-        self._first = self._saved = self.state.global_step  # of the last checkpoint
+        self._first = self._saved = self.state.global_step  # step of the last checkpoint
         self._findings: set[Rule] = set()
 
     # -- during training --------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Run(Hooks):
         self.callbacks.fire("on_optimizer_step")
 
     def on_step_end(self, report: StepReport) -> bool:
-        """Everything that follows an iteration; True if a callback asks to stop."""
+        """Finish an iteration; returns True if a callback asks to stop."""
         state = self.state
         before = math.floor((state.epoch or 0.0) + 1e-9)
         state.global_step = report.step
@@ -252,12 +252,12 @@ class Run(Hooks):
         if every and report.step % every == 0 and torch.cuda.is_available():
             from kedge.rollout.embedded.decode_graph import capturing
 
-            with capturing:  # a thread that samples may be capturing a decode step
+            with capturing:  # a sampling thread may be capturing a decode step
                 torch.cuda.empty_cache()
         self.callbacks.fire("on_step_end")
         self._act()
         if report.step == self._first + 1 and state.pending and self.screen is not None:
-            self.screen.log(row, step=report.step)  # a sign of life before the first logged row
+            self.screen.log(row, step=report.step)  # shows progress before the first logged row
         if report.step == 1 + getattr(self.args, "value_warmup_steps", 0):
             self._warn_of_large_steps(row)
         if math.floor(state.epoch + 1e-9) > before:
@@ -267,7 +267,7 @@ class Run(Hooks):
     def _warn_of_large_steps(self, metrics: Mapping[str, float]) -> None:
         """Warn if the policy's first iteration already moved it out of the clip region.
 
-        What a mask leaves out stays where it moved, also in the wrong direction, so it takes less.
+        Masked tokens stay where they moved, even in the wrong direction, so the limit is lower.
         """
         clipped, ratio = metrics.get("policy/clipfrac_avg", 0.0), metrics.get("val/ratio", 1.0)
         masked = getattr(self.args, "policy_loss", "clip") == "mask"
@@ -292,14 +292,14 @@ class Run(Hooks):
             rollout, prompts = report.rollout, report.rollout.prompts
             count = (
                 prompts.ids.numel() + rollout.ids.numel()
-                if include == "all"  # with padding
+                if include == "all"  # padding included
                 else int(prompts.mask.sum()) + int(rollout.response_mask.sum())
             )
             tokens = torch.tensor(float(count), dtype=torch.float64)
             state.num_input_tokens_seen += round(float(self.learner.all_reduce(tokens)))
             metrics["num_input_tokens_seen"] = state.num_input_tokens_seen
         if not args.skip_memory_metrics:
-            unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
+            unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, others kilobytes
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
             metrics["memory/peak_cpu"] = peak / 2**20  # MiB
             if torch.cuda.is_available():
@@ -342,7 +342,7 @@ class Run(Hooks):
         self._act()
 
     def _act(self) -> None:
-        """Log, evaluate and save as control says."""
+        """Log, evaluate and save according to the callbacks' control."""
         callbacks = self.callbacks
         if self.learner.world_size > 1:
             share_control(callbacks.control, self.learner.all_reduce)
@@ -365,7 +365,7 @@ class Run(Hooks):
             callbacks.fire("on_save")
 
     def _warn_of_findings(self) -> None:
-        """Warn once of what ``kedge doctor`` would find and is worth stopping for."""
+        """Warn once of findings of ``kedge doctor`` that are worth stopping for."""
         from kedge.reporting.doctor import LIVE
         from kedge.reporting.log import RunLog
 
@@ -377,7 +377,7 @@ class Run(Hooks):
                 self._warn(f"{finding.rule}: {finding.seen}. To try: {finding.advice}")
 
     def take_pending(self) -> dict[str, float]:
-        """The mean of the iterations since the last row, which are then no longer pending."""
+        """Take the pending iterations and return their mean."""
         rows, self.state.pending = self.state.pending, []
         return merge_rows(rows)
 
@@ -400,7 +400,7 @@ class Run(Hooks):
             rows = completion_rows(evaluation.samples, self.tokenizer, limit=eval_set.rows)
             results = evaluation.metrics | self._eval_metrics(eval_set, evaluation)
             names = self.metric_names(results)
-            if "objective/scores" in results:  # lower is better, as for any ``eval_loss``
+            if "objective/scores" in results:  # negated: eval_loss must fall
                 coef = self.engine.kl.value + self.args.loss_kl_coef
                 kl = results.get("objective/kl", 0.0)
                 results["loss"] = coef * kl - results["objective/scores"]
@@ -433,7 +433,7 @@ class Run(Hooks):
         return metrics
 
     def generate_completions(self, *, sampling: bool = False) -> list[dict[str, object]]:
-        """Nearly greedy completions of the evaluation prompts, or of training prompts if none.
+        """Sample nearly greedily from evaluation prompts, or else from training prompts.
 
         Args:
             sampling: one batch only.
@@ -461,7 +461,7 @@ class Run(Hooks):
         engine, sampling = self.engine, self.engine.sampling
         if (self.args.num_generations_eval or 1) == 1:
             sampling = replace(sampling, temperature=TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0)
-        # The engine is idle and has the newest weights, so that timing has no effect.
+        # The engine is idle and has the newest weights, so timing does not matter.
         engine.scheduler.wait_until_idle()
         engine.scheduler.wait_for_syncs()
         if engine.partial_batches:
@@ -483,7 +483,7 @@ class Run(Hooks):
         self, rows: list[dict[str, object]], name: str, *, most: int | None = None
     ) -> None:
         unique = getattr(self.args, "log_unique_prompts", False)
-        if most is not None or unique:  # other prompts before other answers to the same
+        if most is not None or unique:  # prefer new prompts to further answers to the same one
             earlier: Counter[object] = Counter()
             order = []
             for row in rows:
@@ -497,7 +497,7 @@ class Run(Hooks):
     # -- checkpoints ----------------------------------------------------------------------------
 
     def on_failure(self, step: int, error: Exception) -> None:
-        """Save the iterations that no checkpoint holds yet, and say how to resume."""
+        """Save iterations that no checkpoint holds yet, and say how to resume."""
         args = self.args
         if step <= self._saved or isinstance(error, CheckpointError):
             return
@@ -601,7 +601,7 @@ class Run(Hooks):
         self.callbacks.restore(folder)
 
     def _tidy(self, *, starting: bool) -> None:
-        """Remove incomplete files of a killed run, and old checkpoints if a new run may."""
+        """Remove incomplete files of a killed run, and old checkpoints that a new run replaces."""
         if not self.args.output_dir:
             return
         root, accelerator = self.root(), self.learner.accelerator
@@ -610,7 +610,7 @@ class Run(Hooks):
         accelerator.wait_for_everyone()
         first = starting and self.engine.step == 0
         old = earlier_run(root, overwrite=self.args.overwrite_output_dir) if first else []
-        accelerator.wait_for_everyone()  # every rank has looked
+        accelerator.wait_for_everyone()  # wait until every rank has looked
         for folder in old if accelerator.is_main_process else []:
             shutil.rmtree(folder)
         accelerator.wait_for_everyone()

@@ -25,17 +25,17 @@ from typing import Any
 
 CONSTANTS = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None))
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-LONGEST = 10_000  # characters or entries of a constant that is sent to the tests
-ONE_BY_ONE = 100  # leading items of an iterator that are sent one per answer
-TOGETHER = 100  # items per answer after that
+LONGEST = 10_000  # most characters or entries in a constant sent to the tests
+ONE_BY_ONE = 100  # leading items of an iterator, which are sent singly
+TOGETHER = 100  # items per message after these
 MAX_FRAME = 64 << 20  # bytes
 
 
 class Untestable(TypeError):
-    """A value that cannot be carried from one process to the other."""
+    """A value that cannot be sent from one process to the other."""
 
 
-# Immutable types: arguments of their constructors.
+# Immutable types -> their constructor arguments.
 FIXED: dict[str, Callable[[Any], list[Any]]] = {
     "builtins.bytes": lambda v: [v.decode("latin-1"), "latin-1"],
     "builtins.complex": lambda v: [v.real, v.imag],
@@ -49,7 +49,7 @@ FIXED: dict[str, Callable[[Any], list[Any]]] = {
     "datetime.datetime": lambda v: [*v.timetuple()[:6], v.microsecond],  # without a time zone
     "datetime.time": lambda v: [v.hour, v.minute, v.second, v.microsecond],
 }
-# Mutable types: arguments that make an empty one.
+# Mutable types -> arguments for an empty instance.
 FILLED: dict[str, Callable[[Any], list[Any]]] = {
     "builtins.list": lambda v: [],
     "builtins.dict": lambda v: [],
@@ -61,14 +61,14 @@ FILLED: dict[str, Callable[[Any], list[Any]]] = {
     "collections.defaultdict": lambda v: [getattr(v.default_factory, "__name__", None)],
 }
 FACTORIES = {kind.__name__: kind for kind in (int, float, str, list, dict, set, tuple, bool)}
-# What instances of subclasses are sent as: enumerations, named tuples, ...
+# Stand-ins for instances of subclasses: enumerations, named tuples, ...
 BASES: tuple[Any, ...] = (
     int, float, str, bytes, complex, list, dict, tuple, set, frozenset, bytearray,
 )  # fmt: skip
 
 
 def make(name: str, arguments: list[Any]) -> Any:
-    """An object of a type in the tables."""
+    """Create an object of a type in the tables."""
     module, _, kind = name.rpartition(".")
     if kind == "defaultdict":
         arguments = [FACTORIES.get(arguments[0])]
@@ -93,11 +93,11 @@ class Wire:
         self.objects.append(value)
 
     def pack(self, value: Any) -> Any:
-        """A value as JSON: plain ones as they are, others as ``{kind: content}``."""
+        """Encode a value as JSON: plain values unchanged, others as ``{kind: content}``."""
         kind = type(value)
         if value is None or kind in (bool, float, str):
             return value
-        if kind is int:  # hexadecimal digits are not limited in number
+        if kind is int:  # as hexadecimal, whose number of digits is unlimited
             return value if abs(value) < 1 << 63 else {"x": hex(value)}
         if id(value) in self._numbers:
             return {"a": self._numbers[id(value)]}
@@ -118,7 +118,7 @@ class Wire:
         raise Untestable(f"a {kind.__name__} cannot leave its process")
 
     def _item(self, argument: Any) -> Any:
-        """An argument of a constructor; its list has no identity."""
+        """Pack an argument of a constructor, whose list has no identity."""
         return [self.pack(x) for x in argument] if type(argument) is list else self.pack(argument)
 
     def contents(self, value: Any) -> list[Any]:
@@ -128,7 +128,7 @@ class Wire:
         return [self.pack(item) for item in value]
 
     def unpack(self, value: Any) -> Any:
-        """The value of a packed form."""
+        """Decode a packed value."""
         if not isinstance(value, dict):
             return value
         ((key, content),) = value.items()
@@ -157,7 +157,7 @@ class Wire:
         if isinstance(value, dict):
             pairs = [(self.unpack(key), self.unpack(item)) for key, item in contents]
             value.clear()
-            dict.update(value, pairs)  # Counter.update would count them
+            dict.update(value, pairs)  # Counter.update would add counts
             return
         items = [self.unpack(item) for item in contents]
         value.clear()
@@ -165,7 +165,7 @@ class Wire:
 
 
 def encode_frame(value: Any) -> bytes:
-    """One value as a frame: length and JSON."""
+    """Encode a value as a frame: length and JSON."""
     body = json.dumps(value).encode()
     return struct.pack(">Q", len(body)) + body
 
@@ -176,14 +176,14 @@ def write_frame(fd: int, value: Any) -> None:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Send all bytes, in as many writes as needed."""
+    """Write all bytes, in several calls if needed."""
     left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]
 
 
 def read_frame(fd: int) -> Any:
-    """The next value, or None at EOF."""
+    """Read the next value; None at EOF."""
     head = read_exactly(fd, 8)
     if head is None:
         return None
@@ -193,7 +193,7 @@ def read_frame(fd: int) -> Any:
 
 
 def read_exactly(fd: int, size: int) -> bytes | None:
-    """Exactly ``size`` bytes, or None if fewer are left."""
+    """Read exactly ``size`` bytes; None if fewer are left."""
     data = bytearray()
     while len(data) < size:
         chunk = os.read(fd, min(size - len(data), 1 << 20))
@@ -215,7 +215,7 @@ def _short(value: Any) -> bool:
     return not hasattr(value, "__len__") or len(value) <= LONGEST
 
 
-# --- the process of the solution ------------------------------------------------------------------
+# --- the solution's process -----------------------------------------------------------------------
 
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor",
           "lt", "le", "gt", "ge")  # fmt: skip
@@ -232,15 +232,15 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class ObjectTable:
-    """The solution's names, and the objects of which the tests hold references."""
+    """The solution's names, and the objects that tests refer to."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._names = module.__dict__
         self._objects: dict[int, Any] = {}
-        self._created: set[type] = set()  # classes of which the tests have created an instance
+        self._created: set[type] = set()  # classes that the tests have instantiated
 
     def describe(self) -> dict[str, Any]:
-        """Description for the tests: names, classes, exceptions and constants."""
+        """Describe the solution to the tests: names, classes, exceptions and constants."""
         functions, classes, errors, values = [], [], {}, {}
         for name, thing in list(self._names.items()):
             if isinstance(thing, type) and issubclass(thing, Exception):
@@ -293,7 +293,7 @@ class ObjectTable:
         return encode_frame({"raised": raised})
 
     def _is_data(self, value: Any) -> bool:
-        if isinstance(value, Iterator):  # packing would consume it
+        if isinstance(value, Iterator):  # packing would exhaust it
             return False
         try:
             Wire(lambda _: None, lambda _: None).pack(value)
@@ -319,7 +319,7 @@ class ObjectTable:
         return {kind: [number, type(value).__name__] if kind == "o" else number}
 
 
-# --- the process of the tests ---------------------------------------------------------------------
+# --- the tests' process ---------------------------------------------------------------------------
 
 
 class SolutionDied(BaseException):
@@ -330,8 +330,8 @@ class RemoteSolution:
     """Client for the solution in the tests' process; ``first`` is ``ObjectTable.describe()``.
 
     Attributes:
-        calls: how often the tests have used the solution.
-        untestable: why a test could not get its answer, or "".
+        calls: number of times the tests have used the solution.
+        untestable: why a result could not be sent, or "".
     """
 
     def __init__(self, requests: int, answers: int, first: dict[str, Any]) -> None:

@@ -92,7 +92,7 @@ def exchange(text: str, to_program: int, from_program: int, most: int) -> bytes 
     """Write a program's input and read its output; None if there are more than `most` bytes."""
 
     def feed() -> None:
-        with contextlib.suppress(OSError):  # the program need not read it all
+        with contextlib.suppress(OSError):  # the program may leave input unread
             calls.write_all(to_program, text.encode(errors="replace"))
         os.close(to_program)
 
@@ -127,7 +127,7 @@ def end(child: int) -> None:
 
 
 def kernel() -> Any:
-    """The module that needs ctypes, loaded on demand."""
+    """Load the module that needs ctypes on demand."""
     return sys.modules.get("sandbox_kernel") or load_sibling("sandbox_kernel")
 
 
@@ -167,13 +167,13 @@ def isolate_tests(job: dict[str, Any]) -> None:
         kernel().hide_memory()
     _state["report"] = os.dup(1)
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)  # output of tests must not mix with the report
+    os.dup2(null, 1)  # keeps test output out of the report
     os.dup2(null, 2)
-    os.environ["HOME"] = "/"  # packages read settings from HOME, which the solution can write to
+    os.environ["HOME"] = "/"  # packages read settings from HOME, which a solution can write to
     sys.path.extend(job["packages"])
 
 
-# --- the process of the solution ------------------------------------------------------------------
+# --- the solution's process -----------------------------------------------------------------------
 
 
 def solution(job: dict[str, Any], requests: int, answers: int) -> int:
@@ -218,7 +218,7 @@ def run_code(code: str, module: types.ModuleType) -> BaseException | None:
     return None
 
 
-# --- the process of the tests ---------------------------------------------------------------------
+# --- the tests' process ---------------------------------------------------------------------------
 
 
 DIED = "the solution ended"
@@ -233,7 +233,7 @@ def run_tests(checks: dict[str, Any], requests: int, answers: int) -> None:
             return
         remote = calls.RemoteSolution(requests, answers, first)
         space = test_namespace(checks, remote)
-    except Exception as error:  # the solution's process may write anything
+    except Exception as error:  # the solution's process may send anything
         report({"error": f"the solution sent an invalid description ({type(error).__name__})"})
         return
     idle = True  # no test has failed or used the solution
@@ -268,7 +268,7 @@ NO_CALL = (
 
 
 def compares_only(tree: ast.Module) -> bool:
-    """Whether the test states a comparison and nothing that could fail on it."""
+    """Whether the test only compares, without anything that could fail."""
     nodes = list(ast.walk(tree))
     states = any(isinstance(n, ast.Expr) and isinstance(n.value, ast.Compare) for n in tree.body)
     return states and not any(isinstance(node, (ast.Assert, ast.Raise)) for node in nodes)
@@ -295,7 +295,7 @@ def test_namespace(checks: dict[str, Any], remote: calls.RemoteSolution) -> dict
 
 
 def parse_prefix(prefix: str) -> ast.Module:
-    """As many lines of the prefix as are valid; it may end in an unfinished function."""
+    """Parse the longest valid part of the prefix, which may end in an unfinished function."""
     lines = prefix.splitlines()
     for end in range(len(lines), 0, -1):
         margin = re.match(r"\s*", lines[end - 1])
@@ -318,7 +318,7 @@ def is_unfinished(node: Any) -> bool:
 def failure(
     test: types.CodeType, space: dict[str, Any], remote: calls.RemoteSolution
 ) -> str | None:
-    """The error of a test, or None if it passed."""
+    """Run a test; returns its error, or None if it passed."""
     before = dict(space)
     try:
         exec(test, space)
@@ -335,7 +335,7 @@ def failure(
 
 
 def call_defined(name: str, thing: Any, space: dict[str, Any]) -> None:
-    """Run what a test has defined for HumanEval, pytest or unittest to run."""
+    """Call the functions and classes that a test defines for HumanEval, pytest or unittest."""
     if isinstance(thing, types.FunctionType) and thing.__module__ == "tests":
         if name == "check" and "candidate" in space:
             thing(space["candidate"])

@@ -1,4 +1,4 @@
-"""System calls by which the processes inside bubblewrap confine themselves, and their filter.
+"""System calls that confine the processes inside bubblewrap, and their filter.
 
 The filter is in classic BPF.  A blocked call fails with EPERM (or ENOSYS, if callers should fall
 back to an older one), so a program sees an OSError.  Numbers: asm/unistd_64.h for x86-64,
@@ -15,12 +15,12 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-# name: number on x86-64, number on 64-bit ARM (None: it does not exist there)
+# name: number on x86-64, number on 64-bit ARM (None: not available)
 REFUSED: dict[str, tuple[int, int | None]] = {
     # new processes and programs; threads go through clone, see below
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
     "setsid": (112, 157), "setpgid": (109, 154), "unshare": (272, 97), "setns": (308, 268),
-    # other processes
+    # access to other processes
     "kill": (62, 129), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "ptrace": (101, 117), "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271), "process_madvise": (440, 440), "process_mrelease": (448, 448),
@@ -29,29 +29,29 @@ REFUSED: dict[str, tuple[int, int | None]] = {
     # sockets, except socket pairs within the process
     "socket": (41, 198), "bind": (49, 200), "connect": (42, 203), "listen": (50, 201),
     "accept": (43, 202), "accept4": (288, 242),
-    # kernel memory that no limit counts: larger socket buffers, sockets inside sockets, timers
+    # kernel memory without limits: larger socket buffers, sockets inside sockets, timers
     "setsockopt": (54, 208), "sendmsg": (46, 211), "sendmmsg": (307, 269),
     "timer_create": (222, 107), "inotify_init": (253, None), "inotify_init1": (294, 26),
-    # what slows down the machine's disks, and locks on its files
+    # calls that slow down disks or lock files
     "sync": (162, 81), "syncfs": (306, 267), "flock": (73, 32),
-    # memory and queues that outlive a mapping or do not count as address space
+    # memory and queues that outlive a mapping or are not address space
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
     "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "semget": (64, 190),
     "mq_open": (240, 180),
-    # mounts, and file access other than by path
+    # mounts, and file access by other means than paths
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
     "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
     "open_tree": (428, 428), "move_mount": (429, 429), "mount_setattr": (442, 442),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "mknod": (133, None),
     "mknodat": (259, 33), "quotactl": (179, 60), "quotactl_fd": (443, 443), "acct": (163, 89),
     "swapon": (167, 224), "swapoff": (168, 225), "fanotify_init": (300, 262),
-    # large kernel subsystems that no Python program needs
+    # large kernel subsystems not needed by Python programs
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "splice": (275, 76),
     "vmsplice": (278, 75), "tee": (276, 77), "personality": (135, 92), "modify_ldt": (154, None),
     "lookup_dcookie": (212, 18),
-    # the machine
+    # control of the machine
     "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
     "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142),
     "syslog": (103, 116), "settimeofday": (164, 170), "clock_settime": (227, 112),
@@ -60,12 +60,12 @@ REFUSED: dict[str, tuple[int, int | None]] = {
 }  # fmt: skip
 CLONE, CLONE3, SOCKETPAIR, TGKILL = (56, 220), (435, 435), (53, 199), (234, 131)
 FCNTL, FCNTL_REFUSED = (72, 25), (8, 10, 15, 1024, 1026, 1031)  # owners, leases, large pipes
-NEWEST = 450  # later calls and the x32 table appear as not implemented
+NEWEST = 450  # newer calls and the x32 table appear unimplemented
 CLONE_THREAD, AF_UNIX = 0x10000, 1
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
-LOAD, EQUAL, GREATER, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # instructions of BPF
+LOAD, EQUAL, GREATER, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # BPF instructions
 # offsets in struct seccomp_data
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24
 ALLOW, FAIL, KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -112,7 +112,7 @@ class _Program(ctypes.Structure):
 NEW_IPC, NEW_PROCESSES = 0x08000000, 0x20000000
 READ_ONLY, NO_SETUID, NO_DEVICES, NO_EXEC = 1, 2, 4, 8
 REMOUNT, BIND = 32, 4096
-KEPT_FLAGS, RELATIVE_TIMES = 0xC0E, 4096  # of statvfs; mount() wants the second one as 1 << 21
+KEPT_FLAGS, RELATIVE_TIMES = 0xC0E, 4096  # flags of statvfs; mount() expects the second as 1 << 21
 PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
 CAPABILITIES_VERSION = 0x20080522
 
@@ -140,16 +140,16 @@ def hide_memory() -> None:
 
 
 def finish_mounts(devices: Sequence[str], folder: str, megabytes: int, files: int) -> None:
-    """Mount what bubblewrap cannot express: devices that stay as they are, and a bounded folder.
+    """Mount devices that stay unchanged and a bounded folder, which bubblewrap cannot do.
 
     ``--remount-ro`` would make a device unusable, and without it a trainer that is root would lend
     the program its right to change the mode and times of the machine's devices.
 
     Args:
-        devices: device files; they stay usable.
-        folder: the working directory, empty.
-        megabytes: size of its contents.
-        files: number of files and folders in it.
+        devices: device files, which stay usable.
+        folder: the empty working directory.
+        megabytes: maximum size of its contents.
+        files: maximum number of files and folders in it.
     """
     for path in devices:
         held = os.statvfs(path).f_flag
@@ -174,7 +174,7 @@ def leave() -> None:
 
 
 def confine() -> None:
-    """Permanently drop everything that this process does not need.
+    """Permanently drop all rights that this process does not need.
 
     Afterwards it has no privileges, can start no process and open no socket.
     """

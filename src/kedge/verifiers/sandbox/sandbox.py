@@ -23,10 +23,10 @@ from kedge.verifiers.sandbox.calls import encode_frame
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 2.0  # for Python to start, in addition to the time limit
+START_SECONDS = 2.0  # extra seconds for Python to start
 LEVELS = ("bubblewrap", "none")
 FOLDER = Path(__file__).parent
-CODE, WORK = "/kedge-code", "/kedge-sandbox"  # paths in the sandbox that no machine uses
+CODE, WORK = "/kedge-code", "/kedge-sandbox"  # unlikely to exist on any machine
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -104,7 +104,7 @@ class Sandbox:
         """Check once per process that this machine can isolate programs.
 
         Raises:
-            ConfigError: it cannot; the message says what to install.
+            ConfigError: the machine cannot; the message says what to install.
         """
         if self.isolation == "none":
             _warn()
@@ -131,7 +131,7 @@ class Sandbox:
         by the tests; those support no arithmetic and compare by identity.
 
         Args:
-            code: the solution, a module.
+            code: source of the solution, a module.
             tests: Python code that raises unless the solution is correct.
             entry_point: the function or class under test; if given, the only visible name.
             prefix: trusted code that the tests also see: imports, helper functions.
@@ -164,14 +164,14 @@ class Sandbox:
         return Outcome(output=end.get("output", ""), stopped=stopped, error=error)
 
     def _run(self, job: dict[str, Any], checks: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-        """The report of the tests' process on a job, and why it was stopped."""
+        """Run a job; returns the report of the tests' process and why it was stopped."""
         view = _view(self.packages)
         limits = {name: getattr(self, name) for name in ("seconds", "memory_mb", "file_kb")}
         isolated = self.isolation != "none"
         secret = secrets.token_hex(16)
         common = {"isolated": isolated, "devices": view["devices"], "packages": view["packages"]}
         frames = [common | limits | {"folder": WORK} | job, checks | {"secret": secret}]
-        prefix = "kedge-sandbox-"  # an isolated process does not see this folder
+        prefix = "kedge-sandbox-"  # hidden from isolated processes
         with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
             process = subprocess.Popen(
                 _command(isolated, view),
@@ -195,7 +195,7 @@ class Sandbox:
             last = problem.decode(errors="replace").strip().rpartition("\n")[2]
             raise ConfigError(f"the sandbox cannot start: {last}")
         lines = []
-        for line in output.splitlines(keepends=True):  # complete, valid, and with the secret
+        for line in output.splitlines(keepends=True):  # keep complete, valid lines with the secret
             with contextlib.suppress(ValueError, RecursionError):
                 value = json.loads(line)
                 signed = isinstance(value, dict) and value.get("secret") == secret
@@ -229,7 +229,7 @@ def _find_problem() -> str:
 
 
 def _view(packages: bool) -> dict[str, Any]:
-    """What a program sees: the interpreter, and paths shown read-only, empty, and as devices."""
+    """A program's view: the interpreter, and paths shown read-only, empty, and as devices."""
     python = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
     runtime = [python, *(f"{sys.base_prefix}/{name}" for name in ("lib", "lib64"))]
     names = ("site-packages", "dist-packages")
@@ -270,6 +270,6 @@ def _command(isolated: bool, view: dict[str, Any]) -> list[str]:
 
 def _kill(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
     """Kill a process and its children; returns its output so far."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just exited
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the process has just exited
         os.killpg(process.pid, signal.SIGKILL)
     return process.communicate()

@@ -1,0 +1,141 @@
+"""Environments that replace the conversation: one episode, read as several contexts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kedge.environments import NewContext, Response
+from kedge.learner.logprobs import build_request
+from kedge.learner.settings import LearnerSettings
+from kedge.models.model import CausalParts
+from kedge.testing import tiny_policy
+from tests.e2e.small import rows
+from tests.environments.toys import (
+    VOCAB,
+    Echo,
+    engine,
+    played,
+    policy,
+    prompts,
+    rollouts,
+    sampling,
+)
+
+
+class Compact(Echo):
+    """After the second turn, only its last word and a summary are left of the conversation."""
+
+    def step(self, response: Response) -> Any:
+        observation, *rest = super().step(response)
+        if self.turn == 2:
+            word = (response.text.split() or ["w4"])[-1]
+            summary = [
+                {"role": "user", "content": f"w6 w7 {word}"},
+                {"role": "assistant", "content": "w8"},
+                {"role": "user", "content": observation},
+            ]
+            return NewContext(summary), *rest
+        return observation, *rest
+
+
+@torch.no_grad()
+def test_the_policy_reads_a_new_context_alone() -> None:
+    rollout = rollouts(Compact, engine(), max_turn_tokens=5).generate(
+        prompts(3), sampling=sampling(max_new_tokens=80), seed=3
+    )
+    assert rollout.context_start is not None
+    assert rollout.context_start.sum(1).tolist() == [1, 1, 1]
+    assert rollout.episodes is not None
+    assert rollout.episodes.metrics["environment/new_contexts"] == (3.0, 3.0)
+    model = policy().eval()
+    for i in range(3):
+        start = int(rollout.context_start[i].int().argmax())
+        length = int(rollout.response_mask[i].sum())
+        ids = rollout.ids[i, start:length]
+        logits = model(ids[None, :-1]).logits[0]
+        want = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        third = rollout.episodes.turn[i, start + 1 : length] == 2
+        assert rollout.behavior_logprobs is not None
+        found = rollout.behavior_logprobs[i, start + 1 : length]
+        torch.testing.assert_close(found[third], want[third], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("joined", [True, False])
+def test_rows_are_read_as_their_contexts(joined: bool) -> None:
+    """States before tokens and at the end, of rows with none, one and two new contexts."""
+    model = policy().eval()
+    parts = CausalParts(model.model, model.lm_head, packs_rows=joined)
+    rollout = rollouts(max_turn_tokens=5).generate(
+        prompts(3), sampling=sampling(max_new_tokens=60), seed=3
+    )
+    starts = torch.zeros_like(rollout.loss_mask)
+    starts[1, 4] = starts[2, 3] = starts[2, 9] = True
+    rollout = replace(rollout, context_start=starts)
+    request = build_request(
+        parts,
+        rollout,
+        rollout.response_mask,
+        LearnerSettings(total_iterations=1),
+        torch.device("cpu"),
+        value_slots=rollout.response_mask,
+        last_values=True,
+    )
+    assert request.value_states is not None
+    states = parts.read(request.packed).flatten(0, 1)
+    logprobs = request.tokens(request.logprobs(parts, request.hidden(parts))[0])
+    ends = states[request.value_states[-3:]]
+    for i, cuts in enumerate([[], [4], [3, 9]]):
+        length = int(rollout.response_mask[i].sum())
+        prompt = rollout.prompts.ids[i][rollout.prompts.mask[i]]
+        bounds = [*cuts, length]
+        for begin, end in zip([0, *cuts], bounds, strict=True):
+            before = prompt if begin == 0 else prompt[:0]
+            ids = torch.cat([before, rollout.ids[i, begin:end]])
+            output = model(ids[None], output_hidden_states=True)
+            want = output.logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            first = begin if begin == 0 else begin + 1  # nothing is before the first token
+            torch.testing.assert_close(
+                logprobs[i, first:end], want[len(want) - (end - first) :], rtol=0, atol=1e-5
+            )
+        torch.testing.assert_close(ends[i], output.hidden_states[-1][0, -1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"credit": "turn"}, {"rollout_schedule": "as_completed"}])
+def test_ppo_trains_on_episodes_with_new_contexts(options: dict[str, Any]) -> None:
+    trainer = played(environment=Compact, response_length=80, max_turns=4, max_lag=1, **options)
+    trainer.train()
+    found = [row for row in rows(trainer) if "rollout/logprob_gap" in row]
+    assert found[0]["environment/new_contexts"] == 1.0
+    assert found[0]["rollout/logprob_gap"] < 1e-5  # 0.007 if the learner reads one context
+
+
+class Forgetful(Echo):
+    """Only the latest observation is left of the conversation after every turn."""
+
+    def __init__(self) -> None:
+        super().__init__(turns=12)
+
+    def step(self, response: Response) -> Any:
+        observation, *rest = super().step(response)
+        return NewContext([{"role": "user", "content": observation}]), *rest
+
+
+def test_an_episode_may_be_longer_than_the_context_of_the_model() -> None:
+    model = tiny_policy("llama", vocab_size=VOCAB, max_positions=32)
+    trainer = played(model=model, environment=Forgetful, response_length=160, max_turn_tokens=8)
+    trainer.train()
+    assert [row["environment/turns"] for row in rows(trainer)] == [12.0, 12.0]
+    assert [row["environment/ended_done"] for row in rows(trainer)] == [1.0, 1.0]
+
+
+def test_a_context_that_does_not_fit_ends_the_episode() -> None:
+    rollout = rollouts(Compact, engine(), max_turn_tokens=5).generate(
+        prompts(3), sampling=sampling(max_new_tokens=24), seed=3
+    )
+    assert rollout.context_start is None
+    assert rollout.terminated.tolist() == [False] * 3
