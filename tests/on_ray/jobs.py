@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import TrainerCallback
@@ -64,7 +66,8 @@ class AsDone:
 
         def reward(completions: list[str], prompts: list[str], **_: Any) -> list[float]:
             scored.append(len(completions))
-            if self.end == "reward" and os.environ["RANK"] == "1" and sum(scored) > 20:
+            ahead = threading.current_thread() is not threading.main_thread()  # not to evaluate
+            if self.end == "reward" and os.environ["RANK"] == "1" and ahead and sum(scored) > 20:
                 raise ZeroDivisionError("no score")
             time.sleep(0.01)
             return [float(len(text.split())) for text in completions]
@@ -98,10 +101,10 @@ class AsDone:
             copies.append(len(found) > 0)
             return found
 
-        type(made.engine).train_on, type(made.engine).weights = noting, copying
         if self.end == "stop":
             made.add_callback(Strike(int(os.environ["RANK"]), 4, "stop here"))
-        with contextlib.suppress(*[RewardError] * (self.end == "reward")):
+        expected = contextlib.suppress(*[RewardError] * (self.end == "reward"))
+        with patch.multiple(type(made.engine), train_on=noting, weights=copying), expected:
             made.train(resume_from_checkpoint=self.resume or None)
             assert self.end != "reward"
         actors = [getattr(x, "actor", None) for x in made.engine.rollout_engine.engines]

@@ -14,7 +14,7 @@ from kedge.ray.placement import Placement
 HEALTH = "health"  # concurrency group: a separate thread inside an actor
 
 _CONTEXT: list[RankContext] = []
-_INBOX: SimpleQueue[Any] = SimpleQueue()  # references that learner 0 has sent to this process
+INBOX: SimpleQueue[Any] = SimpleQueue()  # references that learner 0 has sent to this process
 STOP = threading.Event()  # set in a rank's process once the driver asks it to stop
 
 
@@ -82,33 +82,20 @@ class RankContext:
         """Whether the driver asked this rank to stop."""
         return STOP.is_set()
 
-
-class ReferenceMail:
-    """Sends objects from learner 0 to the others as references into Ray's object store."""
-
-    def __init__(self, context: RankContext) -> None:
-        self._learners = context.learners
-
     def send(self, items: list[Any]) -> None:
-        """Store the items, and send the first to rank 1, the second to rank 2, and so on."""
+        """Store an item for each rank from 1 on, and send the references."""
         import ray
 
         references = [ray.put(item) for item in items]
-        for learner, reference in zip(self._learners[1:], references, strict=True):
+        for learner, reference in zip(self.learners[1:], references, strict=True):
             # In a list the reference is not resolved: the learner reads it in its main thread.
             learner.call.options(concurrency_group=HEALTH).remote("deliver", [reference])
 
     def receive(self) -> Any:
-        """The next item."""
+        """The next item that learner 0 sent to this rank."""
         import ray
 
-        return ray.get(_INBOX.get())
-
-    @staticmethod
-    def deliver(references: list[Any]) -> None:
-        """Put references into the inbox of this process."""
-        for reference in references:
-            _INBOX.put(reference)
+        return ray.get(INBOX.get())
 
 
 def get_context() -> RankContext | None:

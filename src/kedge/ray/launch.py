@@ -20,7 +20,7 @@ from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.ray import cluster
 from kedge.ray.actor import Actor, ActorLimits, LostActorError
-from kedge.ray.context import STOP, DriverMailbox, RankContext, ReferenceMail, set_context
+from kedge.ray.context import INBOX, STOP, DriverMailbox, RankContext, set_context
 from kedge.ray.placement import Placement, place, plan_bundles
 from kedge.rollout.liveness import RunningTime
 from kedge.rollout.sharded import start_all
@@ -168,7 +168,9 @@ class RankWorker:
         """A free TCP port of this node."""
         return free_port()
 
-    deliver = staticmethod(ReferenceMail.deliver)
+    def deliver(self, references: list[Any]) -> None:
+        """Put a reference that learner 0 has sent into the inbox of this process."""
+        INBOX.put(references[0])
 
     def run(
         self, job: Callable[[], Any], environment: Mapping[str, str], place: RankContext

@@ -145,7 +145,7 @@ class RankGroups:
 
     Args:
         timeout: seconds that one call may take.
-        mail: a ``kedge.ray.context.ReferenceMail`` for what ``scatter`` sends; None: gloo.
+        mail: carries what ``scatter`` sends: a ``kedge.ray.context.RankContext``; None: gloo.
     """
 
     def __init__(self, timeout: float, mail: Any = None) -> None:

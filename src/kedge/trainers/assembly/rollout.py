@@ -124,10 +124,9 @@ class RolloutStage:
 
         setup, args, mail = self.setup, self.setup.args, None
         if self.spec.actors:
-            from kedge.ray.context import ReferenceMail, get_context
+            from kedge.ray.context import get_context
 
-            context = get_context()
-            mail = None if context is None else ReferenceMail(context)
+            mail = get_context()
         return build_shared_engine(
             make,
             ranks=ranks,
@@ -145,14 +144,10 @@ class RolloutStage:
         limit = PARTIAL_BATCHES_PER_WORKER * len(list_engines(engine))
         return self.setup.args.num_partial_batches or max(n for n in self._divisors() if n <= limit)
 
-    @property
-    def _prompts(self) -> int:
-        """Prompts that one scheduler samples for an iteration."""
-        sizes = self.setup.sizes
-        return sizes.prompts if self.shared else sizes.local_prompts
-
     def _divisors(self) -> list[int]:
-        return [n for n in range(1, self._prompts + 1) if self._prompts % n == 0]
+        sizes = self.setup.sizes
+        prompts = sizes.prompts if self.shared else sizes.local_prompts
+        return [n for n in range(1, prompts + 1) if prompts % n == 0]
 
     def _check_groups(self) -> None:
         """Check that ranks have whole groups, and that partial batches divide their prompts."""
@@ -169,7 +164,7 @@ class RolloutStage:
         number = self.setup.args.num_partial_batches
         if number is not None and number not in self._divisors():
             raise ConfigError(
-                f"num_partial_batches={number} must divide the {self._prompts} prompts of"
+                f"num_partial_batches={number} must divide the {self._divisors()[-1]} prompts of"
                 f" {'an iteration' if self.shared else 'a rank'}; valid values:"
                 f" {', '.join(map(str, self._divisors()))}"
             )
