@@ -37,7 +37,9 @@ def work(folder: str, out: str) -> None:
     first = AsDone(options, engine="here", end=os.environ["END"])()
     rows, *second = AsDone(options, engine="here", resume=True)()
     if os.environ["RANK"] == "0":
-        trained = [a + b for a, b in zip(first[1], second[0], strict=True)]
+        # Without what came after the checkpoint that it resumed from.
+        pairs = zip(first[1], second[0], strict=True)
+        trained = [a[: STEPS - len(b)] + b for a, b in pairs]
         scored = [a["scored"] + b["scored"] for a, b in zip(first[2], second[1], strict=True)]
         Path(out).write_text(json.dumps([[rows, trained, scored]]))
     leave()
