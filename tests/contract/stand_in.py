@@ -16,11 +16,13 @@ class StandIn:
     """Serves ``model`` as vLLM 0.32 would, without vLLM.
 
     ``faults`` are applied to the next requests for samples, one each: a status, a body, a function
-    that changes a choice, or "lost" (never answered, and not counted among its requests).
+    that changes a choice, or "lost" (never answered, and not counted among its requests).  Paths in
+    ``busy`` are answered with 503 once.
     """
 
     def __init__(self, model):
         self.model, self.faults, self.posts, self.scores = model, [], 0, True
+        self.busy = set()
         self.version, self.working, self.lock = "0", 0, threading.Lock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.server.daemon_threads = True
@@ -41,6 +43,9 @@ class StandIn:
                 pass
 
             def answer(self, status, body):
+                if (path := self.path.split("?")[0]) in stand_in.busy:
+                    stand_in.busy.remove(path)
+                    status, body = 503, "overloaded"
                 data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))

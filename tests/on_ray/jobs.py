@@ -147,8 +147,12 @@ class Strike(TrainerCallback):
         here = int(os.environ["RANK"]) == self.rank and state.global_step == self.step
         if here and self.what == "stop here":
             control.should_training_stop = True
-        elif here and self.what != "pause":
+        elif here and self.what not in ("pause", "held"):
             strike(self.what)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.what == "held":  # by a disk that does not respond
+            time.sleep(1000)
 
 
 def strike(what: str) -> None:

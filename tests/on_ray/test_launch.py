@@ -168,20 +168,27 @@ def test_a_learner_that_dies_or_hangs_ends_the_run(fault, message, tmp_path):
     assert (tmp_path / "checkpoint-2").is_dir()
 
 
-def test_a_signal_stops_after_this_iteration_with_a_checkpoint_and_no_process_is_left(tmp_path):
+@pytest.mark.parametrize(("strike", "limit"), [("pause", 60), ("held", 4)])
+def test_a_signal_stops_after_this_iteration_with_a_checkpoint_and_no_process_is_left(
+    strike, limit, tmp_path
+):
+    """The limit counts from the end of the iteration, which is longer; one is held after it."""
     code = f"""
         from kedge.ray import LaunchLimits, launch
         from tests.on_ray.jobs import Train
 
         options = {{"total_episodes": 80000, "max_lag": 1, "output_dir": {str(tmp_path)!r}}}
         launch(
-            Train(options=options, strike=(0, 3, "pause")), learners=[2],
-            limits=LaunchLimits(heartbeat=0.5, patience=5.0),
+            Train(options=options, strike=(0, 3, {strike!r})), learners=[2],
+            limits=LaunchLimits(heartbeat=0.5, patience=5.0, stop={limit}),
             on_row=lambda row: print(row.get("step"), flush=True),
         )
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     for line in process.stdout:
         if line.strip() == "3":
@@ -189,9 +196,11 @@ def test_a_signal_stops_after_this_iteration_with_a_checkpoint_and_no_process_is
     theirs = psutil.Process(process.pid).children(recursive=True)
     assert len(theirs) > 4
     process.send_signal(signal.SIGTERM)
-    process.stdout.read()
-    process.stdout.close()
-    assert process.wait(120) == 128 + signal.SIGTERM
+    said = process.communicate(timeout=200)[1]
+    if strike == "pause":
+        assert process.returncode == 128 + signal.SIGTERM
+    else:
+        assert "learner 0, learner 1 did not exit within 4 s of the last iteration" in said
     _, alive = psutil.wait_procs(theirs, timeout=60)
     assert alive == []
     assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]

@@ -13,7 +13,7 @@ from kedge.errors import ConfigError, KedgeError, LostNodeError, RolloutError
 from kedge.loop.shutdown import exit_with
 from kedge.ray.cluster import ControlStore, cause
 from kedge.ray.context import HEALTH, ActorProcess
-from kedge.rollout.liveness import WARN_AFTER, RunningTime, silence
+from kedge.rollout.liveness import WARN_AFTER, RunningTime, silence, starting
 
 logger = logging.getLogger(__name__)
 _MAX_RESTARTS = 3  # in a row, without a finished call in between
@@ -151,17 +151,19 @@ class Actor:
         actor = ray.remote(concurrency_groups={HEALTH: 1})(role)
         self.handle = actor.options(**self._options).remote()
         ping = self._ping()
-        self._wait_for_process(ping)
+        with starting(f"{self.name} waits for its process"):
+            self._wait_for_process(ping)
         self.process = self._get(ping)
         built = self._build(self.handle)
         # Without health checks: a healthy process may not respond while it imports.
         clock = RunningTime()
-        while not self._ready([built], 1.0):
-            if clock.seconds() > self._limits.start:
-                raise LostActorError(
-                    f"{self._where} was not ready within {self._limits.start:g} s"
-                    " (worker_start_timeout)"
-                )
+        with starting(f"{self._where} imports and loads"):
+            while not self._ready([built], 1.0):
+                if clock.seconds() > self._limits.start:
+                    raise LostActorError(
+                        f"{self._where} was not ready within {self._limits.start:g} s"
+                        " (worker_start_timeout)"
+                    )
         self._get(built)
 
     def _wait_for_process(self, ping: Any) -> None:

@@ -24,6 +24,7 @@ class DriverMailbox:
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
         self._notes: list[str] = []
+        self._stops = False
 
     def post(self, row: dict[str, Any]) -> None:
         """Add a row of metrics."""
@@ -33,11 +34,15 @@ class DriverMailbox:
         """Add a warning."""
         self._notes.append(text)
 
-    def take(self) -> tuple[list[dict[str, Any]], list[str], int]:
-        """Rows and warnings since the last call, and the process id."""
+    def stop(self) -> None:
+        """Note that the last iteration has ended."""
+        self._stops = True
+
+    def take(self) -> tuple[list[dict[str, Any]], list[str], bool, int]:
+        """Rows and warnings since the last call, whether the ranks stop, and the process id."""
         rows, notes = self._rows, self._notes
         self._rows, self._notes = [], []
-        return rows, notes, os.getpid()
+        return rows, notes, self._stops, os.getpid()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,9 @@ class RankContext:
         self.mailbox.note.remote(f"learner {self.rank}: {text}")
 
     def stopping(self) -> bool:
-        """Whether the driver asked this rank to stop."""
+        """Whether the driver asked this rank to stop; called at the end of an iteration."""
+        if STOP.is_set():
+            self.mailbox.stop.remote()
         return STOP.is_set()
 
     def send(self, items: list[Any]) -> None:

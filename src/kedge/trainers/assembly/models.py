@@ -58,7 +58,7 @@ from kedge.models.value_head import (
 )
 from kedge.rewards.build import find_tokenizer
 from kedge.rewards.model import same_tokens
-from kedge.trainers.assembly.setup import Setup, trusts
+from kedge.trainers.assembly.setup import Setup, trusts_remote_code
 from kedge.trainers.spec import TrainerInputs, as_list
 
 logger = logging.getLogger(__name__)
@@ -414,7 +414,7 @@ class LearnerStage:
             gpus=args.ray_ref_gpus,
             autocast=self.setup.dtype,
             quick=not args.torch_compile,
-            trust=trusts(args),
+            trust=trusts_remote_code(args),
         )
 
 

@@ -64,7 +64,7 @@ class RolloutStage:
 
             self.replayed = RolloutReplay(
                 str(args.replay_rollouts),
-                about=recording_fingerprint(setup.sampling),
+                settings=recording_fingerprint(setup.sampling),
                 rank=setup.accelerator.process_index,
                 world_size=self.ranks,
                 rows=setup.sizes.local_rows,
@@ -108,7 +108,7 @@ class RolloutStage:
         make = partial(load_function(self.spec.build), inputs, **options)
         if not copies:
             return learner.wrap_engine(make())
-        engine = self._share(make, learner.world_size) if self.shared else make()
+        engine = self._start_on_first(make, learner.world_size) if self.shared else make()
         learner.copy_weights = WeightCopier(
             first_only=self.shared,
             dtype=getattr(engine, "sync_dtype", None),
@@ -118,7 +118,7 @@ class RolloutStage:
         )
         return engine
 
-    def _share(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
+    def _start_on_first(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
         """Make an engine on rank 0 that all ranks share."""
         from kedge.rollout.shared import build_shared_engine
 
@@ -182,9 +182,6 @@ def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Co
         engine: name of the rollout engine, for messages.
         vllm: whether vLLM samples.
         logprobs: ``RolloutEngine.logprob_kind``.
-
-    Raises:
-        ConfigError: options contradict each other, or the rollout engine cannot support them.
     """
     asked, correction = _asked_correction(args, vllm=vllm)
     recorded = logprobs != "none"
