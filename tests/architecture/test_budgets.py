@@ -12,7 +12,7 @@ SRC = ROOT / "src" / "kedge"
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
     ".": 1_990,
-    "algorithms": 1_090,
+    "algorithms": 1_080,
     "checkpoint": 960,
     "classic": 3_870,
     "cli": 3_741,
