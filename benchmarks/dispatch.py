@@ -2,13 +2,18 @@
 
     python -m benchmarks.dispatch         # simulation, and the cost of the scheduler
     python -m benchmarks.dispatch bounds  # what no drain, and the longest response, would permit
+    python -m benchmarks.dispatch repack  # what moving the last responses of a drain would gain
+    python -m benchmarks.dispatch steps   # seconds of a token step of vLLM by running requests
+    python -m benchmarks.dispatch learners  # 16 learners that share engines, and one
     python -m benchmarks.dispatch vllm    # requests one by one against whole batches, in vLLM
 
 The scheduling is Kedge's (``kedge.rollout.scheduler.dispatch``); engines are pretended.  A token
-step of an engine takes one unit of time, however many of its slots are used, as where decoding is
-bound by reading the weights.  Lengths are lognormal with median 600, cut at 8,192 tokens.  Training
-takes as long as sampling at full slots, which is the ideal;
-every figure is ideal time / time.
+step of an engine that samples n of its 64 slots takes 1 - load + load n / 64 units of time: with
+load 0 as much as a full engine, as where decoding is bound by reading the weights; with load 0.67 a
+third of it for a single response, as where the cache of a full engine is twice the weights.
+Lengths are lognormal with median 600, cut at 8,192 tokens.  Training takes as long as sampling at
+full slots, which is the ideal; every figure is ideal time / time, for tokens that are trained on.
+``benchmarks/dispatch_check.py`` computes the same table with no line of this file or of Kedge.
 """
 
 from __future__ import annotations
@@ -18,98 +23,117 @@ import heapq
 import itertools
 import json
 import math
+import pickle
 import random
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kedge.rollout.scheduler.dispatch import Dispatcher
-from kedge.types import PromptBatch, Sampling, group_rows
+import torch
+
+from kedge.rollout.scheduler.dispatch import Dispatcher, deal
+from kedge.rollout.scheduler.joining import SampleStore
+from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling, group_rows
 
 RESULTS = Path(__file__).parent / "results" / "dispatch.json"
-MEDIAN, CAP, SIGMAS = 600, 8192, (0.985, 0.5)
+MEDIAN, CAP, SIGMAS, LOADS, SLOTS, GROUP = 600, 8192, (0.985, 0.5), (0.0, 0.67), 64, 8
 PAUSE = 0.02  # of the ideal time of an iteration, for each weight update in flight
+PREFILL = 0.01  # steps of a full engine to read one token of a response that moved
 
 
 @dataclass(slots=True)
 class PretendEngine:
-    """Slots, and the version of the weights."""
+    """An engine with a clock of token steps, which runs slower the more rows there are."""
 
-    free: int
     version: int = 0
     held: dict[int, int] = field(default_factory=dict)  # group -> rows that are not complete
+    rows: int = 0
+    steps: float = 0.0  # token steps until ``at``
+    at: float = 0.0
+    ends: list[tuple[float, int, int]] = field(default_factory=list)  # step, group, length
+    loads: list[float] = field(default_factory=lambda: [0.0])  # step at which a version came
+    stamp: int = 0  # of its newest event; others are void
 
 
 class Simulation:
-    """A run of pretended engines and of training, on a clock that counts tokens.
+    """A run of pretended engines and of training, on a clock that counts steps of full engines.
 
     Args:
-        engines: number of engines.
-        slots: rows that each samples at once; an iteration has ``engines * slots`` rows.
+        engines: number of engines; an iteration has ``engines * SLOTS`` rows.
         max_lag: iterations that sampling may be ahead.
         in_flight: weights change under way; otherwise an engine first completes what it holds.
         sigma: of the logarithm of lengths.
-        group: rows per prompt.
+        load: share of the time of a full engine's step that is proportional to its rows.
         drains: without, an engine would hold weights of several versions, and start every response
             with the newest: no schedule of responses of one version starts them earlier.
+        repack: an engine that must complete what it holds gives it to another one with the same
+            weights, if both together hold at most so many rows; 0: never.
+        stale: versions by which weights may be older before an engine must load; None: Kedge's.
+        seed: of lengths.
     """
 
     def __init__(
         self,
         *,
         engines: int,
-        slots: int,
         max_lag: int,
-        in_flight: bool,
-        sigma: float,
-        group: int,
+        in_flight: bool = False,
+        sigma: float = SIGMAS[0],
+        load: float = LOADS[1],
         drains: bool = True,
+        repack: int = 0,
+        stale: int | None = None,
+        seed: int = 0,
     ) -> None:
-        self.in_flight, self.max_lag, self.group = in_flight, max_lag, group
-        self.drains = drains
-        self.rng = random.Random(0)
+        self.in_flight, self.max_lag, self.load = in_flight, max_lag, load
+        self.drains, self.repack = drains, repack
+        self.stale = max_lag // 2 if stale is None else stale
+        self.rng = random.Random(seed)
         self.lengths = [
             min(CAP, max(1, round(self.rng.lognormvariate(math.log(MEDIAN), sigma))))
             for _ in range(200_000)
         ]
-        self.ideal = sum(self.lengths) / len(self.lengths)
+        self.ideal = statistics.fmean(self.lengths)
         self.dispatcher = Dispatcher(
-            per_step=engines * slots // group, max_lag=max_lag, in_flight=in_flight, end=10**9
+            per_step=engines * SLOTS // GROUP, max_lag=max_lag, in_flight=in_flight, end=10**9
         )
-        self.engines = [PretendEngine(slots) for _ in range(engines)]
-        self.events: list[tuple[float, int, int]] = []  # a row ends: time, engine, group
-        self.sampling = self.newest = self.tokens = self.too_old = 0
+        self.engines = [PretendEngine() for _ in range(engines)]
+        self.events: list[tuple[float, int, int]] = []  # a row ends: time, engine, stamp
+        self.sampling = self.newest = 0
         self.now = 0.0
         self.paused = 0.0  # until now; engines do not see this time
-        self.begins: dict[int, list[tuple[float, int]]] = {}  # rows of a group: begin, length
-        self.started: dict[int, int] = {}  # group -> version
-        self.updates = [0.0]  # when each version was loaded, in the time of engines
+        self.groups: dict[int, tuple[int, float, list[int]]] = {}  # engine, first step, lengths
+        self.ages: Counter[int] = Counter()  # tokens by age in iterations
 
     def run(self, iterations: int, warm_up: int) -> dict[str, float]:
-        """Share of the ideal, of tokens that are too old, and CPU seconds per iteration."""
-        begin_time = begin_cpu = 0.0
+        """Shares of the ideal, and ages of tokens."""
+        begin = 0.0
         self.refill_all()
-        for step in range(iterations):
+        for step in range(iterations + warm_up):
             if step == warm_up:
-                begin_time, begin_cpu = self.now, time.process_time()
-                self.tokens = self.too_old = 0
+                begin = self.now
+                self.ages.clear()
             while (taken := self.dispatcher.take(step)) is None:
                 self.advance()
             self.count(taken, step)
             self.train(step)
-        steps = iterations - warm_up
+        share = iterations * self.ideal / (self.now - begin)
+        tokens = self.ages.total()
+        old = sum(n for age, n in self.ages.items() if age > self.max_lag) / tokens
         return {
-            "share": steps * self.ideal / (self.now - begin_time),
-            "too_old_tokens": self.too_old / (self.tokens + self.too_old),
-            "cpu_seconds": (time.process_time() - begin_cpu) / steps,
+            "trained": share,  # every token
+            "too_old_tokens": old,
+            "trained_mask_old": share * (1 - old),
+            "mean_age": sum(age * n for age, n in self.ages.items()) / tokens,
         }
 
     def train(self, step: int) -> None:
         """Train for the ideal time, while engines sample, then send the new weights."""
         end = self.now + self.ideal
-        while self.events and self.events[0][0] + self.paused <= end:
+        while self.next_event() + self.paused <= end:
             if self.in_flight and self.dispatcher.room(self.newest) <= 0:
                 self.paused += end - self.now
                 break
@@ -117,7 +141,6 @@ class Simulation:
         pause = PAUSE * self.ideal if self.in_flight else 0.0
         self.paused += pause
         self.now, self.newest = end + pause, step + 1
-        self.updates.append(self.now - self.paused)
         self.refill_all()
 
     def refill_all(self) -> None:
@@ -126,67 +149,231 @@ class Simulation:
             self.refill(index)
 
     def refill(self, index: int) -> None:
-        """Start groups in the free slots of an engine."""
-        engine, group = self.engines[index], self.group
-        if engine.version < self.newest and (self.in_flight or not engine.held):
+        """Load weights if the engine may, and start groups in its free slots."""
+        engine = self.engines[index]
+        if self.repack and engine.held and self.newest - engine.version > self.stale:
+            self.move(index)
+        if engine.version < self.newest and (self.in_flight or not self.drains or not engine.held):
+            self.sync(engine)
+            engine.loads += [engine.steps] * (self.newest + 1 - len(engine.loads))
             engine.version = self.newest
-            self.dispatcher.reload(engine.held, self.newest)
-        if not self.drains:
-            engine.version = self.newest
-        if not self.dispatcher.may_start(engine.version, self.newest):
+            self.dispatcher.reload(engine.held if self.in_flight else (), self.newest)
+        if not self.in_flight and self.newest - engine.version > self.stale:
             return
-        limit = engine.free // group
+        limit = (SLOTS - engine.rows) // GROUP
         if self.in_flight:
-            limit = min(limit, int(self.dispatcher.room(self.newest, self.sampling / group)))
-        for number in self.dispatcher.start(engine.version, max(0, limit)):
-            engine.free -= group
-            self.sampling += group
-            engine.held[number] = group
-            self.started[number] = engine.version
-            begin = self.now - self.paused
-            self.begins[number] = [(begin, self.rng.choice(self.lengths)) for _ in range(group)]
-            for _, length in self.begins[number]:
-                heapq.heappush(self.events, (begin + length, index, number))
+            limit = min(limit, int(self.dispatcher.room(self.newest, self.sampling / GROUP)))
+        started = self.dispatcher.start(engine.version, max(0, limit))
+        self.sync(engine)
+        for number in started:
+            lengths = [self.rng.choice(self.lengths) for _ in range(GROUP)]
+            self.groups[number] = index, engine.steps, lengths
+            engine.held[number] = GROUP
+            engine.rows += GROUP
+            self.sampling += GROUP
+            for length in lengths:
+                heapq.heappush(engine.ends, (engine.steps + length, number, length))
+        if started:
+            self.schedule(index)
+
+    def move(self, index: int) -> None:
+        """Give all rows of the engine to another one with its weights, as tokens."""
+        engine, best = self.engines[index], None
+        for other in self.engines:
+            fits = other.version == engine.version and other.rows + engine.rows <= self.repack
+            if (
+                other is not engine
+                and other.held
+                and fits
+                and other.rows > getattr(best, "rows", 0)
+            ):
+                best = other
+        if best is None:
+            return
+        self.sync(engine), self.sync(best)
+        place = self.engines.index(best)
+        for end, number, length in engine.ends:
+            rest = max(0.0, end - engine.steps)
+            heapq.heappush(best.ends, (best.steps + rest, number, length))
+            best.at += PREFILL * (length - rest)
+        best.held |= engine.held
+        best.rows += engine.rows
+        engine.held, engine.rows, engine.ends = {}, 0, []
+        self.schedule(index), self.schedule(place)
+
+    def seconds(self, engine: PretendEngine) -> float:
+        """Time of one token step."""
+        return 1 - self.load + self.load * engine.rows / SLOTS
+
+    def sync(self, engine: PretendEngine) -> None:
+        """Bring the engine's clock to now."""
+        now = self.now - self.paused
+        if engine.rows and now > engine.at:
+            engine.steps += (now - engine.at) / self.seconds(engine)
+        engine.at = max(engine.at, now)
+
+    def schedule(self, index: int) -> None:
+        """Replace the engine's event: its next row ends."""
+        engine = self.engines[index]
+        engine.stamp += 1
+        if engine.ends:
+            wait = max(0.0, engine.ends[0][0] - engine.steps) * self.seconds(engine)
+            heapq.heappush(self.events, (engine.at + wait, index, engine.stamp))
+
+    def next_event(self) -> float:
+        """Time of the next event, in the time of engines."""
+        while self.events and self.events[0][2] != self.engines[self.events[0][1]].stamp:
+            heapq.heappop(self.events)
+        return self.events[0][0] if self.events else math.inf
 
     def advance(self) -> None:
         """The next row ends."""
-        at, index, number = heapq.heappop(self.events)
-        self.now = max(self.now, at + self.paused)
+        self.now = max(self.now, self.next_event() + self.paused)
+        index = heapq.heappop(self.events)[1]
         engine = self.engines[index]
-        engine.free += 1
+        self.sync(engine)
+        end, number, _ = heapq.heappop(engine.ends)
+        engine.steps = max(engine.steps, end)
+        engine.rows -= 1
         self.sampling -= 1
         engine.held[number] -= 1
         if not engine.held[number]:
             del engine.held[number]
-            started = self.started.pop(number)
-            self.dispatcher.complete([number], started if not self.drains else engine.version)
-        if engine.free >= self.group:
-            self.refill(index)
+            since = self.dispatcher.running[number]
+            self.dispatcher.complete([number], engine.version if self.in_flight else since)
+            if not self.in_flight:
+                self.groups[number] = since, 0.0, self.groups[number][2]
+        self.refill(index)
+        self.schedule(index)
 
     def count(self, taken: list[int], step: int) -> None:
-        """Count the tokens that are trained on, and those older than ``max_lag``."""
-        oldest = self.updates[max(0, step - self.max_lag)]
+        """Count the tokens that are trained on, by age."""
         for number in taken:
-            for begin, length in self.begins.pop(number):
-                old = min(length, max(0, round(oldest - begin))) if self.in_flight else 0
-                self.too_old += old
-                self.tokens += length - old
+            place, begin, lengths = self.groups.pop(number)
+            if not self.in_flight:
+                self.ages[step - place] += sum(lengths)
+                continue
+            loads = [*self.engines[place].loads, math.inf]
+            for version in range(len(loads) - 2, -1, -1):
+                first, last = max(loads[version], begin), loads[version + 1]
+                self.ages[step - version] += sum(
+                    max(0, round(min(last, begin + n) - first)) for n in lengths
+                )
+                if first == begin:
+                    break
+
+
+def run_case(rounds: int = 0, **case: Any) -> dict[str, Any]:
+    """A row of the table: the figures of a simulation with these arguments."""
+    rounds = rounds or {8: 60, 64: 16}.get(case["engines"], 4)
+    figures = Simulation(**case).run(rounds, 6 + 2 * case["max_lag"])
+    result = case | {name: round(x, 4) for name, x in figures.items()}
+    print(json.dumps(result), flush=True)
+    return result
 
 
 def simulate() -> list[dict[str, Any]]:
-    """All figures of the simulation."""
+    """All figures of the simulation, for one learner."""
+    names = ("engines", "sigma", "load", "in_flight", "max_lag")
+    cases = [*itertools.product((8, 64), SIGMAS, LOADS, (False, True), (1, 2, 4, 8))]
+    cases += itertools.product((512,), SIGMAS[:1], LOADS[:1], (False, True), (2, 4))  # minutes
+    return [run_case(**dict(zip(names, case, strict=True))) for case in cases]
+
+
+class Learners(Simulation):
+    """Several learners: groups are dealt to them, and each iteration lasts as long as the slowest.
+
+    Args:
+        learners: number of them.
+        dealing: tokens of each group and number of learners -> the groups of each.
+    """
+
+    def __init__(self, learners: int, dealing: Any, **case: Any) -> None:
+        super().__init__(**case)
+        self.learners, self.dealing, self.slowest = learners, dealing, [1.0]
+
+    def count(self, taken: list[int], step: int) -> None:
+        tokens = {n: sum(self.groups[n][2]) for n in taken}
+        shares = [sum(map(tokens.__getitem__, own)) for own in self.dealing(tokens, self.learners)]
+        self.slowest.append(max(shares) / statistics.mean(shares))
+        super().count(taken, step)
+
+    def train(self, step: int) -> None:
+        ideal = self.ideal
+        self.ideal *= self.slowest[-1]
+        super().train(step)
+        self.ideal = ideal
+
+
+def in_order(tokens: dict[int, int], ranks: int) -> list[list[int]]:
+    """Groups as they were done, whatever their tokens: for comparison."""
+    return [list(tokens)[rank::ranks] for rank in range(ranks)]
+
+
+def learners() -> list[dict[str, Any]]:
+    """Share of the ideal that one learner and 16 that share the same 16 engines train with."""
     results = []
-    cases = itertools.product((8, 64, 512), (1, 2, 4, 8), (False, True), SIGMAS, (8, 1))
-    for engines, lag, in_flight, sigma, group in cases:
-        if engines > 8 and group == 1:
-            continue  # minutes, and nearly the figures of 8 engines
-        case = {"engines": engines, "max_lag": lag, "in_flight": in_flight, "sigma": sigma}
-        simulation = Simulation(**case, slots=64, group=group)
+    cases = itertools.product(SIGMAS, (1, 2, 4, 8), (False, True))
+    for sigma, lag, in_flight in cases:
+        case = {"max_lag": lag, "in_flight": in_flight, "sigma": sigma}
         warm_up = 6 + 2 * lag
-        rounds = 4 if engines == 512 else 12
-        results.append({**case, "group": group} | simulation.run(warm_up + rounds, warm_up))
+        found: dict[str, Any] = dict(case)
+        for name, number, dealing in (
+            ("one", 1, deal),
+            ("sixteen", 16, deal),
+            ("by_order", 16, in_order),
+        ):
+            made = Learners(number, dealing, engines=16, load=LOADS[0], **case)
+            run = made.run(60, warm_up)
+            found[name] = run["trained"]
+            found[f"{name}_mask_old"] = run["trained_mask_old"]
+            found[f"{name}_slowest"] = statistics.mean(made.slowest[warm_up + 1 :])
+        results.append(found)
         print(json.dumps(results[-1]), flush=True)
     return results
+
+
+def dealing_seconds(ranks: int = 16, rows: int = 1024) -> dict[str, float]:
+    """CPU seconds of rank 0 for one iteration of several learners, and bytes for each other one.
+
+    Groups are added to the store, one by one, as they are scored; then all are dealt and pickled.
+    """
+    made = Simulation(engines=1, max_lag=1, in_flight=True)
+    samples = []
+    for number in range(rows // 8):
+        lengths = torch.tensor([made.rng.choice(made.lengths) for _ in range(8)])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        prompt = torch.ones(8, 200, dtype=torch.bool)
+        rollout = Rollout(
+            prompts=PromptBatch(
+                ids=prompt.long(),
+                mask=prompt,
+                group=torch.full((8,), number),
+                row=torch.arange(number * 8, number * 8 + 8),
+            ),
+            ids=torch.zeros(mask.shape, dtype=torch.int64),
+            loss_mask=mask,
+            response_mask=mask,
+            terminated=mask[:, 0],
+            version=torch.zeros(8, dtype=torch.int64),
+            behavior_logprobs=torch.zeros(mask.shape),
+        )
+        output = RewardOutput(scores=torch.zeros(8), valid=torch.ones(8, dtype=torch.bool))
+        samples.append(Sample(rollout=rollout, reward_output=output))
+    store, begin = SampleStore(), time.process_time()
+    for sample in samples:
+        store.add(sample)
+    added = time.process_time()
+    dealt = deal({n: store.tokens(n) for n in range(len(samples))}, ranks)
+    parts = [store.take(own) for own in dealt]
+    taken = time.process_time()
+    pickled = [len(pickle.dumps(part)) for part in parts]
+    return {
+        "add": added - begin,
+        "deal": taken - added,
+        "pickle": time.process_time() - taken,
+        "bytes": statistics.mean(pickled),
+    }
 
 
 def bounds() -> list[dict[str, Any]]:
@@ -194,19 +381,26 @@ def bounds() -> list[dict[str, Any]]:
 
     ``several_versions``: engines that need not complete what they hold before they load weights.
     ``longest``: the longest response of an iteration, started as soon as its weights exist, must be
-    complete before the training that is ``max_lag`` iterations later begins.
+    complete before the training that is ``max_lag`` iterations later begins; alone in its engine.
     """
     results = []
-    for sigma, engines, lag in itertools.product(SIGMAS, (8, 64), (1, 2, 4, 8)):
-        case = {"engines": engines, "max_lag": lag, "sigma": sigma}
-        simulation = Simulation(**case, slots=64, group=8, in_flight=False, drains=False)
-        draws = [simulation.rng.choices(simulation.lengths, k=engines * 64) for _ in range(100)]
-        longest = statistics.mean(map(max, draws))
-        share = simulation.run(18 + 2 * lag, 6 + 2 * lag)["share"]
+    for load, engines, lag in itertools.product(LOADS, (8, 64), (1, 2, 4, 8)):
+        case = {"engines": engines, "max_lag": lag, "sigma": SIGMAS[0], "load": load}
+        simulation = Simulation(**case, drains=False)
+        draws = [simulation.rng.choices(simulation.lengths, k=engines * SLOTS) for _ in range(100)]
+        longest = statistics.mean(map(max, draws)) * (1 - load + load / SLOTS)
+        share = run_case(60 if engines == 8 else 20, **case, drains=False)["trained"]
         bound = min(1.0, (lag + 1) / (longest / simulation.ideal + 1))
-        results.append({**case, "several_versions": share, "longest": bound})
+        results.append({**case, "several_versions": share, "longest": round(bound, 4)})
         print(json.dumps(results[-1]), flush=True)
     return results
+
+
+def repack() -> list[dict[str, Any]]:
+    """Draining engines that give their last responses to one with the same weights."""
+    cases = itertools.product((8, 64), (4, 8), (0, 8, 16, 64))
+    rounds = {8: 60, 64: 8}
+    return [run_case(rounds[e], engines=e, max_lag=lag, repack=rows) for e, lag, rows in cases]
 
 
 def scheduler_seconds(engines: int = 512, slots: int = 256, group: int = 8) -> float:
@@ -225,6 +419,36 @@ def scheduler_seconds(engines: int = 512, slots: int = 256, group: int = 8) -> f
                 taken = dispatcher.take(step)
         assert taken is not None
     return (time.process_time() - begin) / 3
+
+
+def vllm_steps() -> dict[str, dict[int, float]]:
+    """CPU milliseconds of a token step of vLLM by the number of running requests.
+
+    A Llama of 87 million random weights, prompts of 16 tokens, 64 steps, one thread.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
+
+    shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 3, "vocab_size": 8192}
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads))
+    template = PolicyTemplate.of(model)
+    engine = VLLMEngine(InProcess(template, dict(model.state_dict())), template, pad_id=0)
+
+    def seconds(rows: int, tokens: int) -> float:
+        ids, numbers = torch.randint(3, 8000, (rows, 16)), torch.arange(rows)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        batch = PromptBatch(ids=ids, mask=mask, group=numbers, row=numbers)
+        begin = time.process_time()
+        engine.generate(batch, sampling=Sampling(max_new_tokens=tokens), seed=1)
+        return time.process_time() - begin
+
+    seconds(8, 8)
+    timed = {n: [[seconds(n, k) for _ in range(3)] for k in (8, 72)] for n in (1, 8, 16, 32, 64)}
+    of_row = {n: [statistics.median(x) for x in pair] for n, pair in timed.items()}
+    return {"cpu_ms_by_rows": {n: 1e3 * (x[1] - x[0]) / 64 for n, x in of_row.items()}}
 
 
 def vllm_seconds() -> dict[str, float]:
@@ -263,18 +487,29 @@ def groups_of(batch: PromptBatch) -> list[PromptBatch]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    kinds = ("simulation", "bounds", "vllm")
+    kinds = ("simulation", "bounds", "repack", "steps", "learners", "vllm")
     parser.add_argument("what", nargs="?", choices=kinds, default="simulation")
     what = parser.parse_args().what
     if what == "vllm":
         results: Any = {"vllm": vllm_seconds()}
-    elif what == "bounds":
-        results = {"bounds": bounds()}
+    elif what == "steps":
+        results = {"steps": vllm_steps()}
+    elif what in ("bounds", "repack"):
+        results = {what: {"bounds": bounds, "repack": repack}[what]()}
+    elif what == "learners":
+        results = {
+            "dealing_seconds": [dealing_seconds() for _ in range(2)][-1],  # the first warms up
+            "learners": learners(),
+        }
     else:
         results = {"scheduler_seconds": scheduler_seconds(), "simulation": simulate()}
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     RESULTS.write_text(json.dumps(before | results, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in results.items() if k in ("vllm", "scheduler_seconds")}))
+    print(
+        json.dumps(
+            {k: v for k, v in results.items() if k in ("vllm", "steps", "scheduler_seconds")}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from .ray_run import ITERATIONS, LIMIT, Run, line_of, rows, same
 RESULTS = Path(__file__).parent / "results"
 OTHER = re.compile("preflight|the trained model is in|the resumed run|Token authentication")
 SUSPENDED = 70.0  # seconds
+LONG = 600.0  # seconds of a long iteration
 STRIKE_AT = 3  # iterations that are finished when the fault strikes, unless --at says otherwise
 
 
@@ -55,6 +56,7 @@ class Fault:
     sampling: tuple[str, ...] = ()  # names of processes; the fault waits until one samples
     flags: tuple[str, ...] = ()
     cpus: tuple[int, int] | None = None  # of the nodes, if the run is on a cluster of two
+    seconds: float = 0.0  # of the iteration in which it strikes
     role: str = "Learner"  # whose node is lost
 
 
@@ -97,6 +99,18 @@ def driver(number: int, *, group: bool = False) -> Callable[[Run], None]:
     return strike
 
 
+def in_long_iteration(strike: Callable[[Run], None]) -> Fault:
+    """A fault in the middle of an iteration of ten minutes."""
+
+    def strike_later(run: Run) -> None:
+        run.long.write_text(str(LONG))
+        run.wait(lambda: not run.long.exists() or run.ended())
+        time.sleep(2.0)
+        strike(run)
+
+    return Fault(strike=strike_later, recovers=False, seconds=LONG)
+
+
 def suspend(run: Run) -> None:
     """Stop all processes of the run as a batch system does, for longer than the timeouts."""
     processes = [psutil.Process(run.process.pid), *run.children()]
@@ -135,6 +149,10 @@ FAULTS = {
     "term_to_driver": Fault(strike=driver(15), recovers=False),
     "interrupt_to_driver": Fault(strike=driver(2), recovers=False),
     "term_to_group": Fault(strike=driver(15, group=True), recovers=False),
+    "term_in_long_iteration": in_long_iteration(driver(15)),
+    "interrupt_in_long_iteration": in_long_iteration(driver(2)),
+    "term_to_group_in_long_iteration": in_long_iteration(driver(15, group=True)),
+    "learner_killed_in_long_iteration": in_long_iteration(send(9, "ray::Learner")),
     "all_stopped": Fault(strike=suspend, recovers=True),
     "driver_killed": Fault(strike=driver(9), recovers=False),
     "engine_in_flight_killed": Fault(
@@ -229,9 +247,10 @@ def inject(
             before = run.steps
             strike(run)
             enough = min(before + 2, ITERATIONS) if fault.recovers else ITERATIONS + 1
-            run.wait(lambda: heard.seconds() and (run.ended() or run.steps >= enough))
+            limit = LIMIT + fault.seconds
+            run.wait(lambda: heard.seconds() and (run.ended() or run.steps >= enough), limit)
             seconds = heard.seconds()
-            while not run.ended() and heard.seconds() < 2 * LIMIT:
+            while not run.ended() and heard.seconds() < 2 * limit:
                 run.children()
                 time.sleep(0.2)
         except TimeoutError:
@@ -298,7 +317,9 @@ def table(faults: list[dict[str, Any]]) -> str:
         if not of_kind:
             continue
         found = [fault["found"] for fault in of_kind if fault["found"] is not None]
-        left = Counter(name.split()[0] for fault in of_kind for name in {*fault["left"]})
+        left = Counter(
+            re.sub(r"-\w+$", "", name.split()[0]) for fault in of_kind for name in {*fault["left"]}
+        )
         said = [short(fault["said"][0]) for fault in reversed(of_kind) if fault["said"]]
         exact = [fault["exact"] for fault in of_kind if fault["exact"] is not None]
         cells = [

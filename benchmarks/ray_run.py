@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +25,12 @@ TIMED = ("time/", "eps", "tokens_per_second", "train_", "step_time", "rollout/re
 
 
 def words(completions: Sequence[str], **_: Any) -> list[float]:
-    """The reward: words of each response."""
+    """The reward: words of each response.  A file may say that it takes long, once."""
+    long = Path(os.environ["KEDGE_LONG_ITERATION"])
+    if long.exists():
+        seconds = float(long.read_text())
+        long.unlink()
+        time.sleep(seconds)
     return [float(len(c.split())) for c in completions]
 
 
@@ -58,7 +64,8 @@ class Run:
     """A started command, in a process group of its own, with its output in files."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
-        self.folder = folder
+        self.folder, self.long = folder, folder / "long"
+        self._files = leftovers()
         folder.mkdir(parents=True, exist_ok=True)
         self._out, self._err = folder / "stdout", folder / "stderr"
         with self._out.open("ab") as out, self._err.open("ab") as err:
@@ -67,7 +74,9 @@ class Run:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                env=os.environ | {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"},
+                env=os.environ
+                | {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
+                | {"KEDGE_LONG_ITERATION": str(self.long)},
             )
         self._seen: dict[int, psutil.Process] = {}
 
@@ -106,13 +115,20 @@ class Run:
         return [p for p in self.children() if any(name in line_of(p) for name in names)]
 
     def left(self, seconds: float = 30.0) -> list[str]:
-        """Processes that still run some time after the end; they are killed."""
+        """Processes that still run some time after the end, and files; processes are killed."""
         _, alive = psutil.wait_procs(self._seen.values(), timeout=seconds)
-        names = [line_of(p)[:60] for p in alive]
+        names = [line_of(p)[:60] for p in alive] + sorted(leftovers() - self._files)
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         return names
+
+
+def leftovers() -> set[str]:
+    """Files and folders of Kedge in shared memory and in the temporary folder."""
+    places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    kinds = ("kedge-weights-*", "kedge-lora-*", "kedge-vllm-*")
+    return {str(path) for place in places for kind in kinds for path in place.glob(kind)}
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

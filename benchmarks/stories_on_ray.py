@@ -50,6 +50,14 @@ SIDES: dict[str, dict[str, Any]] = {
     "vLLM on Ray, max_lag=1, truncated": APART | {"sampler_correction": "truncate"},
     "vLLM on Ray, max_lag=1, in flight": IN_FLIGHT,
     "vLLM on Ray, max_lag=4, in flight": IN_FLIGHT | {"max_lag": 4},
+    **{
+        f"embedded, max_lag={lag}, in flight": {
+            "rollout_schedule": "as_completed",
+            "in_flight_weight_updates": True,
+            "max_lag": lag,
+        }
+        for lag in (2, 4)
+    },
 }
 
 
@@ -85,7 +93,7 @@ def trainer(side: str, seed: int, updates: int, **changes: Any) -> PPOTrainer:
 
 def run(side: str, seed: int, updates: int, engines: int, prompts: int) -> dict[str, Any]:
     """One run."""
-    apart = {"vllm_num_engines": engines} if SIDES[side] else {}
+    apart = {"vllm_num_engines": engines} if "Ray" in side else {}
     made = trainer(side, seed, updates, per_device_train_batch_size=prompts, **apart)
     begin = time.perf_counter()
     made.train()

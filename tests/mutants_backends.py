@@ -59,11 +59,11 @@ MUTANTS = [
         "tests/unit/test_ray_placement.py",
     ),
     Mutant(
-        "the servers of all learners share the same GPUs",
-        "rollout/vllm/build.py",
-        "gpus = free[before * count * each :]",
-        "gpus = free",
-        "tests/unit/test_vllm_options.py",
+        "a rank may get more groups than the others",
+        "rollout/scheduler/dispatch.py",
+        "if len(dealt[rank]) * ranks < len(tokens):",
+        "if True:",
+        "tests/property/test_as_completed.py",
     ),
     Mutant(
         "all engines have the same ranks in the group that receives weights",
@@ -89,20 +89,20 @@ MUTANTS = [
     Mutant(
         "value of the state after its token",
         "models/packing.py",
-        "(prompts + self.prompt_lengths)[row]) - 1",
-        "(prompts + self.prompt_lengths)[row])",
+        "return (after - 1).clamp(min=0)",
+        "return after",
         GRADIENT + " " + LEARNER,
     ),
     Mutant(
         "classic scores are scaled by the deviation of nothing",
         "classic/samples.py",
-        "            running.update(self.sums)\n",
+        "            running.update(self.totals)\n",
         "",
         "tests/unit/test_classic_scores.py",
     ),
     Mutant(
         "classic moments of batches are averaged",
-        "classic/samples.py",
+        "math/running.py",
         "self.squares += squares + gap**2 * self.count * count / both",
         "self.squares += squares",
         "tests/unit/test_classic_scores.py",
@@ -110,8 +110,8 @@ MUTANTS = [
     Mutant(
         "a mask of classic responses is forgotten",
         "classic/samples.py",
-        "loss_mask=padded(samples.masks)",
-        "loss_mask=padded([torch.ones_like(r, dtype=torch.bool) for r in responses])",
+        "loss_mask=pad_tensors(samples.masks)",
+        "loss_mask=pad_tensors([torch.ones_like(r, dtype=torch.bool) for r in responses])",
         CLASSIC,
     ),
     Mutant(

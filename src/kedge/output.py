@@ -122,7 +122,7 @@ class RunLock:
                     lock.file.unlink()
                 else:
                     logger.warning(
-                        "%s was moved or deleted during the run: its present contents began"
+                        "%s was moved or deleted while the run wrote to it: its contents began"
                         " after that",
                         lock.file.parent,
                     )
@@ -186,7 +186,7 @@ def _try_lock(handle: int) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        logger.warning("no file locks here (%s): a second run is not noticed", error)
+        logger.warning("no locks here (%s): a second run in the folder is not noticed", error)
     return True
 
 

@@ -70,7 +70,7 @@ def hint(name: str, known: Collection[str], *, dashes: str = "") -> str:
     return f"; the nearest is {dashes}{close[0]}" if close else ""
 
 
-def named(
+def suggest_names(
     kind: str, *, config: type | None = None, also: Collection[str] = ()
 ) -> Callable[[Class], Class]:
     """Class decorator: unknown keywords raise an OptionError with a suggestion.

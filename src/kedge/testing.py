@@ -100,10 +100,7 @@ class FunctionReward:
 
 
 def tiny_policy(
-    family: Literal["llama", "gpt2", "gpt_neox", "qwen2"] = "llama",
-    *,
-    seed: int = 0,
-    **config: Any,
+    family: Literal["llama", "gpt2", "gpt_neox", "qwen2"] = "llama", *, seed: int = 0, **config: Any
 ) -> PreTrainedModel:
     """A randomly initialized causal language model of a few thousand weights, float32.
 

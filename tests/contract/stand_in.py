@@ -16,11 +16,13 @@ class StandIn:
     """Serves ``model`` as vLLM 0.32 would, without vLLM.
 
     ``faults`` are applied to the next requests for samples, one each: a status, a body, a function
-    that changes a choice, or "lost" (never answered, and not counted among its requests).
+    that changes a choice, or "lost" (never answered, and not counted among its requests).  Paths in
+    ``busy`` are answered with 503 once.
     """
 
     def __init__(self, model):
         self.model, self.faults, self.posts, self.scores = model, [], 0, True
+        self.busy = set()
         self.version, self.working, self.lock = "0", 0, threading.Lock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.server.daemon_threads = True
@@ -41,6 +43,9 @@ class StandIn:
                 pass
 
             def answer(self, status, body):
+                if (path := self.path.split("?")[0]) in stand_in.busy:
+                    stand_in.busy.remove(path)
+                    status, body = 503, "overloaded"
                 data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
@@ -73,7 +78,11 @@ class StandIn:
 
     def post(self, path, body):
         if path == "/inference/v1/generate" and "token_ids" in body:
-            return self.generate(body["token_ids"], body["sampling_params"])
+            self.working += 1
+            try:
+                return self.generate(body["token_ids"], body["sampling_params"])
+            finally:
+                self.working -= 1
         if path == "/collective_rpc":
             for file in Path(body["kwargs"]["weights_path"]).glob("*.safetensors"):
                 self.model.load_state_dict(load_file(file), strict=False)
@@ -97,7 +106,9 @@ class StandIn:
             fault = self.faults.pop(0) if self.faults else None
             if fault == "lost":
                 self.lock.release()
+                self.working -= 1
                 time.sleep(20)
+                self.working += 1
                 self.lock.acquire()
             if isinstance(fault, tuple):
                 return fault

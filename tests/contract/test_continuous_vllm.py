@@ -46,7 +46,9 @@ def test_requests_one_by_one_give_the_responses_of_whole_batches(engine: Any) ->
     assert got.version.tolist() == [0] * 18
 
 
-def test_responses_continue_with_new_weights_and_every_token_has_its_version(engine: Any) -> None:
+def test_responses_continue_with_new_weights_and_every_token_has_its_version(
+    engine: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     weights = trained(policy())
     moved = {
         name: w + 0.05 * torch.randn(w.shape, generator=torch.Generator().manual_seed(1))
@@ -74,3 +76,4 @@ def test_responses_continue_with_new_weights_and_every_token_has_its_version(eng
     engine.load_weights(moved, 5)  # nothing is held: caches are reset
     again = engine.generate(prompts(), sampling=Sampling(max_new_tokens=8), seed=0)
     assert torch.equal(fresh.ids, again.ids)
+    assert "Failed to" not in "".join(capfd.readouterr())  # of RotaryEmbedding, and of the cache

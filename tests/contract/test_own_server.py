@@ -59,7 +59,9 @@ def test_an_overloaded_server_is_asked_again(server, tmp_path):
     server.version = "0"
     server.model = policy()
     server.faults = [(503, "overloaded"), (429, {}), None, (502, "<html>bad gateway</html>")]
+    server.busy = {"/collective_rpc", "/pause", "/weight_info", "/v1/models", "/reset_prefix_cache"}
     assert train(server, tmp_path / "b") == undisturbed
+    assert not server.busy
     assert server.posts == posts + 3
 
 

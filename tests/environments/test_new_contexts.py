@@ -14,16 +14,7 @@ from kedge.learner.settings import LearnerSettings
 from kedge.models.model import CausalParts
 from kedge.testing import tiny_policy
 from tests.e2e.small import rows
-from tests.environments.toys import (
-    VOCAB,
-    Echo,
-    engine,
-    played,
-    policy,
-    prompts,
-    rollouts,
-    sampling,
-)
+from tests.environments.toys import VOCAB, Echo, engine, played, policy, prompts, rollouts, sampling
 
 
 class Compact(Echo):

@@ -164,7 +164,7 @@ def test_scores_of_all_labels_in_their_order(monkeypatch: pytest.MonkeyPatch) ->
 def test_options_of_ms_swift_reach_the_trainer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kedge.compat.hf_trainer import PPOConfig, passed_on
+    from kedge.compat.hf_trainer import PPOConfig, to_kedge_config
 
     given = {
         **{"data_seed": 7, "ddp_timeout": 99, "load_best_model_at_end": True, "save_steps": 2},
@@ -174,8 +174,8 @@ def test_options_of_ms_swift_reach_the_trainer(
     }
     swift = {"remove_unused_columns": False, "accelerator_config": {"dispatch_batches": False}}
     args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, **given, **swift)
-    passed = passed_on(args)
+    passed = to_kedge_config(args)
     assert {name: getattr(passed, name) for name in given} == given
     assert "does not read" not in caplog.text
-    passed_on(PPOConfig(output_dir=str(tmp_path), use_cpu=True, neftune_noise_alpha=1.0))
+    to_kedge_config(PPOConfig(output_dir=str(tmp_path), use_cpu=True, neftune_noise_alpha=1.0))
     assert "Kedge does not read these options: neftune_noise_alpha" in caplog.text

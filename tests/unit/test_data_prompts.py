@@ -157,10 +157,7 @@ def test_a_data_collator_pads_and_its_mask_is_believed():
 @pytest.mark.parametrize(
     ("collate", "message"),
     [
-        (
-            lambda rows: {"input_ids": [[1]] * 3},
-            r"input_ids of shapes \(3, 1\) and \(0,\)",
-        ),
+        (lambda rows: {"input_ids": [[1]] * 3}, r"input_ids of shapes \(3, 1\) and \(0,\)"),
         (lambda rows: {"input_ids": [[1]], "attention_mask": [[1]]}, r"\(1, 1\) for 3 prompts"),
         (
             lambda rows: {"input_ids": [[1]] * 3, "attention_mask": [[1], [0], [1]]},
@@ -208,16 +205,8 @@ class Unreadable(torch.utils.data.Dataset):
         (["w3"], {}, "row 0 of the dataset .list. must be a dict .*, got str"),
         (Unreadable(), {}, "row 0 of the dataset, a Unreadable, cannot be read: OSError"),
         ([{"prompt": "w3"}, {"prompt": "w4 \ud800"}], {}, SURROGATE),
-        (
-            [{"prompt": CHAT}, {"prompt": [CHAT[0] | {"content": "w4 \ud800"}]}],
-            TALKING,
-            SURROGATE,
-        ),
-        (
-            [{"prompt": CHAT}, {"prompt": "w3"}],
-            TALKING,
-            "expected chat messages, got str 'w3",
-        ),
+        ([{"prompt": CHAT}, {"prompt": [CHAT[0] | {"content": "w4 \ud800"}]}], TALKING, SURROGATE),
+        ([{"prompt": CHAT}, {"prompt": "w3"}], TALKING, "expected chat messages, got str 'w3"),
         ({"prompt": "w3"}, {}, "column 'prompt' must be a list, got str"),
         ({"prompt": ["w3"], "n": [1, 2]}, {}, "columns must have the same length"),
         ([{"prompt": "w3"}, {"prompt": None}], {}, "row 1: expected text, got NoneType None"),

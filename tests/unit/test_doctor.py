@@ -18,7 +18,7 @@ from kedge.cli.main import main
 from kedge.errors import DataError
 from kedge.loop.metrics import NAMES
 from kedge.reporting.doctor import RULES, examine
-from kedge.reporting.log import RunLog, band, ends, read_log
+from kedge.reporting.log import RunLog, band, end_stats, read_log
 
 RUNS = Path(__file__).parents[1] / "data" / "doctor"
 GOOD = sorted(RUNS.glob("good*.jsonl"))
@@ -261,13 +261,13 @@ def test_bands_by_hand() -> None:
     assert (found.x, found.mean) == ([64.0, 128.0], [2.0, 4.0])
     assert (found.low, found.high) == ([1.0, 2.0], [3.0, 6.0])
     assert band([run_of(1.0), run_of(2.0)], "objective/kl") is None
-    assert ends([run_of(0.0, 0.0, 0.0, 0.0, 1.0), run_of(0.0, 3.0)], "objective/scores") == (
+    assert end_stats([run_of(0.0, 0.0, 0.0, 0.0, 1.0), run_of(0.0, 3.0)], "objective/scores") == (
         2.0,
         1.0,
         3.0,
     )
-    assert ends([run_of(1.0)], "val/ratio") is None
-    assert ends([run_of(0.5, 9.0), run_of(1.5, 9.0)], "objective/scores", at="start") == (
+    assert end_stats([run_of(1.0)], "val/ratio") is None
+    assert end_stats([run_of(0.5, 9.0), run_of(1.5, 9.0)], "objective/scores", at="start") == (
         1.0,
         0.5,
         1.5,

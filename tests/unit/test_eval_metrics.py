@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from kedge.loop.evaluation import pass_at_k, solved, win_rate
+from kedge.loop.evaluation import pass_at_k, solve_rates, win_rate
 
 NAN = math.nan
 
@@ -41,16 +41,18 @@ def test_pass_at_k_wants_k_samples() -> None:
 
 def test_solved_by_hand() -> None:
     # Two prompts of four: two of four solve the first, none the second.
-    found = solved(scores(1, 0, 0.9, 0.8, 0, 0, 0, 0.1), per_prompt=4, success=0.9)
+    found = solve_rates(scores(1, 0, 0.9, 0.8, 0, 0, 0, 0.1), per_prompt=4, success=0.9)
     assert found == pytest.approx({"accuracy": 0.25, "pass@2": (1 - 1 / 6) / 2, "pass@4": 0.5})
-    assert solved(scores(1, 0, 1), per_prompt=1, success=1.0) == pytest.approx({"accuracy": 2 / 3})
-    assert list(solved(scores(*[1.0] * 6), per_prompt=6, success=1.0)) == [
+    assert solve_rates(scores(1, 0, 1), per_prompt=1, success=1.0) == pytest.approx(
+        {"accuracy": 2 / 3}
+    )
+    assert list(solve_rates(scores(*[1.0] * 6), per_prompt=6, success=1.0)) == [
         *("accuracy", "pass@2", "pass@4", "pass@6")
     ]
 
 
 def test_what_could_not_be_scored_counts_neither_way() -> None:
-    found = solved(scores(1, NAN, 0, 0, NAN, NAN), per_prompt=2, success=1.0)
+    found = solve_rates(scores(1, NAN, 0, 0, NAN, NAN), per_prompt=2, success=1.0)
     assert found == {"accuracy": 0.5, "pass@2": 0.0}  # the first and the third have fewer than two
     assert win_rate(scores(2, NAN, 1), scores(1, 0, NAN)) == {"win_rate": 1.0}
     assert win_rate(scores(NAN), scores(1)) == {}

@@ -86,8 +86,8 @@ def test_length_control_takes_out_what_length_bought() -> None:
         outcomes.append(("win" if draw.random() < chance else "loss", 50 + gap, 50))
     found = rows(outcomes)
     assert found.win_rate > 0.55
-    assert found.controlled == pytest.approx(0.5, abs=0.03)
-    assert rows([("win", 5, 5), ("loss", 5, 5)]).controlled is None
+    assert found.length_controlled == pytest.approx(0.5, abs=0.03)
+    assert rows([("win", 5, 5), ("loss", 5, 5)]).length_controlled is None
 
 
 def test_scores_are_compared_and_may_tie() -> None:

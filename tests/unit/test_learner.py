@@ -12,15 +12,7 @@ from kedge.learner.reference import FrozenModel
 from kedge.models.fingerprint import fingerprint
 from kedge.models.value_head import ScalarHead
 from kedge.testing import tiny_policy
-from tests.learners import (
-    VOCAB,
-    Recorder,
-    arguments,
-    experience,
-    learner,
-    rollout,
-    take_step,
-)
+from tests.learners import VOCAB, Recorder, arguments, experience, learner, rollout, take_step
 
 FAMILIES = ["llama", "gpt2", "gpt_neox", "qwen2"]
 

@@ -12,11 +12,7 @@ from kedge.loop.micro_batches import micro_batches
 from kedge.models.fingerprint import fingerprint
 from kedge.models.model import causal_parts, run_backbone
 from kedge.models.packing import by_length, padding_budget
-from kedge.models.value_head import (
-    ScalarHead,
-    load_value,
-    scalar_model,
-)
+from kedge.models.value_head import ScalarHead, load_value, scalar_model
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.largest import Largest
 from tests.learners import experience, learner, one_rank, rollout, take_step

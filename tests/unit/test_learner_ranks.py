@@ -10,9 +10,10 @@ from accelerate import Accelerator
 from peft import LoraConfig
 
 from kedge.algorithms import ppo
+from kedge.learner.learner_state import WeightCopier
 from kedge.learner.reference import AdapterReference, frozen_copy
 from kedge.loop.micro_batches import micro_batches
-from kedge.models.fingerprint import fingerprint, full, policy_weights
+from kedge.models.fingerprint import fingerprint, full_tensor, policy_weights
 from kedge.models.load import load_policy
 from kedge.models.peft import with_adapter
 from kedge.models.value_head import ScalarHead
@@ -103,6 +104,9 @@ def run(mode: str, out: str) -> None:
         gathered = count_gathers()
         kinds = {"values": True, "reference": False, "full_kl": False}
         said = found.compute_logprobs(rollout(6).rows(mine), **kinds)
+        copies = WeightCopier(first_only=True, dtype=torch.bfloat16)(found.policy)
+        assert copies.fingerprint == found.fingerprint()  # of float32
+        assert {x.dtype for x in copies.values()} <= {torch.bfloat16}
         note.append(gathered.copy() | {"logprobs": float(found.all_reduce(said.logprobs.sum()))})
     for i in range(4):
         if i == 2:  # go on in another learner
@@ -118,7 +122,7 @@ def run(mode: str, out: str) -> None:
         found.advance_version()
     receipt = engine.load_weights({}, found.version)
     assert receipt.fingerprint == found.fingerprint()
-    whole = {name: full(p) for name, p in policy_weights(found.policy).items()}
+    whole = {name: full_tensor(p) for name, p in policy_weights(found.policy).items()}
     assert found.fingerprint() == fingerprint(whole)  # although no rank gathered anything
     weights = {name: x.flatten().double().tolist() for name, x in found.weights().items()}
     found.save(Path(out + "-policy"), Path(out + "-value"))

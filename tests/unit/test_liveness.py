@@ -16,6 +16,16 @@ from kedge.rollout import liveness
 from kedge.rollout.liveness import reporting_silence
 
 
+def test_a_line_says_what_is_waited_for_while_engines_start(monkeypatch, caplog):
+    monkeypatch.setattr(liveness, "START_EVERY", 0.1)
+    with liveness.starting("engine 0 imports"), liveness.starting("engine 1 waits"):
+        time.sleep(0.35)
+    assert caplog.messages[0] == "starting: engine 0 imports (0 s); engine 1 waits (0 s)"
+    assert 2 <= len(caplog.messages) <= 3
+    time.sleep(0.3)
+    assert len(caplog.messages) <= 3
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """Sets the time that ``kedge.rollout.liveness`` reads, in seconds."""

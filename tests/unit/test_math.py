@@ -29,15 +29,7 @@ from kedge.math.losses import (
     policy_is_clipped,
     value_is_clipped,
 )
-from kedge.math.masked import (
-    extend,
-    last_true,
-    masked_mean,
-    moments,
-    one_rank,
-    standardize,
-    whiten,
-)
+from kedge.math.masked import extend, last_true, masked_mean, moments, one_rank, standardize, whiten
 from kedge.math.ratios import mean_over_tokens, ratios
 from kedge.math.rewards import overlong_penalty, place_score
 from tests.unit.advantage_inputs import prefix

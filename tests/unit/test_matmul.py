@@ -38,7 +38,7 @@ def test_products_equal_float64(m, k, n, library):
     x, w, g, bias = drawn(m, k), drawn(n, k), drawn(m, n), drawn(n)
     close(product(x, w), x.double() @ w.double().T)
     close(product(x, w, bias), x.double() @ w.double().T + bias)
-    close(product(x, w, bias, room=torch.empty(m, n)), x.double() @ w.double().T + bias)
+    close(product(x, w, bias, out_buffer=torch.empty(m, n)), x.double() @ w.double().T + bias)
     close(outer(g, x), g.double().T @ x.double())
     total = drawn(n, k)
     want = total.double() + g.double().T @ x.double()

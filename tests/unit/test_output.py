@@ -21,7 +21,7 @@ from kedge.cli.tools import generate
 from kedge.errors import ConfigError
 from kedge.output import LOCK, RunLock, check_file, check_folder
 from kedge.trainers.base import TrainerShell
-from kedge.trainers.run.files import claimed
+from kedge.trainers.run.files import lock_output_dir
 
 HOLD = "import sys, time; from kedge.output import RunLock; lock = RunLock(sys.argv[1]);"
 HOLD += "lock.__enter__(); print('held', flush=True); sys.stdin.read()"
@@ -201,11 +201,11 @@ def test_the_first_rank_holds_the_lock_and_all_hear_of_it(
     monkeypatch.setattr("kedge.trainers.run.files.broadcast_object_list", broadcast)
     for rank in (0, 1):
         with pytest.raises(ConfigError, match=f"process {other.pid}"):
-            claimed(claim(tmp_path / "run", rank=rank, ranks=2)).__enter__()
+            lock_output_dir(claim(tmp_path / "run", rank=rank, ranks=2)).__enter__()
     told.clear()
     with (
-        claimed(claim(tmp_path / "free", ranks=2)),
-        claimed(claim(tmp_path / "free", rank=1, ranks=2)),
+        lock_output_dir(claim(tmp_path / "free", ranks=2)),
+        lock_output_dir(claim(tmp_path / "free", rank=1, ranks=2)),
     ):
         assert (tmp_path / "free" / LOCK).is_file()
     assert list((tmp_path / "free").iterdir()) == []

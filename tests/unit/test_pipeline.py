@@ -293,4 +293,4 @@ def test_a_launcher_starts_the_command_in_processes_of_its_own(tmp_path: Path) -
 def test_null_is_passed_on_where_it_says_something(tmp_path: Path) -> None:
     options = {"stop_token": None, "eval_steps": None, "seed": 1}
     _, (stage,) = pipeline.read(write(tmp_path, {"ppo": options}))
-    assert stage.words()[:2] == ["--stop_token=none", "--seed=1"]
+    assert stage.command_line()[:2] == ["--stop_token=none", "--seed=1"]

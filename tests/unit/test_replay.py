@@ -94,12 +94,12 @@ def test_an_empty_folder_is_named(tmp_path, world_size):
 
 def test_another_tokenizer_is_refused(tmp_path):
     about = {"tokenizer": "abc", "stop_ids": (1, 2)}
-    RolloutRecorder(tmp_path, about=about).write(0, *sample())
+    RolloutRecorder(tmp_path, settings=about).write(0, *sample())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        RolloutReplay(tmp_path, about=about)
+        RolloutReplay(tmp_path, settings=about)
     with pytest.raises(CheckpointError, match="tokenizer: 'abc' recorded, 'xyz' now"):
-        RolloutReplay(tmp_path, about=about | {"tokenizer": "xyz"})
+        RolloutReplay(tmp_path, settings=about | {"tokenizer": "xyz"})
 
 
 def test_ranks_record_apart(tmp_path):

@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from kedge.errors import ConfigError
-from kedge.rewards import (
-    Mixture,
-    RewardFunction,
-    RewardModel,
-    TextCache,
-    reward_source,
-)
+from kedge.rewards import Mixture, RewardFunction, RewardModel, TextCache, reward_source
 from kedge.testing import ConstantReward
 
 from .text_toys import EOS, neox_reward, rollout_of, word_tokenizer

@@ -13,12 +13,7 @@ from kedge.algorithms import ppo
 from kedge.errors import ConfigError
 from kedge.learner.reference import AdapterReference, FrozenModel
 from kedge.loop.micro_batches import micro_batches
-from kedge.models.peft import (
-    REWARD_ADAPTER,
-    VALUE_ADAPTER,
-    adapter_parameters,
-    with_adapter,
-)
+from kedge.models.peft import REWARD_ADAPTER, VALUE_ADAPTER, adapter_parameters, with_adapter
 from kedge.models.shared_base import AdapterRewardModel, AdapterValue, value_adapter
 from kedge.models.value_head import ScalarModel
 from kedge.rewards import RewardModel

@@ -12,7 +12,7 @@ import pytest
 
 from kedge import verifiers
 from kedge.errors import ConfigError, RewardError
-from kedge.verifiers.base import Unanswered, Verifier, parallel
+from kedge.verifiers.base import Unanswered, Verifier, map_parallel
 from kedge.verifiers.texts import f1, has_think_answer, normalize
 from tests.unit.test_verifiers_constraints import CASES
 
@@ -194,9 +194,9 @@ def test_parallel_keeps_order_and_raises() -> None:
         gate.wait()
         return n
 
-    assert parallel(wait, [3, 1, 2], threads=3) == [3, 1, 2]
+    assert map_parallel(wait, [3, 1, 2], threads=3) == [3, 1, 2]
     with pytest.raises(ZeroDivisionError):
-        parallel(lambda n: 1 / n, [1, 0], threads=2)
+        map_parallel(lambda n: 1 / n, [1, 0], threads=2)
 
 
 def test_what_is_no_completion_is_an_error() -> None:

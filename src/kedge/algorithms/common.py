@@ -16,8 +16,8 @@ from kedge.math.losses import (
     Clip,
     clipped_policy_loss,
     masked_policy_loss,
-    outside,
     policy_is_clipped,
+    policy_is_masked,
 )
 from kedge.math.masked import moments, standardize
 from kedge.math.ratios import RatioLevel, ratios
@@ -203,7 +203,8 @@ def policy_terms(
     log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
     ratio = ratios(log_ratio, x.loss_mask, level)
     if masked:
-        loss, clipped = masked_policy_loss(ratio, x.advantages, clip=clip), outside(ratio, clip)
+        loss = masked_policy_loss(ratio, x.advantages, clip=clip)
+        clipped = policy_is_masked(ratio, clip)
     else:
         loss = clipped_policy_loss(ratio, x.advantages, clip=clip)
         clipped = policy_is_clipped(ratio, x.advantages, clip=clip)

@@ -180,7 +180,7 @@ def load(
     folder = Path(folder)
     if not verified:
         verify(folder)
-    with loading(folder):
+    with report_damage(folder):
         head = read_json(folder / STATE)
         if head.get("format") != FORMAT:
             raise CheckpointError(
@@ -207,7 +207,7 @@ def load(
 
 
 @contextmanager
-def loading(folder: Path, file: str = STATE) -> Iterator[None]:
+def report_damage(folder: Path, file: str = STATE) -> Iterator[None]:
     """Context for reading or restoring a checkpoint; errors in its contents are raised as damage.
 
     Raises:
@@ -238,7 +238,7 @@ def load_one(folder: str | Path, attempt: Callable[[Path], object]) -> None:
     folder = Path(folder)
     verify(folder)
     try:
-        with loading(folder):
+        with report_damage(folder):
             attempt(folder)
     except DamagedCheckpointError as error:
         earlier = [x for x in checkpoints(folder.parent) if parse_step(x) < parse_step(folder)]
@@ -270,7 +270,7 @@ def load_latest(
         problem = None
         try:
             verify(folder)
-            with loading(folder):
+            with report_damage(folder):
                 attempt(folder)
         except DamagedCheckpointError as error:
             problem = str(error)
@@ -358,7 +358,7 @@ def verify(folder: str | Path, *, contents: bool = True) -> None:
         raise DamagedCheckpointError(
             f"{folder} has no {MANIFEST}: it was not written by Kedge, or copied only in part"
         )
-    with loading(folder, MANIFEST):
+    with report_damage(folder, MANIFEST):
         files = read_json(folder / MANIFEST)["files"]
         for name, entry in {STATE: files[STATE], **files}.items():
             problem = _find_problem(folder / name, entry["size"], entry["crc32"], contents)

@@ -78,7 +78,7 @@ class RolloutRecorder:
 
     Args:
         folder: output folder.
-        about: settings that a replay must match: tokenizer, batch sizes, ... (JSON values).
+        settings: settings that a replay must match: tokenizer, batch sizes, ... (JSON values).
         rank: this process's rank; each rank records its rows.
         world_size: number of ranks.
     """
@@ -87,11 +87,11 @@ class RolloutRecorder:
         self,
         folder: str | Path,
         *,
-        about: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self.folder, self.about = Path(folder), dict(about or {})
+        self.folder, self.settings = Path(folder), dict(settings or {})
         self.world_size, self._suffix = world_size, _suffix(rank, world_size)
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -105,7 +105,8 @@ class RolloutRecorder:
         file.unlink(missing_ok=True)  # written last: a pair without its JSON file is incomplete
         sample = pack({"rollout": rollout, "reward_output": reward_output})
         tree, tensors = split(sample, name="sample")
-        head = {"format": FORMAT, "step": step, "world_size": self.world_size, "about": self.about}
+        head: dict[str, Any] = {"about": self.settings, "format": FORMAT, "step": step}
+        head["world_size"] = self.world_size
         temporary, tensor_file = file.with_suffix(".part"), file.with_suffix(".safetensors")
         try:
             write_tensors(tensor_file, tensors)
@@ -123,7 +124,7 @@ class RolloutReplay:
 
     Args:
         folder: the recorder's folder.
-        about: settings as for the recorder; different values raise an error.
+        settings: settings as for the recorder; different values raise an error.
         rank: this process's rank.
         world_size: number of ranks.
         rows: rows per batch on this rank, checked against the recording; None: any number.
@@ -138,13 +139,13 @@ class RolloutReplay:
         self,
         folder: str | Path,
         *,
-        about: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
         rank: int = 0,
         world_size: int = 1,
         rows: int | None = None,
     ) -> None:
         self.folder, self.rows = Path(folder), rows
-        self._about = json.loads(json.dumps(dict(about or {})))
+        self._settings = json.loads(json.dumps(dict(settings or {})))
         self._suffix = _suffix(rank, world_size)
         if not self.steps:
             raise CheckpointError(
@@ -186,7 +187,7 @@ class RolloutReplay:
         saved = head["about"]
         wrong = [
             f"{name}: {saved[name]!r} recorded, {now!r} now"
-            for name, now in self._about.items()
+            for name, now in self._settings.items()
             if name in saved and saved[name] != now
         ]
         if wrong:

@@ -179,7 +179,7 @@ def write_shards(folder: Path, tensors: Mapping[str, DTensor]) -> dict[str, Entr
     from torch.distributed.checkpoint.state_dict_saver import save
 
     writer = HuggingFaceStorageWriter(
-        str(folder / SHARDS), fqn_to_index_mapping=_files(tensors), save_distributed=True
+        str(folder / SHARDS), fqn_to_index_mapping=_file_numbers(tensors), save_distributed=True
     )
     with _first_failure(CheckpointError, f"could not write {folder / SHARDS}"):
         save({**tensors}, storage_writer=writer)
@@ -227,7 +227,7 @@ def _first_failure(kind: type[CheckpointError], what: str) -> Iterator[None]:
         raise kind(f"{what}: {cause} (rank {rank})") from cause
 
 
-def _files(tensors: Mapping[str, DTensor]) -> dict[str, int]:
+def _file_numbers(tensors: Mapping[str, DTensor]) -> dict[str, int]:
     """The file number of each tensor, from 1."""
     files, size, number = {}, 0, 1
     for label, x in tensors.items():

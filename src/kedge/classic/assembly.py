@@ -99,9 +99,7 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     try:
         avoid_cudnn_attention()
         accelerator = Accelerator(
-            log_with=config.log_with,
-            project_config=ProjectConfiguration(**folders),
-            **options,
+            log_with=config.log_with, project_config=ProjectConfiguration(**folders), **options
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(

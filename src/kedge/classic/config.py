@@ -15,7 +15,7 @@ from accelerate.utils import LoggerType
 from kedge.config.declare import check_fields, format_value, option, read_mapping
 from kedge.errors import ConfigError
 from kedge.loop.kl_control import AdaptiveKL, FixedKL
-from kedge.suggestions import named
+from kedge.suggestions import suggest_names
 
 JSON = dict[str, Any] | str | None  # a dictionary, or its JSON on a command line
 _JSON_FIELDS = (
@@ -31,7 +31,7 @@ def _script() -> str:
     return Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else "kedge"
 
 
-@named("option")
+@suggest_names("option")
 @dataclass
 class PPOConfig:
     """Options of ``kedge.classic.PPOTrainer``.

@@ -61,8 +61,7 @@ def log_batch(
         )
     if missing:
         warnings.warn(
-            f"no table of responses is logged: the batch has no {', '.join(missing)}",
-            stacklevel=3,
+            f"no table of responses is logged: the batch has no {', '.join(missing)}", stacklevel=3
         )
     else:
         values = [*(batch[name] for name in columns), reward_sums]

@@ -23,11 +23,11 @@ class Scores:
     tokens: Tensor | None = None  # float32 [B, R]; 0 for responses without token scores
 
     @property
-    def sums(self) -> Tensor:
+    def totals(self) -> Tensor:
         """Total score of each response, float32 [B]."""
         return self.whole if self.tokens is None else self.whole + self.tokens.sum(1)
 
-    def scaled(
+    def scale(
         self, running: RunningMoments, *, scale: bool, norm: bool, clip: float | None
     ) -> Scores:
         """Scores divided by the running deviation of their sums, then clipped, if enabled.
@@ -39,7 +39,7 @@ class Scores:
         """
         whole, tokens = self.whole, self.tokens
         if scale:
-            running.update(self.sums)
+            running.update(self.totals)
             factor = running.std + torch.finfo(whole.dtype).eps
             whole = (whole - running.mean) / factor if norm else whole / factor
             tokens = None if tokens is None else tokens / factor
@@ -105,7 +105,7 @@ def _check_list(name: str, tensors: Any, batch_size: int) -> None:
         )
 
 
-def samples_of(
+def build_samples(
     queries: Sequence[Tensor],
     responses: Sequence[Tensor],
     scores: Sequence[Tensor],
@@ -134,7 +134,7 @@ def samples_of(
         masks=row_masks,
         scores=Scores(
             whole=torch.stack(whole),
-            tokens=padded(tokens) if any(x.numel() > 1 for x in scores) else None,
+            tokens=pad_tensors(tokens) if any(x.numel() > 1 for x in scores) else None,
         ),
     )
 
@@ -154,17 +154,17 @@ def build_rollout(
         raise DataError("all responses of this batch are empty; at least one must have a token")
     row = torch.arange(first_row, first_row + len(queries))
     prompts = PromptBatch(
-        ids=padded(queries, pad, left=True),
-        mask=padded([torch.ones_like(q, dtype=torch.bool) for q in queries], left=True),
+        ids=pad_tensors(queries, pad, left=True),
+        mask=pad_tensors([torch.ones_like(q, dtype=torch.bool) for q in queries], left=True),
         group=row,
         row=row,
     )
     terminated = [len(r) > 0 and eos is not None and int(r[-1]) == eos for r in responses]
     return Rollout(
         prompts=prompts,
-        ids=padded(responses, pad),
-        loss_mask=padded(samples.masks),
-        response_mask=padded([torch.ones_like(r, dtype=torch.bool) for r in responses]),
+        ids=pad_tensors(responses, pad),
+        loss_mask=pad_tensors(samples.masks),
+        response_mask=pad_tensors([torch.ones_like(r, dtype=torch.bool) for r in responses]),
         terminated=torch.tensor(terminated),
         version=torch.full_like(row, version),
     )
@@ -194,7 +194,7 @@ def pad_id(tokenizer: Any) -> int:
     return int(pad if pad is not None else tokenizer.eos_token_id or 0)
 
 
-def padded(rows: Sequence[Tensor], fill: int = 0, *, left: bool = False) -> Tensor:
+def pad_tensors(rows: Sequence[Tensor], fill: int = 0, *, left: bool = False) -> Tensor:
     """Rows [n_i] as one tensor [B, max n], padded on the right or left."""
     side = "left" if left else "right"
     return pad_sequence(list(rows), batch_first=True, padding_value=fill, padding_side=side)

@@ -87,7 +87,7 @@ class StatsRecorder(Hooks):
         self._open = OptimizerStep()
         self.started, self.annotated, self.credited = self._clock(), 0.0, 0.0
 
-    def over(self, algorithm: Algorithm) -> Algorithm:
+    def record_algorithm(self, algorithm: Algorithm) -> Algorithm:
         """Wrap an algorithm so that its inputs and outputs are recorded."""
 
         def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:

@@ -35,17 +35,11 @@ from kedge.classic.samples import (
     Scores,
     check_samples,
     pad_id,
-    padded,
+    pad_tensors,
     response_mask,
     with_start,
 )
-from kedge.classic.stats_recorder import (
-    LISTS,
-    STAGES,
-    OptimizerStep,
-    over_steps,
-    update_statistics,
-)
+from kedge.classic.stats_recorder import LISTS, STAGES, OptimizerStep, over_steps, update_statistics
 from kedge.errors import ConfigError, DataError
 from kedge.learner.learner import HFLearner
 from kedge.loop.early_stopping import KL, RATIO, StepLimits
@@ -69,7 +63,7 @@ STEPS = (  # methods that a subclass may override or assign
 )
 
 
-def _fixed(name: str, read: Callable[[Any], bool]) -> Any:
+def _const(name: str, read: Callable[[Any], bool]) -> Any:
     """A property that accepts only its own value, since TRL's subclasses assign it."""
 
     def assign(self: Any, value: Any) -> None:
@@ -97,9 +91,9 @@ class PPOSteps:
     _gradients: GradientAccumulator
     _device: torch.device | None = None
 
-    is_encoder_decoder = _fixed("is_encoder_decoder", lambda self: self.config.is_encoder_decoder)
-    is_peft_model = _fixed("is_peft_model", lambda self: self.config.is_peft_model)
-    is_distributed = _fixed("is_distributed", lambda self: self.learner.world_size > 1)
+    is_encoder_decoder = _const("is_encoder_decoder", lambda self: self.config.is_encoder_decoder)
+    is_peft_model = _const("is_peft_model", lambda self: self.config.is_peft_model)
+    is_distributed = _const("is_distributed", lambda self: self.learner.world_size > 1)
 
     @property
     def kl_ctl(self) -> Any:
@@ -175,11 +169,7 @@ class PPOSteps:
         )
 
     def _overridden(self) -> frozenset[str]:
-        """Steps replaced by a subclass, or by assignment to the class or the trainer.
-
-        Raises:
-            ConfigError: an override is not supported in this setup.
-        """
+        """Steps replaced by a subclass, or by assignment to the class or the trainer."""
         names = {
             name
             for name in STEPS
@@ -207,11 +197,7 @@ class PPOSteps:
         scores: list[Tensor],
         masks: list[Tensor] | None = None,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]:
-        """Check the arguments of ``step``.
-
-        Raises:
-            DataError: a list has the wrong length, or a tensor the wrong shape.
-        """
+        """Check the arguments of ``step``."""
         check_samples(batch_size, queries, responses, scores, masks)
         return queries, responses, scores, masks
 
@@ -233,8 +219,8 @@ class PPOSteps:
 
         def pad_rows(rows: Sequence[Tensor]) -> dict[str, Tensor]:
             if self.data_collator is self._usual_collator:
-                mask = padded([torch.ones_like(x, dtype=torch.long) for x in rows])
-                ids = padded([x.long() for x in rows], pad_id(self.tokenizer))
+                mask = pad_tensors([torch.ones_like(x, dtype=torch.long) for x in rows])
+                ids = pad_tensors([x.long() for x in rows], pad_id(self.tokenizer))
                 return {"input_ids": ids, "attention_mask": mask}
             batch = self.data_collator(
                 [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in rows]
@@ -626,7 +612,7 @@ def _experience(
     _check_shapes("compute_advantages", mask, **targets)
     clock.append(time.perf_counter())
     record = {
-        **{"scores": scores.sums.to(device), "queries": queries, "responses": responses},
+        **{"scores": scores.totals.to(device), "queries": queries, "responses": responses},
         **{"logprobs": logprobs, "ref_logprobs": ref_logprobs, "masks": mask},
         **{"non_score_reward": penalty, "kls": kls},
     }

@@ -46,19 +46,13 @@ from kedge.classic.samples import (
     Samples,
     Scores,
     build_rollout,
+    build_samples,
     check_samples,
     on_grid,
     pad_id,
-    padded,
-    samples_of,
+    pad_tensors,
 )
-from kedge.classic.stats_recorder import (
-    KEYS,
-    STAGES,
-    StatsRecorder,
-    over_steps,
-    update_statistics,
-)
+from kedge.classic.stats_recorder import KEYS, STAGES, StatsRecorder, over_steps, update_statistics
 from kedge.classic.steps import ESTIMATORS, GradientAccumulator, PPOSteps, step_by_step
 from kedge.errors import CheckpointError, ConfigError, DataError
 from kedge.learner.optim import check_optimizer_covers
@@ -68,14 +62,14 @@ from kedge.math.running import RunningMoments
 from kedge.models.end_tokens import as_list
 from kedge.models.fingerprint import fingerprint
 from kedge.models.model import in_float32
-from kedge.suggestions import named
+from kedge.suggestions import suggest_names
 from kedge.types import RewardOutput, Sample, require
 
 _UPDATER = ("step", "learner", "kl")  # keys of the updater's state in a checkpoint
 _PREPARE = "; prepare their loader with trainer.accelerator.prepare(dataloader)"
 
 
-@named("argument", config=PPOConfig)
+@suggest_names("argument", config=PPOConfig)
 class PPOTrainer(PPOSteps):
     """PPO one step at a time.
 
@@ -194,7 +188,7 @@ class PPOTrainer(PPOSteps):
             iterations=c.total_ppo_epochs,
         )
         return {
-            "algorithm": self._recorder.over(self.algorithm),
+            "algorithm": self._recorder.record_algorithm(self.algorithm),
             "batch_sizes": sizes,
             "step_limits": self._step_limits,
         }
@@ -365,8 +359,8 @@ class PPOTrainer(PPOSteps):
         pad, responses = options["pad_token_id"] or 0, []
         for i in range(0, len(query_tensors), batch_size):
             queries = query_tensors[i : i + batch_size]
-            ids = padded(queries, pad, left=True)
-            mask = padded([torch.ones_like(x) for x in queries], left=True)
+            ids = pad_tensors(queries, pad, left=True)
+            mask = pad_tensors([torch.ones_like(x) for x in queries], left=True)
             extra = -ids.shape[1] % (pad_to_multiple_of or 1)
             ids, mask = F.pad(ids, (extra, 0), value=pad), F.pad(mask, (extra, 0))
             rows = _sample(model, ids, mask, length_sampler, options)
@@ -422,8 +416,8 @@ class PPOTrainer(PPOSteps):
         )
         if "_step_safety_checker" in replaced:
             check_samples(c.batch_size, *checked)
-        samples = samples_of(*checked, start=self._start_token)
-        scaled = samples.scores.scaled(
+        samples = build_samples(*checked, start=self._start_token)
+        scaled = samples.scores.scale(
             self.running, scale=c.use_score_scaling, norm=c.use_score_norm, clip=c.score_clip
         )
         self._push_if_best(scaled)
@@ -467,7 +461,7 @@ class PPOTrainer(PPOSteps):
         total = self.learner.all_reduce
         stats = update_statistics(
             kl_coef,
-            scores=scores.sums,
+            scores=scores.totals,
             logprobs=grid(outputs.logprobs),
             ref_logprobs=grid(require(outputs.ref_logprobs, "ref_logprobs")),
             non_score_reward=grid(-kl_coef * kl),
@@ -641,7 +635,7 @@ class PPOTrainer(PPOSteps):
         self._since_best += 1
         if self._since_best % self.config.compare_steps:
             return
-        mean = float(self.learner.all_reduce(scores.sums.mean())) / self.learner.world_size
+        mean = float(self.learner.all_reduce(scores.totals.mean())) / self.learner.world_size
         if self.highest_reward is None or mean > self.highest_reward:
             self.highest_reward = mean
             self.push_to_hub(**push_options)
@@ -670,11 +664,7 @@ def _as_lists(rows: Sequence[Any]) -> Any:
 
 @torch.no_grad()
 def _sample(
-    model: Any,
-    ids: Tensor,
-    mask: Tensor,
-    length: Callable[[], int] | None,
-    options: dict[str, Any],
+    model: Any, ids: Tensor, mask: Tensor, length: Callable[[], int] | None, options: dict[str, Any]
 ) -> Tensor:
     """Call ``generate`` with options that transformers 5 accepts: int top_k, min_length >= 0."""
     options = dict(options)

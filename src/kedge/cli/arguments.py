@@ -240,9 +240,6 @@ def parse(
         prog: the command, for help and errors.
         defaults: values of names that neither flags nor files set.
         config: the config class of the trainer.
-
-    Raises:
-        ConfigError: an unknown flag or key (the message suggests the nearest), or an invalid value.
     """
     (script, settings, model), given = read(parser(prog, config), argv, defaults)
     if isinstance(model, ModelArgumentsWithoutTrust):
@@ -260,9 +257,6 @@ def read(
         parser: the parser.
         argv: the flags; ``--config FILE.yaml`` reads a file, which flags override.
         defaults: values of names that neither flags nor files set.
-
-    Raises:
-        ConfigError: an unknown flag or key, or an invalid value.
     """
     known = {action.dest for action in parser._actions if action.dest != "help"}
     for action in parser._actions:

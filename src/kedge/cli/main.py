@@ -14,7 +14,7 @@ from kedge.trainers import TRAINERS
 
 _PACKAGES = {
     "kedge.demo": {
-        "demo": "train a small model with RLHF from nothing, in about four minutes on a CPU",
+        "demo": "train a small model with RLHF from nothing, in about four minutes on a CPU"
     },
     "kedge.cli.train": {
         **{name: text for name, (_, text) in TRAINERS.items()},
@@ -93,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def find_module(name: str) -> ModuleType:
     """The module of a command in ``COMMANDS``."""
     package = next(package for package, commands in _PACKAGES.items() if name in commands)
-    file = {"rloo": "ppo", "grpo": "ppo"}.get(name, name.replace("-", "_"))
+    own = name not in TRAINERS or name == "async-ppo"
+    file = name.replace("-", "_") if own else "ppo"
     return importlib.import_module(f"{package}.{file}")
 
 

@@ -43,7 +43,7 @@ The trainer passes them on to ``kedge.PPOConfig``, which checks them.
 """
 
 
-def passed_on(args: Any) -> kedge.PPOConfig:
+def to_kedge_config(args: Any) -> kedge.PPOConfig:
     """Convert to a ``kedge.PPOConfig``; one warning lists options that Kedge does not read."""
     plain = TrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
     names = {f.name for f in fields(TrainingArguments) if f.init} - {"output_dir"}
@@ -93,7 +93,7 @@ class PPOTrainer(Trainer):
         if not hasattr(self, "accelerator"):  # a subclass may have called Trainer.__init__
             super().__init__(model=model, args=args, processing_class=processing_class)
         self.kedge_trainer = kedge.PPOTrainer(
-            args=args if isinstance(args, kedge.PPOConfig) else passed_on(args),
+            args=args if isinstance(args, kedge.PPOConfig) else to_kedge_config(args),
             processing_class=processing_class,
             model=model,
             ref_model=ref_model,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from kedge.config.compat.open_instruct import OPEN_INSTRUCT
 from kedge.config.compat.trl import TRL
-from kedge.config.declare import Foreign, option
+from kedge.config.declare import SECONDS, Foreign, option
 from kedge.config.ppo import PPOConfig
 from kedge.config.rollout_engines import engine_args, find_engine
 from kedge.errors import ConfigError
@@ -133,6 +133,14 @@ class AsyncPPOConfig(PPOConfig):
     max_failures: int = _place(
         0, "Restarts from the newest checkpoint after a learner or its node is lost.", ge=0
     )
+    worker_stop_timeout: float = _place(
+        3600.0,
+        "Seconds from the end of the iteration after which a signal stops the run until all "
+        "learners on Ray have written a checkpoint and ended.",
+        gt=0,
+        le=SECONDS,
+        resume=False,
+    )
     deepspeed_stage: int = _place(
         0,
         "Sharding over ranks: 1 and 2 gradients and optimizer state, 3 also weights (FSDP2).",
@@ -162,11 +170,7 @@ class AsyncPPOConfig(PPOConfig):
 
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
-        """Convert options that are not plain aliases to those of ``PPOConfig``.
-
-        Raises:
-            ConfigError: sizes that do not divide, or two options that contradict each other.
-        """
+        """Convert options that are not plain aliases to those of ``PPOConfig``."""
         super().convert(c, given)
         _convert_sizes(c)
         if c.warm_up_steps:

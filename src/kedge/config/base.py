@@ -58,12 +58,7 @@ class ConfigType(type):
     """
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
-        """Build a config.
-
-        Raises:
-            OptionError: an unknown name.
-            ConfigError: a value or a combination that cannot work.
-        """
+        """Build a config."""
         options |= dict(zip(fields_of(cls), args, strict=False))
         known = {**fields_of(cls), **foreign(cls)}
         extra = {}  # arguments of a subclass's own __init__, which are not options
@@ -102,16 +97,12 @@ def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         cls: the config class, whose ``convert`` handles values that depend on others.
         options: names and values as the caller gave them.
-
-    Raises:
-        OptionError: an unknown name.
-        ConfigError: an unsupported name, two names of one option, or a value of a wrong type.
     """
     defaults = {name: default_of(f) for name, f in fields_of(cls).items()}
     values: dict[str, Any] = {}
     for name in sorted(options, key=lambda name: name not in defaults):  # aliases come last
         target, value = translate_option(cls, name, options[name])
-        if target is None or (target != name and equal(options[name], foreign(cls)[name].default)):
+        if target is None or (target != name and same(options[name], foreign(cls)[name].default)):
             continue
         present = values.get(target, defaults[target])
         if target != name and present not in (defaults[target], value):
@@ -127,12 +118,7 @@ def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def translate_option(cls: type, name: str, value: Any) -> tuple[str | None, Any]:
-    """The field that a name stands for, and the checked value; None if there is no field.
-
-    Raises:
-        OptionError: an unknown name.
-        ConfigError: the name is not supported, or the value is invalid.
-    """
+    """The field that a name stands for, and the checked value; None if there is no field."""
     own = fields_of(cls)
     entry: Any = status(cls, name) if name in own else foreign(cls).get(name)
     if name in own and isinstance(entry, str | None):
@@ -143,9 +129,9 @@ def translate_option(cls: type, name: str, value: Any) -> tuple[str | None, Any]
         )
     default = default_of(own[name]) if name in own else entry.default
     if isinstance(entry, Alias):
-        value = value if equal(value, default) else check_option(cls, name, value, entry)
+        value = value if same(value, default) else check_option(cls, name, value, entry)
         return entry.target, value if entry.convert is None else entry.convert(value)
-    if not any(equal(value, x) for x in (default, *entry.also)):
+    if not any(same(value, x) for x in (default, *entry.also)):
         if isinstance(entry, Unsupported):
             raise ConfigError(
                 f"{name}={format_value(value)} is not supported: {entry.reason}; {entry.way_out}"
@@ -154,7 +140,7 @@ def translate_option(cls: type, name: str, value: Any) -> tuple[str | None, Any]
     return name if name in own else None, value
 
 
-def equal(value: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
     """Equality that tells True from 1 and never raises."""
     if value is other:
         return True
@@ -228,6 +214,14 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
     def _explain(self, error: Exception) -> str:
         """The error of transformers, preceded by the options it names or that were set."""
         text = " ".join(str(error).split()) or type(error).__name__
+        if (self.world_size or 1) > 1 and any(
+            word in text for word in ("Gloo", "NCCL", "TCPStore")
+        ):
+            return (
+                f"the {self.world_size} processes cannot reach each other: {text}; set"
+                " GLOO_SOCKET_IFNAME, with GPUs NCCL_SOCKET_IFNAME, to the network interface that"
+                " connects their machines"
+            )
         theirs = TrainingArguments.__dataclass_fields__
         changed = {
             f.name: f"{f.name}={format_value(value)}"
@@ -300,11 +294,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         """
 
     def checked(self: Config) -> Config:
-        """A copy for a trainer; combinations are checked again if an option was set since.
-
-        Raises:
-            ConfigError: a combination that cannot work.
-        """
+        """A copy for a trainer; combinations are checked again if an option was set since."""
         config = copy.copy(self)
         if self.changed:
             config._fill_defaults()

@@ -238,11 +238,7 @@ def resume_values(config: Any) -> dict[str, Any]:
 
 
 def check_fields(config: Any) -> None:
-    """Check the type and range of every field that acts.
-
-    Raises:
-        ConfigError: naming the field, its value and the accepted values.
-    """
+    """Check the type and range of every field that acts."""
     for f in fields(config):
         setattr(config, f.name, check_option(type(config), f.name, getattr(config, f.name)))
 
@@ -255,9 +251,6 @@ def check_option(cls: type, name: str, value: Any, alias: Alias | None = None) -
         name: the option, as the caller called it.
         value: its value.
         alias: the option that ``name`` stands for, if it is not a field.
-
-    Raises:
-        ConfigError: naming the option, its value and the accepted values.
     """
     target = name if alias is None else alias.target
     if hasattr(cls, "INHERITED") and not isinstance(status(cls, target), str):

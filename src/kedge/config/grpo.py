@@ -117,11 +117,7 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
 
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
-        """Convert options of TRL whose meaning depends on others.
-
-        Raises:
-            ConfigError: sizes that do not divide, or vLLM options that contradict each other.
-        """
+        """Convert options of TRL whose meaning depends on others."""
         convert_newer(c)
 
     @property

@@ -50,11 +50,7 @@ class _Release(argparse.Action):
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
-        """Store them.
-
-        Raises:
-            ConfigError: names of both releases.
-        """
+        """Store them."""
         setattr(namespace, self.dest, values)
         name = str(option_string).removeprefix("--").replace("-", "_")
         of, given = getattr(parser, "rloo_names", (None, {}))
@@ -175,11 +171,7 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
 
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
-        """Determine which release's names are used, and convert options of TRL.
-
-        Raises:
-            ConfigError: older and newer names are mixed, or sizes do not divide.
-        """
+        """Determine which release's names are used, and convert options of TRL."""
         if c.trl_defaults is None:
             c.trl_defaults = "0.22" if _uses_newer_names(given) else "0.21"
         convert_newer(c)
@@ -206,11 +198,7 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
 
 
 def _uses_newer_names(given: Mapping[str, Any]) -> bool:
-    """Whether names of TRL 0.22 and later are used.
-
-    Raises:
-        ConfigError: names of both releases.
-    """
+    """Whether names of TRL 0.22 and later are used."""
     older = [a for a, _ in PAIRS if given.get(a) is not None]
     newer = [b for _, b in PAIRS if given.get(b) is not None]
     mixed = [b for b in newer if b != "num_generations"]  # older releases have this name, too
@@ -226,11 +214,7 @@ def _uses_newer_names(given: Mapping[str, Any]) -> bool:
 
 
 def reward_bounds(value: float | Sequence[float] | None) -> tuple[float, float] | None:
-    """``(low, high)`` of c, [c] or (low, high).
-
-    Raises:
-        ConfigError: more than two numbers.
-    """
+    """``(low, high)`` of c, [c] or (low, high)."""
     if value is None:
         return None
     numbers = [*value] if isinstance(value, Sequence) else [value]

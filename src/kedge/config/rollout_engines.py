@@ -259,11 +259,7 @@ class RolloutArguments:
 
 
 def find_engine(config: Any) -> RolloutEngineSpec:
-    """Find the engine that ``rollout_engine`` and ``ray_engine`` name.
-
-    Raises:
-        ConfigError: no engine has that name.
-    """
+    """Find the engine that ``rollout_engine`` and ``ray_engine`` name."""
     name = config.rollout_engine
     if name.startswith(("http://", "https://")):
         return ROLLOUT_ENGINES["http://"]
@@ -282,11 +278,7 @@ def load_function(path: str) -> Any:
 
 
 def check_rollout(config: Any) -> None:
-    """Check the rollout engine that a config names, and its options.
-
-    Raises:
-        ConfigError: an engine is unknown or not installed, or an option is for another engine.
-    """
+    """Check the rollout engine that a config names, and its options."""
     spec = find_engine(config)
     rewards, references = config.ray_reward_workers > 0, config.ray_ref_workers > 0
     reads = {"rollout_engine", "ray_reward_workers", "ray_ref_workers", *spec.reads}
@@ -351,11 +343,7 @@ def installed_vllm() -> str | None:
 def engine_args(
     value: dict[str, Any] | str | None, *, tensor_parallel_size: int = 1
 ) -> dict[str, Any]:
-    """Engine arguments of vLLM by name, given as a mapping or as JSON.
-
-    Raises:
-        ConfigError: an argument that Kedge sets.
-    """
+    """Engine arguments of vLLM by name, given as a mapping or as JSON."""
     args = read_mapping(value)
     decided = sorted(set(args) & set(DECIDED))
     if decided:

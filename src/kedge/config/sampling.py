@@ -17,11 +17,7 @@ _NEED_END = (
 
 
 def build_sampling(config: Any, eos_token_ids: Sequence[int]) -> Sampling:
-    """Sampling distribution of responses and where they end.
-
-    Raises:
-        ConfigError: an option needs responses to end, and nothing can end them.
-    """
+    """Sampling distribution of responses and where they end."""
     check_end(config, has_eos=bool(eos_token_ids))
     stops = [*eos_token_ids] if config.stop_token == "eos" else []
     stops += [] if config.stop_token_id is None else [config.stop_token_id]
@@ -56,9 +52,6 @@ def check_end(config: Any, *, has_eos: bool) -> None:
     Args:
         config: the options.
         has_eos: whether the tokenizer or the model's generation_config has an EOS token.
-
-    Raises:
-        ConfigError: naming the option and what to set.
     """
     if config.stop_token_id is not None or config.stop_token_ids or config.stop_strings:
         return

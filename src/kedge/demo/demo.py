@@ -47,11 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the stages of pipeline.yaml and print the results; all outputs go to one folder.
-
-    Raises:
-        ConfigError: TRL, which trains the supervised and the reward model, is not installed.
-    """
+    """Run the stages of pipeline.yaml and print the results; all outputs go to one folder."""
     args = parser().parse_args(list(argv))
     if importlib.util.find_spec("trl") is None:
         raise ConfigError(

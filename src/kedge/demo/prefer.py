@@ -7,7 +7,7 @@ import json
 import random
 from pathlib import Path
 
-from kedge.demo.task import Post, add_mistake, liked, read_post
+from kedge.demo.task import Post, add_mistake, rate, read_post
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
 
 def prefer(post: Post, first: str, second: str, rng: random.Random) -> dict[str, str]:
     """Order a pair by an annotator's preference."""
-    better, worse = sorted((first, second), key=lambda answer: -liked(post, answer, rng))
+    better, worse = sorted((first, second), key=lambda answer: -rate(post, answer, rng))
     return {"prompt": post.text, "chosen": better, "rejected": worse}
 
 

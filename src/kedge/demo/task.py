@@ -110,7 +110,7 @@ def read_post(text: str) -> Post:
     return Post(facts, f"the {topic} was {mood}", text)
 
 
-def liked(post: Post, summary: str, rng: random.Random) -> float:
+def rate(post: Post, summary: str, rng: random.Random) -> float:
     """An annotator's rating of a summary.
 
     Overlooks one fact in fifty, right or wrong, prefers short summaries, and adds noise.

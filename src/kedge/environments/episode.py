@@ -15,14 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.math.rewards import place_score
-from kedge.types import (
-    PER_EPISODE,
-    Episodes,
-    PromptBatch,
-    RewardOutput,
-    Rollout,
-    Sampling,
-)
+from kedge.types import PER_EPISODE, Episodes, PromptBatch, RewardOutput, Rollout, Sampling
 
 _RESERVE = 64  # tokens
 # Reasons for the end of an episode: the environment ends it (or cuts it off), an answer without a
@@ -123,13 +116,13 @@ class Episode:
         if self.allowed is not None:
             self.allowed += [torch.tensor([token]) for token in ids]
 
-    def reward(self, value: float) -> None:
+    def add_reward(self, value: float) -> None:
         """Add a reward to the last turn."""
         at = next((t for t in reversed(range(len(self.turn))) if self.turn[t] >= 0), None)
         if at is not None:
             self.rewards[at] = self.rewards.get(at, 0.0) + value
 
-    def measure(self, info: object) -> None:
+    def add_metrics(self, info: object) -> None:
         """Add up the numbers in ``info["metrics"]``, and keep the latest in ``info``."""
         if not isinstance(info, Mapping):
             return
@@ -167,43 +160,43 @@ class TurnLimits:
         """Context tokens reserved for the observation after the last turn."""
         return min(_RESERVE, (self.context or 0) // 8) if self.keeps_last else 0
 
-    def room(self, episode: Episode) -> int:
+    def tokens_left(self, episode: Episode) -> int:
         """Tokens left for the episode."""
         left = episode.sampling.max_new_tokens - len(episode.ids)
         if self.context is None:
             return left
         return min(left, self.context - self.reserve - len(episode.history))
 
-    def turn(self, episode: Episode) -> int:
+    def turn_limit(self, episode: Episode) -> int:
         """Maximum tokens of the next turn."""
-        left = self.room(episode)
+        left = self.tokens_left(episode)
         return min(left, self.max_turn_tokens or left)
 
-    def first_prompt(self, sampling: Sampling) -> int | None:
+    def prompt_limit(self, sampling: Sampling) -> int | None:
         """Maximum tokens of a prompt with its first observation; None: no limit."""
         if self.context is None:
             return None
         turn = self.max_turn_tokens or sampling.max_new_tokens
         return self.context - self.reserve - min(turn, self.context // 2)
 
-    def observation(self, episode: Episode, length: int) -> int:
+    def observation_limit(self, episode: Episode, length: int) -> int:
         """Tokens to keep of an observation of ``length`` tokens; 0 ends the episode.
 
         It is cut if it leaves less than the longest turn so far, unless half of the room, or
         ``max_turn_tokens``, is not less.
         """
-        room = self.room(episode)
+        room = self.tokens_left(episode)
         spare = min(self.max_turn_tokens or room, room // 2)
         if room - length < episode.longest <= spare:
             return room - spare
         return length if length < room else 0
 
-    def last_observation(self, episode: Episode) -> int:
+    def last_observation_limit(self, episode: Episode) -> int:
         """Maximum tokens of the observation after the last turn of a truncated episode."""
-        room = max(self.room(episode), episode.sampling.max_new_tokens // 4)
+        room = max(self.tokens_left(episode), episode.sampling.max_new_tokens // 4)
         return room if self.context is None else min(room, self.context - len(episode.history))
 
-    def reached(self, episode: Episode) -> str:
+    def reached_limit(self, episode: Episode) -> str:
         """The limit that an episode has reached: turns, or seconds of its environment."""
         if self.max_seconds is not None and episode.seconds > self.max_seconds:
             return "time_limit"

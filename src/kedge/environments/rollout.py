@@ -30,13 +30,7 @@ from kedge.environments.episode import (
     stack_rows,
     turn_seed,
 )
-from kedge.environments.pool import (
-    Calls,
-    EnvironmentPool,
-    MakeEnvironment,
-    OnError,
-    RunningCalls,
-)
+from kedge.environments.pool import Calls, EnvironmentPool, MakeEnvironment, OnError, RunningCalls
 from kedge.environments.turn_tokens import TurnTokens, as_messages
 from kedge.errors import ConfigError, LostRequestsError, RewardError, RolloutError
 from kedge.protocols import NewContext, Observation, RolloutEngine
@@ -94,6 +88,7 @@ class EnvironmentRollouts:
     many_turns = True  # ranks may need different numbers of turns
     shares_weights, logprob_kind = _of_engine("shares_weights"), _of_engine("logprob_kind")
     wait_for_other_ranks = _of_engine("wait_for_other_ranks", None)
+    ranks = _of_engine("ranks", None)
     slots = _of_engine("slots", 0)  # with 0, only ``generate`` can be used
     updates_in_flight = _of_engine("updates_in_flight", False)
 
@@ -125,9 +120,7 @@ class EnvironmentRollouts:
             keeps_last=keep_last_observation,
         )
         self._environments = EnvironmentPool(
-            make_environment,
-            Calls(timeout=timeout, most=max_concurrency),
-            on_error=on_env_error,
+            make_environment, Calls(timeout=timeout, most=max_concurrency), on_error=on_env_error
         )
         self._tokens = TurnTokens(tokenizer, chat_template_kwargs=chat_template_kwargs)
         ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
@@ -137,9 +130,9 @@ class EnvironmentRollouts:
         # Sample a turn for all live episodes at once, when all environments have answered.
         self._together = False
         self._forget()
-        self.engines = tuple(self._around(part) for part in getattr(engine, "engines", ()))
+        self.engines = tuple(self._wrap(part) for part in getattr(engine, "engines", ()))
 
-    def _around(self, engine: RolloutEngine) -> EnvironmentRollouts:
+    def _wrap(self, engine: RolloutEngine) -> EnvironmentRollouts:
         """A copy with another engine and no episodes, which shares the environments."""
         part = copy.copy(self)
         part.engine, part.engines = engine, ()
@@ -179,7 +172,7 @@ class EnvironmentRollouts:
             RolloutError: the engine failed, an environment with ``on_env_error="raise"``, or with
                 "drop" nearly all of them.
         """
-        play = self._around(self.engine)
+        play = self._wrap(self.engine)
         play._together = True
         episodes: list[Episode] = []
         try:
@@ -253,12 +246,7 @@ class EnvironmentRollouts:
             self._call(episode, reset, self._on_reset)
 
     def _play_on(self) -> list[Episode]:
-        """Continue playing; returns the episodes of complete groups.
-
-        Raises:
-            LostRequestsError: the engine was restarted, and all episodes are dropped.
-            RolloutError: an environment failed, with ``on_env_error="raise"``.
-        """
+        """Continue playing; returns the episodes of complete groups."""
         begin = time.perf_counter()
         samples = not self._together and self.engine.unfinished
         results = self._calls.wait(0.0 if samples else _SECONDS)
@@ -318,7 +306,7 @@ class EnvironmentRollouts:
     ) -> tuple[PromptBatch, Sampling, int]:
         """Prompts, sampling and seed for the next turns of episodes at the same turn number."""
         for episode in episodes:
-            episode.limit = self._limits.turn(episode)
+            episode.limit = self._limits.turn_limit(episode)
         limits, first = [episode.limit for episode in episodes], episodes[0]
         sampling, most = first.sampling, max(limits)
         if getattr(self.engine, "wait_for_other_ranks", None) is not None:  # equal on all ranks
@@ -362,7 +350,7 @@ class EnvironmentRollouts:
                     reads_calls=getattr(environment, "reads_calls", False),
                 )
 
-            ids, most = render(observation), self._limits.first_prompt(episode.sampling)
+            ids, most = render(observation), self._limits.prompt_limit(episode.sampling)
             if most is not None and len(ids) > most:
                 cut = self._tokens.shorten(observation, render, most)
                 episode.shortened = int(cut is not None)
@@ -373,7 +361,7 @@ class EnvironmentRollouts:
                     f" room for a turn in the context of {context} tokens"
                 )
             episode.prompt_ids = ids
-            episode.measure(info)
+            episode.add_metrics(info)
         self._resetting[episode.group] -= 1
         if not self._resetting[episode.group]:  # together: equal prompts are encoded once
             del self._resetting[episode.group]
@@ -399,8 +387,8 @@ class EnvironmentRollouts:
         truncated: bool,
         info: object,
     ) -> None:
-        episode.reward(reward)
-        episode.measure(info)
+        episode.add_reward(reward)
+        episode.add_metrics(info)
         if isinstance(observation, NewContext):
             episode.starts.append(len(episode.ids))
 
@@ -412,12 +400,12 @@ class EnvironmentRollouts:
                 episode.prompt, observation, last=response.ids[-1], stopped=response.terminated
             )
 
-        ids, limit = None, self._limits.reached(episode)
+        ids, limit = None, self._limits.reached_limit(episode)
         if not (terminated or truncated or limit):
             ids = render(observation)
-            most = self._limits.observation(episode, len(ids))
+            most = self._limits.observation_limit(episode, len(ids))
             if len(ids) > most:
-                fits = len(ids) < self._limits.room(episode)
+                fits = len(ids) < self._limits.tokens_left(episode)
                 cut = self._tokens.shorten(observation, render, most)
                 episode.shortened += cut is not None
                 ids, observation = cut or (ids if fits else None, observation)
@@ -431,14 +419,14 @@ class EnvironmentRollouts:
         episode.end(ending, terminated=terminated, cut_off=not (terminated or truncated))
         follows = episode.cut_off or observation is not None
         if self._limits.keeps_last and not terminated and follows:
-            ids, most = render(observation), self._limits.last_observation(episode)
+            ids, most = render(observation), self._limits.last_observation_limit(episode)
             if len(ids) > most:
                 ids, _ = self._tokens.shorten(observation, render, most) or ([], None)
             episode.add_observation(ids)
 
     def _on_final_reward(self, episode: Episode, result: Any) -> None:
         with self._failing(episode, "final_reward"):
-            episode.reward(read_number(_unwrap(result), "a reward"))
+            episode.add_reward(read_number(_unwrap(result), "a reward"))
         self._next_turns([episode])
 
     @contextlib.contextmanager
@@ -470,7 +458,7 @@ class EnvironmentRollouts:
             episode.end(ending, terminated=on_error == "score")
             episode.dropped = on_error == "drop"
             if not episode.dropped:
-                episode.reward(self._error_score)
+                episode.add_reward(self._error_score)
 
     def _drop(self) -> None:
         """Drop the episodes; busy environments are reused once they have answered."""

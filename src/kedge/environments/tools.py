@@ -42,11 +42,7 @@ class ToolEnvironment:
     reads_calls = True  # the chat template's tool calls must be parsed
 
     def __init__(
-        self,
-        tools: Sequence[Tool] = (),
-        target: Any = None,
-        *,
-        max_iterations: int | None = None,
+        self, tools: Sequence[Tool] = (), target: Any = None, *, max_iterations: int | None = None
     ) -> None:
         self._target, self._max_iterations = target, max_iterations
         methods = [] if target is None else _methods(target)
@@ -74,7 +70,7 @@ class ToolEnvironment:
         if "seed" not in columns and "seed" in inspect.signature(reset).parameters:
             columns["seed"] = seed
         observation = reset(**columns)
-        return _then(observation, lambda observation: (observation, {}))
+        return _finish(observation, lambda observation: (observation, {}))
 
     def step(self, response: Response) -> Any:
         """Make the calls of the response; without any the episode ends."""
@@ -88,7 +84,7 @@ class ToolEnvironment:
                 final = self.final_reward()
             except Exception as error:  # raised by the target
                 raise RewardError(_error_text(error)) from error
-            return _then(final, lambda reward: (None, reward, whole, not whole, info))
+            return _finish(final, lambda reward: (None, reward, whole, not whole, info))
         self._iterations += 1
         results = self._results(calls)
         if any(inspect.isawaitable(result) for result, _ in results):
@@ -296,7 +292,7 @@ def _matches(value: Any, schema: Mapping[str, Any]) -> bool:
         return any(value == x and type(value) is type(x) for x in schema["enum"])
     kinds = schema.get("type", [])
     if kinds and not any(
-        _is(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)
+        _has_type(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)
     ):
         return False
     if isinstance(value, Mapping):
@@ -310,10 +306,10 @@ def _matches(value: Any, schema: Mapping[str, Any]) -> bool:
     return True
 
 
-def _is(value: Any, kind: str) -> bool:
+def _has_type(value: Any, kind: str) -> bool:
     """Whether the value has this JSON schema type; unknown types match."""
     if kind == "integer":
-        return _is(value, "number") and (isinstance(value, int) or value.is_integer())
+        return _has_type(value, "number") and (isinstance(value, int) or value.is_integer())
     if isinstance(value, bool):
         return kind == "boolean"
     return isinstance(value, _TYPES.get(kind, object))
@@ -333,7 +329,7 @@ def _error_text(error: BaseException) -> str:
     return f"Error: {type(error).__name__}: {error}"
 
 
-def _then(value: Any, finish: Callable[[Any], Any]) -> Any:
+def _finish(value: Any, finish: Callable[[Any], Any]) -> Any:
     """Call ``finish(value)``; returns a coroutine if the value is awaitable."""
 
     async def wait() -> Any:

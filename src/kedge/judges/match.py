@@ -181,7 +181,7 @@ class Match:
         return interval([self._worths()], level=level, seed=seed)
 
     @property
-    def controlled(self) -> float | None:
+    def length_controlled(self) -> float | None:
         """Length-controlled win rate: the estimate for answers of equal length.
 
         A logistic regression of the outcome on a constant and tanh(difference of lengths in
@@ -212,7 +212,7 @@ class Match:
             "win_rate": self.win_rate,
             "win_rate_low": low,
             "win_rate_high": high,
-            "length_controlled_win_rate": self.controlled,
+            "length_controlled_win_rate": self.length_controlled,
             "mean_length_ours": fmean([len(row.ours) for row in self.rows]),
             "mean_length_theirs": fmean([len(row.theirs) for row in self.rows]),
             "first_preferred": fmean([float(row.answer.prefer == "first") for row in self.rows]),

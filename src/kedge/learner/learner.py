@@ -36,7 +36,7 @@ from kedge.learner.reference import Reference, RemoteReference
 from kedge.learner.settings import LearnerSettings
 from kedge.learner.sharding import (
     GatheredEngine,
-    receive,
+    broadcast_unsharded,
     reshard,
     shard,
     shard_optimizer_state,
@@ -195,7 +195,7 @@ class HFLearner:
                 reshard_after_forward=resharding,
                 dtype=torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None,
             )
-        receive(self.module, self.device)  # a value head on the policy is not sharded
+        broadcast_unsharded(self.module, self.device)  # a value head on the policy is not sharded
 
     def _all_models(self) -> list[nn.Module]:
         return [*self._models(), *(self.reference.separate_models if self.reference else [])]
@@ -307,13 +307,13 @@ class HFLearner:
         )
         with self.accelerator.autocast():
             output: ForwardOutput = self.module(request)
-        predicted = None if output.values is None else request.values(output.values)
+        predicted = None if output.values is None else request.place_values(output.values)
         if output.logprobs is None or output.entropy is None:
             old = rows.old_logprobs.to(self.device)
             return PolicyOutput(logprobs=old, entropy=torch.zeros_like(old), values=predicted)
         return PolicyOutput(
-            logprobs=request.tokens(output.logprobs),
-            entropy=request.tokens(output.entropy),
+            logprobs=request.place_tokens(output.logprobs),
+            entropy=request.place_tokens(output.entropy),
             values=predicted,
         )
 

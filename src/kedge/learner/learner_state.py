@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from kedge.errors import CheckpointError
 from kedge.learner.distributed import raise_on_all_ranks
 from kedge.learner.sharding import shard_like
-from kedge.models.fingerprint import FingerprintSums, WeightsCopy, full, policy_weights
+from kedge.models.fingerprint import FingerprintSums, WeightsCopy, full_tensor, policy_weights
 from kedge.types import StoredTensor
 
 Stage = Callable[[Iterable[tuple[str, Tensor]]], WeightsCopy]
@@ -40,37 +40,29 @@ class WeightCopier:
     def __call__(self, policy: nn.Module) -> dict[str, Tensor]:
         """Full weights of a possibly sharded policy, gathered one at a time.  Collective.
 
+        Shards are converted before they are gathered: half the bytes for engines in 16 bits.
+
         Raises:
             SyncError: a rank could not stage or copy them; raised on every rank.
         """
         named = policy_weights(policy)
-        if (
-            self.live
-            and self.stage is None
-            and not any(isinstance(p, DTensor) for p in named.values())
-        ):
+        sharded = any(isinstance(p, DTensor) for p in named.values())
+        if self.live and self.stage is None and not sharded:
             raise_on_all_ranks(None)  # rank 0 may stage, and fail
             return WeightsCopy(named) if not self.first_only or is_first() else {}
-        sums, devices = FingerprintSums(), set[torch.device]()
-        left = len(named)
+        sums, left = FingerprintSums(), len(named)
 
         def gather() -> Iterator[tuple[str, Tensor | None]]:
             nonlocal left
             for name, p in named.items():
-                x = full_on_first(p) if self.first_only else full(p)
+                sent = p.to(self._dtype_of(p))
+                x = full_on_first(sent) if self.first_only else full_tensor(sent)
                 left -= 1
                 yield name, x
 
-        def weights() -> Iterator[tuple[str, Tensor]]:
-            for name, x in gathered:
-                if x is not None:
-                    sums.add(name, x)
-                    devices.add(x.device)
-                    yield name, x
-
         gathered, failure = gather(), None
         try:
-            staged = (self.stage or self._copy)(weights())
+            staged = (self.stage or self._copy)(_hash(named, gathered, sums))
         except Exception as error:
             failure = error
             for _ in gathered:  # other ranks must take part in gathering the rest
@@ -78,15 +70,31 @@ class WeightCopier:
             if left:  # gathering failed midway
                 raise
         raise_on_all_ranks(failure)
-        staged.fingerprint, staged.device = sums.digest(), next(iter(devices), None)
+        staged.fingerprint = sums.digest()
+        staged.device = next(iter(named.values())).device if staged else None
         return staged
 
     def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> WeightsCopy:
         copies = WeightsCopy()
         for name, x in weights:
-            dtype = self.dtype if x.is_floating_point() else None
-            copies[name] = x.to(device=self.device, dtype=dtype, copy=True)
+            copies[name] = x.to(device=self.device, dtype=self._dtype_of(x), copy=True)
         return copies
+
+    def _dtype_of(self, x: Tensor) -> torch.dtype | None:
+        return self.dtype if x.is_floating_point() else None
+
+
+def _hash(
+    named: Mapping[str, Tensor],
+    gathered: Iterable[tuple[str, Tensor | None]],
+    sums: FingerprintSums,
+) -> Iterator[tuple[str, Tensor]]:
+    """The full tensors of this rank; adds each weight, of sharded ones its shard, to ``sums``."""
+    for name, x in gathered:
+        if x is not None or isinstance(named[name], DTensor):
+            sums.add(name, named[name])
+        if x is not None:
+            yield name, x
 
 
 def is_first() -> bool:

@@ -21,7 +21,7 @@ from kedge.learner.settings import LearnerSettings
 from kedge.learner.sharding import call_within, reshard
 from kedge.models.joined_rows import supports_packing
 from kedge.models.model import CausalParts, LanguageModelParts
-from kedge.models.packing import JoinedInput, place
+from kedge.models.packing import JoinedInput, scatter
 from kedge.models.shared_base import AdapterValue
 from kedge.models.value_head import ScalarHead, ScalarModel
 from kedge.ops.linear_logprob import TokenConstraints, linear_kl, linear_logprob
@@ -65,14 +65,14 @@ class ForwardRequest:
             entropy_grad=self.entropy_grad,
         )
 
-    def tokens(self, x: Tensor) -> Tensor:
+    def place_tokens(self, x: Tensor) -> Tensor:
         """Values [n] of the tokens at their slots [b, R]; 0 elsewhere."""
-        return place(x, self.slots, self.shape)
+        return scatter(x, self.slots, self.shape)
 
-    def values(self, x: Tensor) -> Tensor:
+    def place_values(self, x: Tensor) -> Tensor:
         """The values [m] with a slot, placed at their slots in [b, R]; 0 elsewhere."""
         assert self.value_slots is not None  # set, since values were requested
-        return place(x[: len(self.value_slots)], self.value_slots, self.shape)
+        return scatter(x[: len(self.value_slots)], self.value_slots, self.shape)
 
 
 def build_request(
@@ -324,10 +324,10 @@ def _compute_rows(
         flat |= {"logprobs": output.logprobs, "entropy": output.entropy}
     if names & {"ref_logprobs", "full_kl"} and reference is not None:
         flat |= call_within(next(iter(reference.separate_models), module.policy), read_reference)
-    outputs = {name: request.tokens(x) for name, x in flat.items()}
+    outputs = {name: request.place_tokens(x) for name, x in flat.items()}
     if "values" in names and output.values is not None:
         last = output.values[-len(rollout) :]
-        outputs |= {"values": request.values(output.values), "last_values": last}
+        outputs |= {"values": request.place_values(output.values), "last_values": last}
     return {name: x.float() for name, x in outputs.items()}
 
 
@@ -338,4 +338,4 @@ def reference_logprobs(
     with reference.active() as parts:
         request = build_request(parts, rollout, rollout.response_mask, settings, device)
         logprobs, _ = request.logprobs(parts, request.hidden(parts))
-    return request.tokens(logprobs)
+    return request.place_tokens(logprobs)

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 from kedge.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from kedge.models.fingerprint import full
+from kedge.models.fingerprint import full_tensor
 
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
@@ -262,7 +262,7 @@ def sum_gradients(trained: Sequence[nn.Parameter], ranks: int, bucket_mb: float)
 def norms(grads: Mapping[str, Iterable[Tensor]]) -> dict[str, float]:
     """The L2 norm of each named set of gradients, and of all of them under ``""``."""
     each = torch.stack(
-        [full(torch.nn.utils.get_total_norm(list(g))).float() for g in grads.values()]
+        [full_tensor(torch.nn.utils.get_total_norm(list(g))).float() for g in grads.values()]
     )
     total = each.square().sum().sqrt()
     return dict(zip(["", *grads], torch.cat([total[None], each]).tolist(), strict=True))

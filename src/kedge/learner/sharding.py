@@ -95,9 +95,9 @@ def shard(
     options: dict[str, Any] = {} if dtype is None else {"mp_policy": rounding}
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            receive(layer, device)
+            broadcast_unsharded(layer, device)
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
-    receive(model, device)
+    broadcast_unsharded(model, device)
     # Embedding and head stay unsharded from the forward to the backward, in float32: the head is
     # read directly, and its gradients are sums over chunks of tokens.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -107,7 +107,7 @@ def shard(
     register_fsdp_forward_method(model, _CALL)
 
 
-def receive(unit: nn.Module, device: torch.device) -> None:
+def broadcast_unsharded(unit: nn.Module, device: torch.device) -> None:
     """Move unsharded tensors to the device, with the values of rank 0; keeps ties."""
     received: dict[int, Tensor] = {}
     for module in unit.modules():

@@ -134,13 +134,7 @@ def _lengths(rollout: Rollout, valid: Tensor, all_reduce: AllReduce) -> dict[str
 
 
 def _token_ages(age: Tensor, keep: Tensor, all_reduce: AllReduce) -> dict[str, float]:
-    """The largest age of a token in iterations, and the share of tokens of each age.
-
-    Args:
-        age: int64 [B, R].
-        keep: bool [B, R]; tokens that count.
-        all_reduce: sums over ranks.
-    """
+    """Largest ``age`` [B, R] in iterations, and the share of tokens ``keep`` [B, R] per age."""
     ages = age[keep].cpu()
     size = _max_bound(int(ages.max()) if len(ages) else 0, all_reduce) + 1
     histogram = all_reduce(torch.bincount(ages, minlength=size).double())

@@ -125,7 +125,7 @@ def pass_at_k(samples: Tensor, solved: Tensor, k: int) -> Tensor:
     return 1 - miss
 
 
-def solved(scores: Tensor, *, per_prompt: int, success: float) -> dict[str, float]:
+def solve_rates(scores: Tensor, *, per_prompt: int, success: float) -> dict[str, float]:
     """``accuracy`` and ``pass@k`` for k = 2, 4, ... up to the completions of a prompt.
 
     Args:

@@ -124,17 +124,17 @@ def preflight(
     experience, _ = make_experience(
         replace(rollout, behavior_logprobs=None), reward_output, learner, algorithm, kl_coef
     )
-    few = experience.rows(torch.arange(min(4, len(experience))))
+    sample = experience.rows(torch.arange(min(4, len(experience))))
     _check_gap(
-        learner.forward_no_grad(few, values=False).logprobs,
-        few.old_logprobs,
-        few.loss_mask,
+        learner.forward_no_grad(sample, values=False).logprobs,
+        sample.old_logprobs,
+        sample.loss_mask,
         tolerance.same_kernel,
         "before training, the log ratio of the training pass to the behavior policy must be 0, got"
         " {}: clipping would act on noise. Likely causes: dropout in training mode, or another"
         " precision or temperature than in the first pass",
     )
-    _check_loss_is_additive(learner, algorithm, few)
+    _check_loss_is_additive(learner, algorithm, sample)
     warnings = _find_warnings(rollout, reward_output, learner, sampling, length_option, decode)
     return [*warnings, *_find_unfinished(rollout, reward_output, learner, reward)]
 
@@ -187,12 +187,13 @@ def _check_finite_outputs(model_outputs: ModelOutputs, mask: Tensor) -> None:
             )
 
 
-def _check_loss_is_additive(learner: Learner, algorithm: Algorithm, few: Experience) -> None:
+def _check_loss_is_additive(learner: Learner, algorithm: Algorithm, sample: Experience) -> None:
     """Micro-batch losses must sum to the loss of all rows, for any micro-batch size."""
-    rows = len(few)
+    rows = len(sample)
     if rows < 2:
         return
-    same_sign = replace(few, advantages=few.advantages.abs())  # terms of equal sign cannot cancel
+    # Terms of equal sign cannot cancel.
+    same_sign = replace(sample, advantages=sample.advantages.abs())
     totals = []
     for size in (rows, -(-rows // 2)):
         parts = micro_batches(same_sign, torch.arange(rows), algorithm, size, lambda x: x)

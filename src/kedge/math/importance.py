@@ -34,8 +34,8 @@ class Correction:
     low: float = 0.0
 
 
-def importance_weights(old: Tensor, mu: Tensor, mask: Tensor, how: Correction) -> Tensor:
-    """Weight of each token, old / mu bounded according to ``how``; no gradient.
+def importance_weights(old: Tensor, mu: Tensor, mask: Tensor, bounds: Correction) -> Tensor:
+    """Weight of each token, old / mu bounded according to ``bounds``; no gradient.
 
     Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings
     you off-policy RL training"; masked: Liu, Li et al. 2025, "When speed kills stability".
@@ -44,17 +44,17 @@ def importance_weights(old: Tensor, mu: Tensor, mask: Tensor, how: Correction) -
         old: float [B, R], log-probabilities of the learner before the iteration.
         mu: float [B, R], log-probabilities of the rollout engine.
         mask: bool [B, R].
-        how: the bounds.
+        bounds: the correction.
 
     Returns:
         float [B, R], 0 outside the mask.
     """
     log_weight = ((old - mu) * mask).detach()
-    if how.level == "sequence":
+    if bounds.level == "sequence":
         log_weight = log_weight.sum(1, keepdim=True).expand_as(old)
-    elif how.level == "sequence_mean":
+    elif bounds.level == "sequence_mean":
         log_weight = mean_over_tokens(log_weight, mask)[:, None].expand_as(old)
     weight = log_weight.exp()
-    if how.kind == "truncate":
-        return weight.clamp(min=how.low, max=how.high) * mask
-    return torch.where((weight >= how.low) & (weight <= how.high), weight, 0.0) * mask
+    if bounds.kind == "truncate":
+        return weight.clamp(min=bounds.low, max=bounds.high) * mask
+    return torch.where((weight >= bounds.low) & (weight <= bounds.high), weight, 0.0) * mask

@@ -66,10 +66,10 @@ def masked_policy_loss(ratio: Tensor, advantages: Tensor, *, clip: Clip) -> Tens
         advantages: float [*].
         clip: the bounds; ``ceiling`` is not used.
     """
-    return torch.where(outside(ratio, clip), 0.0, -ratio * advantages)
+    return torch.where(policy_is_masked(ratio, clip), 0.0, -ratio * advantages)
 
 
-def outside(ratio: Tensor, clip: Clip) -> Tensor:
+def policy_is_masked(ratio: Tensor, clip: Clip) -> Tensor:
     """Where ``masked_policy_loss`` leaves the token out.  bool."""
     return (ratio <= 1 - clip.low) | (ratio >= clip.top)
 

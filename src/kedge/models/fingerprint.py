@@ -51,7 +51,7 @@ class FingerprintSums:
         if isinstance(tensor, DTensor) and (first := _first_word(tensor)) is not None:
             self._shards[key] = checksum(tensor.to_local(), first)
         else:
-            self._whole[key] = checksum(full(tensor))
+            self._whole[key] = checksum(full_tensor(tensor))
 
     def digest(self) -> str:
         """The fingerprint.  Collective if a tensor was sharded."""
@@ -118,7 +118,7 @@ class WeightsCopy(dict[str, Tensor]):
     expected: Any = None  # values that vLLM must report
 
 
-def full(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """Gather a possibly sharded tensor.  Collective: every rank must call it."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 

@@ -188,7 +188,7 @@ def join(
     )
 
 
-def place(flat: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
+def scatter(flat: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
     """Scatter values [n] to the flat indices [n] of a tensor of ``shape``; 0 elsewhere."""
     return flat.new_zeros(shape.numel()).index_copy(0, index, flat).view(shape)
 

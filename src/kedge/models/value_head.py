@@ -24,7 +24,7 @@ from kedge.models.model import (
     silence_mask_warning,
 )
 from kedge.models.packing import JoinedInput
-from kedge.rewards.heads import SHIFT, in_full
+from kedge.rewards.heads import SHIFT, float32_head
 
 HEAD_FILE = "value_head.safetensors"
 _HEADS = ("score", "classifier", "v_head")
@@ -95,7 +95,7 @@ class ScalarModel(nn.Module):
     def forward(self, packed: JoinedInput, states: Tensor) -> Tensor:
         """Float32 [n]: the value of each of the flat ``states`` of packed rows."""
         hidden = read_backbone(self.backbone, packed).flatten(0, 1).index_select(0, states)
-        return in_full(self.head, hidden).float().sum(1) + self.shift  # a single column
+        return float32_head(self.head, hidden).float().sum(1) + self.shift  # a single column
 
     def save(self, folder: str | Path, state: dict[str, Tensor] | None = None) -> None:
         """Write a transformers folder; ``state`` has the full tensors of a sharded model."""

@@ -100,7 +100,7 @@ class LogitTiles:
         """Hidden states as the left operand of the product."""
         return self.hidden * self._scale if self._in_bits else self.hidden
 
-    def power(self, z: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def exp(self, z: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Exponentials of the logits, or logit differences, ``z``."""
         return torch.exp2(z, out=out) if self._in_bits else torch.exp(z, out=out)
 
@@ -109,16 +109,16 @@ class LogitTiles:
         size = self.head.weight.shape[0]
         return ((low, min(size, low + self._width)) for low in range(0, size, self._width))
 
-    def room(self, columns: int, *, buffer: int | None) -> Tensor:
+    def get_buffer(self, columns: int, *, index: int | None) -> Tensor:
         """An uninitialized float32+ [N, columns]: a buffer until its next use; None: new memory."""
         size = len(self.hidden) * columns
-        if buffer is None:
+        if index is None:
             memory = self.hidden.new_empty(size, dtype=self.exact)
         else:
-            if buffer not in self._buffers:
+            if index not in self._buffers:
                 largest = len(self.hidden) * self._width
-                self._buffers[buffer] = self.hidden.new_empty(largest, dtype=self.exact)
-            memory = self._buffers[buffer][:size]
+                self._buffers[index] = self.hidden.new_empty(largest, dtype=self.exact)
+            memory = self._buffers[index][:size]
         return memory.view(len(self.hidden), columns)
 
     def logits(
@@ -129,12 +129,12 @@ class LogitTiles:
         They are in buffer 0, or in new memory to ``keep`` them.
         """
         head, temperature = self.head, self.constraints.temperature
-        out = self.room(high - low, buffer=None if keep else 0)
+        out = self.get_buffer(high - low, index=None if keep else 0)
         w = head.weight[low:high].to(self.hidden.dtype)
         bias = None if head.bias is None else head.bias[low:high].to(w.dtype)
         if bias is not None and self._in_bits:
             bias = bias * self._scale
-        z, derivative = float32_product(self._rows, w, bias, room=out), None
+        z, derivative = float32_product(self._rows, w, bias, out_buffer=out), None
         if head.softcap is not None:
             z.mul_(head.scale / head.softcap).tanh_()
             derivative = (1 - z * z) * (head.scale / temperature) if slope else None
@@ -178,7 +178,7 @@ class OnlineSoftmax:
     def shift(self, z: Tensor) -> Tensor:
         """Rescale the sums for a new block, and subtract the running maximum from it in place."""
         top = torch.maximum(self.top, z.amax(1, keepdim=True))
-        rescale = self._tiles.power(self.top - top)
+        rescale = self._tiles.exp(self.top - top)
         self.sum.mul_(rescale)
         self.weighted.mul_(rescale)
         self.top = top
@@ -215,8 +215,8 @@ def _scan(
         before = online.top
         z = online.shift(z)
         online.weighted.add_((before - online.top) * online.sum)  # z was relative to this maximum
-        room = tiles.room(high - low, buffer=None if keep and not keep_logits else 1)
-        e = tiles.power(z, out=room)
+        buffer = tiles.get_buffer(high - low, index=None if keep and not keep_logits else 1)
+        e = tiles.exp(z, out=buffer)
         if kept is not None:
             kept += [z if keep_logits else e, online.top] if keep else [None, None]
         online.sum.add_(e.sum(1, keepdim=True))
@@ -344,15 +344,15 @@ def _grad_of_logits(
     width = block[1] - block[0]
     if kept is not None and top is not None:
         if of_entropy is None:
-            share = tiles.power(top - lse).mul_(-of_logprob)
-            return torch.mul(kept, share, out=tiles.room(width, buffer=0)), None
-        z = torch.add(kept, top - lse, out=tiles.room(width, buffer=0))
+            share = tiles.exp(top - lse).mul_(-of_logprob)
+            return torch.mul(kept, share, out=tiles.get_buffer(width, index=0)), None
+        z = torch.add(kept, top - lse, out=tiles.get_buffer(width, index=0))
     else:
         z, slope = tiles.logits(*block, slope=True)
         z.sub_(lse)
     if of_entropy is None:
-        return tiles.power(z, out=z).mul_(-of_logprob), slope
-    p = tiles.power(z, out=tiles.room(width, buffer=1))
+        return tiles.exp(z, out=z).mul_(-of_logprob), slope
+    p = tiles.exp(z, out=tiles.get_buffer(width, index=1))
     # -(log p + entropy) of_entropy - of_logprob; z is log p in nats
     at_zero = -saved.entropy[:, None] * of_entropy - of_logprob
     return p.mul_(torch.addcmul(at_zero, z, -of_entropy * tiles.nats, out=z)), slope
@@ -451,10 +451,10 @@ def linear_kl(
                 z, _ = policy.logits(low, high)
                 other, _ = reference.logits(low, high)
                 gap = torch.sub(z, other, alpha=reference.nats / policy.nats)
-                e = policy.power(p.shift(z), out=z)
+                e = policy.exp(p.shift(z), out=z)
                 p.sum.add_(e.sum(1, keepdim=True))
                 p.weighted.add_(e.mul_(gap).sum(1, keepdim=True))
-                f = reference.power(q.shift(other), out=other)
+                f = reference.exp(q.shift(other), out=other)
                 q.sum.add_(f.sum(1, keepdim=True))
             log_ratio = p.weighted / p.sum - p.lse
             kl[part] = (log_ratio * policy.nats + q.lse * reference.nats)[:, 0]

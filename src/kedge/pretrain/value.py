@@ -118,7 +118,7 @@ def _pad(rows: Sequence[Sequence[int]], side: Literal["left", "right"]) -> tuple
     return pad(ids), pad([torch.ones_like(row, dtype=torch.bool) for row in ids])
 
 
-def split(episodes: Sample, held_out: float, seed: int) -> tuple[list[int], list[int]]:
+def split_prompts(episodes: Sample, held_out: float, seed: int) -> tuple[list[int], list[int]]:
     """Split response numbers into training and evaluation, without common prompts.
 
     Raises:

@@ -16,11 +16,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import psutil
+
 from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.ray import cluster
 from kedge.ray.actor import Actor, ActorLimits, LostActorError
-from kedge.ray.context import STOP, DriverMailbox, RankContext, set_context
+from kedge.ray.context import (
+    INBOX,
+    STOP,
+    ActorProcess,
+    DriverMailbox,
+    RankContext,
+    set_context,
+)
 from kedge.ray.placement import Placement, place, plan_bundles
 from kedge.rollout.liveness import RunningTime
 from kedge.rollout.sharded import start_all
@@ -44,6 +53,9 @@ class LaunchLimits:
     start: float = 300.0  # until all ranks respond
     heartbeat: float = 5.0  # between health checks of a rank
     patience: float = 60.0  # without a response; then it counts as hung
+    # for the checkpoint and the exit of all ranks, from the end of the iteration after which a
+    # signal stops them
+    stop: float = 3600.0
 
 
 def launch(  # noqa: PLR0913
@@ -168,11 +180,20 @@ class RankWorker:
         """A free TCP port of this node."""
         return free_port()
 
+    def deliver(self, references: list[Any]) -> None:
+        """Put a reference that learner 0 has sent into the inbox of this process."""
+        INBOX.put(references[0])
+
     def run(
         self, job: Callable[[], Any], environment: Mapping[str, str], place: RankContext
     ) -> tuple[Any, Failure | None]:
         """The job's result on rank 0, or its failure on this rank."""
         os.environ.update(environment)
+        # Gloo would take the address of the host's name, which may be that of this machine alone.
+        address = ActorProcess.current().address
+        for name, found in psutil.net_if_addrs().items():
+            if any(x.address == address for x in found):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         set_context(place)
         logging.getLogger("kedge").addHandler(_DriverHandler(place))
         try:
@@ -232,6 +253,7 @@ class _LearnerGroup:
         self._mailbox: Any = None
         self._mailbox_process = 0  # process id; 0: not known yet
         self._mail: Any = None  # running call of ``take``
+        self._stopping = False  # the iteration after which the ranks stop has ended
         self._threads = ThreadPoolExecutor(len(self._slots), thread_name_prefix="learner")
 
     def start(self) -> None:
@@ -279,15 +301,24 @@ class _LearnerGroup:
                     deadline = min(deadline, now + _DRAIN)
                 elif shutdown.newly_requested():  # no deadline: an iteration may take an hour
                     self._ranks[0].interrupt("stop")
+                elif self._stopping and deadline == math.inf:
+                    deadline = now + self._limits.stop
                 if self._control_store.lost():  # Ray takes seconds to disconnect: report it first
                     logger.warning(
                         "Ray's control store at %s does not respond; ending all learners",
                         self._control_store.address,
                     )
                     raise LostLearnerError(self._control_store.cause)
+            if running and not failures:
+                late = ", ".join(f"learner {rank}" for rank in sorted(running.values()))
+                raise LaunchError(
+                    f"{late} did not exit within {self._limits.stop:g} s of the last iteration"
+                    " (worker_stop_timeout), as while a checkpoint is written to a disk that does"
+                    " not respond; the newest complete checkpoint is what a resume starts from"
+                )
             self._forward_rest()
         if failures:
-            raise self._root_cause(failures)
+            raise self._root_cause(failures, stopping=shutdown.requested)
         shutdown.reraise()
         return result
 
@@ -341,6 +372,7 @@ class _LearnerGroup:
                 world_size=len(self._ranks),
                 placement=self._placement,
                 mailbox=self._mailbox,
+                learners=[learner.handle for learner in self._ranks],
             )
             running[self._threads.submit(actor.once, "run", shared_job, named, context)] = rank
         return running
@@ -366,12 +398,13 @@ class _LearnerGroup:
             return
         mail, self._mail = self._mail, None
         try:
-            rows, notes, process = ray.get(mail)
+            rows, notes, stops, process = ray.get(mail)
         except ray.exceptions.RayError:
             return  # the mailbox is being restarted
         if self._mailbox_process not in (0, process):
             logger.warning("%s", _MAILBOX_LOST)
         self._mailbox_process = process
+        self._stopping |= stops
         if self._on_row is not None:
             for row in rows:
                 self._on_row(row)
@@ -384,7 +417,7 @@ class _LearnerGroup:
         if self._mail is not None:
             logger.warning("%s", _MAILBOX_LOST)
 
-    def _root_cause(self, failures: Sequence[Failure]) -> KedgeError:
+    def _root_cause(self, failures: Sequence[Failure], *, stopping: bool) -> KedgeError:
         root, *others = sorted(failures, key=lambda failure: failure.order)
         if isinstance(root.error, KedgeError):
             return root.error
@@ -394,7 +427,8 @@ class _LearnerGroup:
             f"then on learner {failure.rank}: {failure.text.splitlines()[0]}" for failure in others
         ]
         lines.append("resume from the latest checkpoint, if any, with resume_from_checkpoint=True")
-        kind = LostLearnerError if root.died else LaunchError
+        # A run that was asked to stop is not restarted.
+        kind = LostLearnerError if root.died and not stopping else LaunchError
         error = kind("\n".join(line for line in lines if line))
         error.__cause__ = root.error
         return error

@@ -58,7 +58,7 @@ def examine(log: RunLog) -> list[Finding]:
     return [finding for finding in findings if finding is not None]
 
 
-def unseen(log: RunLog) -> str:
+def open_question(log: RunLog) -> str:
     """Questions that no rule can answer, for a run without findings."""
     if log.series("environment/turns"):
         return "Success on new seeds is not in this log: kedge generate --environment measures it."

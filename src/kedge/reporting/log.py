@@ -56,15 +56,15 @@ class RunLog:
         return fmean(values[-max(1, round(len(values) * share)) :]) if values else math.nan
 
 
-def read_log(place: str | Path) -> RunLog:
+def read_log(run: str | Path) -> RunLog:
     """Read the log in a run's ``output_dir``, or a ``metrics.jsonl`` file.
 
     Damaged lines are skipped, with a warning that counts them.
     """
-    rows = [row for row in read_rows(place) if "objective/scores" in row]
+    rows = [row for row in read_rows(run) if "objective/scores" in row]
     if not rows:
-        raise DataError(f"{log_file(place)} has no training rows (none with objective/scores)")
-    return RunLog(Path(place).name, rows, **read_options(log_file(place).parent))
+        raise DataError(f"{log_file(run)} has no training rows (none with objective/scores)")
+    return RunLog(Path(run).name, rows, **read_options(log_file(run).parent))
 
 
 _STOPS = ("stop_token", "stop_token_id", "stop_token_ids", "stop_strings")
@@ -81,18 +81,18 @@ def read_options(folder: Path) -> dict[str, bool]:
         return {}
 
 
-def log_file(place: str | Path) -> Path:
+def log_file(run: str | Path) -> Path:
     """The ``metrics.jsonl`` of a run."""
-    path = Path(place).expanduser()
+    path = Path(run).expanduser()
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise DataError(f"{path} has no {FILE}: pass the output_dir of a run, or the file itself")
     return file
 
 
-def read_rows(place: str | Path) -> list[dict[str, float]]:
+def read_rows(run: str | Path) -> list[dict[str, float]]:
     """All rows of the log, including evaluations, with their finite numbers."""
-    rows = read_table(log_file(place))
+    rows = read_table(log_file(run))
     return [
         {k: float(x) for k, x in row.items() if isinstance(x, int | float) and abs(x) <= _LARGEST}
         for row in rows
@@ -190,7 +190,7 @@ def band(runs: Sequence[RunLog], metric: str, axis: str = "episode") -> Band | N
     )
 
 
-def ends(
+def end_stats(
     runs: Sequence[RunLog], metric: str, *, at: Literal["start", "end"] = "end"
 ) -> tuple[float, float, float] | None:
     """Mean, minimum and maximum over runs; each run counts with the mean of a fifth."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.errors import DataError
-from kedge.reporting.doctor import examine, unseen
+from kedge.reporting.doctor import examine, open_question
 from kedge.reporting.log import RunLog, log_file, read_options, read_rows, read_table
 from kedge.reporting.run_info import read_run_info
 from kedge.reporting.story import episodes, story, vocabulary
@@ -28,27 +28,23 @@ Row = dict[str, Any]
 
 
 def gather(
-    place: str | Path,
-    *,
-    meanings: Mapping[str, str],
-    prefixes: Mapping[str, str],
-    most: int = 5000,
+    run: str | Path, *, meanings: Mapping[str, str], prefixes: Mapping[str, str], most: int = 5000
 ) -> dict[str, Any]:
     """All data of the report page, as JSON values.
 
     Args:
-        place: the run's ``output_dir``, or its ``metrics.jsonl``.
+        run: the run's ``output_dir``, or its ``metrics.jsonl``.
         meanings: metric name -> description.
         prefixes: prefix of metric names -> description.
         most: maximum responses per table kind; beyond it every step is truncated equally.
 
     Damaged lines are skipped, with a warning that counts them.
     """
-    folder = log_file(place).absolute().parent
-    rows = read_rows(place)
+    folder = log_file(run).absolute().parent
+    rows = read_rows(run)
     if not rows:
         raise DataError(
-            f"{log_file(place)} has no readable row; wait until the run has logged an iteration"
+            f"{log_file(run)} has no readable row; wait until the run has logged an iteration"
         )
     rows = [{k: x for k, x in row.items() if not k.startswith("train_")} for row in rows]
     training = [row for row in rows if "objective/scores" in row]
@@ -73,7 +69,7 @@ def gather(
         "about": read_run_info(folder),
         "updates": len(log.rows),
         "findings": [asdict(finding) for finding in examine(log)],
-        "unseen": unseen(log),
+        "unseen": open_question(log),
         "story": story(log, rows),
         "vocabulary": vocabulary(tokens),
         "played": episodes(tokens),

@@ -45,11 +45,11 @@ METRICS = {
 }
 
 
-def write_run_info(made_of: Mapping[str, Any], args: Any, *, device: str) -> None:
+def write_run_info(origin: Mapping[str, Any], args: Any, *, device: str) -> None:
     """Write ``run.json`` into ``output_dir`` when training begins.
 
     Args:
-        made_of: result of ``provenance``.
+        origin: result of ``provenance``.
         args: the config; access tokens are not written.
         device: the training device.
     """
@@ -62,7 +62,7 @@ def write_run_info(made_of: Mapping[str, Any], args: Any, *, device: str) -> Non
         if f.name in values and isinstance(status(type(args), f.name), str)
     }
     about = {
-        **made_of,
+        **origin,
         "command": command(),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": device,
@@ -181,7 +181,7 @@ def model_card(
 
 
 def write_card(
-    made_of: Mapping[str, Any],
+    origin: Mapping[str, Any],
     args: Any,
     log_history: Sequence[dict[str, Any]],
     *,
@@ -193,7 +193,7 @@ def write_card(
     if not args.output_dir:
         raise ConfigError("output_dir must be set to write a model card")
     folder = Path(args.output_dir)
-    about = read_run_info(folder) | dict(made_of)
+    about = read_run_info(folder) | dict(origin)
     text = model_card(
         about | ({"datasets": [dataset_name]} if dataset_name else {}),
         model_name=model_name or Path(args.hub_model_id or folder).name,

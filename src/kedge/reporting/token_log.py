@@ -39,20 +39,14 @@ class TokenLog:
     """
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        rows: int,
-        due: Callable[[int], bool],
-        learner: Learner,
-        tokenizer: Any,
+        self, root: Path, *, rows: int, due: Callable[[int], bool], learner: Learner, tokenizer: Any
     ) -> None:
         self.folder, self.rows, self.due = root / FOLDER, rows, due
         self.learner, self.tokenizer = learner, tokenizer
         self._kept: Experience | None = None
         self._best_effort = BestEffortWriter()
 
-    def hold(self, step: int, experience: Experience) -> None:
+    def keep_rows(self, step: int, experience: Experience) -> None:
         """Keep the first rows of iteration ``step`` (counted from 0)."""
         self._kept = None
         if self.due(step + 1):

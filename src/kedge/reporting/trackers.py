@@ -10,10 +10,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers.integrations.integration_utils import (
-    INTEGRATION_TO_CALLBACK,
-    TensorBoardCallback,
-)
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
 from kedge.config.base import OnPolicyConfig
 from kedge.data import DatasetPrompts

@@ -15,12 +15,7 @@ import torch
 from torch import nn
 
 from kedge.errors import ConfigError
-from kedge.models.load import (
-    check_folder,
-    configuration_source,
-    load_tokenizer,
-    load_whole,
-)
+from kedge.models.load import check_folder, configuration_source, load_tokenizer, load_whole
 from kedge.rewards.function import RewardFunction, Signature, function_name
 from kedge.rewards.mixture import Mixture
 from kedge.rewards.model import RewardModel

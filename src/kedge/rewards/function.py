@@ -177,6 +177,8 @@ class RewardFunction:
             return self._read(returned, texts, [row])[0]
 
         values = [value_of(row, call) for row, call in enumerate(calls)]
+        if any(isinstance(value, Invalid) for value in values):
+            return values
         hung = isinstance(error, HungError)
         problem = (
             f"reward function {self.name} {error if hung else f'raised {_describe(error)}'} when"
@@ -184,8 +186,7 @@ class RewardFunction:
         )
         if self._on_error == "raise" and not hung:
             raise RewardError(f"{problem}; check what depends on the batch") from error
-        if not any(isinstance(value, Invalid) for value in values):
-            logger.warning("%s; using the rewards of the single-row calls", problem)
+        logger.warning("%s; using the rewards of the single-row calls", problem)
         return values
 
     def _read(self, returned: Any, texts: Texts, rows: Sequence[int]) -> list[Value]:

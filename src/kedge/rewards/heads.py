@@ -58,7 +58,7 @@ def adapter_shift(source: str) -> float:
     return 0.0 if file is None else float(json.loads(Path(file).read_text())[SHIFT])
 
 
-def in_full(head: nn.Module, hidden: Tensor) -> Tensor:
+def float32_head(head: nn.Module, hidden: Tensor) -> Tensor:
     """Apply a head to hidden states in float32, regardless of autocast.
 
     In bfloat16, values between 8 and 16 are 1/16 apart: differences between neighboring states
@@ -86,7 +86,7 @@ def _last_token_head(backbone: nn.Module, score: nn.Module) -> Head:
         if joins():
             groups = [(n,) for n in lengths.tolist()]
             joined = run_packed(backbone, pack_sequences(ids, lengths), groups)
-            return in_full(score, joined[0, lengths.cumsum(0) - 1])
+            return float32_head(score, joined[0, lengths.cumsum(0) - 1])
         out = backbone(input_ids=ids, attention_mask=_mask(ids, lengths), **options)
         hidden = getattr(out, "last_hidden_state", None)
         if hidden is None and getattr(out, "hidden_states", None) is not None:
@@ -99,7 +99,7 @@ def _last_token_head(backbone: nn.Module, score: nn.Module) -> Head:
                 " of shape [rows, tokens, width]"
             )
         last = hidden[torch.arange(len(ids), device=ids.device), lengths - 1]
-        return in_full(score, last[:, None])[:, 0]
+        return float32_head(score, last[:, None])[:, 0]
 
     return head
 

@@ -136,7 +136,7 @@ class RewardModel:
         Raises:
             RewardError: a text is longer than the model supports.
         """
-        rows = self._retokenizer(tokenizer, None).whole(texts, [True] * len(texts))
+        rows = self._retokenizer(tokenizer, None).tokenize_texts(texts, [True] * len(texts))
         longest, text = max(zip(map(len, rows), texts, strict=True), default=(0, ""))
         if longest > self._limit:
             raise RewardError(
@@ -309,7 +309,7 @@ class Retokenizer:
         """Token ids of every row, without padding."""
         chats = [i for i, prompt in enumerate(texts.prompts) if is_chat(prompt)]
         plain = [i for i in range(len(texts.prompts)) if i not in set(chats)]
-        ids = self.whole(
+        ids = self.tokenize_texts(
             [texts.prompt_texts[i] + texts.episode_texts[i] for i in plain],
             [finished[i] for i in plain],
         )
@@ -317,7 +317,7 @@ class Retokenizer:
         rows = dict(zip([*plain, *chats], ids, strict=True))
         return [rows[i] for i in range(len(rows))]
 
-    def whole(self, texts: list[str], finished: Sequence[bool]) -> list[list[int]]:
+    def tokenize_texts(self, texts: list[str], finished: Sequence[bool]) -> list[list[int]]:
         """Tokenize texts of prompt and response, without padding."""
         rows = self._encode(texts, special=True)
         return [self._with_eos(ids, ended) for ids, ended in zip(rows, finished, strict=True)]

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 WARN_AFTER = 8.0  # seconds of silence until a warning
+START_EVERY = 10.0  # seconds between lines about a start
 
 
 class RunningTime:
@@ -60,3 +61,36 @@ def reporting_silence(name: str, patience: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+_STARTS: dict[object, tuple[str, float]] = {}  # what is waited for, and since when
+_LOCK = threading.Lock()
+_reporter: list[object] = []  # first part of the start that the thread in charge reports
+
+
+@contextlib.contextmanager
+def starting(what: str) -> Iterator[None]:
+    """Context of a part of a start; a line every 10 s says what is waited for in all of them."""
+    key = object()
+    with _LOCK:
+        if not _STARTS:
+            threading.Thread(target=_report_starts, args=(key,), daemon=True).start()
+        _STARTS[key] = what, time.monotonic()
+    try:
+        yield
+    finally:
+        with _LOCK:
+            del _STARTS[key]
+
+
+def _report_starts(first: object) -> None:
+    """Report until nothing starts, or another thread has taken over since."""
+    _reporter[:] = [first]
+    while True:
+        time.sleep(START_EVERY)
+        with _LOCK:
+            if not _STARTS or _reporter != [first]:
+                return
+            now = time.monotonic()
+            parts = [f"{what} ({now - since:.0f} s)" for what, since in _STARTS.values()]
+        logger.warning("starting: %s", "; ".join(parts))

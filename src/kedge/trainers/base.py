@@ -30,8 +30,8 @@ from kedge.errors import ConfigError, RewardError
 from kedge.loop.loop import Engine
 from kedge.reporting.base import required_write
 from kedge.trainers.assembly.run import assemble_run
-from kedge.trainers.assembly.setup import build_eval_sets, own_or
-from kedge.trainers.run.files import claimed, write_models
+from kedge.trainers.assembly.setup import build_eval_sets, pick_tokenizer
+from kedge.trainers.run.files import lock_output_dir, write_models
 from kedge.trainers.spec import TrainerInputs, TrainerSpec, as_list
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class TrainerShell:
         configure_process(inputs.args)
         self._run = run = assemble_run(inputs)
         self.args = inputs.args
-        self.processing_class = own_or(inputs.processing_class, run.tokenizer)
+        self.processing_class = pick_tokenizer(inputs.processing_class, run.tokenizer)
         self.train_dataset, self.eval_dataset = inputs.train_dataset, inputs.eval_dataset
         self.accelerator = run.learner.accelerator
         self.reward_processing_classes = as_list(inputs.reward_processing_classes)
@@ -149,7 +149,7 @@ class TrainerShell:
                 " total_episodes, max_steps or num_train_epochs",
                 total,
             )
-        with claimed(self.args):
+        with lock_output_dir(self.args):
             if self.args.output_dir and self.accelerator.is_main_process:
                 from kedge.reporting.run_info import write_run_info
 

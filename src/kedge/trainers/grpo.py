@@ -11,13 +11,13 @@ from typing_extensions import Unpack
 
 from kedge.algorithms import grpo
 from kedge.config.grpo import GRPOConfig
-from kedge.suggestions import named
+from kedge.suggestions import suggest_names
 from kedge.trainers.base import TrainerShell
 from kedge.trainers.metric_names import log_trl_names
 from kedge.trainers.spec import SharedArguments, TrainerSpec
 
 
-@named("argument", config=GRPOConfig, also=SharedArguments.__optional_keys__)
+@suggest_names("argument", config=GRPOConfig, also=SharedArguments.__optional_keys__)
 class GRPOTrainer(TrainerShell):
     """Trains a causal language model with GRPO, or one of its variants, against a reward.
 

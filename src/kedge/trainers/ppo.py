@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from kedge.algorithms import ppo
 from kedge.config.ppo import PPOConfig, PPOv2Config
-from kedge.suggestions import named
+from kedge.suggestions import suggest_names
 from kedge.trainers.base import TrainerShell
 from kedge.trainers.spec import SharedArguments, TrainerSpec, rename_arguments
 
@@ -21,7 +21,7 @@ _OLDER_NAMES = {
 }
 
 
-@named("argument", config=PPOConfig, also=SharedArguments.__optional_keys__)
+@suggest_names("argument", config=PPOConfig, also=SharedArguments.__optional_keys__)
 class PPOTrainer(TrainerShell):
     """Trains a causal language model with PPO against a reward.
 

@@ -12,8 +12,8 @@ from typing_extensions import Unpack
 from kedge.algorithms import rloo
 from kedge.config.rloo import RLOOConfig
 from kedge.errors import ConfigError
-from kedge.suggestions import named
-from kedge.trainers.assembly.setup import find_tokenizer, own_or
+from kedge.suggestions import suggest_names
+from kedge.trainers.assembly.setup import find_tokenizer, pick_tokenizer
 from kedge.trainers.base import TrainerShell
 from kedge.trainers.metric_names import log_trl_names
 from kedge.trainers.spec import SharedArguments, TrainerSpec, rename_arguments
@@ -56,7 +56,7 @@ class RLOOArguments(SharedArguments, total=False):
     reward_model: Any
 
 
-@named("argument", config=RLOOConfig, also=RLOOArguments.__optional_keys__)
+@suggest_names("argument", config=RLOOConfig, also=RLOOArguments.__optional_keys__)
 class RLOOTrainer(TrainerShell):
     """Trains a causal language model with RLOO against a reward.
 
@@ -86,7 +86,7 @@ class RLOOTrainer(TrainerShell):
         if arguments.get("reward_model") is not None:
             given = bound.get("processing_class")
             tokenizer = find_tokenizer(given, bound.get("model"), args)
-            bound["processing_class"] = own_or(given, tokenizer)
+            bound["processing_class"] = pick_tokenizer(given, tokenizer)
             bound["reward_funcs"] = score_texts(bound["reward_funcs"], tokenizer)
         super().__init__(args, **bound)
 

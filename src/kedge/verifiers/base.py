@@ -89,7 +89,7 @@ class Verifier:
                 raise RewardError(f"verifier {name}: {error}") from error
 
         scores: list[float | None] = [None] * len(completions)
-        for row, score in zip(rows, parallel(score_row, rows, self.threads), strict=True):
+        for row, score in zip(rows, map_parallel(score_row, rows, self.threads), strict=True):
             scores[row] = score
         log = columns.get("log_metric")
         if log is not None:
@@ -98,7 +98,7 @@ class Verifier:
         return scores
 
 
-def parallel(function: Callable[[Any], Any], items: Sequence[Any], threads: int) -> list[Any]:
+def map_parallel(function: Callable[[Any], Any], items: Sequence[Any], threads: int) -> list[Any]:
     """``[function(item) for item in items]`` in parallel threads; raises the first error."""
     if threads <= 1 or len(items) <= 1:
         return [function(item) for item in items]

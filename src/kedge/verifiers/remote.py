@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from kedge.errors import ConfigError, RewardError
 from kedge.http_client import Reply, excerpt, post, retry_request
-from kedge.verifiers.base import parallel, read_column, read_scores
+from kedge.verifiers.base import map_parallel, read_column, read_scores
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class RemoteReward:
                 ) from error
             return self._request(data, len(body["completions"]), until)
 
-        answers = parallel(score_batch, list(starts), self._concurrency)
+        answers = map_parallel(score_batch, list(starts), self._concurrency)
         return [reward for answer in answers for reward in answer]
 
     def _select_columns(self, columns: dict[str, Any], rows: int) -> dict[str, list[Any]]:

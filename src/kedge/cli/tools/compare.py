@@ -9,7 +9,7 @@ from pathlib import Path
 from kedge.cli.flags import Flags, print_table
 from kedge.errors import ConfigError, install_command
 from kedge.reporting.curves import draw_panels
-from kedge.reporting.log import AXES, Band, RunLog, band, ends, read_log
+from kedge.reporting.log import AXES, Band, RunLog, band, end_stats, read_log
 
 METRICS = ("objective/scores", "objective/kl", "policy/entropy_avg", "completions/mean_length")
 EPILOG = """\
@@ -64,7 +64,7 @@ def show(kinds: dict[str, list[RunLog]], metrics: Sequence[str]) -> None:
     for metric in metrics:
         cells = [metric]
         for runs in kinds.values():
-            start, end = ends(runs, metric, at="start"), ends(runs, metric)
+            start, end = end_stats(runs, metric, at="start"), end_stats(runs, metric)
             spread = f" ({end[1]:.3g} .. {end[2]:.3g})" if end and len(runs) > 1 else ""
             cells.append(f"{start[0]:.3g} -> {end[0]:.3g}{spread}" if start and end else "-")
         rows.append(cells)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kedge.cli.flags import Flags
-from kedge.reporting.doctor import examine, unseen
+from kedge.reporting.doctor import examine, open_question
 from kedge.reporting.log import read_log
 
 DESCRIPTION = """\
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         read = f"{len(log.rows)} rows of metrics up to iteration {iteration:.0f}"
         print(f"{place}: {read}{'' if findings else ', nothing found'}")
         if not findings:
-            print(f"  {unseen(log)}")
+            print(f"  {open_question(log)}")
         for finding in findings:
             print(f"  {finding.rule}: {finding.seen}\n      try: {finding.advice}")
     return int(count > 0)

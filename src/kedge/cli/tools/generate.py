@@ -162,10 +162,6 @@ def generate_completions(  # noqa: PLR0913
         seed: seed of sampling.
         environment: the environment, its arguments and the limits of episodes, as in training.
         episodes: seeds; rows of the dataset are repeated.  None: one per row, or 200.
-
-    Raises:
-        ConfigError, DataError: an invalid model, engine, environment or dataset.
-        RolloutError: an environment failed, with ``on_env_error="raise"``.
     """
     from kedge.data import DatasetPrompts
     from kedge.loop.seeds import seed_for

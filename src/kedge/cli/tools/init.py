@@ -82,9 +82,6 @@ def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
         size: one of ``SIZES``.
         processes: GPUs, which share the batch.
         file: name of the YAML file, for the commands at the top.
-
-    Raises:
-        ConfigError: the processes cannot share the batch.
     """
     sections, batch = settings(recipe, size), recipe["batches"][SIZES.index(size)]
     comments = " ".join(text for rows in sections.values() for _, text in rows.values())

@@ -89,7 +89,7 @@ class Stage:
                     digests[name] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
         return {"command": self.command, **json.loads(json.dumps(self.options)), **digests}
 
-    def words(self) -> list[str]:
+    def command_line(self) -> list[str]:
         """The stage's command line, with flags to resume an interrupted run."""
         folders = {name: str(self.place.parent / name) for name in self.uses}
         options = substitute(self.options, {HERE: self.here, **folders})
@@ -304,7 +304,7 @@ def run(stages: Sequence[Stage], *, redo: str | None = None, dry: bool = False) 
     for stage in stages:
         inputs = {name: marks[name] for name in stage.uses}
         mark = None if redo == stage.name else _finished(stage, inputs)
-        words = stage.words()
+        words = stage.command_line()
         if dry or mark is None:
             program = f"kedge {stage.command}" if stage.command != SCRIPT else "python"
             print(f"kedge: stage {stage.name}: {program} {' '.join(words)}", flush=True)
@@ -319,11 +319,7 @@ def run(stages: Sequence[Stage], *, redo: str | None = None, dry: bool = False) 
 
 
 def _finished(stage: Stage, inputs: Mapping[str, str]) -> str | None:
-    """The marker of a finished stage that is up to date, else None.
-
-    Raises:
-        ConfigError: the stage was run with other options or programs.
-    """
+    """The marker of a finished stage that is up to date, else None."""
     if not (stage.place / DONE).is_file():
         return None
     done, now = json.loads((stage.place / DONE).read_text(encoding="utf-8")), stage.definition

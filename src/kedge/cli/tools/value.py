@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     flags = parser().parse_args(list(argv))
     _check_flags(flags)
     from kedge.models.load import load_tokenizer
-    from kedge.pretrain.value import check_value, fit_value, read_episodes, split
+    from kedge.pretrain.value import check_value, fit_value, read_episodes, split_prompts
 
     start, say = flags.value_model or flags.model, sys.stdout.write
     tokenizer = load_tokenizer(flags.tokenizer or start)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
     episodes = read_episodes(flags.rollouts, tokenizer, gamma=flags.gamma)
     index, folder, model = list(range(len(episodes))), Path(start), _load(flags)
     if flags.action == "fit":
-        train, index = split(episodes, flags.held_out, flags.seed)
+        train, index = split_prompts(episodes, flags.held_out, flags.seed)
         say(f"kedge: {len(train)} responses to train on, {len(index)} held out\n")
         before = _number(check_value(model, episodes, index)["explained_variance"])
         how = {n: getattr(flags, n) for n in ("epochs", "batch_size", "learning_rate", "seed")}

@@ -42,11 +42,7 @@ def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
 
 
 def parse_options(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> Options:
-    """Parse the flags; the value model defaults to the reward model, even if it scores nothing.
-
-    Raises:
-        ConfigError: unknown flags, or values that cannot work.
-    """
+    """Parse the flags; the value model defaults to the reward model, even if it scores nothing."""
     options = parse(argv, prog=prog, config=AsyncPPOConfig)
     script, given = options.script, options.given
     load_template(options.config.chat_template_name)
@@ -87,11 +83,7 @@ def compare(options: Options) -> list[str]:
 
 
 def load_mixed(options: Options) -> tuple[Any, Any]:
-    """Training prompts, and evaluation prompts or None.
-
-    Raises:
-        DataError: no dataset is given, or it cannot be read.
-    """
+    """Training prompts, and evaluation prompts or None."""
     config, script = options.config, options.script
     if not script.dataset_mixer_list:
         train, test = load_prompts(options)
@@ -131,11 +123,7 @@ def without_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def load_template(name: str | None) -> str | None:
-    """The chat template called ``name``, or the contents of a file; None for None.
-
-    Raises:
-        ConfigError: ``name`` is neither.
-    """
+    """The chat template called ``name``, or the contents of a file; None for None."""
     if name is None:
         return None
     file = Path(__file__).with_name("chat_templates.yaml")
@@ -151,11 +139,7 @@ def load_template(name: str | None) -> str | None:
 
 
 def apply_template(tokenizer: Any, config: AsyncPPOConfig) -> Any:
-    """Set the tokenizer's chat template according to the options.
-
-    Raises:
-        ConfigError: the template is unknown, or ``add_bos`` cannot be applied.
-    """
+    """Set the tokenizer's chat template according to the options."""
     tokenizer.chat_template = load_template(config.chat_template_name) or tokenizer.chat_template
     if config.add_bos:
         if tokenizer.bos_token is None or tokenizer.chat_template is None:
@@ -180,11 +164,7 @@ def load_chat_tokenizer(options: Options, names: ppo.ModelPaths) -> Any:
 
 
 def on_ray(config: AsyncPPOConfig) -> bool:
-    """Whether learners run in Ray actors, as with rollout engines on Ray or several learners.
-
-    Raises:
-        ConfigError: a number of learners is below 1.
-    """
+    """Whether learners run in Ray actors, as with rollout engines on Ray or several learners."""
     learners = config.actor_num_gpus_per_node or [1]
     if any(n < 1 for n in learners):
         raise ConfigError(f"actor_num_gpus_per_node={learners} must be 1 or more for each node")
@@ -193,23 +173,14 @@ def on_ray(config: AsyncPPOConfig) -> bool:
 
 
 def learn_on_ray(argv: list[str], options: Options) -> None:
-    """Run ``learn`` on every rank and show its progress here.
-
-    Raises:
-        ConfigError: the cluster lacks resources, or a learner rejects an option.
-        LostLearnerError: learners were lost more than ``max_failures`` times.
-        LaunchError: a learner failed; the message starts with its error.
-    """
+    """Run ``learn`` on every rank and show its progress here."""
     from kedge.ray.launch import LaunchLimits, launch
     from kedge.reporting.progress import ConsoleTracker
-    from kedge.trainers.assembly.rollout import engines_per_rank
 
     config = options.config
     learners = config.actor_num_gpus_per_node or [1]
     batch = config.local_rollout_batch_size * config.num_generations * sum(learners)
     steps = config.max_steps if config.max_steps > 0 else (config.total_episodes or 0) // batch
-    if config.rollout_schedule == "as_completed" and sum(learners) > 1:
-        engines_per_rank(config, find_engine(config), ranks=sum(learners))
     screen = ConsoleTracker(max(1, steps), bar=not config.disable_tqdm)
     engines = config.vllm_num_engines if find_engine(config).actors else 0
     start = partial(
@@ -229,6 +200,7 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
             start=config.worker_start_timeout,
             heartbeat=config.worker_heartbeat,
             patience=config.worker_timeout,
+            stop=config.worker_stop_timeout,
         ),
         on_row=lambda row: screen.log(row, step=int(row["step"])),
     )
@@ -254,11 +226,7 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
 
 
 def build_environment(config: AsyncPPOConfig, learners: int) -> dict[str, str]:
-    """Environment variables for the ranks, which choose how FSDP shards the weights.
-
-    Raises:
-        ConfigError: ``deepspeed_stage`` is unknown.
-    """
+    """Environment variables for the ranks, which choose how FSDP shards the weights."""
     if config.deepspeed_stage not in (0, 1, 2, 3):
         raise ConfigError(f"deepspeed_stage={config.deepspeed_stage} must be 0, 1, 2 or 3")
     if config.deepspeed_stage == 0 or learners == 1:

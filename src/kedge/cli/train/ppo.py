@@ -44,11 +44,8 @@ def train(options: Options, **given: Any) -> Any:
 
     Returns:
         The trainer.
-
-    Raises:
-        KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, once a checkpoint is written.
     """
-    from kedge.trainers.run.files import check_targets, claimed
+    from kedge.trainers.run.files import check_targets, lock_output_dir
 
     config = options.config
     check_targets(config)
@@ -58,8 +55,8 @@ def train(options: Options, **given: Any) -> Any:
         trainer.evaluate()
         return trainer
     resume = resume_point(config.resume_from_checkpoint)
-    with claimed(config):  # fail before loading for minutes, not after
-        trainer = build(options, starts=not resume, **given)
+    with lock_output_dir(config):  # fail before loading for minutes, not after
+        trainer = build(options, new_run=not resume, **given)
         learn(trainer, resume)
         if evaluates:
             trainer.evaluate()
@@ -101,7 +98,7 @@ def build(
     eval_dataset: Any = None,
     tokenizer: Any = None,
     value_model: Any = None,
-    starts: bool = False,
+    new_run: bool = False,
 ) -> Any:
     """The trainer that the flags describe, with everything loaded.
 
@@ -111,10 +108,7 @@ def build(
         eval_dataset: prompts to evaluate on, with ``train_dataset``.
         tokenizer: instead of the one next to the model.
         value_model: instead of ``value_model_path``.
-        starts: whether a new run starts, so that ``output_dir`` must not hold checkpoints.
-
-    Raises:
-        ConfigError: a value model for an algorithm without one, or whatever the trainer refuses.
+        new_run: whether a new run starts, so that ``output_dir`` must not hold checkpoints.
     """
     from kedge.rewards.build import find_tokenizer, load_model
     from kedge.trainers.assembly.setup import init_kwargs
@@ -123,7 +117,7 @@ def build(
     script, config, model = options.script, options.config, options.model
     names = model_names(options)
     algorithm = load_algorithm(script.algorithm, script.algorithm_kwargs)
-    if starts and config.output_dir:  # fail before loading for minutes, not after
+    if new_run and config.output_dir:  # fail before loading for minutes, not after
         earlier_run(Path(config.output_dir), overwrite=config.overwrite_output_dir)
     if train_dataset is None:
         train_dataset, eval_dataset = load_prompts(options)
@@ -177,9 +171,6 @@ def model_names(options: Options) -> ModelPaths:
 
     The policy is ``sft_model_path`` if given, else ``model_name_or_path``.  With ``dummy_reward``
     and no reward, a randomly initialized reward head on the policy stands in, to try a run.
-
-    Raises:
-        ConfigError: no model or no reward is given, or a folder does not exist.
     """
     given, config, script = options.given, options.config, options.script
     main_name, value_name = options.model.model_name_or_path, script.value_model_path
@@ -211,11 +202,7 @@ _NEEDS = {
 
 
 def find_reward(options: Options, policy: str) -> str | None:
-    """The name of the reward model; None if reward functions or an environment score alone.
-
-    Raises:
-        ConfigError: nothing scores responses, or a flag would have no effect.
-    """
+    """The name of the reward model; None if reward functions or an environment score alone."""
     given, script, config = options.given, options.script, options.config
     for amount, switch in _NEEDS.items():
         if amount in given and not getattr(script, switch):
@@ -277,11 +264,7 @@ def build_rewards(options: Options, *, model: bool) -> tuple[list[Any], list[flo
 
 
 def load_tokenizer(name: str, options: ModelArguments, revision: str | None = None) -> Any:
-    """The tokenizer saved with a model; ``revision`` replaces that of the model.
-
-    Raises:
-        ConfigError: it is missing or cannot be read.
-    """
+    """The tokenizer saved with a model; ``revision`` replaces that of the model."""
     from kedge.models import load
 
     revision = revision or options.model_revision
@@ -291,18 +274,14 @@ def load_tokenizer(name: str, options: ModelArguments, revision: str | None = No
 def load_policy(
     name: str, options: ModelArguments, *, more: Mapping[str, Any] | None = None
 ) -> Any:
-    """The policy; ``more`` are arguments of ``from_pretrained`` that override the flags.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
+    """The policy; ``more`` are arguments of ``from_pretrained`` that override the flags."""
     from kedge.models import load
-    from kedge.trainers.assembly.setup import split
+    from kedge.trainers.assembly.setup import to_load_kwargs
 
-    return load.load_policy(name, **split(loading(options) | dict(more or {})))
+    return load.load_policy(name, **to_load_kwargs(load_options(options) | dict(more or {})))
 
 
-def loading(options: ModelArguments) -> dict[str, Any]:
+def load_options(options: ModelArguments) -> dict[str, Any]:
     """Keyword arguments of ``from_pretrained``."""
     kwargs = {
         "dtype": options.dtype or "float32",
@@ -325,9 +304,6 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
     Args:
         spec: a built-in name, ``file.py:name`` or ``module:name``.
         options: keyword arguments of its factory function, as a JSON object.
-
-    Raises:
-        ConfigError: it does not exist, is not an algorithm, or does not accept an option.
     """
     from kedge import Algorithm
     from kedge.algorithms import reinforce_pp, remax

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from kedge.cli.data import Splits
-from kedge.cli.train.ppo import load_tokenizer, loading
+from kedge.cli.train.ppo import load_options, load_tokenizer
 from kedge.cli.train.sft import BeforeArguments, build_parser, load_rows, read_step
 from kedge.config.declare import option
 from kedge.errors import ConfigError, DataError
@@ -45,13 +45,13 @@ def main(argv: Sequence[str]) -> None:
     if (flags := parser()).show_help(argv):
         return
     from kedge.pretrain import train_reward
-    from kedge.trainers.run.files import claimed
+    from kedge.trainers.run.files import lock_output_dir
 
     script, config, model = read_step(flags, argv)
     peft = get_peft_config(model)
     if peft is not None:
         peft.task_type = "SEQ_CLS"  # trains and saves the score head, too
-    with claimed(config):
+    with lock_output_dir(config):
         train, test = load_pairs(script, config)
         train_reward(
             load_scorer(model.model_name_or_path, model),
@@ -81,11 +81,7 @@ def load_pairs(script: RewardArguments, config: Any) -> tuple[Any, Any]:
 
 
 def load_scorer(name: str, options: Any) -> Any:
-    """A sequence-classification model with one label.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
+    """A sequence-classification model with one label."""
     from transformers import AutoModelForSequenceClassification
 
     from kedge.models.load import without_loading_report
@@ -93,18 +89,14 @@ def load_scorer(name: str, options: Any) -> Any:
     try:
         with without_loading_report():  # the score head is expected to be missing
             return AutoModelForSequenceClassification.from_pretrained(
-                name, num_labels=1, use_safetensors=True, **loading(options)
+                name, num_labels=1, use_safetensors=True, **load_options(options)
             )
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load the model {name!r}: {error}") from error
 
 
 def load_references(rows: Any, script: RewardArguments) -> list[str] | None:
-    """Prompt and reference answer of the first rows, joined into one text per row.
-
-    Raises:
-        DataError: the column does not exist or does not hold text.
-    """
+    """Prompt and reference answer of the first rows, joined into one text per row."""
     name = script.reference_column
     if name in (None, "none"):
         return None

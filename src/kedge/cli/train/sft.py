@@ -29,11 +29,7 @@ class BeforeArguments:
 
 
 def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
-    """The parser of a step: data options, TRL's configuration and model loading.
-
-    Raises:
-        ConfigError: TRL is not installed.
-    """
+    """The parser of a step: data options, TRL's configuration and model loading."""
     try:
         from trl.trainer.reward_config import RewardConfig
         from trl.trainer.sft_config import SFTConfig
@@ -53,11 +49,7 @@ parser = partial(build_parser, "sft", BeforeArguments)
 
 
 def read_step(parser: Parser, argv: Sequence[str]) -> tuple[Any, Any, Any]:
-    """Parse and check the flags of a step before anything is loaded.
-
-    Raises:
-        ConfigError: an unknown flag, or a missing model, dataset or output folder.
-    """
+    """Parse and check the flags of a step before anything is loaded."""
     import torch
 
     from kedge.trainers.run.files import check_targets
@@ -91,10 +83,10 @@ def main(argv: Sequence[str]) -> None:
     if (flags := parser()).show_help(argv):
         return
     from kedge.pretrain import train_supervised
-    from kedge.trainers.run.files import claimed
+    from kedge.trainers.run.files import lock_output_dir
 
     script, config, model = read_step(flags, argv)
-    with claimed(config):
+    with lock_output_dir(config):
         train, test = load_rows(script, config)
         policy = load_policy(model.model_name_or_path, model)
         tokenizer = load_tokenizer(model.model_name_or_path, model)

@@ -52,7 +52,7 @@ class ConfigParser(HfArgumentParser):
     @staticmethod
     def _parse_dataclass_field(parser: Any, field: Field[Any]) -> None:
         kinds = getattr(parser, "_container", parser).dataclass_types
-        if any(field is own.get(field.name) for own in _given_up(kinds)):
+        if any(field is own.get(field.name) for own in _ceded_fields(kinds)):
             return
         field = copy.copy(field)
         shown = {k: v for k, v in field.metadata.items() if k not in ("aliases", "action")}
@@ -62,11 +62,7 @@ class ConfigParser(HfArgumentParser):
     def parse_args_into_dataclasses(  # type: ignore[override]
         self, args: Any = None, return_remaining_strings: bool = False, **options: Any
     ) -> tuple[Any, ...]:
-        """One object per dataclass, followed by unknown flags if requested.
-
-        Raises:
-            ValueError: unknown flags.
-        """
+        """One object per dataclass, followed by unknown flags if requested."""
         if not any(isinstance(kind, ConfigType) for kind in self.dataclass_types):
             return super().parse_args_into_dataclasses(args, return_remaining_strings, **options)
         namespace, rest = self.parse_known_args(args)
@@ -78,11 +74,7 @@ class ConfigParser(HfArgumentParser):
         return (*configs, rest) if return_remaining_strings else configs
 
     def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """One object per dataclass from values by name.
-
-        Raises:
-            ValueError: unknown names.
-        """
+        """One object per dataclass from values by name."""
         unknown = sorted(args.keys() - {action.dest for action in self._actions})
         if unknown and not allow_extra_keys:
             raise ValueError(f"Some keys are not used by the HfArgumentParser: {unknown}")
@@ -91,7 +83,7 @@ class ConfigParser(HfArgumentParser):
     def build(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """One object per dataclass from the values of flags by name."""
         configs = []
-        given_up = {id(f) for own in _given_up(self.dataclass_types) for f in own.values()}
+        given_up = {id(f) for own in _ceded_fields(self.dataclass_types) for f in own.values()}
         for kind in self.dataclass_types:
             names = {f.name for f in fields(kind) if f.init and id(f) not in given_up}
             names |= foreign(kind).keys()
@@ -99,7 +91,7 @@ class ConfigParser(HfArgumentParser):
         return tuple(configs)
 
 
-def _given_up(kinds: Any) -> list[dict[str, Field[Any]]]:
+def _ceded_fields(kinds: Any) -> list[dict[str, Field[Any]]]:
     """Config fields that another dataclass declares too, except those of transformers."""
     theirs = {f.name for kind in kinds if not isinstance(kind, ConfigType) for f in fields(kind)}
     theirs -= TrainingArguments.__dataclass_fields__.keys()

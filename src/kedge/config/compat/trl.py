@@ -173,9 +173,6 @@ def convert_newer(c: Any) -> None:
 
     Args:
         c: all options by attribute, before the config is built.
-
-    Raises:
-        ConfigError: sizes that do not divide, or vLLM options that contradict each other.
     """
     _convert_sizes(c)
     _convert_vllm(c)

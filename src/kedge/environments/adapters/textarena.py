@@ -36,12 +36,7 @@ class TextArena:
     """
 
     def __init__(
-        self,
-        game: str,
-        *,
-        opponents: Sequence[Player] = (),
-        player: int | None = 0,
-        **options: Any,
+        self, game: str, *, opponents: Sequence[Player] = (), player: int | None = 0, **options: Any
     ) -> None:
         textarena = import_package("textarena", "textarena")
         self._action_kind = textarena.ObservationType.PLAYER_ACTION

@@ -120,7 +120,7 @@ class Verifiers:
         return self._extend(messages)
 
     def _extend(self, messages: Sequence[Message]) -> Sequence[Message] | NewContext:
-        """The messages after those that are known already; all, if the program changed these."""
+        """The messages after known ones; all messages if the program changed known ones."""
         known = [(message["role"], message["content"]) for message in self._history]
         self._history = list(messages)
         if [(m["role"], m["content"]) for m in messages[: len(known)]] != known:

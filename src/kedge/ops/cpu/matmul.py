@@ -62,7 +62,7 @@ def by_prepacked_weights(w: Tensor) -> bool:
 
 
 def product(
-    x: Tensor, w: Tensor, bias: Tensor | None = None, *, room: Tensor | None = None
+    x: Tensor, w: Tensor, bias: Tensor | None = None, *, out_buffer: Tensor | None = None
 ) -> Tensor:
     """The product x w^T + bias, without gradient.
 
@@ -70,7 +70,7 @@ def product(
         x: float [m, k], any strides.
         w: float [n, k], any strides.
         bias: float [n].
-        room: float [m, n]; buffer for the result.
+        out_buffer: float [m, n]; buffer for the result.
     """
     if 2 * x.numel() * len(w) >= SMALLEST and by_onednn(x):
         if not _dense(w):
@@ -78,12 +78,12 @@ def product(
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
         return result
     if bias is None:
-        return torch.mm(x, w.T, out=room)
-    return torch.addmm(bias, x, w.T, out=room)
+        return torch.mm(x, w.T, out=out_buffer)
+    return torch.addmm(bias, x, w.T, out=out_buffer)
 
 
-def float32_product(x: Tensor, w: Tensor, bias: Tensor | None, *, room: Tensor) -> Tensor:
-    """The product x w^T + bias in the dtype of ``room``, without rounding to a narrower dtype.
+def float32_product(x: Tensor, w: Tensor, bias: Tensor | None, *, out_buffer: Tensor) -> Tensor:
+    """The product x w^T + bias in the dtype of ``out_buffer``, without rounding to a narrower one.
 
     For bfloat16 or float16 matrices the result has the float32 sums of the accumulator.
 
@@ -91,15 +91,15 @@ def float32_product(x: Tensor, w: Tensor, bias: Tensor | None, *, room: Tensor) 
         x: float [m, k].
         w: float [n, k], same dtype as ``x``.
         bias: float [n].
-        room: float [m, n], float32 or the dtype of ``x``; buffer for the result.
+        out_buffer: float [m, n], float32 or the dtype of ``x``; buffer for the result.
     """
-    if x.dtype == room.dtype:
-        return product(x, w, bias, room=room)
+    if x.dtype == out_buffer.dtype:
+        return product(x, w, bias, out_buffer=out_buffer)
     if x.device.type == "cuda" and _supports_out_dtype(x.device):
-        result: Tensor = torch.mm(x, w.T, out_dtype=room.dtype)
+        result: Tensor = torch.mm(x, w.T, out_dtype=out_buffer.dtype)
         return result if bias is None else result.add_(bias)
-    wide = None if bias is None else bias.to(room.dtype)
-    return product(x.to(room.dtype), w.to(room.dtype), wide, room=room)
+    wide = None if bias is None else bias.to(out_buffer.dtype)
+    return product(x.to(out_buffer.dtype), w.to(out_buffer.dtype), wide, out_buffer=out_buffer)
 
 
 @cache

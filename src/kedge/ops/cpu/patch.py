@@ -13,12 +13,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from kedge.ops.cpu import matmul
-from kedge.ops.cpu.low_precision import (
-    Bf16Weight,
-    autocasts_to_bf16,
-    bf16_linear,
-    may_run_in_bf16,
-)
+from kedge.ops.cpu.low_precision import Bf16Weight, autocasts_to_bf16, bf16_linear, may_run_in_bf16
 from kedge.ops.cpu.matmul import by_onednn, by_prepacked_weights, linear
 from kedge.ops.fused_norms import fused_forward, rms_norms
 

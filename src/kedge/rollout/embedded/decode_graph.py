@@ -66,11 +66,7 @@ class DecodeGraph:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        layers: list[GrowingLayer],
-        mask: Tensor | None,
-        position: Tensor,
+        self, model: nn.Module, layers: list[GrowingLayer], mask: Tensor | None, position: Tensor
     ) -> None:
         self._name = type(model).__name__
         self._layers = layers
@@ -146,7 +142,7 @@ class DecodeGraph:
     def finish(self) -> None:
         """Make the filled slots visible in the cache."""
         for layer in self._layers:
-            layer.show(self._used)
+            layer.use_slots(self._used)
 
     def _run(self, forward: Forward) -> Result:
         self._mask.index_fill_(1, self._cursor, True)

@@ -222,12 +222,9 @@ def build_embedded(inputs: EngineInputs, *, max_lag: int) -> EmbeddedEngine:
 
 
 def _copy(model: nn.Module, *, trains: bool, device: torch.device | str | None) -> nn.Module:
-    """Copy a model, sharing weights that do not train, such as the base of an adapter.
+    """Copy a policy; frozen weights are shared unless ``device`` is given.
 
-    Args:
-        model: the policy.
-        trains: ``requires_grad`` of the copied weights.
-        device: device of the copy, which then shares nothing; None: the policy's.
+    ``trains`` is ``requires_grad`` of the copied weights.
     """
     shared = {}
     if device is None and any(p.requires_grad for p in model.parameters()):

@@ -44,7 +44,7 @@ class GrowingLayer(DynamicLayer):
             self._allocate(key_states, value_states, used, needed + max(_FREE_SLOTS, needed // 2))
         for slots, states in zip(self._slots, (key_states, value_states), strict=True):
             slots.narrow(-2, used, count).copy_(states)
-        self.show(used + count)
+        self.use_slots(used + count)
         return self.keys, self.values
 
     def grow(self) -> None:
@@ -56,9 +56,9 @@ class GrowingLayer(DynamicLayer):
         """Keep only the rows in ``indices``."""
         keys, values = self._slots
         self._slots = keys.index_select(0, indices), values.index_select(0, indices)
-        self.show(self.keys.shape[-2])
+        self.use_slots(self.keys.shape[-2])
 
-    def show(self, used: int) -> None:
+    def use_slots(self, used: int) -> None:
         """Set ``keys`` and ``values`` to the first ``used`` slots."""
         self.keys, self.values = (x.narrow(-2, 0, used) for x in self._slots)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from kedge.errors import SyncError
 from kedge.loop.seeds import seed_for
 from kedge.protocols import RolloutEngine
+from kedge.rollout.liveness import starting
 from kedge.rollout.scheduler.collector import RolloutCollector, first_rows
 from kedge.rollout.scheduler.joining import GroupPrompts, with_groups
 from kedge.types import SYNC_GAP, PromptBatch, Receipt, Rollout, Sampling, group_rows
@@ -26,7 +28,7 @@ class WeightUpdate(NamedTuple):
     moves: int  # iterations so far that trained the policy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampledNumbers:
     """What was sampled for some numbers of the dispatcher, and is to be scored."""
 
@@ -109,7 +111,10 @@ class EngineWorker:
         Raises:
             SyncError: the engine has other weights, or training did not change them.
         """
-        receipt: Receipt | None = self.engine.load_weights(new.weights, new.version)
+        first = self.update is None and new.weights
+        text = f"{type(self.engine).__name__} loads and verifies version {new.version}"
+        with starting(text) if first else nullcontext():
+            receipt: Receipt | None = self.engine.load_weights(new.weights, new.version)
         if receipt is not None:  # otherwise an engine without weights
             moved = self.update is not None and new.moves > self.update.moves
             self._verify(receipt, new, moved=moved)

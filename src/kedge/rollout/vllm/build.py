@@ -40,9 +40,6 @@ def check_local(
         sampling: the sampling distribution.
         vllm_sleep: see ``PPOConfig``.
         vllm_transfer: see ``PPOConfig``.
-
-    Raises:
-        ConfigError: naming the option, its value and what to set.
     """
     if torch.cuda.is_available():
         return
@@ -95,12 +92,12 @@ def build_template(
 def _build_engines(
     inputs: EngineInputs,
     template: PolicyTemplate,
-    starts: Sequence[Callable[[], Service]],
+    starters: Sequence[Callable[[], Service]],
     *,
     tolerance: float | None,
     sleep: bool = False,
 ) -> VLLMEngine | ShardedEngine:
-    """One vLLM engine, or several that share the rows of a batch; each of ``starts`` starts one."""
+    """One vLLM engine, or several that share the rows of a batch; ``starters`` start one each."""
 
     def make(start: Callable[[], Service]) -> VLLMEngine:
         return VLLMEngine(
@@ -112,9 +109,9 @@ def _build_engines(
             sleeps=sleep,
         )
 
-    if len(starts) == 1:
-        return make(starts[0])
-    engines = start_all([partial(make, start) for start in starts])
+    if len(starters) == 1:
+        return make(starters[0])
+    engines = start_all([partial(make, start) for start in starters])
     check = partial(check_prompts, config=inputs.policy.config)
     return ShardedEngine(engines, pad_id=inputs.pad_id, check=check)
 
@@ -127,11 +124,7 @@ def build_in_process(
     vllm_sleep: bool,
     vllm_tolerance: float | None,
 ) -> RolloutEngine:
-    """A vLLM in this process.
-
-    Raises:
-        ConfigError: vLLM rejects the model or the arguments.
-    """
+    """A vLLM in this process."""
     arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
     template, arguments = build_template(inputs, arguments, sleep=vllm_sleep)
     start = partial(InProcess, template, policy_weights(inputs.policy), arguments)
@@ -152,17 +145,9 @@ def build_servers(
     worker_heartbeat: float,
     worker_timeout: float,
 ) -> RolloutEngine:
-    """One vLLM server or several, each in its own process.
-
-    Raises:
-        ConfigError: vLLM rejects the model or the arguments.
-    """
+    """One vLLM server or several, each in its own process."""
     arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
-    gpus = gpus_of_servers(
-        vllm_num_engines,
-        int(arguments.get("tensor_parallel_size", 1)),
-        share=inputs.rank is not None,
-    )
+    gpus = gpus_of_servers(vllm_num_engines, int(arguments.get("tensor_parallel_size", 1)))
     template, arguments = build_template(inputs, arguments, sleep=vllm_sleep)
     server = partial(
         Server,
@@ -175,8 +160,8 @@ def build_servers(
         heartbeat=worker_heartbeat,
         patience=worker_timeout,
     )
-    starts = [partial(server, devices=devices) for devices in gpus]
-    return _build_engines(inputs, template, starts, tolerance=vllm_tolerance, sleep=vllm_sleep)
+    starters = [partial(server, devices=devices) for devices in gpus]
+    return _build_engines(inputs, template, starters, tolerance=vllm_tolerance, sleep=vllm_sleep)
 
 
 def build_remote(
@@ -189,11 +174,7 @@ def build_remote(
     worker_heartbeat: float,
     worker_timeout: float,
 ) -> RolloutEngine:
-    """A running vLLM server at the address ``rollout_engine``, with the policy's weights.
-
-    Raises:
-        ConfigError: the server's flags do not make it sample from the policy.
-    """
+    """A running vLLM server at the address ``rollout_engine``, with the policy's weights."""
     template, arguments = build_template(inputs, {}, sleep=False)
     remote = Remote(
         rollout_engine,
@@ -216,7 +197,7 @@ def build_remote(
     return _build_engines(inputs, template, [lambda: remote], tolerance=vllm_tolerance)
 
 
-def gpus_of_servers(count: int, each: int, *, share: bool = False) -> list[str | None]:
+def gpus_of_servers(count: int, each: int) -> list[str | None]:
     """The GPUs of each server, as in ``CUDA_VISIBLE_DEVICES``, apart from those of the learners.
 
     None if there are no GPUs, or a single server has to share the learners' GPUs.
@@ -224,23 +205,17 @@ def gpus_of_servers(count: int, each: int, *, share: bool = False) -> list[str |
     Args:
         count: number of servers.
         each: GPUs per server.
-        share: whether every learner on this machine has ``count`` servers.
-
-    Raises:
-        ConfigError: several servers, and too few GPUs besides those of the learners.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     number = torch.cuda.device_count()
     names = visible.split(",")[:number] if visible else [str(i) for i in range(number)]
     learners = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    before = int(os.environ.get("LOCAL_RANK", "0")) if share else 0
-    needed = count * each * (learners if share else 1)
-    if len(free := names[learners:]) >= needed:
-        gpus = free[before * count * each :]
+    needed = count * each
+    if len(gpus := names[learners:]) >= needed:
         return [",".join(gpus[i * each : (i + 1) * each]) for i in range(count)]
-    if names and (count > 1 or share):
+    if names and count > 1:
         raise ConfigError(
-            f"{needed // each} servers of {each} GPUs (vllm_num_engines) and {learners} learners"
+            f"{count} servers of {each} GPUs (vllm_num_engines) and {learners} learners"
             f" need {needed + learners} GPUs, got {len(names)}; use fewer servers, or"
             " rollout_engine='ray' with more machines"
         )

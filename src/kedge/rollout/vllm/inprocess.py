@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kedge.errors import ConfigError, RolloutError, SyncError, install_command
+from kedge.rollout.liveness import starting
 from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, allowed_matrix
 from kedge.rollout.vllm.weight_files import WeightFolder
@@ -31,6 +32,11 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+# Warnings of vLLM that say what is so by design: rotary embeddings have no weights, and requests in
+# flight keep the keys and values of old weights.
+_HARMLESS = ("RotaryEmbedding: Failed to load weights", "Failed to reset prefix cache because some")
 
 
 class InProcess:
@@ -57,9 +63,8 @@ class InProcess:
         *,
         shares_gpu: bool = True,
     ) -> None:
-        self._folder = WeightFolder(tempfile.gettempdir())
-        folder = self._folder.path
-        spec.write(folder, weights)
+        folder = WeightFolder(tempfile.gettempdir())
+        spec.write(folder.path, weights)
         arguments = fixed_args(spec) | device_args(shares_gpu=shares_gpu) | dict(engine_args or {})
         self._joins = dist.is_initialized() and dist.get_world_size() > 1
         self._workers = int(arguments.get("tensor_parallel_size", 1))
@@ -69,15 +74,12 @@ class InProcess:
             arguments = {"distributed_executor_backend": "mp"} | arguments
         self._eager = bool(arguments.get("enforce_eager"))
         try:
-            self._llm = _start(str(folder), arguments, self._quiet)
-        except BaseException:
-            self._folder.delete()
-            raise
-        for file in folder.glob("*.safetensors"):
-            file.unlink()
+            with starting("vLLM in this process imports and loads"):
+                self._llm = _start(str(folder.path), arguments, self._quiet)
+        finally:
+            folder.delete()  # all is read, and nothing is left if this process is killed
         _restore_call(spec.meta_model)
         self._adapter: Any = None  # vllm.lora.request.LoRARequest
-        self._adapters = WeightFolder()
         self._loads = 0
         self._version = 0
         self._count = 0  # number of requests so far
@@ -96,11 +98,7 @@ class InProcess:
             yield
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
-        """Add requests by key, and sample until one is complete, at most 16 steps.
-
-        Raises:
-            RolloutError: vLLM rejected a request.
-        """
+        """Add requests by key, and sample until one is complete, at most 16 steps."""
         results: dict[int, GenerationResult] = {}
         with self._quiet():
             for key, request in new.items():
@@ -139,11 +137,7 @@ class InProcess:
         self._starts.clear()
 
     def load(self, payload: WeightPayload, version: int) -> None:
-        """Load the weights or the adapter, and reset the prefix cache.
-
-        Raises:
-            SyncError: vLLM rejected them.
-        """
+        """Load the weights or the adapter, and reset the prefix cache."""
         try:
             with self._quiet():
                 if payload.adapter is not None:
@@ -162,11 +156,7 @@ class InProcess:
         self._llm.collective_rpc("reload_weights", kwargs=source)
 
     def transfer(self, method: str, **arguments: Any) -> None:
-        """Call a method of vLLM's weight transfer on every worker process of this vLLM.
-
-        Raises:
-            SyncError: the call failed.
-        """
+        """Call a method of vLLM's weight transfer on every worker process of this vLLM."""
         try:
             with self._quiet():
                 self._llm.collective_rpc(method, kwargs=arguments)
@@ -177,9 +167,6 @@ class InProcess:
         """Reset the prefix cache and set the version of the weights.
 
         Running requests keep the keys and values of the old weights.
-
-        Raises:
-            SyncError: another client uses this vLLM.
         """
         if not self._llm.reset_prefix_cache() and not self._held:
             raise SyncError("vLLM did not reset its prefix cache: requests are still running")
@@ -192,14 +179,16 @@ class InProcess:
         from vllm.lora.request import LoRARequest
 
         self._loads += 1
-        folder = self._adapters.path / f"adapter-{self._loads}"
-        payload.write(folder)
-        lora = LoRARequest(folder.name, self._loads, str(folder))
-        if self._adapter is not None:
-            self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
-            shutil.rmtree(self._adapter.lora_path)
-        if not self._llm.llm_engine.add_lora(lora):
-            raise RuntimeError("the adapter was not added")
+        folder = WeightFolder()
+        try:
+            payload.write(folder.path)
+            lora = LoRARequest(f"adapter-{self._loads}", self._loads, str(folder.path))
+            if self._adapter is not None:
+                self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
+            if not self._llm.llm_engine.add_lora(lora):
+                raise RuntimeError("the adapter was not added")
+        finally:
+            folder.delete()  # it is read
         return lora
 
     def version(self) -> int:
@@ -235,19 +224,13 @@ class InProcess:
             with _keep_process_group() if self._joins else contextlib.nullcontext():
                 self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
-        self._adapters.delete()
-        self._folder.delete()
 
 
 def fixed_args(spec: PolicyTemplate) -> dict[str, Any]:
     """Engine arguments that must not change, so that samples come from the policy."""
     lora: dict[str, Any] = {}
     if spec.adapter is not None:
-        lora = {
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_lora_rank": max_lora_rank(spec.adapter),
-        }
+        lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank(spec.adapter)}
     return lora | {
         "runner": "generate",
         "skip_tokenizer_init": spec.tokenizer is None,
@@ -272,12 +255,7 @@ def device_args(*, shares_gpu: bool) -> dict[str, Any]:
 
 
 def _rank_args(workers: int) -> dict[str, Any]:
-    """Engine arguments of a vLLM on each rank of a process group.
-
-    Raises:
-        ConfigError: tensor parallelism, which would make the ranks sample the same prompts, or no
-            launcher.
-    """
+    """Engine arguments of a vLLM on each rank of a process group."""
     if workers > 1:
         raise ConfigError(
             f"vllm_tensor_parallel_size={workers} with rollout_engine='vllm' and"
@@ -311,6 +289,10 @@ def _start(folder: str, arguments: dict[str, Any], quiet: Any) -> Any:
         with quiet():
             from vllm import LLM
 
+            for handler in logging.getLogger("vllm").handlers:
+                handler.addFilter(
+                    lambda record: not any(text in record.getMessage() for text in _HARMLESS)
+                )
             return LLM(folder, **arguments)
     except ImportError as error:
         raise ConfigError(

@@ -55,11 +55,7 @@ class NcclTransfer:
         self._engine: Any = run_with_timeout(limit, connect, what)
 
     def send(self, payload: WeightPayload) -> None:
-        """Send all weights, one at a time in the dtype of the rollout engine.
-
-        Raises:
-            RolloutError: it took too long; the group cannot be used again.
-        """
+        """Send all weights, one at a time in the dtype of the rollout engine."""
 
         def work() -> None:
             with self._current_device():
@@ -105,11 +101,7 @@ class EngineGroup:
         self._transfer: NcclTransfer | None = None
 
     def send(self, engines: Sequence[Any], weights: Mapping[str, Tensor]) -> None:
-        """Send the weights to these engines, which have a ``process`` and a ``transfer``.
-
-        Raises:
-            RolloutError: an engine failed; the run cannot continue.
-        """
+        """Send the weights to these engines, which have a ``process`` and a ``transfer``."""
         members = [engine.process for engine in engines]
         if self._transfer is None or members != self._members:
             client = FanOut([engine.transfer for engine in engines], self._workers)
@@ -207,11 +199,7 @@ def can_use_nccl(weights: Mapping[str, Tensor], *, gpus: float) -> bool:
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T], what: str) -> T:
-    """Run ``work()`` in a thread; abandon it after ``seconds``, since NCCL has no timeout.
-
-    Raises:
-        RolloutError: the work took longer.
-    """
+    """Run ``work()`` in a thread; abandon it after ``seconds``, since NCCL has no timeout."""
     result: Future[T] = Future()
 
     def run() -> None:

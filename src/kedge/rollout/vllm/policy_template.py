@@ -61,11 +61,7 @@ class PolicyTemplate:
     def of(
         cls, policy: nn.Module, tokenizer: Any = None, *, dtype: torch.dtype | str | None = None
     ) -> PolicyTemplate:
-        """Build a template from a transformers causal language model; ``dtype`` may be vLLM's name.
-
-        Raises:
-            ConfigError: an encoder-decoder model, or an adapter that vLLM does not support.
-        """
+        """Build a template from a causal language model; ``dtype`` may be vLLM's name."""
         config: Any = policy.config
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigError(
@@ -111,11 +107,7 @@ class PolicyTemplate:
         return config
 
     def payload(self, weights: Mapping[str, Tensor]) -> WeightPayload:
-        """The trained weights, ready to be sent.
-
-        Raises:
-            SyncError: a weight is missing or unknown, or has another shape.
-        """
+        """The trained weights, ready to be sent."""
         parameters = dict(self.meta_model.named_parameters())
         check_weights(parameters, weights)
         missing = [name for name, p in parameters.items() if p.is_meta and name not in weights]

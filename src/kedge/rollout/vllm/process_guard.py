@@ -21,16 +21,12 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the whole group gets it, including this process
     child = subprocess.Popen(
         command,
-        stdin=subprocess.DEVNULL,
-        preexec_fn=_terminable,  # noqa: PLW1509  (no other thread runs yet)
+        stdin=subprocess.DEVNULL,  # no other thread runs yet:
+        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),  # noqa: PLW1509
     )
     threading.Thread(target=_end_with_the_pipe, args=(child, grace), daemon=True).start()
     child.wait()
     os.killpg(0, signal.SIGKILL)  # kills remaining children, and this process
-
-
-def _terminable() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _end_with_the_pipe(child: subprocess.Popen[bytes], grace: float) -> None:

@@ -125,6 +125,7 @@ class Remote:
         transport = httpx.HTTPTransport(uds=uds)
         self._client = httpx.Client(base_url=self.url, transport=transport, timeout=patience)
         self._held: dict[int, Future[GenerationResult]] = {}  # requests in flight
+        self._pausing = 0  # those that an overloaded server is sent again, after a pause
         self._heard = 0.0  # time of the last result, or of the first request
         self._background: _Background | None = None  # sends requests
 
@@ -152,12 +153,7 @@ class Remote:
         return bool(self._held)
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
-        """Add requests by key, and wait briefly; returns results by key.
-
-        Raises:
-            LostServerError: the server died or hangs; raised after all results, drops requests.
-            RolloutError: the server rejects a request; raised in the same way.
-        """
+        """Add requests by key, and wait briefly; returns results by key."""
         if not self._held:
             self._heard = time.monotonic()
         model = {} if self._adapter is None else {"model": self._adapter}
@@ -195,7 +191,9 @@ class Remote:
             response = await client.post(_GENERATE, json=json)
             if response.status_code not in _OVERLOADED or time.monotonic() + pause > give_up:
                 break
+            self._pausing += 1
             await asyncio.sleep(pause)
+            self._pausing -= 1
             pause = min(2 * pause, self._heartbeat)
         return _result(read_json(response), request, self._version)
 
@@ -204,14 +202,10 @@ class Remote:
         self._held.clear()
         if self._background is not None:
             self._background.close()
-            self._background = None
+            self._background, self._pausing = None, 0
 
     def load(self, payload: WeightPayload, version: int) -> None:
-        """Load the weights or the adapter, and reset the prefix cache.
-
-        Raises:
-            SyncError: vLLM rejected them.
-        """
+        """Load the weights or the adapter, and reset the prefix cache."""
         folder = self._files.store(payload)
         self._loads += 1
         (before, self._folder), previous = (self._folder, folder), self._adapter
@@ -222,11 +216,7 @@ class Remote:
         del before  # vLLM may read an adapter's files until it is unloaded
 
     def reload(self, version: int) -> None:
-        """Load the last written weights again, for example after a restart.
-
-        Raises:
-            SyncError: vLLM rejected them.
-        """
+        """Load the last written weights again, for example after a restart."""
         assert self._folder is not None  # set when weights were loaded
         folder = str(self._folder.path)
         path = "/collective_rpc"
@@ -314,11 +304,7 @@ class Remote:
         return self._client.get("/server_info", params=query, timeout=self._slow)
 
     def _check_in_flight(self) -> None:
-        """Check by the server's own request count that it is working.
-
-        Raises:
-            LostServerError: the server has had no request for ``patience`` seconds.
-        """
+        """Check by the server's own request count that it is working."""
         response = self._client.get("/metrics")
         counts = _REQUESTS.findall(response.text) if response.status_code == 200 else []
         if not counts or any(float(count) for count in counts):  # no metrics, or requests running
@@ -336,9 +322,8 @@ class Remote:
         """Poll the server's engine loop."""
         try:
             with reporting_silence(self._name, self._patience):
-                read_json(
-                    self._client.get("/weight_info" if self._reports_versions else "/is_paused")
-                )
+                path = "/weight_info" if self._reports_versions else "/is_paused"
+                read_json(self._send(lambda: self._client.get(path)))
         except httpx.TimeoutException:
             raise LostServerError(
                 f"{self._name} did not respond for {self._patience:g} s (worker_timeout)"
@@ -355,21 +340,26 @@ class Remote:
 
     def _request(self, send: Callable[[], httpx.Response]) -> Any:
         try:
-            return read_json(send())
+            return read_json(self._send(send))
         except httpx.TransportError as error:
             raise self._gone(error) from error
+
+    def _send(self, send: Callable[[], httpx.Response]) -> httpx.Response:
+        """The response; sent again while the server is overloaded, at most ``patience`` seconds."""
+        give_up, pause = time.monotonic() + self._patience, _PAUSE
+        while True:
+            response = send()
+            if response.status_code not in _OVERLOADED or time.monotonic() + pause > give_up:
+                return response
+            time.sleep(pause)
+            pause = min(2 * pause, self._heartbeat)
 
     def _gone(self, error: httpx.TransportError) -> LostServerError:
         return LostServerError(f"{self._name} is gone: {error!r}{self._way_out}")
 
 
 def read_json(response: httpx.Response) -> Any:
-    """The body of a successful response.
-
-    Raises:
-        LostServerError: status 500 or above.
-        RolloutError: status 400 to 499.
-    """
+    """The body of a successful response."""
     path, text = response.request.url.path, response.text[:500]
     if response.status_code >= 500:
         raise LostServerError(f"the vLLM server failed at {path}: {text}")
@@ -381,11 +371,7 @@ def read_json(response: httpx.Response) -> Any:
 
 
 def _result(body: Any, request: GenerationRequest, loaded: int) -> GenerationResult:
-    """Parse a response; before vLLM 0.32 its version is that of the weights ``loaded``.
-
-    Raises:
-        RolloutError: the body does not come from vLLM but, for example, from a proxy.
-    """
+    """Parse a response; before vLLM 0.32 its version is that of the weights ``loaded``."""
     with _reading(_GENERATE):
         result = _parse_choice(body["choices"][0], loaded)
         if len(result.tokens) != len(result.logprobs):

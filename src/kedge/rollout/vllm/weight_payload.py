@@ -37,11 +37,7 @@ class WeightPayload:
             yield name, x.to(self.dtype if x.is_floating_point() else None)
 
     def write(self, folder: Path) -> None:
-        """Write safetensors files of at most ``BUCKET`` bytes, or of one tensor, into ``folder``.
-
-        Raises:
-            SyncError: the disk or shared memory is full.
-        """
+        """Write safetensors files of at most ``BUCKET`` bytes, or of one tensor, to ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         try:
             if self.adapter is not None:  # a single file whose name vLLM expects
@@ -93,11 +89,7 @@ def shared_memory() -> str | None:
 
 
 def get_lora_config(policy: nn.Module) -> Any:
-    """Configuration of the trained LoRA adapter; None without adapter.
-
-    Raises:
-        ConfigError: vLLM does not support the adapter.
-    """
+    """Configuration of the trained LoRA adapter; None without adapter."""
     model: Any = policy
     if not hasattr(policy, "peft_config"):
         return None

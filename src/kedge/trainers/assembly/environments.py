@@ -67,9 +67,6 @@ def environments_to_play(
         args: the environment and the limits of its episodes.
         dataset: prompts or columns for ``reset``; None: the environment gives the prompts.
         sampling: stop conditions of a turn.
-
-    Raises:
-        ConfigError: the environment is invalid, or turns cannot end.
     """
     check_turns_end(sampling, args)
     make = _factory(args.environment, args)
@@ -85,10 +82,6 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
     Returns:
         The arguments with the reward, prompts and engine that environments imply, and a function
         that makes the environments; None: ``rollout_func`` samples.
-
-    Raises:
-        ConfigError: several kinds at once, a class that cannot be imported or is not an
-            environment, a function without a schema, or no reward.
     """
     args = inputs.args
     kinds = {

@@ -58,7 +58,7 @@ from kedge.models.value_head import (
 )
 from kedge.rewards.build import find_tokenizer
 from kedge.rewards.model import same_tokens
-from kedge.trainers.assembly.setup import Setup, trusts
+from kedge.trainers.assembly.setup import Setup, trusts_remote_code
 from kedge.trainers.spec import TrainerInputs, as_list
 
 logger = logging.getLogger(__name__)
@@ -414,7 +414,7 @@ class LearnerStage:
             gpus=args.ray_ref_gpus,
             autocast=self.setup.dtype,
             quick=not args.torch_compile,
-            trust=trusts(args),
+            trust=trusts_remote_code(args),
         )
 
 
@@ -425,7 +425,6 @@ def receives_weights(setup: Setup) -> bool:
     """
     args, engine, accelerator = setup.args, setup.engine, setup.accelerator
     separate = engine.per_rank or not engine.copies_weights
-    separate |= args.rollout_schedule == "as_completed"
     samples = separate and (engine.copies_weights or bool(args.max_lag))
     sharded = sharding_strategy(accelerator) != "none"
     needs_whole = samples or args.ray_ref_workers or setup.loading.get("quantization") is not None

@@ -31,7 +31,7 @@ from kedge.protocols import RewardSource, RolloutEngine
 from kedge.rewards import check_sources, reward_source
 from kedge.trainers.assembly.models import LearnerStage, Models, ModelStage, receives_weights
 from kedge.trainers.assembly.rollout import RolloutStage
-from kedge.trainers.assembly.setup import Setup, build_setup, own_or, trusts
+from kedge.trainers.assembly.setup import Setup, build_setup, pick_tokenizer, trusts_remote_code
 from kedge.trainers.run.hf_callbacks import Callbacks, own_callbacks
 from kedge.trainers.run.run import Run
 from kedge.trainers.spec import TrainerInputs, as_list, shared_kwargs
@@ -46,12 +46,7 @@ N_PLUS = "(Huang et al. 2024, arXiv:2403.17031)"
 
 
 def assemble_run(inputs: TrainerInputs) -> Run:
-    """Build everything a run needs; all options are checked before any weights are loaded.
-
-    Raises:
-        ConfigError: invalid or conflicting options.
-        DataError: invalid prompts.
-    """
+    """Build everything a run needs; all options are checked before any weights are loaded."""
     make_environment, args = None, inputs.args
     if any((inputs.tools, inputs.environment_factory, inputs.rollout_func)) or any(
         x is not None for x in (inputs.environment, args.environment, args.environment_kwargs)
@@ -80,7 +75,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
     for text in advise(args, loaded.policy, setup.sizes):
         if setup.accelerator.is_main_process:
             logger.warning(text)
-    tokenizer = own_or(inputs.processing_class, setup.tokenizer)
+    tokenizer = pick_tokenizer(inputs.processing_class, setup.tokenizer)
     callbacks.start(model=loaded.policy, processing_class=tokenizer)
     reward_source = reward.build(loaded, trainer_state=lambda: callbacks.state)
     hf_learner = learner.build(loaded)
@@ -270,7 +265,7 @@ class RewardStage:
         tokens = len(setup.tokenizer)
         model_options: dict[str, Any] = {
             "chunk_rows": args.local_rollout_forward_batch_size,
-            "trust_remote_code": trusts(args),
+            "trust_remote_code": trusts_remote_code(args),
             "autocast": setup.dtype,
             "policy_vocab_size": min(tokens, models.vocabulary or tokens),
         }

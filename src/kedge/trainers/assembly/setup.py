@@ -91,12 +91,7 @@ class Setup:
 
 
 def build_setup(inputs: TrainerInputs) -> Setup:
-    """Check the output folders, tokenize the prompts and derive the sizes.
-
-    Raises:
-        ConfigError: invalid or conflicting options.
-        DataError: invalid prompts.
-    """
+    """Check the output folders, tokenize the prompts and derive the sizes."""
     args = inputs.args
     check_targets(args)
     accelerator = accelerator_for(args)
@@ -107,7 +102,7 @@ def build_setup(inputs: TrainerInputs) -> Setup:
         inputs.model,
         tokenizer,
         revision=kwargs.get("revision"),
-        trust_remote_code=kwargs.get("trust_remote_code", trusts(args)),
+        trust_remote_code=kwargs.get("trust_remote_code", trusts_remote_code(args)),
     )
     sampling = build_sampling(args, eos_ids)
     algorithm = inputs.spec.build_algorithm(
@@ -152,7 +147,7 @@ def build_setup(inputs: TrainerInputs) -> Setup:
 # -- tokenizers and models given by name --------------------------------------------------------
 
 
-def trusts(config: OnPolicyConfig) -> bool:
+def trusts_remote_code(config: OnPolicyConfig) -> bool:
     """Whether code from model repositories may run."""
     return getattr(config, "trust_remote_code", False)
 
@@ -165,7 +160,7 @@ def find_tokenizer(processing_class: Any, model: Any, args: OnPolicyConfig) -> A
     name = processing_class if isinstance(processing_class, str) else name
     if isinstance(name, str) and name and isinstance(processing_class, str | None):
         revision = None if processing_class else init_kwargs(args).get("revision")  # of the model
-        return load_tokenizer(name, trust_remote_code=trusts(args), revision=revision)
+        return load_tokenizer(name, trust_remote_code=trusts_remote_code(args), revision=revision)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):
         raise ConfigError(
@@ -175,7 +170,7 @@ def find_tokenizer(processing_class: Any, model: Any, args: OnPolicyConfig) -> A
     return tokenizer
 
 
-def own_or(processing_class: Any, tokenizer: Any) -> Any:
+def pick_tokenizer(processing_class: Any, tokenizer: Any) -> Any:
     """The given object (perhaps a processor), or for None or a name the loaded tokenizer."""
     return tokenizer if isinstance(processing_class, str | None) else processing_class
 
@@ -214,10 +209,10 @@ def loading_options(inputs: TrainerInputs) -> dict[str, Any]:
         )
     if inputs.args.bf16 and inputs.peft_config is not None and isinstance(inputs.model, str):
         kwargs.setdefault("dtype", "bfloat16")  # the base under the adapter is frozen
-    return split({"trust_remote_code": trusts(inputs.args)} | kwargs)
+    return to_load_kwargs({"trust_remote_code": trusts_remote_code(inputs.args)} | kwargs)
 
 
-def split(options: Mapping[str, Any]) -> dict[str, Any]:
+def to_load_kwargs(options: Mapping[str, Any]) -> dict[str, Any]:
     """Convert arguments of ``from_pretrained`` to those of ``load_policy``."""
     names = {"dtype", "revision", "attn_implementation", "trust_remote_code"}
     arguments = {name: x for name, x in options.items() if name in names}

@@ -44,7 +44,7 @@ def check_targets(args: Any) -> None:
 
 
 @contextlib.contextmanager
-def claimed(args: Any) -> Iterator[None]:
+def lock_output_dir(args: Any) -> Iterator[None]:
     """Context that locks ``output_dir``; every rank calls it, rank 0 locks."""
     from kedge.output import RunLock
 

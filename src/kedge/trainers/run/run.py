@@ -23,7 +23,7 @@ from kedge.checkpoint import checkpoint
 from kedge.config.base import OnPolicyConfig
 from kedge.errors import CheckpointError, ConfigError
 from kedge.learner.learner import HFLearner
-from kedge.loop.evaluation import Evaluation, evaluate, solved, win_rate
+from kedge.loop.evaluation import Evaluation, evaluate, solve_rates, win_rate
 from kedge.loop.hooks import Hooks, StepReport
 from kedge.loop.loop import Engine
 from kedge.reporting.base import BestEffortWriter, required_write
@@ -186,7 +186,7 @@ class Run(Hooks):
             with required_write("save_rollouts", args.save_rollouts):
                 self.recorder = RolloutRecorder(
                     args.save_rollouts,
-                    about=recording_fingerprint(engine.sampling),
+                    settings=recording_fingerprint(engine.sampling),
                     rank=self.learner.rank,
                     world_size=self.learner.world_size,
                 )
@@ -226,7 +226,7 @@ class Run(Hooks):
     def on_experience(self, step: int, experience: Experience) -> None:
         """Keep the rows of the token log."""
         if self.token_log is not None:
-            self.token_log.hold(step, experience)
+            self.token_log.keep_rows(step, experience)
 
     def on_optimizer_step(self) -> None:
         """Forward the event."""
@@ -416,7 +416,7 @@ class Run(Hooks):
         success, metrics = self.args.eval_success_score, {}
         if success is not None:
             per_prompt = self.args.num_generations_eval or 1
-            metrics = solved(evaluation.scores, per_prompt=per_prompt, success=success)
+            metrics = solve_rates(evaluation.scores, per_prompt=per_prompt, success=success)
         # A dataset passed to evaluate() has no initial scores.
         if self.args.eval_against_start and eval_set in self.eval_sets:
             initial, scores = self.state.initial_scores, evaluation.scores
@@ -621,7 +621,7 @@ class Run(Hooks):
             saved = checkpoint.load(best)
             if not saved.parts:
                 raise ConfigError("load_best_model_at_end=True needs save_only_model=False")
-            with checkpoint.loading(Path(best)):
+            with checkpoint.report_damage(Path(best)):
                 self.learner.load_state_dict(saved.parts["learner"])
             rollout_engine = self.engine.rollout_engine
             if not rollout_engine.shares_weights:

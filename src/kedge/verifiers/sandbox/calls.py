@@ -350,7 +350,7 @@ class RemoteSolution:
         errors = {n: base for n, base in first["errors"].items() if n not in {wanted, *functions}}
         self._errors = {name: _make_error(name, base) for name, base in errors.items()}
         for name in set(first["classes"]) - functions:
-            self._classes[name] = Kind(
+            self._classes[name] = ClassProxy(
                 name, (Reference,), {"_remote_solution": self, "_remote": name}
             )
         names: dict[str, Any] = {}
@@ -447,7 +447,7 @@ def _forward(operation: str, *first: Any) -> Callable[..., Any]:
     return forward
 
 
-class Kind(type):
+class ClassProxy(type):
     """Proxy for a class of the solution; a test may ask for its attributes or derive from it."""
 
     _remote_solution: RemoteSolution

@@ -56,7 +56,7 @@ def main() -> None:
     if job["isolated"]:
         megabytes = 1 + (MAX_FILES * job["file_kb"] >> 10)
         kernel().finish_mounts(job["devices"], job["folder"], megabytes, files=MAX_FILES + 1)
-    limit(job)
+    set_limits(job)
     to_child, from_parent = os.pipe()
     to_parent, from_child = os.pipe()
     child = os.fork()
@@ -65,7 +65,7 @@ def main() -> None:
         try:
             os.close(from_parent)
             os.close(to_parent)
-            status = solution(job, to_child, from_child)
+            status = run_solution(job, to_child, from_child)
         finally:
             os._exit(status)
     os.close(to_child)
@@ -131,7 +131,7 @@ def kernel() -> Any:
     return sys.modules.get("sandbox_kernel") or load_sibling("sandbox_kernel")
 
 
-def limit(job: dict[str, Any]) -> None:
+def set_limits(job: dict[str, Any]) -> None:
     """Set resource limits for this process and its children."""
     import resource
 
@@ -176,7 +176,7 @@ def isolate_tests(job: dict[str, Any]) -> None:
 # --- the solution's process -----------------------------------------------------------------------
 
 
-def solution(job: dict[str, Any], requests: int, answers: int) -> int:
+def run_solution(job: dict[str, Any], requests: int, answers: int) -> int:
     """Run the solution, then serve calls to its functions; returns the exit status."""
     sys.path.extend(job["packages"])
     null = os.open(os.devnull, os.O_RDWR)
@@ -248,7 +248,7 @@ def run_tests(checks: dict[str, Any], requests: int, answers: int) -> None:
             report({"broken": f"test {number} compares without assert: {test.strip()[:80]!r}"})
             return
         remote.untestable = ""
-        problem = failure(body, space, remote)
+        problem = run_test(body, space, remote)
         line: dict[str, Any] = {"test": number, "passed": problem is None}
         if problem is not None:
             line |= {"error": problem} | ({"untestable": True} if remote.untestable else {})
@@ -315,7 +315,7 @@ def is_unfinished(node: Any) -> bool:
     return text or isinstance(last, ast.Pass) or is_unfinished(last)
 
 
-def failure(
+def run_test(
     test: types.CodeType, space: dict[str, Any], remote: calls.RemoteSolution
 ) -> str | None:
     """Run a test; returns its error, or None if it passed."""
