@@ -4,6 +4,7 @@
     python -m benchmarks.dispatch bounds  # what no drain, and the longest response, would permit
     python -m benchmarks.dispatch repack  # what moving the last responses of a drain would gain
     python -m benchmarks.dispatch steps   # seconds of a token step of vLLM by running requests
+    python -m benchmarks.dispatch learners  # 16 learners that share engines, and one
     python -m benchmarks.dispatch vllm    # requests one by one against whole batches, in vLLM
 
 The scheduling is Kedge's (``kedge.rollout.scheduler.dispatch``); engines are pretended.  A token
@@ -22,6 +23,7 @@ import heapq
 import itertools
 import json
 import math
+import pickle
 import random
 import statistics
 import time
@@ -30,8 +32,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kedge.rollout.scheduler.dispatch import Dispatcher
-from kedge.types import PromptBatch, Sampling, group_rows
+import torch
+
+from kedge.rollout.scheduler.dispatch import Dispatcher, deal
+from kedge.rollout.scheduler.joining import SampleStore
+from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling, group_rows
 
 RESULTS = Path(__file__).parent / "results" / "dispatch.json"
 MEDIAN, CAP, SIGMAS, LOADS, SLOTS, GROUP = 600, 8192, (0.985, 0.5), (0.0, 0.67), 64, 8
@@ -275,6 +280,102 @@ def simulate() -> list[dict[str, Any]]:
     return [run_case(**dict(zip(names, case, strict=True))) for case in cases]
 
 
+class Learners(Simulation):
+    """Several learners: groups are dealt to them, and each iteration lasts as long as the slowest.
+
+    Args:
+        learners: number of them.
+        dealing: tokens of each group and number of learners -> the groups of each.
+    """
+
+    def __init__(self, learners: int, dealing: Any, **case: Any) -> None:
+        super().__init__(**case)
+        self.learners, self.dealing, self.slowest = learners, dealing, [1.0]
+
+    def count(self, taken: list[int], step: int) -> None:
+        tokens = {n: sum(self.groups[n][2]) for n in taken}
+        shares = [sum(map(tokens.__getitem__, own)) for own in self.dealing(tokens, self.learners)]
+        self.slowest.append(max(shares) / statistics.mean(shares))
+        super().count(taken, step)
+
+    def train(self, step: int) -> None:
+        ideal = self.ideal
+        self.ideal *= self.slowest[-1]
+        super().train(step)
+        self.ideal = ideal
+
+
+def in_order(tokens: dict[int, int], ranks: int) -> list[list[int]]:
+    """Groups as they were done, whatever their tokens: for comparison."""
+    return [list(tokens)[rank::ranks] for rank in range(ranks)]
+
+
+def learners() -> list[dict[str, Any]]:
+    """Share of the ideal that one learner and 16 that share the same 16 engines train with."""
+    results = []
+    cases = itertools.product(SIGMAS, (1, 2, 4, 8), (False, True))
+    for sigma, lag, in_flight in cases:
+        case = {"max_lag": lag, "in_flight": in_flight, "sigma": sigma}
+        warm_up = 6 + 2 * lag
+        found: dict[str, Any] = dict(case)
+        for name, number, dealing in (
+            ("one", 1, deal),
+            ("sixteen", 16, deal),
+            ("by_order", 16, in_order),
+        ):
+            made = Learners(number, dealing, engines=16, load=LOADS[0], **case)
+            run = made.run(60, warm_up)
+            found[name] = run["trained"]
+            found[f"{name}_mask_old"] = run["trained_mask_old"]
+            found[f"{name}_slowest"] = statistics.mean(made.slowest[warm_up + 1 :])
+        results.append(found)
+        print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def dealing_seconds(ranks: int = 16, rows: int = 1024) -> dict[str, float]:
+    """CPU seconds of rank 0 for one iteration of several learners, and bytes for each other one.
+
+    Groups are added to the store, one by one, as they are scored; then all are dealt and pickled.
+    """
+    made = Simulation(engines=1, max_lag=1, in_flight=True)
+    samples = []
+    for number in range(rows // 8):
+        lengths = torch.tensor([made.rng.choice(made.lengths) for _ in range(8)])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        prompt = torch.ones(8, 200, dtype=torch.bool)
+        rollout = Rollout(
+            prompts=PromptBatch(
+                ids=prompt.long(),
+                mask=prompt,
+                group=torch.full((8,), number),
+                row=torch.arange(number * 8, number * 8 + 8),
+            ),
+            ids=torch.zeros(mask.shape, dtype=torch.int64),
+            loss_mask=mask,
+            response_mask=mask,
+            terminated=mask[:, 0],
+            version=torch.zeros(8, dtype=torch.int64),
+            behavior_logprobs=torch.zeros(mask.shape),
+        )
+        output = RewardOutput(scores=torch.zeros(8), valid=torch.ones(8, dtype=torch.bool))
+        samples.append(Sample(rollout=rollout, reward_output=output))
+    store, begin = SampleStore(), time.process_time()
+    for sample in samples:
+        store.add(sample)
+    added = time.process_time()
+    dealt = deal({n: store.tokens(n) for n in range(len(samples))}, ranks)
+    parts = [store.take(own) for own in dealt]
+    taken = time.process_time()
+    pickled = [len(pickle.dumps(part)) for part in parts]
+    return {
+        "add": added - begin,
+        "deal": taken - added,
+        "pickle": time.process_time() - taken,
+        "bytes": statistics.mean(pickled),
+    }
+
+
 def bounds() -> list[dict[str, Any]]:
     """Shares of the ideal that responses of one version permit.
 
@@ -386,7 +487,7 @@ def groups_of(batch: PromptBatch) -> list[PromptBatch]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    kinds = ("simulation", "bounds", "repack", "steps", "vllm")
+    kinds = ("simulation", "bounds", "repack", "steps", "learners", "vllm")
     parser.add_argument("what", nargs="?", choices=kinds, default="simulation")
     what = parser.parse_args().what
     if what == "vllm":
@@ -395,6 +496,11 @@ def main() -> None:
         results = {"steps": vllm_steps()}
     elif what in ("bounds", "repack"):
         results = {what: {"bounds": bounds, "repack": repack}[what]()}
+    elif what == "learners":
+        results = {
+            "dealing_seconds": [dealing_seconds() for _ in range(2)][-1],  # the first warms up
+            "learners": learners(),
+        }
     else:
         results = {"scheduler_seconds": scheduler_seconds(), "simulation": simulate()}
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

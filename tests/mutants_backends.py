@@ -59,11 +59,11 @@ MUTANTS = [
         "tests/unit/test_ray_placement.py",
     ),
     Mutant(
-        "the servers of all learners share the same GPUs",
-        "rollout/vllm/build.py",
-        "gpus = free[before * count * each :]",
-        "gpus = free",
-        "tests/unit/test_vllm_options.py",
+        "a rank may get more groups than the others",
+        "rollout/scheduler/dispatch.py",
+        "if len(dealt[rank]) * ranks < len(tokens):",
+        "if True:",
+        "tests/property/test_as_completed.py",
     ),
     Mutant(
         "all engines have the same ranks in the group that receives weights",

@@ -48,7 +48,10 @@ class PromptSource(Protocol):
     """Source of prompts."""
 
     def batch(self, step: int) -> PromptBatch:
-        """This rank's prompts of iteration ``step``; a pure function without state to save."""
+        """This rank's prompts of iteration ``step``; a pure function without state to save.
+
+        Where ranks share engines as completed, ``whole()`` must return the source of all rows.
+        """
 
 
 class RolloutEngine(Protocol):

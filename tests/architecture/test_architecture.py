@@ -37,7 +37,7 @@ KEDGE_RULES = {
     "rewards": RECORDS | {"math", "ops/cpu", "models", "data", "chat_template"},
     "rollout": RECORDS,
     "rollout/embedded": RECORDS | {"ops/cpu", "models", "rollout"},
-    "rollout/scheduler": RECORDS | {"math", "algorithms", "loop"},
+    "rollout/scheduler": RECORDS | {"math", "algorithms", "loop", "rollout"},
     "rollout/vllm": RECORDS | {"config", "models", "rollout", "rollout/embedded"},
     "checkpoint": RECORDS,
     "loop": RECORDS | {"math", "algorithms", "checkpoint", "rollout/scheduler"},

@@ -78,7 +78,11 @@ class StandIn:
 
     def post(self, path, body):
         if path == "/inference/v1/generate" and "token_ids" in body:
-            return self.generate(body["token_ids"], body["sampling_params"])
+            self.working += 1
+            try:
+                return self.generate(body["token_ids"], body["sampling_params"])
+            finally:
+                self.working -= 1
         if path == "/collective_rpc":
             for file in Path(body["kwargs"]["weights_path"]).glob("*.safetensors"):
                 self.model.load_state_dict(load_file(file), strict=False)
@@ -102,7 +106,9 @@ class StandIn:
             fault = self.faults.pop(0) if self.faults else None
             if fault == "lost":
                 self.lock.release()
+                self.working -= 1
                 time.sleep(20)
+                self.working += 1
                 self.lock.acquire()
             if isinstance(fault, tuple):
                 return fault

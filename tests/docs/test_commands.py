@@ -97,7 +97,7 @@ def chat_example(place: Path) -> None:
                 rf"^{name}: \d+", f"{name}: {value}", settings, flags=re.MULTILINE
             )
             assert found
-        file.write_text(settings)
+        file.write_text(re.sub(r"(num_mini_batches|train_layers): \d+", r"\1: 1", settings))
     for name in ("model", "grpo"):
         shutil.copytree(place / "MODEL", run / name)
     columns = '"answer": ["w5"], "instruction_id_list": ["keywords:existence"]'
@@ -117,7 +117,7 @@ def code_of(words: list[str]) -> int:
 
 def small(words: list[str]) -> list[str]:
     """The command with small sizes: those that it names are changed, the others added."""
-    sizes = SMALL | {"--max_steps": "2"}
+    sizes = SMALL | {"--max_steps": "2", "--train_layers": "1"}
     found, tokens = [], iter(words)
     for word in tokens:
         found.append(word)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import TrainerCallback
 
+from kedge.errors import RewardError
 from tests.e2e.small import rows, small
 
 TIMED = ("time/", "eps", "tokens_per_second", "train_", "step_time")
@@ -43,29 +47,76 @@ class Train:
 
 @dataclass
 class AsDone:
-    """Trains on what is done first; rows, prompts trained on, and processes that sampled."""
+    """Trains on what is done first, with three engines.
+
+    The rows; by rank and iteration the prompts, their texts and rows, the number of tokens and the
+    age of the newest token of each response; and by rank how often it had weights to send, how many
+    responses it scored, and the processes that sampled.
+    """
 
     options: dict[str, Any]
+    engine: str = "ray"  # or "here"
+    end: str = ""  # "stop" after four iterations, or a "reward" that fails on the second rank
+    resume: bool = False
 
-    def __call__(self) -> tuple[list[dict[str, Any]], list[list[str]], list[list[int]]]:
+    def __call__(self) -> tuple[list[dict[str, Any]], list[list[Any]], list[dict[str, Any]]]:
         from accelerate.utils import gather_object
 
-        made = small(**ON_RAY, rollout_schedule="as_completed", **self.options)
-        trained: list[str] = []
-        train_on = made.engine.train_on
+        scored: list[int] = []
 
-        def noting(sample: Any, **named: Any) -> Any:
-            prompts = sample.rollout.prompts
-            trained.extend(
+        def reward(completions: list[str], prompts: list[str], **_: Any) -> list[float]:
+            scored.append(len(completions))
+            ahead = threading.current_thread() is not threading.main_thread()  # not to evaluate
+            if self.end == "reward" and os.environ["RANK"] == "1" and ahead and sum(scored) > 20:
+                raise ZeroDivisionError("no score")
+            time.sleep(0.01)
+            return [float(len(text.split())) for text in completions]
+
+        engine = ON_RAY | {"vllm_num_engines": 3}
+        if self.engine == "here":
+            engine = {"rollout_engine": local_engines(3)}
+        made = small(
+            **engine,
+            **{"rollout_schedule": "as_completed", "reward_model": None, **self.options},
+            reward_funcs=[reward],
+        )
+        trained: list[Any] = []
+        train_on, weights, copies = made.engine.train_on, made.engine.weights, []
+
+        def noting(_: Any, sample: Any, **named: Any) -> Any:
+            x, valid = sample.rollout, sample.rollout.response_mask
+            prompts = [
                 " ".join(map(str, ids[m].tolist()))
-                for ids, m in zip(prompts.ids, prompts.mask, strict=True)
-            )
+                for ids, m in zip(x.prompts.ids, x.prompts.mask, strict=True)
+            ]
+            tokens = int(valid.sum() + x.prompts.mask.sum())
+            newest = x.token_versions.where(x.loss_mask, -1).amax(1)
+            ages = (made.engine.step - newest).tolist()
+            texts, row = x.prompts.columns["prompt"], x.prompts.row.tolist()
+            trained.append((prompts, texts, row, tokens, ages))
             return train_on(sample, **named)
 
-        type(made.engine).train_on = lambda _, *args, **named: noting(*args, **named)
-        made.train()
-        pids = [engine.actor.pid for engine in made.engine.rollout_engine.engines]
-        return rows(made), gather_object([trained]), gather_object([pids])
+        def copying(_: Any) -> Any:
+            found = weights()
+            copies.append(len(found) > 0)
+            return found
+
+        if self.end == "stop":
+            made.add_callback(Strike(int(os.environ["RANK"]), 4, "stop here"))
+        expected = contextlib.suppress(*[RewardError] * (self.end == "reward"))
+        with patch.multiple(type(made.engine), train_on=noting, weights=copying), expected:
+            made.train(resume_from_checkpoint=self.resume or None)
+            assert self.end != "reward"
+        actors = [getattr(x, "actor", None) for x in made.engine.rollout_engine.engines]
+        about = {
+            "copies": sum(copies),
+            "scored": sum(scored),
+            "pids": [actor and actor.pid for actor in actors],
+        }
+        close = getattr(made.engine.rollout_engine, "close", None)
+        if close is not None:
+            close()
+        return rows(made), gather_object([trained]), gather_object([about])
 
 
 @dataclass
@@ -94,7 +145,9 @@ class Strike(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         here = int(os.environ["RANK"]) == self.rank and state.global_step == self.step
-        if here and self.what not in ("pause", "held"):
+        if here and self.what == "stop here":
+            control.should_training_stop = True
+        elif here and self.what not in ("pause", "held"):
             strike(self.what)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -110,7 +163,7 @@ def strike(what: str) -> None:
     os.kill(os.getpid(), {"kill": 9, "stop": 19}[what])
 
 
-def local_engines() -> Any:
+def local_engines(count: int = 2) -> Any:
     """What ``ON_RAY`` has, in the process of the first rank."""
     from accelerate import PartialState
 
@@ -122,7 +175,7 @@ def local_engines() -> Any:
 
     def make() -> ShardedEngine:
         model = tiny_policy("gpt_neox", vocab_size=VOCAB)
-        made = [EmbeddedEngine(model, pad_id=0, shares_weights=False) for _ in range(2)]
+        made = [EmbeddedEngine(model, pad_id=0, shares_weights=False) for _ in range(count)]
         return ShardedEngine(made, pad_id=0)
 
     ranks = PartialState(cpu=True).num_processes

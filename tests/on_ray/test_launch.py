@@ -19,7 +19,7 @@ import torch
 
 from kedge.errors import ConfigError, LaunchError
 from kedge.ray import LaunchLimits, launch
-from tests.e2e.small import small
+from tests.e2e import test_pool_ranks as pool
 from tests.on_ray import jobs
 from tests.on_ray.clusters import local, needs_ray
 from tests.on_ray.jobs import Both, Train
@@ -84,24 +84,20 @@ def test_two_learners_and_two_engines_have_the_numbers_of_a_run_without_ray(tmp_
     assert "engine 1" in said[0]
 
 
-def test_learners_train_on_what_is_done_first_each_from_engines_of_its_own(tmp_path):
-    options = {"max_lag": 1, "total_episodes": 40, "output_dir": str(tmp_path)}
-    job = jobs.AsDone(options | {"num_partial_batches": 2})
-    found, trained, pids = on_two(job, engines=2)
-    assert [row["episode"] for row in found] == [8, 16, 24, 32, 40]
-    assert all(0 <= row["rollout/lag"] <= 1 for row in found)
-    assert any(row["rollout/lag"] > 0 for row in found)
-    assert [len(engines) for engines in pids] == [1, 1]
-    assert pids[0] != pids[1]
-    made = small(max_lag=1, total_episodes=40, per_device_train_batch_size=8)
-    source = made.engine.source
-    want = [
-        " ".join(map(str, b.ids[i][b.mask[i]].tolist()))
-        for s in range(5)
-        for b in [source.batch(s)]
-        for i in range(8)
-    ]
-    assert sorted(trained[0] + trained[1]) == sorted(want)
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_two_learners_share_three_engines(in_flight, tmp_path):
+    options = {
+        "output_dir": str(tmp_path),
+        "total_episodes": 8 * pool.STEPS,
+        "num_ppo_epochs": 1,
+        "max_lag": 2,
+        "response_length": 16,
+        "in_flight_weight_updates": in_flight,
+    }
+    found, trained, about = on_two(jobs.AsDone(options), engines=3)
+    pool.check(found, trained, [x["scored"] for x in about])
+    assert [len(x["pids"]) for x in about] == [3, 0]
+    assert [x["copies"] for x in about] == [pool.STEPS + 1, 0]  # gathered and sent once a version
 
 
 def test_weights_cut_over_ranks_train_as_whole_ones(tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from kedge.errors import CheckpointError, LostRequestsError, SyncError
 from kedge.loop.hooks import StepReport
 from kedge.rollout.scheduler.dispatch import Dispatcher
 from kedge.rollout.scheduler.joining import join_groups
+from kedge.rollout.shared import RankGroups
 from kedge.types import PromptBatch, Receipt, Rollout, Sample, Sampling, group_rows
 
 from .test_staleness import Broken, Checkpoints, Learner, Rescue, Run, Sampler, engine
@@ -105,14 +109,58 @@ def test_without_the_rule_of_starting_the_bound_breaks() -> None:
 class Batches:
     """Six prompts a step, two responses each; their ids name step and row."""
 
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.rows = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
+
+    def whole(self) -> Batches:
+        return Batches()
+
     def batch(self, step: int) -> PromptBatch:
-        row = torch.arange(12)
+        row = torch.arange(12)[self.rows]
+        mask = torch.ones(len(row), 1, dtype=torch.bool)
         return PromptBatch(
             ids=(step * 100 + row)[:, None],
-            mask=torch.ones(12, 1, dtype=torch.bool),
+            mask=mask,
             group=row // 2,
             row=row,
         )
+
+
+class Ranks(RankGroups):
+    """Ranks that are threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._mail, self._here = size, None, threading.local()
+        self._barrier, self._box = threading.Barrier(size, timeout=60), [None] * size
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        return self._here.rank
+
+    def run_on_first(self, local: Any, work: Any) -> Any:
+        self._box[self.rank] = local
+        self._barrier.wait()
+        if self.rank == 0:
+            try:
+                self._box = [(x, None) for x in work(list(self._box))]
+            except Exception as error:
+                self._box = [(None, error)] * self.size
+        self._barrier.wait()
+        found, error = self._box[self.rank]
+        self._barrier.wait()
+        if error is not None:
+            raise error
+        return found
+
+    def run(self, job: Any) -> list[Any]:
+        """The results of ``job(rank)``, called by every rank in a thread."""
+
+        def enter(rank: int) -> Any:
+            self._here.rank = rank
+            return job(rank)
+
+        with ThreadPoolExecutor(self.size) as threads:
+            return list(threads.map(enter, range(self.size)))
 
 
 def answer(prompts: PromptBatch, versions: list[int]) -> Rollout:
@@ -195,8 +243,9 @@ class Writing(Run):
 
     def train_on(self, sample: Sample, *, begin: float | None = None) -> dict[str, float]:
         rollout = sample.rollout
-        assert rollout.prompts.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-        assert rollout.prompts.row.tolist() == list(range(12))
+        like = self.source.batch(self.step)
+        assert rollout.prompts.group.tolist() == like.group.tolist()
+        assert rollout.prompts.row.tolist() == like.row.tolist()
         for prompt, answer, version in zip(
             rollout.prompts.ids[:, 0].tolist(), rollout.ids, rollout.version.tolist(), strict=True
         ):
@@ -217,12 +266,18 @@ def writing(
     *,
     in_flight: bool = False,
     kind: type[Writing] = Writing,
+    ranks: Ranks | None = None,
     **parts: Any,
 ) -> Writing:
     plain = engine(lag, samplers[0])
     samplers[0].engines = samplers  # the first stands for all
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    if ranks is not None:
+        samplers[0].ranks = ranks
+        plain.learner.world_size = size
+        plain.learner.all_reduce = lambda x: ranks.run_on_first(x, lambda xs: [sum(xs)] * size)
     run = kind(
-        source=Batches(),
+        source=Batches(rank, size),
         rollout_engine=samplers[0],
         reward=parts.get("reward", Judge()),
         learner=plain.learner,
@@ -239,18 +294,19 @@ def writing(
 
 
 def threads(
-    number: int, *, slots: bool = False, in_flight: bool = False, **parts: Any
+    number: int, *, slots: bool = False, in_flight: bool = False, ranks: int = 1, **parts: Any
 ) -> tuple[list[tuple[int, int, int]], int]:
     """A run with real threads, failures, stops, resumes and, with slots, engines that die.
 
     Returns what was trained on, and the number of iterations.
     """
+    pool = None if ranks == 1 else Ranks(ranks)
     rng = random.Random(number)
     deaths = rng.choice([0.0, 0.1])
     lag, updates, pieces = rng.randint(1, 3), rng.randint(1, 6), rng.choice([1, 2, 3, 6])
     failures = rng.choice([0.0, 0.0, 0.02])
     log: list[tuple[int, int, int]] = []
-    state, flight = None, []
+    saved: Any = [None] * ranks
     while True:
         samplers = [
             Slots(random.Random(rng.random()), failures, deaths=deaths)
@@ -258,26 +314,27 @@ def threads(
             else Wide(random.Random(rng.random()), failures)
             for _ in range(rng.randint(1, 4))
         ]
-        run = writing(lag, samplers, pieces, in_flight=in_flight, **parts)
-        if state is not None:
-            run.load_state_dict(state)
-            run.restore(flight)
-        hooks = Checkpoints(run, every=rng.randint(1, 3), stop=rng.randint(1, 8))
-        run.hooks = hooks
-        try:
-            run.run(updates)
-        except Broken:
-            pass
-        else:
-            if run.step >= updates:
-                log += run.log
-                break
-        if hooks.saved is not None:
-            state, flight, kept = hooks.saved
-            log += run.log[:kept]
-    if in_flight:  # the loop bounds the age of single tokens: test_token_versions.py
-        assert set(run.newest) <= set(range(lag + 1))
-    else:
+        every, stop = rng.randint(1, 3), rng.randint(1, 8)
+
+        def work(rank: int) -> tuple[Writing, Any]:
+            run = writing(lag, samplers, pieces, in_flight=in_flight, ranks=pool, **parts)  # noqa: B023
+            if saved[rank] is not None:
+                run.load_state_dict(saved[rank][0])
+                run.restore(saved[rank][1])
+            run.hooks = hooks = Checkpoints(run, every=every, stop=stop)  # noqa: B023
+            with contextlib.suppress(Broken):
+                run.run(updates)
+            return run, hooks.saved
+
+        ended = [work(0)] if pool is None else pool.run(work)
+        for rank, (run, kept) in enumerate(ended):
+            saved[rank] = kept or saved[rank]
+            log += run.log[: None if run.step >= updates else kept[2] if kept else 0]
+            if in_flight:  # the loop bounds the age of single tokens: test_token_versions.py
+                assert set(run.newest) <= set(range(lag + 1))
+        if all(run.step >= updates for run, _ in ended):
+            break
+    if not in_flight:
         assert all(0 <= step - version <= lag for step, _, version in log)
     return log, updates
 
@@ -297,6 +354,15 @@ def test_threads_keep_the_bound_and_lose_nothing() -> None:
 def test_engines_with_slots_keep_the_bound_and_lose_nothing(in_flight: bool) -> None:
     for number in range(60):
         check(number, slots=True, in_flight=in_flight)
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_share_engines_keep_the_bound_and_lose_nothing(
+    in_flight: bool, ranks: int
+) -> None:
+    for number in range(20):
+        check(number, slots=number % 4 > 0 or in_flight, in_flight=in_flight, ranks=ranks)
 
 
 @pytest.mark.slow

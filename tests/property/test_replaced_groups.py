@@ -69,7 +69,8 @@ def test_groups_are_replaced_within_the_bound(resample: int, greedy: bool, in_fl
     replaced = 0
     for number in range(12):
         parts = {"kind": Checking, "algorithm": algorithm, "reward": Scores(number)}
-        log, updates = threads(number, slots=True, in_flight=in_flight, **parts)
+        ranks = 1 + number % 2
+        log, updates = threads(number, slots=True, in_flight=in_flight, ranks=ranks, **parts)
         places = [number_of(prompt) for _, prompt, _ in log]
         assert sorted(place for place, _ in places) == [
             step * 100 + row for step in range(updates) for row in range(12)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import time
 
@@ -13,7 +12,6 @@ import torch
 
 from kedge import PPOConfig
 from kedge.config import rollout_engines
-from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError
 from kedge.rollout.vllm.build import check_local, gpus_of_servers
 from kedge.rollout.vllm.inprocess import _rank_args, device_args
@@ -128,25 +126,20 @@ def test_the_command_line_takes_the_options(tmp_path, monkeypatch, file):
         (4, None, 2, (1, 2), ["2,3"]),
         (4, "3,5,6,7", 1, (3, 1), ["5", "6", "7"]),
         (2, None, 1, (2, 1), "need 3 GPUs, got 2"),
-        (6, None, 2, (2, 1, 0), ["2", "3"]),  # each learner has servers of its own
-        (6, None, 2, (1, 2, 1), ["4,5"]),
-        (6, None, 2, (3, 1, 0), "need 8 GPUs, got 6"),
     ],
 )
 def test_servers_get_the_gpus_that_no_learner_has(
     gpus, visible, learners, asked, want, monkeypatch
 ):
-    """``asked``: servers, GPUs of each, and the learner whose servers they are."""
+    """``asked``: servers, and GPUs of each."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(learners))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    count, each, *rank = asked
-    monkeypatch.setenv("LOCAL_RANK", str(rank[0] if rank else 0))
     refused = isinstance(want, str)
     with pytest.raises(ConfigError, match=want) if refused else contextlib.nullcontext():
-        assert gpus_of_servers(count, each, share=bool(rank)) == want
+        assert gpus_of_servers(*asked) == want
 
 
 def test_nccl_without_gpus_is_refused(monkeypatch):
@@ -157,39 +150,6 @@ def test_nccl_without_gpus_is_refused(monkeypatch):
         check_local(policy(), sampling, **shared_kwargs(args, check_local))
     with pytest.raises(ConfigError, match="vllm_transfer='nccl' has no effect with"):
         PPOConfig(**asked | {"rollout_engine": "vllm_server"})
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"rollout_engine": "http://host:1"}, "host:1. is a single engine; use"),
-        ({"rollout_engine": "ray", "ray_engine": "embedded", "vllm_num_engines": 5}, "set it to 4"),
-        ({"rollout_engine": "ray", "ray_engine": "embedded"}, "set it to 2"),
-    ],
-)
-def test_learners_that_cannot_have_engines_of_their_own(options, said, monkeypatch):
-    from kedge.trainers.assembly.rollout import engines_per_rank
-
-    monkeypatch.setattr(rollout_engines, "installed", lambda name: True)
-    asked = PPOConfig(output_dir="unused", **options)
-    with pytest.raises(ConfigError, match=said):
-        engines_per_rank(asked, find_engine(asked), ranks=2)
-
-
-def test_the_command_refuses_them_before_it_starts_anything(tmp_path, monkeypatch):
-    from kedge.cli.train.async_ppo import learn_on_ray, parse_options
-
-    monkeypatch.setattr(rollout_engines, "installed", lambda name: True)
-    module = importlib.import_module("kedge.ray.launch")
-    monkeypatch.setattr(module, "launch", lambda *_, **__: pytest.fail("launched"))
-    argv = [
-        *("--model_name_or_path", "unused", "--reward_funcs", "unused.py:f", "--use_cpu"),
-        *("--dataset_mixer_list", "unused.jsonl", "1.0", "--output_dir", str(tmp_path)),
-        *("--ray_engine", "embedded", "--vllm_num_engines", "3", "--max_lag", "1"),
-        *("--rollout_schedule", "as_completed", "--actor_num_gpus_per_node", "2"),
-    ]
-    with pytest.raises(ConfigError, match="vllm_num_engines=3 is not a multiple of 2"):
-        learn_on_ray(argv, parse_options(argv))
 
 
 def test_a_vllm_that_is_too_old_or_missing_is_one_clear_error(tmp_path):

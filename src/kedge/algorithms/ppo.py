@@ -25,7 +25,7 @@ from kedge.algorithms.common import (
     turn_numbers,
     uniform_groups,
 )
-from kedge.math.advantage import gae, length_adaptive_lambda
+from kedge.math.advantage import gae, group_count, leave_one_out, length_adaptive_lambda
 from kedge.math.losses import (
     Clip,
     clip_cov_tokens,
@@ -40,7 +40,6 @@ from kedge.math.turns import broadcast_turns, segment_sum, turn_starts
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 ScorePosition = Literal["last", "after_last"]
-LossAggregation = Literal["token", "sequence", "constant"]
 
 
 def ppo(  # noqa: C901, PLR0913, PLR0915
@@ -50,7 +49,7 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
     cliprange: float = 0.2,
     cliprange_high: float | None = None,
     policy_loss: Literal["clip", "mask"] = "clip",
-    loss_aggregation: LossAggregation = "token",
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token",
     response_length: int | None = None,
     cliprange_value: float = 0.2,
     vf_coef: float = 0.1,
@@ -70,6 +69,7 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
     drop_uniform_groups: bool = False,
     dynamic_sampling: int = 0,
     overlong_buffer: int = 0,
+    group_baseline: bool = False,
     reference: bool = True,
 ) -> Algorithm:
     """PPO: GAE on KL-penalized rewards, clipped policy and value losses.
@@ -121,13 +121,24 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         drop_uniform_groups: groups of equal scores train the value model alone.
         dynamic_sampling: rounds in which such groups are replaced by other prompts (DAPO).
         overlong_buffer: tokens before ``response_length`` over which the score falls by up to 1.
+        group_baseline: subtract mean(G_0 - V_0) of the other responses to the prompt from the
+            advantages of a response; with V = 0 and lambda 1 they are RLOO's.
         reference: whether there is a reference policy for the KL penalty.
 
     Raises:
         ValueError: ``credit="turn"`` with ``score_position="after_last"`` or ``lam_alpha``, or
             a length limit that is missing.
     """
-    _check_credit(credit, score_position, lam_alpha)
+    if credit == "turn" and score_position == "after_last":
+        raise ValueError(
+            "credit='turn' needs every reward on a token of its turn, but"
+            " score_position='after_last' puts the score after the last one; use 'last'"
+        )
+    if credit == "turn" and lam_alpha:
+        raise ValueError(
+            f"lam_alpha={lam_alpha} counts tokens; lambda would be 0 up to {1 / lam_alpha:.3g}"
+            " turns. With credit='turn' set lam instead"
+        )
     needed_by = "loss_aggregation" if loss_aggregation == "constant" else None
     longest = longest_response(response_length, overlong_buffer, needed_by)
     by_batch = whiten_advantages == "batch" or score_position == "after_last"
@@ -162,6 +173,8 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         same = lam_alpha is None and target_lam == lam
         target = raw if same else estimate(lam=target_lam)
         returns = (target + values) * value_mask
+        if group_baseline:
+            raw = raw - _others_error(e, estimate(lam=1.0), value_mask)[:, None] * actions
         tokens = e.trained & improved[:, None]
         trained = tokens if turn is None else trained_turns(turn, tokens)
         scaled = whiten(raw, trained, all_reduce=e.all_reduce, least=0.0 if by_batch else 1.0)
@@ -170,8 +183,9 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
             advantages = broadcast_turns(advantages, turn)
         penalized = None
         if kl_cov or clip_cov:
-            logprobs = e.model_outputs.logprobs
-            covariance = covariances(logprobs, advantages, tokens, all_reduce=e.all_reduce)
+            covariance = covariances(
+                e.model_outputs.logprobs, advantages, tokens, all_reduce=e.all_reduce
+            )
             penalized = kl_cov_tokens(covariance, share=kl_cov) if kl_cov else None
             if clip_cov:
                 advantages = advantages * ~clip_cov_tokens(covariance, share=clip_cov)
@@ -216,7 +230,7 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         needs_full_kl=reference and kl_estimator == "full",
         extra_slot=score_position == "after_last",
         weighting="row_then_token_mean" if loss_aggregation == "sequence" else "token_mean",
-        min_group=2 if drop_uniform_groups or dynamic_sampling else 1,
+        min_group=2 if drop_uniform_groups or dynamic_sampling or group_baseline else 1,
         resample=dynamic_sampling,
         metrics=(
             *("policy/policykl_avg", "loss/value_avg", "val/clipfrac_avg"),
@@ -229,17 +243,12 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
     )
 
 
-def _check_credit(credit: CreditLevel, score_position: str, lam_alpha: float | None) -> None:
-    if credit == "turn" and score_position == "after_last":
-        raise ValueError(
-            "credit='turn' needs every reward on a token of its turn, but"
-            " score_position='after_last' puts the score after the last one; use 'last'"
-        )
-    if credit == "turn" and lam_alpha:
-        raise ValueError(
-            f"lam_alpha={lam_alpha} counts tokens; lambda would be 0 up to {1 / lam_alpha:.3g}"
-            " turns. With credit='turn' set lam instead"
-        )
+def _others_error(e: AdvantageInputs, errors: Tensor, mask: Tensor) -> Tensor:
+    """G_0 - V_0, mean over the other responses to the prompt; 0 without any.  float32 [B]."""
+    first = errors.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]
+    group, valid = e.rollout.prompts.group, e.reward_output.valid
+    others = first - leave_one_out(first, group, valid)
+    return torch.where(valid & (group_count(group, valid) > 1), others, 0.0)
 
 
 def _values_after(e: AdvantageInputs, credit: CreditLevel) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -167,6 +168,12 @@ class DatasetPrompts:
             row=row,
             columns=self._columns(chosen, group.tolist()),
         )
+
+    def whole(self) -> DatasetPrompts:
+        """The same prompts, of which each step has the rows of all ranks."""
+        whole = copy.copy(self)
+        whole._rank, whole._world_size = 0, 1
+        return whole
 
     def _order(self, turn: int) -> Tensor:
         order = self._orders.get(turn)

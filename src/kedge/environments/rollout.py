@@ -88,6 +88,7 @@ class EnvironmentRollouts:
     many_turns = True  # ranks may need different numbers of turns
     shares_weights, logprob_kind = _of_engine("shares_weights"), _of_engine("logprob_kind")
     wait_for_other_ranks = _of_engine("wait_for_other_ranks", None)
+    ranks = _of_engine("ranks", None)
     slots = _of_engine("slots", 0)  # with 0, only ``generate`` can be used
     updates_in_flight = _of_engine("updates_in_flight", False)
 

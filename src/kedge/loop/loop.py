@@ -43,7 +43,10 @@ class Engine(Updater):
     def __post_init__(self) -> None:
         if self.partial_batches:
             self.scheduler = RolloutScheduler(
-                self.partial_batches, self.max_lag, in_flight=self.in_flight_weight_updates
+                self.partial_batches,
+                self.max_lag,
+                in_flight=self.in_flight_weight_updates,
+                ranks=getattr(self.rollout_engine, "ranks", None),  # that share engines
             )
         else:
             self.scheduler = FifoScheduler(self.max_lag)

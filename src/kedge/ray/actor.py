@@ -12,7 +12,7 @@ from typing import Any
 from kedge.errors import ConfigError, KedgeError, LostNodeError, RolloutError
 from kedge.loop.shutdown import exit_with
 from kedge.ray.cluster import ControlStore, cause
-from kedge.ray.context import ActorProcess
+from kedge.ray.context import HEALTH, ActorProcess
 from kedge.rollout.liveness import WARN_AFTER, RunningTime, silence, starting
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,6 @@ _MAX_RESTARTS = 3  # in a row, without a finished call in between
 _POLL = 1.0  # seconds between checks of a call
 _NODE_PATIENCE = 5.0  # seconds without a node for a restart
 _NOT_STARTED = ActorProcess(pid=0, address="", node="")
-HEALTH = "health"  # concurrency group: a separate thread inside the actor
 
 
 class LostActorError(RolloutError):
@@ -69,7 +68,7 @@ class Actor:
         self._build, self._options, self._limits = build, dict(options), limits
         self._revive = revive
         self._control_store = ControlStore(2 * limits.heartbeat)
-        self._handle: Any = None
+        self.handle: Any = None
         self.up = False  # it runs, and its state is restored
         self._start()
         self.up = True
@@ -102,23 +101,23 @@ class Actor:
             LostActorError: the process was lost.
             KedgeError: raised by the method.
         """
-        if self._handle is None:
+        if self.handle is None:
             raise LostActorError(f"{self.name} is not running")
         limit = self._limits.call if within is None else within
-        return self._wait(self._handle.call.remote(method, *args, **named), limit)
+        return self._wait(self.handle.call.remote(method, *args, **named), limit)
 
     def interrupt(self, method: str) -> None:
         """Call ``method`` of the object now, during a running call, and do not wait for it."""
-        self._handle.call.options(concurrency_group=HEALTH).remote(method)
+        self.handle.call.options(concurrency_group=HEALTH).remote(method)
 
     def close(self) -> None:
         """Kill the process; may be called again."""
         import ray
 
         self.up = False
-        if self._handle is not None and ray.is_initialized():
-            ray.kill(self._handle)
-        self._handle = None
+        if self.handle is not None and ray.is_initialized():
+            ray.kill(self.handle)
+        self.handle = None
 
     @property
     def pid(self) -> int:
@@ -150,12 +149,12 @@ class Actor:
         # The process is named by its role: ray::Engine, ray::Learner, ...
         role = type(self.name.split()[0].capitalize(), (ActorHost,), {})
         actor = ray.remote(concurrency_groups={HEALTH: 1})(role)
-        self._handle = actor.options(**self._options).remote()
+        self.handle = actor.options(**self._options).remote()
         ping = self._ping()
         with starting(f"{self.name} waits for its process"):
             self._wait_for_process(ping)
         self.process = self._get(ping)
-        built = self._build(self._handle)
+        built = self._build(self.handle)
         # Without health checks: a healthy process may not respond while it imports.
         clock = RunningTime()
         with starting(f"{self._where} imports and loads"):
@@ -200,7 +199,7 @@ class Actor:
         return ", ".join(f"{k}={v}" for k, v in self._options.items() if k.startswith("num_"))
 
     def _ping(self) -> Any:
-        return self._handle.ping.options(concurrency_group=HEALTH).remote()
+        return self.handle.ping.options(concurrency_group=HEALTH).remote()
 
     def _wait(self, call: Any, limit: float) -> Any:
         """The result of a call, with health checks while it is computed."""

@@ -52,7 +52,7 @@ def build_embedded(
     return _start(
         inputs,
         cluster,
-        _resources(cluster, vllm_num_engines, inputs.rank),
+        _resources(cluster, vllm_num_engines),
         kind=HostedEngine,
         make_model=partial(on_cpu, meta_model(inputs.policy)),
         dtype=None,
@@ -79,7 +79,7 @@ def build_vllm(
     """
     arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
     each = int(arguments.get("tensor_parallel_size", 1))
-    resources = _resources(cluster, vllm_num_engines, inputs.rank, gpus_per_engine=each)
+    resources = _resources(cluster, vllm_num_engines, gpus_per_engine=each)
     template, arguments = build_template(inputs, arguments, sleep=vllm_sleep)
     weights = policy_weights(inputs.policy)
     gpus = min(slot.gpus for slot in resources.slots)
@@ -153,19 +153,10 @@ def _start(
     )
 
 
-def _resources(
-    cluster: RayCluster, count: int, rank: int | None, *, gpus_per_engine: int = 1
-) -> ActorResources:
-    """Resources for all engines, or for those of one rank."""
-    each = rank is not None
-    reserved = from_launch("engine", count=count, option="vllm_num_engines", each=each)
+def _resources(cluster: RayCluster, count: int, *, gpus_per_engine: int = 1) -> ActorResources:
+    reserved = from_launch("engine", count=count, option="vllm_num_engines", each=False)
     if reserved is not None:
         return reserved
-    if each and cluster.address is None:
-        raise ConfigError(
-            'rollout_schedule="as_completed" gives each learner its own engines, which must be in'
-            " one cluster; set ray_address, or start the learners with kedge.ray.launch"
-        )
     return cluster.allocate(
         "engine",
         lambda gpus: plan_bundles(engines=count, gpus=gpus, gpus_per_engine=gpus_per_engine),

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 from kedge.ray.placement import Placement
 
+HEALTH = "health"  # concurrency group: a separate thread inside an actor
+
 _CONTEXT: list[RankContext] = []
+INBOX: SimpleQueue[Any] = SimpleQueue()  # references that learner 0 has sent to this process
 STOP = threading.Event()  # set in a rank's process once the driver asks it to stop
 
 
@@ -69,6 +73,7 @@ class RankContext:
     world_size: int
     placement: Placement  # of all actors
     mailbox: Any  # handle of the DriverMailbox actor
+    learners: Sequence[Any]  # handles of the actors of all ranks
 
     def post(self, row: Mapping[str, Any]) -> None:
         """Send a row of metrics to the driver."""
@@ -83,6 +88,21 @@ class RankContext:
         if STOP.is_set():
             self.mailbox.stop.remote()
         return STOP.is_set()
+
+    def send(self, items: list[Any]) -> None:
+        """Store an item for each rank from 1 on, and send the references."""
+        import ray
+
+        references = [ray.put(item) for item in items]
+        for learner, reference in zip(self.learners[1:], references, strict=True):
+            # In a list the reference is not resolved: the learner reads it in its main thread.
+            learner.call.options(concurrency_group=HEALTH).remote("deliver", [reference])
+
+    def receive(self) -> Any:
+        """The next item that learner 0 sent to this rank."""
+        import ray
+
+        return ray.get(INBOX.get())
 
 
 def get_context() -> RankContext | None:

@@ -22,7 +22,14 @@ from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.ray import cluster
 from kedge.ray.actor import Actor, ActorLimits, LostActorError
-from kedge.ray.context import STOP, ActorProcess, DriverMailbox, RankContext, set_context
+from kedge.ray.context import (
+    INBOX,
+    STOP,
+    ActorProcess,
+    DriverMailbox,
+    RankContext,
+    set_context,
+)
 from kedge.ray.placement import Placement, place, plan_bundles
 from kedge.rollout.liveness import RunningTime
 from kedge.rollout.sharded import start_all
@@ -172,6 +179,10 @@ class RankWorker:
     def free_port(self) -> int:
         """A free TCP port of this node."""
         return free_port()
+
+    def deliver(self, references: list[Any]) -> None:
+        """Put a reference that learner 0 has sent into the inbox of this process."""
+        INBOX.put(references[0])
 
     def run(
         self, job: Callable[[], Any], environment: Mapping[str, str], place: RankContext
@@ -361,6 +372,7 @@ class _LearnerGroup:
                 world_size=len(self._ranks),
                 placement=self._placement,
                 mailbox=self._mailbox,
+                learners=[learner.handle for learner in self._ranks],
             )
             running[self._threads.submit(actor.once, "run", shared_job, named, context)] = rank
         return running

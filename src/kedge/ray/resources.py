@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,11 +42,6 @@ class RayCluster:
             patience=self.worker_timeout,
             call=self.rollout_timeout,
         )
-
-    @property
-    def address(self) -> str | None:
-        """Address of the configured cluster, if any."""
-        return self.ray_address or os.environ.get("RAY_ADDRESS")
 
     def allocate(self, role: Role, plan: Callable[[bool], PlacementPlan]) -> ActorResources:
         """Reserve a plan's resources, on a new local cluster if none is configured.

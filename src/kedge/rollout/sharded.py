@@ -34,7 +34,6 @@ class EngineInputs:
         dtype: precision of the learner; None is float32.
         extra_slot: leave one slot after the longest response.
         chunk_rows: rows that an embedded engine samples at a time.
-        rank: the rank that these engines belong to; None: all ranks share them.
     """
 
     policy: nn.Module
@@ -43,7 +42,6 @@ class EngineInputs:
     dtype: torch.dtype | None = None
     extra_slot: bool = False
     chunk_rows: int = 64
-    rank: int | None = None
 
 
 class ShardedEngine:

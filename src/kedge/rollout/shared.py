@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -56,10 +56,15 @@ class RankSharedEngine:
     ) -> None:
         self.engine: Any = engine
         self.logprob_kind: Literal["sampled", "raw", "none"] = logprob_kind
-        self._groups, self._extra_slots = groups, extra_slots
+        self.ranks, self._extra_slots = groups, extra_slots
         self.sync_dtype: torch.dtype | None = getattr(engine, "sync_dtype", None)
         self.stage_weights: Any = getattr(engine, "stage_weights", None)
         self._lock = threading.Lock()
+
+    @property
+    def engines(self) -> tuple[RolloutEngine, ...]:
+        """On rank 0 the engines that can sample concurrently; none on the others."""
+        return tuple(getattr(self.engine, "engines", ())) or (self.engine,) * (self.ranks.rank == 0)
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.
@@ -129,7 +134,7 @@ class RankSharedEngine:
             with self._lock:
                 return serve(self.engine, requests)
 
-        return self._groups.run_on_first(request, serve_all)
+        return self.ranks.run_on_first(request, serve_all)
 
 
 class RankGroups:
@@ -140,22 +145,45 @@ class RankGroups:
 
     Args:
         timeout: seconds that one call may take.
+        mail: carries what ``scatter`` sends: a ``kedge.ray.context.RankContext``; None: gloo.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, mail: Any = None) -> None:
+        self._mail = mail
         limit = timedelta(seconds=timeout)
         self._main_thread = threading.get_ident()
         self._main = dist.new_group(backend="gloo", timeout=limit)
         self._sampling = dist.new_group(backend="gloo", timeout=limit)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def run_on_first(self, local: Any, work: Callable[[list[Any]], list[T]]) -> T:
+    def scatter(self, work: Callable[[], list[T]]) -> T:
+        """This rank's item of ``work()``, which runs on rank 0; an error is raised on every rank.
+
+        Called by the main thread.
+        """
+        own: list[T] = []
+
+        def send(_: list[None]) -> list[Any]:
+            items: list[Any] = work()
+            own[:], others = items[:1], items[1:]
+            if self._mail is not None:
+                self._mail.send(others)
+                others = [None] * len(others)
+            return [None, *others]
+
+        received = self.run_on_first(None, send)
+        if self.rank == 0 or self._mail is None:
+            return own[0] if own else received
+        return self._mail.receive()
+
+    def run_on_first(self, local: Any, work: Callable[[list[Any]], Sequence[T]]) -> T:
         """This rank's item of ``work([local of every rank])``, which runs on rank 0.
 
         An error of ``work`` is raised on every rank.
         """
         group = self._main if threading.get_ident() == self._main_thread else self._sampling
-        first = dist.get_rank() == 0
-        gathered: list[Any] = [None] * dist.get_world_size()
+        first = self.rank == 0
+        gathered: list[Any] = [None] * self.size
         dist.gather_object(local, gathered if first else None, dst=0, group=group)
         outcomes: list[tuple[bool, Any]] | None = None
         if first:
@@ -177,6 +205,7 @@ def build_shared_engine(
     ranks: int,
     timeout: float,
     extra_slots: int,
+    mail: Any = None,
 ) -> RolloutEngine:
     """The engine that ``make`` makes; with several ranks, one engine that all share.
 
@@ -185,10 +214,11 @@ def build_shared_engine(
         ranks: number of processes that train together; each must call this.
         timeout: seconds that making the engine, or one batch, may take.
         extra_slots: slots that the engine leaves after the longest response.
+        mail: as for ``RankGroups``.
     """
     if ranks == 1:
         return make()
-    groups = RankGroups(timeout)
+    groups = RankGroups(timeout, mail)
     engines: list[RolloutEngine] = []
 
     def start(requests: list[Any]) -> list[Any]:

@@ -176,14 +176,11 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
     """Run ``learn`` on every rank and show its progress here."""
     from kedge.ray.launch import LaunchLimits, launch
     from kedge.reporting.progress import ConsoleTracker
-    from kedge.trainers.assembly.rollout import engines_per_rank
 
     config = options.config
     learners = config.actor_num_gpus_per_node or [1]
     batch = config.local_rollout_batch_size * config.num_generations * sum(learners)
     steps = config.max_steps if config.max_steps > 0 else (config.total_episodes or 0) // batch
-    if config.rollout_schedule == "as_completed" and sum(learners) > 1:
-        engines_per_rank(config, find_engine(config), ranks=sum(learners))
     screen = ConsoleTracker(max(1, steps), bar=not config.disable_tqdm)
     engines = config.vllm_num_engines if find_engine(config).actors else 0
     start = partial(

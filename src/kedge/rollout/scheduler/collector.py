@@ -5,10 +5,10 @@ Scores of greedy responses are the baseline of ReMax (Li et al. 2023, arXiv:2310
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -96,16 +96,22 @@ def add_greedy_scores(
     )
 
 
-class LockedRewardSource:
-    """A reward source that only one thread calls at a time."""
+class RewardPool:
+    """Equal reward sources, each called by one thread at a time; the longest idle one scores."""
 
-    def __init__(self, reward_source: RewardSource) -> None:
-        self._reward_source, self._lock = reward_source, threading.Lock()
+    def __init__(self, reward_sources: Sequence[RewardSource]) -> None:
+        self.size = len(reward_sources)
+        self._idle: SimpleQueue[RewardSource] = SimpleQueue()
+        for reward_source in reward_sources:
+            self._idle.put(reward_source)
 
     def score(self, rollout: Rollout) -> RewardOutput:
-        """The output of the reward source."""
-        with self._lock:
-            return self._reward_source.score(rollout)
+        """The output of one reward source."""
+        reward_source = self._idle.get()
+        try:
+            return reward_source.score(rollout)
+        finally:
+            self._idle.put(reward_source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

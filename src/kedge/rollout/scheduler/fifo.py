@@ -36,7 +36,7 @@ class FifoScheduler(RolloutScheduler):
     def _waiting(self) -> list[Sample | Rollout]:
         """What was not trained on; responses that are not scored are last."""
         scored = [sample for number, sample in self._scored.items() if number >= self._step]
-        return [*scored, *(x.rollout for x in self._sampled)]
+        return [*scored, *(x.rollout for x in (*self._scoring, *self._sampled))]
 
     def _request(self, step: int) -> None:
         """Also of the next ``max_lag`` iterations."""
@@ -58,9 +58,9 @@ class FifoScheduler(RolloutScheduler):
             self._dispatcher.complete(batch.numbers, batch.step)
             self._scored[batch.numbers[0]] = sample
 
-    def _take(self, step: int) -> list[Sample] | None:
+    def _take(self, step: int) -> list[list[Sample]] | None:
         self._scored.pop(step - 1, None)
-        return None if self._dispatcher.take(step) is None else [self._scored[step]]
+        return None if self._dispatcher.take(step) is None else [[self._scored[step]]]
 
     def _join(self, samples: list[Sample], step: int) -> Sample:
         (sample,) = samples
@@ -81,7 +81,9 @@ class FifoScheduler(RolloutScheduler):
         (worker,), dispatcher = self._workers, self._dispatcher
 
         def at_work() -> bool:
-            to_sample = dispatcher.next < dispatcher.end or worker.busy or self._sampled
+            to_sample = (
+                dispatcher.next < dispatcher.end or worker.busy or self._sampled or self._scoring
+            )
             return bool(self._num_sampling and (to_sample or self._updates))
 
         with self._lock:
@@ -110,6 +112,7 @@ class FifoScheduler(RolloutScheduler):
         """These are the batches from ``step`` on, scored or to be scored."""
         self._scored.clear()
         self._sampled.clear()
+        self._scoring.clear()
         self._dispatcher.clear(step)
         self._dispatcher.end = step + len(batches)
         self._dispatcher.start(self._dispatcher.end, len(batches))

@@ -14,7 +14,7 @@ from kedge.errors import CheckpointError
 from kedge.protocols import PromptSource
 from kedge.rollout.scheduler.collector import PendingSample
 from kedge.rollout.scheduler.dynamic_sampling import spare_step
-from kedge.types import PromptBatch, Rollout, Sample, group_rows, separated
+from kedge.types import SYNC_GAP, PromptBatch, Rollout, Sample, group_rows, separated
 
 
 class GroupPrompts:
@@ -92,31 +92,29 @@ def renumber(sample: Sample, ids: Sequence[int]) -> Sample:
 
 
 class SampleStore:
-    """Scored groups by group id; each is taken once.
-
-    Seconds leave with the first group of those that were added together, metrics with all.
-    """
+    """Scored groups by group id; each is taken once, with its share of seconds and metrics."""
 
     def __init__(self) -> None:
-        self._places: dict[int, tuple[list[Sample], Tensor]] = {}  # a list of one, and its rows
+        self._places: dict[int, tuple[Sample, Tensor]] = {}  # what it was added with, and its rows
 
     def add(self, sample: Sample) -> None:
         """Add the groups of a sample."""
-        place = [sample]
         for number, rows in zip(*group_rows(sample.rollout.prompts), strict=True):
-            self._places[number] = place, rows
+            self._places[number] = sample, rows
+
+    def tokens(self, number: int) -> int:
+        """Number of tokens of a group, prompts included."""
+        sample, rows = self._places[number]
+        rollout = sample.rollout
+        return int(rollout.response_mask[rows].sum() + rollout.prompts.mask[rows].sum())
 
     def take(self, numbers: Iterable[int]) -> list[Sample]:
         """Remove these groups; groups that were added together stay together."""
-        chosen: dict[int, tuple[list[Sample], list[Tensor]]] = {}
+        chosen: dict[int, tuple[Sample, list[Tensor]]] = {}
         for number in sorted(numbers):
-            place, rows = self._places.pop(number)
-            chosen.setdefault(id(place), (place, []))[1].append(rows)
-        samples = []
-        for place, index in chosen.values():
-            samples.append(_share(place[0], torch.cat(index)))
-            place[0] = replace(place[0], times={})
-        return samples
+            sample, rows = self._places.pop(number)
+            chosen.setdefault(id(sample), (sample, []))[1].append(rows)
+        return [_share(sample, torch.cat(index)) for sample, index in chosen.values()]
 
     def read(self) -> list[Sample]:
         """All groups, without removing them."""
@@ -131,14 +129,15 @@ class SampleStore:
 
 
 def _share(sample: Sample, rows: Tensor) -> Sample:
-    """These rows, with their share of the metrics."""
+    """These rows, with their share of seconds and metrics."""
     part, share = sample.rows(rows), len(rows) / len(sample)
+    times = {name: x if name == SYNC_GAP else x * share for name, x in sample.times.items()}
     rollout, reward_output = part.rollout, part.reward_output
     reward_output = replace(reward_output, metrics=_scaled(reward_output.metrics, share))
     if rollout.episodes is not None:
         metrics = _scaled(rollout.episodes.metrics, share)
         rollout = replace(rollout, episodes=replace(rollout.episodes, metrics=metrics))
-    return replace(part, rollout=rollout, reward_output=reward_output)
+    return replace(part, rollout=rollout, reward_output=reward_output, times=times)
 
 
 def _scaled(

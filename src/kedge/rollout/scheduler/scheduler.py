@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kedge.errors import CheckpointError, ConfigError, LostRequestsError
 from kedge.protocols import RolloutEngine
-from kedge.rollout.scheduler.collector import LockedRewardSource, PendingSample, RolloutCollector
-from kedge.rollout.scheduler.dispatch import Dispatcher
+from kedge.rollout.scheduler.collector import PendingSample, RewardPool, RolloutCollector
+from kedge.rollout.scheduler.dispatch import Dispatcher, deal
 from kedge.rollout.scheduler.dynamic_sampling import REPLACED, uniform_rows
 from kedge.rollout.scheduler.joining import (
     GroupPrompts,
@@ -39,6 +39,7 @@ from kedge.rollout.scheduler.joining import (
     restore_groups,
     with_groups,
 )
+from kedge.rollout.scheduler.rank_rewards import connect
 from kedge.rollout.scheduler.threads import join_at_end
 from kedge.rollout.scheduler.worker import (
     EngineWorker,
@@ -47,6 +48,7 @@ from kedge.rollout.scheduler.worker import (
     WeightUpdate,
     list_engines,
 )
+from kedge.rollout.shared import RankGroups
 from kedge.types import Rollout, Sample, add_times
 
 logger = logging.getLogger(__name__)
@@ -65,22 +67,36 @@ class RolloutScheduler:
         partial_batches: per iteration, for engines without slots; must divide its prompts.
         max_lag: iterations that sampling may be ahead of training, at least 1.
         in_flight: engines get new weights while they sample.
+        ranks: that share the engines of rank 0, which samples for all; each trains on an equal part
+            of every iteration.  They make the same calls in the same order.
     """
 
     collector: RolloutCollector
+    _source: Any  # the prompts of this rank
     _prompts: GroupPrompts
 
-    def __init__(self, partial_batches: int, max_lag: int, *, in_flight: bool = False) -> None:
+    def __init__(
+        self,
+        partial_batches: int,
+        max_lag: int,
+        *,
+        in_flight: bool = False,
+        ranks: RankGroups | None = None,
+    ) -> None:
         if partial_batches and max_lag < 1:
             raise ConfigError(
                 f'rollout_schedule="as_completed" needs max_lag of at least 1, got {max_lag}'
             )
         self._dispatcher = Dispatcher(per_step=1, max_lag=max_lag, in_flight=in_flight)
-        self._partial_batches = partial_batches
+        self._partial_batches, self._ranks = partial_batches, ranks
+        self._num_ranks = 1 if ranks is None else ranks.size
+        self._others = [] if ranks is None else connect(ranks, self)
         self._has_threads = max_lag > 0  # otherwise the driver samples and scores
         self._workers: list[EngineWorker] = []
         self._occupancy = Occupancy()
         self._sampled: list[SampledNumbers] = []  # to be scored, in this order
+        self._scoring: list[SampledNumbers] = []  # by threads
+        self._num_scorers = 1  # threads that score
         self._store = SampleStore()  # scored, not trained on
         self._times: dict[str, float] = {}  # of groups that were all replaced
         # Still to be loaded; with groups trained on as completed, only the newest.
@@ -90,7 +106,7 @@ class RolloutScheduler:
         self._step = self._until = 0  # iterations finished, and those of the run
         self._threads: list[threading.Thread] = []
         self._num_sampling = 0  # threads that sample and have not ended
-        self._scoring = self._closing = False
+        self._closing = False
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # engines wait for numbers and weights
@@ -104,7 +120,15 @@ class RolloutScheduler:
         Raises:
             ConfigError: weights cannot be updated in flight.
         """
-        self.collector = replace(collector, reward=LockedRewardSource(collector.reward))
+        self.collector, self._source, source = collector, collector.source, collector.source
+        self._workers, self._num_scorers = [], 0
+        if self._ranks is not None:
+            if self._ranks.rank:
+                return  # rank 0 samples
+            source = self._source.whole()
+        self._num_scorers = self._num_ranks
+        pool = RewardPool([collector.reward, *self._others])
+        self.collector = replace(collector, source=source, reward=pool)
         self._occupancy = Occupancy()
         self._workers = [
             EngineWorker(engine=e, slots=getattr(e, "slots", 0), all=self._occupancy)
@@ -132,14 +156,14 @@ class RolloutScheduler:
         for worker in self._workers:
             worker.reset()
         ready = threading.Event()
-        calls = [(partial(self._score_all, ready), partial(setattr, self, "_scoring", False))]
+        calls = [(partial(self._score_all, ready), lambda: None)] * self._num_scorers
         calls += [(partial(self._sample_all, w), partial(self._end, w)) for w in self._workers]
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._threads = [
             threading.Thread(target=self._run, args=(*call, gpu), name=f"rollout {n}", daemon=True)
             for n, call in enumerate(calls if self._has_threads else [])
         ]
-        self._num_sampling = len(self._threads[1:])
+        self._num_sampling = len(self._threads[self._num_scorers :])
         for thread in self._threads:
             thread.start()
             ready.wait()  # engines may change the number of torch's threads
@@ -156,18 +180,25 @@ class RolloutScheduler:
 
     def next_sample(self, step: int) -> Sample:
         """The sample of iteration ``step``; blocks until it is ready."""
+        if self._ranks is None:
+            return self._join(self._deal(step)[0], step)
+        samples = self._ranks.scatter(lambda: self._deal(step))
+        return join_groups(samples, self._source.batch(step))
+
+    def _deal(self, step: int) -> list[list[Sample]]:
+        """The sample of iteration ``step`` in parts, for each rank."""
         with self._lock:
             self._request(step)
             self._work.notify_all()
         self._work_here()
         with self._lock:
-            while (samples := self._take(step)) is None:
+            while (parts := self._take(step)) is None:
                 if self._failure is not None:
                     raise self._failure
                 assert self._num_sampling, f"there is no sample of step {step}"
                 self._changed.wait()
             self._work.notify_all()
-        return self._join(samples, step)
+        return parts
 
     def recover_after_error(self, step: int) -> None:
         """After a failure in iteration ``step``: sampling ends, and what can be reused is kept."""
@@ -206,6 +237,11 @@ class RolloutScheduler:
         Raises:
             CheckpointError: they are not those of a run with these settings, or too old.
         """
+        if samples and self._ranks is not None and self._ranks.rank:
+            raise CheckpointError(
+                "the checkpoint has samples of every learner, but learners share their rollout"
+                " engines: resume with the version that wrote it"
+            )
         self._read_prompts(step)
         self._clear(step)
         versions, lost = restore_groups(
@@ -224,6 +260,7 @@ class RolloutScheduler:
         self._read_prompts(step)
         self._pause = ""
         self._sampled.clear()
+        self._scoring.clear()
         dispatcher = self._dispatcher
         dispatcher.give_back(list(dispatcher.running))
         dispatcher.next = max(dispatcher.next, step * dispatcher.per_step)
@@ -337,29 +374,35 @@ class RolloutScheduler:
         uniform = sample.rollout.prompts.group[uniform_rows(sample)].unique().tolist()
         return [number for number in uniform if self._prompts.turn(number) < rounds]
 
-    def _take(self, step: int) -> list[Sample] | None:
-        """The parts of the sample of ``step``, or None to wait."""
+    def _take(self, step: int) -> list[list[Sample]] | None:
+        """The parts of the sample of ``step`` for each rank, or None to wait."""
         if (numbers := self._dispatcher.take(step)) is None:
             return None
-        first, *others = self._store.take(numbers)
+        self._prompts.forget_before(step)
+        if self._ranks is None:
+            return [self._part(numbers)]
+        tokens = {number: self._store.tokens(number) for number in numbers}
+        return [self._part(dealt) for dealt in deal(tokens, self._num_ranks)]
+
+    def _part(self, numbers: list[int]) -> list[Sample]:
+        """The samples of these groups; seconds are those of one engine."""
+        samples, each = self._store.take(numbers), self._num_ranks / len(self._workers)
+        times = [
+            {name: x * each if name.startswith("time/") else x for name, x in sample.times.items()}
+            for sample in samples
+        ]
         if self.collector.algorithm.resample:
-            replaced = float(self._prompts.pop_turns(numbers))
-            first = replace(first, times=add_times([first.times, {REPLACED: replaced}]))
-        return [first, *others]
+            times[0][REPLACED] = float(self._prompts.pop_turns(numbers))
+        return [replace(x, times=of) for x, of in zip(samples, times, strict=True)]
 
     def _join(self, samples: list[Sample], step: int) -> Sample:
-        sample = join_groups(samples, self._prompts.batch(step))
-        self._prompts.forget_before(step)
-        times = {
-            name: x / len(self._workers) if name.startswith("time/") else x
-            for name, x in sample.times.items()
-        }
-        return replace(sample, times=times)
+        return join_groups(samples, self._prompts.batch(step))
 
     def _clear(self, step: int) -> None:
         """Drop all samples; ``step`` starts with its first prompts."""
         self._store.clear()
         self._sampled.clear()
+        self._scoring.clear()
         self._dispatcher.clear(step)
         for worker in self._workers:
             worker.release_all()
@@ -371,13 +414,19 @@ class RolloutScheduler:
         """Wait until no thread is at work and, with "empty", no engine holds groups."""
         self._pause = pause
         self._work.notify_all()
-        self._wait_while(
-            lambda: (
-                self._scoring
-                or self._sampled
-                or any(w.busy or (pause == "empty" and w.held) for w in self._workers)
-            )
-        )
+
+        def at_work() -> bool:
+            busy = any(w.busy or (pause == "empty" and w.held) for w in self._workers)
+            return bool(busy or self._scoring or self._sampled)
+
+        def wait(ranks: Sequence[None]) -> Sequence[None]:
+            self._wait_while(at_work)
+            return ranks
+
+        if self._ranks is None:
+            wait([])
+        else:  # a failure is raised on every rank
+            self._ranks.run_on_first(None, wait)
 
     def _wait_while(self, at_work: Callable[[], object]) -> None:
         """Wait while holding the lock; raise the failure of any thread."""
@@ -426,8 +475,8 @@ class RolloutScheduler:
             for worker in self._workers:
                 while (work := self._next_work(worker)) is not None:
                     self._perform(worker, *work)
-            while sampled := self._next_to_score():
-                self._score(sampled)
+            while self._sampled:
+                self._score(self._next_to_score())
         except Exception as error:  # re-raised by next_sample
             self._fail(error)
 
@@ -497,18 +546,19 @@ class RolloutScheduler:
         ready.set()
         while True:
             with self._lock:
-                self._scoring = False
-                self._changed.notify_all()
                 while not self._sampled and not (self._closing and not self._num_sampling):
                     self._changed.wait()
-                if not (sampled := self._next_to_score()):
+                if not self._sampled:
                     return
-                self._scoring = True
+                sampled = self._next_to_score()
             self._score(sampled)
 
     def _next_to_score(self) -> list[SampledNumbers]:
-        """All samples if engines have slots, to score them in one call; otherwise the first."""
-        return self._sampled[: None if self._workers[0].slots else 1]
+        """If engines have slots a thread's share of the samples, in one call; else the first."""
+        size = -(-len(self._sampled) // self._num_scorers) if self._workers[0].slots else 1
+        self._scoring += (sampled := self._sampled[:size])
+        del self._sampled[:size]
+        return sampled
 
     def _score(self, sampled: list[SampledNumbers]) -> None:
         greedy = None
@@ -520,6 +570,6 @@ class RolloutScheduler:
         sample = self.collector.score(whole, greedy)
         times = add_times([sample.times, *(x.times for x in sampled)])
         with self._lock:
-            del self._sampled[: len(sampled)]
+            self._scoring = [x for x in self._scoring if x not in sampled]
             self._add(sampled, replace(sample, times=times))
             self._changed.notify_all()

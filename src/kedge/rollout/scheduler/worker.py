@@ -28,7 +28,7 @@ class WeightUpdate(NamedTuple):
     moves: int  # iterations so far that trained the policy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampledNumbers:
     """What was sampled for some numbers of the dispatcher, and is to be scored."""
 

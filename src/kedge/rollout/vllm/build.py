@@ -147,11 +147,7 @@ def build_servers(
 ) -> RolloutEngine:
     """One vLLM server or several, each in its own process."""
     arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
-    gpus = gpus_of_servers(
-        vllm_num_engines,
-        int(arguments.get("tensor_parallel_size", 1)),
-        share=inputs.rank is not None,
-    )
+    gpus = gpus_of_servers(vllm_num_engines, int(arguments.get("tensor_parallel_size", 1)))
     template, arguments = build_template(inputs, arguments, sleep=vllm_sleep)
     server = partial(
         Server,
@@ -201,7 +197,7 @@ def build_remote(
     return _build_engines(inputs, template, [lambda: remote], tolerance=vllm_tolerance)
 
 
-def gpus_of_servers(count: int, each: int, *, share: bool = False) -> list[str | None]:
+def gpus_of_servers(count: int, each: int) -> list[str | None]:
     """The GPUs of each server, as in ``CUDA_VISIBLE_DEVICES``, apart from those of the learners.
 
     None if there are no GPUs, or a single server has to share the learners' GPUs.
@@ -209,20 +205,17 @@ def gpus_of_servers(count: int, each: int, *, share: bool = False) -> list[str |
     Args:
         count: number of servers.
         each: GPUs per server.
-        share: whether every learner on this machine has ``count`` servers.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     number = torch.cuda.device_count()
     names = visible.split(",")[:number] if visible else [str(i) for i in range(number)]
     learners = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    before = int(os.environ.get("LOCAL_RANK", "0")) if share else 0
-    needed = count * each * (learners if share else 1)
-    if len(free := names[learners:]) >= needed:
-        gpus = free[before * count * each :]
+    needed = count * each
+    if len(gpus := names[learners:]) >= needed:
         return [",".join(gpus[i * each : (i + 1) * each]) for i in range(count)]
-    if names and (count > 1 or share):
+    if names and count > 1:
         raise ConfigError(
-            f"{needed // each} servers of {each} GPUs (vllm_num_engines) and {learners} learners"
+            f"{count} servers of {each} GPUs (vllm_num_engines) and {learners} learners"
             f" need {needed + learners} GPUs, got {len(names)}; use fewer servers, or"
             " rollout_engine='ray' with more machines"
         )

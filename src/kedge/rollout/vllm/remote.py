@@ -125,6 +125,7 @@ class Remote:
         transport = httpx.HTTPTransport(uds=uds)
         self._client = httpx.Client(base_url=self.url, transport=transport, timeout=patience)
         self._held: dict[int, Future[GenerationResult]] = {}  # requests in flight
+        self._pausing = 0  # those that an overloaded server is sent again, after a pause
         self._heard = 0.0  # time of the last result, or of the first request
         self._background: _Background | None = None  # sends requests
 

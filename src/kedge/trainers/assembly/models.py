@@ -425,7 +425,6 @@ def receives_weights(setup: Setup) -> bool:
     """
     args, engine, accelerator = setup.args, setup.engine, setup.accelerator
     separate = engine.per_rank or not engine.copies_weights
-    separate |= args.rollout_schedule == "as_completed"
     samples = separate and (engine.copies_weights or bool(args.max_lag))
     sharded = sharding_strategy(accelerator) != "none"
     needs_whole = samples or args.ray_ref_workers or setup.loading.get("quantization") is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from kedge.config.rollout_engines import RolloutEngineSpec, engine_args, load_function
+from kedge.config.rollout_engines import engine_args, load_function
 from kedge.errors import ConfigError
 from kedge.learner.learner import HFLearner
 from kedge.learner.learner_state import WeightCopier
@@ -53,16 +53,11 @@ class RolloutStage:
             check = load_function(self.spec.check)
             check(setup.inputs.model, setup.sampling, **shared_kwargs(args, check))
         self.as_completed = args.rollout_schedule == "as_completed"
-        separate = self.spec.per_rank or (self.as_completed and self.spec.copies_weights)
-        self.separate = separate and self.ranks > 1
         self.options = shared_kwargs(args, load_function(self.spec.build))
         if args.in_flight_weight_updates and "vllm_engine_args" in self.options:
             # Otherwise a token in flight would count as sampled with the next weights.
             given = engine_args(args.vllm_engine_args)
             self.options["vllm_engine_args"] = {"async_scheduling": False} | given
-        if self.separate and not self.spec.per_rank:
-            self.options["vllm_num_engines"] = engines_per_rank(args, self.spec, ranks=self.ranks)
-        self._check_groups()
         self.replayed: RolloutReplay | None = None
         if args.replay_rollouts is not None:
             from kedge.checkpoint.replay import RolloutReplay
@@ -75,6 +70,9 @@ class RolloutStage:
                 rows=setup.sizes.local_rows,
             )
         ready = self.replayed or custom
+        # All ranks share the engines, which rank 0 has.
+        self.shared = ready is None and self.spec.copies_weights and not self.spec.per_rank
+        self._check_groups()
         self.correction = build_correction(
             args,
             engine=type(ready).__name__,
@@ -106,16 +104,13 @@ class RolloutStage:
             dtype=setup.dtype,
             extra_slot=setup.algorithm.extra_slot,
             chunk_rows=args.local_rollout_forward_batch_size,
-            rank=learner.rank if self.separate else None,
         )
         make = partial(load_function(self.spec.build), inputs, **options)
         if not copies:
             return learner.wrap_engine(make())
-        if not self.separate:
-            make = partial(self._start_on_first, make, learner.world_size)
-        engine = make()
+        engine = self._start_on_first(make, learner.world_size) if self.shared else make()
         learner.copy_weights = WeightCopier(
-            first_only=not self.separate,
+            first_only=self.shared,
             dtype=getattr(engine, "sync_dtype", None),
             stage=getattr(engine, "stage_weights", None),
             device="cpu",
@@ -127,12 +122,17 @@ class RolloutStage:
         """Make an engine on rank 0 that all ranks share."""
         from kedge.rollout.shared import build_shared_engine
 
-        setup, args = self.setup, self.setup.args
+        setup, args, mail = self.setup, self.setup.args, None
+        if self.spec.actors:
+            from kedge.ray.context import get_context
+
+            mail = get_context()
         return build_shared_engine(
             make,
             ranks=ranks,
             timeout=args.rollout_timeout + args.worker_start_timeout,
             extra_slots=int(setup.algorithm.extra_slot),
+            mail=mail,
         )
 
     def num_partial_batches(self, engine: RolloutEngine) -> int:
@@ -145,7 +145,8 @@ class RolloutStage:
         return self.setup.args.num_partial_batches or max(n for n in self._divisors() if n <= limit)
 
     def _divisors(self) -> list[int]:
-        prompts = self.setup.sizes.local_prompts
+        sizes = self.setup.sizes
+        prompts = sizes.prompts if self.shared else sizes.local_prompts
         return [n for n in range(1, prompts + 1) if prompts % n == 0]
 
     def _check_groups(self) -> None:
@@ -163,27 +164,10 @@ class RolloutStage:
         number = self.setup.args.num_partial_batches
         if number is not None and number not in self._divisors():
             raise ConfigError(
-                f"num_partial_batches={number} must divide the {sizes.local_prompts} prompts of a"
-                f" rank; valid values: {', '.join(map(str, self._divisors()))}"
+                f"num_partial_batches={number} must divide the {self._divisors()[-1]} prompts of"
+                f" {'an iteration' if self.shared else 'a rank'}; valid values:"
+                f" {', '.join(map(str, self._divisors()))}"
             )
-
-
-def engines_per_rank(args: Any, engine: RolloutEngineSpec, *, ranks: int) -> int:
-    """Number of engines per rank if each rank has its own."""
-    schedule = f'rollout_schedule="as_completed" needs separate engines for each of {ranks} ranks'
-    if not engine.several:
-        raise ConfigError(
-            f"{schedule}, but {args.rollout_engine!r} is a single engine; use"
-            " rollout_engine='vllm_server' or 'ray' with vllm_num_engines, or"
-            ' rollout_schedule="in_order"'
-        )
-    count: int = args.vllm_num_engines
-    if count % ranks:
-        raise ConfigError(
-            f"{schedule}, but vllm_num_engines={count} is not a multiple of {ranks}; set it to"
-            f' {ranks * max(1, round(count / ranks))}, or rollout_schedule="in_order"'
-        )
-    return count // ranks
 
 
 def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Correction | None:
