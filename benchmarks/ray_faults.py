@@ -275,6 +275,7 @@ def inject(
     if run.steps < ITERATIONS and resume:
         finish(folder, fault.flags)
     rounds = {"--ray_engine", "--rollout_engine"} & {*fault.flags}  # vLLM, as it batches
+    resume &= bool(list(folder.glob("checkpoint-*")))
     if not rounds and (resume or run.steps == ITERATIONS):
         outcome.exact = same(rows(folder), calm)
     return outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -234,6 +235,22 @@ def test_a_reward_that_hangs_costs_its_row_and_is_counted(schedule: str) -> None
     release.set()
     assert [row["rollout/dropped_rows"] for row in rows(run)] == [1, 0]
     assert rows(run)[0]["log/reward_errors/hangs"] == 1
+
+
+def test_groups_do_not_wait_for_each_others_asynchronous_rewards() -> None:
+    running, most = 0, 0
+
+    async def waits(completions: list[str], **_: Any) -> list[float]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.5)
+        running -= 1
+        return length_reward(completions)
+
+    options = {"max_lag": 1, "rollout_schedule": "as_completed", "preflight": False}
+    small(reward_model=None, reward_funcs=waits, **options).train()
+    assert 2 <= most <= 8
 
 
 def test_a_replayed_run_goes_on_after_a_failure(tmp_path: Path) -> None:

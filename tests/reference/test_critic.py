@@ -24,7 +24,7 @@ from kedge.testing import tiny_policy
 from kedge.types import PolicyOutput, RewardOutput
 from tests.e2e.small import length_reward, rows, small
 from tests.learners import VOCAB, experience, learner, rollout, take_step
-from tests.unit.advantage_inputs import advantages, evidence, micro_batch, one_rank, prefix
+from tests.unit.advantage_inputs import evidence, micro_batch, one_rank, prefix
 
 LENGTHS = [4, 1, 3]
 MASK = prefix(LENGTHS)
@@ -167,24 +167,6 @@ class TestFilters:
     def test_the_overlong_penalty(self):
         out = self.outputs(overlong_buffer=2, response_length=3)
         assert out.rewards.sum(1).tolist() == [0.5, 0.5, 1.5, -0.5]  # (3 - 2 - 2) / 2
-
-
-@pytest.mark.parametrize("group_baseline", [True, False])
-def test_the_group_baseline(group_baseline):
-    """With V = 0 RLOO's advantages; an error of V that the group shares does not change them."""
-    algorithm = ppo(group_baseline=group_baseline, lam=1.0, whiten_advantages=False)
-    for value in (0.0, 0.4):
-        inputs = evidence([1.0, 0.0, 0.5, 2.0], [0, 0, 0, 1], values=torch.full((4, 2), value))
-        found = algorithm.compute_advantages(inputs, 0.0)
-        right = [0.75, -0.75, 0.0, 2.0 - value]  # the last is alone
-        assert (advantages(found) == pytest.approx(right, abs=1e-6)) is group_baseline
-        assert found.returns[:, 0].tolist() == pytest.approx([1.0, 0.0, 0.5, 2.0])
-    how = {"lam": 1.0, "whiten_advantages": False, "kl_coef": 0.0, "group_baseline": group_baseline}
-    how |= {"num_generations": 2, "num_ppo_epochs": 1, "num_mini_batches": 1, "stop_token": None}
-    trainer = small(reward_model=None, reward_funcs=length_reward, **how)
-    trainer.train()
-    mean = -rows(trainer)[0]["loss/policy_avg"]  # of advantages that cancel in pairs
-    assert (abs(mean) < 1e-5) is group_baseline
 
 
 class TestEntropyBonus:

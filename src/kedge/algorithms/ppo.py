@@ -25,7 +25,7 @@ from kedge.algorithms.common import (
     turn_numbers,
     uniform_groups,
 )
-from kedge.math.advantage import gae, group_count, leave_one_out, length_adaptive_lambda
+from kedge.math.advantage import gae, length_adaptive_lambda
 from kedge.math.losses import (
     Clip,
     clip_cov_tokens,
@@ -69,7 +69,6 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
     drop_uniform_groups: bool = False,
     dynamic_sampling: int = 0,
     overlong_buffer: int = 0,
-    group_baseline: bool = False,
     reference: bool = True,
 ) -> Algorithm:
     """PPO: GAE on KL-penalized rewards, clipped policy and value losses.
@@ -121,8 +120,6 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         drop_uniform_groups: groups of equal scores train the value model alone.
         dynamic_sampling: rounds in which such groups are replaced by other prompts (DAPO).
         overlong_buffer: tokens before ``response_length`` over which the score falls by up to 1.
-        group_baseline: subtract mean(G_0 - V_0) of the other responses to the prompt from the
-            advantages of a response; with V = 0 and lambda 1 they are RLOO's.
         reference: whether there is a reference policy for the KL penalty.
 
     Raises:
@@ -173,8 +170,6 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         same = lam_alpha is None and target_lam == lam
         target = raw if same else estimate(lam=target_lam)
         returns = (target + values) * value_mask
-        if group_baseline:
-            raw = raw - _others_error(e, estimate(lam=1.0), value_mask)[:, None] * actions
         tokens = e.trained & improved[:, None]
         trained = tokens if turn is None else trained_turns(turn, tokens)
         scaled = whiten(raw, trained, all_reduce=e.all_reduce, least=0.0 if by_batch else 1.0)
@@ -230,7 +225,7 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         needs_full_kl=reference and kl_estimator == "full",
         extra_slot=score_position == "after_last",
         weighting="row_then_token_mean" if loss_aggregation == "sequence" else "token_mean",
-        min_group=2 if drop_uniform_groups or dynamic_sampling or group_baseline else 1,
+        min_group=2 if drop_uniform_groups or dynamic_sampling else 1,
         resample=dynamic_sampling,
         metrics=(
             *("policy/policykl_avg", "loss/value_avg", "val/clipfrac_avg"),
@@ -241,14 +236,6 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
             *(("rollout/resampled_groups",) if dynamic_sampling else ()),
         ),
     )
-
-
-def _others_error(e: AdvantageInputs, errors: Tensor, mask: Tensor) -> Tensor:
-    """G_0 - V_0, mean over the other responses to the prompt; 0 without any.  float32 [B]."""
-    first = errors.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]
-    group, valid = e.rollout.prompts.group, e.reward_output.valid
-    others = first - leave_one_out(first, group, valid)
-    return torch.where(valid & (group_count(group, valid) > 1), others, 0.0)
 
 
 def _values_after(e: AdvantageInputs, credit: CreditLevel) -> Tensor:

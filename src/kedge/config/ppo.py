@@ -114,7 +114,6 @@ class PPOConfig(OnPolicyConfig):
     overlong_buffer: int = _ppo(
         0, "Tokens before response_length over which the score drops by up to 1 (DAPO).", ge=0
     )
-    group_baseline: bool = _ppo(False, "Subtract the value's mean error on the group's others.")
     vf_coef: float = _ppo(0.1, "Weight of the value loss.", ge=0)
     cliprange_value: float = _ppo(
         0.2, "Clip range of new values around the old ones.", gt=0, le=math.inf

@@ -126,8 +126,9 @@ class RolloutScheduler:
             if self._ranks.rank:
                 return  # rank 0 samples
             source = self._source.whole()
-        self._num_scorers = self._num_ranks
-        pool = RewardPool([collector.reward, *self._others])
+        own = [collector.reward] * getattr(collector.reward, "parallel", 1)
+        pool = RewardPool([*own, *self._others])
+        self._num_scorers = pool.size
         self.collector = replace(collector, source=source, reward=pool)
         self._occupancy = Occupancy()
         self._workers = [
