@@ -124,7 +124,7 @@ def _start(
     groups: Sequence[EngineGroup | None] | None = None,
     **named: Any,
 ) -> ShardedEngine:
-    """The engines in actors; for the other arguments see ``RayEngine``."""
+    """Start engines in actors; for the other arguments see ``RayEngine``."""
     slots = resources.slots
     groups = groups or [None] * len(slots)
     model = SharedArgument(make_model, len(slots))
@@ -156,7 +156,7 @@ def _start(
 def _resources(
     cluster: RayCluster, count: int, rank: int | None, *, gpus_per_engine: int = 1
 ) -> ActorResources:
-    """Resources for all engines, or for those of one rank."""
+    """Resources for all engines, or for the engines of one rank."""
     each = rank is not None
     reserved = from_launch("engine", count=count, option="vllm_num_engines", each=each)
     if reserved is not None:

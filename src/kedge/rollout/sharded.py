@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInputs:
-    """What every rollout engine is built from.
+    """Inputs from which every rollout engine is built.
 
     Args:
         policy: a transformers causal language model with its current weights.
-        pad_id: token id that fills ``Rollout.ids`` after the end of a response.
+        pad_id: token id after the end of a response.
         tokenizer: needed for stop strings only.
         dtype: precision of the learner; None is float32.
         extra_slot: leave one slot after the longest response.
@@ -105,7 +105,7 @@ class ShardedEngine:
     def _sample(
         self, rows: slice, sample: Callable[[RolloutEngine, slice], Rollout]
     ) -> list[Rollout]:
-        """Results of ``sample`` on all engines, in the order of rows.
+        """Collect results of ``sample`` from all engines, in the order of rows.
 
         Rows of engines whose nodes are lost are sampled again, on the others.
         """
@@ -158,7 +158,7 @@ class ShardedEngine:
     def _call_all(
         self, calls: Sequence[Callable[[], T]], engines: Sequence[RolloutEngine]
     ) -> list[T | None]:
-        """The results of concurrent calls; an error is raised once all have ended.
+        """Make concurrent calls; an error is raised once all have ended.
 
         An engine whose node is lost is dropped, with None as its result, unless it is the last.
         """

@@ -24,7 +24,7 @@ T = TypeVar("T")
 class _Request:
     """The request of one rank."""
 
-    call: str = ""  # must be equal on all ranks that request something; empty: nothing
+    call: str = ""  # equal on all ranks with a request; empty: no request
     prompts: PromptBatch | None = None
     sampling: Sampling | None = None
     seed: int = 0
@@ -76,7 +76,7 @@ class RankSharedEngine:
         return with_prompts(rollout, prompts)
 
     def wait_for_other_ranks(self) -> None:
-        """Request nothing until no rank samples any more; rank 0 continues to serve the others."""
+        """Wait until no rank samples any more; rank 0 continues to serve the others."""
         while self._request(_Request(), self._generate)[1]:
             pass
 
@@ -97,7 +97,7 @@ class RankSharedEngine:
     def _generate(
         self, engine: RolloutEngine, requests: list[_Request]
     ) -> list[tuple[Rollout | None, bool]]:
-        """The responses for each rank, and whether any rank requested some."""
+        """Generate the responses of each rank; returns whether any rank requested some, too."""
         active = [request for request in requests if request.prompts is not None]
         if not active:
             return [(None, False)] * len(requests)
@@ -133,13 +133,13 @@ class RankSharedEngine:
 
 
 class RankGroups:
-    """Process groups in which rank 0 works for all ranks: for the main thread and for sampling.
+    """Process groups, for the main thread and for sampling, in which rank 0 works for all ranks.
 
     The thread that creates this (it trains and evaluates) and the one that samples ahead must not
     wait for each other, and neither may interfere with the collectives of training.
 
     Args:
-        timeout: seconds that one call may take.
+        timeout: maximum seconds of a call.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -178,12 +178,12 @@ def build_shared_engine(
     timeout: float,
     extra_slots: int,
 ) -> RolloutEngine:
-    """The engine that ``make`` makes; with several ranks, one engine that all share.
+    """Make an engine with ``make``; several ranks share it.
 
     Args:
         make: called on rank 0 only.
         ranks: number of processes that train together; each must call this.
-        timeout: seconds that making the engine, or one batch, may take.
+        timeout: maximum seconds to make the engine, or for one batch.
         extra_slots: slots that the engine leaves after the longest response.
     """
     if ranks == 1:
