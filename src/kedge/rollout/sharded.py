@@ -32,7 +32,7 @@ class EngineInputs:
         pad_id: token id after the end of a response.
         tokenizer: needed for stop strings only.
         dtype: precision of the learner; None is float32.
-        extra_slot: leave one slot after the longest response.
+        extra_column: leave one slot after the longest response.
         chunk_rows: rows that an embedded engine samples at a time.
         rank: the rank that these engines belong to; None: all ranks share them.
     """
@@ -41,7 +41,7 @@ class EngineInputs:
     pad_id: int
     tokenizer: Any = None
     dtype: torch.dtype | None = None
-    extra_slot: bool = False
+    extra_column: bool = False
     chunk_rows: int = 64
     rank: int | None = None
 

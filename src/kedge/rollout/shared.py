@@ -41,7 +41,7 @@ class RankSharedEngine:
         engine: the engine on rank 0, None on the others.
         groups: process groups of the ranks.
         logprobs: the kind of log-probabilities that the engine records.
-        extra_slots: slots that the engine leaves after the longest response.
+        extra_columns: slots that the engine leaves after the longest response.
     """
 
     shares_weights: Literal[False] = False
@@ -52,11 +52,11 @@ class RankSharedEngine:
         groups: RankGroups,
         *,
         logprob_kind: Literal["sampled", "raw", "none"],
-        extra_slots: int,
+        extra_columns: int,
     ) -> None:
         self.engine: Any = engine
         self.logprob_kind: Literal["sampled", "raw", "none"] = logprob_kind
-        self._groups, self._extra_slots = groups, extra_slots
+        self._groups, self._extra_columns = groups, extra_columns
         self.sync_dtype: torch.dtype | None = getattr(engine, "sync_dtype", None)
         self.stage_weights: Any = getattr(engine, "stage_weights", None)
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class RankSharedEngine:
                 responses.append((None, True))
                 continue
             rows = slice(begin, begin + len(prompts))
-            responses.append((slice_rollout(whole, rows, prompts, self._extra_slots), True))
+            responses.append((slice_rollout(whole, rows, prompts, self._extra_columns), True))
             begin = rows.stop
         return responses
 
@@ -176,7 +176,7 @@ def build_shared_engine(
     *,
     ranks: int,
     timeout: float,
-    extra_slots: int,
+    extra_columns: int,
 ) -> RolloutEngine:
     """Make an engine with ``make``; several ranks share it.
 
@@ -184,7 +184,7 @@ def build_shared_engine(
         make: called on rank 0 only.
         ranks: number of processes that train together; each must call this.
         timeout: maximum seconds to make the engine, or for one batch.
-        extra_slots: slots that the engine leaves after the longest response.
+        extra_columns: slots that the engine leaves after the longest response.
     """
     if ranks == 1:
         return make()
@@ -200,5 +200,5 @@ def build_shared_engine(
         engines[0] if engines else None,
         groups,
         logprob_kind=logprob_kind,
-        extra_slots=extra_slots,
+        extra_columns=extra_columns,
     )

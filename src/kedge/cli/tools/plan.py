@@ -29,7 +29,7 @@ from kedge.cli.train import async_ppo
 from kedge.cli.train.ppo import ModelPaths, load_algorithm, load_tokenizer, model_names
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
-from kedge.config.rollout_engines import elsewhere, find_engine
+from kedge.config.rollout_engines import assume_all_packages, find_engine
 from kedge.config.sampling import build_sampling
 from kedge.errors import ConfigError
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> None:
     processes: int | None = flags.num_processes
     if processes is not None and processes < 1:
         raise ConfigError(f"--num_processes {processes} must be at least 1")
-    with elsewhere() if config is AsyncPPOConfig else nullcontext():
+    with assume_all_packages() if config is AsyncPPOConfig else nullcontext():
         if config is AsyncPPOConfig:
             options = async_ppo.parse_options(rest, prog=prog)
             processes = processes or sum(options.config.actor_num_gpus_per_node or [1])

@@ -164,7 +164,7 @@ class RolloutCollector:
     def sample(
         self, step: int, engine: RolloutEngine, rows: Tensor | None = None
     ) -> tuple[Rollout, float]:
-        """Sample responses to the prompts of ``step``, or ``rows`` of them; also returns seconds."""
+        """Sample responses to the prompts of ``step``, or ``rows`` of them, and seconds."""
         begin, seed = self.clock(), seed_for(self.seed, "rollout", step)
         with self._wait_for_others(engine):
             prompts = self._prompts(step, rows)

@@ -14,7 +14,7 @@ from kedge.errors import CheckpointError
 from kedge.protocols import PromptSource
 from kedge.rollout.scheduler.collector import PendingSample
 from kedge.rollout.scheduler.dynamic_sampling import spare_step
-from kedge.types import PromptBatch, Rollout, Sample, group_rows, separated
+from kedge.types import PromptBatch, Rollout, Sample, group_rows, with_unique_groups
 
 
 class GroupPrompts:
@@ -198,7 +198,7 @@ def join_groups(samples: Sequence[Sample], like: PromptBatch) -> Sample:
         samples: each with whole groups.
         like: the prompts of the step.
     """
-    prompts = separated([sample.rollout.prompts for sample in samples])
+    prompts = with_unique_groups([sample.rollout.prompts for sample in samples])
     parts = [
         replace(sample, rollout=replace(sample.rollout, prompts=apart))
         for sample, apart in zip(samples, prompts, strict=True)
