@@ -19,7 +19,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from kedge.cli.tools import plan
 from kedge.cli.train.async_ppo import parse_options
-from kedge.config.rollout_engines import elsewhere
+from kedge.config.rollout_engines import assume_all_packages
 
 HEADS = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
 MODELS: dict[str, tuple[Any, int]] = {  # configuration, and GPUs of each engine
@@ -94,7 +94,7 @@ def table() -> list[str]:
     columns = []
     for name, (config, engine) in MODELS.items():
         column = {"": f"{name}, {GPUS // engine} engines of {engine} GPU{'s' * (engine > 1)}"}
-        with tempfile.TemporaryDirectory() as folder, elsewhere():
+        with tempfile.TemporaryDirectory() as folder, assume_all_packages():
             write(config, Path(folder))
             for flags in (IN_ORDER, AS_COMPLETED):
                 options = parse_options(command(Path(folder), engine, *flags))

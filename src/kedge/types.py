@@ -72,7 +72,7 @@ def number_prompts(ids: Tensor, mask: Tensor) -> Tensor:
     return ids.masked_fill(~mask, -1).unique(dim=0, return_inverse=True)[1]
 
 
-def separated(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
+def with_unique_groups(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
     """Renumber group ids so that no two batches share one."""
     renumbered, offset = [], 0
     for batch in batches:

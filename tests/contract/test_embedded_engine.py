@@ -133,7 +133,7 @@ class TestEnds:
     @pytest.mark.parametrize(("limit", "slots"), [(9, 2), (1, 1)])
     def test_the_spare_slot(self, llama, limit, slots):
         sampling = Sampling(max_new_tokens=limit, stop_ids=tuple(range(VOCAB)))
-        engine = EmbeddedEngine(llama, pad_id=PAD, extra_slot=True)
+        engine = EmbeddedEngine(llama, pad_id=PAD, extra_column=True)
         rollout = engine.generate(prompts(), sampling=sampling, seed=0)
         assert rollout.ids.shape == (6, slots)
         assert rollout.response_mask.sum(1).tolist() == [1] * 6

@@ -179,7 +179,7 @@ def local_engines(count: int = 2) -> Any:
         return ShardedEngine(made, pad_id=0)
 
     ranks = PartialState(cpu=True).num_processes
-    return build_shared_engine(make, ranks=ranks, timeout=300, extra_slots=0)
+    return build_shared_engine(make, ranks=ranks, timeout=300, extra_columns=0)
 
 
 def work(folder: str, out: str) -> None:

@@ -19,7 +19,7 @@ from kedge.cli.train import async_ppo
 from kedge.cli.train.async_ppo import apply_template, load_mixed, without_answer
 from kedge.config.base import foreign
 from kedge.config.declare import default_of
-from kedge.config.rollout_engines import elsewhere
+from kedge.config.rollout_engines import assume_all_packages
 from kedge.errors import ConfigError, DataError
 from kedge.testing import tiny_policy
 
@@ -274,7 +274,7 @@ def flags_of(script: Path, tmp_path: Path) -> list[str]:
     ],
 )  # fmt: skip
 def test_the_scripts_say_what_they_mean(name: str, means: dict[str, Any], tmp_path: Path) -> None:
-    with elsewhere():
+    with assume_all_packages():
         options = async_ppo.parse_options([*flags_of(SCRIPTS / name, tmp_path), "--use_cpu"])
     assert {key: getattr(options.config, key) for key in means} == means
     assert options.script.value_model_path == options.config.reward_model_path

@@ -28,7 +28,7 @@ from kedge.config.declare import (
     status,
 )
 from kedge.config.ppo import PPOConfig, PPOv2Config
-from kedge.config.rollout_engines import ROLLOUT_ENGINES, elsewhere, load_function
+from kedge.config.rollout_engines import ROLLOUT_ENGINES, assume_all_packages, load_function
 from kedge.errors import ConfigError
 from kedge.loop.batch_sizes import compute_batch_sizes
 from kedge.ray.resources import RayCluster
@@ -41,7 +41,7 @@ CONFIGS = [PPOv2Config, RLOOConfig, GRPOConfig, AsyncPPOConfig]
 
 @pytest.fixture(autouse=True)
 def everything_is_installed():
-    with elsewhere():
+    with assume_all_packages():
         yield
 
 

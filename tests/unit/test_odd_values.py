@@ -22,7 +22,7 @@ from kedge.config.declare import Alias, NoEffect, status
 from kedge.config.grpo import GRPOConfig
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.rloo import RLOOConfig
-from kedge.config.rollout_engines import elsewhere
+from kedge.config.rollout_engines import assume_all_packages
 from kedge.errors import ConfigError, KedgeError
 from tests.e2e.small import small
 
@@ -170,7 +170,7 @@ def test_each_odd_value_is_meaningful_or_refused_by_name(
     cls, base = CONFIGS[name]
     hints = get_type_hints(cls)
     wrong = []
-    with elsewhere():  # options of Ray and vLLM are judged without them
+    with assume_all_packages():  # options of Ray and vLLM are judged without them
         for field, shown, value in (*cases(cls), *other_names(cls)):
             target = getattr(foreign(cls).get(field.name), "target", field.name)
             hint = hints[target] if target == field.name else hints[target] | None

@@ -20,7 +20,7 @@ from kedge.cli.tools.plan import (
     version_parts,
 )
 from kedge.config.async_ppo import AsyncPPOConfig
-from kedge.config.rollout_engines import elsewhere
+from kedge.config.rollout_engines import assume_all_packages
 from kedge.testing import tiny_reward_model
 from kedge.trainers import load_trainer
 
@@ -120,7 +120,7 @@ STAGE, ROWS = "--deepspeed_stage 3", "--per_device_train_batch_size 1"
 )
 def test_flags_that_fit_a_sharded_run(tiny, monkeypatch, stage, size, words):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with elsewhere():
+    with assume_all_packages():
         given = ["--model_name_or_path", str(tiny), "--use_cpu", "--ray_engine", "embedded"]
         made = parse(given, prog="kedge plan", config=AsyncPPOConfig)
     count = {"total": 8 * 2**30, "trained": 8 * 2**30, "layer": 2**28, "root": 2**28}
@@ -252,7 +252,7 @@ ON_GPUS = ["--bf16", "--deepspeed_stage", "3", "--vllm_num_engines", "4"]
     ],
 )
 def test_what_a_policy_version_costs(tiny, flags, parts):
-    with elsewhere():
+    with assume_all_packages():
         given = ["--model_name_or_path", str(tiny), "--use_cpu", *flags]
         given += ["--actor_num_gpus_per_node", "2", "2"]
         config = parse(given, prog="kedge plan", config=AsyncPPOConfig).config

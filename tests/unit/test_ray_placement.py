@@ -125,7 +125,7 @@ class TestRows:
     @pytest.mark.parametrize("parts", [1, 2, 4, 9])
     @pytest.mark.parametrize("top_p", [1.0, 0.7])
     def test_a_batch_in_shares_is_the_batch(self, parts, spare, top_p):
-        engine, sampling = embedded(extra_slot=spare), replace(SAMPLING, top_p=top_p)
+        engine, sampling = embedded(extra_column=spare), replace(SAMPLING, top_p=top_p)
         batch = prompts(copies=2)
         want = engine.generate(batch, sampling=sampling, seed=1)
         split = ShardedEngine([engine] * parts, pad_id=0)
@@ -139,7 +139,7 @@ class TestRows:
         assert torch.allclose(found.behavior_logprobs, want.behavior_logprobs, atol=1e-6)
 
     def test_ranks_get_what_they_would_have_sampled_alone(self):
-        engine, batch = embedded(extra_slot=True), prompts(copies=2)
+        engine, batch = embedded(extra_column=True), prompts(copies=2)
         parts = []
         for rows in split_rows(len(batch), 3):
             p = batch.rows(rows)

@@ -14,7 +14,7 @@ import kedge
 from kedge import classic
 from kedge.cli.arguments import parse
 from kedge.config.base import foreign
-from kedge.config.rollout_engines import elsewhere
+from kedge.config.rollout_engines import assume_all_packages
 from kedge.errors import ConfigError, OptionError
 from kedge.suggestions import ALIASES
 
@@ -30,7 +30,7 @@ TRAINERS: list[type[Any]] = [
 
 def said(make: type[Any], name: str) -> str:
     # What Python raises, and scripts may catch; Ray need not be here.
-    with elsewhere(), pytest.raises(TypeError) as raised:
+    with assume_all_packages(), pytest.raises(TypeError) as raised:
         make(**{name: 1})
     assert isinstance(raised.value, ConfigError)
     assert isinstance(raised.value, OptionError)
@@ -101,7 +101,7 @@ def test_flags_that_are_arguments_of_trainers() -> None:
 def test_a_config_stays_a_dataclass(config: type[Any]) -> None:
     signature = inspect.signature(config)
     assert [*signature.parameters] == [f.name for f in fields(config) if f.init]
-    with elsewhere():
+    with assume_all_packages():
         made = config(learning_rate=0.25)
     for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert other.learning_rate == 0.25

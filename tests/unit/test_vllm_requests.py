@@ -46,7 +46,7 @@ def test_temperatures_that_vllm_would_change_are_refused():
 
 
 def record(answers, sampling, **options):
-    made = {"pad_id": 9, "tokenizer": None, "extra_slot": False, "vocabulary": 64} | options
+    made = {"pad_id": 9, "tokenizer": None, "extra_column": False, "vocabulary": 64} | options
     batch = prompts(rows=len(answers))
     return build_rollout(answers, batch, sampling, **made)
 
@@ -72,7 +72,7 @@ def test_answers_become_a_record():
 def test_a_spare_slot_is_left_where_there_is_room():
     short = [answer([5], stopped=True)]
     sizes = [
-        record(short, Sampling(max_new_tokens=n), extra_slot=True).ids.shape[1] for n in (1, 2, 9)
+        record(short, Sampling(max_new_tokens=n), extra_column=True).ids.shape[1] for n in (1, 2, 9)
     ]
     assert sizes == [1, 2, 2]
 

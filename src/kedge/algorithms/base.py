@@ -55,7 +55,7 @@ class Algorithm:
         needs_full_kl: the exact KL over the vocabulary is computed per token.
         weighting: weights of tokens in the loss, a key of ``kedge.math.loss_weights.WEIGHTINGS``.
         min_group: smallest number of responses per prompt that the algorithm supports.
-        extra_slot: scores are placed one slot after the last token, if there is room.
+        extra_column: scores are placed one slot after the last token, if there is room.
         needs_greedy: the greedy response to each prompt is sampled and scored, too.
         resample: rounds in which groups of equal scores are replaced by other prompts (DAPO).
         metrics: names it may log in addition to ``kedge.loop.metrics.OF_ALL_ALGORITHMS``.
@@ -69,7 +69,7 @@ class Algorithm:
     needs_full_kl: bool = False
     weighting: str = "token_mean"
     min_group: int = 1
-    extra_slot: bool = False
+    extra_column: bool = False
     needs_greedy: bool = False
     resample: int = 0
     metrics: tuple[str, ...] = ()

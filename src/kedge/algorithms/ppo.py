@@ -223,7 +223,7 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         needs_values=True,
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",
-        extra_slot=score_position == "after_last",
+        extra_column=score_position == "after_last",
         weighting="row_then_token_mean" if loss_aggregation == "sequence" else "token_mean",
         min_group=2 if drop_uniform_groups or dynamic_sampling else 1,
         resample=dynamic_sampling,

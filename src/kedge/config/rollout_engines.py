@@ -29,7 +29,7 @@ _REMOTE: ContextVar[bool] = ContextVar("remote", default=False)
 
 
 @contextmanager
-def elsewhere() -> Iterator[None]:
+def assume_all_packages() -> Iterator[None]:
     """Context for options of a run on another machine: assume that every package is installed."""
     token = _REMOTE.set(True)
     try:

@@ -79,7 +79,7 @@ class EnvironmentRollouts:
         max_concurrency: maximum number of concurrent environment calls.
         chat_template_kwargs: passed on to ``apply_chat_template``.
         pad_id: token id that pads rows; None: the tokenizer's pad or EOS token, or 0.
-        extra_slot: leave one slot after the longest row.
+        extra_column: leave one slot after the longest row.
         context: maximum tokens of prompt and episode; None: the engine's limit.
         keep_last_observation: append the observation that follows a truncated episode, untrained,
             so that a value can be read where values are trained.
@@ -107,7 +107,7 @@ class EnvironmentRollouts:
         max_concurrency: int = 256,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         pad_id: int | None = None,
-        extra_slot: bool = False,
+        extra_column: bool = False,
         context: int | None = None,
         keep_last_observation: bool = False,
     ) -> None:
@@ -125,7 +125,7 @@ class EnvironmentRollouts:
         self._tokens = TurnTokens(tokenizer, chat_template_kwargs=chat_template_kwargs)
         ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
         self._pad = next((int(i) for i in (pad_id, *ids) if i is not None), 0)
-        self._spare = int(extra_slot)
+        self._spare = int(extra_column)
         self._error_score = env_error_score
         # Sample a turn for all live episodes at once, when all environments have answered.
         self._together = False

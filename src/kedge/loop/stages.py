@@ -34,7 +34,7 @@ from kedge.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What an experience was computed from, for the metrics of the batch."""
+    """Inputs of an experience, for the metrics of the batch."""
 
     inputs: AdvantageInputs  # model_outputs.logprobs is the denominator of the ratio
     outputs: AdvantageOutput  # as trained on
@@ -63,7 +63,7 @@ def make_experience(
     (Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298, eq. 5).  With a
     correction of kind "ratio" it is the rollout engine's for all tokens, without weights.
 
-    What does not train leaves the policy loss with its normalizer and the statistics of advantages:
+    Untrained tokens leave the policy loss, its normalizer and the statistics of advantages:
     tokens that a correction of kind "mask" rejects, which also leave the value loss, and tokens
     sampled more than ``max_token_lag`` iterations ago, which keep their value target.
     """
@@ -112,7 +112,7 @@ def make_experience(
 
     loss_mask = mask if outputs.loss_mask is None else mask & outputs.loss_mask  # [B, R]
     value_mask = loss_mask if outputs.value_mask is None else outputs.value_mask
-    if rejected is not None:  # also the slot after a response without any token that trains
+    if rejected is not None:  # also the slot after a response without trained tokens
         value_mask = value_mask & ~rejected & (mask & ~rejected).any(1, keepdim=True)
     if inputs.excluded is not None:
         loss_mask = loss_mask & ~inputs.excluded
@@ -150,7 +150,7 @@ def make_experience(
 def _rejected_tokens(
     weight: Tensor, trained: Tensor, mask: Tensor, correction: Correction
 ) -> Tensor | None:
-    """Tokens bool [B, R] that a correction of kind "mask" leaves out; None for other kinds."""
+    """Tokens bool [B, R] that a correction of kind "mask" rejects; None for other kinds."""
     if correction.kind != "mask":
         return None
     rejected = trained & (weight == 0)
@@ -169,7 +169,7 @@ def _check_scores(reward_output: RewardOutput) -> None:
 
 
 def _check_advantages(advantage_output: AdvantageOutput, algo: Algorithm, mask: Tensor) -> None:
-    """Check shapes: fields of another shape would silently be broadcast over tokens."""
+    """Check shapes: fields of a wrong shape would silently be broadcast over tokens."""
     for field in fields(advantage_output):
         x = getattr(advantage_output, field.name)
         if field.name != "deviation" and x is not None and x.shape != mask.shape:

@@ -41,7 +41,7 @@ class Updater:
     hooks: Hooks = field(default_factory=Hooks)
     seed: int = 0
     value_warmup_steps: int = 0  # first iterations, which train only the value model
-    value_passes: int = 1  # of the value model for each of the policy
+    value_passes: int = 1  # passes of the value model per pass of the policy
     entropy_bonus: EntropyBonus = field(default_factory=EntropyBonus)
     reward_scale: RunningMoments | None = None  # of scores, which are divided by their deviation
     correction: Correction | None = None  # importance weights of tokens
@@ -55,7 +55,7 @@ class Updater:
     _moves: int = field(default=0, init=False)  # iterations that trained the policy
 
     def train_on(self, sample: Sample, *, begin: float | None = None) -> dict[str, float]:
-        """Everything in an iteration after sampling; returns its metrics."""
+        """Run an iteration after sampling; returns its metrics."""
         rollout, reward_output, times = sample.rollout, sample.reward_output, sample.times
         self.hooks.on_sample(self.step, rollout, reward_output)
         start = self.clock()
@@ -154,7 +154,7 @@ class Updater:
         return {"rollout/dropped_rows": dropped, "val/num_eos_tokens": 0.0}
 
     def _mark_inconsistent(self) -> None:
-        """From here on the weights are not those after ``step`` iterations."""
+        """Record that weights are in the middle of an iteration."""
         self.state_consistent = False
 
     def state_dict(self) -> dict[str, Any]:

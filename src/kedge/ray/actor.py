@@ -30,10 +30,10 @@ class LostActorError(RolloutError):
 class ActorLimits:
     """Timeouts of an actor, in seconds."""
 
-    start: float = 300.0  # until its process responds, and until its object is built
-    heartbeat: float = 5.0  # between health checks
-    patience: float = 60.0  # without a response; then it counts as hung
-    call: float = 3600.0  # for one call, even if health checks succeed
+    start: float = 300.0  # seconds until the process responds, and until the object is built
+    heartbeat: float = 5.0  # seconds between health checks
+    patience: float = 60.0  # seconds without a response until it counts as hung
+    call: float = 3600.0  # maximum seconds of a call, even if health checks succeed
 
 
 class Actor:
@@ -44,9 +44,9 @@ class Actor:
     the call is repeated.
 
     Args:
-        name: for messages, e.g. "engine 0".
+        name: name for messages, e.g. "engine 0".
         build: called with the actor's handle; starts to build the object.
-        options: of the actor: resources and placement.
+        options: options of the actor: resources and placement.
         limits: timeouts.
         revive: restores the state of a new object; called with this actor.
 
@@ -77,13 +77,13 @@ class Actor:
         """Call ``method`` of the object; repeated if the process is lost.
 
         Args:
-            method: of the object.
-            args: of the method; a ``ray.ObjectRef`` is replaced by its value.
+            method: method of the object.
+            args: arguments of the method; a ``ray.ObjectRef`` is replaced by its value.
             within: timeout in seconds; None: ``limits.call``.
             named: keyword arguments of the method.
 
         Raises:
-            LostNodeError: its node was lost, and no other has room.
+            LostNodeError: the actor's node was lost, and no other has room.
             RolloutError: the process was lost several times in a row.
             KedgeError: raised by the method.
         """
@@ -266,7 +266,7 @@ class ActorHost:
         threading.Thread(target=exit_with, args=(os.getppid(),), daemon=True).start()
 
     def ping(self) -> ActorProcess:
-        """Where this process runs."""
+        """The node and process id of this process."""
         return ActorProcess.current()
 
     def build(self, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

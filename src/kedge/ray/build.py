@@ -44,7 +44,7 @@ def build_embedded(
     """
     settings = {
         "pad_id": inputs.pad_id,
-        "extra_slot": inputs.extra_slot,
+        "extra_column": inputs.extra_column,
         "tokenizer": inputs.tokenizer,
         "chunk_rows": inputs.chunk_rows,
         "autocast": inputs.dtype,
@@ -97,7 +97,7 @@ def build_vllm(
         "service": partial(InProcess, engine_args=arguments, shares_gpu=gpus < 1),
         "pad_id": inputs.pad_id,
         "tolerance": vllm_tolerance,
-        "extra_slot": inputs.extra_slot,
+        "extra_column": inputs.extra_column,
         "sleeps": vllm_sleep,
     }
     return _start(
@@ -124,7 +124,7 @@ def _start(
     groups: Sequence[EngineGroup | None] | None = None,
     **named: Any,
 ) -> ShardedEngine:
-    """The engines in actors; for the other arguments see ``RayEngine``."""
+    """Start engines in actors; for the other arguments see ``RayEngine``."""
     slots = resources.slots
     groups = groups or [None] * len(slots)
     model = SharedArgument(make_model, len(slots))

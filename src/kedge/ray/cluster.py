@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 def connect(address: str | None = None, *, cpus: float = 0) -> bool:
-    """Connect to a cluster unless this process is connected; whether this call did.
+    """Connect to a cluster unless this process is connected; returns whether this call did.
 
-    ``address`` is that of a running cluster, e.g. ``auto`` or ``ray://host:10001``; None: that of
+    ``address`` of a running cluster, e.g. ``auto`` or ``ray://host:10001``; None: from
     ``RAY_ADDRESS``, or a new local cluster with at least ``cpus`` CPU slots.
 
     Raises:
@@ -44,7 +44,7 @@ def connect(address: str | None = None, *, cpus: float = 0) -> bool:
     try:
         with _own_session() if address == "local" else contextlib.nullcontext():
             ray.init(address=address, configure_logging=False, log_to_driver=False, **resources)
-    except Exception as error:  # Ray raises any kind
+    except Exception as error:  # Ray may raise anything
         raise ConfigError(_why_not(address, error)) from error
     return True
 
@@ -118,7 +118,7 @@ class ControlStore:
         self._patience = patience
         self._watched = responds(self.address)
         self._checked = time.monotonic()
-        self._silence: RunningTime | None = None  # since it stopped responding
+        self._silence: RunningTime | None = None  # time since it stopped responding
 
     def lost(self) -> bool:
         """Whether it has not responded for too long; asks at most once a second.
@@ -133,12 +133,12 @@ class ControlStore:
         return self._silence is not None and self._silence.seconds() > self._patience
 
     def silent(self) -> bool:
-        """Whether it does not respond now: calls of Ray's own would block for a minute."""
+        """Whether it does not respond now, so that Ray's own calls would block for a minute."""
         return self._watched and not responds(self.address)
 
     @property
     def cause(self) -> str:
-        """What to say once it is lost."""
+        """Message for a lost control store."""
         return (
             f"Ray's control store (gcs_server) at {self.address} is gone: it was killed, or the"
             " head node was lost. Resume from the latest checkpoint, if any, with"
@@ -175,7 +175,7 @@ _DIED = (
 
 
 def cause(error: Exception, node: str | None = None) -> str:
-    """Why Ray lost an actor; of other messages than the common ones, the part about this actor.
+    """Why Ray lost an actor; for uncommon messages, the part about this actor.
 
     Args:
         error: a ``ray.exceptions.RayError``.

@@ -47,10 +47,10 @@ class DriverMailbox:
 
 @dataclass(frozen=True, slots=True)
 class ActorProcess:
-    """Where an actor runs."""
+    """Node and process of an actor."""
 
     pid: int
-    address: str  # of the node
+    address: str  # IP address of the node
     node: str  # Ray's id of the node
 
     @classmethod
@@ -71,7 +71,7 @@ class RankContext:
 
     rank: int
     world_size: int
-    placement: Placement  # of all actors
+    placement: Placement  # placement of all actors
     mailbox: Any  # handle of the DriverMailbox actor
     learners: Sequence[Any]  # handles of the actors of all ranks
 

@@ -23,25 +23,25 @@ from kedge.rollout.vllm.nccl_transfer import EngineGroup
 from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
 
-_SECONDS = 0.05  # of sampling in one call of an actor
+_SECONDS = 0.05  # seconds of sampling per call of an actor
 
 
 class RayEngine:
-    """A rollout engine over an engine in an actor.
+    """A rollout engine whose engine runs in an actor.
 
     If the actor is lost while it samples, it is restarted with the same weights and samples its
     rows again, by the same version.  Weights are read from Ray's object store or, with ``group``,
     broadcast over NCCL from GPU to GPU.
 
     Args:
-        name: for messages; with ``options`` and ``limits`` as for ``Actor``.
-        kind: of the engine in the actor: ``HostedEngine`` or ``HostedVLLM``.
+        name: name for messages; ``options`` and ``limits`` are those of ``Actor``.
+        kind: class of the engine in the actor: ``HostedEngine`` or ``HostedVLLM``.
         model: its first argument, shared by all engines.
         stored: the trained weights, version 0.
         settings: its keyword arguments.
-        dtype: in which weights are stored; None: as they are.
-        template: of the policy, for vLLM.
-        group: of the engines that load the same versions at the same time, for vLLM.
+        dtype: dtype of the stored weights; None: unchanged.
+        template: template of the policy, for vLLM.
+        group: engines that load the same versions at the same time, for vLLM.
     """
 
     shares_weights: Literal[False] = False
@@ -68,7 +68,7 @@ class RayEngine:
         self._loaded: tuple[int, Receipt, Expected | None] | None = None
         self._unfinished = self._restarts = 0
         self._in_flight: dict[int, PromptBatch] = {}  # by group
-        self._new: list[tuple[PromptBatch, Sampling, int]] = []  # not sent yet
+        self._new: list[tuple[PromptBatch, Sampling, int]] = []  # rows not sent yet
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(
@@ -125,7 +125,7 @@ class RayEngine:
 
     @property
     def process(self) -> ActorProcess:
-        """Where the actor runs."""
+        """Node and process of the actor."""
         return self.actor.process
 
     def _once(self, method: str, *args: Any, **named: Any) -> Any:
@@ -153,14 +153,14 @@ class RayEngine:
         return self._unfinished
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
-        """Hold these rows as well; they are sent with the next ``advance``."""
+        """Add rows, which are sent with the next ``advance``."""
         for number, rows in zip(*group_rows(prompts), strict=True):
             self._in_flight[number] = prompts.rows(rows)
         self._new.append((without_columns(prompts), sampling, seed))
         self._unfinished += len(prompts)
 
     def advance(self) -> Rollout | None:
-        """Sample on; the groups that are complete.
+        """Sample for a short time; returns complete groups.
 
         Raises:
             LostRequestsError: the actor was lost and restarted.
@@ -204,7 +204,7 @@ class RayEngine:
 def serve(
     engine: Any, new: Sequence[tuple[PromptBatch, Sampling, int]]
 ) -> tuple[list[int], Rollout | None, int]:
-    """Hold new rows and sample for a short time; complete groups, and ``unfinished``."""
+    """Add rows and sample for a short time; returns complete groups, and ``unfinished``."""
     for prompts, sampling, seed in new:
         engine.submit(prompts, sampling=sampling, seed=seed)
     parts, end = [], time.monotonic() + _SECONDS
@@ -261,7 +261,7 @@ class HostedVLLM(VLLMEngine):
         return self.load(partial(self.service.load, payload, version), version, expected)
 
     def prepare(self, version: int) -> None:
-        """Wait for weights of this version; it does not sample until they are verified."""
+        """Wait for weights of this version; sampling stops until they are verified."""
         self._wake("weights")
         self._incomplete = version
 
@@ -270,7 +270,7 @@ class HostedVLLM(VLLMEngine):
         cast(InProcess, self.service).transfer(method, **arguments)
 
     def receive(self, version: int, expected: Expected) -> Receipt:
-        """All weights of this version have been sent."""
+        """Verify the weights of this version, which have all been sent."""
         service = cast(InProcess, self.service)
         return self.load(partial(service.finish_load, version), version, expected)
 

@@ -49,10 +49,10 @@ _DRAIN = 3.0  # seconds to collect errors of other ranks after a failure
 class LaunchLimits:
     """Timeouts of a launch, in seconds."""
 
-    placement: float = 300.0  # until the cluster can place all actors
-    start: float = 300.0  # until all ranks respond
-    heartbeat: float = 5.0  # between health checks of a rank
-    patience: float = 60.0  # without a response; then it counts as hung
+    placement: float = 300.0  # seconds until the cluster can place all actors
+    start: float = 300.0  # seconds until all ranks respond
+    heartbeat: float = 5.0  # seconds between health checks of a rank
+    patience: float = 60.0  # seconds without a response until it counts as hung
     # for the checkpoint and the exit of all ranks, from the end of the iteration after which a
     # signal stops them
     stop: float = 3600.0
@@ -91,16 +91,16 @@ def launch(  # noqa: PLR0913
         references: reference workers per learner; ``ray_ref_workers`` of the trainer's config.
         gpus_per_reference: ``ray_ref_gpus`` of the trainer's config.
         single_gpu_mode: the learner and all engines share one GPU.
-        address: of a running Ray cluster; None: ``RAY_ADDRESS``, or a new local cluster.
-        environment: variables of the ranks, e.g. ``ACCELERATE_USE_FSDP``.
+        address: address of a running Ray cluster; None: ``RAY_ADDRESS``, or a new local cluster.
+        environment: environment variables of the ranks, e.g. ``ACCELERATE_USE_FSDP``.
         limits: timeouts.
         on_row: called with every row of metrics that rank 0 logs; warnings of all ranks are always
             logged in this process.
         say: called with the placement as text; None: print it.
 
     Raises:
-        ConfigError: the cluster lacks resources; with what is missing.
-        KedgeError: the first one raised by a rank.
+        ConfigError: the cluster lacks resources, which are listed.
+        KedgeError: the first error raised by a rank.
         LostLearnerError: a rank died or hung, or the control store of the cluster was lost.
         LaunchError: a rank raised another error; root cause first.
         KeyboardInterrupt: after Ctrl-C, once the ranks have exited.
@@ -153,7 +153,7 @@ class Failure:
 
     rank: int
     when: float  # seconds since the epoch
-    text: str  # type and message
+    text: str  # error type and message
     trace: str = ""  # Python traceback; empty if the process died
     error: BaseException | None = None  # if it can be pickled
     died: bool = False
@@ -187,7 +187,7 @@ class RankWorker:
     def run(
         self, job: Callable[[], Any], environment: Mapping[str, str], place: RankContext
     ) -> tuple[Any, Failure | None]:
-        """The job's result on rank 0, or its failure on this rank."""
+        """Run the job; returns its result on rank 0, or the failure of this rank."""
         os.environ.update(environment)
         # Gloo would take the address of the host's name, which may be that of this machine alone.
         address = ActorProcess.current().address
@@ -198,7 +198,7 @@ class RankWorker:
         logging.getLogger("kedge").addHandler(_DriverHandler(place))
         try:
             result = job()
-            import torch.distributed as dist  # not before the environment is set
+            import torch.distributed as dist  # imported after the environment is set
 
             if dist.is_available() and dist.is_initialized():  # while all ranks still respond
                 with contextlib.suppress(RuntimeError):
@@ -220,12 +220,12 @@ class _DriverHandler(logging.Handler):
 
 
 def failure(rank: int, error: BaseException) -> Failure:
-    """The error in a form that can be pickled."""
+    """Convert the error to a form that can be pickled."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     picklable: BaseException | None = error.with_traceback(None)
     try:
         pickle.loads(pickle.dumps(picklable))
-    except Exception:  # its constructor does not accept its args
+    except Exception:  # the constructor rejects its args
         picklable = None
     return Failure(
         rank=rank,
@@ -378,7 +378,7 @@ class _LearnerGroup:
         return running
 
     def _start_mailbox(self) -> Any:
-        """The mailbox on the driver's node, restarted if it dies; what it held is then lost."""
+        """Start the mailbox on the driver's node; if it dies, it restarts without its contents."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -412,7 +412,7 @@ class _LearnerGroup:
             logger.warning("%s", note)
 
     def _forward_rest(self) -> None:
-        for _ in range(2):  # a call that is under way, and what came after it
+        for _ in range(2):  # a running call, and later messages
             self._forward(wait_seconds=_DRAIN)
         if self._mail is not None:
             logger.warning("%s", _MAILBOX_LOST)

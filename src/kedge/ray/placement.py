@@ -17,9 +17,9 @@ class BundleSlot:
     """One actor's share of a bundle."""
 
     role: Role
-    index: int  # among the slots of its role
+    index: int  # index among the slots of its role
     bundle: int
-    gpus: float  # and one CPU
+    gpus: float  # in addition to one CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ def place(plan: PlacementPlan, *, wait_seconds: float) -> Placement:
     """Reserve the resources of a plan on the cluster.
 
     Raises:
-        ConfigError: the cluster lacks resources; with what is missing.
+        ConfigError: the cluster lacks resources, which are listed.
     """
     from ray.util import placement_group, remove_placement_group
 

@@ -73,10 +73,10 @@ class RayReference:
     def begin(
         self, rollout: Rollout, groups: Sequence[Sequence[int]], *, joined: bool
     ) -> Callable[[], Tensor]:
-        """Start to compute the log-probabilities float32 [B, R], nats, of the sampled tokens.
+        """Start to compute log-probabilities float32 [B, R], nats, of the sampled tokens.
 
         Args:
-            rollout: of B rows.
+            rollout: B rows.
             groups: rows that share a forward pass; each row is in one.
             joined: whether the learner joins them without padding.
 
@@ -123,10 +123,10 @@ def ray_reference(
 
     Args:
         model: the reference, or the folder or Hub name to load it from.
-        settings: of the learner's forward pass.
-        cluster: where the workers run.
+        settings: settings of the learner's forward pass.
+        cluster: cluster that the workers run on.
         workers: number of actors.
-        gpus: of each worker.
+        gpus: GPUs per worker.
         autocast: dtype of mixed precision; None is float32.
         quick: whether to use the learner's CPU kernels.
         trust: whether custom code of the model may run.

@@ -21,7 +21,7 @@ from kedge.rollout.sharded import start_all
 class RayCluster:
     """The cluster that the actors of a rank run on, and how long to wait for them, in seconds.
 
-    Fields are named as in the config; ``actors`` are those of all roles, for each of which a new
+    Fields are named as in the config; ``actors`` counts all roles, and for each actor a new
     local cluster gets a CPU.
     """
 
@@ -46,7 +46,7 @@ class RayCluster:
     def allocate(self, role: Role, plan: Callable[[bool], PlacementPlan]) -> ActorResources:
         """Reserve a plan's resources, on a new local cluster if none is configured.
 
-        ``plan`` is given whether the cluster has GPUs.
+        ``plan`` is called with whether the cluster has GPUs.
 
         Raises:
             ConfigError: no cluster, or it lacks resources.
@@ -65,7 +65,7 @@ class RayCluster:
 
 @dataclass(frozen=True, slots=True)
 class ActorResources:
-    """Seats of one role, and the function that releases them."""
+    """Slots of one role, and the function that releases them."""
 
     placement: Placement
     slots: Sequence[BundleSlot]
@@ -76,9 +76,9 @@ def from_launch(role: Role, *, count: int, option: str, each: bool = True) -> Ac
     """Slots that ``launch`` reserved, and releases; None outside a launch, or if there are none.
 
     Args:
-        role: of the slots.
+        role: role of the slots.
         count: number of slots.
-        option: of the trainer's config that sets ``count``, for messages.
+        option: option of the trainer's config that sets ``count``, for messages.
         each: whether ``count`` is per rank rather than for all ranks together.
 
     Raises:
@@ -98,7 +98,7 @@ def from_launch(role: Role, *, count: int, option: str, each: bool = True) -> Ac
 
 
 class SharedArgument:
-    """What several actors are built from: in the object store until each of them has read it.
+    """An argument of several actors, kept in the object store until each of them has read it.
 
     An actor that is restarted gets it again.
 

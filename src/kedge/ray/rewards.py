@@ -130,10 +130,10 @@ def ray_rewards(
     """Build the reward workers, on resources of the launch or newly allocated ones.
 
     Args:
-        recipe: of the reward source that each worker builds.
-        cluster: where the workers run.
+        recipe: arguments of the reward source that each worker builds.
+        cluster: cluster that the workers run on.
         workers: number of actors.
-        gpus: of each worker.
+        gpus: GPUs per worker.
         trainer_state: returns the ``trainer_state`` to pass to functions.
 
     Raises:
@@ -175,5 +175,5 @@ def between_groups(group: Tensor, parts: int) -> list[slice]:
 
 
 def rows_of(rollout: Rollout, rows: slice) -> Rollout:
-    """The given rows on the CPU, at unchanged width, without fields that rewards do not read."""
+    """Move rows to the CPU at unchanged width, without fields that rewards do not read."""
     return replace(rollout, allowed_tokens=None).rows(rows).to("cpu")

@@ -33,7 +33,7 @@ class StoredWeights:
         """Store weights, a bucket at a time; floating-point ones as ``dtype`` if it is given.
 
         Raises:
-            SyncError: the store has no room for them.
+            SyncError: the store is full.
         """
         import ray
 
@@ -79,6 +79,6 @@ def stage_weights(
 
 
 def store_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> StoredWeights:
-    """The stored weights: those already staged, or else put into the store now."""
+    """Return staged weights as stored weights, or put others into the store."""
     stored: StoredWeights | None = getattr(weights, "stored", None)
     return StoredWeights.put(weights.items(), dtype) if stored is None else stored

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from kedge.types import PromptBatch, Rollout, separated
+from kedge.types import PromptBatch, Rollout, with_unique_groups
 
 
 def split_rows(rows: int, parts: int) -> list[slice]:
@@ -26,7 +26,7 @@ def without_columns(prompts: PromptBatch) -> PromptBatch:
 
 def stack_prompts(parts: Sequence[PromptBatch]) -> PromptBatch:
     """Stack the rows of all parts; groups of different parts stay apart even with equal ids."""
-    return PromptBatch.cat(separated(parts))
+    return PromptBatch.cat(with_unique_groups(parts))
 
 
 def join_rollouts(prompts: PromptBatch, parts: Sequence[Rollout], pad_id: int) -> Rollout:

@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInputs:
-    """What every rollout engine is built from.
+    """Inputs from which every rollout engine is built.
 
     Args:
         policy: a transformers causal language model with its current weights.
-        pad_id: token id that fills ``Rollout.ids`` after the end of a response.
+        pad_id: token id after the end of a response.
         tokenizer: needed for stop strings only.
         dtype: precision of the learner; None is float32.
-        extra_slot: leave one slot after the longest response.
+        extra_column: leave one slot after the longest response.
         chunk_rows: rows that an embedded engine samples at a time.
     """
 
@@ -40,7 +40,7 @@ class EngineInputs:
     pad_id: int
     tokenizer: Any = None
     dtype: torch.dtype | None = None
-    extra_slot: bool = False
+    extra_column: bool = False
     chunk_rows: int = 64
 
 
@@ -103,7 +103,7 @@ class ShardedEngine:
     def _sample(
         self, rows: slice, sample: Callable[[RolloutEngine, slice], Rollout]
     ) -> list[Rollout]:
-        """Results of ``sample`` on all engines, in the order of rows.
+        """Collect results of ``sample`` from all engines, in the order of rows.
 
         Rows of engines whose nodes are lost are sampled again, on the others.
         """
@@ -156,7 +156,7 @@ class ShardedEngine:
     def _call_all(
         self, calls: Sequence[Callable[[], T]], engines: Sequence[RolloutEngine]
     ) -> list[T | None]:
-        """The results of concurrent calls; an error is raised once all have ended.
+        """Make concurrent calls; an error is raised once all have ended.
 
         An engine whose node is lost is dropped, with None as its result, unless it is the last.
         """

@@ -24,7 +24,7 @@ T = TypeVar("T")
 class _Request:
     """The request of one rank."""
 
-    call: str = ""  # must be equal on all ranks that request something; empty: nothing
+    call: str = ""  # equal on all ranks with a request; empty: no request
     prompts: PromptBatch | None = None
     sampling: Sampling | None = None
     seed: int = 0
@@ -41,7 +41,7 @@ class RankSharedEngine:
         engine: the engine on rank 0, None on the others.
         groups: process groups of the ranks.
         logprobs: the kind of log-probabilities that the engine records.
-        extra_slots: slots that the engine leaves after the longest response.
+        extra_columns: slots that the engine leaves after the longest response.
     """
 
     shares_weights: Literal[False] = False
@@ -52,11 +52,11 @@ class RankSharedEngine:
         groups: RankGroups,
         *,
         logprob_kind: Literal["sampled", "raw", "none"],
-        extra_slots: int,
+        extra_columns: int,
     ) -> None:
         self.engine: Any = engine
         self.logprob_kind: Literal["sampled", "raw", "none"] = logprob_kind
-        self.ranks, self._extra_slots = groups, extra_slots
+        self.ranks, self._extra_columns = groups, extra_columns
         self.sync_dtype: torch.dtype | None = getattr(engine, "sync_dtype", None)
         self.stage_weights: Any = getattr(engine, "stage_weights", None)
         self._lock = threading.Lock()
@@ -81,7 +81,7 @@ class RankSharedEngine:
         return with_prompts(rollout, prompts)
 
     def wait_for_other_ranks(self) -> None:
-        """Request nothing until no rank samples any more; rank 0 continues to serve the others."""
+        """Wait until no rank samples any more; rank 0 continues to serve the others."""
         while self._request(_Request(), self._generate)[1]:
             pass
 
@@ -102,7 +102,7 @@ class RankSharedEngine:
     def _generate(
         self, engine: RolloutEngine, requests: list[_Request]
     ) -> list[tuple[Rollout | None, bool]]:
-        """The responses for each rank, and whether any rank requested some."""
+        """Generate the responses of each rank; returns whether any rank requested some, too."""
         active = [request for request in requests if request.prompts is not None]
         if not active:
             return [(None, False)] * len(requests)
@@ -117,7 +117,7 @@ class RankSharedEngine:
                 responses.append((None, True))
                 continue
             rows = slice(begin, begin + len(prompts))
-            responses.append((slice_rollout(whole, rows, prompts, self._extra_slots), True))
+            responses.append((slice_rollout(whole, rows, prompts, self._extra_columns), True))
             begin = rows.stop
         return responses
 
@@ -138,7 +138,7 @@ class RankSharedEngine:
 
 
 class RankGroups:
-    """Process groups in which rank 0 works for all ranks: for the main thread and for sampling.
+    """Process groups, for the main thread and for sampling, in which rank 0 works for all ranks.
 
     The thread that creates this (it trains and evaluates) and the one that samples ahead must not
     wait for each other, and neither may interfere with the collectives of training.
@@ -204,16 +204,16 @@ def build_shared_engine(
     *,
     ranks: int,
     timeout: float,
-    extra_slots: int,
+    extra_columns: int,
     mail: Any = None,
 ) -> RolloutEngine:
-    """The engine that ``make`` makes; with several ranks, one engine that all share.
+    """Make an engine with ``make``; several ranks share it.
 
     Args:
         make: called on rank 0 only.
         ranks: number of processes that train together; each must call this.
         timeout: seconds that making the engine, or one batch, may take.
-        extra_slots: slots that the engine leaves after the longest response.
+        extra_columns: slots that the engine leaves after the longest response.
         mail: as for ``RankGroups``.
     """
     if ranks == 1:
@@ -230,5 +230,5 @@ def build_shared_engine(
         engines[0] if engines else None,
         groups,
         logprob_kind=logprob_kind,
-        extra_slots=extra_slots,
+        extra_columns=extra_columns,
     )

@@ -29,7 +29,7 @@ from kedge.cli.train import async_ppo
 from kedge.cli.train.ppo import ModelPaths, load_algorithm, load_tokenizer, model_names
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
-from kedge.config.rollout_engines import elsewhere, find_engine
+from kedge.config.rollout_engines import assume_all_packages, find_engine
 from kedge.config.sampling import build_sampling
 from kedge.errors import ConfigError
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
@@ -78,7 +78,7 @@ PAGE = 4096  # bytes
 # GB/s that are assumed: a NIC of 400 Gbit/s, pinned memory over PCIe 4, one thread that copies.
 SPEEDS = {"network": 50.0, "bus": 25.0, "memory": 10.0}
 SEND_BYTES = 2 << 30  # bytes of the two buffers of vLLM's GPU-to-GPU broadcast
-SHARDED = ("policy", "reference", "value")  # by FSDP
+SHARDED = ("policy", "reference", "value")  # models that FSDP shards
 Row = tuple[str, str, str]  # name, value, note
 
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> None:
     processes: int | None = flags.num_processes
     if processes is not None and processes < 1:
         raise ConfigError(f"--num_processes {processes} must be at least 1")
-    with elsewhere() if config is AsyncPPOConfig else nullcontext():
+    with assume_all_packages() if config is AsyncPPOConfig else nullcontext():
         if config is AsyncPPOConfig:
             options = async_ppo.parse_options(rest, prog=prog)
             processes = processes or sum(options.config.actor_num_gpus_per_node or [1])
@@ -363,8 +363,8 @@ def verdict(
         models: all models of the run, unsharded, the policy first.
         config: of the run.
         ranks: number of learners.
-        stage: of ZeRO.
-        rows: of a micro-batch (per_device_train_batch_size).
+        stage: ZeRO stage.
+        rows: rows per micro-batch (per_device_train_batch_size).
     """
     memory = float(GPU)
     if torch.cuda.is_available():
@@ -400,7 +400,7 @@ def short(count: int) -> str:
 
 
 def human(size: float) -> str:
-    """Bytes in a unit that a person reads."""
+    """Format bytes in a readable unit."""
     if not size:
         return "-"
     for unit in ("B", "KiB", "MiB"):
@@ -460,7 +460,7 @@ class ModelMemory:
 
     @property
     def resident(self) -> float:
-        """What stays for the whole run."""
+        """Memory used for the whole run."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -488,7 +488,7 @@ def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def read_dims(config: Any) -> ModelDims:
-    """The dimensions of a decoder, whatever names its configuration has for them."""
+    """The dimensions of a decoder; its configuration may use any known names."""
     text = config.get_text_config()
     hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
     head_dim = getattr(text, "head_dim", None) or hidden // heads
@@ -534,7 +534,7 @@ def count_parameters(
             from peft import get_peft_model
 
             with warnings.catch_warnings():
-                # peft asks transformers for a name that is going away.
+                # peft uses a deprecated name of transformers.
                 warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
                 model = get_peft_model(model, adapter)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -565,7 +565,7 @@ class Estimate:
         self.state = optimizer_bytes(str(getattr(config.optim, "value", config.optim)))
         self.width = 2 if config.bf16 or config.fp16 else 4
         self.length = prompt + config.response_length
-        self.tokens = batches.micro_rows * self.length  # of a micro-batch
+        self.tokens = batches.micro_rows * self.length  # tokens per micro-batch
         if batches.max_tokens_per_micro_batch is not None:
             most = min(batches.local_mini_rows * self.length, batches.max_tokens_per_micro_batch)
             self.tokens = max(most, self.length)  # one row at least
@@ -574,7 +574,7 @@ class Estimate:
         """Every model of the run, the policy first."""
         models = [policy := self.policy()]
         if self.config.kl_coef + self.config.loss_kl_coef > 0 and self.adapter is None:
-            whole = self.config.train_layers is None  # else it shares the frozen weights
+            whole = self.config.train_layers is None  # otherwise it shares the frozen weights
             own = {"total": policy.total if whole else policy.trained, "trained": 0}
             models.append(replace(policy, role="reference", **own, activations=0.0, cache=0.0))
         if algorithm.needs_values:
@@ -628,7 +628,7 @@ class Estimate:
         if getattr(self.config, "value_adapter", False):
             role, own = "value adapter", policy.trained + self.dims.hidden
             activations = self.activations(self.dims)
-        elif source is None:  # it reads the policy's passes
+        elif source is None:  # the head reads the policy's passes
             role, own = "value head", size_of(ScalarHead(self.dims.hidden))
         else:
             role, own, config = "value", 0, self.read(source)
@@ -666,7 +666,7 @@ class Estimate:
 
 
 def process_bytes() -> float:
-    """What a process holds before it loads a model: Python, libraries and the tokenizer.
+    """Memory of a process before it loads a model: Python, libraries and the tokenizer.
 
     Measured on this process, which has loaded them for the plan; 0 where the system does not tell.
     """
@@ -682,7 +682,7 @@ def peaks(
     ranks: int = 1,
     stage: int = 0,
 ) -> dict[str, float]:
-    """Peak memory of each phase in bytes: what stays, and what the phase adds to it.
+    """Peak memory of each phase in bytes: resident memory plus that of the phase.
 
     With a ``stage``, of the first rank of a sharded run, which sends the weights.
 
@@ -699,7 +699,7 @@ def peaks(
     if not stage:
         resident = process + sum(m.resident for m in models)
         return {"sampling": resident + sampling, "training": resident + training}
-    policy, sharded = models[0], [m for m in models if m.role in SHARDED]  # ranks hold others whole
+    policy, sharded = models[0], [m for m in models if m.role in SHARDED]  # others are whole
     resident = sum(m.resident / (ranks if m in sharded else 1) for m in models)
     sync, sampling = 0.0, sampling + policy.weights
     if find_engine(config).copies_weights:

@@ -42,7 +42,7 @@ class EmbeddedEngine:
             if half of the free memory holds them.
         device: device of the copy; a shared model stays where it is.
         autocast: run the model under autocast of this type, e.g. torch.bfloat16.
-        extra_slot: leave one slot after the longest response if max_new_tokens allows, so that a
+        extra_column: leave one slot after the longest response if max_new_tokens allows, so that a
             score can be placed after the last token.
         record_allowed_tokens: record ``Rollout.allowed_tokens`` when top-k, top-p or min-p cut the
             distribution.
@@ -61,7 +61,7 @@ class EmbeddedEngine:
         chunk_rows: int = 64,
         device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
-        extra_slot: bool = False,
+        extra_column: bool = False,
         record_allowed_tokens: bool = True,
     ) -> None:
         if not shares_weights:
@@ -73,7 +73,7 @@ class EmbeddedEngine:
         self._tokenizer = tokenizer
         self._chunk_rows = chunk_rows
         self._autocast = autocast
-        self._extra_slot = extra_slot
+        self._extra_column = extra_column
         self._record_allowed_tokens = record_allowed_tokens
         self._version = 0
         self._prefixes: dict[int, Prefix] | None = None  # by row, inside keep_prefixes()
@@ -204,7 +204,7 @@ class EmbeddedEngine:
         self, prompts: PromptBatch, responses: list[Response], sampling: Sampling
     ) -> Rollout:
         longest = max(len(x.tokens) for x in responses)
-        size = min(longest + self._extra_slot, sampling.max_new_tokens)
+        size = min(longest + self._extra_column, sampling.max_new_tokens)
         return build_rollout(prompts, responses, size=size, pad_id=self._pad_id)
 
 
@@ -217,7 +217,7 @@ def build_embedded(inputs: EngineInputs, *, max_lag: int) -> EmbeddedEngine:
         shares_weights=max_lag == 0,
         chunk_rows=inputs.chunk_rows,
         autocast=inputs.dtype,
-        extra_slot=inputs.extra_slot,
+        extra_column=inputs.extra_column,
     )
 
 

@@ -20,14 +20,14 @@ from kedge.protocols import PromptSource, RewardSource, RolloutEngine
 from kedge.rollout.scheduler.dynamic_sampling import resample_uniform_groups, spare_step
 from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling, group_rows
 
-# A Rollout is still to be scored, a PromptBatch to be sampled.
+# A Rollout must still be scored, a PromptBatch sampled.
 PendingSample = Sample | Rollout | PromptBatch
 
 
 def sample_responses(
     prompts: PromptBatch, engine: RolloutEngine, *, sampling: Sampling, seed: int
 ) -> Rollout:
-    """One response per prompt row.
+    """Sample one response per prompt row.
 
     Raises:
         RolloutError: the engine failed, or returned other rows or empty responses.
@@ -84,7 +84,7 @@ def add_greedy_scores(
     """Add greedy scores; if the greedy response has no score, the group's rows become invalid.
 
     Args:
-        reward_output: of the sampled responses to ``prompts``.
+        reward_output: rewards of the sampled responses to ``prompts``.
         prompts: several rows per group.
         greedy: one row per group, in ascending order of their ids.
     """
@@ -170,7 +170,7 @@ class RolloutCollector:
     def sample(
         self, step: int, engine: RolloutEngine, rows: Tensor | None = None
     ) -> tuple[Rollout, float]:
-        """Responses to the prompts of ``step`` (to ``rows`` of them), and seconds."""
+        """Sample responses to the prompts of ``step``, or ``rows`` of them, and seconds."""
         begin, seed = self.clock(), seed_for(self.seed, "rollout", step)
         with self._wait_for_others(engine):
             prompts = self._prompts(step, rows)

@@ -31,27 +31,27 @@ class Dispatcher:
 
     Args:
         per_step: groups per iteration (K).
-        max_lag: iterations that sampling may be ahead of training.
-        in_flight: groups that are being sampled get new weights.
+        max_lag: iterations that sampling may run ahead of training.
+        in_flight: whether groups that are being sampled get new weights.
     """
 
     per_step: int
     max_lag: int
     in_flight: bool = False
-    next: int = 0  # the next number that was never started
-    end: int = 0  # numbers from here on are not sampled
-    step: int = 0  # the next to take groups
-    running: dict[int, int] = field(default_factory=dict)  # number -> since
-    done: dict[int, int] = field(default_factory=dict)  # the same, in the order of completion
-    returned: list[int] = field(default_factory=list)  # a heap: started, and lost by an engine
+    next: int = 0  # next number that never started
+    end: int = 0  # first number that is not sampled
+    step: int = 0  # next step to take groups
+    running: dict[int, int] = field(default_factory=dict)  # number -> version it started with
+    done: dict[int, int] = field(default_factory=dict)  # as above, in order of completion
+    returned: list[int] = field(default_factory=list)  # heap of groups lost by an engine
     _running_since: Counter[int] = field(default_factory=Counter)
     _done_since: Counter[int] = field(default_factory=Counter)
 
     def room(self, version: int, unfinished: float = 0.0) -> float:
-        """How many more groups can complete with in-flight weights of ``version`` and be in time.
+        """Number of further groups that can complete in time with in-flight weights of ``version``.
 
         Args:
-            version: of the newest weights.
+            version: version of the newest weights.
             unfinished: responses being sampled, in groups: one of a group of 8 is 1 / 8.
         """
         steps = version + self.max_lag + 1 - self.step
@@ -66,7 +66,7 @@ class Dispatcher:
         return newest - version <= self.max_lag // 2
 
     def startable(self, version: int) -> int:
-        """How many groups may start with weights of ``version``."""
+        """Number of groups that may start with weights of ``version``."""
         bound = self._bound(version)
         return max(0, bound - self.next) + sum(number < bound for number in self.returned)
 
@@ -84,21 +84,21 @@ class Dispatcher:
         return started
 
     def complete(self, numbers: Iterable[int], version: int) -> None:
-        """These groups are done; the engine has weights of ``version``."""
+        """Record that these groups are done; the engine has weights of ``version``."""
         for number in numbers:
             since = self.running.pop(number)
             self._running_since[since] -= 1
             self._add_done(number, version)
 
     def reload(self, numbers: Iterable[int], version: int) -> None:
-        """The engine of these groups, which are being sampled, has new weights."""
+        """Record that the engine sampling these groups has new weights."""
         for number in numbers:
             self._running_since[self.running[number]] -= 1
             self._running_since[version] += 1
             self.running[number] = version
 
     def give_back(self, numbers: Iterable[int]) -> None:
-        """An engine lost these groups: they are started again, before others."""
+        """Return groups that an engine lost; they start again before others."""
         for number in numbers:
             self._running_since[self.running.pop(number)] -= 1
             heapq.heappush(self.returned, number)
@@ -108,7 +108,7 @@ class Dispatcher:
         if len(self.done) < self.per_step or not self._ready(step):
             return None
         taken: dict[int, None] = {}
-        if self.in_flight:  # those of the oldest version first
+        if self.in_flight:  # oldest version first
             taken = dict.fromkeys(sorted(self.done, key=self.done.__getitem__)[: self.per_step])
         else:
             for later in range(self.max_lag + 1):
@@ -128,7 +128,7 @@ class Dispatcher:
         """State before ``step``, as after a resume; False if groups are too old for ``max_lag``.
 
         Args:
-            step: the next to take groups.
+            step: the next step to take groups.
             done: number and version of groups that are done.
             lost: numbers of groups that are to be started again.
         """
@@ -178,7 +178,7 @@ class Dispatcher:
         return _up_to(self._done_since, since) + _up_to(self._running_since, since)
 
     def _take_first(self, taken: dict[int, None], size: int, *, since: int) -> None:
-        """Fill ``taken`` to ``size`` with the first to complete of those due no later."""
+        """Fill ``taken`` to ``size`` with the first completed groups that started no later."""
         for number, version in self.done.items():
             if len(taken) >= size:
                 break

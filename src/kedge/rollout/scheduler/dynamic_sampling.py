@@ -15,7 +15,7 @@ from kedge.math.advantage import group_std
 from kedge.types import PromptBatch, Sample
 
 REPLACED = "rollout/resampled_groups"
-_FIRST = 2**40  # above the number of any real iteration
+_FIRST = 2**40  # larger than any real iteration number
 
 
 def spare_step(step: int, turn: int, rounds: int) -> int:

@@ -23,7 +23,7 @@ class FifoScheduler(RolloutScheduler):
 
     def __init__(self, max_lag: int) -> None:
         super().__init__(0, max_lag)
-        self._scored: dict[int, Sample] = {}  # by iteration, not trained on yet
+        self._scored: dict[int, Sample] = {}  # samples not trained on yet, by iteration
 
     def configure(self, collector: RolloutCollector, rollouts: RolloutEngine) -> None:
         """Set the collector and the rollout engine used from now on."""
@@ -34,12 +34,12 @@ class FifoScheduler(RolloutScheduler):
         self._requeue(self._waiting(), step)
 
     def _waiting(self) -> list[Sample | Rollout]:
-        """What was not trained on; responses that are not scored are last."""
+        """Samples not trained on yet; unscored responses come last."""
         scored = [sample for number, sample in self._scored.items() if number >= self._step]
         return [*scored, *(x.rollout for x in (*self._scoring, *self._sampled))]
 
     def _request(self, step: int) -> None:
-        """Also of the next ``max_lag`` iterations."""
+        """Also request the next ``max_lag`` iterations."""
         self._dispatcher.end = min(self._until, step + self._dispatcher.max_lag + 1)
 
     def _next_work(self, worker: EngineWorker) -> tuple[WeightUpdate | None, list[int]] | None:
@@ -109,7 +109,7 @@ class FifoScheduler(RolloutScheduler):
         self._requeue([], step)
 
     def _requeue(self, batches: Sequence[Sample | Rollout], step: int) -> None:
-        """These are the batches from ``step`` on, scored or to be scored."""
+        """Queue these batches from ``step`` on, scored or to be scored."""
         self._scored.clear()
         self._sampled.clear()
         self._scoring.clear()

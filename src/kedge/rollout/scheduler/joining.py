@@ -14,23 +14,23 @@ from kedge.errors import CheckpointError
 from kedge.protocols import PromptSource
 from kedge.rollout.scheduler.collector import PendingSample
 from kedge.rollout.scheduler.dynamic_sampling import spare_step
-from kedge.types import SYNC_GAP, PromptBatch, Rollout, Sample, group_rows, separated
+from kedge.types import SYNC_GAP, PromptBatch, Rollout, Sample, group_rows, with_unique_groups
 
 
 class GroupPrompts:
     """The prompts of groups that are numbered over the run.
 
     Args:
-        source: of the prompts.
-        step: any iteration; all have as many groups.
-        rounds: how often dynamic sampling replaces the prompt of a group at most.
+        source: source of the prompts.
+        step: any iteration, since all have equally many groups.
+        rounds: maximum replacements of a group's prompt by dynamic sampling.
     """
 
     def __init__(self, source: PromptSource, step: int, *, rounds: int = 0) -> None:
         self._source, self._rounds = source, rounds
-        self._turns: dict[int, int] = {}  # how often the prompt of a group was replaced
+        self._turns: dict[int, int] = {}  # number of prompt replacements per group
         self._batches: dict[tuple[int, int], tuple[PromptBatch, Sequence[Tensor]]] = {}
-        self._lock = Lock()  # engines read while the driver drops what it has trained on
+        self._lock = Lock()  # engines read while the driver drops trained groups
         groups = self._batch(step)[1]
         self.per_step, self.rows_per_group = len(groups), len(groups[0])
 
@@ -39,7 +39,7 @@ class GroupPrompts:
         return self._batch(step)[0]
 
     def turn(self, number: int) -> int:
-        """How often the prompt of a group was replaced."""
+        """Number of times that a group's prompt was replaced."""
         return self._turns.get(number, 0)
 
     def pop_turns(self, numbers: Iterable[int]) -> int:
@@ -47,7 +47,7 @@ class GroupPrompts:
         return sum(self._turns.pop(number, 0) for number in numbers)
 
     def replace(self, numbers: Iterable[int]) -> None:
-        """Give these groups other prompts, those of the next round of dynamic sampling."""
+        """Give these groups the prompts of the next round of dynamic sampling."""
         for number in numbers:
             self._turns[number] = self.turn(number) + 1
 
@@ -59,7 +59,7 @@ class GroupPrompts:
             yield step, groups, torch.cat([rows[number % self.per_step] for number in groups])
 
     def prompts(self, numbers: Iterable[int]) -> Iterator[tuple[int, int, PromptBatch]]:
-        """Of each iteration and round among the groups: their numbers, and the prompts."""
+        """For each iteration and round among the groups, their numbers and prompts."""
         for turn, of_turn in itertools.groupby(sorted(numbers, key=self.turn), self.turn):
             for step, groups, rows in self.rows(list(of_turn)):
                 yield step, turn, with_groups(self._batch(step, turn)[0].rows(rows), groups)
@@ -80,13 +80,13 @@ class GroupPrompts:
 
 
 def with_groups(prompts: PromptBatch, ids: Sequence[int]) -> PromptBatch:
-    """The prompts with other group ids, in the order of the present ones."""
+    """Replace the group ids of prompts, in the order of the current ones."""
     _, group = prompts.group.unique(return_inverse=True)
     return replace(prompts, group=torch.tensor(ids, device=group.device)[group])
 
 
 def renumber(sample: Sample, ids: Sequence[int]) -> Sample:
-    """The sample with other group ids, in the order of the present ones."""
+    """Replace the group ids of a sample, in the order of the current ones."""
     prompts = with_groups(sample.rollout.prompts, ids)
     return replace(sample, rollout=replace(sample.rollout, prompts=prompts))
 
@@ -143,7 +143,7 @@ def _share(sample: Sample, rows: Tensor) -> Sample:
 def _scaled(
     totals: Mapping[str, tuple[float, float]], share: float
 ) -> Mapping[str, tuple[float, float]]:
-    """A share of sums and counts."""
+    """Scale sums and counts to a share."""
     if share == 1:
         return totals
     return {name: (total * share, count * share) for name, (total, count) in totals.items()}
@@ -155,7 +155,7 @@ def restore_groups(
     """Add the groups of a checkpoint that was written before ``step`` to a store.
 
     Returns:
-        The version of each, by group id, and the ids of the groups that were being sampled.  The
+        The version of each group by id, and the ids of groups that were being sampled.  The
         ids of the first are negative: they need no prompts any more.
 
     Raises:
@@ -197,7 +197,7 @@ def join_groups(samples: Sequence[Sample], like: PromptBatch) -> Sample:
         samples: each with whole groups.
         like: the prompts of the step.
     """
-    prompts = separated([sample.rollout.prompts for sample in samples])
+    prompts = with_unique_groups([sample.rollout.prompts for sample in samples])
     parts = [
         replace(sample, rollout=replace(sample.rollout, prompts=apart))
         for sample, apart in zip(samples, prompts, strict=True)

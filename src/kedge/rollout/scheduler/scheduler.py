@@ -60,7 +60,7 @@ class RolloutScheduler:
     The dispatcher numbers groups.  With dynamic sampling, a group whose scores are all equal is not
     done: it starts again with another prompt, at most as many times as there are rounds.
 
-    Everything is read and changed with the lock held, except what a thread has: an engine, and the
+    All state is read and changed with the lock held, except a thread's own: an engine, and the
     worker of it that is ``busy``.
 
     Args:
@@ -103,14 +103,14 @@ class RolloutScheduler:
         self._updates: deque[WeightUpdate] = deque(maxlen=1 if partial_batches else None)
         # "now": engines pause between tokens; "empty": when they hold no groups
         self._pause: Literal["", "now", "empty"] = ""
-        self._step = self._until = 0  # iterations finished, and those of the run
+        self._step = self._until = 0  # iterations finished, and in the whole run
         self._threads: list[threading.Thread] = []
         self._num_sampling = 0  # threads that sample and have not ended
         self._closing = False
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)  # engines wait for numbers and weights
-        self._changed = threading.Condition(self._lock)  # others wait for engines
+        self._work = threading.Condition(self._lock)  # for engines that wait for groups and weights
+        self._changed = threading.Condition(self._lock)  # for threads that wait for engines
 
     # The driver.
 
@@ -172,7 +172,7 @@ class RolloutScheduler:
             yield
 
     def send(self, weight_update: WeightUpdate) -> None:
-        """New weights; the samples of iterations before ``weight_update.step`` are consumed."""
+        """Queue new weights; samples of iterations before ``weight_update.step`` are consumed."""
         with self._lock:
             self._step = weight_update.step
             self._updates.append(weight_update)
@@ -202,7 +202,7 @@ class RolloutScheduler:
         return parts
 
     def recover_after_error(self, step: int) -> None:
-        """After a failure in iteration ``step``: sampling ends, and what can be reused is kept."""
+        """Stop sampling after a failure in iteration ``step``, and keep reusable samples."""
         self._close()
         for thread in self._threads:
             thread.join()
@@ -222,9 +222,9 @@ class RolloutScheduler:
 
     @property
     def in_flight(self) -> list[PendingSample]:
-        """What to save of the samples not trained on; engines resume at ``next_sample``.
+        """The state of samples not trained on yet; engines resume at ``next_sample``.
 
-        Of groups that are being sampled: their prompts.
+        Groups that are being sampled are saved as prompts.
         """
         with self._lock:
             self._wait_for_pause("now")
@@ -257,7 +257,7 @@ class RolloutScheduler:
     # The order of sampling.  Threads hold the lock in every call below except ``_sample``.
 
     def _begin(self, step: int) -> None:
-        """The threads are about to start."""
+        """Prepare for the threads to start."""
         self._read_prompts(step)
         self._pause = ""
         self._sampled.clear()
@@ -273,11 +273,11 @@ class RolloutScheduler:
         self._dispatcher.per_step = self._prompts.per_step
 
     def _request(self, step: int) -> None:
-        """The sample of ``step`` is needed."""
+        """Request the sample of ``step``."""
         self._pause = ""
 
     def _next_work(self, worker: EngineWorker) -> tuple[WeightUpdate | None, list[int]] | None:
-        """Weights to load and numbers to start; None if the engine has nothing to do."""
+        """Weights to load and groups to start; None if the engine has nothing to do."""
         if not self._updates or self._pause == "now" or self._closing or self._failure:
             return None
         newest = self._updates[-1]
@@ -293,11 +293,11 @@ class RolloutScheduler:
     def _start(
         self, worker: EngineWorker, new: WeightUpdate | None, newest: WeightUpdate
     ) -> list[int]:
-        """Groups for the free slots of the engine, which has its weights or is to load new ones."""
+        """Choose groups for an engine's free slots, with its weights or those it will load."""
         dispatcher, update = self._dispatcher, new or worker.update
         assert update is not None
         if not dispatcher.may_start(update.step, newest.step):
-            return []  # it completes what it holds, then loads the newest weights
+            return []  # it completes its groups, then loads the newest weights
         limit = dispatcher.per_step // self._partial_batches
         needs_greedy = self.collector.algorithm.needs_greedy
         rows = self._prompts.rows_per_group + needs_greedy
@@ -314,14 +314,14 @@ class RolloutScheduler:
         return numbers
 
     def _room(self, version: int) -> float:
-        """How many more groups may complete with weights of ``version``, in flight."""
+        """Number of further groups that may complete with weights of ``version``, in flight."""
         if not self._dispatcher.in_flight:
             return math.inf
         unscored = len(self._dispatcher.running) - self._occupancy.groups
         return self._dispatcher.room(version, unscored)
 
     def _sample(self, worker: EngineWorker, numbers: list[int]) -> None:
-        """Start these numbers, and sample."""
+        """Start these groups, and sample."""
         assert worker.update is not None
         if worker.slots:
             with self._lock:
@@ -350,7 +350,7 @@ class RolloutScheduler:
                 self._changed.notify_all()
 
     def _add(self, sampled: Sequence[SampledNumbers], sample: Sample) -> None:
-        """These numbers are scored."""
+        """Store the scored samples of these groups."""
         versions = {number: x.step for x in sampled for number in x.numbers}
         times, self._times = add_times([self._times, sample.times]), {}
         if replaced := self._groups_to_replace(sample):

@@ -20,7 +20,7 @@ def join_at_end(
     Args:
         threads: started daemon threads.
         close: asks the threads to finish.
-        drop: called if the driver is interrupted: the threads end at once, their results are void.
+        drop: called if the driver is interrupted; the threads end immediately, without results.
     """
     failure = None
     try:

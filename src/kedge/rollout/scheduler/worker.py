@@ -25,17 +25,17 @@ class WeightUpdate(NamedTuple):
     version: int
     fingerprint: str
     step: int  # iterations finished
-    moves: int  # iterations so far that trained the policy
+    moves: int  # finished iterations that trained the policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampledNumbers:
-    """What was sampled for some numbers of the dispatcher, and is to be scored."""
+    """Samples of some groups of the dispatcher, to be scored."""
 
     rollout: Rollout
     greedy: Rollout | None = None  # one greedy response per group, in ascending order of their ids
     numbers: list[int]
-    times: Mapping[str, float] = field(default_factory=dict)  # and metrics
+    times: Mapping[str, float] = field(default_factory=dict)  # seconds, and metrics
     step: int  # iterations finished when the engine's weights were taken
 
 
@@ -49,7 +49,7 @@ class Occupancy:
     """Number of groups and responses that all engines hold together."""
 
     groups: int = 0
-    responses: int = 0  # being sampled
+    responses: int = 0  # responses being sampled
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,11 +57,11 @@ class EngineWorker:
     """An engine that samples groups.  Its methods are called from one thread at a time."""
 
     engine: Any  # RolloutEngine, or ContinuousEngine if it has slots
-    slots: int  # responses that it samples at once; 0: it samples partial batches
+    slots: int  # responses sampled at once; 0: samples partial batches
     all: Occupancy  # total of all engines, this one included
-    update: WeightUpdate | None = None  # the weights it has loaded
-    held: dict[int, int] = field(default_factory=dict)  # group -> version that it was started with
-    unfinished: int = 0  # responses that are being sampled
+    update: WeightUpdate | None = None  # the loaded weights
+    held: dict[int, int] = field(default_factory=dict)  # group -> version it started with
+    unfinished: int = 0  # responses being sampled
     busy: bool = False
     _fingerprint: str = ""
     _seconds: float = 0.0  # sampling time since groups were last completed
@@ -71,7 +71,7 @@ class EngineWorker:
     _greedy: dict[int, Rollout] = field(default_factory=dict)
 
     def reset(self) -> None:
-        """Hold nothing, and load weights before sampling again."""
+        """Drop all groups, and load weights before sampling again."""
         self.update, self._fingerprint, self.busy, self._seconds = None, "", False, 0.0
         self.release_all()
         if self.slots:
@@ -84,7 +84,7 @@ class EngineWorker:
         self._set_unfinished(self.unfinished + len(numbers) * rows)
 
     def release(self, numbers: list[int]) -> None:
-        """These groups are done."""
+        """Record that these groups are done."""
         for number in numbers:
             del self.held[number]
         self.all.groups -= len(numbers)
@@ -125,7 +125,7 @@ class EngineWorker:
         self.gap = {} if gap is None else {SYNC_GAP: gap}
 
     def _verify(self, receipt: Receipt, sent: WeightUpdate, *, moved: bool) -> None:
-        """Compare what the engine confirms with what it was sent and what it had before."""
+        """Compare the engine's receipt with the weights sent, and with those before."""
         if (receipt.version, receipt.fingerprint) != (sent.version, sent.fingerprint):
             raise SyncError(
                 f"weight sync failed: the rollout engine must have weights {sent.fingerprint}"
@@ -143,7 +143,7 @@ class EngineWorker:
     def advance(
         self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts
     ) -> SampledNumbers | None:
-        """Start these groups and sample on; the groups that are done."""
+        """Start these groups and sample; returns the groups that are done."""
         begin, greedy = collector.clock(), collector.algorithm.needs_greedy
         for step, turn, batch in prompts.prompts(numbers):
             purpose = f"rollout again {turn - 1}" if turn else "rollout"

@@ -105,7 +105,7 @@ def _build_engines(
             template,
             pad_id=inputs.pad_id,
             tolerance=tolerance,
-            extra_slot=inputs.extra_slot,
+            extra_column=inputs.extra_column,
             sleeps=sleep,
         )
 

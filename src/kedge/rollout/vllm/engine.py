@@ -46,7 +46,7 @@ class VLLMEngine:
         tolerance: largest accepted mean difference of log-probabilities between vLLM and the
             learner's code on the probe after a weight sync, nats per token.  None: 1e-3 in float32;
             in another dtype 5e-2, or 2.5 times what that dtype changes in the learner's code.
-        extra_slot: leave one slot after the longest response if max_new_tokens allows.
+        extra_column: leave one slot after the longest response if max_new_tokens allows.
         sleeps: free vLLM's GPU memory between calls of ``generate``.
     """
 
@@ -60,14 +60,14 @@ class VLLMEngine:
         *,
         pad_id: int,
         tolerance: float | None = None,
-        extra_slot: bool = False,
+        extra_column: bool = False,
         sleeps: bool = False,
     ) -> None:
         self.service: Service = service
         self.spec = spec
         self._pad_id = pad_id
         self._tolerance = tolerance
-        self._extra_slot = extra_slot
+        self._extra_column = extra_column
         self._sleeps = sleeps
         self._asleep: set[Literal["weights", "kv_cache"]] = set()  # GPU memory of these is released
         self.max_length = service.max_length()  # maximum tokens of prompt and response together
@@ -136,7 +136,7 @@ class VLLMEngine:
             sampling,
             pad_id=self._pad_id,
             tokenizer=self.spec.tokenizer,
-            extra_slot=self._extra_slot,
+            extra_column=self._extra_column,
             vocabulary=self.spec.vocabulary,
         )
 

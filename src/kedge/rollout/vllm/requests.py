@@ -82,7 +82,7 @@ def build_rollout(
     *,
     pad_id: int,
     tokenizer: Any,
-    extra_slot: bool,
+    extra_column: bool,
     vocabulary: int,
 ) -> Rollout:
     """Build the rollout from results in the order of the prompts."""
@@ -94,7 +94,7 @@ def build_rollout(
             f"vLLM returned responses of {min(lengths)} to {max(lengths)} tokens, expected 1 to"
             f" max_new_tokens={sampling.max_new_tokens}"
         )
-    size = min(max(lengths) + extra_slot, sampling.max_new_tokens)
+    size = min(max(lengths) + extra_column, sampling.max_new_tokens)
     rows = len(results)
     ids = torch.full((rows, size), pad_id, dtype=torch.int64)
     logprobs = torch.zeros(rows, size)

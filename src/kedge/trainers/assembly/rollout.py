@@ -102,7 +102,7 @@ class RolloutStage:
             pad_id=setup.pad_id,
             tokenizer=setup.tokenizer if setup.sampling.stop_strings or not copies else None,
             dtype=setup.dtype,
-            extra_slot=setup.algorithm.extra_slot,
+            extra_column=setup.algorithm.extra_column,
             chunk_rows=args.local_rollout_forward_batch_size,
         )
         make = partial(load_function(self.spec.build), inputs, **options)
@@ -131,7 +131,7 @@ class RolloutStage:
             make,
             ranks=ranks,
             timeout=args.rollout_timeout + args.worker_start_timeout,
-            extra_slots=int(setup.algorithm.extra_slot),
+            extra_columns=int(setup.algorithm.extra_column),
             mail=mail,
         )
 

@@ -89,7 +89,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
             chat_template_kwargs=read_mapping(args.chat_template_kwargs),
             keep_last_observation=getattr(args, "bootstrap_truncated", False),
             pad_id=setup.pad_id,
-            extra_slot=setup.algorithm.extra_slot,
+            extra_column=setup.algorithm.extra_column,
             context=loaded.context(args),
         )
     engine = build_engine(setup, reward_source, hf_learner, rollout_engine, rollout)
