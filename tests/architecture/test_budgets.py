@@ -11,39 +11,39 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 1_990,
+    ".": 1_995,
     "algorithms": 1_080,
     "checkpoint": 960,
-    "classic": 3_870,
-    "cli": 3_741,
+    "classic": 3_778,
+    "cli": 3_722,
     "compat": 740,
-    "config": 3_311,
+    "config": 3_259,
     "data": 743,
-    "demo": 500,
+    "demo": 488,
     "environments": 2_480,
-    "environments/adapters": 740,
+    "environments/adapters": 723,
     "environments/games": 500,
     "judges": 605,
     "learner": 1_733,
-    "loop": 2_049,
-    "math": 720,
-    "models": 2_365,
+    "loop": 2_060,
+    "math": 795,
+    "models": 2_405,
     "ops": 610,
-    "ops/cpu": 680,
+    "ops/cpu": 669,
     "pretrain": 740,
     "ray": 2_306,
-    "reporting": 2_410,
+    "reporting": 2_399,
     "rewards": 1_644,
     "rollout": 685,
     "rollout/embedded": 1_535,
-    "rollout/scheduler": 1_752,
+    "rollout/scheduler": 1_755,
     "rollout/vllm": 2_794,
     "trainers": 3_740,
-    "verifiers": 2_570,
+    "verifiers": 2_559,
     "verifiers/sandbox": 1_330,
 }
-TOTAL = 50_425
-TESTS = 41_880
+TOTAL = 50_785
+TESTS = 42_610
 
 
 def count_lines(files: list[Path]) -> int:
