@@ -78,7 +78,7 @@ def test_rows_are_read_as_their_contexts(joined: bool) -> None:
     )
     assert request.value_states is not None
     states = parts.read(request.packed).flatten(0, 1)
-    logprobs = request.tokens(request.logprobs(parts, request.hidden(parts))[0])
+    logprobs = request.place_tokens(request.logprobs(parts, request.hidden(parts))[0])
     ends = states[request.value_states[-3:]]
     for i, cuts in enumerate([[], [4], [3, 9]]):
         length = int(rollout.response_mask[i].sum())

@@ -102,7 +102,8 @@ def test_episodes_that_are_done_first(in_flight: bool, tmp_path: Path) -> None:
         "max_lag": 2,
         "in_flight_weight_updates": in_flight,
     }
-    more = {"sampler_correction": "truncate", "total_episodes": 24, "output_dir": str(tmp_path)}
+    correction = "mask_old" if in_flight else "truncate"
+    more = {"sampler_correction": correction, "total_episodes": 24, "output_dir": str(tmp_path)}
     trainer = played(environment=Echo, **schedule, **more)
     trainer.train()
     found = rows(trainer)

@@ -247,7 +247,7 @@ def test_rows_beyond_the_memory_are_computed_again(monkeypatch, caplog):
     limited = update(learner)
     once = real_tokens(rollout())
     assert once < reads.tokens[0] < 4 * once  # of two models and two epochs
-    assert caplog.text.count("computed again") == 1
+    assert caplog.text.count("recomputed when needed") == 1
     assert_same(limited, update(build_learner(freeze(build()), cache=False)), 1e-6)
 
 
@@ -259,7 +259,7 @@ def test_a_model_whose_upper_layers_read_lower_ones_is_left_out(caplog):
     layers[3].register_forward_hook(lambda _, __, out: out + seen["skip"])
     learner = build_learner(policy)
     assert not learner._backbones._cached
-    assert "cannot be kept: its upper layers read more" in caplog.text
+    assert "cannot be cached: its upper layers read more" in caplog.text
 
 
 def test_layers_that_are_unfrozen_later_are_computed_again():

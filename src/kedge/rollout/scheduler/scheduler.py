@@ -39,7 +39,7 @@ from kedge.rollout.scheduler.joining import (
     restore_groups,
     with_groups,
 )
-from kedge.rollout.scheduler.rank_rewards import connect
+from kedge.rollout.scheduler.rank_rewards import RankReward, connect
 from kedge.rollout.scheduler.threads import join_at_end
 from kedge.rollout.scheduler.worker import (
     EngineWorker,
@@ -90,7 +90,7 @@ class RolloutScheduler:
         self._dispatcher = Dispatcher(per_step=1, max_lag=max_lag, in_flight=in_flight)
         self._partial_batches, self._ranks = partial_batches, ranks
         self._num_ranks = 1 if ranks is None else ranks.size
-        self._others = [] if ranks is None else connect(ranks, self)
+        self._others: list[RankReward] | None = None  # connected with the first collector
         self._has_threads = max_lag > 0  # otherwise the driver samples and scores
         self._workers: list[EngineWorker] = []
         self._occupancy = Occupancy()
@@ -122,6 +122,8 @@ class RolloutScheduler:
         """
         self.collector, self._source, source = collector, collector.source, collector.source
         self._workers, self._num_scorers = [], 0
+        if self._others is None:
+            self._others = [] if self._ranks is None else connect(self._ranks, self)
         if self._ranks is not None:
             if self._ranks.rank:
                 return  # rank 0 samples
