@@ -140,7 +140,7 @@ class Strike(TrainerCallback):
         self.rank, self.step, self.what = rank, step, what
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.what == "pause" and state.global_step == self.step:
+        if self.what in ("pause", "held") and state.global_step == self.step:
             time.sleep(5)  # a long iteration
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
