@@ -188,7 +188,7 @@ def test_sampling_and_other_options_of_trl_need_nothing_more(
     assert all(row["val/ratio"] == pytest.approx(1, abs=1e-5) for row in logged)
     assert trainer.args.stop_strings == ["w9"]
     text = caplog.text
-    assert text.count("top_k=5, top_p=0.8, min_p=0.01: the tokens that could be sampled") == 1
+    assert text.count("top_k=5, top_p=0.8, min_p=0.01: training normalizes over the tokens") == 1
     for name in ("vllm_gpu_memory_utilization", "eval_accumulation_steps", "bf16_full_eval"):
         assert text.count(f"{name}=") == 1
 
