@@ -22,6 +22,7 @@ from kedge.environments.adapters import Gymnasium, NeMoGym, OpenEnv, TextArena, 
 from kedge.environments.pool import Calls
 from kedge.errors import ConfigError, DataError, RolloutError
 from kedge.types import Metrics
+from tests.e2e.small import rows
 from tests.environments.toys import call_all, played, prompts, rollouts, sampling
 
 # Notices of the other packages that a user of Kedge cannot act on.
@@ -335,10 +336,9 @@ def test_nemo_gym_with_a_reward_per_turn_through_the_trainer(
         environment=lambda: NeMoGym(resources),
         max_steps=1,
         credit="turn",
-        logging_steps=1,
     )
     trainer.train()
-    row = next(r for r in trainer.state.log_history if "objective/scores" in r)
+    (row,) = rows(trainer)
     assert row["objective/scores"] == 1.0  # two turns of 0.5
     assert row["environment/turns"] == 2.0
     assert row["environment/reward_per_turn"] == 0.5

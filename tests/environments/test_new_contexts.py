@@ -108,9 +108,6 @@ def test_ppo_trains_on_episodes_with_new_contexts(options: dict[str, Any]) -> No
 class Forgetful(Echo):
     """Only the latest observation is left of the conversation after every turn."""
 
-    def __init__(self) -> None:
-        super().__init__(turns=12)
-
     def step(self, response: Response) -> Any:
         observation, *rest = super().step(response)
         return NewContext([{"role": "user", "content": observation}]), *rest
@@ -118,7 +115,9 @@ class Forgetful(Echo):
 
 def test_an_episode_may_be_longer_than_the_context_of_the_model() -> None:
     model = tiny_policy("llama", vocab_size=VOCAB, max_positions=32)
-    trainer = played(model=model, environment=Forgetful, response_length=160, max_turn_tokens=8)
+    trainer = played(
+        model=model, environment=lambda: Forgetful(12), response_length=160, max_turn_tokens=8
+    )
     trainer.train()
     assert [row["environment/turns"] for row in rows(trainer)] == [12.0, 12.0]
     assert [row["environment/ended_done"] for row in rows(trainer)] == [1.0, 1.0]

@@ -14,7 +14,7 @@ import torch
 
 from kedge.errors import CheckpointError, LostRequestsError, SyncError
 from kedge.loop.hooks import StepReport
-from kedge.rollout.scheduler.dispatch import Dispatcher
+from kedge.rollout.scheduler.dispatch import Dispatcher, deal
 from kedge.rollout.scheduler.joining import join_groups
 from kedge.rollout.shared import RankGroups
 from kedge.types import PromptBatch, Receipt, Rollout, Sample, Sampling, group_rows
@@ -450,3 +450,7 @@ def test_samples_of_another_size_or_lag_are_refused_on_resume() -> None:
     nearer.step = 4
     with pytest.raises(CheckpointError, match="too old for max_lag=1"):
         nearer.restore(flight)
+
+
+def test_groups_are_dealt_by_tokens():
+    assert deal({0: 2, 1: 5, 2: 2, 3: 4}, 2) == [[1, 2], [3, 0]]  # 7 and 6 tokens

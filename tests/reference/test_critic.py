@@ -353,7 +353,8 @@ def test_running_reward_scale(tmp_path):
         given = {"reward_model": None, "reward_funcs": [reward], "preflight": False}
         return small(scale_rewards="running", whiten_advantages=False, **given, **options)
 
-    runs = {factor: trainer(factor, output_dir=str(tmp_path / str(factor))) for factor in seen}
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    runs = {f: trainer(f, output_dir=str(tmp_path / str(f)), **saves) for f in seen}
     for run in runs.values():
         run.train()
     for one, other in zip(rows(runs[1.0]), rows(runs[50.0]), strict=True):
@@ -362,4 +363,7 @@ def test_running_reward_scale(tmp_path):
     scale = runs[1.0].engine.reward_scale
     scores = torch.tensor(seen[1.0][:2], dtype=torch.float64).flatten()
     assert scale.std == pytest.approx(float(scores.std()), rel=1e-12)
-    assert runs[1.0].engine.state_dict()["reward_scale"]["count"] == 8.0
+    again = trainer(1.0, output_dir=str(tmp_path / "again"))
+    again.train(resume_from_checkpoint=str(tmp_path / "1.0" / "checkpoint-1"))
+    assert again.engine.reward_scale.state_dict() == scale.state_dict()
+    assert rows(again)[-1]["loss/value_avg"] == rows(runs[1.0])[-1]["loss/value_avg"]

@@ -190,9 +190,6 @@ def deal(tokens: Mapping[int, int], ranks: int) -> list[list[int]]:
     """Equally many groups for every rank, and about as many tokens.
 
     The group with the most tokens goes first, to the rank with the fewest so far.
-
-    >>> deal({0: 5, 1: 4, 2: 2, 3: 2}, 2)
-    [[0, 3], [1, 2]]
     """
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     totals = [(0, rank) for rank in range(ranks)]  # a heap: of ranks that need more groups
