@@ -25,11 +25,10 @@ class NeMoGym:
     one of two kinds, which it tells itself:
 
     - tools and ``/verify``: calls are made until a turn has none, then the episode is verified
-      and its reward is that of the last turn;
+      (its numbers are logged) and its reward is that of the last turn;
     - Gymnasium's (``/reset`` and ``/step``): every turn is sent and has its own reward.
 
-    A policy can only call the tools of its row.  A turn with calls is sent as its calls, without
-    its text.  Numbers that the verifier returns are logged.
+    A policy can only call the tools of its row.  A turn with calls is sent without its text.
 
     Args:
         url: address of the resources server, such as ``http://127.0.0.1:8000``.
