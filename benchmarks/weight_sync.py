@@ -28,8 +28,7 @@ from torch import Tensor
 
 from kedge.ray import cluster
 from kedge.ray.weight_store import StoredWeights, stage_weights
-from kedge.rollout.vllm.weight_files import WeightFolder
-from kedge.rollout.vllm.weight_payload import WeightPayload
+from kedge.rollout.vllm.weights import WeightFolder, WeightPayload
 
 RESULTS = Path(__file__).parent / "results"
 TENSORS = 64

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kedge.errors import CheckpointError, LostRequestsError, SyncError
-from kedge.loop.hooks import StepReport
+from kedge.loop.updater import StepReport
 from kedge.rollout.scheduler.dispatch import Dispatcher, deal
 from kedge.rollout.scheduler.joining import join_groups
 from kedge.rollout.shared import RankGroups

@@ -19,10 +19,16 @@ from transformers import TrainingArguments
 from kedge.errors import ConfigError, KedgeError
 from kedge.learner import optim
 from kedge.learner.distributed import (
+    GatheredEngine,
     accelerator_for,
     all_gather_rows,
     all_reduce,
     broadcast_parameters,
+    broadcast_unsharded,
+    reshard,
+    shard,
+    shard_optimizer_state,
+    sharding_strategy,
 )
 from kedge.learner.learner_state import WeightCopier, full_state, load_weights, read_state
 from kedge.learner.logprobs import (
@@ -34,18 +40,9 @@ from kedge.learner.logprobs import (
 )
 from kedge.learner.reference import Reference, RemoteReference
 from kedge.learner.settings import LearnerSettings
-from kedge.learner.sharding import (
-    GatheredEngine,
-    broadcast_unsharded,
-    reshard,
-    shard,
-    shard_optimizer_state,
-    sharding_strategy,
-)
-from kedge.models.backbone import BackboneCache
+from kedge.models.backbone import BackboneCache, VarlenAttention
 from kedge.models.compatibility import check_rows
 from kedge.models.fingerprint import fingerprint, policy_weights
-from kedge.models.joined_rows import VarlenAttention
 from kedge.models.model import (
     LanguageModelParts,
     causal_parts,

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from kedge.errors import CheckpointError
-from kedge.learner.distributed import raise_on_all_ranks
-from kedge.learner.sharding import shard_like
+from kedge.learner.distributed import raise_on_all_ranks, shard_like
 from kedge.models.fingerprint import FingerprintSums, WeightsCopy, full_tensor, policy_weights
 from kedge.types import StoredTensor
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kedge.errors import ConfigError
+from kedge.learner.distributed import call_within, reshard
 from kedge.learner.reference import Reference
 from kedge.learner.settings import LearnerSettings
-from kedge.learner.sharding import call_within, reshard
-from kedge.models.joined_rows import supports_packing
+from kedge.models.backbone import supports_packing
 from kedge.models.model import CausalParts, LanguageModelParts
 from kedge.models.packing import JoinedInput, scatter
 from kedge.models.shared_base import AdapterValue

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from kedge.checkpoint.replay import RolloutReplay
 from kedge.errors import RewardError, RolloutError, SyncError
-from kedge.loop.hooks import StepReport
-from kedge.loop.updater import Updater
+from kedge.loop.updater import StepReport, Updater
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
 from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
 from kedge.rollout.scheduler.fifo import FifoScheduler

@@ -3,7 +3,7 @@
 A row of the batch is a left-padded prompt and a right-padded response.  A causal model is fed
 prompt and response joined, padding last: every real token then attends to real tokens only, and
 stands at its true position, without any attention mask.  On a CPU the rows themselves are joined
-(``joined_rows.py``), which leaves no padding at all, and a prompt of several rows stands only once.
+(``backbone.py``), which leaves no padding at all, and a prompt of several rows stands only once.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kedge.learner.logprobs import reference_logprobs
 from kedge.learner.reference import FrozenModel
 from kedge.learner.settings import LearnerSettings
-from kedge.models.joined_rows import supports_packing
+from kedge.models.backbone import supports_packing
 from kedge.models.load import load_policy
 from kedge.models.model import CausalParts
 from kedge.ops.cpu.patch import Kernels

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kedge.errors import SyncError
 from kedge.models.fingerprint import WeightsCopy
-from kedge.rollout.vllm.weight_payload import buckets
+from kedge.rollout.vllm.weights import buckets
 
 
 @dataclass(frozen=True, slots=True)

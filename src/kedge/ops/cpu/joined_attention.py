@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kedge.ops.cpu.low_precision import SHORT_ATTENTION, autocasts_to_bf16
+from kedge.ops.cpu.matmul import SHORT_ATTENTION, autocasts_to_bf16
 
 Group = tuple[int, ...]  # tokens of a shared start, then of each continuation; (n,): one row
 

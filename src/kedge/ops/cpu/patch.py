@@ -13,9 +13,16 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from kedge.ops.cpu import matmul
-from kedge.ops.cpu.low_precision import Bf16Weight, autocasts_to_bf16, bf16_linear, may_run_in_bf16
-from kedge.ops.cpu.matmul import by_onednn, by_prepacked_weights, linear
-from kedge.ops.fused_norms import fused_forward, rms_norms
+from kedge.ops.cpu.matmul import (
+    Bf16Weight,
+    autocasts_to_bf16,
+    bf16_linear,
+    by_onednn,
+    by_prepacked_weights,
+    linear,
+    may_run_in_bf16,
+)
+from kedge.ops.gpu import fused_forward, rms_norms
 
 Forward = Callable[..., Tensor]
 _MKL_ROWS = 256  # beyond this, MKL with AVX2 is as fast as packed weights

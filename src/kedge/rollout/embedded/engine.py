@@ -17,9 +17,8 @@ from kedge.models.fingerprint import check_weights, fingerprint, policy_weights
 from kedge.models.model import eval_mode
 from kedge.models.peft import drop_adapters
 from kedge.ops.cpu.patch import PREPACKED_TOKENS, Kernels
-from kedge.rollout.embedded.decode import Prefix, build_decoder, get_base_model
+from kedge.rollout.embedded.decode import Prefix, build_decoder, get_base_model, rows_that_fit
 from kedge.rollout.embedded.generation import DecodeLoop, Response, build_rollout
-from kedge.rollout.embedded.kv_cache import rows_that_fit
 from kedge.rollout.embedded.sampling import check_sampling
 from kedge.rollout.requests import GroupRequests
 from kedge.rollout.sharded import EngineInputs

@@ -16,13 +16,13 @@ from kedge.errors import RolloutError
 from kedge.rollout.embedded.decode import CausalDecoder, Prefix, build_decoder
 from kedge.rollout.embedded.sampling import (
     MAX_ALLOWED,
+    StopCriteria,
     allowed_tokens,
     check_allowed,
     restrict,
     sample_tokens,
     uniforms,
 )
-from kedge.rollout.embedded.stopping import StopCriteria
 from kedge.rollout.requests import token_versions
 from kedge.types import PromptBatch, Rollout, Sampling, group_rows
 

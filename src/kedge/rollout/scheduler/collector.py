@@ -1,6 +1,9 @@
 """Collects samples: prompts in, scored responses out.
 
-Scores of greedy responses are the baseline of ReMax (Li et al. 2023, arXiv:2310.10505).
+Scores of greedy responses are the baseline of ReMax (Li et al. 2023, arXiv:2310.10505).  Dynamic
+sampling replaces groups of equal scores, whose advantage is 0, by responses to other prompts: Yu et
+al. 2025 (DAPO, arXiv:2503.14476), section 3.2, samples until the batch is full; here rounds are
+limited.
 """
 
 from __future__ import annotations
@@ -16,9 +19,50 @@ from torch import Tensor
 from kedge.algorithms.base import Algorithm
 from kedge.errors import RolloutError
 from kedge.loop.seeds import seed_for
+from kedge.math.advantage import group_std
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
-from kedge.rollout.scheduler.dynamic_sampling import resample_uniform_groups, spare_step
 from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling, group_rows
+
+REPLACED = "rollout/resampled_groups"
+_FIRST = 2**40  # larger than any real iteration number
+
+
+def spare_step(step: int, turn: int, rounds: int) -> int:
+    """The step number that selects replacement prompts for ``step`` in round ``turn``."""
+    return _FIRST + step * rounds + turn
+
+
+def uniform_rows(sample: Sample) -> Tensor:
+    """The rows int64 [n] of groups whose scores are all equal."""
+    scores, valid = sample.reward_output.scores, sample.reward_output.valid
+    return (~(group_std(scores, sample.rollout.prompts.group, valid) > 0)).nonzero()[:, 0]
+
+
+def resample_uniform_groups(
+    sample: Sample,
+    *,
+    prompts: Callable[[int], PromptBatch],
+    draw: Callable[[PromptBatch, int], Sample],
+    rounds: int,
+) -> Sample:
+    """Replace the groups of a batch whose scores are all equal; their number joins its ``times``.
+
+    Args:
+        sample: several responses per prompt, and their scores.
+        prompts: round -> a batch of other prompts with the same groups and rows.
+        draw: samples and scores given prompts in a round.
+        rounds: maximum number of rounds.
+    """
+    replaced = 0
+    for turn in range(rounds):
+        index = uniform_rows(sample)
+        if not len(index):
+            break
+        replaced += len(sample.rollout.prompts.group[index].unique())
+        fresh = draw(prompts(turn).rows(index), turn)
+        sample = sample.put_rows(index, fresh, names=("the first sampling", "a later round"))
+    return replace(sample, times={**sample.times, REPLACED: float(replaced)})
+
 
 # A Rollout must still be scored, a PromptBatch sampled.
 PendingSample = Sample | Rollout | PromptBatch

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kedge.errors import CheckpointError
 from kedge.protocols import PromptSource
-from kedge.rollout.scheduler.collector import PendingSample
-from kedge.rollout.scheduler.dynamic_sampling import spare_step
+from kedge.rollout.scheduler.collector import PendingSample, spare_step
 from kedge.types import SYNC_GAP, PromptBatch, Rollout, Sample, group_rows, with_unique_groups
 
 

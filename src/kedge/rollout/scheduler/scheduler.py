@@ -14,9 +14,11 @@ in-flight weight updates: then each token has the version that sampled it.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,9 +31,14 @@ from torch import Tensor
 
 from kedge.errors import CheckpointError, ConfigError, LostRequestsError
 from kedge.protocols import RolloutEngine
-from kedge.rollout.scheduler.collector import PendingSample, RewardPool, RolloutCollector
+from kedge.rollout.scheduler.collector import (
+    REPLACED,
+    PendingSample,
+    RewardPool,
+    RolloutCollector,
+    uniform_rows,
+)
 from kedge.rollout.scheduler.dispatch import Dispatcher, deal
-from kedge.rollout.scheduler.dynamic_sampling import REPLACED, uniform_rows
 from kedge.rollout.scheduler.joining import (
     GroupPrompts,
     SampleStore,
@@ -40,7 +47,6 @@ from kedge.rollout.scheduler.joining import (
     with_groups,
 )
 from kedge.rollout.scheduler.rank_rewards import RankReward, connect
-from kedge.rollout.scheduler.threads import join_at_end
 from kedge.rollout.scheduler.worker import (
     EngineWorker,
     Occupancy,
@@ -576,3 +582,54 @@ class RolloutScheduler:
             self._scoring = [x for x in self._scoring if x not in sampled]
             self._add(sampled, replace(sample, times=times))
             self._changed.notify_all()
+
+
+PATIENCE = 5.0  # seconds to wait for an interrupted thread to return from a library
+
+
+@contextmanager
+def join_at_end(
+    threads: Sequence[threading.Thread], *, close: Callable[[], None], drop: Callable[[], None]
+) -> Iterator[None]:
+    """Context in which threads work for the driver; joins them at the end.
+
+    Args:
+        threads: started daemon threads.
+        close: asks the threads to finish.
+        drop: called if the driver is interrupted; the threads end immediately, without results.
+    """
+    failure = None
+    try:
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        close()
+        for thread in threads:
+            thread.join()
+    except (KeyboardInterrupt, SystemExit):  # also while joining them
+        close()
+        interrupt(threads)
+        drop()
+        raise
+    if failure is not None:
+        raise failure
+
+
+def interrupt(threads: Sequence[threading.Thread], *, patience: float = PATIENCE) -> None:
+    """Raise ``KeyboardInterrupt`` in threads, as Ctrl-C does in the main one, and wait briefly.
+
+    It is raised between two bytecodes: a loop over tokens ends after the current token; a thread
+    stuck in a library call is left behind as a daemon.
+
+    Args:
+        threads: the threads to end.
+        patience: maximum total wait in seconds.
+    """
+    running = [thread for thread in threads if thread.is_alive()]
+    exception = ctypes.py_object(KeyboardInterrupt)
+    for thread in running:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), exception)
+    deadline = time.monotonic() + patience
+    for thread in running:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -17,8 +17,13 @@ from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
 from kedge.rollout.requests import GroupRequests
 from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate
-from kedge.rollout.vllm.requests import build_requests, build_rollout
-from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, Service
+from kedge.rollout.vllm.service import (
+    GenerationRequest,
+    GenerationResult,
+    Service,
+    build_requests,
+    build_rollout,
+)
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 FULL_PRECISION, LOW_PRECISION = 1e-3, 5e-2  # allowed mean gaps, nats per token

@@ -20,7 +20,7 @@ from torch import Tensor
 from kedge.config.rollout_engines import installed_vllm
 from kedge.errors import RolloutError
 from kedge.rollout.liveness import RunningTime
-from kedge.rollout.vllm.weight_payload import WeightPayload
+from kedge.rollout.vllm.weights import WeightPayload
 
 T = TypeVar("T")
 NCCL_SINCE = "0.32"  # vLLM

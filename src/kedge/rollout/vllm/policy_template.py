@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from kedge.errors import ConfigError, SyncError
 from kedge.models.fingerprint import WeightsCopy, check_weights, fingerprint
 from kedge.models.peft import drop_adapters
-from kedge.rollout.vllm.weight_payload import (
+from kedge.rollout.vllm.weights import (
     WeightPayload,
     adapter_weights,
     base_weights,

@@ -12,7 +12,7 @@ from kedge.config.rollout_engines import engine_args, load_function
 from kedge.errors import ConfigError
 from kedge.learner.learner import HFLearner
 from kedge.learner.learner_state import WeightCopier
-from kedge.math.importance import Correction
+from kedge.math.ratios import Correction
 from kedge.protocols import RolloutEngine
 from kedge.trainers.assembly.models import Models
 from kedge.trainers.assembly.setup import Setup

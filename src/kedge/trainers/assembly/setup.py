@@ -20,8 +20,7 @@ from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError, DataError
 from kedge.learner.distributed import accelerator_for
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
-from kedge.models.end_tokens import eos_token_ids
-from kedge.models.load import load_tokenizer
+from kedge.models.load import eos_token_ids, load_tokenizer
 from kedge.protocols import PromptSource
 from kedge.trainers.run.files import check_targets
 from kedge.trainers.spec import TrainerInputs, shared_kwargs
