@@ -14,9 +14,8 @@ from kedge.learner.learner_state import WeightCopier
 from kedge.models.fingerprint import WeightsCopy, fingerprint, policy_weights
 from kedge.ray import engine as ray_engine
 from kedge.ray.actor import ActorLimits
-from kedge.ray.engine import HostedEngine, RayEngine
-from kedge.ray.resources import SharedArgument
-from kedge.ray.weight_store import StoredWeights, stage_weights, store_weights
+from kedge.ray.engine import HostedEngine, RayEngine, StoredWeights, stage_weights, store_weights
+from kedge.ray.placement import SharedArgument
 from kedge.rollout.vllm import weights as weight_files
 from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.testing import tiny_policy

@@ -13,11 +13,16 @@ import torch
 
 from kedge.errors import ConfigError, LostNodeError, SyncError
 from kedge.ray.launch import Failure, failure
-from kedge.ray.placement import plan_bundles
-from kedge.ray.resources import from_launch
+from kedge.ray.placement import from_launch, plan_bundles
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.rollout.rows import join_rollouts, slice_rollout, split_rows, stack_prompts
-from kedge.rollout.sharded import ShardedEngine, start_all
+from kedge.rollout.engines import (
+    ShardedEngine,
+    join_rollouts,
+    slice_rollout,
+    split_rows,
+    stack_prompts,
+    start_all,
+)
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Receipt, Sampling
 from tests.contract.test_rollout_engine import prompts
@@ -64,7 +69,7 @@ class TestPlan:
 
         def slots(rank, role, count, **about):
             at = SimpleNamespace(rank=rank, world_size=2, placement=placement)
-            monkeypatch.setattr("kedge.ray.resources.get_context", lambda: at)
+            monkeypatch.setattr("kedge.ray.placement.get_context", lambda: at)
             found = from_launch(role, count=count, option="ray_ref_workers", **about)
             return None if found is None else [slot.index for slot in found.slots]
 

@@ -1,4 +1,4 @@
-"""An algorithm: two pure functions, the inputs they require, and the parts that algorithms share."""
+"""An algorithm: two pure functions, their inputs, and the parts that algorithms share."""
 
 from __future__ import annotations
 
@@ -103,11 +103,7 @@ Compare = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tensor | None:
-    """KL per trained token by ``estimator``; None without a reference.  float32 [B, R].
-
-    Raises:
-        ValueError: an unknown estimator, or a missing input.
-    """
+    """KL per trained token by ``estimator``; None without a reference.  float32 [B, R]."""
     if not reference:
         return None
     outputs, mask = e.model_outputs, e.rollout.loss_mask
@@ -123,11 +119,7 @@ def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tens
 def longest_response(
     response_length: int | None, overlong_buffer: int, needed_by: str | None
 ) -> int:
-    """The length limit of a response in tokens; 1 if no option needs it.
-
-    Raises:
-        ValueError: the limit is missing, or shorter than ``overlong_buffer``.
-    """
+    """The length limit of a response in tokens; 1 if no option needs it."""
     if response_length is None:
         if needed_by or overlong_buffer:
             option = needed_by or "overlong_buffer"

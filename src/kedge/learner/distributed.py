@@ -55,11 +55,7 @@ def all_reduce(x: Tensor, device: torch.device) -> Tensor:
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
-    """Raise if a rank has an error; every rank gets the same message.  Collective.
-
-    Raises:
-        SyncError: this rank's error, or the message of the first rank with one.
-    """
+    """Raise if a rank has an error: SyncError with the same message on every rank.  Collective."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         texts: list[str | None] = [None] * dist.get_world_size()
         text = str(error) if isinstance(error, KedgeError) else f"{type(error).__name__}: {error}"
@@ -129,9 +125,6 @@ def sharding_strategy(accelerator: Accelerator) -> Literal["none", "gradients", 
     "weights" is FSDP or ZeRO stage 3.  "gradients" is ZeRO stage 1 or 2: weights stay unsharded
     between forward and backward.  FSDP2 runs all of them, including configurations of DeepSpeed and
     FSDP version 1; the numbers are the same.
-
-    Raises:
-        ConfigError: offloading to the CPU or to disk.
     """
     if accelerator.num_processes == 1:
         return "none"
@@ -165,16 +158,9 @@ def shard(
     """Shard a model over ranks in place: each layer is a unit, the rest of the model another.
 
     Units move to the device, take the weights of rank 0 and are cut one after another, so that no
-    rank has the whole model on its device.
-
-    Args:
-        model: model on any device; on ranks above 0 it may be on ``meta``.
-        device: device of the shards.
-        ranks: number of processes.
-        reshard_after_forward: reshard layers after each forward pass, and gather them again for the
-            backward.
-        dtype: that autocast computes with, in which layers are gathered: half the bytes of float32.
-            Gradients are summed over ranks in float32, and activations keep their types.
+    rank has the whole model on its device; on ranks above 0 it may be on ``meta``.  Layers are
+    gathered in ``dtype``, with which autocast computes: half the bytes of float32.  Gradients are
+    summed over ranks in float32, and activations keep their types.
     """
     mesh = init_device_mesh(device.type, (ranks,))
     rounding = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
@@ -275,12 +261,7 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
 
 
 class GatheredEngine:
-    """A rollout engine that unshards the policy while it samples.
-
-    Args:
-        engine: samples from the policy itself.
-        policy: the sharded policy.
-    """
+    """A rollout engine that unshards the policy, from which it samples, while it does."""
 
     def __init__(self, engine: RolloutEngine, policy: nn.Module) -> None:
         self.engine, self.policy = engine, policy

@@ -133,11 +133,7 @@ class Engine(Updater):
                 self.scheduler.restore([], self.step)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The policy's weights for the rollout engine; empty if it shares them.  Collective.
-
-        Raises:
-            SyncError: a rank could not copy them; raised on every rank.
-        """
+        """The policy's weights for the rollout engine; empty if it shares them.  Collective."""
         try:
             return {} if self.rollout_engine.shares_weights else self.learner.weights()
         except SyncError:

@@ -42,18 +42,9 @@ def micro_batches(
     max_tokens: int | None = None,
     by_prompt: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Split an optimizer step into micro-batches; weights are computed before the split.
+    """Split one optimizer step into micro-batches of at most ``micro_rows`` rows or ``max_tokens``.
 
-    Rows are sorted by length, which saves padding and does not change the result.
-
-    Args:
-        experience: the rows of this rank, or of all ranks.
-        index: int64 [n]; rows of this optimizer step.
-        algo: the algorithm, which weights tokens.
-        micro_rows: maximum rows of a micro-batch.
-        all_reduce: sum over ranks.
-        max_tokens: maximum tokens of a micro-batch, padding included, instead of ``micro_rows``.
-        by_prompt: keep rows of one prompt together, for a learner that shares them.
+    The weights of its tokens sum to 1 over all ranks, and are fixed before the split.
     """
     lengths = (experience.prompt_mask.sum(1) + experience.response_mask.sum(1))[index]
     order = lengths.argsort(descending=True, stable=True)

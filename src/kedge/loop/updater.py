@@ -164,11 +164,7 @@ class Updater:
         )
 
     def _without_scores(self, rows: int) -> dict[str, float]:
-        """Metrics of a batch without any valid reward, which is skipped.
-
-        Raises:
-            RewardError: too many consecutive batches without a score, or the first one of the run.
-        """
+        """Metrics of a batch without any valid reward, which is skipped."""
         self._unscored += 1
         problem = f"none of the {rows} responses in this batch could be scored"
         if not self.step:

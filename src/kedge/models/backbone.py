@@ -78,14 +78,10 @@ def pack_sequences(ids: Tensor, lengths: Tensor) -> Tensor:
 def run_packed(backbone: Any, ids: Tensor, groups: Sequence[Group]) -> Tensor:
     """Last hidden states float [1, T, H] of joined rows; ``supports_packing(backbone)`` must hold.
 
+    ``ids`` int64 [1, T] has the tokens of all rows, a shared prompt once.  Of ``groups``, (n,) is a
+    row of n tokens, (n, a, b, ...) a prompt of n tokens and the responses to it; their sum is T.
     With gradient, call it and the backward pass within ``VarlenAttention.active``: layers may be
     recomputed.
-
-    Args:
-        backbone: backbone of a transformers model.
-        ids: int64 [1, T]; the tokens of all rows, a shared prompt once.
-        groups: (n,) for a row of n tokens, (n, a, b, ...) for a prompt of n tokens and the
-            responses to it of a, b, ... tokens; their sum is T.
     """
     # Without gradient, activate it here even if another thread has it active.
     attention = VarlenAttention([] if torch.is_grad_enabled() else [backbone])
@@ -106,11 +102,7 @@ def run_packed(backbone: Any, ids: Tensor, groups: Sequence[Group]) -> Tensor:
 
 
 class VarlenAttention:
-    """Lets models attend to joined rows.
-
-    Args:
-        models: models to patch; those without torch's attention stay unchanged.
-    """
+    """Lets models attend to joined rows; those without torch's attention stay unchanged."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         configs = [getattr(m, "config", None) for model in models for m in model.modules()]
@@ -349,13 +341,10 @@ class _CachedBackbone:
 
 
 class BackboneCache:
-    """Keeps the states below the trained layers of all models of a learner.
+    """Keeps the states below the trained layers of all models of a learner, trained ones first.
 
-    A model is left out if no lower layer is frozen, or if its upper layers read more than
-    these states.
-
-    Args:
-        models: objects with a ``backbone``, trained ones first; those without one are left out.
+    A model is left out if it has no ``backbone``, if no lower layer is frozen, or if its upper
+    layers read more than these states.
     """
 
     def __init__(self, models: Iterable[object]) -> None:

@@ -37,11 +37,7 @@ def without_weights(active: bool) -> Iterator[None]:
 
 
 def check_folder(source: str, what: str) -> None:
-    """Reject a path that does not exist, before it is looked up on the hub.
-
-    Raises:
-        ConfigError: the folder does not exist.
-    """
+    """Reject a path that does not exist, before it is looked up on the hub."""
     path = Path(source).expanduser()
     if source.startswith(("/", ".", "~")) and not path.is_dir():
         why = "it is a file" if path.exists() else "there is no such folder"
@@ -61,19 +57,8 @@ def load_policy(
     """A causal language model from a hub name or folder, or a loaded one unchanged.
 
     A folder that holds only an adapter is loaded on top of the base model that it names, with the
-    adapter trainable.
-
-    Args:
-        source: hub name or local folder, or a loaded model, which is returned unchanged.
-        dtype: dtype of the weights; trainable weights must be float32.
-        revision: branch, tag or commit on the hub.
-        attn_implementation: "sdpa", "eager", ...; None lets transformers choose.
-        trust_remote_code: run Python code that comes with the model.
-        quantization: a transformers quantization config, for frozen bases.
-        more: further arguments of ``from_pretrained``.
-
-    Raises:
-        ConfigError: the model cannot be loaded, or its files lack weights.
+    adapter trainable.  ``dtype`` is that of the weights (trainable ones must be float32),
+    ``quantization`` a transformers config for frozen bases; ``more`` goes to ``from_pretrained``.
     """
     if isinstance(source, nn.Module):
         return source  # type: ignore[return-value]
@@ -97,11 +82,7 @@ def load_policy(
 def load_tokenizer(
     name: str, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> Any:
-    """Load a tokenizer from a folder or the hub; pads on the left.
-
-    Raises:
-        ConfigError: the tokenizer is missing or cannot be read.
-    """
+    """Load a tokenizer from a folder or the hub; pads on the left."""
     check_folder(name, "the tokenizer")
     with _name_errors(f"the tokenizer {name!r}"):
         kwargs = {} if revision is None else {"revision": revision}
@@ -149,15 +130,8 @@ def _is_error(record: logging.LogRecord) -> bool:
 def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **options: Any) -> Any:
     """``kind.from_pretrained``, rejecting files that lack weights, which would be random.
 
-    Args:
-        kind: an auto class of transformers.
-        what: name of the model in messages.
-        source: hub name or folder.
-        new_head: allow a missing classification head, as on a language model.
-        options: arguments of ``from_pretrained``.
-
-    Raises:
-        ConfigError: the model cannot be loaded, or lacks weights, some of which are named.
+    ``kind`` is an auto class, ``what`` the name of the model in messages.  With ``new_head`` a
+    classification head may be missing, as on a language model.
     """
     if _WITHOUT_WEIGHTS.get():
         options["device_map"] = "meta"
@@ -216,12 +190,6 @@ def eos_token_ids(
 
     Chat models often name several: the end of the text and the end of a turn. Ids beyond the
     model's vocabulary, which it cannot sample, are left out. No weights are loaded.
-
-    Args:
-        model: the policy, or its folder or hub name.
-        tokenizer: tokenizer of the policy.
-        revision: revision of the hub repository.
-        trust_remote_code: run Python code that comes with the model.
     """
     if isinstance(model, str):
         config, generation = _configs(model, revision, trust_remote_code)

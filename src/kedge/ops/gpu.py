@@ -52,7 +52,7 @@ def grouped_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
 def attend_grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None = None
 ) -> Tensor:
-    """The query heads of a group attend to its keys as if they were tokens.
+    """The query heads of a group attend to its keys as if they were tokens: float [b, 1, heads, v].
 
     Args:
         query: float [b, heads, 1, d].
@@ -60,9 +60,6 @@ def attend_grouped(
         value: float [b, groups, S, v].
         mask: bool or float [b, 1, 1, S].
         scaling: factor of the scores; None: 1 / sqrt(d).
-
-    Returns:
-        float [b, 1, heads, v]
     """
     rows, heads, _, size = query.shape
     packed = query.reshape(rows, key.shape[1], -1, size)

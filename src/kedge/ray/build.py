@@ -13,12 +13,16 @@ from kedge.config.rollout_engines import engine_args, installed_vllm
 from kedge.errors import ConfigError
 from kedge.models.fingerprint import policy_weights
 from kedge.protocols import RolloutEngine
-from kedge.ray.engine import HostedEngine, HostedVLLM, RayEngine
-from kedge.ray.placement import plan_bundles
-from kedge.ray.resources import ActorResources, RayCluster, SharedArgument, from_launch
-from kedge.ray.weight_store import StoredWeights
+from kedge.ray.engine import HostedEngine, HostedVLLM, RayEngine, StoredWeights
+from kedge.ray.placement import (
+    ActorResources,
+    RayCluster,
+    SharedArgument,
+    from_launch,
+    plan_bundles,
+)
 from kedge.rollout.embedded.engine import check_prompts
-from kedge.rollout.sharded import EngineInputs, ShardedEngine, start_all
+from kedge.rollout.engines import EngineInputs, ShardedEngine, start_all
 from kedge.rollout.vllm.build import build_template
 from kedge.rollout.vllm.inprocess import InProcess
 from kedge.rollout.vllm.nccl_transfer import (
@@ -37,11 +41,7 @@ NCCL = {"backend": "nccl"}  # vLLM's weight_transfer_config
 def build_embedded(
     inputs: EngineInputs, *, cluster: RayCluster, vllm_num_engines: int
 ) -> RolloutEngine:
-    """Embedded engines in actors that share the rows of each batch.
-
-    Raises:
-        ConfigError: the cluster lacks resources, or an engine does not start.
-    """
+    """Embedded engines in actors that share the rows of each batch."""
     settings = {
         "pad_id": inputs.pad_id,
         "extra_column": inputs.extra_column,
@@ -72,11 +72,7 @@ def build_vllm(
     vllm_transfer: str,
     rollout_schedule: str,
 ) -> RolloutEngine:
-    """VLLM engines in actors that share the rows of each batch.
-
-    Raises:
-        ConfigError: the cluster lacks resources, or an engine does not start.
-    """
+    """VLLM engines in actors that share the rows of each batch."""
     arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
     each = int(arguments.get("tensor_parallel_size", 1))
     resources = _resources(cluster, vllm_num_engines, gpus_per_engine=each)
@@ -178,11 +174,7 @@ def _group(
 
 
 def _uses_nccl(weights: Mapping[str, Tensor], *, gpus: float, transfer: str, adapter: bool) -> bool:
-    """Whether weights are sent from GPU to GPU, not through the host.
-
-    Raises:
-        ConfigError: vllm_transfer='nccl' is set but not possible.
-    """
+    """Whether weights are sent from GPU to GPU, not through the host."""
     if transfer != "host" and not adapter and can_use_nccl(weights, gpus=gpus):
         return True
     if transfer != "nccl":

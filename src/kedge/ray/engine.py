@@ -1,9 +1,11 @@
-"""A rollout engine in a Ray actor: the embedded one, or vLLM."""
+"""A rollout engine in a Ray actor (the embedded one, or vLLM), with weights in the object store."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal, cast
 
@@ -11,37 +13,93 @@ import torch
 from torch import Tensor, nn
 
 from kedge.errors import LostRequestsError, RolloutError, SyncError
+from kedge.models.fingerprint import WeightsCopy
 from kedge.ray.actor import Actor, ActorLimits, LostActorError
 from kedge.ray.context import ActorProcess
-from kedge.ray.resources import SharedArgument
-from kedge.ray.weight_store import StoredWeights, stage_weights, store_weights
+from kedge.ray.placement import SharedArgument
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.rollout.rows import with_prompts, without_columns
+from kedge.rollout.engines import with_prompts, without_columns
 from kedge.rollout.vllm.engine import VLLMEngine
 from kedge.rollout.vllm.inprocess import InProcess
 from kedge.rollout.vllm.nccl_transfer import EngineGroup
 from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate
+from kedge.rollout.vllm.weights import buckets
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """Weights in the object store, which stay there as long as this exists; can be pickled.
+
+    Each of ``buckets`` is a ``ray.ObjectRef`` of names, dtypes, shapes and bytes (numpy uint8 [n]).
+    """
+
+    buckets: tuple[Any, ...]
+
+    @classmethod
+    def put(
+        cls, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+    ) -> StoredWeights:
+        """Store weights, a bucket at a time; floating-point ones as ``dtype`` if it is given."""
+        import ray
+
+        named = ((n, x.detach().to(dtype if x.is_floating_point() else None)) for n, x in weights)
+        try:
+            return cls(
+                tuple(
+                    ray.put([(n, x.dtype, tuple(x.shape), _octets(x)) for n, x in bucket])
+                    for bucket in buckets(named)
+                )
+            )
+        except ray.exceptions.ObjectStoreFullError as error:
+            raise SyncError(
+                "Ray's object store has no room for the weights of the rollout engines; the engines"
+                " keep those that they have. Start Ray with a larger object_store_memory"
+                f" ({str(error).splitlines()[0]})"
+            ) from error
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and weights; views of the store's memory, which must not be written to."""
+        import ray
+
+        for ref in self.buckets:
+            for name, dtype, shape, octets in ray.get(ref):
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", ".*not writable")
+                    flat = torch.from_numpy(octets)
+                yield name, flat.view(dtype).view(shape)
+
+
+def _octets(x: Tensor) -> Any:
+    return x.view(-1).view(torch.uint8).numpy()
+
+
+def stage_weights(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+) -> WeightsCopy:
+    """Put weights into the store, a bucket at a time; return views of the stored weights."""
+    stored = StoredWeights.put(weights, dtype)
+    staged = WeightsCopy(stored.tensors())
+    staged.stored = stored
+    return staged
+
+
+def store_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> StoredWeights:
+    """Return staged weights as stored weights, or put others into the store."""
+    stored: StoredWeights | None = getattr(weights, "stored", None)
+    return StoredWeights.put(weights.items(), dtype) if stored is None else stored
+
 
 _SECONDS = 0.05  # seconds of sampling per call of an actor
 
 
 class RayEngine:
-    """A rollout engine whose engine runs in an actor.
+    """A rollout engine whose engine, of class ``kind``, runs in an actor.
 
     If the actor is lost while it samples, it is restarted with the same weights and samples its
-    rows again, by the same version.  Weights are read from Ray's object store or, with ``group``,
-    broadcast over NCCL from GPU to GPU.
-
-    Args:
-        name: name for messages; ``options`` and ``limits`` are those of ``Actor``.
-        kind: class of the engine in the actor: ``HostedEngine`` or ``HostedVLLM``.
-        model: its first argument, shared by all engines.
-        stored: the trained weights, version 0.
-        settings: its keyword arguments.
-        dtype: dtype of the stored weights; None: unchanged.
-        template: template of the policy, for vLLM.
-        group: engines that load the same versions at the same time, for vLLM.
+    rows again, by the same version.  Weights are read from Ray's object store (``stored``: version
+    0, in ``dtype``) or, with ``group``, broadcast over NCCL from GPU to GPU.  ``model`` is the
+    first argument of ``kind``, shared by all engines, and ``settings`` its keyword arguments.
     """
 
     shares_weights: Literal[False] = False
@@ -80,11 +138,7 @@ class RayEngine:
         )
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        """One response per row; each depends on (weights, prompt, row, seed) alone.
-
-        Raises:
-            SyncError: the actor sampled with other weights than were loaded.
-        """
+        """One response per row; each depends on (weights, prompt, row, seed) alone."""
         sent = without_columns(prompts)
         rollout: Rollout = self.actor.call("generate", sent, sampling=sampling, seed=seed)
         version = self._loaded[0] if self._loaded is not None else 0
@@ -95,11 +149,7 @@ class RayEngine:
         return with_prompts(rollout, prompts)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
-        """Load ``weights``; the receipt describes the weights in the actor.
-
-        Raises:
-            SyncError: the engine does not compute with them.
-        """
+        """Load ``weights``; the receipt describes the weights in the actor."""
         expected = None if self._template is None else self._template.expected(weights)
         stored = store_weights(weights, self.sync_dtype)
         if self._group is None:
@@ -160,11 +210,7 @@ class RayEngine:
         self._unfinished += len(prompts)
 
     def advance(self) -> Rollout | None:
-        """Sample for a short time; returns complete groups.
-
-        Raises:
-            LostRequestsError: the actor was lost and restarted.
-        """
+        """Sample for a short time; returns complete groups."""
         new, self._new = self._new, []
         try:
             if self.actor.restarts != self._restarts:
@@ -238,13 +284,7 @@ class HostedEngine(EmbeddedEngine):
 
 
 class HostedVLLM(VLLMEngine):
-    """VLLM in the actor.
-
-    Args:
-        template: the policy without its trained weights.
-        stored: initial weights, version 0.
-        settings: keyword arguments of ``VLLMEngine``, and ``service``: builds an ``InProcess``.
-    """
+    """VLLM in the actor; ``settings`` are those of ``VLLMEngine``, and ``service`` builds it."""
 
     serve = serve
 

@@ -31,8 +31,8 @@ from kedge.ray.context import (
     set_context,
 )
 from kedge.ray.placement import Placement, place, plan_bundles
+from kedge.rollout.engines import start_all
 from kedge.rollout.liveness import RunningTime
-from kedge.rollout.sharded import start_all
 from kedge.rollout.vllm.nccl_transfer import free_port
 
 T = TypeVar("T")
@@ -257,11 +257,7 @@ class _LearnerGroup:
         self._threads = ThreadPoolExecutor(len(self._slots), thread_name_prefix="learner")
 
     def start(self) -> None:
-        """Start all ranks.
-
-        Raises:
-            ConfigError: one does not start in time.
-        """
+        """Start all ranks."""
         self._mailbox = self._start_mailbox()
         limits = ActorLimits(
             start=self._limits.start,

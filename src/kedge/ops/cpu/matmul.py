@@ -69,13 +69,9 @@ def by_prepacked_weights(w: Tensor) -> bool:
 def product(
     x: Tensor, w: Tensor, bias: Tensor | None = None, *, out_buffer: Tensor | None = None
 ) -> Tensor:
-    """The product x w^T + bias, without gradient.
+    """The product x w^T + bias, without gradient, perhaps in ``out_buffer`` float [m, n].
 
-    Args:
-        x: float [m, k], any strides.
-        w: float [n, k], any strides.
-        bias: float [n].
-        out_buffer: float [m, n]; buffer for the result.
+    ``x`` float [m, k] and ``w`` float [n, k] may have any strides; ``bias`` is float [n].
     """
     if 2 * x.numel() * len(w) >= SMALLEST and by_onednn(x):
         if not _dense(w):
@@ -90,13 +86,8 @@ def product(
 def float32_product(x: Tensor, w: Tensor, bias: Tensor | None, *, out_buffer: Tensor) -> Tensor:
     """The product x w^T + bias in the dtype of ``out_buffer``, without rounding to a narrower one.
 
-    For bfloat16 or float16 matrices the result has the float32 sums of the accumulator.
-
-    Args:
-        x: float [m, k].
-        w: float [n, k], same dtype as ``x``.
-        bias: float [n].
-        out_buffer: float [m, n], float32 or the dtype of ``x``; buffer for the result.
+    For bfloat16 or float16 matrices the result has the float32 sums of the accumulator.  Shapes are
+    those of ``product``.
     """
     if x.dtype == out_buffer.dtype:
         return product(x, w, bias, out_buffer=out_buffer)
@@ -181,13 +172,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear`` with gradient, on the faster library.
-
-    Args:
-        x: float [..., k].
-        w: float [n, k].
-        bias: float [n].
-    """
+    """``torch.nn.functional.linear`` with gradient, on the faster library."""
     large = 2 * x.numel() * len(w) >= SMALLEST and x.dtype == w.dtype
     if not (large and by_onednn(x)) or torch.is_autocast_enabled("cpu"):
         return functional.linear(x, w, bias)
@@ -221,11 +206,7 @@ def autocasts_to_bf16() -> bool:
 
 
 class Bf16Weight:
-    """The weight of a layer in bfloat16, converted again after it has changed.
-
-    Args:
-        read: returns the weight, float [n, k].
-    """
+    """The weight that ``read`` returns in bfloat16, converted again after it has changed."""
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self._read = read
@@ -288,14 +269,7 @@ class _Bf16Linear(torch.autograd.Function):
 def bf16_linear(x: Tensor, w: Tensor, low: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear`` in bfloat16, with gradients in the dtypes of the inputs.
 
-    Args:
-        x: float [..., k].
-        w: float [n, k]; receives the gradient.
-        low: bfloat16 [n, k]; ``w``, converted.
-        bias: float [n].
-
-    Returns:
-        bfloat16 [..., n].
+    ``low`` is ``w`` float [n, k] in bfloat16, and ``w`` receives the gradient.
     """
     result: Tensor = _Bf16Linear.apply(x.reshape(-1, x.shape[-1]), w, low, bias)
     return result.view(*x.shape[:-1], len(w))

@@ -35,8 +35,7 @@ _FLOAT32 = torch.empty(0)
 class Kernels:
     """Swaps linear layers for faster CPU kernels, and RMS norms for faster GPU kernels.
 
-    Args:
-        models: models on their final device.
+    Models must be on their final device.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -72,11 +71,9 @@ class Kernels:
     def prepacked(self, rows: int) -> Iterator[None]:
         """Faster context for weights that do not change, without gradient.
 
-        oneDNN copies weights into its own layout for each product; here that is done once.  Where
-        oneDNN computes all products, results are equal.  Under autocast the copies are bfloat16.
-
-        Args:
-            rows: rows of ``x`` in most products.
+        oneDNN copies weights into its own layout for each product; here that is done once, for
+        products of ``rows`` rows.  Where oneDNN computes all products, results are equal.  Under
+        autocast the copies are bfloat16.
         """
         low = autocasts_to_bf16()
         plain = not torch.is_autocast_enabled("cpu")
@@ -93,15 +90,10 @@ class Kernels:
 
 
 def prepacked_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
-    """Memory that ``Kernels.prepacked`` takes for a model; 0 if it packs nothing.
+    """Memory that ``Kernels.prepacked`` takes for so many weights; 0 if it packs nothing.
 
     The rule does not ask for free memory: products with packed weights may have other last bits,
-    and a run that resumes must repeat them.
-
-    Args:
-        weights: number of weights in its linear layers.
-        low: whether sampling uses bfloat16 (under autocast) instead of float32.
-        checkpointing: whether the model's activations are checkpointed.
+    and a run that resumes must repeat them.  ``low``: sampling uses bfloat16 (under autocast).
     """
     faster = may_run_in_bf16(_FLOAT32) if low else by_prepacked_weights(_FLOAT32)
     size = weights * (2 if low else 4)

@@ -171,11 +171,7 @@ def _free_cached_memory() -> None:
 class DecodeGraph:
     """A captured step of a batch whose prompts have been read.
 
-    Args:
-        model: name of the model, for messages.
-        layers: layers of the cache.
-        mask: bool [b, used]; None: all True.
-        position: int64 [b, 1]; position of the next token.
+    ``mask`` bool [b, used] (None: all True), ``position`` int64 [b, 1] of the next token.
     """
 
     def __init__(
@@ -304,10 +300,7 @@ def pad_left(x: Tensor, size: int, dim: int) -> Tensor:
 class CausalDecoder:
     """A batch of left-padded sequences that grow by one token per step, with one cache.
 
-    Args:
-        model: a decoder-only model.
-        across_updates: whether weights change in its lifetime, so that a CUDA graph casts them in
-            every step.
+    If weights change ``across_updates`` in its lifetime, a CUDA graph casts them in every step.
     """
 
     def __init__(self, model: nn.Module, *, across_updates: bool = False) -> None:
@@ -515,11 +508,7 @@ class CausalDecoder:
 
 
 def build_decoder(model: nn.Module, *, across_updates: bool = False) -> CausalDecoder:
-    """Build a decoder for a model that the embedded engine can sample from.
-
-    Raises:
-        ConfigError: the embedded engine cannot sample from this kind of model.
-    """
+    """Build a decoder for a model that the embedded engine can sample from."""
     base = get_base_model(model)
     name = type(base).__name__
     layers = growing_cache(base.config).layers if cache_argument(base) else None

@@ -35,13 +35,8 @@ def _mix(x: Tensor) -> Tensor:
 def uniforms(seed: int | Sequence[int], rows: Tensor, t: int | Tensor) -> Tensor:
     """Random numbers in [0, 1) that depend on (seed, row, t) alone, the same on every device.
 
-    Args:
-        seed: any integer modulo 2^64, or one per row.
-        rows: int64 [B]; global row numbers.
-        t: token index, or int64 [T].
-
-    Returns:
-        float64 [B], or [B, T] for a tensor ``t``; multiples of 2^-52.
+    float64 [B], or [B, T] for a tensor ``t`` int64 [T]; multiples of 2^-52.  ``seed`` is any
+    integer modulo 2^64, or one per row; ``rows`` int64 [B] are global row numbers.
     """
     steps = torch.as_tensor(t, dtype=torch.int64, device=rows.device)
     golden = _signed(_GOLDEN)
@@ -53,11 +48,7 @@ def uniforms(seed: int | Sequence[int], rows: Tensor, t: int | Tensor) -> Tensor
 
 
 def check_sampling(sampling: Sampling, vocabulary: int) -> None:
-    """Reject a Sampling that no token could satisfy.
-
-    Raises:
-        ConfigError: names the field, its value and the range.
-    """
+    """Reject a Sampling that no token could satisfy."""
     s = sampling
     rules = {
         "max_new_tokens": (s.max_new_tokens >= 1, "be at least 1"),
@@ -86,20 +77,12 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
 
 
 def restrict(logits: Tensor, sampling: Sampling, t: int | Tensor, stop_ids: Tensor) -> Tensor:
-    """Logits of the distribution that token ``t`` is sampled from; -inf for excluded tokens.
+    """Logits float32 [B, V] of the distribution of token ``t``; -inf for excluded tokens.
 
     In this order: stop tokens are banned while t < min_new_tokens, logits are divided by the
-    temperature, then top-k, top-p and min-p each keep at least the most likely token.
-
-    Args:
-        logits: float [B, V]; output of the model.
-        sampling: the distribution.
-        t: index of the token in the response; int64 [1] or [B], on the device of the logits, if
-            rows differ or the host does not know it.
-        stop_ids: int64 [S]; ``sampling.stop_ids`` on the device of the logits.
-
-    Returns:
-        float32 [B, V]; may share memory with ``logits``, which is not changed.
+    temperature, then top-k, top-p and min-p each keep at least the most likely token.  ``logits``
+    are not changed, but the result may share their memory.  ``t`` is int64 [1] or [B] on their
+    device if rows differ or the host does not know it; so is ``stop_ids`` int64 [S].
     """
     logits = logits.float()
     if sampling.min_new_tokens and sampling.stop_ids:
@@ -136,17 +119,10 @@ def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def allowed_tokens(restricted: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
-    """The tokens that ``restricted`` logits float [B, V] can sample.
+    """The tokens that ``restricted`` logits float [B, V] can sample, and their number int64 [B].
 
-    Args:
-        restricted: -inf for excluded tokens.
-        width: K; None: the largest number of them, for which the host waits.
-
-    Returns:
-        int64 [B, K], unused slots -1, and their number int64 [B].
-
-    Raises:
-        RolloutError: more than MAX_ALLOWED, with ``width`` None.
+    int64 [B, K], unused slots -1.  Without ``width`` K is the largest number, for which the host
+    waits, and more than MAX_ALLOWED are an error.
     """
     count = (restricted > -math.inf).sum(-1)
     if width is None:
@@ -157,11 +133,7 @@ def allowed_tokens(restricted: Tensor, width: int | None = None) -> tuple[Tensor
 
 
 def check_allowed(count: int) -> None:
-    """Reject more allowed tokens than are recorded.
-
-    Raises:
-        RolloutError: names the number and the option to set.
-    """
+    """Reject more allowed tokens than are recorded."""
     if count > MAX_ALLOWED:
         raise RolloutError(
             f"top-p or min-p left {count} tokens to sample from, more than the {MAX_ALLOWED} that"
@@ -170,20 +142,14 @@ def check_allowed(count: int) -> None:
 
 
 def sample_tokens(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The token at quantile ``u`` of softmax(logits), and its log-probability.
+    """The token int64 [B] at quantile ``u`` of softmax(logits [B, V]), and its log-probability [B].
 
     The token is the first whose cumulative probability exceeds u times the total, so a token of
     probability zero is never sampled.  Large vocabularies are searched in two levels: sums of
     blocks of 256 are accumulated in float64, then the tokens of one block.  That is faster than one
     long cumulative sum, and its rounding (1e-7 of a block) does not grow with the vocabulary.
-
-    Args:
-        logits: float32 [B, V]; -inf is probability zero.
-        u: float64 [B]; in [0, 1).
-
-    Returns:
-        token int64 [B] and log-probability float32 [B], exact to about 1e-6 for probabilities
-        above 1e-37; where logits hold NaN, some token and NaN.
+    Log-probabilities are exact to about 1e-6 above 1e-37; where logits hold NaN, some token and
+    NaN.
     """
     probs = logits.softmax(-1)
     if probs.shape[-1] <= 4 * _BLOCK:

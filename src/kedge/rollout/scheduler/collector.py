@@ -47,11 +47,8 @@ def resample_uniform_groups(
 ) -> Sample:
     """Replace the groups of a batch whose scores are all equal; their number joins its ``times``.
 
-    Args:
-        sample: several responses per prompt, and their scores.
-        prompts: round -> a batch of other prompts with the same groups and rows.
-        draw: samples and scores given prompts in a round.
-        rounds: maximum number of rounds.
+    ``prompts`` gives other prompts with the same groups and rows for each of at most ``rounds``
+    rounds; ``draw`` samples and scores some of them.
     """
     replaced = 0
     for turn in range(rounds):
@@ -71,11 +68,7 @@ PendingSample = Sample | Rollout | PromptBatch
 def sample_responses(
     prompts: PromptBatch, engine: RolloutEngine, *, sampling: Sampling, seed: int
 ) -> Rollout:
-    """Sample one response per prompt row.
-
-    Raises:
-        RolloutError: the engine failed, or returned other rows or empty responses.
-    """
+    """Sample one response per prompt row."""
     rollout = engine.generate(prompts, sampling=sampling, seed=seed)
     if len(rollout) != len(prompts):
         raise RolloutError(
@@ -127,10 +120,7 @@ def add_greedy_scores(
 ) -> RewardOutput:
     """Add greedy scores; if the greedy response has no score, the group's rows become invalid.
 
-    Args:
-        reward_output: rewards of the sampled responses to ``prompts``.
-        prompts: several rows per group.
-        greedy: one row per group, in ascending order of their ids.
+    ``greedy`` has one row per group of ``prompts``, in ascending order of their ids.
     """
     _, group = prompts.group.unique(return_inverse=True)
     return replace(
@@ -180,13 +170,7 @@ class RolloutCollector:
         engine: RolloutEngine,
         rows: Tensor | None = None,
     ) -> Sample:
-        """Responses to the prompts of ``step`` and their scores.
-
-        Args:
-            step: the iteration whose prompts to use.
-            engine: the rollout engine.
-            rows: int64 [n]; only these rows of the batch, in whole groups.  None: all rows.
-        """
+        """Responses to the prompts of ``step``, or whole groups of ``rows``, and their scores."""
         rounds = self.algorithm.resample
 
         def collect_batch(prompts: PromptBatch, purpose: str) -> Sample:
@@ -222,12 +206,7 @@ class RolloutCollector:
         return rollout, self.clock() - begin
 
     def score(self, rollout: Rollout, greedy: Rollout | None = None) -> Sample:
-        """Score responses that were sampled before.
-
-        Args:
-            rollout: the responses.
-            greedy: greedy responses, one per group in ascending order of their ids.
-        """
+        """Score responses that were sampled before; ``greedy`` as in ``add_greedy_scores``."""
         begin = self.clock()
         reward_output = self.reward.score(rollout)
         if greedy is not None:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from kedge.errors import CheckpointError, ConfigError, LostRequestsError
 from kedge.protocols import RolloutEngine
+from kedge.rollout.engines import RankGroups
 from kedge.rollout.scheduler.collector import (
     REPLACED,
     PendingSample,
@@ -54,7 +55,6 @@ from kedge.rollout.scheduler.worker import (
     WeightUpdate,
     list_engines,
 )
-from kedge.rollout.shared import RankGroups
 from kedge.types import Rollout, Sample, add_times
 
 logger = logging.getLogger(__name__)
@@ -121,11 +121,7 @@ class RolloutScheduler:
     # The driver.
 
     def configure(self, collector: RolloutCollector, rollouts: RolloutEngine) -> None:
-        """Set the collector and the rollout engine used from now on.
-
-        Raises:
-            ConfigError: weights cannot be updated in flight.
-        """
+        """Set the collector and the rollout engine used from now on."""
         self.collector, self._source, source = collector, collector.source, collector.source
         self._workers, self._num_scorers = [], 0
         if self._others is None:
@@ -241,11 +237,7 @@ class RolloutScheduler:
             return [*self._store.read(), *(replace(batch, columns={}) for batch in prompts)]
 
     def restore(self, samples: Sequence[PendingSample], step: int) -> None:
-        """Use these samples first, as after a resume at ``step``.
-
-        Raises:
-            CheckpointError: they are not those of a run with these settings, or too old.
-        """
+        """Use these samples first, as after a resume at ``step``."""
         if samples and self._ranks is not None and self._ranks.rank:
             raise CheckpointError(
                 "the checkpoint has samples of every learner, but learners share their rollout"
@@ -591,12 +583,9 @@ PATIENCE = 5.0  # seconds to wait for an interrupted thread to return from a lib
 def join_at_end(
     threads: Sequence[threading.Thread], *, close: Callable[[], None], drop: Callable[[], None]
 ) -> Iterator[None]:
-    """Context in which threads work for the driver; joins them at the end.
+    """Context in which threads work for the driver; ``close`` asks them to finish, then joins them.
 
-    Args:
-        threads: started daemon threads.
-        close: asks the threads to finish.
-        drop: called if the driver is interrupted; the threads end immediately, without results.
+    If the driver is interrupted, they end immediately, without results, and ``drop`` is called.
     """
     failure = None
     try:
@@ -621,10 +610,6 @@ def interrupt(threads: Sequence[threading.Thread], *, patience: float = PATIENCE
 
     It is raised between two bytecodes: a loop over tokens ends after the current token; a thread
     stuck in a library call is left behind as a daemon.
-
-    Args:
-        threads: the threads to end.
-        patience: maximum total wait in seconds.
     """
     running = [thread for thread in threads if thread.is_alive()]
     exception = ctypes.py_object(KeyboardInterrupt)

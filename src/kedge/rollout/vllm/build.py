@@ -17,7 +17,7 @@ from kedge.errors import ConfigError
 from kedge.models.fingerprint import policy_weights
 from kedge.protocols import RolloutEngine
 from kedge.rollout.embedded.engine import check_prompts
-from kedge.rollout.sharded import EngineInputs, ShardedEngine, start_all
+from kedge.rollout.engines import EngineInputs, ShardedEngine, start_all
 from kedge.rollout.vllm.engine import VLLMEngine
 from kedge.rollout.vllm.inprocess import InProcess
 from kedge.rollout.vllm.policy_template import PolicyTemplate, weights_dtype
@@ -34,14 +34,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def check_local(
     model: Any, sampling: Sampling, *, vllm_sleep: bool, vllm_transfer: str = "auto"
 ) -> None:
-    """Check a vLLM that Kedge starts, before any weights are loaded.
-
-    Args:
-        model: the policy, or the folder or Hub name to load it from.
-        sampling: the sampling distribution.
-        vllm_sleep: see ``PPOConfig``.
-        vllm_transfer: see ``PPOConfig``.
-    """
+    """Check a vLLM that Kedge starts, before any weights are loaded; ``model`` may be a name."""
     if torch.cuda.is_available():
         return
     if isinstance(model, nn.Module):
@@ -201,11 +194,8 @@ def build_remote(
 def gpus_of_servers(count: int, each: int) -> list[str | None]:
     """The GPUs of each server, as in ``CUDA_VISIBLE_DEVICES``, apart from those of the learners.
 
-    None if there are no GPUs, or a single server has to share the learners' GPUs.
-
-    Args:
-        count: number of servers.
-        each: GPUs per server.
+    ``count`` servers have ``each`` GPUs.  None if there are no GPUs, or a single server has to
+    share the learners'.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     number = torch.cuda.device_count()
@@ -224,13 +214,9 @@ def gpus_of_servers(count: int, each: int) -> list[str | None]:
 
 
 def check_server(remote: Remote, *, tied: bool, precision: str, adapter: bool = False) -> None:
-    """Check that the server's flags make it sample from the policy.
+    """Check that a running server was started with flags that make it sample from the policy.
 
-    Args:
-        remote: client of the server.
-        tied: whether the policy's output head and embedding are one weight.
-        adapter: whether a LoRA adapter is trained and sent.
-        precision: precision of the learner, e.g. "float32".
+    ``tied``: output head and embedding are one weight; ``adapter``: a LoRA adapter is trained.
     """
     if not remote.healthy():
         raise ConfigError(f"no vLLM server responds at {remote.url}; start one, or check the URL")

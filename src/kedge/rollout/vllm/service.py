@@ -91,11 +91,7 @@ class Service(Protocol):
 
 
 def check_version(version: str, where: str) -> None:
-    """Check that a vLLM is new enough.
-
-    Raises:
-        ConfigError: naming ``where`` the vLLM is and both versions.
-    """
+    """Check that a vLLM is new enough."""
     if Version(version).release < Version(LOWEST_VLLM).release:
         raise ConfigError(
             f"{where} has version {version}, but Kedge needs vLLM {LOWEST_VLLM} or newer; upgrade"
@@ -116,12 +112,8 @@ def parse_version(text: str | None) -> int:
 def allowed_tokens(top: Sequence[tuple[int, float]]) -> list[int]:
     """Tokens of positive probability among the most likely ones.
 
-    Args:
-        top: token and log-probability (nats), after top-k, top-p and min-p; excluded tokens have
-            -inf, or -9999 over HTTP; NaN remains, for ``build_rollout`` to report.
-
-    Raises:
-        RolloutError: more tokens could be sampled than are listed.
+    ``top`` has token and log-probability (nats) after top-k, top-p and min-p; excluded tokens have
+    -inf, or -9999 over HTTP; NaN remains, for ``build_rollout`` to report.
     """
     tokens = {token: logprob for token, logprob in top if not logprob <= -9999}
     total = sum(map(exp, tokens.values()))
@@ -136,7 +128,7 @@ def allowed_tokens(top: Sequence[tuple[int, float]]) -> list[int]:
 
 
 def allowed_matrix(tops: Sequence[Sequence[tuple[int, float]]]) -> NDArray[np.int32]:
-    """``GenerationResult.allowed``; for the arguments and errors see ``allowed_tokens``."""
+    """``GenerationResult.allowed`` of the most likely tokens, see ``allowed_tokens``."""
     rows = [allowed_tokens(top) for top in tops]
     allowed = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int32)
     for i, row in enumerate(rows):

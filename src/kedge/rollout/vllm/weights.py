@@ -153,9 +153,7 @@ class WeightFolder:
 
     A process that is killed leaves its folders, perhaps with a policy in shared memory; the next
     one that makes a folder in the same place deletes them.  Its owner holds a lock on each.
-
-    Args:
-        parent: parent folder; None: this machine's shared memory, or its temporary folder.
+    Without ``parent`` it lies in this machine's shared memory, or in its temporary folder.
     """
 
     def __init__(self, parent: str | None = None) -> None:
@@ -192,12 +190,7 @@ def _delete_abandoned(parent: Path) -> None:
 
 
 class WeightFiles:
-    """Weight files for a machine's servers: written for the first, forgotten after the last.
-
-    Args:
-        readers: number of servers that load each set of weights.
-        parent: parent of the ``WeightFolder``.
-    """
+    """Weight files for a machine's servers: written for the first, forgotten after the last."""
 
     def __init__(self, readers: int = 1, parent: str | None = None) -> None:
         self._readers, self._parent = readers, parent

@@ -95,7 +95,7 @@ class RolloutStage:
         options: dict[str, Any] = self.options
         if self.spec.actors:
             options = options | {"cluster": setup.ray_cluster}
-        from kedge.rollout.sharded import EngineInputs
+        from kedge.rollout.engines import EngineInputs
 
         inputs = EngineInputs(
             policy=models.policy_copy or learner.policy,
@@ -120,7 +120,7 @@ class RolloutStage:
 
     def _start_on_first(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
         """Make an engine on rank 0 that all ranks share."""
-        from kedge.rollout.shared import build_shared_engine
+        from kedge.rollout.engines import build_shared_engine
 
         setup, args, mail = self.setup, self.setup.args, None
         if self.spec.actors:

@@ -27,7 +27,7 @@ from kedge.trainers.spec import TrainerInputs, shared_kwargs
 from kedge.types import Sampling
 
 if TYPE_CHECKING:
-    from kedge.ray.resources import RayCluster
+    from kedge.ray.placement import RayCluster
 
 _INIT_KWARGS = "model_init_kwargs"
 _REFUSED_INIT_KWARGS = {
@@ -76,7 +76,7 @@ class Setup:
     @property
     def ray_cluster(self) -> RayCluster:
         """The Ray cluster that the config names."""
-        from kedge.ray.resources import RayCluster
+        from kedge.ray.placement import RayCluster
 
         args = self.args
         engines = args.vllm_num_engines if self.engine.actors else 0
