@@ -56,8 +56,7 @@ from kedge.models.packing import group_rows, padding_budget, split_by_length, to
 from kedge.models.peft import own_adapters
 from kedge.models.shared_base import AdapterValue, checkpointing_options
 from kedge.models.value_head import ScalarModel
-from kedge.ops.cpu.heap import keep_freed_memory
-from kedge.ops.cpu.patch import Kernels
+from kedge.ops.cpu.patch import Kernels, keep_freed_memory
 from kedge.protocols import LossFn, RolloutEngine, ShouldApply, always
 from kedge.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
 

@@ -27,7 +27,6 @@ class RemoteReference(Protocol):
 
         ``groups`` of rows share a forward pass, ``joined`` without padding.
         """
-        ...
 
 
 class FrozenModel:

@@ -28,11 +28,9 @@ class LanguageModelParts(Protocol):
     @property
     def output(self) -> nn.Module:
         """The output layer."""
-        ...
 
     def head(self) -> Head:
         """The output head with the weights it has now."""
-        ...
 
     def pack(
         self,
@@ -43,11 +41,9 @@ class LanguageModelParts(Protocol):
         context_start: Tensor | None = None,
     ) -> JoinedInput:
         """Pack left-padded prompts [b, P] and right-padded responses [b, R] for the backbone."""
-        ...
 
     def read(self, packed: JoinedInput) -> Tensor:
         """Hidden states float [b, L, H] of packed rows, to be indexed by ``JoinedInput.states``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

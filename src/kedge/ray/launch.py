@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import pickle
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -122,7 +121,7 @@ def launch(  # noqa: PLR0913
             single_gpu_mode=single_gpu_mode,
         )
         placement = place(plan, wait_seconds=limits.placement)
-        (say or _print)(f"on Ray:\n{placement.text()}")
+        (say or partial(print, flush=True))(f"on Ray:\n{placement.text()}")
         store = cluster.ControlStore(limits.heartbeat)
         group = _LearnerGroup(placement, limits, on_row, store)
         try:
@@ -133,11 +132,6 @@ def launch(  # noqa: PLR0913
     finally:
         if connected:
             cluster.leave()
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 # Parts of errors that a rank raises because another one is gone.

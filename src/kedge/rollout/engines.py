@@ -21,46 +21,6 @@ from kedge.errors import LostNodeError, RolloutError, SyncError
 from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling, with_unique_groups
 
-
-def split_rows(rows: int, parts: int) -> list[slice]:
-    """Consecutive slices of nearly equal size; fewer than ``parts`` if there are fewer rows.
-
-    >>> [(s.start, s.stop) for s in split_rows(5, 2)]
-    [(0, 2), (2, 5)]
-    """
-    ends = [rows * i // parts for i in range(parts + 1)]
-    return [slice(a, b) for a, b in pairwise(ends) if b > a]
-
-
-def without_columns(prompts: PromptBatch) -> PromptBatch:
-    """Prepare prompts for another process: on the CPU, without dataset columns."""
-    return replace(prompts.to("cpu"), columns={})
-
-
-def stack_prompts(parts: Sequence[PromptBatch]) -> PromptBatch:
-    """Stack the rows of all parts; groups of different parts stay apart even with equal ids."""
-    return PromptBatch.cat(with_unique_groups(parts))
-
-
-def join_rollouts(prompts: PromptBatch, parts: Sequence[Rollout], pad_id: int) -> Rollout:
-    """Concatenate the rollouts of consecutive rows of ``prompts``, padded to the widest."""
-    names = [f"rollout engine {i} of {len(parts)}" for i in range(len(parts))]
-    whole = Rollout.cat([part.to(prompts.ids.device) for part in parts], names=names)
-    ids = whole.ids.masked_fill(~whole.response_mask, pad_id)
-    return replace(whole, prompts=prompts, ids=ids)
-
-
-def with_prompts(rollout: Rollout, prompts: PromptBatch) -> Rollout:
-    """Restore the prompts and columns of a rollout from another process."""
-    return replace(rollout.to(prompts.ids.device), prompts=prompts)
-
-
-def slice_rollout(rollout: Rollout, rows: slice, prompts: PromptBatch, extra: int) -> Rollout:
-    """The rows that answer ``prompts``, as wide as their longest response plus ``extra`` slots."""
-    part = replace(rollout.rows(rows), prompts=prompts)
-    return part.trim(int(part.response_mask.sum(1).max()) + extra)
-
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -69,12 +29,12 @@ T = TypeVar("T")
 class EngineInputs:
     """Inputs from which every rollout engine is built."""
 
-    policy: nn.Module
+    policy: nn.Module  # a transformers causal language model with its current weights
     pad_id: int
-    tokenizer: Any = None
-    dtype: torch.dtype | None = None
-    extra_column: bool = False
-    chunk_rows: int = 64
+    tokenizer: Any = None  # needed for stop strings only
+    dtype: torch.dtype | None = None  # precision of the learner; None is float32
+    extra_column: bool = False  # leave one slot after the longest response
+    chunk_rows: int = 64  # rows that an embedded engine samples at a time
 
 
 class ShardedEngine:
@@ -117,29 +77,24 @@ class ShardedEngine:
         """One response per row; an engine's failure is raised once the others have finished."""
         if self._check is not None:
             self._check(prompts, sampling)
-
-        def sample(engine: RolloutEngine, rows: slice) -> Rollout:
-            return engine.generate(prompts.rows(rows), sampling=sampling, seed=seed)
-
-        parts = self._sample(slice(0, len(prompts)), sample)
+        parts = self._generate(prompts, sampling=sampling, seed=seed)
         return join_rollouts(prompts, parts, self._pad_id)
 
-    def _sample(
-        self, rows: slice, sample: Callable[[RolloutEngine, slice], Rollout]
-    ) -> list[Rollout]:
-        """Collect results of ``sample`` from all engines, in the order of rows.
+    def _generate(self, prompts: PromptBatch, **how: Any) -> list[Rollout]:
+        """The rollouts of all engines, in the order of rows.
 
         Rows of engines whose nodes are lost are sampled again, on the others.
         """
-        parts = [
-            slice(rows.start + part.start, rows.start + part.stop)
-            for part in split_rows(rows.stop - rows.start, len(self.engines))
-        ] or [rows]
+        ends = [len(prompts) * i // len(self.engines) for i in range(len(self.engines) + 1)]
+        parts = [prompts.rows(slice(a, b)) for a, b in pairwise(ends) if b > a] or [prompts]
         engines = self.engines[: len(parts)]
-        calls = [partial(sample, engine, part) for engine, part in zip(engines, parts, strict=True)]
+        calls = [
+            partial(engine.generate, part, **how)
+            for engine, part in zip(engines, parts, strict=True)
+        ]
         results: list[Rollout] = []
         for result, part in zip(self._call_all(calls, engines), parts, strict=True):
-            results += [result] if result is not None else self._sample(part, sample)
+            results += [result] if result is not None else self._generate(part, **how)
         return results
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
@@ -215,9 +170,6 @@ def start_all(
 def _run_in_background(function: Callable[[], None] | None) -> None:
     if function is not None:
         threading.Thread(target=function, daemon=True).start()
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,7 +252,8 @@ class RankSharedEngine:
         parts = [request.prompts for request in active if request.prompts is not None]
         sampling = active[0].sampling
         assert sampling is not None  # set with the prompts
-        whole = engine.generate(stack_prompts(parts), sampling=sampling, seed=active[0].seed)
+        together = PromptBatch.cat(with_unique_groups(parts))
+        whole = engine.generate(together, sampling=sampling, seed=active[0].seed)
         responses: list[tuple[Rollout | None, bool]] = []
         begin = 0
         for prompts in (request.prompts for request in requests):
@@ -413,3 +366,27 @@ def build_shared_engine(
         logprob_kind=logprob_kind,
         extra_columns=extra_columns,
     )
+
+
+def without_columns(prompts: PromptBatch) -> PromptBatch:
+    """Prepare prompts for another process: on the CPU, without dataset columns."""
+    return replace(prompts.to("cpu"), columns={})
+
+
+def join_rollouts(prompts: PromptBatch, parts: Sequence[Rollout], pad_id: int) -> Rollout:
+    """Concatenate the rollouts of consecutive rows of ``prompts``, padded to the widest."""
+    names = [f"rollout engine {i} of {len(parts)}" for i in range(len(parts))]
+    whole = Rollout.cat([part.to(prompts.ids.device) for part in parts], names=names)
+    ids = whole.ids.masked_fill(~whole.response_mask, pad_id)
+    return replace(whole, prompts=prompts, ids=ids)
+
+
+def with_prompts(rollout: Rollout, prompts: PromptBatch) -> Rollout:
+    """Restore the prompts and columns of a rollout from another process."""
+    return replace(rollout.to(prompts.ids.device), prompts=prompts)
+
+
+def slice_rollout(rollout: Rollout, rows: slice, prompts: PromptBatch, extra: int) -> Rollout:
+    """The rows that answer ``prompts``, as wide as their longest response plus ``extra`` slots."""
+    part = replace(rollout.rows(rows), prompts=prompts)
+    return part.trim(int(part.response_mask.sum(1).max()) + extra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ PREPACKED_TOKENS = 16  # tokens per row from which packing weights pays off
 PREPACKED_BYTES = 2 << 30  # largest packed weights of a model; larger ones stay unpacked
 _SPARING_BYTES = 1 << 30  # the limit if activations are checkpointed to save memory
 _FLOAT32 = torch.empty(0)
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # mallopt(3) parameters in glibc
 
 
 class Kernels:
@@ -183,3 +185,12 @@ def _build_prepacked_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool)
         return result
 
     return forward
+
+
+def keep_freed_memory(keep: bool) -> None:
+    """Keep freed memory for the next pass, or return every block of at least 4 MB at once."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 4 << 20)
+        mallopt(_MMAP_MAX, 0 if keep else 65_536)
+        mallopt(_TRIM_THRESHOLD, -1 if keep else 128 << 10)

@@ -49,10 +49,7 @@ class GrowingLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append new keys and values [b, heads, n, size]; returns all."""
-        key_states, value_states = (
-            _cast_for_attention(key_states),
-            _cast_for_attention(value_states),
-        )
+        key_states, value_states = map(_cast_for_attention, (key_states, value_states))
         if self.cursor is not None:
             for slots, states in zip(self._slots, (key_states, value_states), strict=True):
                 slots.index_copy_(-2, self.cursor, states)
@@ -158,16 +155,6 @@ def can_capture(model: nn.Module, layers: list[Any]) -> bool:
     )
 
 
-def _free_cached_memory() -> None:
-    """Return cached memory if the GPU is nearly full.
-
-    A capture can use neither memory that torch has cached nor that of earlier captures.
-    """
-    free, total = torch.cuda.mem_get_info()
-    if free < _SCARCE * total:
-        torch.cuda.empty_cache()
-
-
 class DecodeGraph:
     """A captured step of a batch whose prompts have been read.
 
@@ -212,7 +199,9 @@ class DecodeGraph:
         side.wait_stream(main)
         with self._fixed_slots(), torch.cuda.stream(side), capturing:
             try:
-                _free_cached_memory()
+                free, total = torch.cuda.mem_get_info()
+                if free < _SCARCE * total:  # a capture cannot use memory that torch has cached
+                    torch.cuda.empty_cache()
                 # Warm-up: libraries allocate their buffers, and the step's cache slot is written.
                 self._run(forward)
                 side.synchronize()

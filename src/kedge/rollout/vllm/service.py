@@ -51,7 +51,6 @@ class Service(Protocol):
     @property
     def abilities(self) -> tuple[int, bool]:
         """Number of concurrent requests, and whether ``load`` may be called while some run."""
-        ...
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> Mapping[int, GenerationResult]:
         """Add requests by key, and sample for a short time; returns results by key.
@@ -59,35 +58,27 @@ class Service(Protocol):
         Raises:
             LostRequestsError: the vLLM was restarted and lost its requests.
         """
-        ...
 
     def cancel(self) -> None:
         """Drop all requests."""
-        ...
 
     def load(self, payload: WeightPayload, version: int) -> None:
         """Load the weights and reset caches of older ones."""
-        ...
 
     def version(self) -> int:
         """Version of the weights that vLLM reports; -1: unknown."""
-        ...
 
     def max_length(self) -> int:
         """Longest prompt and response together, in tokens."""
-        ...
 
     def sleep(self) -> None:
         """Free the KV cache and move the weights to host memory."""
-        ...
 
     def wake(self, part: Literal["weights", "kv_cache"]) -> None:
         """Allocate a part of the GPU memory again; both are needed to sample."""
-        ...
 
     def close(self) -> None:
         """Release all resources; may be called again."""
-        ...
 
 
 def check_version(version: str, where: str) -> None:
