@@ -1,7 +1,7 @@
 """Bad arguments, data, models, rewards and options give one clear error that names the thing.
 
 ``tests/unit/test_build.py`` has those that each stage of a run refuses, and
-``tests/unit/test_config_values.py`` the options that a config refuses.
+``tests/unit/test_config.py`` the options that a config refuses.
 """
 
 from __future__ import annotations
