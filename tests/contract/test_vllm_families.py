@@ -12,8 +12,8 @@ import torch
 from kedge.errors import ConfigError, SyncError
 from kedge.rollout.embedded.sampling import restrict
 from kedge.types import Sampling
+from tests.contract.embedded import prompts
 from tests.contract.engines import PAD, needs_vllm, policy, server_of, trained
-from tests.contract.test_rollout_engine import prompts
 
 pytestmark = needs_vllm
 SAMPLING = Sampling(max_new_tokens=12, min_new_tokens=3, temperature=0.7, stop_ids=(5,))

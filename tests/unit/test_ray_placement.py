@@ -20,7 +20,7 @@ from kedge.rollout.rows import join_rollouts, slice_rollout, split_rows, stack_p
 from kedge.rollout.sharded import ShardedEngine, start_all
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Receipt, Sampling
-from tests.contract.test_rollout_engine import prompts
+from tests.contract.embedded import prompts
 
 SAMPLING = Sampling(max_new_tokens=12, stop_ids=(5, 6, 7, 8))
 

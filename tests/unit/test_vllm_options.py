@@ -32,8 +32,8 @@ from kedge.rollout.vllm.service import GenerationResult, allowed_tokens, check_v
 from kedge.testing import tiny_policy
 from kedge.trainers.spec import shared_kwargs
 from kedge.types import Sampling
+from tests.contract.embedded import prompts
 from tests.contract.engines import policy, trained
-from tests.contract.test_rollout_engine import prompts
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_temperatures_that_vllm_would_change_are_refused():
 
 def record(answers, sampling, **options):
     made = {"pad_id": 9, "tokenizer": None, "extra_column": False, "vocabulary": 64} | options
-    batch = prompts(rows=len(answers))
+    batch = prompts(lengths=(7,) * len(answers))
     return build_rollout(answers, batch, sampling, **made)
 
 

@@ -25,8 +25,8 @@ from kedge.rollout.vllm.weight_files import WeightFiles
 from kedge.rollout.vllm.weight_payload import WeightPayload, max_lora_rank
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
+from tests.contract.embedded import prompts
 from tests.contract.engines import policy, trained
-from tests.contract.test_rollout_engine import prompts
 from tests.private_bytes import PrivateBytes
 
 FAMILIES = ["llama", "gpt2", "gpt_neox", "qwen2"]
