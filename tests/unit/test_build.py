@@ -78,7 +78,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     # rollout engine
     (with_engine, {"engine": None, "sampler_correction": "mask"}, "records none"),
     (small, {**URL, "min_new_tokens": 2}, "min_new_tokens=2 is not supported with the server"),
-    (small, {**AS_COMPLETED, "num_partial_batches": 3}, "must divide the 4 prompts"),
+    (
+        small,
+        {**AS_COMPLETED, "num_partial_batches": 3},
+        "must divide the 4 prompts of a rank; valid values: 1, 2, 4",
+    ),
     (
         small,
         {"sampler_correction": "off", "sampler_correction_high": 3.0},

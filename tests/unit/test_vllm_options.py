@@ -39,7 +39,6 @@ from tests.contract.engines import policy, trained
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rollout_engine": "sglang"}, "rollout_engine='sglang' must be one of 'embedded', 'vllm'"),
         ({"vllm_sleep": True}, "vllm_sleep=True has no effect with rollout_engine='embedded'"),
         (
             {"rollout_engine": "vllm", "vllm_engine_args": {"seed": 1}},
@@ -86,10 +85,6 @@ def trainer_of(tmp_path, monkeypatch, model, **options):
         (
             {"vllm_engine_args": {"max_model_len": 4}, "heads": 1},
             r"need 55 positions; vLLM with vllm_max_model_length \(max_model_len\) has 4",
-        ),
-        (
-            {"rollout_engine": "http://127.0.0.1:9", "min_new_tokens": 2},
-            "min_new_tokens=2 is not supported with the server at http://127.0.0.1:9",
         ),
     ],
 )
