@@ -11,7 +11,7 @@ from kedge.errors import ConfigError, RolloutError, SyncError
 from kedge.models.fingerprint import fingerprint, policy_weights
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.types import Sampling
-from tests.largest import Largest
+from tests.storages import Largest
 
 from .embedded import PAD, VOCAB, full_logits, logprobs_of, policy, prompts, sample
 

@@ -17,8 +17,8 @@ from kedge.models.model import causal_parts, run_backbone
 from kedge.models.packing import by_length, padding_budget
 from kedge.models.value_head import ScalarHead, load_value, scalar_model
 from kedge.testing import tiny_policy, tiny_reward_model
-from tests.largest import Largest
 from tests.learners import VOCAB, arguments, experience, learner, one_rank, rollout, take_step
+from tests.storages import Largest
 
 
 def test_missing_models_are_named():

@@ -27,7 +27,7 @@ from kedge.testing import tiny_policy
 from kedge.types import Sampling
 from tests.contract.embedded import prompts
 from tests.contract.engines import policy, trained
-from tests.private_bytes import PrivateBytes
+from tests.storages import PrivateBytes
 
 FAMILIES = ["llama", "gpt2", "gpt_neox", "qwen2"]
 
