@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from kedge import judges
 from kedge.errors import JudgeError
 from kedge.judges import Answer, Endpoint, FunctionJudge, Match, Pair, Row, ScoreJudge, match, rank
-from kedge.judges.endpoint import winner_in
 
 from .judge_server import BAD, GOOD, PROMPTS, endpoint, honest, reply, serving
 from .reward_servers import raw_server
@@ -137,7 +137,7 @@ serve = pytest.fixture(serving)
     ],
 )
 def test_what_a_judge_says_is_read(text: str, prefer: str) -> None:
-    assert winner_in(text) == prefer
+    assert judges.winner_in(text) == prefer
 
 
 def test_an_endpoint_is_asked_and_counted(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], said: str) -> None
 
 
 def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kedge.judges.endpoint.MAX_REPLY", 1 << 16)
+    monkeypatch.setattr("kedge.judges.MAX_REPLY", 1 << 16)
     limits = {"answered with more than 65536 bytes": (b"x" * (1 << 17), 20.0)}
     for said, (body, timeout) in (limits | {"no answer after 0.2 s": (None, 0.2)}).items():
         answer = None if body is None else b"HTTP/1.1 200 OK\r\n\r\n" + body  # None: it drips

@@ -3,7 +3,7 @@
 import pytest
 
 from kedge.config.ppo import PPOConfig
-from kedge.config.schedule import build_schedule
+from kedge.reporting.responses import IntervalSchedule
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from kedge.config.schedule import build_schedule
 )
 def test_cadence(tmp_path, options, iterations, samples, tokens):
     config = PPOConfig(output_dir=str(tmp_path), **options)
-    schedule = build_schedule(config, iterations=iterations, iterations_per_epoch=2.5)
+    schedule = IntervalSchedule(config, iterations=iterations, iterations_per_epoch=2.5)
     done = range(1, iterations + 1)
     assert [i for i in done if schedule.samples(i)] == samples
     assert [i for i in done if schedule.writes_tokens(i)] == tokens

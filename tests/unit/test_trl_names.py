@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from kedge.loop.metrics import TRL_NAMES
 from kedge.testing import tiny_policy
-from kedge.trainers.metric_names import trl_names
+from kedge.trainers.spec import trl_names
 from tests.e2e.small import PROMPTS
 from tests.e2e.test_groups import grpo, rloo
 
