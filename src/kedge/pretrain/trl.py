@@ -18,7 +18,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from kedge.errors import ConfigError, DataError
-from kedge.models.end_tokens import eos_token_ids
+from kedge.models.load import eos_token_ids
 from kedge.ops.cpu.patch import Kernels
 from kedge.rewards.heads import SHIFT, save_adapter_shift
 from kedge.rewards.model import RewardModel

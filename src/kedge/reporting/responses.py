@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kedge.config.base import OnPolicyConfig
 from kedge.data.encode import is_chat
-from kedge.loop.hooks import StepReport
+from kedge.loop.updater import StepReport
 from kedge.protocols import Learner
 from kedge.reporting.base import BestEffortWriter, write_whole
 from kedge.types import Experience, RewardOutput, Rollout

@@ -21,14 +21,13 @@ from kedge.config.declare import read_mapping
 from kedge.config.rollout_engines import engine_args, load_function
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
+from kedge.learner.distributed import sharding_strategy
 from kedge.learner.learner import HFLearner
 from kedge.learner.learner_state import WeightCopier
-from kedge.learner.sharding import sharding_strategy
 from kedge.loop.batch_sizes import BatchSizes
-from kedge.loop.entropy_bonus import EntropyBonus
-from kedge.loop.kl_control import AdaptiveKL, FixedKL
+from kedge.loop.control import AdaptiveKL, EntropyBonus, FixedKL
 from kedge.loop.loop import Engine
-from kedge.math.importance import Correction
+from kedge.math.ratios import Correction
 from kedge.math.running import RunningMoments
 from kedge.models.compatibility import vocabulary
 from kedge.models.load import without_weights
@@ -391,7 +390,7 @@ class RolloutStage:
         options: dict[str, Any] = self.options
         if self.spec.actors:
             options = options | {"cluster": setup.ray_cluster}
-        from kedge.rollout.sharded import EngineInputs
+        from kedge.rollout.engines import EngineInputs
 
         inputs = EngineInputs(
             policy=models.policy_copy or learner.policy,
@@ -416,7 +415,7 @@ class RolloutStage:
 
     def _start_on_first(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
         """Make an engine on rank 0 that all ranks share."""
-        from kedge.rollout.shared import build_shared_engine
+        from kedge.rollout.engines import build_shared_engine
 
         setup, args, mail = self.setup, self.setup.args, None
         if self.spec.actors:
