@@ -11,39 +11,38 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 1_994,
+    ".": 2_512,
     "algorithms": 1_069,
     "checkpoint": 862,
     "classic": 3_777,
-    "cli": 3_720,
+    "cli": 3_589,
     "compat": 739,
-    "config": 3_259,
+    "config": 3_057,
     "data": 743,
-    "demo": 488,
+    "demo": 443,
     "environments": 2_480,
     "environments/adapters": 723,
     "environments/games": 496,
-    "judges": 603,
     "learner": 1_620,
     "loop": 1_972,
     "math": 773,
     "models": 2_175,
     "ops": 593,
     "ops/cpu": 625,
-    "pretrain": 735,
+    "pretrain": 648,
     "ray": 2_136,
-    "reporting": 2_399,
+    "reporting": 2_278,
     "rewards": 1_644,
     "rollout": 583,
     "rollout/embedded": 1_408,
     "rollout/scheduler": 1_670,
     "rollout/vllm": 2_693,
-    "trainers": 3_738,
+    "trainers": 3_573,
     "verifiers": 2_559,
     "verifiers/sandbox": 1_330,
 }
-TOTAL = 49_606
-TESTS = 41_791
+TOTAL = 48_770
+TESTS = 41_797
 
 
 def count_lines(files: list[Path]) -> int:

@@ -16,7 +16,7 @@ from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError, RolloutError
 from kedge.math.ratios import Correction
 from kedge.testing import tiny_policy
-from kedge.trainers.assembly.rollout import build_correction
+from kedge.trainers.assembly.run import build_correction
 from kedge.types import RewardOutput, Rollout, Sampling
 from tests.e2e.small import small
 from tests.e2e.test_groups import grpo, rloo

@@ -17,7 +17,7 @@ from transformers import hf_argparser
 
 from kedge.compat import older_transformers
 from kedge.compat.finder import APIS, PACKAGE, VERSIONS, NameFinder
-from kedge.config.compat.parser import ConfigParser
+from kedge.config.parser import ConfigParser
 from kedge.errors import ConfigError
 
 _PARSER = hf_argparser.HfArgumentParser

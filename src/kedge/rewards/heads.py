@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kedge.errors import RewardError
 from kedge.models.backbone import pack_sequences, run_packed, supports_packing
 
-SHIFT = "kedge_score_shift"  # config key; added to every score (pretrain/reward.py)
+SHIFT = "kedge_score_shift"  # config key; added to every score (pretrain/trl.py)
 SHIFT_FILE = f"{SHIFT}.json"  # in an adapter's folder, which has no model configuration
 Head = Callable[[Tensor, Tensor], Tensor]  # ids [b, L], lengths [b] -> logits [b, labels]
 
