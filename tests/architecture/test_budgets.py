@@ -11,18 +11,16 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 1_995,
+    ".": 2_041,
     "algorithms": 1_080,
     "checkpoint": 960,
-    "classic": 3_778,
+    "classic": 3_700,
     "cli": 3_722,
-    "compat": 740,
+    "compat": 716,
     "config": 3_259,
-    "data": 743,
+    "data": 711,
     "demo": 488,
-    "environments": 2_480,
-    "environments/adapters": 723,
-    "environments/games": 500,
+    "environments": 3_461,
     "judges": 605,
     "learner": 1_733,
     "loop": 2_060,
@@ -33,14 +31,14 @@ BUDGETS = {
     "pretrain": 740,
     "ray": 2_306,
     "reporting": 2_399,
-    "rewards": 1_644,
+    "rewards": 1_527,
     "rollout": 685,
     "rollout/embedded": 1_535,
     "rollout/scheduler": 1_755,
     "rollout/vllm": 2_794,
     "trainers": 3_740,
-    "verifiers": 2_559,
-    "verifiers/sandbox": 1_330,
+    "verifiers": 2_504,
+    "verifiers/sandbox": 1_324,
 }
 TOTAL = 50_785
 TESTS = 42_615

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, get_type_hints
 
+from kedge.background import in_thread
 from kedge.environments.pool import MakeEnvironment
 from kedge.errors import ConfigError, RewardError
 from kedge.protocols import Observation
@@ -104,24 +104,13 @@ class ToolEnvironment:
 
     def _results(self, calls: Sequence[ToolCall]) -> list[tuple[Any, bool]]:
         """Result of each call (possibly an awaitable), and whether it failed."""
-        results: list[Any] = [None] * len(calls)
-
-        def work(i: int) -> None:
-            results[i] = self._call(calls[i])
-
-        in_order = [i for i, call in enumerate(calls) if call.name in self._in_order]
-        threads = [
-            threading.Thread(target=work, args=(i,), name="tool", daemon=True)
-            for i in range(len(calls))
-            if i not in in_order
-        ]
-        for thread in threads:
-            thread.start()
-        for i in in_order:
-            work(i)
-        for thread in threads:
-            thread.join()
-        return results
+        threads = {
+            i: in_thread(partial(self._call, call), "tool")
+            for i, call in enumerate(calls)
+            if call.name not in self._in_order
+        }
+        in_order = {i: self._call(call) for i, call in enumerate(calls) if i not in threads}
+        return [in_order[i] if i in in_order else threads[i].result() for i in range(len(calls))]
 
     def _call(self, call: ToolCall) -> tuple[Any, bool]:
         """Run a call; returns its result, and whether it failed."""
@@ -207,11 +196,7 @@ def tool_environments(
 
 
 def tool_schema(tool: Tool) -> dict[str, Any]:
-    """The JSON schema of a function, from its signature and docstring.
-
-    Raises:
-        ConfigError: a type hint or the description of an argument is missing.
-    """
+    """The JSON schema of a function, from its type hints and docstring."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:

@@ -26,8 +26,7 @@ from torch import nn
 
 from kedge.errors import ConfigError, DataError
 from kedge.pretrain.supervised import train_with_kernels
-from kedge.rewards.heads import SHIFT, save_adapter_shift
-from kedge.rewards.model import RewardModel
+from kedge.rewards.model import SHIFT, RewardModel, save_adapter_shift
 
 KIND = "kind"  # column of the kind of a pair
 FILE = "held_out.json"
