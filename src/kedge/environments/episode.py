@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.math.rewards import place_score
+from kedge.protocols import Step
 from kedge.types import PER_EPISODE, Episodes, PromptBatch, RewardOutput, Rollout, Sampling
 
 _RESERVE = 64  # tokens
@@ -227,7 +228,7 @@ def derive_seed(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def read_step(result: object) -> tuple[Any, float, bool, bool, object]:
+def read_step(result: object) -> Step:
     """Check the result of ``Environment.step``; raises RolloutError."""
     if not isinstance(result, tuple) or len(result) != 5:
         raise RolloutError(

@@ -34,7 +34,7 @@ from kedge.environments.episode import (
 from kedge.environments.pool import Calls, EnvironmentPool, MakeEnvironment, OnError, RunningCalls
 from kedge.environments.turn_tokens import TurnTokens, as_messages
 from kedge.errors import ConfigError, LostRequestsError, RewardError, RolloutError
-from kedge.protocols import NewContext, Observation, RolloutEngine
+from kedge.protocols import NewContext, Observation, RolloutEngine, Step
 from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
@@ -373,23 +373,15 @@ class EnvironmentRollouts:
     def _on_step(self, episode: Episode, result: Any, response: Response) -> None:
         """Append the answer to a turn, or end the episode."""
         with self._failing(episode, "step"):
-            self._add_step(episode, response, *read_step(_unwrap(result)))
+            self._add_step(episode, response, read_step(_unwrap(result)))
         final_reward = getattr(episode.environment, "final_reward", None)
         if episode.cut_off and final_reward is not None:
             self._call(episode, final_reward, self._on_final_reward)
         else:
             self._next_turns([episode])
 
-    def _add_step(
-        self,
-        episode: Episode,
-        response: Response,
-        observation: Observation,
-        reward: float,
-        terminated: bool,
-        truncated: bool,
-        info: object,
-    ) -> None:
+    def _add_step(self, episode: Episode, response: Response, step: Step) -> None:
+        observation, reward, terminated, truncated, info = step
         episode.add_reward(reward)
         episode.add_metrics(info)
         if isinstance(observation, NewContext):
