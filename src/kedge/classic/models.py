@@ -168,12 +168,19 @@ class PreTrainedModelWrapper(nn.Module):
         self.pretrained_model = pretrained_model
         self.config = pretrained_model.config
         self.is_peft_model = hasattr(pretrained_model, "peft_config")
-        self.is_sequential_parallel = False
         self.is_loaded_in_8bit = bool(getattr(pretrained_model, "is_loaded_in_8bit", False))
         self.is_loaded_in_4bit = bool(getattr(pretrained_model, "is_loaded_in_4bit", False))
         self.reward_adapter: RewardAdapter | None = None
         self.v_head = ValueHead(self.config, **kwargs)
-        self.v_head.to(self._output_device())
+        places = set(map(str, getattr(pretrained_model, "hf_device_map", {}).values()))
+        offloaded = sorted(places & {"cpu", "disk"})
+        if offloaded and places != {"cpu"}:
+            raise ConfigError(
+                f"device_map places parts of the model on {' and '.join(offloaded)}, but a trained "
+                "model must fit on its accelerators"
+            )
+        self.is_sequential_parallel = len(places) > 1
+        self.v_head.to(pretrained_model.get_output_embeddings().weight.device)
 
     @classmethod
     def from_pretrained(
@@ -315,18 +322,6 @@ class PreTrainedModelWrapper(nn.Module):
         from kedge.classic.reports import push
 
         return push(self.save_pretrained, repo_id, **kwargs)
-
-    def _output_device(self) -> torch.device:
-        places = set(map(str, getattr(self.pretrained_model, "hf_device_map", {}).values()))
-        offloaded = sorted(places & {"cpu", "disk"})
-        if offloaded and places != {"cpu"}:
-            raise ConfigError(
-                f"device_map places parts of the model on {' and '.join(offloaded)}, but a trained "
-                "model must fit on its accelerators"
-            )
-        self.is_sequential_parallel = len(places) > 1
-        device: torch.device = self.pretrained_model.get_output_embeddings().weight.device
-        return device
 
 
 class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):

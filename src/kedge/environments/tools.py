@@ -120,7 +120,11 @@ class ToolEnvironment:
             names = ", ".join(self._functions)
             return f"Error: there is no tool {call.name!r}; the tools are: {names}", True
         function, schema = self._functions[call.name]
-        arguments = _with_texts(call, schema["function"]["parameters"]["properties"])
+        properties = schema["function"]["parameters"]["properties"]
+        arguments = dict(call.arguments)
+        for key, text in call.texts.items():  # the original text, where the schema wants a string
+            if key in arguments and not _matches(arguments[key], properties.get(key, {})):
+                arguments[key] = text
         problem = check_arguments(function, schema, arguments)
         if problem:
             return f"Error: {problem}", True
@@ -228,16 +232,6 @@ def _as_function(tool: Tool) -> Tool:
     call.__signature__ = signature.replace(parameters=[*free.values()])  # type: ignore[attr-defined]
     call.__annotations__ = {name: hint for name, hint in hints.items() if name in free}
     return call
-
-
-def _with_texts(call: ToolCall, properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with the original text where the schema wants a string."""
-    return {
-        key: call.texts[key]
-        if key in call.texts and not _matches(value, properties.get(key, {}))
-        else value
-        for key, value in call.arguments.items()
-    }
 
 
 def check_arguments(tool: Tool, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
