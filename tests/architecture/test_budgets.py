@@ -21,7 +21,6 @@ BUDGETS = {
     "data": 711,
     "demo": 488,
     "environments": 3_448,
-    "environments/games": 496,
     "judges": 603,
     "learner": 1_620,
     "loop": 1_972,

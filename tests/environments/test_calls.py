@@ -105,9 +105,7 @@ def test_steps_of_64_episodes_overlap(make: Any) -> None:
     assert rollout.terminated.all()
 
 
-def test_threads_that_need_the_event_loop_at_once_share_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_that_need_the_event_loop_at_once_share_one(monkeypatch: Any) -> None:
     make, loops = asyncio.new_event_loop, list[Any]()
 
     def slow() -> Any:
