@@ -11,38 +11,36 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_512,
+    ".": 2_559,
     "algorithms": 1_069,
     "checkpoint": 862,
-    "classic": 3_777,
+    "classic": 3_694,
     "cli": 3_589,
-    "compat": 739,
+    "compat": 716,
     "config": 3_057,
-    "data": 743,
+    "data": 711,
     "demo": 443,
-    "environments": 2_480,
-    "environments/adapters": 723,
-    "environments/games": 496,
+    "environments": 3_448,
     "learner": 1_620,
     "loop": 1_972,
     "math": 773,
     "models": 2_175,
     "ops": 593,
     "ops/cpu": 625,
-    "pretrain": 648,
+    "pretrain": 647,
     "ray": 2_136,
     "reporting": 2_278,
-    "rewards": 1_644,
+    "rewards": 1_527,
     "rollout": 583,
     "rollout/embedded": 1_408,
     "rollout/scheduler": 1_670,
     "rollout/vllm": 2_693,
-    "trainers": 3_573,
-    "verifiers": 2_559,
-    "verifiers/sandbox": 1_330,
+    "trainers": 3_571,
+    "verifiers": 2_504,
+    "verifiers/sandbox": 1_324,
 }
-TOTAL = 48_770
-TESTS = 41_797
+TOTAL = 48_247
+TESTS = 41_795
 
 
 def count_lines(files: list[Path]) -> int:

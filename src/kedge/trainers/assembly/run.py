@@ -282,7 +282,6 @@ class RewardStage:
             "on_error": args.on_reward_error,
             "error_score": args.reward_error_score,
             "timeout": args.reward_timeout,
-            "dataset_columns": self._columns,
         }
         source: RewardSource
         if args.ray_reward_workers:
