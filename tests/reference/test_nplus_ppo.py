@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms import ppo
-from kedge.loop.kl_control import AdaptiveKL
+from kedge.loop.control import AdaptiveKL
 from kedge.types import PromptBatch, Rollout
 from tests.e2e.small import VOCAB, rows, small
 from tests.reference.nplus_inputs import LENGTHS, evidence, experience

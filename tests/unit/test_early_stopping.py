@@ -9,7 +9,7 @@ import torch
 
 from kedge.algorithms import ppo
 from kedge.loop import stages
-from kedge.loop.early_stopping import KL, RATIO, StepLimits
+from kedge.loop.control import KL, RATIO, StepLimits
 from kedge.types import Experience
 
 

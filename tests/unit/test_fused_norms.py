@@ -11,7 +11,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from kedge.ops.cpu import patch
 from kedge.ops.cpu.patch import Kernels
-from kedge.ops.fused_norms import fused_forward, is_standard
+from kedge.ops.gpu import fused_forward, is_standard
 
 
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen2RMSNorm])

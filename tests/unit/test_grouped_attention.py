@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.integrations import sdpa_attention
 
-from kedge.ops.grouped_attention import attend_grouped
-from kedge.rollout.embedded.kv_cache import GrowingLayer
+from kedge.ops.gpu import attend_grouped
+from kedge.rollout.embedded.decode import GrowingLayer
 
 
 @pytest.mark.parametrize("scaling", [None, 0.3])

@@ -15,10 +15,10 @@ from torch import Tensor
 from kedge.algorithms import ppo
 from kedge.errors import CheckpointError, RewardError, RolloutError, SyncError
 from kedge.loop.batch_sizes import BatchSizes
-from kedge.loop.hooks import Hooks, StepReport
-from kedge.loop.kl_control import AdaptiveKL
+from kedge.loop.control import AdaptiveKL
 from kedge.loop.loop import Engine
 from kedge.loop.metrics import check_known
+from kedge.loop.updater import Hooks, StepReport
 from kedge.testing import FunctionReward
 from kedge.types import PromptBatch, Receipt, RewardOutput, Rollout, Sampling
 

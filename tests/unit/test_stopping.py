@@ -3,7 +3,7 @@ import torch
 
 from kedge.errors import ConfigError
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.rollout.embedded.stopping import StopCriteria, StopStrings
+from kedge.rollout.embedded.sampling import StopCriteria, StopStrings
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from kedge.errors import ConfigError, RolloutError
-from kedge.rollout.vllm.requests import (
+from kedge.rollout.vllm.service import (
+    GenerationResult,
+    allowed_tokens,
     build_requests,
     build_rollout,
     build_sampling_params,
     row_seed,
 )
-from kedge.rollout.vllm.service import GenerationResult, allowed_tokens
 from kedge.types import Sampling
 from tests.contract.test_rollout_engine import prompts
 

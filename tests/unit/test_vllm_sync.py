@@ -19,7 +19,7 @@ from kedge.models.fingerprint import fingerprint
 from kedge.rollout.vllm.engine import VLLMEngine
 from kedge.rollout.vllm.policy_template import PolicyTemplate, weights_dtype
 from kedge.rollout.vllm.service import GenerationResult
-from kedge.rollout.vllm.weight_payload import max_lora_rank
+from kedge.rollout.vllm.weights import max_lora_rank
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
 from tests.contract.engines import policy, trained
