@@ -22,7 +22,7 @@ BUDGETS = {
     "demo": 443,
     "environments": 3_448,
     "learner": 1_620,
-    "loop": 1_972,
+    "loop": 1_989,
     "math": 773,
     "models": 2_175,
     "ops": 593,
@@ -39,8 +39,8 @@ BUDGETS = {
     "verifiers": 2_504,
     "verifiers/sandbox": 1_324,
 }
-TOTAL = 48_247
-TESTS = 41_795
+TOTAL = 48_264
+TESTS = 41_839
 
 
 def count_lines(files: list[Path]) -> int:
