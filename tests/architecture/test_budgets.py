@@ -11,13 +11,13 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_512,
+    ".": 2_504,
     "algorithms": 1_069,
     "checkpoint": 862,
     "classic": 3_778,
-    "cli": 3_589,
+    "cli": 3_582,
     "compat": 740,
-    "config": 3_057,
+    "config": 3_046,
     "data": 743,
     "demo": 443,
     "environments": 2_480,
@@ -31,13 +31,13 @@ BUDGETS = {
     "ops/cpu": 628,
     "pretrain": 648,
     "ray": 2_155,
-    "reporting": 2_278,
+    "reporting": 2_256,
     "rewards": 1_644,
     "rollout": 606,
     "rollout/embedded": 1_419,
     "rollout/scheduler": 1_670,
     "rollout/vllm": 2_702,
-    "trainers": 3_573,
+    "trainers": 3_563,
     "verifiers": 2_559,
     "verifiers/sandbox": 1_330,
 }

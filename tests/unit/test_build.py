@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from kedge.config.rollout_engines import (
     ENGINE_NAMES,
     ROLLOUT_ENGINES,
     RolloutArguments,
-    load_function,
 )
 from kedge.errors import ConfigError, KedgeError
 from kedge.testing import ScriptedRollouts, tiny_policy
@@ -148,7 +148,7 @@ def test_unset_options_follow_others() -> None:
 @pytest.mark.parametrize("name", ROLLOUT_ENGINES)
 def test_an_engine_reads_the_options_that_its_builder_takes(name: str) -> None:
     spec = ROLLOUT_ENGINES[name]
-    taken = set(inspect.signature(load_function(spec.build)).parameters)
+    taken = set(inspect.signature(resolve_name(spec.build)).parameters)
     if spec.actors:
         from kedge.ray.placement import RayCluster
 

@@ -9,8 +9,8 @@ from transformers.utils import logging as transformers_logging
 from kedge.config.ppo import PPOConfig
 from kedge.errors import CheckpointError
 from kedge.trainers.base import configure_process
-from kedge.trainers.run.hf_callbacks import Callbacks
-from kedge.trainers.run.run import earlier_run
+from kedge.trainers.hf_callbacks import Callbacks
+from kedge.trainers.run import earlier_run
 
 
 @pytest.fixture(autouse=True)
