@@ -43,4 +43,4 @@ def _own_precision() -> None:
 @pytest.fixture
 def curves(monkeypatch: pytest.MonkeyPatch, draw_curves: Callable[..., Path | None]) -> None:
     """With this fixture, runs draw their curves."""
-    monkeypatch.setattr("kedge.reporting.curves.draw_curves", draw_curves)
+    monkeypatch.setattr("kedge.reporting.log.draw_curves", draw_curves)

@@ -43,8 +43,8 @@ def post(
 ) -> Reply:
     """Send JSON; network and server failures are returned, not raised.
 
-    ``seconds`` are a deadline from connecting to the last byte of the reply, which has at ``most``
-    so many bytes.  ``proxies`` are those of the environment (``HTTPS_PROXY``, ...).
+    ``seconds`` is the deadline from connecting to the last byte of the reply, ``most`` its largest
+    size in bytes, and ``proxies`` are those of the environment (``HTTPS_PROXY``, ...).
     """
     import httpx
 

@@ -68,21 +68,13 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A judge's answer about a pair.
+    """A judge's answer about a pair."""
 
-    Attributes:
-        prefer: the better answer; "invalid" if the reply names none.
-        reply: text of the reply, if any.
-        prompt_tokens: tokens read, as reported by the judge.
-        completion_tokens: tokens generated.
-        cached: whether the reply came from the cache, at no cost.
-    """
-
-    prefer: Prefer
-    reply: str = ""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached: bool = False
+    prefer: Prefer  # the better answer; "invalid" if the reply names none
+    reply: str = ""  # text of the reply, if any
+    prompt_tokens: int = 0  # tokens read, as reported by the judge
+    completion_tokens: int = 0  # tokens generated
+    cached: bool = False  # the reply came from the cache, at no cost
 
 
 class Judge(Protocol):

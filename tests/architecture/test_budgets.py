@@ -11,13 +11,13 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_559,
+    ".": 2_551,
     "algorithms": 1_069,
     "checkpoint": 862,
     "classic": 3_694,
-    "cli": 3_589,
+    "cli": 3_582,
     "compat": 716,
-    "config": 3_057,
+    "config": 3_046,
     "data": 711,
     "demo": 443,
     "environments": 3_448,
@@ -29,18 +29,18 @@ BUDGETS = {
     "ops/cpu": 625,
     "pretrain": 647,
     "ray": 2_136,
-    "reporting": 2_278,
+    "reporting": 2_256,
     "rewards": 1_527,
     "rollout": 583,
     "rollout/embedded": 1_408,
     "rollout/scheduler": 1_670,
     "rollout/vllm": 2_693,
-    "trainers": 3_571,
+    "trainers": 3_561,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_324,
 }
-TOTAL = 48_264
-TESTS = 41_839
+TOTAL = 48_206
+TESTS = 41_840
 
 
 def count_lines(files: list[Path]) -> int:

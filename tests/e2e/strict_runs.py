@@ -20,7 +20,7 @@ import torch
 from accelerate.state import AcceleratorState
 from peft import LoraConfig
 
-import kedge.reporting.curves
+import kedge.reporting.log
 from kedge import (
     AsyncPPOConfig,
     AsyncPPOTrainer,
@@ -284,7 +284,7 @@ def main() -> None:
     accelerator = sys.argv[1]
     if accelerator == "strict":
         strict_device()
-    kedge.reporting.curves.draw_curves = lambda *_: None  # slower than the runs
+    kedge.reporting.log.draw_curves = lambda *_: None  # slower than the runs
     names, runs = sys.argv[2:] or list(CASES), {}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         for i, name in enumerate(names):

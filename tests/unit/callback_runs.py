@@ -6,8 +6,8 @@ from transformers import TrainerCallback, TrainingArguments
 
 from kedge.checkpoint import checkpoint
 from kedge.loop.updater import StepReport
-from kedge.trainers.run import run
-from kedge.trainers.run.hf_callbacks import Callbacks
+from kedge.trainers import run
+from kedge.trainers.hf_callbacks import Callbacks
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,6 @@ from kedge.config.rollout_engines import (
     ENGINE_NAMES,
     ROLLOUT_ENGINES,
     RolloutArguments,
-    load_function,
 )
 from kedge.errors import ConfigError, KedgeError
 from kedge.models import load
@@ -159,7 +159,7 @@ def test_unset_options_follow_others() -> None:
 @pytest.mark.parametrize("name", ROLLOUT_ENGINES)
 def test_an_engine_reads_the_options_that_its_builder_takes(name: str) -> None:
     spec = ROLLOUT_ENGINES[name]
-    taken = set(inspect.signature(load_function(spec.build)).parameters)
+    taken = set(inspect.signature(resolve_name(spec.build)).parameters)
     if spec.actors:
         from kedge.ray.placement import RayCluster
 

@@ -14,7 +14,7 @@ from kedge.checkpoint import checkpoint
 from kedge.errors import CheckpointError, ConfigError
 from kedge.loop.updater import StepReport
 from kedge.reporting.trackers import build_tables
-from kedge.trainers.run.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
+from kedge.trainers.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
 from kedge.types import PromptBatch, Rollout
 from tests.unit.callback_runs import Memory, Run, Spy, StopAt, args
 

@@ -15,9 +15,8 @@ import torch
 from rich.console import Console
 
 from kedge.reporting.base import CompositeTracker, JsonlTracker
-from kedge.reporting.curves import draw_curves
-from kedge.reporting.progress import ConsoleTracker
-from kedge.reporting.trackers import TableLogger, run_links
+from kedge.reporting.log import draw_curves
+from kedge.reporting.trackers import ConsoleTracker, TableLogger, run_links
 from tests import processes
 from tests.unit.callback_runs import Memory
 

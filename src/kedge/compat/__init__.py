@@ -41,7 +41,7 @@ _DATA = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding
 _TARGETS = {
     name: f"{module}:{name}" for module, names in _DATA["sources"].items() for name in names.split()
 }
-_TARGETS["OnlineTrainerState"] = "kedge.trainers.run.hf_callbacks:RunState"
+_TARGETS["OnlineTrainerState"] = "kedge.trainers.hf_callbacks:RunState"
 
 
 def _modules(config: str, trainer: str, tables: Names) -> Modules:

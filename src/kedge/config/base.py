@@ -339,16 +339,12 @@ def _has_gpu() -> bool:
     return is_torch_cuda_available() or is_torch_bf16_gpu_available()
 
 
-def _flag_aliases() -> None:
-    """Make ``HfArgumentParser`` accept plain aliases of inherited fields as flags."""
-    own = OnPolicyConfig.__dataclass_fields__
-    for name, entry in TRL.items():
-        if isinstance(entry, Alias) and entry.convert is None:
-            field = own[entry.target] = copy.copy(own[entry.target])
-            field.metadata = MappingProxyType({**field.metadata, "aliases": flags(name)})
-
-
-_flag_aliases()
+# Make ``HfArgumentParser`` accept plain aliases of inherited fields as flags.
+for _name, _entry in TRL.items():
+    if isinstance(_entry, Alias) and _entry.convert is None:
+        _fields = OnPolicyConfig.__dataclass_fields__
+        _field = _fields[_entry.target] = copy.copy(_fields[_entry.target])
+        _field.metadata = MappingProxyType({**_field.metadata, "aliases": flags(_name)})
 
 
 def _check_responses(c: Any) -> None:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
@@ -47,8 +46,8 @@ def installed(package: str) -> bool:
 class RolloutEngineSpec:
     """A rollout engine that ``rollout_engine`` can name.
 
-    ``build`` and ``check`` are "module:function", which get the options that their signatures name:
-    ``build`` after ``kedge.rollout.EngineInputs``, ``check`` before weights are loaded, after the
+    ``build`` and ``check`` are "module:function" and get the options that their signatures name.
+    ``build`` also gets ``EngineInputs``; ``check``, which runs before weights are loaded, the
     policy (a model, folder or hub name) and the sampling parameters.
     """
 
@@ -260,12 +259,6 @@ def find_engine(config: Any) -> RolloutEngineSpec:
             f" {', '.join(map(repr, ENGINE_NAMES))}, or the http:// address of a vLLM server"
         )
     return ROLLOUT_ENGINES.get(name) or ROLLOUT_ENGINES[f"{name} {config.ray_engine}"]
-
-
-def load_function(path: str) -> Any:
-    """Import "module:function"."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def check_rollout(config: Any) -> None:

@@ -101,8 +101,8 @@ def tokenize_chats(
 
     For ``assistant_only_loss`` and a template without generation marks.  The tokens of an assistant
     message are what the template adds to the conversation before it with a generation prompt, up to
-    the last of the end tokens ``ends``: what the policy samples in a turn.  All three are returned
-    as they are where nothing is to be done, or TRL knows a marked form of the template.
+    the last token of ``ends``: what the policy samples in a turn.  All three are returned as they
+    are where nothing is to be done, or TRL knows a marked form of the template.
     """
     path = Path(config.chat_template_path or "")
     if path.suffix in (".jinja", ".j2") and path.is_file():

@@ -63,9 +63,6 @@ class Hub:
         """Create the repository and branch if needed; returns the repository's full name.
 
         Called before training starts, so that a wrong token fails at once.
-
-        Raises:
-            HubError: with the hub's answer and what to do.
         """
         if not self._ready:
             call = partial(self._call, exist_ok=True)
@@ -170,11 +167,7 @@ def explain(error: BaseException, repo_id: str) -> str:
 
 
 def build_hub(args: Any, *, token: str | None = None, revision: str | None = None) -> Hub:
-    """The repository that the config names: ``hub_model_id``, or the output folder's name.
-
-    Raises:
-        HubError: neither is set.
-    """
+    """The repository that the config names: ``hub_model_id``, or the output folder's name."""
     if not (args.hub_model_id or args.output_dir):
         raise HubError("pushing needs a repository name: set hub_model_id or output_dir")
     return Hub(

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from kedge.cli.flags import Flags, print_table
 from kedge.errors import ConfigError, install_command
-from kedge.reporting.curves import draw_panels
 from kedge.reporting.doctor import examine, open_question
-from kedge.reporting.log import AXES, Band, RunLog, band, end_stats, log_file, read_log
+from kedge.reporting.log import AXES, Band, RunLog, band, draw_panels, end_stats, log_file, read_log
 from kedge.reporting.report import gather, page
 
 METRICS = ("objective/scores", "objective/kl", "policy/entropy_avg", "completions/mean_length")

@@ -68,7 +68,7 @@ def learn(trainer: Any, resume: str | bool | None) -> None:
     """Train; after Ctrl-C or SIGTERM, finish the iteration, save a checkpoint and stop."""
     from kedge.loop.shutdown import GracefulShutdown
     from kedge.ray.context import get_context
-    from kedge.trainers.run.hf_callbacks import Stopping
+    from kedge.trainers.hf_callbacks import Stopping
 
     if get_context() is not None:  # the driver of the launch handles signals
         trainer.train(resume_from_checkpoint=resume)
@@ -101,7 +101,7 @@ def build(
     """
     from kedge.rewards.build import find_tokenizer, load_model
     from kedge.trainers.assembly.setup import init_kwargs
-    from kedge.trainers.run.run import earlier_run
+    from kedge.trainers.run import earlier_run
 
     script, config, model = options.script, options.config, options.model
     names = model_names(options)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -18,7 +19,7 @@ from torch import nn
 from kedge.config.base import OnPolicyConfig
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import read_mapping
-from kedge.config.rollout_engines import engine_args, load_function
+from kedge.config.rollout_engines import engine_args
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
 from kedge.learner.distributed import sharding_strategy
@@ -35,8 +36,8 @@ from kedge.protocols import RewardSource, RolloutEngine
 from kedge.rewards import check_sources, reward_source
 from kedge.trainers.assembly.models import LearnerStage, Models, ModelStage, receives_weights
 from kedge.trainers.assembly.setup import Setup, build_setup, pick_tokenizer, trusts_remote_code
-from kedge.trainers.run.hf_callbacks import Callbacks, own_callbacks
-from kedge.trainers.run.run import Run, recording_fingerprint
+from kedge.trainers.hf_callbacks import Callbacks, own_callbacks
+from kedge.trainers.run import Run, recording_fingerprint
 from kedge.trainers.spec import TrainerInputs, as_list, shared_kwargs
 
 if TYPE_CHECKING:
@@ -240,17 +241,27 @@ class RewardStage:
 
     def __init__(self, setup: Setup) -> None:
         inputs = setup.inputs
-        self.setup, self.weights = setup, inputs.reward_weights
-        if self.weights is None:
-            self.weights = setup.args.reward_weights
+        args, own = setup.args, inputs.reward_weights
+        self.setup, self.weights = setup, args.reward_weights if own is None else own
         check_sources(
-            self._reward_models(setup.args.reward_adapter),
+            self._reward_models(args.reward_adapter),
             inputs.reward_funcs,
             weights=self.weights,
             dataset_columns=self._columns,
         )
-        sharded = sharding_strategy(setup.accelerator) != "none"
-        check_reward_adapter(setup.args, sharded=sharded)
+        # A reward adapter is scored between the learner's own passes, with a whole base.
+        lag, sharded = args.max_lag, sharding_strategy(setup.accelerator) != "none"
+        problems = {
+            "FSDP or DeepSpeed shards; launch without sharding": sharded,
+            "reward workers do not have; set ray_reward_workers=0": args.ray_reward_workers,
+            f"would train at the same time with max_lag={lag}; set max_lag=0": lag,
+        }
+        for problem, applies in problems.items():
+            if applies and args.reward_adapter is not None:
+                raise ConfigError(
+                    f"reward_adapter={args.reward_adapter!r} is scored with the learner's base,"
+                    f" which {problem}, or pass a reward_model"
+                )
 
     def _reward_models(self, adapter: Any) -> list[Any]:
         """The reward models, the reward adapter last."""
@@ -316,24 +327,6 @@ class RewardStage:
         return source
 
 
-def check_reward_adapter(args: OnPolicyConfig, *, sharded: bool) -> None:
-    """Check that the learner scores, between its own passes, with a whole base."""
-    if args.reward_adapter is None:
-        return
-    problem = None
-    if sharded:
-        problem = "FSDP or DeepSpeed shards; launch without sharding"
-    elif args.ray_reward_workers:
-        problem = "reward workers do not have; set ray_reward_workers=0"
-    elif args.max_lag:
-        problem = f"would train at the same time with max_lag={args.max_lag}; set max_lag=0"
-    if problem is not None:
-        raise ConfigError(
-            f"reward_adapter={args.reward_adapter!r} is scored with the learner's base, which"
-            f" {problem}, or pass a reward_model"
-        )
-
-
 # -- the rollout engine ----------------------------------------------------------------------------
 
 
@@ -349,10 +342,10 @@ class RolloutStage:
                 " passed to the trainer; remove one of them"
             )
         if self.spec.check is not None:
-            check = load_function(self.spec.check)
+            check = resolve_name(self.spec.check)
             check(setup.inputs.model, setup.sampling, **shared_kwargs(args, check))
         self.as_completed = args.rollout_schedule == "as_completed"
-        self.options = shared_kwargs(args, load_function(self.spec.build))
+        self.options = shared_kwargs(args, resolve_name(self.spec.build))
         if args.in_flight_weight_updates and "vllm_engine_args" in self.options:
             # Otherwise a token in flight would count as sampled with the next weights.
             given = engine_args(args.vllm_engine_args)
@@ -399,7 +392,7 @@ class RolloutStage:
             extra_column=setup.algorithm.extra_column,
             chunk_rows=args.local_rollout_forward_batch_size,
         )
-        make = partial(load_function(self.spec.build), inputs, **options)
+        make = partial(resolve_name(self.spec.build), inputs, **options)
         if not copies:
             return learner.wrap_engine(make())
         engine = self._start_on_first(make, learner.world_size) if self.shared else make()

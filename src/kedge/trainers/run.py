@@ -34,14 +34,14 @@ from kedge.loop.updater import Hooks, StepReport
 from kedge.reporting.base import BestEffortWriter, required_write
 from kedge.reporting.responses import IntervalSchedule, TokenLog, completion_rows
 from kedge.trainers.assembly.setup import EvalSet
-from kedge.trainers.run.hf_callbacks import Callbacks, RunState, merge_rows, share_control
+from kedge.trainers.hf_callbacks import Callbacks, RunState, merge_rows, share_control
 from kedge.trainers.spec import MetricNames
 from kedge.types import Experience, RewardOutput, Rollout, Sampling
 
 if TYPE_CHECKING:
     from kedge.checkpoint.replay import RolloutRecorder
     from kedge.reporting.doctor import Rule
-    from kedge.reporting.progress import ConsoleTracker
+    from kedge.reporting.trackers import ConsoleTracker
 
 logger = logging.getLogger(__name__)
 MUCH_CLIPPED, MUCH_MASKED, MOST_RATIO = 0.25, 0.05, 1.2  # limits after one iteration
@@ -145,7 +145,7 @@ class Run(Hooks):
             self.screen.note(f"the run is in {root}; `kedge report {root}` writes a report of it")
         if self.args.output_dir and self.state.is_world_process_zero:
             file = self.root() / "curves.png"
-            from kedge.reporting.curves import draw_curves
+            from kedge.reporting.log import draw_curves
 
             with self.best_effort.writing("curves", file):
                 draw_curves(self.state.log_history, file)
@@ -154,8 +154,7 @@ class Run(Hooks):
 
     def _open(self, resumed: Path | None) -> None:
         """Open screen, trackers and files, and begin at the current iteration."""
-        from kedge.reporting.progress import ConsoleTracker
-        from kedge.reporting.trackers import build_trackers, link
+        from kedge.reporting.trackers import ConsoleTracker, build_trackers, link
 
         engine, sizes, args = self.engine, self.engine.batch_sizes, self.args
         if self.state.is_world_process_zero:
