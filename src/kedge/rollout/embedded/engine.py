@@ -20,8 +20,7 @@ from kedge.ops.cpu.patch import PREPACKED_TOKENS, Kernels
 from kedge.rollout.embedded.decode import Prefix, build_decoder, get_base_model, rows_that_fit
 from kedge.rollout.embedded.generation import DecodeLoop, Response, build_rollout
 from kedge.rollout.embedded.sampling import check_sampling
-from kedge.rollout.engines import EngineInputs
-from kedge.rollout.requests import GroupRequests
+from kedge.rollout.engines import EngineInputs, GroupRequests
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 _SMALL = 1_000_000  # weights of a small model

@@ -15,7 +15,7 @@ from torch import Tensor
 from kedge.errors import LostRequestsError, RolloutError, SyncError
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
-from kedge.rollout.requests import GroupRequests
+from kedge.rollout.engines import GroupRequests
 from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate
 from kedge.rollout.vllm.service import (
     GenerationRequest,

@@ -17,7 +17,7 @@ from torch import Tensor
 from kedge.config.rollout_engines import LOWEST_VLLM
 from kedge.errors import ConfigError, RolloutError
 from kedge.rollout.embedded.sampling import StopStrings
-from kedge.rollout.requests import token_versions
+from kedge.rollout.engines import token_versions
 from kedge.rollout.vllm.weights import WeightPayload
 from kedge.types import PromptBatch, Rollout, Sampling
 
