@@ -39,6 +39,11 @@ from kedge.types import (
     require,
 )
 
+Bounds = float | Sequence[float] | None
+CreditLevel = Literal["token", "turn"]
+# scores, group, valid, trained -> advantages, all [n]
+Compare = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
@@ -94,12 +99,6 @@ class Algorithm:
     needs_greedy: bool = False
     resample: int = 0
     metrics: tuple[str, ...] = ()
-
-
-Bounds = float | Sequence[float] | None
-CreditLevel = Literal["token", "turn"]
-# scores, group, valid, trained -> advantages, all [n]
-Compare = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tensor | None:

@@ -48,6 +48,9 @@ from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate, meta_mo
 from kedge.rollout.vllm.weights import buckets
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
 
+_SECONDS = 0.05  # seconds of sampling per call of an actor
+NCCL = {"backend": "nccl"}  # vLLM's weight_transfer_config
+
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
@@ -110,9 +113,6 @@ def store_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> S
     """Return staged weights as stored weights, or put others into the store."""
     stored: StoredWeights | None = getattr(weights, "stored", None)
     return StoredWeights.put(weights.items(), dtype) if stored is None else stored
-
-
-_SECONDS = 0.05  # seconds of sampling per call of an actor
 
 
 class RayEngine:
@@ -345,9 +345,6 @@ def _allocate(model: nn.Module) -> None:
             if p.is_meta:
                 empty = nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=False)
                 setattr(module, name, allocated.setdefault(id(p), empty))
-
-
-NCCL = {"backend": "nccl"}  # vLLM's weight_transfer_config
 
 
 def build_embedded(

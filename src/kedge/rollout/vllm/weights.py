@@ -24,6 +24,8 @@ from kedge.models.peft import is_quantized
 
 BUCKET = 256 << 20  # bytes of weights sent at a time
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM supports
+_PREFIX = "kedge-weights-"
+_NEW = 60.0  # seconds during which a folder counts as new
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +144,6 @@ def base_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, x in weights.items()
         if ".lora_" not in name
     }
-
-
-_PREFIX = "kedge-weights-"
-_NEW = 60.0  # seconds during which a folder counts as new
 
 
 class WeightFolder:
