@@ -91,7 +91,11 @@ class EmbeddedEngine:
             self._prefixes = None
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
-        """Sample from ``weights`` from now on; with shared weights, only store the version."""
+        """Sample from ``weights`` from now on; with shared weights, only store the version.
+
+        Raises:
+            SyncError: a name is unknown or a shape differs.
+        """
         shared = self.shares_weights
         loaded = policy_weights(self.model) if shared else _load(self.model, weights)
         self._version = version
@@ -128,7 +132,12 @@ class EmbeddedEngine:
         return self._requests.unfinished
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
-        """Add rows; each is sampled as by ``generate``, up to rounding."""
+        """Add rows; each is sampled as by ``generate``, up to rounding.
+
+        Raises:
+            ConfigError: the sampling cannot work for this model.
+            RolloutError: the prompts break the contract.
+        """
         host = self._check_prompts(prompts, sampling)
         distribution = replace(sampling, max_new_tokens=0)
         if distribution not in self._loops:

@@ -162,12 +162,7 @@ class RolloutCollector:
         """Whether ranks may sample again after scoring, some of them more often than others."""
         return bool(self.algorithm.resample or self.algorithm.needs_greedy)
 
-    def draw(
-        self,
-        step: int,
-        engine: RolloutEngine,
-        rows: Tensor | None = None,
-    ) -> Sample:
+    def draw(self, step: int, engine: RolloutEngine, rows: Tensor | None = None) -> Sample:
         """Responses to the prompts of ``step``, or whole groups of ``rows``, and their scores."""
         rounds = self.algorithm.resample
 
