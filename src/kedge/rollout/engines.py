@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -254,14 +254,11 @@ def _run_in_background(function: Callable[[], None] | None) -> None:
         threading.Thread(target=function, daemon=True).start()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
+class _Request(NamedTuple):
     """The request of one rank."""
 
     call: str = ""  # equal on all ranks with a request; empty: no request
-    prompts: PromptBatch | None = None
-    sampling: Sampling | None = None
-    seed: int = 0
+    sample: tuple[PromptBatch, Sampling, int] | None = None  # with the seed
 
 
 class RankSharedEngine:
@@ -298,9 +295,7 @@ class RankSharedEngine:
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; a failure of the engine is raised on every rank."""
         call = f"generate with seed {seed} and {sampling}"
-        request = _Request(
-            call=call, prompts=without_columns(prompts), sampling=sampling, seed=seed
-        )
+        request = _Request(call, (without_columns(prompts), sampling, seed))
         rollout, _ = self._request(request, self._generate)
         assert rollout is not None  # the request had prompts
         return with_prompts(rollout, prompts)
@@ -316,7 +311,7 @@ class RankSharedEngine:
         def load(engine: RolloutEngine, requests: list[_Request]) -> list[Receipt | None]:
             return [engine.load_weights(weights, version)] * len(requests)
 
-        return self._request(_Request(call=f"load version {version}"), load)
+        return self._request(_Request(f"load version {version}"), load)
 
     def close(self) -> None:
         """Release the engine on rank 0."""
@@ -328,23 +323,22 @@ class RankSharedEngine:
         self, engine: RolloutEngine, requests: list[_Request]
     ) -> list[tuple[Rollout | None, bool]]:
         """Generate the responses of each rank; returns whether any rank requested some, too."""
-        active = [request for request in requests if request.prompts is not None]
-        if not active:
+        samples = [request.sample for request in requests if request.sample is not None]
+        if not samples:
             return [(None, False)] * len(requests)
-        parts = [request.prompts for request in active if request.prompts is not None]
-        sampling = active[0].sampling
-        assert sampling is not None  # set with the prompts
-        together = PromptBatch.cat(with_unique_groups(parts))
-        whole = engine.generate(together, sampling=sampling, seed=active[0].seed)
+        _, sampling, seed = samples[0]
+        together = PromptBatch.cat(with_unique_groups([prompts for prompts, *_ in samples]))
+        whole = engine.generate(together, sampling=sampling, seed=seed)
         responses: list[tuple[Rollout | None, bool]] = []
         begin = 0
-        for prompts in (request.prompts for request in requests):
-            if prompts is None:
-                responses.append((None, True))
-                continue
-            rows = slice(begin, begin + len(prompts))
-            responses.append((slice_rollout(whole, rows, prompts, self._extra_columns), True))
-            begin = rows.stop
+        for request in requests:
+            rollout = None
+            if request.sample is not None:
+                prompts = request.sample[0]
+                rows = slice(begin, begin + len(prompts))
+                rollout = slice_rollout(whole, rows, prompts, self._extra_columns)
+                begin = rows.stop
+            responses.append((rollout, True))
         return responses
 
     def _request(
