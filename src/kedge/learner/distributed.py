@@ -259,7 +259,7 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
 
 
 class GatheredEngine:
-    """A rollout engine that unshards the policy, from which it samples, while it does."""
+    """A rollout engine that samples from the sharded policy itself, which it unshards meanwhile."""
 
     def __init__(self, engine: RolloutEngine, policy: nn.Module) -> None:
         self.engine, self.policy = engine, policy

@@ -157,7 +157,7 @@ class Placement:
 
 
 def place(plan: PlacementPlan, *, wait_seconds: float) -> Placement:
-    """Reserve the resources of a plan on the cluster, which are listed if some are missing."""
+    """Reserve the resources of a plan on the cluster; an error lists those that are missing."""
     from ray.util import placement_group, remove_placement_group
 
     group = placement_group([dict(b) for b in plan.bundles], strategy=plan.strategy)
