@@ -36,16 +36,16 @@ from kedge.rollout.engines import (
 from kedge.rollout.vllm.build import build_template
 from kedge.rollout.vllm.engine import VLLMEngine
 from kedge.rollout.vllm.inprocess import InProcess
-from kedge.rollout.vllm.nccl_transfer import (
+from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate, meta_model, on_cpu
+from kedge.rollout.vllm.weights import (
     NCCL_SINCE,
     EngineGroup,
     FanOut,
     NcclTransfer,
+    buckets,
     can_use_nccl,
     nccl,
 )
-from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate, meta_model, on_cpu
-from kedge.rollout.vllm.weights import buckets
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
 
 _SECONDS = 0.05  # seconds of sampling per call of an actor

@@ -25,7 +25,7 @@ from kedge.ray.context import INBOX, STOP, ActorProcess, DriverMailbox, RankCont
 from kedge.ray.placement import Placement, place, plan_bundles
 from kedge.rollout.engines import start_all
 from kedge.rollout.liveness import RunningTime
-from kedge.rollout.vllm.nccl_transfer import free_port
+from kedge.rollout.vllm.weights import free_port
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
