@@ -98,14 +98,14 @@ MUTANTS = [
         "classic/samples.py",
         "            running.update(self.totals)\n",
         "",
-        "tests/unit/test_classic_scores.py",
+        "tests/unit/test_classic_step.py",
     ),
     Mutant(
         "classic moments of batches are averaged",
         "math/running.py",
         "self.squares += squares + gap**2 * self.count * count / both",
         "self.squares += squares",
-        "tests/unit/test_classic_scores.py",
+        "tests/unit/test_classic_step.py",
     ),
     Mutant(
         "a mask of classic responses is forgotten",

@@ -11,26 +11,26 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 1_995,
+    ".": 1_994,
     "algorithms": 1_068,
     "checkpoint": 862,
-    "classic": 3_778,
-    "cli": 3_722,
-    "compat": 740,
+    "classic": 3_777,
+    "cli": 3_720,
+    "compat": 739,
     "config": 3_259,
     "data": 743,
     "demo": 488,
     "environments": 2_480,
     "environments/adapters": 723,
-    "environments/games": 500,
-    "judges": 605,
+    "environments/games": 496,
+    "judges": 603,
     "learner": 1_625,
     "loop": 1_950,
     "math": 773,
     "models": 2_165,
     "ops": 591,
     "ops/cpu": 622,
-    "pretrain": 740,
+    "pretrain": 735,
     "ray": 2_126,
     "reporting": 2_399,
     "rewards": 1_644,
@@ -38,12 +38,12 @@ BUDGETS = {
     "rollout/embedded": 1_410,
     "rollout/scheduler": 1_661,
     "rollout/vllm": 2_680,
-    "trainers": 3_740,
+    "trainers": 3_738,
     "verifiers": 2_559,
     "verifiers/sandbox": 1_330,
 }
-TOTAL = 50_785
-TESTS = 42_615
+TOTAL = 49_606
+TESTS = 41_791
 
 
 def count_lines(files: list[Path]) -> int:

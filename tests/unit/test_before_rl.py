@@ -170,13 +170,6 @@ def test_a_judge_reads_what_the_reward_model_was_trained_to_read(
     assert sorted(read) == sorted(row["chosen_ids"] for row in trained[0])
 
 
-def test_the_reward_of_training_has_the_shift() -> None:
-    model = tiny_reward_model(vocab_size=32)
-    plain = RewardModel(model).score(batch())
-    setattr(model.config, SHIFT, 2.5)
-    assert torch.allclose(RewardModel(model).score(batch()).scores, plain.scores + 2.5)
-
-
 def test_a_value_model_made_of_a_reward_model_starts_from_its_scores(tmp_path: Path) -> None:
     from kedge.models.value_head import load_value
 
