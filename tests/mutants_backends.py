@@ -123,14 +123,14 @@ MUTANTS = [
     ),
     Mutant(
         "a decoder reads the token that it shall predict",
-        "classic/models/encoder_decoder.py",
+        "classic/models.py",
         "ids=torch.cat([begin, target], dim=1)",
         "ids=torch.cat([target, begin], dim=1)",
         CLASSIC,
     ),
     Mutant(
         "shared layers are copies",
-        "classic/models/wrapper.py",
+        "classic/models.py",
         "        memo[id(weights[name])] = weights[name]  # deepcopy keeps these tensors\n",
         "",
         "tests/unit/test_classic_models.py",

@@ -11,39 +11,36 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 1_994,
+    ".": 2_559,
     "algorithms": 1_068,
     "checkpoint": 862,
-    "classic": 3_777,
-    "cli": 3_720,
-    "compat": 739,
-    "config": 3_259,
-    "data": 743,
-    "demo": 488,
-    "environments": 2_480,
-    "environments/adapters": 723,
-    "environments/games": 496,
-    "judges": 603,
+    "classic": 3_694,
+    "cli": 3_589,
+    "compat": 716,
+    "config": 3_057,
+    "data": 711,
+    "demo": 443,
+    "environments": 3_448,
     "learner": 1_625,
-    "loop": 1_950,
+    "loop": 1_967,
     "math": 773,
     "models": 2_165,
     "ops": 591,
     "ops/cpu": 622,
-    "pretrain": 735,
-    "ray": 2_126,
-    "reporting": 2_399,
-    "rewards": 1_644,
+    "pretrain": 647,
+    "ray": 2_118,
+    "reporting": 2_278,
+    "rewards": 1_527,
     "rollout": 565,
     "rollout/embedded": 1_410,
     "rollout/scheduler": 1_661,
     "rollout/vllm": 2_680,
-    "trainers": 3_738,
-    "verifiers": 2_559,
-    "verifiers/sandbox": 1_330,
+    "trainers": 3_571,
+    "verifiers": 2_504,
+    "verifiers/sandbox": 1_324,
 }
-TOTAL = 49_606
-TESTS = 41_791
+TOTAL = 48_247
+TESTS = 41_795
 
 
 def count_lines(files: list[Path]) -> int:
