@@ -12,7 +12,7 @@ SRC = ROOT / "src" / "kedge"
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
     ".": 2_559,
-    "algorithms": 1_068,
+    "algorithms": 1_059,
     "checkpoint": 862,
     "classic": 3_694,
     "cli": 3_589,
@@ -22,10 +22,10 @@ BUDGETS = {
     "demo": 443,
     "environments": 3_448,
     "learner": 1_625,
-    "loop": 1_967,
+    "loop": 1_956,
     "math": 773,
     "models": 2_165,
-    "ops": 591,
+    "ops": 580,
     "ops/cpu": 622,
     "pretrain": 647,
     "ray": 2_118,

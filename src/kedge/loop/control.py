@@ -39,15 +39,10 @@ class AdaptiveKL(FixedKL):
     value *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon
 
     Target and horizon are settings, not state.
-
-    Args:
-        value: initial coefficient.
-        target: KL target, nats per response.
-        horizon: episodes over which an error of 100% would double the coefficient.
     """
 
-    target: float
-    horizon: float
+    target: float  # nats per response
+    horizon: float  # episodes over which an error of 100% would double the coefficient
 
     def update(self, kl: float, episodes: int) -> None:
         """Adapt to ``kl`` nats per response measured over ``episodes`` responses."""
