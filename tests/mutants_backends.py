@@ -67,7 +67,7 @@ MUTANTS = [
     ),
     Mutant(
         "all engines have the same ranks in the group that receives weights",
-        "rollout/vllm/nccl_transfer.py",
+        "rollout/vllm/weights.py",
         "offsets = [first + i * self._workers for",
         "offsets = [first for",
         "tests/unit/test_weight_transfer.py",

@@ -12,7 +12,7 @@ SRC = ROOT / "src" / "kedge"
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
     ".": 2_551,
-    "algorithms": 1_069,
+    "algorithms": 1_059,
     "checkpoint": 862,
     "classic": 3_694,
     "cli": 3_582,
@@ -21,26 +21,26 @@ BUDGETS = {
     "data": 711,
     "demo": 443,
     "environments": 3_448,
-    "learner": 1_620,
-    "loop": 1_989,
+    "learner": 1_625,
+    "loop": 1_956,
     "math": 773,
-    "models": 2_175,
-    "ops": 593,
-    "ops/cpu": 625,
+    "models": 2_165,
+    "ops": 580,
+    "ops/cpu": 622,
     "pretrain": 647,
-    "ray": 2_136,
+    "ray": 2_118,
     "reporting": 2_256,
     "rewards": 1_527,
-    "rollout": 583,
-    "rollout/embedded": 1_408,
-    "rollout/scheduler": 1_670,
-    "rollout/vllm": 2_693,
+    "rollout": 565,
+    "rollout/embedded": 1_410,
+    "rollout/scheduler": 1_661,
+    "rollout/vllm": 2_680,
     "trainers": 3_561,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_324,
 }
-TOTAL = 48_206
-TESTS = 41_840
+TOTAL = 48_086
+TESTS = 41_862
 
 
 def count_lines(files: list[Path]) -> int:
