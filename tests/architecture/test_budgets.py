@@ -20,7 +20,7 @@ BUDGETS = {
     "config": 3_259,
     "data": 711,
     "demo": 488,
-    "environments": 3_448,
+    "environments": 3_440,
     "judges": 603,
     "learner": 1_620,
     "loop": 1_972,
@@ -38,7 +38,7 @@ BUDGETS = {
     "rollout/vllm": 2_693,
     "trainers": 3_738,
     "verifiers": 2_504,
-    "verifiers/sandbox": 1_324,
+    "verifiers/sandbox": 1_323,
 }
 TOTAL = 49_606
 TESTS = 41_791
