@@ -18,7 +18,7 @@ BUDGETS = {
     "cli": 3_720,
     "compat": 716,
     "config": 3_259,
-    "data": 711,
+    "data": 704,
     "demo": 488,
     "environments": 3_440,
     "judges": 603,
