@@ -26,7 +26,6 @@ KEDGE_RULES = {
     "protocols": {"types"},
     "http_client": {"redaction"},
     "output": {"errors"},
-    "background": set(),
     "math": set(),
     "ops": {"math", "ops/cpu"},
     "ops/cpu": {"ops"},
@@ -35,20 +34,20 @@ KEDGE_RULES = {
     "data": RECORDS | {"chat_template"},
     "models": RECORDS | {"ops", "ops/cpu", "rewards", "rollout/embedded"},
     "learner": RECORDS | {"ops", "ops/cpu", "models"},
-    "rewards": RECORDS | {"math", "ops/cpu", "models", "data", "chat_template"} | {"background"},
+    "rewards": RECORDS | {"math", "ops/cpu", "models", "data", "chat_template"},
     "rollout": RECORDS,
     "rollout/embedded": RECORDS | {"ops/cpu", "models", "rollout"},
     "rollout/scheduler": RECORDS | {"math", "algorithms", "loop", "rollout"},
     "rollout/vllm": RECORDS | {"config", "models", "rollout", "rollout/embedded"},
     "checkpoint": RECORDS,
     "loop": RECORDS | {"math", "algorithms", "checkpoint", "rollout/scheduler"},
-    "environments": RECORDS | {"math", "chat_template", "background"},
+    "environments": RECORDS | {"math", "chat_template"},
     "ray": RECORDS
     | {*("config", "learner", "loop", "models", "ops/cpu", "rewards"), "rollout"}
     | {"rollout/embedded", "rollout/vllm"},
     "pretrain": RECORDS
     | {"models", "ops/cpu", "reporting", "rewards", "checkpoint", "loop", "math"},
-    "verifiers": {"errors", "http_client", "suggestions", "background"},
+    "verifiers": {"errors", "http_client", "suggestions"},
     "judges": {"errors", "http_client"},
     "testing": {"types", "errors"},
     "classic": RECORDS
@@ -74,8 +73,7 @@ THIRD_PARTY = {
     "rollout/scheduler": {"torch"},
     "compat": {"torch", "transformers", "datasets", "yaml"},
     "http_client": {"httpx"},
-    "output": set(),
-    "background": set(),
+    "output": {"accelerate"},
     "judges": {"numpy"},
     # imported when first used; the last two by the server alone
     "verifiers": {"math_verify", "py3langid", "regex", "starlette", "uvicorn"},

@@ -11,37 +11,36 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_041,
+    ".": 2_559,
     "algorithms": 1_069,
     "checkpoint": 862,
     "classic": 3_694,
-    "cli": 3_720,
+    "cli": 3_589,
     "compat": 716,
-    "config": 3_259,
+    "config": 3_057,
     "data": 704,
-    "demo": 488,
+    "demo": 443,
     "environments": 3_440,
-    "judges": 603,
     "learner": 1_620,
-    "loop": 1_972,
+    "loop": 1_989,
     "math": 773,
     "models": 2_175,
     "ops": 593,
     "ops/cpu": 625,
-    "pretrain": 735,
+    "pretrain": 647,
     "ray": 2_136,
-    "reporting": 2_399,
+    "reporting": 2_278,
     "rewards": 1_527,
     "rollout": 583,
     "rollout/embedded": 1_408,
     "rollout/scheduler": 1_670,
     "rollout/vllm": 2_693,
-    "trainers": 3_738,
+    "trainers": 3_571,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 49_606
-TESTS = 41_791
+TOTAL = 48_264
+TESTS = 41_839
 
 
 def count_lines(files: list[Path]) -> int:

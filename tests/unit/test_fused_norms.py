@@ -97,7 +97,7 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glib
 FRESH = """
 from pathlib import Path
 import torch
-from kedge.ops.cpu.heap import keep_freed_memory
+from kedge.ops.cpu.patch import keep_freed_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20

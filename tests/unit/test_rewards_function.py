@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kedge.errors import ConfigError, RewardError
-from kedge.reporting.completions import completion_rows
+from kedge.reporting.responses import completion_rows
 from kedge.rewards import RewardFunction, TextCache
 from kedge.rewards.build import check_sources, load_function
 from kedge.trainers.base import short_errors

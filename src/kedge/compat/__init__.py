@@ -28,7 +28,7 @@ import yaml
 from transformers import hf_argparser
 
 from kedge.compat import older_transformers
-from kedge.config.compat.parser import ConfigParser
+from kedge.config.parser import ConfigParser
 from kedge.errors import ConfigError
 
 __all__ = ["APIS", "install", "uninstall"]

@@ -23,7 +23,7 @@ from kedge.ops.cpu.patch import Kernels
 from kedge.rewards.texts import TextCache, Texts, row_name
 from kedge.types import RewardOutput, Rollout
 
-SHIFT = "kedge_score_shift"  # config key; added to every score (pretrain/reward.py)
+SHIFT = "kedge_score_shift"  # config key; added to every score (pretrain/trl.py)
 SHIFT_FILE = f"{SHIFT}.json"  # in an adapter's folder, which has no model configuration
 Head = Callable[[Tensor, Tensor], Tensor]  # ids [b, L], lengths [b] -> logits [b, labels]
 _ANSWER = "KEDGE0ANSWER"  # placeholder for the response in a rendered conversation
