@@ -26,6 +26,7 @@ KEDGE_RULES = {
     "protocols": {"types"},
     "http_client": {"redaction"},
     "output": {"errors"},
+    "background": set(),
     "math": set(),
     "ops": {"math", "ops/cpu"},
     "ops/cpu": {"ops"},
@@ -34,20 +35,20 @@ KEDGE_RULES = {
     "data": RECORDS | {"chat_template"},
     "models": RECORDS | {"ops", "ops/cpu", "rewards", "rollout/embedded"},
     "learner": RECORDS | {"ops", "ops/cpu", "models"},
-    "rewards": RECORDS | {"math", "ops/cpu", "models", "data", "chat_template"},
+    "rewards": RECORDS | {"math", "ops/cpu", "models", "data", "chat_template"} | {"background"},
     "rollout": RECORDS,
     "rollout/embedded": RECORDS | {"ops/cpu", "models", "rollout"},
     "rollout/scheduler": RECORDS | {"math", "algorithms", "loop", "rollout"},
     "rollout/vllm": RECORDS | {"config", "models", "rollout", "rollout/embedded"},
     "checkpoint": RECORDS,
     "loop": RECORDS | {"math", "algorithms", "checkpoint", "rollout/scheduler"},
-    "environments": RECORDS | {"math", "chat_template"},
+    "environments": RECORDS | {"math", "chat_template", "background"},
     "ray": RECORDS
     | {*("config", "learner", "loop", "models", "ops/cpu", "rewards"), "rollout"}
     | {"rollout/embedded", "rollout/vllm"},
     "pretrain": RECORDS
     | {"models", "ops/cpu", "reporting", "rewards", "checkpoint", "loop", "math"},
-    "verifiers": {"errors", "http_client", "suggestions"},
+    "verifiers": {"errors", "http_client", "suggestions", "background"},
     "judges": {"errors", "http_client"},
     "testing": {"types", "errors"},
     "classic": RECORDS

@@ -18,9 +18,9 @@ BUDGETS = {
     "cli": 3_582,
     "compat": 716,
     "config": 3_046,
-    "data": 711,
+    "data": 704,
     "demo": 443,
-    "environments": 3_448,
+    "environments": 3_440,
     "learner": 1_625,
     "loop": 1_956,
     "math": 773,
@@ -37,9 +37,9 @@ BUDGETS = {
     "rollout/vllm": 2_680,
     "trainers": 3_561,
     "verifiers": 2_504,
-    "verifiers/sandbox": 1_324,
+    "verifiers/sandbox": 1_323,
 }
-TOTAL = 48_086
+TOTAL = 48_070
 TESTS = 41_862
 
 
