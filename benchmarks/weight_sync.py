@@ -27,9 +27,8 @@ from tests.storages import PrivateBytes
 from torch import Tensor
 
 from kedge.ray import cluster
-from kedge.ray.weight_store import StoredWeights, stage_weights
-from kedge.rollout.vllm.weight_files import WeightFolder
-from kedge.rollout.vllm.weight_payload import WeightPayload
+from kedge.ray.engine import StoredWeights, stage_weights
+from kedge.rollout.vllm.weights import WeightFolder, WeightPayload
 
 RESULTS = Path(__file__).parent / "results"
 TENSORS = 64

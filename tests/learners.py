@@ -15,8 +15,7 @@ from kedge.learner.learner import HFLearner
 from kedge.learner.reference import frozen_copy
 from kedge.learner.settings import LearnerSettings
 from kedge.loop.batch_metrics import batch_metrics
-from kedge.loop.micro_batches import micro_batches
-from kedge.loop.stages import make_experience
+from kedge.loop.stages import make_experience, micro_batches
 from kedge.models.value_head import load_value
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import Experience, PromptBatch, RewardOutput, Rollout

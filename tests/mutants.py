@@ -96,7 +96,7 @@ MUTANTS = [
     ),
     Mutant(
         "weights sum to one per row",
-        "math/loss_weights.py",
+        "math/losses.py",
         "return mask / _count(mask, all_reduce)",
         "return mask / mask.sum(1, keepdim=True).clamp(min=1)",
         MATH,
@@ -124,7 +124,7 @@ MUTANTS = [
     ),
     Mutant(
         "micro-batches weighted one by one",
-        "loop/micro_batches.py",
+        "loop/stages.py",
         "token_weight=token[part],",
         "token_weight=token_weights(step.rows(part).loss_mask, all_reduce),",
         NPLUS,
@@ -229,7 +229,7 @@ MUTANTS = [
     ),
     Mutant(
         "rewards of turns keep their scale when scores are normalized",
-        "algorithms/common.py",
+        "algorithms/base.py",
         "dense = factor[:, None] * dense",
         "dense = 1 * dense",
         "tests/environments/test_trainers.py -k however",
@@ -264,7 +264,7 @@ MUTANTS = [
     ),
     Mutant(
         "adaptive KL without its clip",
-        "loop/kl_control.py",
+        "loop/control.py",
         "min(max(kl / self.target - 1, -0.2), 0.2)",
         "kl / self.target - 1",
         NPLUS,
@@ -299,7 +299,7 @@ MUTANTS = [
     ),
     Mutant(
         "rewards clipped before they are normalized",
-        "algorithms/common.py",
+        "algorithms/base.py",
         "whole, factor = standardize(whole, valid, all_reduce=e.all_reduce),",
         "whole, factor = standardize(whole if clip is None else whole.clamp(-1, 1), valid),",
         RULES,
@@ -362,7 +362,7 @@ MUTANTS = [
     ),
     Mutant(
         "early stopping takes the offending step",
-        "loop/early_stopping.py",
+        "loop/control.py",
         "return not over_ratio and (self.keep_last or not self.should_stop(metrics))",
         "return not over_ratio",
         "tests/unit/test_loop.py",

@@ -53,7 +53,7 @@ MUTANTS = [
     ),
     Mutant(
         "every rank takes the first slots of a launch",
-        "ray/resources.py",
+        "ray/placement.py",
         "first = at.rank * count if each else 0",
         "first = 0",
         "tests/unit/test_ray_placement.py",

@@ -12,8 +12,8 @@ SRC = ROOT / "src" / "kedge"
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
     ".": 1_995,
-    "algorithms": 1_080,
-    "checkpoint": 960,
+    "algorithms": 1_069,
+    "checkpoint": 862,
     "classic": 3_778,
     "cli": 3_722,
     "compat": 740,
@@ -24,26 +24,26 @@ BUDGETS = {
     "environments/adapters": 723,
     "environments/games": 500,
     "judges": 605,
-    "learner": 1_733,
-    "loop": 2_060,
-    "math": 795,
-    "models": 2_405,
-    "ops": 610,
-    "ops/cpu": 669,
+    "learner": 1_622,
+    "loop": 1_972,
+    "math": 773,
+    "models": 2_179,
+    "ops": 593,
+    "ops/cpu": 628,
     "pretrain": 740,
-    "ray": 2_306,
+    "ray": 2_155,
     "reporting": 2_399,
     "rewards": 1_644,
-    "rollout": 685,
-    "rollout/embedded": 1_535,
-    "rollout/scheduler": 1_755,
-    "rollout/vllm": 2_794,
+    "rollout": 606,
+    "rollout/embedded": 1_419,
+    "rollout/scheduler": 1_670,
+    "rollout/vllm": 2_702,
     "trainers": 3_740,
     "verifiers": 2_559,
     "verifiers/sandbox": 1_330,
 }
 TOTAL = 50_785
-TESTS = 41_916
+TESTS = 41_691
 
 
 def count_lines(files: list[Path]) -> int:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kedge.config.rollout_engines import find_engine, load_function
-from kedge.ray.resources import RayCluster
+from kedge.ray.placement import RayCluster
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.rollout.sharded import EngineInputs
+from kedge.rollout.engines import EngineInputs
 from kedge.testing import ScriptedRollouts, tiny_policy
 from kedge.trainers.spec import shared_kwargs
 from tests.on_ray.clusters import local, needs_ray

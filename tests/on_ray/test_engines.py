@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from kedge.errors import ConfigError, RolloutError
 from kedge.ray.actor import LostActorError
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.rollout.sharded import ShardedEngine
+from kedge.rollout.engines import ShardedEngine
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
 from tests.contract.embedded import prompts

@@ -62,11 +62,11 @@ class Forgetful(InProcess):
 
 def send_to_the_second(monkeypatch):
     """The first engine gets weights from the object store, the second by vLLM's own transfer."""
-    from kedge.ray import build
+    from kedge.ray import engine
     from kedge.rollout.vllm.nccl_transfer import EngineGroup, NcclTransfer
     from tests.contract.relay import Relayed, info
 
-    plain = build.RayEngine
+    plain = engine.RayEngine
 
     def create(client, engines):
         return NcclTransfer(client, info(), limit=120.0, device=torch.device("cpu"))
@@ -79,7 +79,7 @@ def send_to_the_second(monkeypatch):
         settings = settings | {"service": functools.partial(kind, **arguments)}
         return plain(name, settings=settings, template=template, group=group, **named)
 
-    monkeypatch.setattr(build, "RayEngine", make)
+    monkeypatch.setattr(engine, "RayEngine", make)
 
 
 def test_two_engines_agree_with_the_learner_and_a_skipped_sync_is_caught(

@@ -13,10 +13,10 @@ from kedge.algorithms import ppo
 from kedge.config.ppo import RECIPES
 from kedge.errors import ConfigError
 from kedge.learner.reference import frozen_copy
-from kedge.loop.entropy_bonus import EntropyBonus
+from kedge.loop.control import EntropyBonus
 from kedge.loop.stages import make_experience, optimize
-from kedge.math.importance import Correction
 from kedge.math.losses import Clip, clip_cov_tokens, covariances, kl_cov_tokens, masked_policy_loss
+from kedge.math.ratios import Correction
 from kedge.models.freezing import freeze_attention
 from kedge.models.model import causal_parts
 from kedge.models.value_head import copy_as_value

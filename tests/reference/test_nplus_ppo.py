@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms import ppo
-from kedge.loop.kl_control import AdaptiveKL
+from kedge.loop.control import AdaptiveKL
 from tests.e2e.small import VOCAB, rows, small
 from tests.learners import experience, rollout
 from tests.unit.advantage_inputs import evidence

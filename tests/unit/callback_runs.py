@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from transformers import TrainerCallback, TrainingArguments
 
 from kedge.checkpoint import checkpoint
-from kedge.loop.hooks import StepReport
+from kedge.loop.updater import StepReport
 from kedge.trainers.run import run
 from kedge.trainers.run.hf_callbacks import Callbacks
 

@@ -22,8 +22,8 @@ from kedge.learner.reference import AdapterReference, frozen_copy
 from kedge.learner.settings import LearnerSettings
 from kedge.loop.stages import optimize
 from kedge.models import backbone as module
+from kedge.models.backbone import VarlenAttention
 from kedge.models.freezing import find_layers, share_frozen_weights, train_top_layers
-from kedge.models.joined_rows import VarlenAttention
 from kedge.models.model import causal_parts, get_backbone
 from kedge.models.packing import pack
 from kedge.models.peft import with_adapter

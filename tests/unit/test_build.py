@@ -161,7 +161,7 @@ def test_an_engine_reads_the_options_that_its_builder_takes(name: str) -> None:
     spec = ROLLOUT_ENGINES[name]
     taken = set(inspect.signature(load_function(spec.build)).parameters)
     if spec.actors:
-        from kedge.ray.resources import RayCluster
+        from kedge.ray.placement import RayCluster
 
         assert "cluster" in taken
         taken |= set(inspect.signature(RayCluster).parameters)

@@ -12,7 +12,7 @@ from transformers.trainer_callback import ExportableState
 
 from kedge.checkpoint import checkpoint
 from kedge.errors import CheckpointError, ConfigError
-from kedge.loop.hooks import StepReport
+from kedge.loop.updater import StepReport
 from kedge.reporting.trackers import build_tables
 from kedge.trainers.run.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
 from kedge.types import PromptBatch, Rollout

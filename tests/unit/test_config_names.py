@@ -31,7 +31,7 @@ from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.rollout_engines import ROLLOUT_ENGINES, assume_all_packages, load_function
 from kedge.errors import ConfigError
 from kedge.loop.batch_sizes import compute_batch_sizes
-from kedge.ray.resources import RayCluster
+from kedge.ray.placement import RayCluster
 from kedge.rewards import reward_source
 
 PRINTED = json.loads((Path(__file__).parent / "ppo_config_defaults.json").read_text())

@@ -7,8 +7,8 @@ from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
-from kedge.ops.cpu import low_precision, matmul
-from kedge.ops.cpu.low_precision import SHORT_ATTENTION, float32_attention
+from kedge.ops.cpu import matmul
+from kedge.ops.cpu.matmul import SHORT_ATTENTION, float32_attention
 from kedge.ops.cpu.patch import Kernels
 from kedge.pretrain.supervised import train_with_kernels
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def native(monkeypatch):
-    monkeypatch.setattr(low_precision, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(matmul, "multiplies_bf16", lambda: True)
     monkeypatch.setattr(matmul, "SMALLEST", 0)
 
 

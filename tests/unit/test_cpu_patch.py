@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from kedge.algorithms import ppo
-from kedge.loop.micro_batches import micro_batches
+from kedge.loop.stages import micro_batches
 from kedge.models.model import checkpoint_activations
 from kedge.ops.cpu import matmul, patch
 from kedge.ops.cpu.patch import Kernels

@@ -14,9 +14,8 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from kedge.ops.cpu import patch
 from kedge.ops.cpu.patch import Kernels
-from kedge.ops.fused_norms import fused_forward, is_standard
-from kedge.ops.grouped_attention import attend_grouped
-from kedge.rollout.embedded.kv_cache import GrowingLayer
+from kedge.ops.gpu import attend_grouped, fused_forward, is_standard
+from kedge.rollout.embedded.decode import GrowingLayer
 from tests import processes
 
 
@@ -98,7 +97,7 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glib
 FRESH = """
 from pathlib import Path
 import torch
-from kedge.ops.cpu.heap import keep_freed_memory
+from kedge.ops.cpu.patch import keep_freed_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20

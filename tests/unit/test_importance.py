@@ -14,7 +14,7 @@ from kedge.algorithms import ppo
 from kedge.compat import trl_trainers
 from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError, RolloutError
-from kedge.math.importance import Correction
+from kedge.math.ratios import Correction
 from kedge.testing import tiny_policy
 from kedge.trainers.assembly.rollout import build_correction
 from kedge.types import RewardOutput, Rollout, Sampling

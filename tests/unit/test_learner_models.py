@@ -11,7 +11,7 @@ from kedge.algorithms import ppo
 from kedge.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from kedge.learner.optim import build_optimizer, parameter_groups
 from kedge.learner.reference import frozen_copy
-from kedge.loop.micro_batches import micro_batches
+from kedge.loop.stages import micro_batches
 from kedge.models.fingerprint import fingerprint
 from kedge.models.model import causal_parts, run_backbone
 from kedge.models.packing import by_length, padding_budget

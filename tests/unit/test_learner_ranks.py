@@ -12,7 +12,7 @@ from peft import LoraConfig
 from kedge.algorithms import ppo
 from kedge.learner.learner_state import WeightCopier
 from kedge.learner.reference import AdapterReference, frozen_copy
-from kedge.loop.micro_batches import micro_batches
+from kedge.loop.stages import micro_batches
 from kedge.models.fingerprint import fingerprint, full_tensor, policy_weights
 from kedge.models.load import load_policy
 from kedge.models.peft import with_adapter

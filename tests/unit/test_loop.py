@@ -16,11 +16,10 @@ from kedge.algorithms import ppo
 from kedge.errors import CheckpointError, RewardError, RolloutError, SyncError
 from kedge.loop import stages
 from kedge.loop.batch_sizes import BatchSizes
-from kedge.loop.early_stopping import KL, RATIO, StepLimits
-from kedge.loop.hooks import Hooks, StepReport
-from kedge.loop.kl_control import AdaptiveKL
+from kedge.loop.control import KL, RATIO, AdaptiveKL, StepLimits
 from kedge.loop.loop import Engine
 from kedge.loop.metrics import check_known
+from kedge.loop.updater import Hooks, StepReport
 from kedge.testing import FunctionReward
 from kedge.types import Experience, PromptBatch, Receipt, RewardOutput, Rollout, Sampling
 

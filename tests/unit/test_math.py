@@ -19,18 +19,19 @@ from kedge.math.advantage import (
     length_adaptive_lambda,
     rewards_to_go,
 )
-from kedge.math.importance import Correction, importance_weights
 from kedge.math.kl import absolute, k1, k2, k3
-from kedge.math.loss_weights import row_mean, row_then_token_mean, token_mean
 from kedge.math.losses import (
     Clip,
     clipped_policy_loss,
     clipped_value_loss,
     policy_is_clipped,
+    row_mean,
+    row_then_token_mean,
+    token_mean,
     value_is_clipped,
 )
 from kedge.math.masked import extend, last_true, masked_mean, moments, one_rank, standardize, whiten
-from kedge.math.ratios import mean_over_tokens, ratios
+from kedge.math.ratios import Correction, importance_weights, mean_over_tokens, ratios
 from kedge.math.rewards import overlong_penalty, place_score
 from tests.unit.advantage_inputs import prefix
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kedge.errors import RolloutError
-from kedge.rollout.rows import join_rollouts
-from kedge.rollout.scheduler.dynamic_sampling import resample_uniform_groups
+from kedge.rollout.engines import join_rollouts
+from kedge.rollout.scheduler.collector import resample_uniform_groups
 from kedge.rollout.scheduler.joining import join_groups
 from kedge.types import Episodes, PromptBatch, RewardOutput, Rollout, Sample
 

@@ -6,13 +6,14 @@ import torch
 from kedge.errors import ConfigError, RolloutError
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.rollout.embedded.sampling import (
+    StopCriteria,
+    StopStrings,
     allowed_tokens,
     check_sampling,
     restrict,
     sample_tokens,
     uniforms,
 )
-from kedge.rollout.embedded.stopping import StopCriteria, StopStrings
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling
 

@@ -16,19 +16,20 @@ import torch
 from kedge import PPOConfig
 from kedge.config import rollout_engines
 from kedge.errors import ConfigError, RolloutError
-from kedge.rollout.vllm.build import check_local, gpus_of_servers
+from kedge.rollout.vllm.build import check_local, check_server, gpus_of_servers
 from kedge.rollout.vllm.inprocess import _rank_args, device_args
 from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.remote import Remote
-from kedge.rollout.vllm.requests import (
+from kedge.rollout.vllm.server import Process, Server, find_version, flags
+from kedge.rollout.vllm.service import (
+    GenerationResult,
+    allowed_tokens,
     build_requests,
     build_rollout,
     build_sampling_params,
+    check_version,
     row_seed,
 )
-from kedge.rollout.vllm.server import Process, Server, find_version, flags
-from kedge.rollout.vllm.server_check import check_server
-from kedge.rollout.vllm.service import GenerationResult, allowed_tokens, check_version
 from kedge.testing import tiny_policy
 from kedge.trainers.spec import shared_kwargs
 from kedge.types import Sampling

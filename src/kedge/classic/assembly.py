@@ -18,11 +18,10 @@ from kedge.classic.config import PPOConfig
 from kedge.classic.models.encoder_decoder import build_parts
 from kedge.classic.models.wrapper import PreTrainedModelWrapper
 from kedge.errors import ConfigError
-from kedge.learner.distributed import avoid_cudnn_attention
+from kedge.learner.distributed import avoid_cudnn_attention, sharding_strategy
 from kedge.learner.learner import HFLearner
 from kedge.learner.reference import AdapterReference, FrozenModel, Reference
 from kedge.learner.settings import LearnerSettings
-from kedge.learner.sharding import sharding_strategy
 
 SCHEDULER = "a torch.optim.lr_scheduler.LRScheduler or None"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.loop.hooks import Hooks
+from kedge.loop.updater import Hooks
 from kedge.math.masked import masked_mean, moments
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 

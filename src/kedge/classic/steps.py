@@ -42,13 +42,13 @@ from kedge.classic.samples import (
 from kedge.classic.stats_recorder import LISTS, STAGES, OptimizerStep, over_steps, update_statistics
 from kedge.errors import ConfigError, DataError
 from kedge.learner.learner import HFLearner
-from kedge.loop.early_stopping import KL, RATIO, StepLimits
+from kedge.loop.control import KL, RATIO, StepLimits
 from kedge.loop.seeds import seed_for
 from kedge.loop.updater import Updater
 from kedge.math.advantage import gae
 from kedge.math.kl import ESTIMATORS as KL_ESTIMATORS
 from kedge.math.kl import over_vocabulary
-from kedge.math.loss_weights import token_mean
+from kedge.math.losses import token_mean
 from kedge.math.masked import whiten
 from kedge.math.rewards import place_score
 from kedge.models.model import set_training

@@ -59,8 +59,8 @@ from kedge.learner.optim import check_optimizer_covers
 from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.updater import Updater
 from kedge.math.running import RunningMoments
-from kedge.models.end_tokens import as_list
 from kedge.models.fingerprint import fingerprint
+from kedge.models.load import as_list
 from kedge.models.model import in_float32
 from kedge.suggestions import suggest_names
 from kedge.types import RewardOutput, Sample, require

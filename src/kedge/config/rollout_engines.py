@@ -114,7 +114,7 @@ ROLLOUT_ENGINES: Mapping[str, RolloutEngineSpec] = MappingProxyType(
         ),
         "ray vllm": RolloutEngineSpec(
             summary="actors",
-            build="kedge.ray.build:build_vllm",
+            build="kedge.ray.engine:build_vllm",
             check="kedge.rollout.vllm.build:check_local",
             reads=(
                 *(*_VLLM, *_REMOTE_ENGINE, *_RAY),
@@ -126,7 +126,7 @@ ROLLOUT_ENGINES: Mapping[str, RolloutEngineSpec] = MappingProxyType(
         ),
         "ray embedded": RolloutEngineSpec(
             summary="actors",
-            build="kedge.ray.build:build_embedded",
+            build="kedge.ray.engine:build_embedded",
             reads=(*_REMOTE_ENGINE, *_RAY, "ray_engine", "vllm_num_engines"),
             actors=True,
         ),

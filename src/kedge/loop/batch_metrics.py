@@ -11,8 +11,8 @@ from kedge.algorithms.base import AdvantageInputs
 from kedge.loop.metrics import MetricAccumulator, reduce_metrics
 from kedge.loop.stages import Terms
 from kedge.math.advantage import group_count, group_std
-from kedge.math.importance import importance_weights
 from kedge.math.kl import k2, k3
+from kedge.math.ratios import importance_weights
 from kedge.protocols import AllReduce, Learner
 from kedge.types import AdvantageOutput, Experience, Rollout
 

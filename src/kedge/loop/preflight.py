@@ -16,8 +16,7 @@ from torch import Tensor
 
 from kedge.algorithms.base import Algorithm
 from kedge.errors import PreflightError
-from kedge.loop.micro_batches import micro_batches
-from kedge.loop.stages import make_experience
+from kedge.loop.stages import make_experience, micro_batches
 from kedge.protocols import Learner, RewardSource, RolloutEngine
 from kedge.types import Experience, ModelOutputs, RewardOutput, Rollout, Sampling
 

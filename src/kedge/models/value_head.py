@@ -61,14 +61,9 @@ class ScalarHead(nn.Module):
 
 
 class ScalarModel(nn.Module):
-    """A backbone with a head that returns one number per state.
+    """A model as backbone and head, [..., H] -> [..., 1], that returns one number per state.
 
     A value model from a reward model with shifted scores (``kedge reward``) has the same shift.
-
-    Args:
-        model: the whole model, as it is saved.
-        backbone: the part below the head.
-        head: the head, [..., H] -> [..., 1].
     """
 
     def __init__(self, model: nn.Module, backbone: nn.Module, head: nn.Module) -> None:
@@ -104,12 +99,7 @@ class ScalarModel(nn.Module):
 
 
 def scalar_model(model: nn.Module) -> ScalarModel:
-    """Turn a causal sequence-classification model with one label into a value model.
-
-    Raises:
-        ConfigError: the model has no backbone or head for single states, several labels, or is
-            not causal.
-    """
+    """Turn a causal sequence-classification model with one label into a value model."""
     name = type(model).__name__
     if isinstance(model, ScalarModel):
         return model
@@ -150,11 +140,7 @@ def _verify(value: ScalarModel, name: str) -> None:
 def load_value(
     source: str | nn.Module, *, dtype: torch.dtype = torch.float32, **options: Any
 ) -> ScalarModel:
-    """A value model from a sequence-classification model, its hub name, or its folder.
-
-    Raises:
-        ConfigError: the model cannot be loaded.
-    """
+    """A value model from a sequence-classification model, its hub name, or its folder."""
     if isinstance(source, nn.Module):
         return scalar_model(source)
     check_folder(source, "the value model")
@@ -165,11 +151,7 @@ def load_value(
 
 
 def copy_as_value(policy: nn.Module, parts: CausalParts) -> ScalarModel:
-    """A value model with a copy of the policy's backbone and a new head, which gives 0 at first.
-
-    Raises:
-        ConfigError: transformers has no sequence-classification model of the policy's kind.
-    """
+    """A value model with a copy of the policy's backbone and a new head, which gives 0 at first."""
     config: Any = copy.deepcopy(policy.config)
     config.num_labels = 1
     weights = parts.backbone.state_dict()
@@ -198,11 +180,7 @@ def build_value_head(parts: CausalParts, *, init: Literal["zero", "normal"] = "z
 
 
 def load_value_head(folder: str, parts: CausalParts) -> ScalarHead:
-    """Load the value head that ``ScalarHead.save`` wrote, onto the policy's backbone.
-
-    Raises:
-        ConfigError: the head belongs to a model of another size.
-    """
+    """Load the value head that ``ScalarHead.save`` wrote, onto the policy's backbone."""
     head, file = build_value_head(parts), Path(folder) / HEAD_FILE
     try:
         head.load_state_dict(load_file(file))

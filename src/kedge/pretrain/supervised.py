@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from kedge.errors import DataError
-from kedge.models.end_tokens import eos_token_ids
+from kedge.models.load import eos_token_ids
 from kedge.ops.cpu.patch import Kernels
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kedge.config.schedule import IntervalSchedule
-from kedge.loop.hooks import StepReport
+from kedge.loop.updater import StepReport
 from kedge.protocols import Learner
 from kedge.reporting.base import BestEffortWriter, write_whole
 from kedge.types import Experience

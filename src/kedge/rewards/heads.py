@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kedge.errors import RewardError
-from kedge.models.joined_rows import pack_sequences, run_packed, supports_packing
+from kedge.models.backbone import pack_sequences, run_packed, supports_packing
 
 SHIFT = "kedge_score_shift"  # config key; added to every score (pretrain/reward.py)
 SHIFT_FILE = f"{SHIFT}.json"  # in an adapter's folder, which has no model configuration

@@ -36,11 +36,7 @@ class GroupRequests(Generic[T]):
         return len(self._of_row)
 
     def add(self, prompts: PromptBatch, sampling: Sampling) -> range:
-        """Add whole groups; returns the key of each row, in order.
-
-        Raises:
-            ValueError: a group with this id exists.
-        """
+        """Add whole groups; returns the key of each row, in order."""
         keys = range(self._next, self._next + len(prompts))
         self._next = keys.stop
         for number, rows in zip(*group_rows(prompts), strict=True):
@@ -85,9 +81,7 @@ class GroupRequests(Generic[T]):
 def token_versions(spans: list[list[tuple[int, int]]], size: int) -> torch.Tensor | None:
     """``Rollout.token_version`` int64 [B, size]; None if every row has one version.
 
-    Args:
-        spans: per row, the versions in order and the number of tokens from each.
-        size: width of the rollout.
+    ``spans`` has the versions of each row in order, with the number of tokens from each.
     """
     if all(len(row) <= 1 for row in spans):
         return None

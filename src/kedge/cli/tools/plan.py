@@ -34,9 +34,8 @@ from kedge.config.sampling import build_sampling
 from kedge.errors import ConfigError
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.models.compatibility import check_length
-from kedge.models.end_tokens import eos_token_ids
 from kedge.models.freezing import train_top_layers
-from kedge.models.load import configuration_source
+from kedge.models.load import configuration_source, eos_token_ids
 from kedge.models.value_head import ScalarHead
 from kedge.rewards.build import load_function
 from kedge.rewards.function import Signature, function_name

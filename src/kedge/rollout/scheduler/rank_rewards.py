@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kedge.errors import KedgeError, RewardError
-from kedge.rollout.shared import RankGroups
+from kedge.rollout.engines import RankGroups
 from kedge.types import RewardOutput, Rollout
 
 

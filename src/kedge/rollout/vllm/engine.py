@@ -17,8 +17,13 @@ from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
 from kedge.rollout.requests import GroupRequests
 from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate
-from kedge.rollout.vllm.requests import build_requests, build_rollout
-from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, Service
+from kedge.rollout.vllm.service import (
+    GenerationRequest,
+    GenerationResult,
+    Service,
+    build_requests,
+    build_rollout,
+)
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 FULL_PRECISION, LOW_PRECISION = 1e-3, 5e-2  # allowed mean gaps, nats per token
@@ -80,13 +85,7 @@ class VLLMEngine:
         self._lost: LostRequestsError | None = None  # raised again if held requests were lost
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        """One response per row; each depends on (weights, prompt, row, seed).
-
-        Raises:
-            ConfigError: the sampling does not fit this model.
-            RolloutError: the prompts break the contract, or vLLM failed.
-            SyncError: vLLM sampled with other weights than those loaded.
-        """
+        """One response per row; each depends on (weights, prompt, row, seed)."""
         requests = self._build_requests(prompts, sampling, seed)
         self._wake("weights", "kv_cache")
         results = self._run(requests)
@@ -182,12 +181,7 @@ class VLLMEngine:
         return self._requests.unfinished
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
-        """Add rows; each is sampled as by ``generate``.
-
-        Raises:
-            ConfigError: the sampling does not fit this model.
-            RolloutError: the prompts break the contract, or vLLM failed.
-        """
+        """Add rows; each is sampled as by ``generate``."""
         requests = self._build_requests(prompts, sampling, seed)
         keys = self._requests.add(prompts, sampling)
         self._new |= dict(zip(keys, requests, strict=True))
@@ -236,9 +230,6 @@ class VLLMEngine:
 
         The receipt has the version that vLLM reports, and the fingerprint of the weights after vLLM
         and the learner's code agreed on the probe.
-
-        Raises:
-            SyncError: the weights do not fit the policy, or vLLM does not compute with them.
         """
         payload, expected = self.spec.payload(weights), self.spec.expected(weights)
         return self.load(partial(self.service.load, payload, version), version, expected)
@@ -246,13 +237,7 @@ class VLLMEngine:
     def load(self, load: Callable[[], None], version: int, expected: Expected) -> Receipt:
         """Load weights by calling ``load``, and verify that vLLM computes with them.
 
-        Args:
-            load: gives vLLM the weights and their version.
-            version: version of the weights.
-            expected: ``PolicyTemplate.expected`` of the weights.
-
-        Raises:
-            SyncError: vLLM does not compute with them.
+        ``expected`` is ``PolicyTemplate.expected`` of the weights.
         """
         dtype, tolerance = self.spec.dtype, self._tolerance
         if tolerance is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from kedge.config.rollout_engines import installed_vllm
 from kedge.errors import RolloutError
 from kedge.rollout.liveness import RunningTime
-from kedge.rollout.vllm.weight_payload import WeightPayload
+from kedge.rollout.vllm.weights import WeightPayload
 
 T = TypeVar("T")
 NCCL_SINCE = "0.32"  # vLLM
@@ -30,14 +30,9 @@ TransferCall = Callable[..., None]  # calls a method of vLLM's weight transfer b
 class NcclTransfer:
     """Process group of the learner and the workers of vLLMs for sending weights.
 
-    Args:
-        client: client of the vLLM, or of several (``FanOut``).
-        info: vLLM's ``TrainerInitInfo`` for the group's backend; see ``nccl``.
-        limit: seconds that creating the group, or sending all weights, may take.
-        device: the learner's device, to which weights in host memory are moved one at a time.
-
-    Raises:
-        RolloutError: the group was not created in time.
+    ``client`` is that of the vLLM, or of several (``FanOut``); ``info`` vLLM's ``TrainerInitInfo``
+    for the group's backend, see ``nccl``.  Creating the group, or sending all weights, may take
+    ``limit`` seconds.  Weights in host memory are moved to the learner's ``device`` one at a time.
     """
 
     def __init__(self, client: Any, info: Any, *, limit: float, device: torch.device) -> None:
@@ -78,13 +73,9 @@ class NcclTransfer:
 class EngineGroup:
     """One process group of the learner and engines: weights are broadcast once for all of them.
 
-    It is formed for the first weights, and again after an engine was restarted or lost.
-
-    Args:
-        create: forms the group, given the client of the engines and their number.
-        payload: ``PolicyTemplate.payload`` of the policy.
-        workers: GPUs of each engine.
-        shared: whether several engines are sent weights together.
+    It is formed by ``create`` for the first weights, given the client of the engines and their
+    number, and again after an engine was restarted or lost.  If it is ``shared``, several engines
+    are sent weights together.
     """
 
     def __init__(
@@ -112,9 +103,8 @@ class EngineGroup:
 class FanOut:
     """vLLM's weight transfer client of several engines, which are called concurrently.
 
-    Args:
-        calls: per engine, a function that calls a method of the transfer with keyword arguments.
-        workers: GPUs of each engine, which have consecutive ranks in the group.
+    ``calls`` call a method of each engine's transfer with keyword arguments.  Its ``workers``
+    (GPUs) have consecutive ranks in the group.
     """
 
     def __init__(self, calls: Sequence[TransferCall], workers: int) -> None:
@@ -167,12 +157,7 @@ class Source:
 
 
 def nccl(*, address: str, workers: int) -> Any:
-    """Create a group of this process, on its current GPU, and the GPUs of vLLMs.
-
-    Args:
-        address: address of this machine, as seen from the vLLMs.
-        workers: GPUs of all vLLMs.
-    """
+    """A group of this process, at ``address`` as seen from the vLLMs, and of all their GPUs."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     return NCCLTrainerInitInfo(

@@ -18,6 +18,7 @@ from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import vllm_limit
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
+from kedge.learner.distributed import sharding_strategy
 from kedge.learner.learner import HFLearner
 from kedge.learner.logprobs import Value
 from kedge.learner.reference import (
@@ -28,7 +29,6 @@ from kedge.learner.reference import (
     frozen_copy,
 )
 from kedge.learner.settings import LearnerSettings
-from kedge.learner.sharding import sharding_strategy
 from kedge.models.compatibility import (
     check_length,
     check_no_shared_weights,

@@ -12,7 +12,7 @@ from kedge.config.rollout_engines import engine_args, load_function
 from kedge.errors import ConfigError
 from kedge.learner.learner import HFLearner
 from kedge.learner.learner_state import WeightCopier
-from kedge.math.importance import Correction
+from kedge.math.ratios import Correction
 from kedge.protocols import RolloutEngine
 from kedge.trainers.assembly.models import Models
 from kedge.trainers.assembly.setup import Setup
@@ -95,7 +95,7 @@ class RolloutStage:
         options: dict[str, Any] = self.options
         if self.spec.actors:
             options = options | {"cluster": setup.ray_cluster}
-        from kedge.rollout.sharded import EngineInputs
+        from kedge.rollout.engines import EngineInputs
 
         inputs = EngineInputs(
             policy=models.policy_copy or learner.policy,
@@ -120,7 +120,7 @@ class RolloutStage:
 
     def _start_on_first(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
         """Make an engine on rank 0 that all ranks share."""
-        from kedge.rollout.shared import build_shared_engine
+        from kedge.rollout.engines import build_shared_engine
 
         setup, args, mail = self.setup, self.setup.args, None
         if self.spec.actors:

@@ -19,11 +19,10 @@ from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import read_mapping
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
+from kedge.learner.distributed import sharding_strategy
 from kedge.learner.learner import HFLearner
-from kedge.learner.sharding import sharding_strategy
 from kedge.loop.batch_sizes import BatchSizes
-from kedge.loop.entropy_bonus import EntropyBonus
-from kedge.loop.kl_control import AdaptiveKL, FixedKL
+from kedge.loop.control import AdaptiveKL, EntropyBonus, FixedKL
 from kedge.loop.loop import Engine
 from kedge.math.running import RunningMoments
 from kedge.models.load import without_weights

@@ -20,15 +20,14 @@ from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError, DataError
 from kedge.learner.distributed import accelerator_for
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
-from kedge.models.end_tokens import eos_token_ids
-from kedge.models.load import load_tokenizer
+from kedge.models.load import eos_token_ids, load_tokenizer
 from kedge.protocols import PromptSource
 from kedge.trainers.run.files import check_targets
 from kedge.trainers.spec import TrainerInputs, shared_kwargs
 from kedge.types import Sampling
 
 if TYPE_CHECKING:
-    from kedge.ray.resources import RayCluster
+    from kedge.ray.placement import RayCluster
 
 _INIT_KWARGS = "model_init_kwargs"
 _REFUSED_INIT_KWARGS = {
@@ -77,7 +76,7 @@ class Setup:
     @property
     def ray_cluster(self) -> RayCluster:
         """The Ray cluster that the config names."""
-        from kedge.ray.resources import RayCluster
+        from kedge.ray.placement import RayCluster
 
         args = self.args
         engines = args.vllm_num_engines if self.engine.actors else 0

@@ -24,8 +24,8 @@ from kedge.config.base import OnPolicyConfig
 from kedge.errors import CheckpointError, ConfigError
 from kedge.learner.learner import HFLearner
 from kedge.loop.evaluation import Evaluation, evaluate, solve_rates, win_rate
-from kedge.loop.hooks import Hooks, StepReport
 from kedge.loop.loop import Engine
+from kedge.loop.updater import Hooks, StepReport
 from kedge.reporting.base import BestEffortWriter, required_write
 from kedge.reporting.completions import completion_rows
 from kedge.trainers.assembly.setup import EvalSet
@@ -250,7 +250,7 @@ class Run(Hooks):
             self.show_samples(report)
         every = self.args.torch_empty_cache_steps
         if every and report.step % every == 0 and torch.cuda.is_available():
-            from kedge.rollout.embedded.decode_graph import capturing
+            from kedge.rollout.embedded.decode import capturing
 
             with capturing:  # a sampling thread may be capturing a decode step
                 torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The entropy bonus of the loss, with a fixed or an adaptive coefficient."""
+"""What adapts or limits training: KL coefficient, entropy bonus, limits of optimizer steps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,48 @@ from typing import Any
 
 from kedge.protocols import LossFn
 from kedge.types import Loss, MicroBatch, PolicyOutput
+
+
+@dataclass(slots=True, kw_only=True)
+class FixedKL:
+    """A constant coefficient."""
+
+    value: float
+
+    def update(self, kl: float, episodes: int) -> None:
+        """Does nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The coefficient."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the coefficient."""
+        self.value = float(state["value"])
+
+
+@dataclass(slots=True, kw_only=True)
+class AdaptiveKL(FixedKL):
+    """Adapts the coefficient so that the measured KL approaches ``target``.
+
+    value *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon
+
+    Target and horizon are settings, not state.
+
+    Args:
+        value: initial coefficient.
+        target: KL target, nats per response.
+        horizon: episodes over which an error of 100% would double the coefficient.
+    """
+
+    target: float
+    horizon: float
+
+    def update(self, kl: float, episodes: int) -> None:
+        """Adapt to ``kl`` nats per response measured over ``episodes`` responses."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * episodes / self.horizon
+
 
 ENTROPY, COEF = "policy/entropy_avg", "policy/entropy_coef"
 
@@ -63,3 +105,30 @@ class EntropyBonus:
         """Restore coefficient and entropy of an adaptive bonus."""
         if self.adaptive and state:
             self.coef, self.last = float(state["coef"]), float(state["last"])
+
+
+RATIO = "val/ratio"
+KL = "policy/policykl_avg"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """Decides about each optimizer step after its backward pass and before it is applied.
+
+    Limits are compared with means over all tokens of the step on all ranks, so that all ranks
+    make the same decision.
+    """
+
+    max_ratio: float | None = None  # skip steps with a larger mean probability ratio
+    # nats per token; stop training on the batch once the KL to the behavior policy exceeds it
+    max_kl: float | None = None
+    keep_last: bool = False  # whether the step that exceeds ``max_kl`` is still applied
+
+    def should_apply(self, metrics: Mapping[str, float]) -> bool:
+        """Whether to apply the step with these metrics."""
+        over_ratio = self.max_ratio is not None and metrics[RATIO] > self.max_ratio
+        return not over_ratio and (self.keep_last or not self.should_stop(metrics))
+
+    def should_stop(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the step with these metrics is the last of the iteration."""
+        return self.max_kl is not None and metrics[KL] > self.max_kl
