@@ -173,6 +173,10 @@ BUGS = {
             "self.next += len(self.done) + len(self.returned)",
             "self.next += len(self.returned)",
         ),
+        "a rank may get more groups than the others": (
+            "if len(dealt[rank]) * ranks < len(tokens):",
+            "if True:",
+        ),
     },
     ("loop/stages.py", "tests/unit/test_token_versions.py"): {
         "tokens that are too old are trained on": (
@@ -319,12 +323,6 @@ BUGS = {
             "first = 0",
         ),
     },
-    ("rollout/scheduler/dispatch.py", "tests/property/test_as_completed.py"): {
-        "a rank may get more groups than the others": (
-            "if len(dealt[rank]) * ranks < len(tokens):",
-            "if True:",
-        ),
-    },
     ("rollout/vllm/nccl_transfer.py", "tests/unit/test_weight_transfer.py"): {
         "all engines have the same ranks in the group that receives weights": (
             "offsets = [first + i * self._workers for",
@@ -343,22 +341,20 @@ BUGS = {
     ("models/packing.py", GRADIENT + " " + LEARNER): {
         "value of the state after its token": ("return (after - 1).clamp(min=0)", "return after"),
     },
-    ("classic/samples.py", "tests/unit/test_classic_step.py"): {
+    ("classic/samples.py", CLASSIC): {
         "classic scores are scaled by the deviation of nothing": (
             "            running.update(self.totals)\n",
             "",
         ),
-    },
-    ("math/running.py", "tests/unit/test_classic_step.py"): {
-        "classic moments of batches are averaged": (
-            "self.squares += squares + gap**2 * self.count * count / both",
-            "self.squares += squares",
-        ),
-    },
-    ("classic/samples.py", CLASSIC): {
         "a mask of classic responses is forgotten": (
             "loss_mask=pad_tensors(samples.masks)",
             "loss_mask=pad_tensors([torch.ones_like(r, dtype=torch.bool) for r in responses])",
+        ),
+    },
+    ("math/running.py", CLASSIC): {
+        "classic moments of batches are averaged": (
+            "self.squares += squares + gap**2 * self.count * count / both",
+            "self.squares += squares",
         ),
     },
     ("classic/samples.py", "tests/golden/test_classic.py"): {
