@@ -9,13 +9,10 @@ import yaml
 from kedge.cli.main import main
 from kedge.cli.tools.init import RECIPES, SIZES, SOURCES, settings
 from kedge.testing import tiny_policy
+from tests.environments.toys import TEMPLATE
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
 ROOT = Path(__file__).parents[2]
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <eos> ' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
-)
 
 
 @pytest.fixture
