@@ -11,39 +11,39 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 1_995,
+    ".": 1_994,
     "algorithms": 1_069,
     "checkpoint": 862,
-    "classic": 3_778,
-    "cli": 3_722,
-    "compat": 740,
+    "classic": 3_777,
+    "cli": 3_720,
+    "compat": 739,
     "config": 3_259,
     "data": 743,
     "demo": 488,
     "environments": 2_480,
     "environments/adapters": 723,
-    "environments/games": 500,
-    "judges": 605,
-    "learner": 1_622,
+    "environments/games": 496,
+    "judges": 603,
+    "learner": 1_620,
     "loop": 1_972,
     "math": 773,
-    "models": 2_179,
+    "models": 2_175,
     "ops": 593,
-    "ops/cpu": 628,
-    "pretrain": 740,
-    "ray": 2_155,
+    "ops/cpu": 625,
+    "pretrain": 735,
+    "ray": 2_136,
     "reporting": 2_399,
     "rewards": 1_644,
-    "rollout": 606,
-    "rollout/embedded": 1_419,
+    "rollout": 583,
+    "rollout/embedded": 1_408,
     "rollout/scheduler": 1_670,
-    "rollout/vllm": 2_702,
-    "trainers": 3_740,
+    "rollout/vllm": 2_693,
+    "trainers": 3_738,
     "verifiers": 2_559,
     "verifiers/sandbox": 1_330,
 }
-TOTAL = 50_785
-TESTS = 41_502
+TOTAL = 49_606
+TESTS = 41_497
 
 
 def count_lines(files: list[Path]) -> int:

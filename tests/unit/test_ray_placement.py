@@ -15,12 +15,7 @@ from kedge.errors import ConfigError, LostNodeError, SyncError
 from kedge.ray.launch import Failure, failure
 from kedge.ray.placement import from_launch, plan_bundles
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.rollout.engines import (
-    ShardedEngine,
-    join_rollouts,
-    slice_rollout,
-    start_all,
-)
+from kedge.rollout.engines import ShardedEngine, join_rollouts, slice_rollout, start_all
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Receipt, Sampling, with_unique_groups
 from tests.contract.embedded import prompts
@@ -67,7 +62,7 @@ class TestPlan:
 
         def slots(rank, role, count, **about):
             at = SimpleNamespace(rank=rank, world_size=2, placement=placement)
-            monkeypatch.setattr("kedge.ray.placement.get_context", lambda: at)
+            monkeypatch.setattr("kedge.ray.context.get_context", lambda: at)
             found = from_launch(role, count=count, option="ray_ref_workers", **about)
             return None if found is None else [slot.index for slot in found.slots]
 

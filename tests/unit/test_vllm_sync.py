@@ -18,7 +18,7 @@ from kedge.errors import RolloutError, SyncError
 from kedge.learner.learner_state import WeightCopier
 from kedge.models.fingerprint import fingerprint
 from kedge.rollout.vllm import Remote
-from kedge.rollout.vllm import weights as weight_files
+from kedge.rollout.vllm import weights as weight_module
 from kedge.rollout.vllm.engine import VLLMEngine
 from kedge.rollout.vllm.policy_template import PolicyTemplate, weights_dtype
 from kedge.rollout.vllm.service import GenerationResult
@@ -425,7 +425,7 @@ def test_weights_that_cannot_be_written_leave_the_old_ones(tmp_path, monkeypatch
     spec, weights = PolicyTemplate.of(policy()), trained(policy())
     monkeypatch.setattr(remote, "reload", lambda version: None)
     remote.load(spec.payload(weights), 1)
-    monkeypatch.setattr(weight_files, "_save", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    monkeypatch.setattr(weight_module, "_save", lambda *_: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(
         SyncError, match=r"weights of 0.00 GB cannot be written.*weight_sync_folder"
     ):
@@ -457,9 +457,9 @@ def test_servers_of_a_machine_read_the_same_files(servers, tmp_path, monkeypatch
 
 def test_weights_are_written_and_converted_a_bucket_at_a_time(tmp_path, monkeypatch):
     bucket, width = 1 << 14, 1 << 10
-    monkeypatch.setattr(weight_files, "BUCKET", bucket)
+    monkeypatch.setattr(weight_module, "BUCKET", bucket)
     named = tuple((f"w{i}", torch.full((width,), float(i))) for i in range(64))
-    payload = weight_files.WeightPayload(named, dtype=torch.bfloat16)
+    payload = weight_module.WeightPayload(named, dtype=torch.bfloat16)
     with PrivateBytes() as held:
         payload.write(tmp_path)
     assert held.most <= bucket + 2 * width < 2 * width * 64 / 4
