@@ -43,7 +43,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_330,
 }
 TOTAL = 49_606
-TESTS = 41_497
+TESTS = 41_490
 
 
 def count_lines(files: list[Path]) -> int:
