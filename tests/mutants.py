@@ -363,13 +363,13 @@ BUGS = {
             "starts = [len(q) for q in queries]",
         ),
     },
-    ("classic/models/encoder_decoder.py", CLASSIC): {
+    ("classic/models.py", CLASSIC): {
         "a decoder reads the token that it shall predict": (
             "ids=torch.cat([begin, target], dim=1)",
             "ids=torch.cat([target, begin], dim=1)",
         ),
     },
-    ("classic/models/wrapper.py", "tests/unit/test_classic_models.py"): {
+    ("classic/models.py", "tests/unit/test_classic_models.py"): {
         "shared layers are copies": (
             "        memo[id(weights[name])] = weights[name]  # deepcopy keeps these tensors\n",
             "",

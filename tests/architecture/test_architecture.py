@@ -71,7 +71,7 @@ THIRD_PARTY = {
     "rollout/scheduler": {"torch"},
     "compat": {"torch", "transformers", "datasets", "yaml"},
     "http_client": {"httpx"},
-    "output": set(),
+    "output": {"accelerate"},
     "judges": {"numpy"},
     # imported when first used; the last two by the server alone
     "verifiers": {"math_verify", "py3langid", "regex", "starlette", "uvicorn"},

@@ -11,39 +11,36 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 1_994,
+    ".": 2_559,
     "algorithms": 1_069,
     "checkpoint": 862,
-    "classic": 3_777,
-    "cli": 3_720,
-    "compat": 739,
-    "config": 3_259,
-    "data": 743,
-    "demo": 488,
-    "environments": 2_480,
-    "environments/adapters": 723,
-    "environments/games": 496,
-    "judges": 603,
+    "classic": 3_694,
+    "cli": 3_589,
+    "compat": 716,
+    "config": 3_057,
+    "data": 711,
+    "demo": 443,
+    "environments": 3_448,
     "learner": 1_620,
-    "loop": 1_972,
+    "loop": 1_989,
     "math": 773,
     "models": 2_175,
     "ops": 593,
     "ops/cpu": 625,
-    "pretrain": 735,
+    "pretrain": 647,
     "ray": 2_136,
-    "reporting": 2_399,
-    "rewards": 1_644,
+    "reporting": 2_278,
+    "rewards": 1_527,
     "rollout": 583,
     "rollout/embedded": 1_408,
     "rollout/scheduler": 1_670,
     "rollout/vllm": 2_693,
-    "trainers": 3_738,
-    "verifiers": 2_559,
-    "verifiers/sandbox": 1_330,
+    "trainers": 3_571,
+    "verifiers": 2_504,
+    "verifiers/sandbox": 1_324,
 }
-TOTAL = 49_606
-TESTS = 41_490
+TOTAL = 48_264
+TESTS = 41_538
 
 
 def count_lines(files: list[Path]) -> int:

@@ -306,7 +306,7 @@ def test_the_command(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["ppo", *words(arguments)]) in (0, None)
     assert '"environment/turns": 2.0' in (out / "metrics.jsonl").read_text()
     trained = {*Odd.seeds}
-    page = gather(out, meanings={}, prefixes={})
+    page = gather(out)
     for table, length in zip(
         page["tokens"], page["series"]["completions/mean_length"]["y"], strict=True
     ):

@@ -39,6 +39,8 @@ DIFFERENT = {
     "push_to_hub": (True, "nothing is pushed unless asked for"),
     "wandb_project_name": ("open_instruct_internal", "another project"),
     "exp_name": ("ppo_vllm_thread_ray_gtrl", "another program"),
+    "learning_rate": (2e-5, "models of billions of weights take 1e-6"),
+    "adam_epsilon": (1e-5, "open-instruct does not pass it on"),
     "lora_dropout": (0.05, "PPO trains without dropout"),
 }
 
@@ -352,10 +354,10 @@ def test_what_differs_from_open_instruct_is_said_once(tmp_path: Path) -> None:
         "float32 instead of bfloat16 (--bf16)",
         "attention as transformers chooses instead of flash_attention_2 (--attn_implementation)",
         "responses end at EOS (--stop_token none for fixed length)",
-        "Adam's epsilon 1e-05 instead of 1e-08 (--eps)",
+        "learning rate 1e-06 instead of 2e-05 (--learning_rate)",
         "weight decay 0 instead of 0.01 (--weight_decay)",
         "5 optimizer steps of warmup are rounded up to 3 iterations of 2",
     ]
-    same = ("--bf16", "--attn_implementation", "flash_attention_2", "--eps", "1e-8")
+    same = ("--bf16", "--attn_implementation", "flash_attention_2", "--learning_rate", "2e-5")
     made = options(tmp_path, *same, "--weight_decay", "0.01", "--stop_token", "eos")
     assert async_ppo.compare(made) == []

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from kedge.cli.main import main
 from kedge.models.packing import JoinedInput
-from kedge.pretrain.reward import init_head, shift_scores, train_reward
+from kedge.pretrain.trl import init_head, shift_scores, train_reward
 from kedge.rewards import RewardModel
-from kedge.rewards.heads import SHIFT
+from kedge.rewards.model import SHIFT
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Rollout
 

@@ -12,8 +12,8 @@ from transformers import SchedulerType, TrainingArguments
 
 from kedge import AsyncPPOConfig, GRPOConfig, PPOConfig, RLOOConfig
 from kedge.config.declare import format_value
-from kedge.config.sampling import build_sampling
 from kedge.errors import ConfigError, OptionError
+from kedge.trainers.assembly.setup import build_sampling
 
 BASES = {AsyncPPOConfig: {"rollout_engine": "embedded"}, RLOOConfig: {"token_level_kl": True}}
 

@@ -16,8 +16,7 @@ import kedge
 from kedge import AsyncPPOConfig, GRPOConfig, RLOOConfig
 from kedge.algorithms import grpo, ppo, rloo
 from kedge.config.base import foreign
-from kedge.config.compat.parser import ConfigParser
-from kedge.config.compat.training_arguments import INHERITED, TRANSFORMERS4
+from kedge.config.compat import INHERITED, TRANSFORMERS4
 from kedge.config.declare import (
     Alias,
     NoEffect,
@@ -27,6 +26,7 @@ from kedge.config.declare import (
     resume_values,
     status,
 )
+from kedge.config.parser import ConfigParser
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.rollout_engines import ROLLOUT_ENGINES, assume_all_packages, load_function
 from kedge.errors import ConfigError

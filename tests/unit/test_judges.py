@@ -14,8 +14,18 @@ import pytest
 
 from kedge.cli.main import main
 from kedge.errors import JudgeError
-from kedge.judges import Answer, Endpoint, FunctionJudge, Match, Pair, Row, ScoreJudge, match, rank
-from kedge.judges.endpoint import winner_in
+from kedge.judges import (
+    Answer,
+    Endpoint,
+    FunctionJudge,
+    Match,
+    Pair,
+    Row,
+    ScoreJudge,
+    match,
+    rank,
+    winner_in,
+)
 from kedge.testing import tiny_reward_model
 
 from .judge_server import BAD, GOOD, PROMPTS, endpoint, honest, reply, serving
@@ -296,7 +306,7 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], said: str) -> None
 
 
 def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kedge.judges.endpoint.MAX_REPLY", 1 << 16)
+    monkeypatch.setattr("kedge.judges.MAX_REPLY", 1 << 16)
     limits = {"answered with more than 65536 bytes": (b"x" * (1 << 17), 20.0)}
     for said, (body, timeout) in (limits | {"no answer after 0.2 s": (None, 0.2)}).items():
         answer = None if body is None else b"HTTP/1.1 200 OK\r\n\r\n" + body  # None: it drips

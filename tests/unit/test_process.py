@@ -19,8 +19,8 @@ from kedge.config.ppo import PPOConfig
 from kedge.errors import CheckpointError
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.trainers.base import configure_process
-from kedge.trainers.run.files import earlier_run
 from kedge.trainers.run.hf_callbacks import Callbacks
+from kedge.trainers.run.run import earlier_run
 
 
 @pytest.fixture(autouse=True)

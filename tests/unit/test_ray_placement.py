@@ -62,7 +62,7 @@ class TestPlan:
 
         def slots(rank, role, count, **about):
             at = SimpleNamespace(rank=rank, world_size=2, placement=placement)
-            monkeypatch.setattr("kedge.ray.context.get_context", lambda: at)
+            monkeypatch.setattr("kedge.ray.placement.get_context", lambda: at)
             found = from_launch(role, count=count, option="ray_ref_workers", **about)
             return None if found is None else [slot.index for slot in found.slots]
 

@@ -27,7 +27,7 @@ from kedge import (
 from kedge.errors import ConfigError
 from kedge.loop.metrics import TRL_NAMES
 from kedge.testing import tiny_policy
-from kedge.trainers.metric_names import trl_names
+from kedge.trainers.spec import trl_names
 from kedge.verifiers import accuracy_reward, think_format_reward
 from tests.e2e.small import PROMPTS
 from tests.e2e.test_groups import grpo, rloo

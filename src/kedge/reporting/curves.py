@@ -27,14 +27,9 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], file: str | Path) -> Path | None:
-    """Draw the logged rows of a run.
+    """Draw the logged rows of a run, which have a "step" each, as a PNG.
 
-    Args:
-        rows: logged rows with a "step" each, as in ``trainer.state.log_history``.
-        file: the PNG to write.
-
-    Returns:
-        The file, or None if no row holds a metric that is drawn, or matplotlib is not installed.
+    Returns None if no row holds a metric that is drawn, or matplotlib is not installed.
     """
     panels = {title: lines for title, names in PANELS if (lines := _lines(rows, names))}
     if not panels or importlib.util.find_spec("matplotlib") is None:
@@ -45,14 +40,7 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], file: str | Path) -> Path | N
 def draw_panels(
     panels: Mapping[str, Mapping[str, Band]], file: str | Path, *, columns: int, xlabel: str
 ) -> Path:
-    """Draw one panel for each title, with a line and its band for each name.
-
-    Args:
-        panels: curves by title and name.
-        file: the picture to write.
-        columns: panels next to each other.
-        xlabel: label of the x axes.
-    """
+    """Draw one panel for each title, with a line and its band for each name."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -86,7 +86,7 @@ class Hub:
         replace: bool = False,
         blocking: bool = True,
     ) -> Any:
-        """Upload a folder in one commit.
+        """Upload a folder in one commit; returns its info (``.commit_url``), or a future of it.
 
         Args:
             folder: folder to upload.
@@ -95,9 +95,6 @@ class Hub:
             ignore: patterns of files to skip.
             replace: delete other files at ``path_in_repo``.
             blocking: False: return a future immediately.
-
-        Returns:
-            The commit info (``.commit_url``), or a future of it.
 
         Raises:
             HubError: with the hub's answer and what to do.
@@ -130,12 +127,9 @@ class Hub:
     def push_checkpoint(self, folder: str | Path, strategy: str) -> None:
         """Push the files that ``hub_strategy`` selects after a save, and wait for the upload.
 
-        A failure only warns, so that training continues; the push at the end of training raises.
-
-        Args:
-            folder: the ``checkpoint-N`` folder just written.
-            strategy: "end" pushes nothing now; "every_save" the model; "checkpoint" the model, and
-                the whole checkpoint as ``last-checkpoint``; "all_checkpoints" as ``checkpoint-N``.
+        "end" pushes nothing now; "every_save" the model; "checkpoint" the model, and the whole
+        checkpoint as ``last-checkpoint``; "all_checkpoints" as ``checkpoint-N``.  A failure only
+        warns, so that training continues; the push at the end of training raises.
         """
         if strategy == "end":
             return

@@ -23,22 +23,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunLog:
-    """Rows of training metrics in order, without evaluations.
+    """Rows of training metrics in order, without evaluations."""
 
-    Args:
-        name: name of the run's folder or file.
-        rows: one mapping per logged iteration.
-        fixed_length: whether the run has no stop token or stop string, so that responses have full
-            length.
-        bf16: whether the run computes in bfloat16.
-        masked: whether tokens outside of the bounds leave the loss (``policy_loss="mask"``).
-    """
-
-    name: str
+    name: str  # of the run's folder or file
     rows: Sequence[dict[str, float]]
-    fixed_length: bool = False
+    fixed_length: bool = False  # there is no stop token or stop string
     bf16: bool = False
-    masked: bool = False
+    masked: bool = False  # tokens outside of the bounds leave the loss (``policy_loss="mask"``)
 
     def series(self, metric: str) -> list[float]:
         """The finite values of a metric, in order; empty if it was never logged."""

@@ -46,18 +46,8 @@ class ConsoleTracker:
 
     One plain line per logged row; on a terminal, unless ``bar=False``, the lines scroll above a
     progress bar with score, KL, episodes per second and the time left.  During training, tables are
-    shown at most every ``table_seconds``; the files have all of them.
-
-    Args:
-        total: iterations of the whole run.
-        start: iterations finished before this process.
-        bar: False for plain lines (``disable_tqdm``).
-        tables: False hides all tables (``num_sample_generations=0``).
-        console: None: standard output.
-        max_rows: rows shown of a table.
-        max_chars: characters shown of a cell; prompts show half as many, from their end.
-        table_seconds: minimum time between two tables of the same name.
-        clock: returns the time in seconds.
+    shown at most every ``table_seconds``; the files have all of them.  A cell shows ``max_chars``
+    characters, a prompt half as many, from its end.
     """
 
     def __init__(
@@ -155,7 +145,7 @@ class ConsoleTracker:
     def _cell(self, value: object, *, end: bool) -> Text:
         """Plain text without markup or control sequences; long text truncated."""
         text = (
-            "n/a" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+            f"{value:.4g}" if isinstance(value, float) else str("n/a" if value is None else value)
         )
         text = "".join(c if c.isprintable() or c in "\n\t" else _UNPRINTABLE for c in text)
         most = self.max_chars // 2 if end else self.max_chars

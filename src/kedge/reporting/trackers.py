@@ -48,9 +48,7 @@ Prompts, completions and scores during training; `step-000012.jsonl` is after it
 class TableLogger:
     """Sends tables to wandb, trackio, mlflow and tensorboard, and histograms to two of them.
 
-    Args:
-        services: names in ``report_to``; services without tables are ignored.
-        tensorboard: returns the open ``SummaryWriter``, or None.
+    ``tensorboard`` returns the open ``SummaryWriter``, or None.
     """
 
     def __init__(
@@ -103,11 +101,7 @@ class HubTables:
     """Sends every table to a dataset repository, in the background and in order.
 
     The repository is created first, so that a wrong token fails before training; later failures
-    are only logged, once.
-
-    Args:
-        hub: the dataset repository.
-        model: repository of the model, for the card.
+    are only logged, once.  The card names the repository of the model.
     """
 
     def __init__(self, hub: Hub, *, model: str | None = None) -> None:
@@ -221,11 +215,7 @@ def link(callbacks: Callbacks, args: Any) -> None:
 
 
 def run_links(services: Sequence[str]) -> dict[str, str]:
-    """URLs of the run in the trackers that have one; local and offline runs have none.
-
-    Args:
-        services: names in ``report_to`` with open runs.
-    """
+    """URLs of the run in the trackers that have one; local and offline runs have none."""
     urls: dict[str, str | None] = {}
     if "wandb" in services:
         import wandb

@@ -57,12 +57,7 @@ class RunState(TrainerState):
 class Callbacks:
     """The callbacks of a trainer, and the state and control passed to them.
 
-    Args:
-        args: the trainer's arguments, which set intervals and ``report_to``.
-        callbacks: the user's callbacks, objects or classes.
-        tracker: gets every logged row after the callbacks.
-        rank: rank of this process.
-        local_rank: rank of this process on its machine.
+    ``args`` set intervals and ``report_to``; ``tracker`` gets every logged row after the callbacks.
     """
 
     def __init__(
@@ -97,30 +92,27 @@ class Callbacks:
         """Add a callback, an object or a class."""
         self.handler.add_callback(_check_callback(callback))
 
-    def fire(self, event: str, **kwargs: Any) -> TrainerControl:
+    def fire(self, event: str, **kwargs: Any) -> None:
         """Call ``event`` ("on_step_begin", ...) of every callback with the usual arguments."""
         call = getattr(self.handler, event)
         self.control = call(self.args, self.state, self.control, **kwargs)
-        return self.control
 
     def watch(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         """Pass these to callbacks; on_pre_optimizer_step fires before each optimizer step."""
         self.handler.optimizer, self.handler.lr_scheduler = optimizer, lr_scheduler
-        optimizer.register_step_pre_hook(self._on_optimizer_step)
+        optimizer.register_step_pre_hook(lambda *_: self.fire("on_pre_optimizer_step"))
 
-    def begin(self, *, max_steps: int, epochs: float, batch_size: int) -> TrainerControl:
+    def begin(self, *, max_steps: int, epochs: float, batch_size: int) -> None:
         """Start training, or resume after ``restore``; fires on_train_begin.
 
-        Args:
-            max_steps: iterations of the whole run; intervals below 1 are fractions of it.
-            epochs: passes over the prompts in the whole run.
-            batch_size: responses per iteration on this rank, for ``state.train_batch_size``.
+        The run has ``max_steps`` iterations and ``epochs`` passes over the prompts; an iteration
+        has ``batch_size`` responses on this rank.
         """
         self.state.max_steps = max_steps
         self.state.num_train_epochs = math.ceil(epochs)
         self.state.train_batch_size = batch_size
         self.state.compute_steps(self.args, max_steps)
-        return self.fire("on_train_begin")
+        self.fire("on_train_begin")
 
     def write_row(self, metrics: Mapping[str, float]) -> None:
         """Add a row to ``state.log_history``, then to callbacks and the tracker."""
@@ -175,9 +167,6 @@ class Callbacks:
         if self.args.restore_callback_states_from_checkpoint:
             self._restore_callbacks(dict(state.stateful_callbacks or {}))
 
-    def _on_optimizer_step(self, *_: object) -> None:
-        self.fire("on_pre_optimizer_step")
-
     def _restore_callbacks(self, saved: dict[str, Any]) -> None:
         saved.pop("TrainerControl", None)
         for i, callback in enumerate(self.handler.callbacks):
@@ -196,12 +185,7 @@ class Callbacks:
 
 
 def reporting_callbacks(report_to: str | list[str] | None) -> list[TrainerCallback]:
-    """The integration callbacks of transformers for ``report_to``.
-
-    Args:
-        report_to: "none", "all" (everything installed), a name or names ("tensorboard", "wandb",
-            "trackio", "mlflow", ...).
-    """
+    """The integration callbacks of transformers for "none", "all" (installed), or names."""
     callbacks: list[TrainerCallback] = []
     for name in as_list(report_to or "none"):
         try:
@@ -246,12 +230,7 @@ def merge_rows(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def share_control(control: TrainerControl, total: Callable[[Tensor], Tensor]) -> None:
-    """Synchronize control over ranks: a flag set on one rank is set on all.
-
-    Args:
-        control: changed in place.
-        total: element-wise sum of a tensor over all ranks.
-    """
+    """Synchronize control over ranks, in place: a flag set on one rank is set on all."""
     names = ("should_training_stop", "should_log", "should_evaluate", "should_save")
     votes = total(torch.tensor([float(getattr(control, name)) for name in names]))
     for name, vote in zip(names, votes.tolist(), strict=True):
@@ -274,11 +253,7 @@ def own_callbacks(args: OnPolicyConfig) -> list[TrainerCallback]:
 
 
 class Stopping(TrainerCallback):
-    """Saves and stops on all ranks after a request to shut down.
-
-    Args:
-        shutdown: receives the signals of this process.
-    """
+    """Saves and stops on all ranks after a request to shut down."""
 
     def __init__(self, shutdown: GracefulShutdown) -> None:
         self._requested = lambda: shutdown.requested
@@ -294,9 +269,7 @@ class Stopping(TrainerCallback):
 class Reporting(Stopping):
     """Sends logged rows to the driver of a Ray launch, and stops when the driver asks to.
 
-    Args:
-        context: context of this rank.
-        main: whether this is rank 0, which talks to the driver.
+    Rank 0 (``main``) talks to the driver.
     """
 
     def __init__(self, context: RankContext, *, main: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import resource
@@ -17,34 +18,53 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging as transformers_logging
 
 from kedge.checkpoint import checkpoint
 from kedge.config.base import OnPolicyConfig
-from kedge.errors import CheckpointError, ConfigError
+from kedge.config.declare import resume_values
+from kedge.data import DatasetPrompts
+from kedge.errors import CheckpointError, ConfigError, way_out
 from kedge.learner.learner import HFLearner
 from kedge.loop.evaluation import Evaluation, evaluate, solve_rates, win_rate
 from kedge.loop.loop import Engine
 from kedge.loop.updater import Hooks, StepReport
 from kedge.reporting.base import BestEffortWriter, required_write
-from kedge.reporting.completions import completion_rows
+from kedge.reporting.responses import IntervalSchedule, TokenLog, completion_rows
 from kedge.trainers.assembly.setup import EvalSet
-from kedge.trainers.run.files import earlier_run, recording_fingerprint, resume_fingerprint
 from kedge.trainers.run.hf_callbacks import Callbacks, RunState, merge_rows, share_control
 from kedge.trainers.spec import MetricNames
-from kedge.types import Experience, RewardOutput, Rollout
+from kedge.types import Experience, RewardOutput, Rollout, Sampling
 
 if TYPE_CHECKING:
     from kedge.checkpoint.replay import RolloutRecorder
-    from kedge.config.schedule import IntervalSchedule
     from kedge.reporting.doctor import Rule
     from kedge.reporting.progress import ConsoleTracker
-    from kedge.reporting.token_log import TokenLog
 
 logger = logging.getLogger(__name__)
 MUCH_CLIPPED, MUCH_MASKED, MOST_RATIO = 0.25, 0.05, 1.2  # limits after one iteration
 TEMPERATURE = 0.01  # arXiv:2403.17031 evaluates nearly greedily
 TABLE_ROWS = 5  # rows per table of a training batch
+VALUE_FOLDER = "value_model"
+
+
+def earlier_run(output_dir: Path, *, overwrite: bool) -> list[Path]:
+    """Checkpoints of an earlier run that a new run in the folder removes."""
+    existing = checkpoint.checkpoints(output_dir)
+    if existing and not overwrite:
+        raise CheckpointError(
+            f"{output_dir} holds {', '.join(p.name for p in existing[-3:])} of an earlier run;"
+            " continue it with resume_from_checkpoint=True (--resume_from_checkpoint), start over"
+            " with overwrite_output_dir=True (--overwrite_output_dir), or set another output_dir"
+        )
+    return existing
+
+
+def recording_fingerprint(sampling: Sampling) -> dict[str, Any]:
+    """Settings that a recording and a replaying run must share."""
+    return {"temperature": sampling.temperature, "stop_ids": [*sampling.stop_ids]}
 
 
 @dataclass(kw_only=True)
@@ -55,29 +75,16 @@ class Run(Hooks):
     on_step_begin; per optimizer step on_optimizer_step; on_step_end; then, if control asks for
     it, on_log, evaluation with on_evaluate, saving with on_save; after each pass over the prompts
     on_epoch_end, and again the requested actions.
-
-    Args:
-        trainer: evaluates and saves models, perhaps with methods that a subclass overrides.
-        args: the config; callbacks and intervals read it.
-        engine: the loop.
-        learner: the models; the same object as ``engine.learner``.
-        callbacks: callbacks, state and control.
-        eval_sets: evaluation prompts, in order.
-        tokenizer: saved with the models.
-        fresh_reference: whether the reference is the initial policy, so that the KL starts at 0.
-        metric_names: adds metrics under other names to those of an iteration.
-        best_effort: writes files whose failures are only logged.
-        clock: returns the time in seconds.
     """
 
-    trainer: Any
+    trainer: Any  # evaluates and saves models, perhaps with methods that a subclass overrides
     args: OnPolicyConfig
     engine: Engine
     learner: HFLearner
     callbacks: Callbacks
     eval_sets: list[EvalSet]
     tokenizer: Any
-    fresh_reference: bool
+    fresh_reference: bool  # the reference is the initial policy, so that the KL starts at 0
     metric_names: MetricNames
     best_effort: BestEffortWriter = field(default_factory=BestEffortWriter)
     clock: Callable[[], float] = time.perf_counter
@@ -101,12 +108,7 @@ class Run(Hooks):
     def train(self, resume: str | Path | bool | None) -> TrainOutput:
         """Train all iterations, or until a callback stops the run.
 
-        Args:
-            resume: True for the newest intact checkpoint in ``output_dir``, or a folder.
-
-        Raises:
-            CheckpointError: the checkpoint is missing, damaged or from another run.
-            PreflightError: a check of the first batch failed.
+        ``resume`` is True for the newest intact checkpoint in ``output_dir``, or a folder.
         """
         engine, sizes = self.engine, self.engine.batch_sizes
         self._tidy(starting=not resume)
@@ -152,9 +154,7 @@ class Run(Hooks):
 
     def _open(self, resumed: Path | None) -> None:
         """Open screen, trackers and files, and begin at the current iteration."""
-        from kedge.config.schedule import build_schedule
         from kedge.reporting.progress import ConsoleTracker
-        from kedge.reporting.token_log import build_token_log
         from kedge.reporting.trackers import build_trackers, link
 
         engine, sizes, args = self.engine, self.engine.batch_sizes, self.args
@@ -177,7 +177,7 @@ class Run(Hooks):
             batch_size=sizes.local_rows,
         )
         link(self.callbacks, args)
-        self.schedule = build_schedule(
+        self.schedule = IntervalSchedule(
             args, iterations=sizes.iterations, iterations_per_epoch=self.iterations_per_epoch
         )
         if args.save_rollouts is not None:
@@ -190,7 +190,14 @@ class Run(Hooks):
                     rank=self.learner.rank,
                     world_size=self.learner.world_size,
                 )
-        self.token_log = build_token_log(args, self.schedule, self.learner, self.tokenizer)
+        if args.output_dir and self.schedule.tokens_every is not None:
+            self.token_log = TokenLog(
+                self.root(),
+                rows=args.log_token_rows,
+                due=self.schedule.writes_tokens,
+                learner=self.learner,
+                tokenizer=self.tokenizer,
+            )
         self.start()
 
     def start(self) -> None:
@@ -433,11 +440,7 @@ class Run(Hooks):
         return metrics
 
     def generate_completions(self, *, sampling: bool = False) -> list[dict[str, object]]:
-        """Sample nearly greedily from evaluation prompts, or else from training prompts.
-
-        Args:
-            sampling: one batch only.
-        """
+        """Sample nearly greedily from evaluation prompts, or else from training prompts."""
         source, rows = self.engine.source, self.engine.batch_sizes.batch_size
         training = EvalSet(prefix="", source=source, batches=1, rows=rows)
         eval_set = self.eval_sets[0] if self.eval_sets else training
@@ -545,17 +548,63 @@ class Run(Hooks):
             engine.step,
             parts,
             local=in_flight or None,
-            settings=resume_fingerprint(self.args, engine, self.learner),
-            write_models=self._write_models,
+            settings=self._fingerprint(),
+            write_models=self._write_checkpoint,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
             barrier=accelerator.wait_for_everyone,
         )
 
-    def _write_models(self, folder: Path) -> None:
+    def write_models(self, folder: Path) -> None:
+        """Write policy, tokenizer and value model in the layout of ``from_pretrained``.
+
+        Every rank calls it; rank 0 writes.
+        """
+        bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()  # it would interrupt the run's own bar
+        try:
+            self.learner.save(folder, folder / VALUE_FOLDER)
+            if self.state.is_world_process_zero and hasattr(self.tokenizer, "save_pretrained"):
+                self.tokenizer.save_pretrained(folder)
+        except Exception as error:
+            # tokenizers raises a bare Exception for file-system errors
+            if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
+                raise CheckpointError(
+                    f"cannot write the models to {folder}: {error}; {way_out(error)}, or pass"
+                    " another folder to save_model()"
+                ) from error
+            raise
+        finally:
+            if bars:
+                transformers_logging.enable_progress_bar()
+
+    def _write_checkpoint(self, folder: Path) -> None:
         self.trainer.save_model(str(folder), _internal_call=True)
         if self.state.is_world_process_zero:
             self.callbacks.write_state(folder)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """Everything that affects the numerics, as JSON values; compared on resume.
+
+        Options, prompts and the reference's weights, but not sizes that only cut the same batch
+        into other micro-batches.
+        """
+        engine, sizes = self.engine, self.engine.batch_sizes
+        values = resume_values(self.args) | {
+            "algorithm": engine.algorithm.name,
+            "iterations": sizes.iterations,
+            "batch_size": sizes.batch_size,
+            "num_mini_batches": sizes.minibatches,
+            "num_ppo_epochs": sizes.epochs,
+            "num_generations": sizes.group,
+            "optim": type(self.learner.optimizer).__name__,
+            "stop_ids": engine.sampling.stop_ids,
+        }
+        if isinstance(engine.source, DatasetPrompts):
+            values["prompts"] = engine.source.fingerprint()
+        if self.learner.reference is not None:
+            values["reference"] = self.learner.reference.fingerprint()
+        return json.loads(json.dumps(values, default=str))
 
     def _resume(self, resume: str | Path | bool) -> Path:
         """Load a checkpoint; return its folder."""
@@ -588,7 +637,7 @@ class Run(Hooks):
             folder,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
-            settings=resume_fingerprint(self.args, self.engine, self.learner),
+            settings=self._fingerprint(),
             verified=True,
         )
         if not saved.parts:

@@ -12,7 +12,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 from kedge.config.base import ConfigType, foreign
-from kedge.config.compat.training_arguments import TRANSFORMERS4
+from kedge.config.compat import TRANSFORMERS4
 from kedge.config.declare import Alias, flags
 
 
