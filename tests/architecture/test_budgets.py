@@ -40,7 +40,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_324,
 }
 TOTAL = 48_264
-TESTS = 41_538
+TESTS = 41_529
 
 
 def count_lines(files: list[Path]) -> int:

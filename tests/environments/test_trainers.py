@@ -76,6 +76,9 @@ def test_ppo_plays(given: dict[str, Any]) -> None:
     assert row["environment/turns"] == (2 if two else 3)
     assert "reward_funcs" not in given or row["rewards/turns_reward"] == row["environment/words"]
     assert isinstance(made.engine.rollout_engine, EnvironmentRollouts)
+    assert row.get("rollout/logprob_gap", 0.0) < 1e-5
+    assert row["environment/words"] > 0
+    assert 0 < row["environment/loss_tokens"] < 1
 
 
 def test_a_resumed_run_must_play_the_same_episodes(tmp_path: Path) -> None:
