@@ -40,7 +40,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_323,
 }
 TOTAL = 48_070
-TESTS = 41_862
+TESTS = 41_552
 
 
 def count_lines(files: list[Path]) -> int:
