@@ -24,7 +24,7 @@ BUDGETS = {
     "learner": 1_625,
     "loop": 1_956,
     "math": 773,
-    "models": 2_165,
+    "models": 2_158,
     "ops": 580,
     "ops/cpu": 622,
     "pretrain": 647,
