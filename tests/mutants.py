@@ -365,7 +365,7 @@ MUTANTS = [
         "loop/control.py",
         "return not over_ratio and (self.keep_last or not self.should_stop(metrics))",
         "return not over_ratio",
-        "tests/unit/test_early_stopping.py",
+        "tests/unit/test_loop.py",
     ),
     *BACKENDS,
 ]

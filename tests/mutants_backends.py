@@ -98,14 +98,14 @@ MUTANTS = [
         "classic/samples.py",
         "            running.update(self.totals)\n",
         "",
-        "tests/unit/test_classic_scores.py",
+        "tests/unit/test_classic_step.py",
     ),
     Mutant(
         "classic moments of batches are averaged",
         "math/running.py",
         "self.squares += squares + gap**2 * self.count * count / both",
         "self.squares += squares",
-        "tests/unit/test_classic_scores.py",
+        "tests/unit/test_classic_step.py",
     ),
     Mutant(
         "a mask of classic responses is forgotten",
@@ -123,14 +123,14 @@ MUTANTS = [
     ),
     Mutant(
         "a decoder reads the token that it shall predict",
-        "classic/models/encoder_decoder.py",
+        "classic/models.py",
         "ids=torch.cat([begin, target], dim=1)",
         "ids=torch.cat([target, begin], dim=1)",
         CLASSIC,
     ),
     Mutant(
         "shared layers are copies",
-        "classic/models/wrapper.py",
+        "classic/models.py",
         "        memo[id(weights[name])] = weights[name]  # deepcopy keeps these tensors\n",
         "",
         "tests/unit/test_classic_models.py",

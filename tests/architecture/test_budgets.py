@@ -11,38 +11,36 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_504,
+    ".": 2_551,
     "algorithms": 1_069,
     "checkpoint": 862,
-    "classic": 3_778,
+    "classic": 3_694,
     "cli": 3_582,
-    "compat": 740,
-    "config": 3_046,
-    "data": 743,
+    "compat": 716,
+    "config": 3_041,
+    "data": 711,
     "demo": 443,
-    "environments": 2_480,
-    "environments/adapters": 723,
-    "environments/games": 500,
-    "learner": 1_622,
-    "loop": 1_972,
+    "environments": 3_448,
+    "learner": 1_620,
+    "loop": 1_989,
     "math": 773,
-    "models": 2_179,
+    "models": 2_175,
     "ops": 593,
-    "ops/cpu": 628,
-    "pretrain": 648,
-    "ray": 2_155,
+    "ops/cpu": 625,
+    "pretrain": 647,
+    "ray": 2_136,
     "reporting": 2_256,
-    "rewards": 1_644,
-    "rollout": 606,
-    "rollout/embedded": 1_419,
+    "rewards": 1_527,
+    "rollout": 583,
+    "rollout/embedded": 1_408,
     "rollout/scheduler": 1_670,
-    "rollout/vllm": 2_702,
-    "trainers": 3_563,
-    "verifiers": 2_559,
-    "verifiers/sandbox": 1_330,
+    "rollout/vllm": 2_693,
+    "trainers": 3_561,
+    "verifiers": 2_504,
+    "verifiers/sandbox": 1_324,
 }
-TOTAL = 50_785
-TESTS = 42_615
+TOTAL = 48_264
+TESTS = 41_839
 
 
 def count_lines(files: list[Path]) -> int:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kedge.errors import RolloutError, SyncError
+from tests.contract.embedded import prompts
 from tests.contract.engines import PAD, needs_vllm, policy, trained
-from tests.contract.test_rollout_engine import prompts
 from tests.contract.test_vllm_families import SAMPLING, learner_says, shaken
 
 KINDS = {"own head": ("llama", {}), "tied head": ("qwen2", {"tie_word_embeddings": True})}

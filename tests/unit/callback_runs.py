@@ -49,7 +49,7 @@ class StopAt(TrainerCallback):
         self.step = step
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
+        control.should_training_stop |= state.global_step >= self.step
 
 
 def args(folder, **kwargs):

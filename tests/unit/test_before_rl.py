@@ -18,7 +18,7 @@ from kedge.cli.main import main
 from kedge.models.packing import JoinedInput
 from kedge.pretrain.trl import init_head, shift_scores, train_reward
 from kedge.rewards import RewardModel
-from kedge.rewards.heads import SHIFT
+from kedge.rewards.model import SHIFT
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Rollout
 
@@ -168,13 +168,6 @@ def test_a_judge_reads_what_the_reward_model_was_trained_to_read(
     rows = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
     load_scores(str(place / "reward"))(*([row[n] for row in rows] for n in ("prompt", "chosen")))
     assert sorted(read) == sorted(row["chosen_ids"] for row in trained[0])
-
-
-def test_the_reward_of_training_has_the_shift() -> None:
-    model = tiny_reward_model(vocab_size=32)
-    plain = RewardModel(model).score(batch())
-    setattr(model.config, SHIFT, 2.5)
-    assert torch.allclose(RewardModel(model).score(batch()).scores, plain.scores + 2.5)
 
 
 def test_a_value_model_made_of_a_reward_model_starts_from_its_scores(tmp_path: Path) -> None:

@@ -126,9 +126,7 @@ def run(mode: str, out: str) -> None:
     assert found.fingerprint() == fingerprint(whole)  # although no rank gathered anything
     weights = {name: x.flatten().double().tolist() for name, x in found.weights().items()}
     found.save(Path(out + "-policy"), Path(out + "-value"))
-    if rank == 0:
-        Path(out).write_text(json.dumps({"metrics": note, "weights": weights}))
-    leave()
+    leave({"metrics": note, "weights": weights}, out)
 
 
 @pytest.mark.slow

@@ -110,7 +110,8 @@ class AsyncPPOConfig(PPOConfig):
     """Options of ``kedge.AsyncPPOTrainer``: rollout engines sample while the learners train.
 
     Has the names and defaults of open-instruct's asynchronous PPO in addition to those of
-    ``PPOConfig``.  Two names of one option are refused if their values differ.
+    ``PPOConfig``, with a learning rate for models of billions of weights (docs/recipes.md).  Two
+    names of one option are refused if their values differ.
 
     Raises:
         ConfigError: a value or a combination that cannot work.
@@ -128,8 +129,7 @@ class AsyncPPOConfig(PPOConfig):
     seed: int = option(1, "Seed of every random number generator.")
 
     # Options of PPOConfig that have other defaults here.
-    learning_rate: float = option(2e-5, "Learning rate of the policy.")
-    adam_epsilon: float = option(1e-5, "Epsilon of Adam.")
+    learning_rate: float = option(1e-6, "Learning rate of the policy.")
     total_episodes: int | None = option(100_000, "Responses to generate over the whole run.")
     per_device_train_batch_size: int = option(1, "Responses per rank in one forward pass.")
     per_device_eval_batch_size: int = option(1, "Evaluation prompts per rank at a time.")

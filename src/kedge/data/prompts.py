@@ -11,8 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kedge.data.encode import EncodedPrompts, PromptReport, encode_prompts, prompt_column
-from kedge.data.table import read_table
+from kedge.data.encode import (
+    EncodedPrompts,
+    PromptReport,
+    encode_prompts,
+    prompt_column,
+    read_table,
+)
 from kedge.errors import ConfigError, DataError
 from kedge.types import PromptBatch
 

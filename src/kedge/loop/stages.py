@@ -112,7 +112,7 @@ def rows_within(lengths: Sequence[int], max_tokens: int, all_reduce: AllReduce) 
 class Terms:
     """Inputs of an experience, for the metrics of the batch."""
 
-    inputs: AdvantageInputs  # model_outputs.logprobs is the denominator of the ratio
+    inputs: AdvantageInputs
     outputs: AdvantageOutput  # as trained on
     kl_coef: float
     logprobs: Tensor  # float32 [B, R]; the learner's policy, before training
@@ -139,6 +139,10 @@ def make_experience(
     (Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298, eq. 5).  With a
     correction of kind "ratio" it is the rollout engine's for all tokens, without weights.
 
+    With either correction the KL in the reward is of the learner's policy pi: times its token's
+    weight or ratio pi / mu, its gradient on samples of mu is that of KL(pi | ref) at every prefix,
+    while log(mu / ref), fixed when the token was sampled, ignores how far pi has moved since.
+
     Untrained tokens leave the policy loss, its normalizer and the statistics of advantages:
     tokens that a correction of kind "mask" rejects, which also leave the value loss, and tokens
     sampled more than ``max_token_lag`` iterations ago, which keep their value target.
@@ -161,8 +165,9 @@ def make_experience(
             " engine, which records none; use an engine that does, or leave the option out"
         )
     direct = correction is not None and correction.kind == "ratio"
-    if behavior is not None and (correction is None or direct):
-        old_logprobs = behavior if direct else torch.where(age > 0, behavior, logprobs)
+    old_logprobs = behavior if direct and behavior is not None else logprobs
+    if behavior is not None and correction is None:
+        old_logprobs = torch.where(age > 0, behavior, logprobs)
         model_outputs = replace(model_outputs, logprobs=old_logprobs)
 
     too_old = None if max_token_lag is None else age > max_token_lag
@@ -200,7 +205,7 @@ def make_experience(
         loss_mask=loss_mask,
         response_mask=rollout.response_mask,
         value_mask=value_mask,
-        old_logprobs=model_outputs.logprobs,
+        old_logprobs=old_logprobs,
         ref_logprobs=model_outputs.ref_logprobs,
         old_values=model_outputs.values,
         rewards=outputs.rewards,

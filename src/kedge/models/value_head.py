@@ -24,7 +24,7 @@ from kedge.models.model import (
     silence_mask_warning,
 )
 from kedge.models.packing import JoinedInput
-from kedge.rewards.heads import SHIFT, float32_head
+from kedge.rewards.model import SHIFT, float32_head
 
 HEAD_FILE = "value_head.safetensors"
 _HEADS = ("score", "classifier", "v_head")

@@ -20,8 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from kedge.errors import ConfigError, DataError
 from kedge.models.load import eos_token_ids
 from kedge.ops.cpu.patch import Kernels
-from kedge.rewards.heads import SHIFT, save_adapter_shift
-from kedge.rewards.model import RewardModel
+from kedge.rewards.model import SHIFT, RewardModel, save_adapter_shift
 
 logger = logging.getLogger(__name__)
 KIND = "kind"  # column of the kind of a pair

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from kedge.algorithms import Algorithm
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import default_of, format_value, status
-from kedge.data.table import read_table
+from kedge.data.encode import read_table
 from kedge.errors import ConfigError
 from kedge.loop.metrics import TRL_NAMES
 from kedge.protocols import RolloutEngine

@@ -20,8 +20,7 @@ from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError, DataError, LostLearnerError
 
-# open-instruct does not pass its ``eps`` to AdamW, so AdamW's default applies.
-_TORCH_EPSILON, _TORCH_DECAY = 1e-8, 0.01
+_TORCH_DECAY = 0.01  # open-instruct passes AdamW neither a weight decay nor its ``eps``
 
 
 def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
@@ -66,8 +65,9 @@ def compare(options: Options) -> list[str]:
         )
     if config.stop_token == "eos" and "stop_token" not in options.given:
         differences.append("responses end at EOS (--stop_token none for fixed length)")
-    if config.adam_epsilon != _TORCH_EPSILON:
-        differences.append(f"Adam's epsilon {config.adam_epsilon:g} instead of 1e-08 (--eps)")
+    if "learning_rate" not in options.given:
+        rate = f"{config.learning_rate:g}"
+        differences.append(f"learning rate {rate} instead of 2e-05 (--learning_rate)")
     if config.weight_decay != _TORCH_DECAY:
         differences.append(f"weight decay {config.weight_decay:g} instead of 0.01 (--weight_decay)")
     steps = config.num_ppo_epochs * config.num_mini_batches

@@ -10,8 +10,7 @@ from typing import Any
 
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import read_mapping
-from kedge.data.encode import SOURCES
-from kedge.data.table import read_table
+from kedge.data.encode import SOURCES, read_table
 from kedge.environments import (
     EnvironmentRollouts,
     EpisodeReward,

@@ -207,7 +207,7 @@ def advise(args: OnPolicyConfig, policy: nn.Module, sizes: BatchSizes) -> Iterab
         yield (
             f"learning_rate={args.learning_rate:g} with num_ppo_epochs={args.num_ppo_epochs} is"
             f" high for {trained / 1e6:,.0f} million trained weights; recommended:"
-            f" learning_rate=3e-6 {N_PLUS}"
+            f" learning_rate=3e-6 {N_PLUS}; `kedge init` writes today's values of every option"
         )
     episodes = args.total_episodes
     if episodes is not None and episodes % batch_size and args.max_steps < 1:
@@ -293,7 +293,6 @@ class RewardStage:
             "on_error": args.on_reward_error,
             "error_score": args.reward_error_score,
             "timeout": args.reward_timeout,
-            "dataset_columns": self._columns,
         }
         source: RewardSource
         if args.ray_reward_workers:

@@ -1,12 +1,13 @@
-"""Language models with a value head, and their references."""
+"""Models of the step API: value heads, encoder-decoders, references, and what TRL adds to them."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,14 +17,22 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils.hub import cached_file
 
-from kedge.classic.models.encoder_decoder import build_parts
+from kedge.classic.core import set_seed
 from kedge.errors import ConfigError
 from kedge.learner.reference import AdapterReference
 from kedge.models.compatibility import cache_argument
-from kedge.models.model import eval_mode, get_backbone
+from kedge.models.model import (
+    LanguageModelParts,
+    causal_parts,
+    eval_mode,
+    get_backbone,
+    head_weight,
+)
+from kedge.models.packing import JoinedInput
 from kedge.models.peft import quantization, with_adapter
 from kedge.models.shared_base import check_adapted, load_adapter
 from kedge.models.value_head import HEAD_FILE, ScalarHead
+from kedge.ops.linear_logprob import Head
 from kedge.rollout.embedded.decode import get_base_model
 
 HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
@@ -35,6 +44,16 @@ LAYERS = (
     "gpt_neox.layers.{layer}",
     "model.layers.{layer}",
     "decoder.block.{layer}",
+)
+_START, _END = "<|im_start|>", "<|im_end|>"
+_CHATML = (
+    f"{{% for message in messages %}}{{{{'{_START}' + message['role'] + '\n' + message['content']"
+    f" + '{_END}' + '\n'}}}}{{% endfor %}}{{% if add_generation_prompt %}}"
+    f"{{{{ '{_START}assistant\n' }}}}{{% endif %}}"
+)
+SIMPLE_CHAT_TEMPLATE = (  # from trl.trainer.utils, for models without a template
+    "{% for message in messages %}{{message['role'].capitalize() + ': ' + message['content']"
+    " + '\n\n'}}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 HEAD_OPTIONS = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
 
@@ -96,16 +115,7 @@ class ValueHead(ScalarHead):
 
 
 class RewardAdapter:
-    """A frozen reward adapter on the policy's base model, next to the policy's own adapter.
-
-    Args:
-        policy: a PEFT model.
-        source: folder or hub name of the adapter, which has a score head.
-        name: name under which it is loaded.
-
-    Raises:
-        ConfigError: the policy is not a PEFT model, or the adapter does not fit it.
-    """
+    """A frozen reward adapter with a score head, next to a PEFT policy's own adapter."""
 
     def __init__(self, policy: Any, source: str | Path, name: str) -> None:
         check_adapted(policy, "reward_adapter")
@@ -158,12 +168,19 @@ class PreTrainedModelWrapper(nn.Module):
         self.pretrained_model = pretrained_model
         self.config = pretrained_model.config
         self.is_peft_model = hasattr(pretrained_model, "peft_config")
-        self.is_sequential_parallel = False
         self.is_loaded_in_8bit = bool(getattr(pretrained_model, "is_loaded_in_8bit", False))
         self.is_loaded_in_4bit = bool(getattr(pretrained_model, "is_loaded_in_4bit", False))
         self.reward_adapter: RewardAdapter | None = None
         self.v_head = ValueHead(self.config, **kwargs)
-        self.v_head.to(self._output_device())
+        places = set(map(str, getattr(pretrained_model, "hf_device_map", {}).values()))
+        offloaded = sorted(places & {"cpu", "disk"})
+        if offloaded and places != {"cpu"}:
+            raise ConfigError(
+                f"device_map places parts of the model on {' and '.join(offloaded)}, but a trained "
+                "model must fit on its accelerators"
+            )
+        self.is_sequential_parallel = len(places) > 1
+        self.v_head.to(pretrained_model.get_output_embeddings().weight.device)
 
     @classmethod
     def from_pretrained(
@@ -306,18 +323,6 @@ class PreTrainedModelWrapper(nn.Module):
 
         return push(self.save_pretrained, repo_id, **kwargs)
 
-    def _output_device(self) -> torch.device:
-        places = set(map(str, getattr(self.pretrained_model, "hf_device_map", {}).values()))
-        offloaded = sorted(places & {"cpu", "disk"})
-        if offloaded and places != {"cpu"}:
-            raise ConfigError(
-                f"device_map places parts of the model on {' and '.join(offloaded)}, but a trained "
-                "model must fit on its accelerators"
-            )
-        self.is_sequential_parallel = len(places) > 1
-        device: torch.device = self.pretrained_model.get_output_embeddings().weight.device
-        return device
-
 
 class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
     """A causal language model with a value head."""
@@ -353,11 +358,7 @@ def load_base(
     is_trainable: bool = False,
     **options: Any,
 ) -> Any:
-    """The base model for a value head: the given one, from files, or an adapter on its base.
-
-    Raises:
-        ConfigError: an argument of the wrong type, both 8 and 4 bits, or two adapters.
-    """
+    """The base model for a value head: the given one, from files, or an adapter on its base."""
     if peft_config is not None and not hasattr(peft_config, "peft_type"):
         raise ConfigError(
             "peft_config must be a peft.PeftConfig such as LoraConfig, got "
@@ -414,9 +415,6 @@ def read_value_head(source: str | Path, **hub: Any) -> dict[str, Tensor]:
     Reads what Kedge writes, LLaMA-Factory's value_head.safetensors, and the "v_head." entries of
     TRL in model.safetensors or pytorch_model.bin, whole or sharded.  Only tensors are read from a
     .bin file, never objects.
-
-    Raises:
-        ConfigError: a file is damaged, or contains other objects than tensors.
     """
     head_file = find_file(source, HEAD_FILE, hub)
     if head_file is not None:
@@ -506,3 +504,212 @@ def _first(names: list[str], pattern: str, layer: int) -> int | None:
     """Index of the first weight of a layer."""
     part = f".{pattern.format(layer=layer)}."
     return next((i for i, name in enumerate(names) if part in f".{name}"), None)
+
+
+SUPPORTED_ARCHITECTURES = (AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead)
+
+
+class BestOfNSampler:
+    """Samples several responses to each query and returns those with the best scores.
+
+    Args:
+        model: a model of ``kedge.classic``.
+        tokenizer: of the model.
+        queries_to_scores: gives one number per generated text.
+        length_sampler: draws ``max_new_tokens``, once per query.
+        sample_size: responses to sample per query.
+        seed: seed of sampling; None: use the global random state.
+        n_candidates: responses to return per query.
+        generation_config: passed to ``generate``.
+
+    Raises:
+        ConfigError: an unsupported model, or more candidates than samples.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        queries_to_scores: Callable[[list[str]], Sequence[float]],
+        length_sampler: Callable[[], int],
+        sample_size: int = 4,
+        seed: int | None = None,
+        n_candidates: int = 1,
+        generation_config: Any = None,
+    ) -> None:
+        if not isinstance(model, SUPPORTED_ARCHITECTURES):
+            kinds = " or ".join(kind.__name__ for kind in SUPPORTED_ARCHITECTURES)
+            raise ConfigError(f"model must be an {kinds}, got {type(model).__name__}")
+        if not 1 <= n_candidates <= sample_size:
+            raise ConfigError(f"n_candidates={n_candidates} must be 1 to sample_size={sample_size}")
+        if seed is not None:
+            set_seed(seed)
+        self.model, self.tokenizer = model, tokenizer
+        self.queries_to_scores, self.length_sampler = queries_to_scores, length_sampler
+        self.sample_size, self.n_candidates = sample_size, n_candidates
+        self.gen_config = generation_config
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokenized_query: Sequence[int] | Tensor | Sequence[Tensor] | Sequence[Sequence[int]],
+        skip_special_tokens: bool = True,
+        device: torch.device | str | None = None,
+        **generation_kwargs: Any,
+    ) -> list[list[str]]:
+        """The ``n_candidates`` best texts (query and response) per query, best first.
+
+        Args:
+            tokenized_query: one query of token ids [P], or a list of them.
+            skip_special_tokens: whether texts leave special tokens out.
+            device: device of the inputs; None: the model's.
+            **generation_kwargs: passed to ``generate``.
+        """
+        single = isinstance(tokenized_query[0], int) or torch.as_tensor(tokenized_query[0]).ndim < 1
+        best = []
+        for query in [tokenized_query] if single else tokenized_query:
+            ids = torch.as_tensor(query).reshape(1, -1).repeat(self.sample_size, 1)
+            ids = ids.to(device or next(self.model.parameters()).device)
+            rows = self.model.generate(
+                ids,
+                max_new_tokens=self.length_sampler(),
+                generation_config=self.gen_config,
+                **generation_kwargs | {"attention_mask": torch.ones_like(ids)},
+            )
+            texts = self.tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens)
+            scores = torch.as_tensor(self.queries_to_scores(texts), dtype=torch.float32)
+            best.append([texts[i] for i in scores.topk(self.n_candidates).indices])
+        return best
+
+
+def setup_chat_format(
+    model: Any, tokenizer: Any, format: str = "chatml", resize_to_multiple_of: int | None = None
+) -> tuple[Any, Any]:
+    """Give a model and its tokenizer the ChatML format: special tokens, template, embeddings.
+
+    Args:
+        model: a transformers model, changed in place.
+        tokenizer: its tokenizer, changed in place.
+        format: "chatml".
+        resize_to_multiple_of: round the size of the embeddings up to a multiple of this.
+
+    Raises:
+        ConfigError: an unknown format.
+    """
+    if format != "chatml":
+        raise ConfigError(f'format={format!r} must be "chatml"')
+    tokenizer.add_special_tokens({"bos_token": _START, "eos_token": _END, "pad_token": _END})
+    tokenizer.chat_template = _CHATML
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
+    for config in (model.config, getattr(model, "generation_config", None)):
+        if config is not None:
+            config.bos_token_id = tokenizer.bos_token_id
+            config.eos_token_id = tokenizer.eos_token_id
+            config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderDecoderParts:
+    """The encoder reads the prompt; the decoder continues its start token with the response."""
+
+    encoder: nn.Module
+    decoder: nn.Module
+    output: nn.Module
+    start: int
+    scale: float = 1.0
+    bias: Tensor | None = None  # float [1, V]; BART-like models have one
+
+    def head(self) -> Head:
+        """The output head with its current weights."""
+        weight, bias = head_weight(self.output)
+        if self.bias is not None:
+            logits_bias = self.bias.to(weight.device)[0]
+            bias = logits_bias if bias is None else bias + logits_bias
+        return Head(weight, bias, self.scale)
+
+    def pack(
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        ids: Tensor,
+        response_mask: Tensor,
+        context_start: Tensor | None = None,
+    ) -> JoinedInput:
+        """Prompts right-padded for the encoder, start token and response for the decoder."""
+        assert context_start is None  # classic trainers have no environments
+        order = prompt_mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+        width = int(prompt_mask.sum(1).max())
+        source = prompt_ids.masked_fill(~prompt_mask, 0).gather(1, order)[:, :width]
+        longest = int(response_mask.sum(1).max())
+        target = ids.masked_fill(~response_mask, self.start)[:, :longest]
+        begin = target.new_full((len(target), 1), self.start)
+        return JoinedInput(
+            ids=torch.cat([begin, target], dim=1),
+            lengths=response_mask.sum(1) + 1,
+            prompt_lengths=torch.ones_like(target.sum(1)),
+            source=(source, prompt_mask.gather(1, order)[:, :width].long()),
+        )
+
+    def read(self, packed: JoinedInput) -> Tensor:
+        """Last hidden states of the decoder, start token included."""
+        assert packed.source is not None  # set by ``pack``
+        ids, mask = packed.source
+        encoded = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        hidden: Tensor = self.decoder(
+            input_ids=packed.ids,
+            encoder_hidden_states=encoded,
+            encoder_attention_mask=mask,
+            use_cache=False,
+        ).last_hidden_state
+        return hidden
+
+
+def build_parts(model: nn.Module, *, verify: bool = True) -> LanguageModelParts:
+    """Backbone and head of a causal or an encoder-decoder language model.
+
+    With ``verify``, checks on a few tokens that its logits come from a linear head.
+    """
+    inner: Any = get_base_model(model)
+    config: Any = getattr(inner, "config", None)
+    if not getattr(config, "is_encoder_decoder", False):
+        return causal_parts(model, verify=verify)
+    name, output = type(inner).__name__, inner.get_output_embeddings()
+    if output is None or config.decoder_start_token_id is None:
+        raise ConfigError(
+            f"{name} cannot be a policy: it lacks an output layer or config.decoder_start_token_id"
+        )
+    scaled = getattr(config, "scale_decoder_outputs", None)  # T5
+    if scaled is None:
+        scaled = config.model_type in {"t5", "umt5"} and config.tie_word_embeddings
+    parts = EncoderDecoderParts(
+        encoder=inner.get_encoder(),
+        decoder=inner.get_decoder(),
+        output=output,
+        start=int(config.decoder_start_token_id),
+        scale=float(config.d_model) ** -0.5 if scaled else 1.0,
+        bias=getattr(inner, "final_logits_bias", None),
+    )
+    if verify:
+        _verify(inner, parts, name)
+    return parts
+
+
+@torch.no_grad()
+def _verify(model: nn.Module, parts: EncoderDecoderParts, name: str) -> None:
+    """Compare with the model's own logits."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([[5, 3, 4, 2]], device=device)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    with eval_mode(model):
+        packed = parts.pack(ids, real, ids, real)
+        expected = model(input_ids=ids, decoder_input_ids=packed.ids).logits[0].float()
+        hidden = parts.read(packed)[0]
+        logits = parts.head().logits(hidden)
+    gap = float((logits - expected).abs().max())
+    slack = 1e-4 if expected.dtype == hidden.dtype else 0.05
+    if not gap <= slack * (1 + float(expected.abs().max())):
+        raise ConfigError(
+            f"{name}: logits from backbone and head differ from the model's own by {gap:.3g}; it "
+            "post-processes logits in a way that is not supported"
+        )

@@ -1,24 +1,176 @@
-"""A small text world: rooms, locked doors, keys, and gold to find.
-
-    task    Hall. Exits: north, east. Red door: south.
-    policy  go east
-    task    Attic. Exits: west. Here: red key.
-    policy  take red key
-    task    Taken. Attic. Exits: west.
-    ...
-    policy  take gold           reward 1, the end
-
-The policy sees one room at a time and has to remember the rest.  Every world can be solved in 6 to
-12 turns by exploring the nearest unknown exit first.
-"""
+"""Small games of several turns, generated from a seed, each with a scripted expert."""
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from kedge.protocols import Reset, Step
+
+CALCULATOR_RULES = (
+    "You have a calculator for one operation at a time: write calc 17 + 25 to use it."
+    " When you know the result, write answer 42."
+)
+USAGE = "Write calc and one operation, like calc 17 + 25, or answer and a number, like answer 42."
+OPERATION = re.compile(r"\s*(-?\d{1,18})\s*([+-])\s*(-?\d{1,18})\s*")
+COMMAND = re.compile(r"\s*(calc|answer)\b(.*)", re.DOTALL | re.IGNORECASE)
+
+
+def calculate(expression: str) -> str:
+    """Add or subtract two whole numbers.
+
+    Args:
+        expression: One operation, for example "17 + 25" or "42 - 8".
+
+    Returns:
+        The result.
+    """
+    operation = OPERATION.fullmatch(expression)
+    if operation is None:
+        raise ValueError(f"{expression.strip()!r} is not one operation like 17 + 25")
+    left, sign, right = operation.groups()
+    return str(int(left) + int(sign + "1") * int(right))
+
+
+class Calculator:
+    """A sum of several terms; the policy uses a calculator that does one operation at a time.
+
+        task    Compute 17 + 25 - 8.
+        policy  calc 17 + 25
+        task    42
+        policy  calc 42 - 8
+        task    34
+        policy  answer 34           reward 1, the end
+
+    The reward is 1 for a correct answer and 0 for a wrong one, which both end the episode.
+
+    Args:
+        terms: the fewest and the most terms of a sum.
+        largest: terms are drawn from 1 to this.
+        rules: whether the first observation explains the commands.
+    """
+
+    def __init__(
+        self, *, terms: tuple[int, int] = (2, 5), largest: int = 99, rules: bool = True
+    ) -> None:
+        if not 2 <= terms[0] <= terms[1]:
+            raise ValueError(f"terms must be (fewest, most) with 2 <= fewest <= most, got {terms}")
+        self.terms, self.largest, self.rules = tuple(terms), largest, rules
+        self.result = 0
+
+    def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Reset:
+        """The sum of this seed."""
+        rng = random.Random(f"calculator {seed}")
+        terms = [rng.randint(1, self.largest) for _ in range(rng.randint(*self.terms))]
+        signs = [1, *(rng.choice((1, -1)) for _ in terms[1:])]
+        self.result = sum(sign * term for sign, term in zip(signs, terms, strict=True))
+        text = str(terms[0])
+        for sign, term in zip(signs[1:], terms[1:], strict=True):
+            text += f" {'+' if sign > 0 else '-'} {term}"
+        task = f"Compute {text}."
+        return f"{CALCULATOR_RULES}\n{task}" if self.rules else task, {}
+
+    def step(self, response: Any) -> Step:
+        """Use the calculator, or answer."""
+        command = COMMAND.fullmatch(str(getattr(response, "text", response)))
+        verb, rest = (command[1].lower(), command[2].strip()) if command else ("", "")
+        observation, legal = USAGE, False
+        if verb == "calc":
+            try:
+                observation, legal = calculate(rest), True
+            except ValueError as error:
+                observation = f"{error}. {USAGE}"
+        elif verb == "answer" and re.fullmatch(r"-?\d{1,18}", rest):
+            correct = int(rest) == self.result
+            words = "Correct." if correct else f"Wrong: it is {self.result}."
+            return words, float(correct), True, False, {"metrics": {"success": float(correct)}}
+        return observation, 0.0, False, False, {"metrics": {"illegal": float(not legal)}}
+
+    def random_action(self, rng: random.Random) -> str:
+        """An arbitrary command."""
+        left, right = rng.randint(1, self.largest), rng.randint(1, self.largest)
+        return rng.choice((f"calc {left} + {right}", f"calc {left} - {right}", f"answer {left}"))
+
+    @staticmethod
+    def expert(messages: Sequence[Mapping[str, str]]) -> str:
+        """The best next command, from the conversation (observations are the user's) alone."""
+        terms = re.findall(r"[+-]|\d+", messages[0]["content"].rpartition("Compute")[2])
+        total = terms.pop(0)
+        for command, result in zip(messages[1::2], messages[2::2], strict=True):
+            expected = f"calc {total} {terms[0]} {terms[1]}" if terms else None
+            if command["content"] == expected:
+                total, terms = result["content"], terms[2:]
+        return f"calc {total} {terms[0]} {terms[1]}" if terms else f"answer {total}"
+
+
+class GuessNumber:
+    """A number to find by bisection: after a guess the policy learns whether it is higher or lower.
+
+        task    I think of a number from 1 to 64. You have 7 guesses.
+        policy  32
+        task    Higher.
+        policy  48
+        task    Correct.            reward 1, the end
+
+    The reward is 1 when it is guessed and 0 when the guesses are used up.
+
+    Args:
+        highest: the number is drawn from 1 to this.
+        guesses: None: as many as bisection needs at most.
+    """
+
+    def __init__(self, *, highest: int = 64, guesses: int | None = None) -> None:
+        if highest < 1:
+            raise ValueError(f"highest must be at least 1, got {highest}")
+        self.highest = highest
+        self.guesses = highest.bit_length() if guesses is None else guesses
+        self.number, self.left = 0, 0
+
+    def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Reset:
+        """The number of this seed."""
+        self.number = random.Random(f"guess number {seed}").randint(1, self.highest)
+        self.left = self.guesses
+        task = f"I think of a number from 1 to {self.highest}. You have {self.guesses} guesses."
+        return task, {}
+
+    def step(self, response: Any) -> Step:
+        """Answer a guess.  Anything but a number in the range uses up a guess, too."""
+        text = str(getattr(response, "text", response)).strip()
+        guess = int(text) if re.fullmatch(r"\d{1,18}", text) else 0
+        self.left -= 1
+        if guess == self.number:
+            return "Correct.", 1.0, True, False, {"metrics": {"success": 1.0}}
+        legal = 1 <= guess <= self.highest
+        info = {"metrics": {"illegal": float(not legal)}}
+        if self.left <= 0:
+            return f"It was {self.number}.", 0.0, True, False, info
+        words = "Higher." if self.number > guess else "Lower."
+        if not legal:
+            words = f"Guess one number from 1 to {self.highest}, and write nothing else."
+        return words, 0.0, False, False, info
+
+    def random_action(self, rng: random.Random) -> str:
+        """An arbitrary guess."""
+        return str(rng.randint(1, self.highest))
+
+    @staticmethod
+    def expert(messages: Sequence[Mapping[str, str]]) -> str:
+        """The middle of the remaining range, from the conversation alone."""
+        limits = re.search(r"from (\d+) to (\d+)", messages[0]["content"])
+        if limits is None:
+            raise ValueError(f"not a game of GuessNumber: {messages[0]['content']!r}")
+        low, high = int(limits[1]), int(limits[2])
+        for guess, answer in zip(messages[1::2], messages[2::2], strict=True):
+            if answer["content"] == "Higher.":
+                low = max(low, int(guess["content"]) + 1)
+            elif answer["content"] == "Lower.":
+                high = min(high, int(guess["content"]) - 1)
+        return str((low + high) // 2)
+
 
 STEPS = {"north": (0, 1), "east": (1, 0), "south": (0, -1), "west": (-1, 0)}
 OPPOSITE = {"north": "south", "east": "west", "south": "north", "west": "east"}
@@ -26,7 +178,7 @@ NAMES = ("Hall", "Attic", "Cellar", "Kitchen", "Library", "Study", "Garden", "To
 COLORS = ("red", "blue", "green")
 GOLD = "gold"
 FEWEST, MOST = 6, 12  # turns that the expert needs
-RULES = "Find the gold. Commands: go north, open north, take red key, take gold."
+WORLD_RULES = "Find the gold. Commands: go north, open north, take red key, take gold."
 
 Place = tuple[int, int]
 
@@ -58,7 +210,18 @@ def beyond(place: Place, direction: str) -> Place:
 
 
 class TextWorld:
-    """Rooms with locked doors; the reward is 1 when the gold is taken.
+    """Rooms with locked doors, keys, and gold to find; the reward is 1 when it is taken.
+
+        task    Hall. Exits: north, east. Red door: south.
+        policy  go east
+        task    Attic. Exits: west. Here: red key.
+        policy  take red key
+        task    Taken. Attic. Exits: west.
+        ...
+        policy  take gold           reward 1, the end
+
+    The policy sees one room at a time and has to remember the rest.  Every world can be solved in 6
+    to 12 turns by exploring the nearest unknown exit first.
 
     Args:
         rooms: the fewest and the most rooms of a world, up to 8.
@@ -76,9 +239,7 @@ class TextWorld:
         self.place: Place = (0, 0)
         self.held: set[str] = set()
 
-    def reset(
-        self, *, seed: int, options: Mapping[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Reset:
         """The world of this seed, at its first room."""
         rng = random.Random(f"text world {seed}")
         while True:
@@ -87,16 +248,12 @@ class TextWorld:
                 break
         self._enter(rooms)
         words = self.rooms[self.place].text()
-        return (f"{RULES}\n{words}" if self.rules else words), {}
+        return (f"{WORLD_RULES}\n{words}" if self.rules else words), {}
 
     def _enter(self, rooms: dict[Place, Room]) -> None:
-        self.rooms = {
-            place: Room(room.name, [*room.exits], dict(room.doors), [*room.things])
-            for place, room in rooms.items()
-        }
-        self.place, self.held = (0, 0), set()
+        self.rooms, self.place, self.held = copy.deepcopy(rooms), (0, 0), set()
 
-    def step(self, response: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, response: Any) -> Step:
         """Carry out a command."""
         command = " ".join(str(getattr(response, "text", response)).lower().split())
         words, legal = self._act(command)
@@ -146,11 +303,7 @@ class TextWorld:
 
     @staticmethod
     def expert(messages: Sequence[Mapping[str, str]]) -> str:
-        """The next command of a careful explorer, from the conversation alone.
-
-        Args:
-            messages: with role and content; observations are the user's.
-        """
+        """The next command of a careful explorer, from the conversation alone."""
         return next_command(remember(messages))
 
 
@@ -284,7 +437,7 @@ def turns_of_expert(rooms: dict[Place, Room]) -> int:
     """Turns that the expert needs, counted up to one more than allowed."""
     world = TextWorld(rules=False)
     world._enter(rooms)
-    messages = [{"role": "user", "content": world.rooms[0, 0].text()}]
+    messages: list[Any] = [{"role": "user", "content": world.rooms[0, 0].text()}]
     for turn in range(1, MOST + 2):
         command = TextWorld.expert(messages)
         observation, _, terminated, _, _ = world.step(command)
