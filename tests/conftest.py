@@ -26,10 +26,10 @@ def shared() -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def draw_curves() -> Callable[..., Path | None]:
     """Leave out the picture that a run draws at its end: ten times the time of most runs here."""
-    from kedge.reporting import curves
+    from kedge.reporting import log
 
-    draw = curves.draw_curves
-    curves.draw_curves = lambda *_: None  # type: ignore[assignment]
+    draw = log.draw_curves
+    log.draw_curves = lambda *_: None  # type: ignore[assignment]
     return draw
 
 

@@ -11,11 +11,11 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_551,
+    ".": 2_547,
     "algorithms": 1_069,
     "checkpoint": 862,
     "classic": 3_694,
-    "cli": 3_582,
+    "cli": 3_576,
     "compat": 716,
     "config": 3_041,
     "data": 711,
@@ -29,13 +29,13 @@ BUDGETS = {
     "ops/cpu": 625,
     "pretrain": 647,
     "ray": 2_136,
-    "reporting": 2_256,
+    "reporting": 2_253,
     "rewards": 1_527,
     "rollout": 583,
     "rollout/embedded": 1_408,
     "rollout/scheduler": 1_670,
     "rollout/vllm": 2_693,
-    "trainers": 3_561,
+    "trainers": 3_558,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_324,
 }
