@@ -7,7 +7,7 @@ import torch
 
 from kedge.errors import RolloutError
 from kedge.testing import ScriptedRollouts
-from kedge.types import PromptBatch, Sampling
+from kedge.types import Sampling
 from tests.contract.embedded import prompts
 from tests.contract.engines import ENGINES, weights_of
 
@@ -109,10 +109,7 @@ class TestRolloutEngine:
 
     def test_a_row_is_the_same_in_a_batch_of_any_size(self, sampler):
         whole = sampler.generate(prompts(), sampling=self.sampling, seed=3)
-        batch = prompts()
-        part = PromptBatch(
-            ids=batch.ids[2:5], mask=batch.mask[2:5], group=batch.group[2:5], row=batch.row[2:5]
-        )
+        part = prompts().rows(torch.arange(2, 5))
         alone = sampler.generate(part, sampling=self.sampling, seed=3)
         width = min(whole.ids.shape[1], alone.ids.shape[1])
         assert torch.equal(alone.ids[:, :width], whole.ids[2:5, :width])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -154,6 +155,7 @@ def test_figure_is_the_same_on_every_page(name: str) -> None:
 PAGES = sorted((ROOT / "docs" / "trust").glob("*.md"))
 
 
+@functools.cache
 def functions_in(file: Path) -> set[str]:
     tree = ast.parse(file.read_text())
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}

@@ -89,7 +89,7 @@ def test_d11_the_stop_token_is_trained_when_pad_is_eos() -> None:
         reward_model=None,
         reward_funcs=stops,
         per_device_train_batch_size=32,
-        total_episodes=32 * 25,
+        total_episodes=32 * 14,
         num_ppo_epochs=4,
         learning_rate=1e-2,
         kl_coef=0.0,

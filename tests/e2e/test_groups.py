@@ -15,7 +15,7 @@ import torch
 from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, ppo, reinforce_pp, remax
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
-from tests.e2e.small import PROMPTS, VOCAB, length_reward, rows, small
+from tests.e2e.small import PROMPTS, QUIET, VOCAB, length_reward, rows, small
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
 SIZES = {
@@ -23,13 +23,8 @@ SIZES = {
     "num_generations": 4,
     "total_episodes": 16,
     "learning_rate": 3e-3,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "num_sample_generations": 0,
-    "gradient_checkpointing": False,
+    **QUIET,
     "stop_token": "eos",
-    "use_cpu": True,
-    "disable_tqdm": True,
 }
 TRAINER = (
     "quantization_config",

@@ -63,7 +63,7 @@ class Forgetful(InProcess):
 def send_to_the_second(monkeypatch):
     """The first engine gets weights from the object store, the second by vLLM's own transfer."""
     from kedge.ray import engine
-    from kedge.rollout.vllm.nccl_transfer import EngineGroup, NcclTransfer
+    from kedge.rollout.vllm.weights import EngineGroup, NcclTransfer
     from tests.contract.relay import Relayed, info
 
     plain = engine.RayEngine

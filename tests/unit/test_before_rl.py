@@ -22,6 +22,7 @@ from kedge.rewards.model import SHIFT
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Rollout
 
+from .advantage_inputs import rollout
 from .text_toys import EOS, word_tokenizer
 
 pytest.importorskip("trl", reason="TRL is not installed (the pipeline extra)")
@@ -195,17 +196,9 @@ def packed(tokens: list[int]) -> JoinedInput:
 
 def batch() -> Rollout:
     ids = torch.tensor([[3, 4], [5, 6]])
-    real, flag = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, dtype=torch.bool)
-    row = torch.arange(2)
+    real, row = torch.ones(2, 2, dtype=torch.bool), torch.arange(2)
     prompts = PromptBatch(ids=ids, mask=real, group=row, row=row)
-    return Rollout(
-        prompts=prompts,
-        ids=ids,
-        loss_mask=real,
-        response_mask=real,
-        terminated=flag,
-        version=row * 0,
-    )
+    return rollout(real, prompts=prompts, ids=ids)
 
 
 def test_the_head_starts_with_the_deviation_of_the_source() -> None:

@@ -17,7 +17,16 @@ from kedge.models.model import causal_parts, run_backbone
 from kedge.models.packing import by_length, padding_budget
 from kedge.models.value_head import ScalarHead, load_value, scalar_model
 from kedge.testing import tiny_policy, tiny_reward_model
-from tests.learners import VOCAB, arguments, experience, learner, one_rank, rollout, take_step
+from tests.learners import (
+    VOCAB,
+    arguments,
+    experience,
+    learner,
+    one_rank,
+    random_head,
+    rollout,
+    take_step,
+)
 from tests.storages import Largest
 
 
@@ -94,7 +103,7 @@ def test_value_models_and_heads_come_back_from_disk(tmp_path):
     assert fingerprint(dict(loaded.named_parameters())) == fingerprint(
         dict(model.named_parameters())
     )
-    head = ScalarHead(8, init="normal")
+    head = random_head(8)
     head.save(tmp_path / "head")
     assert [p.name for p in (tmp_path / "head").iterdir()] == ["value_head.safetensors"]
     x = torch.randn(3, 8)

@@ -25,10 +25,7 @@ from kedge.trainers.run import earlier_run
 
 @pytest.fixture(autouse=True)
 def _put_back():
-    before = transformers_logging.get_verbosity(), logging.getLogger("kedge").level
     yield
-    transformers_logging.set_verbosity(before[0])
-    logging.getLogger("kedge").setLevel(before[1])
     torch.use_deterministic_algorithms(False)
 
 

@@ -20,6 +20,12 @@ from kedge.types import Response, ToolCall
 Player = Callable[[str], str]  # text since the player's last move -> the player's move
 Items = list[dict[str, Any]]
 Message = Mapping[str, Any]
+# TextArena draws from Python's global generator. Each game keeps its own state of it, so that
+# an episode depends on its seed alone, whatever runs at the same time.
+_LOCK = threading.Lock()
+_NOT_SHOWN = ("done", "reward", "metadata")  # fields of OpenEnv's observations
+_PARAMS = "responses_create_params"  # NeMo Gym's column
+_MODEL = "policy"
 
 
 def import_package(name: str, extra: str) -> Any:
@@ -121,11 +127,6 @@ def _parser(space: Any, actions: Sequence[str] | None) -> Callable[[str], Any]:
     return parse
 
 
-# TextArena draws from Python's global generator. Each game keeps its own state of it, so that
-# an episode depends on its seed alone, whatever runs at the same time.
-_LOCK = threading.Lock()
-
-
 class TextArena:
     """A game of TextArena; the reward is the player's at the end.
 
@@ -221,9 +222,6 @@ class TextArena:
                 random.setstate(outside)
 
 
-_NOT_SHOWN = ("done", "reward", "metadata")
-
-
 class OpenEnv:
     """An OpenEnv environment: one session on its server per instance.
 
@@ -275,9 +273,6 @@ def format_observation(observation: Any) -> str:
     if isinstance(observation, Mapping):
         observation = {k: v for k, v in observation.items() if k not in _NOT_SHOWN}
     return json.dumps(observation, default=str)
-
-
-_PARAMS = "responses_create_params"
 
 
 class NeMoGym:
@@ -453,9 +448,6 @@ def without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: without_none(v) for k, v in value.items() if v is not None}
     return [without_none(v) for v in value] if isinstance(value, list) else value
-
-
-_MODEL = "policy"
 
 
 class Verifiers:
