@@ -1,4 +1,4 @@
-"""Calls in daemon threads, and coroutines on one event loop per process."""
+"""Calls in daemon threads, and coroutines on event loops in daemon threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
-_lock = threading.Lock()  # several threads may start the loop
+_lock = threading.Lock()  # several threads may start a loop
 
 
 def in_thread(call: Callable[[], Any], name: str | None = None) -> Future[Any]:
@@ -28,20 +28,20 @@ def in_thread(call: Callable[[], Any], name: str | None = None) -> Future[Any]:
     return future
 
 
-def on_event_loop(awaitable: Awaitable[Any]) -> Future[Any]:
-    """Await on the event loop; cancelling the future cancels a coroutine."""
+def on_event_loop(awaitable: Awaitable[Any], name: str) -> Future[Any]:
+    """Await on the process's event loop ``name``; cancelling the future cancels a coroutine."""
 
     async def wait() -> Any:
         return await awaitable
 
     with _lock:
-        loop = _event_loop(os.getpid())
+        loop = _event_loop(os.getpid(), name)
     return asyncio.run_coroutine_threadsafe(wait(), loop)
 
 
 @functools.cache
-def _event_loop(process: int) -> asyncio.AbstractEventLoop:
-    """The event loop of this process: threads do not survive a fork."""
+def _event_loop(process: int, name: str) -> asyncio.AbstractEventLoop:
+    """One per process (threads do not survive a fork) and name (user code may block its loop)."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=f"kedge-loop-{process}", daemon=True).start()
+    threading.Thread(target=loop.run_forever, name=f"kedge-{name}", daemon=True).start()
     return loop

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from kedge.background import on_event_loop
 from kedge.errors import ConfigError, RewardError
 from kedge.reporting.responses import completion_rows
 from kedge.rewards import RewardFunction, TextCache
@@ -278,11 +279,11 @@ def test_asynchronous_functions(function):
     assert make(function).score(rollout_of(PAIRS, answer=["1", "2"])).scores.tolist() == [1.0, 2.0]
 
 
-def test_asynchronous_functions_work_inside_a_running_loop():
+def test_asynchronous_functions_work_inside_the_loop_of_environments():
     async def main():
         return make(slow).score(rollout_of(PAIRS, answer=[1, 2]))
 
-    assert asyncio.run(main()).scores.tolist() == [1.0, 2.0]
+    assert on_event_loop(main(), "environments").result(timeout=60).scores.tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("on_error", ["typo", "score"])

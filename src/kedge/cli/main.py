@@ -36,7 +36,7 @@ _PACKAGES = {
 }
 # Modules of several commands.
 _SHARED = {
-    **dict.fromkeys(("ppo", "rloo", "grpo"), "ppo"),
+    **{name: "ppo" for name in TRAINERS if name != "async-ppo"},
     **dict.fromkeys(("compare", "doctor", "report"), "runs"),
 }
 COMMANDS = {name: text for commands in _PACKAGES.values() for name, text in commands.items()}

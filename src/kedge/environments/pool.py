@@ -64,11 +64,11 @@ class Calls:
         def work() -> Any:
             result = call()
             if inspect.isawaitable(result):
-                return on_event_loop(result).result(self.timeout)
+                return on_event_loop(result, "environments").result(self.timeout)
             return result
 
         if inspect.iscoroutinefunction(call):
-            running = on_event_loop(call())
+            running = on_event_loop(call(), "environments")
             future.add_done_callback(lambda _: running.cancel())
         else:
             self._threads[future] = begin

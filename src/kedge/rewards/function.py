@@ -27,6 +27,7 @@ PER_ROW = ("prompts", "completions", "prompt_ids", "completion_ids")
 FIXED = ("trainer_state", "log_metric", "log_extra")
 LARGEST = 3.4e38  # scores are float32; a larger number would become infinite
 PARALLEL = 16  # batches that an asynchronous function scores at the same time
+_await = functools.partial(on_event_loop, name="rewards")
 
 
 class HungError(Exception):
@@ -96,7 +97,7 @@ class RewardFunction:
         """Start an asynchronous function; a synchronous one runs when the result is asked for."""
         texts, log = self._texts.of(rollout), RewardLog()
         kwargs = self._signature.arguments(texts, log, self._state())
-        started = on_event_loop(self._function(**kwargs)) if is_async(self._function) else None
+        started = _await(self._function(**kwargs)) if is_async(self._function) else None
         return lambda: self._finish(texts, kwargs, log, started)
 
     def _finish(
@@ -135,7 +136,7 @@ class RewardFunction:
 
     def _call(self, kwargs: dict[str, Any]) -> Any:
         returned = self._function(**kwargs)
-        return on_event_loop(returned).result() if inspect.isawaitable(returned) else returned
+        return _await(returned).result() if inspect.isawaitable(returned) else returned
 
     def _wait(self, calls: Sequence[Future[Any]]) -> list[Callable[[], Any]]:
         """What returns the results of calls, or raises; of those that hang, a ``HungError``."""
@@ -154,7 +155,7 @@ class RewardFunction:
         single = [one_row(kwargs, row) for row in range(len(texts.completion_ids))]
         calls: list[Callable[[], Any]] = [functools.partial(self._call, call) for call in single]
         if is_async(self._function):  # these start at once
-            calls = self._wait([on_event_loop(self._function(**call)) for call in single])
+            calls = self._wait([_await(self._function(**call)) for call in single])
         elif self._timeout is not None:
             calls = self._wait([in_thread(call) for call in calls])
 

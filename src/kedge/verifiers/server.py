@@ -204,8 +204,8 @@ class RewardServer:
             raise HTTPException(503, "too many requests; try again later", retry) from error
 
         def call() -> Any:
-            returned = function(**accepted_arguments(function, offered))
-            return on_event_loop(returned).result() if inspect.isawaitable(returned) else returned
+            value = function(**accepted_arguments(function, offered))
+            return on_event_loop(value, "server").result() if inspect.isawaitable(value) else value
 
         try:  # a function that hangs in its thread does not keep a terminated server alive
             return await asyncio.wrap_future(in_thread(call))
