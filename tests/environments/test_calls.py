@@ -118,10 +118,7 @@ def test_threads_that_need_the_event_loop_at_once_share_one(monkeypatch: Any) ->
     async def same(x: int) -> int:
         return x
 
-    def call(x: int) -> Any:
-        return same(x)
-
-    assert call_all(Calls(), [partial(call, i) for i in range(8)]) == list(range(8))
+    assert call_all(Calls(), [lambda i=i: same(i) for i in range(8)]) == list(range(8))
     assert len(loops) == 1
 
 

@@ -162,7 +162,7 @@ def nan_second(completion_ids):
         (lambda prompts: None, r"must return a list .*, got NoneType"),
         (lambda prompts: 1.0, r"must return a list .*, got float"),
         (lambda prompts: [1, "2"], r"returned str 2, which is not .*, on row 1"),
-        (lambda prompts: [[1, 2], 1], r"2 per-token rewards for a response of 3 tokens, on row 0"),
+        (lambda prompts: [[1, 2], 1], r"2 per-token rewards for 3 response tokens, on row 0"),
         (lambda prompts: [[1, 2, float("nan")], 1], r"per-token reward float nan, which is not"),
         (lambda prompts, gold: [1, 2], r"requires gold, .*available: completion_ids, "),
     ],

@@ -388,7 +388,7 @@ def build_vllm(
     if _uses_nccl(weights, gpus=gpus, transfer=vllm_transfer, adapter=adapter):
         arguments |= {"weight_transfer_config": NCCL}
         device, limit = next(iter(weights.values())).device, cluster.worker_start_timeout
-        new = partial(_group, template, int(gpus), limit, device)
+        new = partial(_build_group, template, int(gpus), limit, device)
         if rollout_schedule == "in_order":
             groups = [new(shared=True)] * len(groups)
         else:
@@ -463,7 +463,7 @@ def _resources(cluster: RayCluster, count: int, *, gpus_per_engine: int = 1) -> 
     )
 
 
-def _group(
+def _build_group(
     template: PolicyTemplate, gpus: int, limit: float, device: torch.device, *, shared: bool
 ) -> EngineGroup:
     import ray

@@ -37,15 +37,15 @@ class RunLog:
         values = [row[metric] for row in self.rows if metric in row]
         return [x for x in values if math.isfinite(x)]
 
-    def first(self, metric: str, share: float = 0.2) -> float:
-        """Mean over the first ``share`` of the run, at least one row; NaN without the metric."""
+    def first(self, metric: str, fraction: float = 0.2) -> float:
+        """Mean over the first ``fraction`` of the run, at least one row; NaN without the metric."""
         values = self.series(metric)
-        return fmean(values[: max(1, round(len(values) * share))]) if values else math.nan
+        return fmean(values[: max(1, round(len(values) * fraction))]) if values else math.nan
 
-    def last(self, metric: str, share: float = 0.2) -> float:
-        """Mean over the last ``share`` of the run, at least one row; NaN without the metric."""
+    def last(self, metric: str, fraction: float = 0.2) -> float:
+        """Mean over the last ``fraction`` of the run, at least one row; NaN without the metric."""
         values = self.series(metric)
-        return fmean(values[-max(1, round(len(values) * share)) :]) if values else math.nan
+        return fmean(values[-max(1, round(len(values) * fraction)) :]) if values else math.nan
 
 
 def read_log(run: str | Path) -> RunLog:

@@ -248,9 +248,7 @@ def read_value(entry: Any, length: int, width: int | None) -> Value:
     if per_token and len(numbers) == width:
         numbers = numbers[:length]
     if per_token and len(numbers) != length:
-        return Invalid(
-            f"returned {len(numbers)} per-token rewards for a response of {length} tokens"
-        )
+        return Invalid(f"returned {len(numbers)} per-token rewards for {length} response tokens")
     for number in numbers:
         if not (isinstance(number, Real) and -LARGEST <= number <= LARGEST):  # type: ignore[operator]
             kind = f"{'the per-token reward ' * per_token}{type(number).__name__}"

@@ -111,7 +111,7 @@ class Run(Hooks):
         ``resume`` is True for the newest intact checkpoint in ``output_dir``, or a folder.
         """
         engine, sizes = self.engine, self.engine.batch_sizes
-        self._tidy(starting=not resume)
+        self._tidy(new_run=not resume)
         resumed = self._resume(resume) if resume else None
         self._open(resumed)
         engine.hooks = self
@@ -648,7 +648,7 @@ class Run(Hooks):
         self.engine.restore([unpack(sample) for sample in saved.local or []])
         self.callbacks.restore(folder)
 
-    def _tidy(self, *, starting: bool) -> None:
+    def _tidy(self, *, new_run: bool) -> None:
         """Remove incomplete files of a killed run, and old checkpoints that a new run replaces."""
         if not self.args.output_dir:
             return
@@ -656,7 +656,7 @@ class Run(Hooks):
         if accelerator.is_main_process:
             checkpoint.tidy(root)
         accelerator.wait_for_everyone()
-        first = starting and self.engine.step == 0
+        first = new_run and self.engine.step == 0
         old = earlier_run(root, overwrite=self.args.overwrite_output_dir) if first else []
         accelerator.wait_for_everyone()  # wait until every rank has looked
         for folder in old if accelerator.is_main_process else []:

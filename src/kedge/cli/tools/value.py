@@ -109,21 +109,21 @@ def _load(flags: argparse.Namespace) -> Any:
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def describe(check: dict[str, Any]) -> list[str]:
+def describe(measures: dict[str, Any]) -> list[str]:
     """The check as lines of a table, with a verdict."""
-    explained, turns = check["explained_variance"], check["by_turn"]
-    rows = [("", "explained", "tokens"), ("all tokens", _number(explained), check["tokens"])]
-    for i, (share, tokens) in enumerate(check["by_position"]):
+    explained, turns = measures["explained_variance"], measures["by_turn"]
+    rows = [("", "explained", "tokens"), ("all tokens", _number(explained), measures["tokens"])]
+    for i, (share, tokens) in enumerate(measures["by_position"]):
         rows.append((f"{10 * i} to {10 * (i + 1)}% of the response", _number(share), tokens))
     for i, (share, tokens) in enumerate(turns if len(turns) > 1 else []):
         rows.append((f"turn {i + 1}", _number(share), tokens))
     rows.append(("the mean return knows", "0", ""))
-    rows.append(("the length would know", _number(check["by_length"]), ""))
+    rows.append(("the length would know", _number(measures["by_length"]), ""))
     lines = [f"{name:<28}{share:>12}{tokens:>10}" for name, share, tokens in rows]
     lines += [
-        f"{kind} responses: V is {check[f'{kind}_bias']:+.3f} off on average"
+        f"{kind} responses: V is {measures[f'{kind}_bias']:+.3f} off on average"
         for kind in ("truncated", "terminated")
-        if check[f"{kind}_bias"] is not None
+        if measures[f"{kind}_bias"] is not None
     ]
     if explained is None:
         lines.append("all returns are equal: there is nothing to learn from these responses")

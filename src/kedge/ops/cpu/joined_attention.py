@@ -26,7 +26,7 @@ class _Part(NamedTuple):
     causal: bool
 
 
-def _parts(groups: Sequence[Group]) -> Iterator[tuple[list[_Part], _Part | None]]:
+def _split_groups(groups: Sequence[Group]) -> Iterator[tuple[list[_Part], _Part | None]]:
     """For each group, split self-attending tokens from continuations that attend to a start."""
     begin = 0
     for group in groups:
@@ -55,7 +55,7 @@ class _JoinedAttention(torch.autograd.Function):
             )
             return results
 
-        for within, across in _parts(groups):
+        for within, across in _split_groups(groups):
             for part in within:
                 out[:, :, part.queries], lse[:, :, part.queries] = attend(part)
             if across is not None:
@@ -89,7 +89,7 @@ class _JoinedAttention(torch.autograd.Function):
             )
             return parts
 
-        for within, across in _parts(groups):
+        for within, across in _split_groups(groups):
             for part in within:
                 span = part.queries
                 of_q[:, :, span], of_k[:, :, span], of_v[:, :, span] = gradients(part)

@@ -20,7 +20,7 @@ _MIX2 = 0x94D049BB133111EB
 _MARGIN = 8  # extra tokens to decode: decoding may trim the first of a window
 
 
-def _signed(x: int) -> int:
+def _to_int64(x: int) -> int:
     """The int64 with the same 64 bits as ``x`` modulo 2^64."""
     return (x + 2**63) % 2**64 - 2**63
 
@@ -29,7 +29,7 @@ def _mix(x: Tensor) -> Tensor:
     """The finalizer of splitmix64 (Steele, Lea and Flood, 2014): a bijection of 64 bits."""
     for shift, factor in ((30, _MIX1), (27, _MIX2)):
         # >> copies an int64's sign bit: the mask shifts in zeros.
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _to_int64(factor)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
@@ -40,9 +40,9 @@ def uniforms(seed: int | Sequence[int], rows: Tensor, t: int | Tensor) -> Tensor
     integer modulo 2^64, or one per row; ``rows`` int64 [B] are global row numbers.
     """
     steps = torch.as_tensor(t, dtype=torch.int64, device=rows.device)
-    golden = _signed(_GOLDEN)
+    golden = _to_int64(_GOLDEN)
     seeds = [seed] if isinstance(seed, int) else seed
-    start = _mix(torch.tensor([_signed(x + _GOLDEN) for x in seeds]).to(rows.device))
+    start = _mix(torch.tensor([_to_int64(x + _GOLDEN) for x in seeds]).to(rows.device))
     stream = _mix(start + (rows + 1) * golden)
     state = _mix(stream.view(-1, *[1] * steps.ndim) + (steps + 1) * golden)
     return ((state >> 12) & ((1 << 52) - 1)).to(torch.float64) * 2.0**-52
@@ -143,14 +143,14 @@ def check_allowed(count: int) -> None:
 
 
 def sample_tokens(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The token int64 [B] at quantile ``u`` of softmax(logits [B, V]), and its log-probability [B].
+    """The token int64 [B] at quantile ``u`` of softmax(logits), and its log-probability.
 
     The token is the first whose cumulative probability exceeds u times the total, so a token of
     probability zero is never sampled.  Large vocabularies are searched in two levels: sums of
     blocks of 256 are accumulated in float64, then the tokens of one block.  That is faster than one
     long cumulative sum, and its rounding (1e-7 of a block) does not grow with the vocabulary.
-    Log-probabilities are exact to about 1e-6 above 1e-37; where logits hold NaN, some token and
-    NaN.
+    ``logits`` are float32 [B, V], -inf for probability 0, ``u`` is float64 [B] in [0, 1).
+    Log-probabilities are exact to about 1e-6 above 1e-37; rows with NaN give some token and NaN.
     """
     probs = logits.softmax(-1)
     if probs.shape[-1] <= 4 * _BLOCK:

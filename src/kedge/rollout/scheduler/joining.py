@@ -110,7 +110,7 @@ class SampleStore:
         for number in sorted(numbers):
             sample, rows = self._places.pop(number)
             chosen.setdefault(id(sample), (sample, []))[1].append(rows)
-        return [_share(sample, torch.cat(index)) for sample, index in chosen.values()]
+        return [_take_share(sample, torch.cat(index)) for sample, index in chosen.values()]
 
     def read(self) -> list[Sample]:
         """All groups, without removing them."""
@@ -124,19 +124,19 @@ class SampleStore:
         self._places.clear()
 
 
-def _share(sample: Sample, rows: Tensor) -> Sample:
+def _take_share(sample: Sample, rows: Tensor) -> Sample:
     """These rows, with their share of seconds and metrics."""
     part, share = sample.rows(rows), len(rows) / len(sample)
     times = {name: x if name == SYNC_GAP else x * share for name, x in sample.times.items()}
     rollout, reward_output = part.rollout, part.reward_output
-    reward_output = replace(reward_output, metrics=_scaled(reward_output.metrics, share))
+    reward_output = replace(reward_output, metrics=_scale(reward_output.metrics, share))
     if rollout.episodes is not None:
-        metrics = _scaled(rollout.episodes.metrics, share)
+        metrics = _scale(rollout.episodes.metrics, share)
         rollout = replace(rollout, episodes=replace(rollout.episodes, metrics=metrics))
     return replace(part, rollout=rollout, reward_output=reward_output, times=times)
 
 
-def _scaled(
+def _scale(
     totals: Mapping[str, tuple[float, float]], share: float
 ) -> Mapping[str, tuple[float, float]]:
     """Scale sums and counts to a share."""

@@ -32,7 +32,7 @@ class RankReward:
             self._connection.send_bytes(pickle.dumps(rollout))
             answer: RewardOutput | Exception = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise RewardError("closed by peer: a learner ended while it scored") from error
+            raise RewardError("closed by peer: a learner exited while scoring") from error
         if isinstance(answer, Exception):
             raise answer
         return answer

@@ -177,7 +177,7 @@ class EngineWorker:
         self.engine.submit(first, sampling=replace(sampling, temperature=0.0), seed=seed)
 
     def _continue(self, rollout: Rollout, sampling: Sampling) -> Rollout | None:
-        """Start the groups whose greedy responses are complete; returns the complete groups."""
+        """Start groups whose greedy response is complete; return the rows of finished groups."""
         group = rollout.prompts.group
         for i in (group < 0).nonzero()[:, 0].tolist():
             number = -1 - int(group[i])
