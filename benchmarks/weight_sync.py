@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from tests.private_bytes import PrivateBytes
+from tests.storages import PrivateBytes
 from torch import Tensor
 
 from kedge.ray import cluster

@@ -21,7 +21,7 @@ from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.testing import tiny_policy
 from kedge.types import Receipt
 from tests.on_ray.clusters import local, needs_ray
-from tests.private_bytes import PrivateBytes
+from tests.storages import PrivateBytes
 
 pytestmark = needs_ray
 

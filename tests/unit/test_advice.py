@@ -36,7 +36,7 @@ def given(config, *, trained=LARGE, frozen=0, batch_size=512, iterations=9, **op
 def test_the_default_learning_rate_of_ppo_is_high_for_a_large_model():
     text = given(PPOConfig)
     assert "learning_rate=5e-05 with num_ppo_epochs=4 is high for 300 million" in text
-    assert "learning_rate=3e-6 (Huang et al. 2024" in text
+    assert "learning_rate=3e-6 (Huang et al. 2024, arXiv:2403.17031); `kedge init`" in text
     assert "3e-6" in given(RLOOConfig)
     assert given(PPOConfig, learning_rate=3e-6) == ""
     assert given(PPOConfig, num_ppo_epochs=1) == ""

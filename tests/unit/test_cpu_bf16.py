@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from kedge.ops.cpu import matmul
 from kedge.ops.cpu.matmul import SHORT_ATTENTION, float32_attention
 from kedge.ops.cpu.patch import Kernels
-from kedge.pretrain.supervised import train_with_kernels
+from kedge.pretrain.trl import train_with_kernels
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),

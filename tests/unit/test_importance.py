@@ -15,8 +15,8 @@ from kedge.compat import trl_trainers
 from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError, RolloutError
 from kedge.math.ratios import Correction
-from kedge.testing import ScriptedRollouts, tiny_policy
-from kedge.trainers.assembly.rollout import build_correction
+from kedge.testing import tiny_policy
+from kedge.trainers.assembly.run import build_correction
 from kedge.types import RewardOutput, Rollout, Sampling
 from tests.e2e.small import small
 from tests.e2e.test_groups import grpo, rloo
@@ -250,13 +250,6 @@ def test_what_cannot_be_weighed_is_refused(tmp_path: Any) -> None:
     both = {"sampler_correction": "mask", "vllm_importance_sampling_mode": "token_mask"}
     with pytest.raises(ConfigError, match="both set the importance weights"):
         run_of("grpo", tmp_path, **both)
-    with pytest.raises(ConfigError, match="ScriptedRollouts records none"):
-        run_of(
-            "ppo",
-            tmp_path,
-            sampler_correction="mask",
-            rollout_engine=ScriptedRollouts([[[3, 1]] * 4]),
-        )
 
 
 def test_what_an_engine_of_ones_own_records_is_checked_and_not_believed(tmp_path: Any) -> None:

@@ -1,21 +1,26 @@
 """``kedge init``: the files are complete, pass ``kedge plan``, and the program trains."""
 
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from kedge import AsyncPPOConfig
 from kedge.cli.main import main
 from kedge.cli.tools.init import RECIPES, SIZES, SOURCES, settings
 from kedge.testing import tiny_policy
+from tests.environments.toys import TEMPLATE
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
-ROOT = Path(__file__).parents[2]
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <eos> ' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
-)
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+
+
+def show_settings(recipe, size):
+    """Name, value and comment of the settings that have a source."""
+    rows = [row for section in [*settings(recipe, size).values()][1:4] for row in section.items()]
+    return [(name, f"{v:g}" if isinstance(v, float) else str(v), text) for name, (v, text) in rows]
 
 
 @pytest.fixture
@@ -61,22 +66,21 @@ def test_the_file_passes_plan(task, algorithm, size, models, capsys):
 @pytest.mark.parametrize(("task", "algorithm"), RECIPES)
 def test_every_number_has_a_source_and_no_name_is_unknown(task, algorithm, models):
     assert main(["init", task, "--algorithm", algorithm]) == 0
-    text = (models / f"{task}.yaml").read_text()
-    sources = re.findall(r"^# ([\w+ ]+): ", text, flags=re.MULTILINE)
-    assert sources
-    for name in ("learning_rate", "kl_coef", "beta", "cliprange", "epsilon", "temperature"):
-        for line in re.findall(rf"^{name}: .*$", text, flags=re.MULTILINE):
-            assert any(source in line for source in sources), line
-    values = yaml.safe_load(text)
+    values = yaml.safe_load((models / f"{task}.yaml").read_text())
     assert isinstance(values["learning_rate"], float)  # YAML reads 1e-06 as a string
+    for name, _, comment in show_settings(RECIPES[task, algorithm], "1b"):
+        assert any(source in comment for source in (*SOURCES, "a guess")), name
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe["title"])
-def test_every_value_names_its_source_or_that_it_is_a_guess(recipe):
-    for rows in [*settings(recipe, "1b").values()][1:4]:
-        for name, (_, comment) in rows.items():
-            named = any(source in comment for source in (*SOURCES, "a guess"))
-            assert named or name == "value_source", name
+def test_recipes_and_async_ppo_have_todays_values():
+    table = PAGE.split("## Surprising defaults")[1].split("Some defaults")[0]
+    rows = [re.findall("`(.+?)`", line) for line in table.splitlines() if line.startswith("| `")]
+    used = {x: {f"{getattr(AsyncPPOConfig, x):g}"} for x in ("learning_rate", "adam_epsilon")}
+    for recipe, size in itertools.product(RECIPES.values(), SIZES[1:]):
+        for name, shown, _ in show_settings(recipe, size):
+            used.setdefault(name, set()).add(shown)
+    assert len(rows) == 14
+    assert {name: used[name] for name, *_ in rows} == {name: {*values} for name, *values in rows}
 
 
 def test_files_are_not_overwritten_and_the_batch_must_divide(models, capsys):
@@ -95,23 +99,15 @@ def test_files_are_not_overwritten_and_the_batch_must_divide(models, capsys):
 def test_the_environment_trains(models):
     assert main(["init", "environment", "--output", "e.yaml"]) == 0
     sizes = {"max_steps": 1, "num_generations": 2, "gradient_accumulation_steps": 1}
-    sizes |= {"response_length": 40, "max_turn_tokens": 4}
-    tiny(models / "e.yaml", **sizes, save_steps=100)
+    tiny(models / "e.yaml", **sizes, response_length=40, max_turn_tokens=4, save_steps=100)
     assert main(["ppo", "--config", "e.yaml", "--use_cpu", "--num_sample_generations", "0"]) == 0
     assert (models / "runs" / "environment" / "model.safetensors").is_file()
 
 
 def test_the_page_has_every_setting():
-    page = (ROOT / "docs" / "recipes.md").read_text()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
-    for recipe in RECIPES.values():
-        for size in SIZES:
-            for section in [*settings(recipe, size).values()][1:4]:
-                for name, (value, comment) in section.items():
-                    column = 1 + SIZES.index(size)
-                    shown = f"{value:g}" if isinstance(value, float) else str(value)
-                    if name != "gradient_accumulation_steps":
-                        assert any(
-                            row[:1] == [f"`{name}`"] and row[column] == shown and row[-1] == comment
-                            for row in rows
-                        ), (name, size)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines()]
+    found = {(row[0], i, row[i], row[-1]) for row in rows if len(row) == 6 for i in range(1, 5)}
+    for recipe, (column, size) in itertools.product(RECIPES.values(), enumerate(SIZES, 1)):
+        for name, shown, comment in show_settings(recipe, size):
+            if name != "gradient_accumulation_steps":
+                assert (f"`{name}`", column, shown, comment) in found, (name, size)

@@ -283,18 +283,6 @@ def test_clips(ratio: float, advantage: float, clip: Clip, loss: float, stuck: b
     assert (grad.item() == 0) is stuck
 
 
-def test_ratios_of_tokens_and_responses() -> None:
-    mask = prefix([3, 1], 3)
-    log_ratio = torch.tensor([[0.1, 0.2, 0.3], [0.5, 0.0, 0.0]], requires_grad=True)
-    values = {
-        level: ratios(log_ratio, mask, level) for level in ("token", "sequence", "sequence_mean")
-    }
-    assert values["token"][0].tolist() == pytest.approx([math.exp(x) for x in (0.1, 0.2, 0.3)])
-    assert values["sequence"][0].tolist() == pytest.approx([math.exp(0.6)] * 3)
-    assert values["sequence_mean"][0].tolist() == pytest.approx([math.exp(0.2)] * 3)
-    assert values["sequence_mean"][1, 0].item() == pytest.approx(math.exp(0.5))
-
-
 def test_the_ratio_of_a_response_has_its_gradient() -> None:
     """With one advantage per response, the tokens' gradients add up to the plain formula's."""
     mask = prefix([3, 1, 0], 3)

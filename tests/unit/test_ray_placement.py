@@ -15,15 +15,10 @@ from kedge.errors import ConfigError, LostNodeError, SyncError
 from kedge.ray.launch import Failure, failure
 from kedge.ray.placement import from_launch, plan_bundles
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.rollout.engines import (
-    ShardedEngine,
-    join_rollouts,
-    slice_rollout,
-    start_all,
-)
+from kedge.rollout.engines import ShardedEngine, join_rollouts, slice_rollout, start_all
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Receipt, Sampling, with_unique_groups
-from tests.contract.test_rollout_engine import prompts
+from tests.contract.embedded import prompts
 
 SAMPLING = Sampling(max_new_tokens=12, stop_ids=(5, 6, 7, 8))
 

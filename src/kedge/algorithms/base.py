@@ -39,6 +39,11 @@ from kedge.types import (
     require,
 )
 
+Bounds = float | Sequence[float] | None
+CreditLevel = Literal["token", "turn"]
+# scores, group, valid, trained -> advantages, all [n]
+Compare = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
@@ -94,12 +99,6 @@ class Algorithm:
     needs_greedy: bool = False
     resample: int = 0
     metrics: tuple[str, ...] = ()
-
-
-Bounds = float | Sequence[float] | None
-CreditLevel = Literal["token", "turn"]
-# scores, group, valid, trained -> advantages, all [n]
-Compare = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tensor | None:
@@ -158,12 +157,9 @@ def shaped_rewards(
     """Scores and dense token rewards; their sum per response is normalized, then clipped.
 
     Dense rewards are scaled by the same factor as the sum, so that they stay in proportion: in
-    episodes they move parts of the score to earlier turns.
-
-    Args:
-        e: the batch.
-        normalize: (sum - mean) / (std + 1e-4) over the valid rows of all ranks.
-        clip: bounds ``(low, high)``, or one number c, also as ``(c,)``, for ``(-c, c)``.
+    episodes they move parts of the score to earlier turns.  ``normalize``: (sum - mean) / (std +
+    1e-4) over the valid rows of all ranks.  ``clip``: bounds ``(low, high)``, or one number c, also
+    as ``(c,)``, for ``(-c, c)``.
 
     Returns:
         Scores float32 [B], 0 where not valid; dense rewards float32 [B, R], 0 if there are none.
@@ -212,15 +208,9 @@ def group_advantages(
         "turn":   A_{i,k} = compare(G_{i,k} among the rows of the group that have a turn k)
 
     G is the sum of the rewards of turn k and all later ones (GTPO, Ding et al. 2025,
-    arXiv:2511.14846).  All tokens of a response or turn share the advantage.
-
-    Args:
-        e: the batch.
-        totals: float32 [B]; reward of each response.
-        rewards: float32 [B, R]; reward per token.
-        trained: bool [B, R]; tokens that train.
-        compare: the group baseline.
-        credit: see above.
+    arXiv:2511.14846).  All tokens of a response or turn share the advantage.  ``totals`` are
+    float32 [B] per response, ``rewards`` float32 [B, R] per token, of which ``trained`` bool [B, R]
+    train.
 
     Returns:
         float32 [B, R], 0 outside the mask.

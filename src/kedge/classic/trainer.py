@@ -40,8 +40,8 @@ from kedge.classic.core import (
     set_seed,
     stats_to_np,
 )
-from kedge.classic.models.wrapper import create_reference_model
-from kedge.classic.reports import log_batch, model_card, push, start_trackers
+from kedge.classic.models import create_reference_model
+from kedge.classic.reports import log_batch, model_card, push
 from kedge.classic.samples import (
     Samples,
     Scores,
@@ -130,7 +130,6 @@ class PPOTrainer(PPOSteps):
         self._usual_collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
         self.data_collator = training_data_collator or self._usual_collator
         self.accelerator = make_accelerator(config)
-        start_trackers(self.accelerator, config)
         if ref_model is None and not model.is_peft_model:
             ref_model = create_reference_model(model, num_shared_layers)
         self._ref_model = ref_model

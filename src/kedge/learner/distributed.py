@@ -38,6 +38,9 @@ from kedge.records import widen_field
 from kedge.types import Experience, PromptBatch, Receipt, Rollout, Sampling
 
 _SENT_AS = {torch.bool: torch.uint8, torch.int64: torch.int32}  # the integers are token ids
+T = TypeVar("T")
+_CALL = "call_within"  # registered with FSDP: unshards the root's weights
+_RESHARD = "reshard_layers_after_forward"
 
 
 def broadcast_parameters(models: Iterable[nn.Module]) -> None:
@@ -112,11 +115,6 @@ def _destroy_process_group() -> None:
     """Destroy the process group before Python exits; later, gloo's threads may abort."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-T = TypeVar("T")
-_CALL = "call_within"  # registered with FSDP: unshards the root's weights
-_RESHARD = "reshard_layers_after_forward"
 
 
 def sharding_strategy(accelerator: Accelerator) -> Literal["none", "gradients", "weights"]:
@@ -261,7 +259,7 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
 
 
 class GatheredEngine:
-    """A rollout engine that unshards the policy, from which it samples, while it does."""
+    """A rollout engine that samples from the sharded policy itself, which it unshards meanwhile."""
 
     def __init__(self, engine: RolloutEngine, policy: nn.Module) -> None:
         self.engine, self.policy = engine, policy

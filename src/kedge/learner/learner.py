@@ -261,6 +261,9 @@ class HFLearner:
         With ``only_value`` the policy gets no gradient.  ``skip_policy`` takes its old
         log-probabilities instead of a forward pass, so that only metrics of the value model
         are meaningful.  If ``should_apply`` rejects these metrics, the gradient is dropped.
+
+        Raises:
+            KedgeError: the gradient was not finite three times in a row.
         """
         set_training(self.module, self.settings.gradient_checkpointing)
         self.optimizer.zero_grad(set_to_none=True)
@@ -417,7 +420,11 @@ class HFLearner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state``."""
+        """Resume from ``state``.
+
+        Raises:
+            CheckpointError: the state belongs to different models.
+        """
         state = read_state(state, self._trained(), self.optimizer)
         load_weights(self._trained(), state["weights"])
         names = {id(p): name for name, p in self.module.named_parameters()}

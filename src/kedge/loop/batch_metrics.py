@@ -18,13 +18,7 @@ from kedge.types import Experience, Rollout
 
 
 def batch_metrics(experience: Experience, terms: Terms, learner: Learner) -> dict[str, float]:
-    """Metrics of a batch by name; every rank must call this.
-
-    Args:
-        experience: the batch to train on.
-        terms: inputs of the experience.
-        learner: provides the collectives and the version of the weights.
-    """
+    """Metrics of a batch by name; every rank must call this."""
     inputs, rollout, all_reduce = terms.inputs, terms.inputs.rollout, learner.all_reduce
     means = MetricAccumulator()
     _add_staleness(means, terms, learner.version)

@@ -9,6 +9,10 @@ from typing import Any
 from kedge.protocols import LossFn
 from kedge.types import Loss, MicroBatch, PolicyOutput
 
+ENTROPY, COEF = "policy/entropy_avg", "policy/entropy_coef"
+RATIO = "val/ratio"
+KL = "policy/policykl_avg"
+
 
 @dataclass(slots=True, kw_only=True)
 class FixedKL:
@@ -35,23 +39,15 @@ class AdaptiveKL(FixedKL):
     value *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon
 
     Target and horizon are settings, not state.
-
-    Args:
-        value: initial coefficient.
-        target: KL target, nats per response.
-        horizon: episodes over which an error of 100% would double the coefficient.
     """
 
-    target: float
-    horizon: float
+    target: float  # nats per response
+    horizon: float  # episodes over which an error of 100% would double the coefficient
 
     def update(self, kl: float, episodes: int) -> None:
         """Adapt to ``kl`` nats per response measured over ``episodes`` responses."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * episodes / self.horizon
-
-
-ENTROPY, COEF = "policy/entropy_avg", "policy/entropy_coef"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,10 +101,6 @@ class EntropyBonus:
         """Restore coefficient and entropy of an adaptive bonus."""
         if self.adaptive and state:
             self.coef, self.last = float(state["coef"]), float(state["last"])
-
-
-RATIO = "val/ratio"
-KL = "policy/policykl_avg"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,12 +82,8 @@ def _first_places(numbers: Tensor) -> Tensor:
 def rows_within(lengths: Sequence[int], max_tokens: int, all_reduce: AllReduce) -> list[int]:
     """Rows of consecutive micro-batches of at most ``max_tokens`` tokens, padding included.
 
-    All ranks get the same number, as sharded weights require: others split their largest ones.
-
-    Args:
-        lengths: tokens of each row; equally many rows on every rank.
-        max_tokens: a longer row is a micro-batch by itself.
-        all_reduce: sum over ranks.
+    A longer row is a micro-batch by itself.  All ranks, which have equally many rows, get the same
+    number, as sharded weights require: others split their largest ones.
     """
     sizes: list[int] = []
     longest = 0

@@ -24,6 +24,9 @@ from kedge.protocols import KLController, Learner
 from kedge.rollout.scheduler.collector import REPLACED
 from kedge.types import Experience, RewardOutput, Rollout, Sample
 
+logger = logging.getLogger(__name__)
+MOST_UNSCORED = 10  # consecutive batches without any score; then training stops
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
@@ -56,10 +59,6 @@ class Hooks:
 
     def on_failure(self, step: int, error: Exception) -> None:
         """``error`` ends the run on all ranks; its state is that after ``step`` iterations."""
-
-
-logger = logging.getLogger(__name__)
-MOST_UNSCORED = 10  # consecutive batches without any score; then training stops
 
 
 @dataclass(slots=True, kw_only=True)

@@ -37,6 +37,14 @@ from kedge.ops.gpu import OTHER, grouped_attention
 
 _ANSWERS = {"find_packed_sequence_indices": None, "fast_all": False}
 _known: ContextVar[bool] = ContextVar("masks_are_known", default=False)
+logger = logging.getLogger(__name__)
+_USUAL, _JOINED = _KNOWN = "sdpa", "kedge_joined_rows"
+_WINDOWS = ("sliding_window", "attention_chunk_size")  # options that need a [T, T] mask
+_PROBE = ((5,), (3, 2, 4), (7,))  # lengths of the groups in the comparison
+_lock = Lock()
+_users: Counter[int] = Counter()  # active contexts by id of the configuration they changed
+MEMORY_SHARE = 1 / 8  # share of the device's memory; rows beyond it are recomputed
+_active: ContextVar[Mapping[int, _CachedBackbone]] = ContextVar("cached", default={})  # noqa: B039
 
 
 @contextmanager
@@ -61,13 +69,6 @@ def _answer(function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
 for _name, _value in _ANSWERS.items():
     if hasattr(masking_utils, _name):
         setattr(masking_utils, _name, _answer(getattr(masking_utils, _name), _value))
-
-
-_USUAL, _JOINED = _KNOWN = "sdpa", "kedge_joined_rows"
-_WINDOWS = ("sliding_window", "attention_chunk_size")  # options that need a [T, T] mask
-_PROBE = ((5,), (3, 2, 4), (7,))  # lengths of the groups in the comparison
-_lock = Lock()
-_users: Counter[int] = Counter()  # active contexts by id of the configuration they changed
 
 
 def pack_sequences(ids: Tensor, lengths: Tensor) -> Tensor:
@@ -206,13 +207,6 @@ ALL_ATTENTION_FUNCTIONS[_USUAL] = grouped_attention(
 )
 ALL_ATTENTION_FUNCTIONS.register(_JOINED, _attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_JOINED, ALL_MASK_ATTENTION_FUNCTIONS[_USUAL])
-
-
-logger = logging.getLogger(__name__)
-
-MEMORY_SHARE = 1 / 8  # share of the device's memory; rows beyond it are recomputed
-
-_active: ContextVar[Mapping[int, _CachedBackbone]] = ContextVar("cached", default={})  # noqa: B039
 
 
 def run_backbone(backbone: nn.Module, ids: Tensor, groups: Sequence[Group] | None = None) -> Tensor:

@@ -32,7 +32,7 @@ from kedge.models.peft import (
 )
 from kedge.models.value_head import ScalarHead
 from kedge.ops.cpu.patch import Kernels
-from kedge.rewards.heads import SHIFT, adapter_shift, save_adapter_shift
+from kedge.rewards.model import SHIFT, adapter_shift, save_adapter_shift
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,29 +24,20 @@ from kedge.models.model import (
     silence_mask_warning,
 )
 from kedge.models.packing import JoinedInput
-from kedge.rewards.heads import SHIFT, float32_head
+from kedge.rewards.model import SHIFT, float32_head
 
 HEAD_FILE = "value_head.safetensors"
 _HEADS = ("score", "classifier", "v_head")
 
 
 class ScalarHead(nn.Module):
-    """A linear map from hidden states to one number, in float32.
+    """A linear map from hidden states of ``size`` to one number, in float32; 0 at first."""
 
-    Args:
-        size: H.
-        init: "zero", or "normal" with standard deviation 1/sqrt(H + 1) (arXiv:2403.17031).
-        bias: whether the head has a bias, initially 0.
-    """
-
-    def __init__(self, size: int, *, init: Literal["zero", "normal"] = "zero", bias: bool = True):
+    def __init__(self, size: int, *, bias: bool = True) -> None:
         super().__init__()
         self.summary = nn.Linear(size, 1, bias=bias, dtype=torch.float32)
-        nn.init.zeros_(self.summary.weight)
-        if init == "normal":
-            nn.init.normal_(self.summary.weight, std=(size + 1) ** -0.5)
-        if bias:
-            nn.init.zeros_(self.summary.bias)
+        for p in self.summary.parameters():
+            nn.init.zeros_(p)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Float [..., H] -> float32 [..., 1]."""
@@ -99,7 +90,12 @@ class ScalarModel(nn.Module):
 
 
 def scalar_model(model: nn.Module) -> ScalarModel:
-    """Turn a causal sequence-classification model with one label into a value model."""
+    """Turn a causal sequence-classification model with one label into a value model.
+
+    Raises:
+        ConfigError: the model has no backbone or head for single states, several labels, or is
+            not causal.
+    """
     name = type(model).__name__
     if isinstance(model, ScalarModel):
         return model
@@ -173,10 +169,10 @@ def copy_as_value(policy: nn.Module, parts: CausalParts) -> ScalarModel:
     return scalar_model(model)
 
 
-def build_value_head(parts: CausalParts, *, init: Literal["zero", "normal"] = "zero") -> ScalarHead:
+def build_value_head(parts: CausalParts) -> ScalarHead:
     """A value head that reads the policy's own backbone."""
     weight = parts.head().weight
-    return ScalarHead(weight.shape[1], init=init).to(weight.device)
+    return ScalarHead(weight.shape[1]).to(weight.device)
 
 
 def load_value_head(folder: str, parts: CausalParts) -> ScalarHead:

@@ -16,6 +16,8 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 OTHER = ("position_bias", "softcap", "s_aux", "cache")  # options that change the result
+_EPSILON = ("variance_epsilon", "eps")  # attribute names of epsilon
+_standard: dict[type[nn.Module], bool] = {}
 
 
 def grouped_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,10 +67,6 @@ def attend_grouped(
     packed = query.reshape(rows, key.shape[1], -1, size)
     states = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     return states.reshape(rows, 1, heads, value.shape[-1])
-
-
-_EPSILON = ("variance_epsilon", "eps")  # attribute names of epsilon
-_standard: dict[type[nn.Module], bool] = {}
 
 
 def rms_norms(model: nn.Module) -> Iterator[nn.Module]:

@@ -36,17 +36,20 @@ from kedge.rollout.engines import (
 from kedge.rollout.vllm.build import build_template
 from kedge.rollout.vllm.engine import VLLMEngine
 from kedge.rollout.vllm.inprocess import InProcess
-from kedge.rollout.vllm.nccl_transfer import (
+from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate, meta_model, on_cpu
+from kedge.rollout.vllm.weights import (
     NCCL_SINCE,
     EngineGroup,
     FanOut,
     NcclTransfer,
+    buckets,
     can_use_nccl,
     nccl,
 )
-from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate, meta_model, on_cpu
-from kedge.rollout.vllm.weights import buckets
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
+
+_SECONDS = 0.05  # seconds of sampling per call of an actor
+NCCL = {"backend": "nccl"}  # vLLM's weight_transfer_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +115,6 @@ def store_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> S
     return StoredWeights.put(weights.items(), dtype) if stored is None else stored
 
 
-_SECONDS = 0.05  # seconds of sampling per call of an actor
-
-
 class RayEngine:
     """A rollout engine whose engine, of class ``kind``, runs in an actor.
 
@@ -146,7 +146,7 @@ class RayEngine:
         self.sync_dtype = dtype
         self._stored = stored  # the current weights, for a restart
         self._loaded: tuple[int, Receipt, Expected | None] | None = None
-        self._unfinished = self._restarts = 0
+        self.unfinished = self._restarts = 0  # responses that are being sampled; restarts seen
         self._in_flight: dict[int, PromptBatch] = {}  # by group
         self._new: list[tuple[PromptBatch, Sampling, int]] = []  # rows not sent yet
         self.actor = Actor(
@@ -219,17 +219,12 @@ class RayEngine:
         """Whether ``load_weights`` may be called while it holds requests."""
         return bool(self.actor.call("__getattribute__", "updates_in_flight"))
 
-    @property
-    def unfinished(self) -> int:
-        """Responses that are being sampled."""
-        return self._unfinished
-
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
         """Add rows, which are sent with the next ``advance``."""
         for number, rows in zip(*group_rows(prompts), strict=True):
             self._in_flight[number] = prompts.rows(rows)
         self._new.append((without_columns(prompts), sampling, seed))
-        self._unfinished += len(prompts)
+        self.unfinished += len(prompts)
 
     def advance(self) -> Rollout | None:
         """Sample for a short time; returns complete groups."""
@@ -237,7 +232,7 @@ class RayEngine:
         try:
             if self.actor.restarts != self._restarts:
                 raise LostActorError(f"{self.actor.name} was restarted")
-            groups, rollout, self._unfinished = self.actor.once("serve", new)
+            groups, rollout, self.unfinished = self.actor.once("serve", new)
         except LostActorError as error:
             self.cancel()  # restarts it, with its weights
             raise LostRequestsError(str(error)) from error
@@ -249,7 +244,7 @@ class RayEngine:
         """Drop all requests."""
         self._in_flight.clear()
         self._new.clear()
-        self._unfinished = 0
+        self.unfinished = 0
         self.actor.call("cancel")
         self._restarts = self.actor.restarts
 
@@ -345,9 +340,6 @@ def _allocate(model: nn.Module) -> None:
             if p.is_meta:
                 empty = nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=False)
                 setattr(module, name, allocated.setdefault(id(p), empty))
-
-
-NCCL = {"backend": "nccl"}  # vLLM's weight_transfer_config
 
 
 def build_embedded(

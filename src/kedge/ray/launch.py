@@ -21,18 +21,11 @@ from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.ray import cluster
 from kedge.ray.actor import Actor, ActorLimits, LostActorError
-from kedge.ray.context import (
-    INBOX,
-    STOP,
-    ActorProcess,
-    DriverMailbox,
-    RankContext,
-    set_context,
-)
+from kedge.ray.context import INBOX, STOP, ActorProcess, DriverMailbox, RankContext, set_context
 from kedge.ray.placement import Placement, place, plan_bundles
 from kedge.rollout.engines import start_all
 from kedge.rollout.liveness import RunningTime
-from kedge.rollout.vllm.nccl_transfer import free_port
+from kedge.rollout.vllm.weights import free_port
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

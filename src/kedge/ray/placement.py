@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -157,7 +157,7 @@ class Placement:
 
 
 def place(plan: PlacementPlan, *, wait_seconds: float) -> Placement:
-    """Reserve the resources of a plan on the cluster, which are listed if some are missing."""
+    """Reserve the resources of a plan on the cluster; an error lists those that are missing."""
     from ray.util import placement_group, remove_placement_group
 
     group = placement_group([dict(b) for b in plan.bundles], strategy=plan.strategy)
@@ -314,10 +314,6 @@ class ActorPool:
         ]
         self.workers = start_all(makers, undo=resources.release)
         self.threads = ThreadPoolExecutor(len(self.workers), thread_name_prefix=role)
-
-    def submit(self, index: int, method: str, *args: Any) -> Future[Any]:
-        """Call a method of one worker's object in the background."""
-        return self.threads.submit(self.workers[index].call, method, *args)
 
     def close(self) -> None:
         """Kill the workers and release their resources."""

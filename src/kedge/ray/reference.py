@@ -83,9 +83,10 @@ class RayReference:
         rollout_ref = ray.put(inputs.to("cpu"))
         count = min(len(self.workers), len(groups))
         shares = [list(groups[k::count]) for k in range(count)]
+        start = self._pool.threads.submit
         running = [
-            (share, self._pool.submit(k, "logprobs", rollout_ref, share, joined))
-            for k, share in enumerate(shares)
+            (share, start(worker.call, "logprobs", rollout_ref, share, joined))
+            for worker, share in zip(self.workers, shares, strict=False)
         ]
 
         def wait() -> Tensor:

@@ -1,4 +1,4 @@
-"""Rollout engines that share work: a batch on several engines, an engine for several ranks."""
+"""What rollout engines share: inputs, requests by row, work split over engines or ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,92 @@ from torch import Tensor, nn
 
 from kedge.errors import LostNodeError, RolloutError, SyncError
 from kedge.protocols import RolloutEngine
-from kedge.types import PromptBatch, Receipt, Rollout, Sampling, with_unique_groups
+from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows, with_unique_groups
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Groups(Generic[T]):
+    """Complete groups, and the result of each row."""
+
+    prompts: PromptBatch
+    results: list[T]
+    sampling: Sampling  # shared by all rows, with the largest max_new_tokens
+
+
+class GroupRequests(Generic[T]):
+    """The rows of several batches by key, and their results."""
+
+    def __init__(self) -> None:
+        self._next = 0  # key of the next row
+        self._groups: dict[int, tuple[PromptBatch, Sampling]] = {}  # by group id
+        self._results: dict[int, dict[int, T]] = {}  # by group id and index in the group
+        self._of_row: dict[int, tuple[int, int]] = {}  # key -> group id and index in the group
+
+    @property
+    def unfinished(self) -> int:
+        """Rows without a result."""
+        return len(self._of_row)
+
+    def add(self, prompts: PromptBatch, sampling: Sampling) -> range:
+        """Add whole groups; returns the key of each row, in order."""
+        keys = range(self._next, self._next + len(prompts))
+        self._next = keys.stop
+        for number, rows in zip(*group_rows(prompts), strict=True):
+            if number in self._groups:
+                raise ValueError(f"group {number} is being sampled; ids of groups must differ")
+            self._groups[number], self._results[number] = (prompts.rows(rows), sampling), {}
+            self._of_row |= {keys[i]: (number, n) for n, i in enumerate(rows.tolist())}
+        return keys
+
+    def put(self, key: int, result: T) -> None:
+        """Store the result of a row."""
+        number, place = self._of_row.pop(key)
+        self._results[number][place] = result
+
+    def complete(self) -> list[Groups[T]]:
+        """Remove and return groups with all results, by sampling distribution."""
+        done = [
+            n for n, (prompts, _) in self._groups.items() if len(prompts) == len(self._results[n])
+        ]
+        by_distribution: dict[Sampling, list[tuple[PromptBatch, Sampling, list[T]]]] = {}
+        for number in done:
+            (prompts, sampling), results = self._groups.pop(number), self._results.pop(number)
+            ordered = [results[i] for i in range(len(prompts))]
+            kind = replace(sampling, max_new_tokens=0)
+            by_distribution.setdefault(kind, []).append((prompts, sampling, ordered))
+        return [
+            Groups(
+                PromptBatch.cat([prompts for prompts, _, _ in groups]),
+                [result for _, _, results in groups for result in results],
+                max((sampling for _, sampling, _ in groups), key=lambda s: s.max_new_tokens),
+            )
+            for groups in by_distribution.values()
+        ]
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._groups.clear()
+        self._results.clear()
+        self._of_row.clear()
+
+
+def token_versions(spans: list[list[tuple[int, int]]], size: int) -> torch.Tensor | None:
+    """``Rollout.token_version`` int64 [B, size]; None if every row has one version.
+
+    ``spans`` has the versions of each row in order, with the number of tokens from each.
+    """
+    if all(len(row) <= 1 for row in spans):
+        return None
+    versions = torch.full((len(spans), size), -1)
+    for i, row in enumerate(spans):
+        begin = 0
+        for version, tokens in row:
+            versions[i, begin : begin + tokens] = version
+            begin += tokens
+    return versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,14 +254,11 @@ def _run_in_background(function: Callable[[], None] | None) -> None:
         threading.Thread(target=function, daemon=True).start()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
+class _Request(NamedTuple):
     """The request of one rank."""
 
     call: str = ""  # equal on all ranks with a request; empty: no request
-    prompts: PromptBatch | None = None
-    sampling: Sampling | None = None
-    seed: int = 0
+    sample: tuple[PromptBatch, Sampling, int] | None = None  # with the seed
 
 
 class RankSharedEngine:
@@ -216,9 +295,7 @@ class RankSharedEngine:
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; a failure of the engine is raised on every rank."""
         call = f"generate with seed {seed} and {sampling}"
-        request = _Request(
-            call=call, prompts=without_columns(prompts), sampling=sampling, seed=seed
-        )
+        request = _Request(call, (without_columns(prompts), sampling, seed))
         rollout, _ = self._request(request, self._generate)
         assert rollout is not None  # the request had prompts
         return with_prompts(rollout, prompts)
@@ -234,7 +311,7 @@ class RankSharedEngine:
         def load(engine: RolloutEngine, requests: list[_Request]) -> list[Receipt | None]:
             return [engine.load_weights(weights, version)] * len(requests)
 
-        return self._request(_Request(call=f"load version {version}"), load)
+        return self._request(_Request(f"load version {version}"), load)
 
     def close(self) -> None:
         """Release the engine on rank 0."""
@@ -246,23 +323,22 @@ class RankSharedEngine:
         self, engine: RolloutEngine, requests: list[_Request]
     ) -> list[tuple[Rollout | None, bool]]:
         """Generate the responses of each rank; returns whether any rank requested some, too."""
-        active = [request for request in requests if request.prompts is not None]
-        if not active:
+        samples = [request.sample for request in requests if request.sample is not None]
+        if not samples:
             return [(None, False)] * len(requests)
-        parts = [request.prompts for request in active if request.prompts is not None]
-        sampling = active[0].sampling
-        assert sampling is not None  # set with the prompts
-        together = PromptBatch.cat(with_unique_groups(parts))
-        whole = engine.generate(together, sampling=sampling, seed=active[0].seed)
+        _, sampling, seed = samples[0]
+        together = PromptBatch.cat(with_unique_groups([prompts for prompts, *_ in samples]))
+        whole = engine.generate(together, sampling=sampling, seed=seed)
         responses: list[tuple[Rollout | None, bool]] = []
         begin = 0
-        for prompts in (request.prompts for request in requests):
-            if prompts is None:
-                responses.append((None, True))
-                continue
-            rows = slice(begin, begin + len(prompts))
-            responses.append((slice_rollout(whole, rows, prompts, self._extra_columns), True))
-            begin = rows.stop
+        for request in requests:
+            rollout = None
+            if request.sample is not None:
+                prompts = request.sample[0]
+                rows = slice(begin, begin + len(prompts))
+                rollout = slice_rollout(whole, rows, prompts, self._extra_columns)
+                begin = rows.stop
+            responses.append((rollout, True))
         return responses
 
     def _request(

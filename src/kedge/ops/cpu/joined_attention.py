@@ -108,8 +108,7 @@ def joined_attention(
     """Attention of joined rows, float [1, h, T, d], with gradient.
 
     ``key`` and ``value`` have h' heads, of which h is a multiple: consecutive heads share keys.
-    ``groups`` say how the T tokens are divided; ``scale`` is the factor of the scores, or d **
-    -0.5.
+    ``groups`` say how the T tokens are divided; ``scale`` multiplies scores; None: 1 / sqrt(d).
     """
     if torch.is_autocast_enabled("cpu"):
         short = autocasts_to_bf16() and max(map(sum, groups)) <= SHORT_ATTENTION

@@ -27,6 +27,8 @@ from torch.nn import functional
 SMALLEST = 4_000_000  # operations; below, the overhead of oneDNN cancels the gain
 _WIDE, _MANY_ROWS, _LARGE = 512, 1024, 2 << 20
 _CPUINFO = Path("/proc/cpuinfo")
+# Up to this length, bfloat16 attention's backward pass takes twice as long as float32's.
+SHORT_ATTENTION = 384
 
 
 @cache
@@ -178,10 +180,6 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.linear(x, w, bias)
     result: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), w, bias)
     return result.view(*x.shape[:-1], len(w))
-
-
-# Up to this length, bfloat16 attention's backward pass takes twice as long as float32's.
-SHORT_ATTENTION = 384
 
 
 @cache

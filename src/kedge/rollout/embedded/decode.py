@@ -30,6 +30,14 @@ from kedge.models.compatibility import cache_argument, positions
 
 _FREE_SLOTS = 64  # minimum allocated per layer
 _SPARE = 3  # slots of memory per token, since growing to twice the size copies the layer
+logger = logging.get_logger(__name__)
+Result = tuple[Tensor, Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor], Result]
+_failed: set[str] = set()  # model classes whose step cannot be captured
+_SCARCE = 1 / 8  # free share of a GPU's memory
+capturing = threading.Lock()  # hold to free cached memory, which would break a capture
+Draw = Callable[[Tensor], tuple[Tensor, Tensor]]  # logits -> tokens int64 [b], and values to read
+_EAGER_STEPS = 4  # steps to run before a capture, which costs about as much
 
 
 class GrowingLayer(DynamicLayer):
@@ -128,14 +136,6 @@ def rows_that_fit(config: Any, tokens: int, width: int, device: torch.device) ->
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     token_bytes = text.num_hidden_layers * 2 * heads * size * width
     return int(free / 2 / (_SPARE * tokens * token_bytes + logits))
-
-
-Result = tuple[Tensor, Tensor]
-Forward = Callable[[Tensor, Tensor, Tensor], Result]
-logger = logging.get_logger(__name__)
-_failed: set[str] = set()  # model classes whose step cannot be captured
-_SCARCE = 1 / 8  # free share of a GPU's memory
-capturing = threading.Lock()  # hold to free cached memory, which would break a capture
 
 
 def can_capture(model: nn.Module, layers: list[Any]) -> bool:
@@ -255,10 +255,6 @@ class DecodeGraph:
         finally:
             for layer in self._layers:
                 layer.cursor = None
-
-
-Draw = Callable[[Tensor], tuple[Tensor, Tensor]]  # logits -> tokens int64 [b], and values to read
-_EAGER_STEPS = 4  # steps to run before a capture, which costs about as much
 
 
 def get_base_model(model: Any) -> Any:

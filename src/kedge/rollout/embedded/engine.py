@@ -20,8 +20,7 @@ from kedge.ops.cpu.patch import PREPACKED_TOKENS, Kernels
 from kedge.rollout.embedded.decode import Prefix, build_decoder, get_base_model, rows_that_fit
 from kedge.rollout.embedded.generation import DecodeLoop, Response, build_rollout
 from kedge.rollout.embedded.sampling import check_sampling
-from kedge.rollout.engines import EngineInputs
-from kedge.rollout.requests import GroupRequests
+from kedge.rollout.engines import EngineInputs, GroupRequests
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 _SMALL = 1_000_000  # weights of a small model
@@ -92,7 +91,11 @@ class EmbeddedEngine:
             self._prefixes = None
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
-        """Sample from ``weights`` from now on; with shared weights, only store the version."""
+        """Sample from ``weights`` from now on; with shared weights, only store the version.
+
+        Raises:
+            SyncError: a name is unknown or a shape differs.
+        """
         shared = self.shares_weights
         loaded = policy_weights(self.model) if shared else _load(self.model, weights)
         self._version = version
@@ -129,7 +132,12 @@ class EmbeddedEngine:
         return self._requests.unfinished
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
-        """Add rows; each is sampled as by ``generate``, up to rounding."""
+        """Add rows; each is sampled as by ``generate``, up to rounding.
+
+        Raises:
+            ConfigError: the sampling cannot work for this model.
+            RolloutError: the prompts break the contract.
+        """
         host = self._check_prompts(prompts, sampling)
         distribution = replace(sampling, max_new_tokens=0)
         if distribution not in self._loops:

@@ -23,7 +23,7 @@ from kedge.rollout.embedded.sampling import (
     sample_tokens,
     uniforms,
 )
-from kedge.rollout.requests import token_versions
+from kedge.rollout.engines import token_versions
 from kedge.types import PromptBatch, Rollout, Sampling, group_rows
 
 POLL = 16  # tokens sampled on an accelerator between two checks for ended responses

@@ -17,6 +17,7 @@ MAX_ALLOWED = 4096  # recorded tokens per position, which bounds a rollout's mem
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
+_MARGIN = 8  # extra tokens to decode: decoding may trim the first of a window
 
 
 def _signed(x: int) -> int:
@@ -191,9 +192,6 @@ def _search_blocks(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     below = torch.nextafter(inner[:, -1], torch.zeros_like(u))
     picked = _above(inner, torch.minimum((threshold - before).clamp_(min=0), below))
     return index.gather(-1, picked[:, None])[:, 0], cumulative[:, -1]
-
-
-_MARGIN = 8  # extra tokens to decode: decoding may trim the first of a window
 
 
 class StopStrings:

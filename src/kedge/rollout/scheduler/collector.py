@@ -25,42 +25,6 @@ from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling, gr
 
 REPLACED = "rollout/resampled_groups"
 _FIRST = 2**40  # larger than any real iteration number
-
-
-def spare_step(step: int, turn: int, rounds: int) -> int:
-    """The step number that selects replacement prompts for ``step`` in round ``turn``."""
-    return _FIRST + step * rounds + turn
-
-
-def uniform_rows(sample: Sample) -> Tensor:
-    """The rows int64 [n] of groups whose scores are all equal."""
-    scores, valid = sample.reward_output.scores, sample.reward_output.valid
-    return (~(group_std(scores, sample.rollout.prompts.group, valid) > 0)).nonzero()[:, 0]
-
-
-def resample_uniform_groups(
-    sample: Sample,
-    *,
-    prompts: Callable[[int], PromptBatch],
-    draw: Callable[[PromptBatch, int], Sample],
-    rounds: int,
-) -> Sample:
-    """Replace the groups of a batch whose scores are all equal; their number joins its ``times``.
-
-    ``prompts`` gives other prompts with the same groups and rows for each of at most ``rounds``
-    rounds; ``draw`` samples and scores some of them.
-    """
-    replaced = 0
-    for turn in range(rounds):
-        index = uniform_rows(sample)
-        if not len(index):
-            break
-        replaced += len(sample.rollout.prompts.group[index].unique())
-        fresh = draw(prompts(turn).rows(index), turn)
-        sample = sample.put_rows(index, fresh, names=("the first sampling", "a later round"))
-    return replace(sample, times={**sample.times, REPLACED: float(replaced)})
-
-
 # A Rollout must still be scored, a PromptBatch sampled.
 PendingSample = Sample | Rollout | PromptBatch
 
@@ -130,6 +94,40 @@ def add_greedy_scores(
     )
 
 
+def spare_step(step: int, turn: int, rounds: int) -> int:
+    """The step number that selects replacement prompts for ``step`` in round ``turn``."""
+    return _FIRST + step * rounds + turn
+
+
+def uniform_rows(sample: Sample) -> Tensor:
+    """The rows int64 [n] of groups whose scores are all equal."""
+    scores, valid = sample.reward_output.scores, sample.reward_output.valid
+    return (~(group_std(scores, sample.rollout.prompts.group, valid) > 0)).nonzero()[:, 0]
+
+
+def resample_uniform_groups(
+    sample: Sample,
+    *,
+    prompts: Callable[[int], PromptBatch],
+    draw: Callable[[PromptBatch, int], Sample],
+    rounds: int,
+) -> Sample:
+    """Replace the groups of a batch whose scores are all equal; their number joins its ``times``.
+
+    ``prompts`` gives other prompts with the same groups and rows for each of at most ``rounds``
+    rounds; ``draw`` samples and scores some of them.
+    """
+    replaced = 0
+    for turn in range(rounds):
+        index = uniform_rows(sample)
+        if not len(index):
+            break
+        replaced += len(sample.rollout.prompts.group[index].unique())
+        fresh = draw(prompts(turn).rows(index), turn)
+        sample = sample.put_rows(index, fresh, names=("the first sampling", "a later round"))
+    return replace(sample, times={**sample.times, REPLACED: float(replaced)})
+
+
 class RewardPool:
     """Equal reward sources, each called by one thread at a time; the longest idle one scores."""
 
@@ -164,12 +162,7 @@ class RolloutCollector:
         """Whether ranks may sample again after scoring, some of them more often than others."""
         return bool(self.algorithm.resample or self.algorithm.needs_greedy)
 
-    def draw(
-        self,
-        step: int,
-        engine: RolloutEngine,
-        rows: Tensor | None = None,
-    ) -> Sample:
+    def draw(self, step: int, engine: RolloutEngine, rows: Tensor | None = None) -> Sample:
         """Responses to the prompts of ``step``, or whole groups of ``rows``, and their scores."""
         rounds = self.algorithm.resample
 

@@ -58,6 +58,7 @@ from kedge.rollout.scheduler.worker import (
 from kedge.types import Rollout, Sample, add_times
 
 logger = logging.getLogger(__name__)
+PATIENCE = 5.0  # seconds to wait for an interrupted thread to return from a library
 
 
 class RolloutScheduler:
@@ -574,9 +575,6 @@ class RolloutScheduler:
             self._scoring = [x for x in self._scoring if x not in sampled]
             self._add(sampled, replace(sample, times=times))
             self._changed.notify_all()
-
-
-PATIENCE = 5.0  # seconds to wait for an interrupted thread to return from a library
 
 
 @contextmanager

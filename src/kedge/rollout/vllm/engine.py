@@ -15,7 +15,7 @@ from torch import Tensor
 from kedge.errors import LostRequestsError, RolloutError, SyncError
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
-from kedge.rollout.requests import GroupRequests
+from kedge.rollout.engines import GroupRequests
 from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate
 from kedge.rollout.vllm.service import (
     GenerationRequest,
@@ -85,7 +85,13 @@ class VLLMEngine:
         self._lost: LostRequestsError | None = None  # raised again if held requests were lost
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        """One response per row; each depends on (weights, prompt, row, seed)."""
+        """One response per row; each depends on (weights, prompt, row, seed).
+
+        Raises:
+            ConfigError: the sampling does not fit this model.
+            RolloutError: the prompts break the contract, or vLLM failed.
+            SyncError: vLLM sampled with other weights than those loaded.
+        """
         requests = self._build_requests(prompts, sampling, seed)
         self._wake("weights", "kv_cache")
         results = self._run(requests)
@@ -230,6 +236,9 @@ class VLLMEngine:
 
         The receipt has the version that vLLM reports, and the fingerprint of the weights after vLLM
         and the learner's code agreed on the probe.
+
+        Raises:
+            SyncError: the weights do not fit the policy, or vLLM does not compute with them.
         """
         payload, expected = self.spec.payload(weights), self.spec.expected(weights)
         return self.load(partial(self.service.load, payload, version), version, expected)

@@ -18,12 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from kedge.errors import ConfigError, SyncError
 from kedge.models.fingerprint import WeightsCopy, check_weights, fingerprint
 from kedge.models.peft import drop_adapters
-from kedge.rollout.vllm.weights import (
-    WeightPayload,
-    adapter_weights,
-    base_weights,
-    get_lora_config,
-)
+from kedge.rollout.vllm.weights import WeightPayload, adapter_weights, base_weights, get_lora_config
 
 _PROBE_ROWS, _PROBE_TOKENS = 4, 32
 _MODEL_LOCK = threading.Lock()  # engines share a module and swap weights into it

@@ -17,9 +17,13 @@ from torch import Tensor
 from kedge.config.rollout_engines import LOWEST_VLLM
 from kedge.errors import ConfigError, RolloutError
 from kedge.rollout.embedded.sampling import StopStrings
-from kedge.rollout.requests import token_versions
+from kedge.rollout.engines import token_versions
 from kedge.rollout.vllm.weights import WeightPayload
 from kedge.types import PromptBatch, Rollout, Sampling
+
+_MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
+_MOST_ALLOWED = 1024  # tokens recorded per sampled token, unless top_k is set
+_TIES = 12  # extra tokens recorded, plus half of top_k, since vLLM keeps ties with the last token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +129,6 @@ def allowed_matrix(tops: Sequence[Sequence[tuple[int, float]]]) -> NDArray[np.in
     for i, row in enumerate(rows):
         allowed[i, : len(row)] = row
     return allowed
-
-
-_MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
-_MOST_ALLOWED = 1024  # tokens recorded per sampled token, unless top_k is set
-_TIES = 12  # extra tokens recorded, plus half of top_k, since vLLM keeps ties with the last token
 
 
 def build_requests(

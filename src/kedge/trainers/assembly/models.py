@@ -82,11 +82,6 @@ class Models:
         limits = [positions(model) for model in (self.policy, *value, *reference)]
         return min(filter(None, [*limits, *vllm_limit(args).values()]), default=None)
 
-    @property
-    def vocabulary(self) -> int | None:
-        """Number of token ids of the policy; None if unknown."""
-        return vocabulary(self.policy)
-
 
 class ModelStage:
     """Policy, reference and value model."""
@@ -320,7 +315,7 @@ def check_models(models: Models, setup: Setup) -> None:
     for reward in (*as_list(inputs.reward_model), *as_list(inputs.reward_funcs)):
         if isinstance(reward, nn.Module):
             check_no_shared_weights(trained, {"reward_model": reward})
-    known = models.vocabulary
+    known = vocabulary(models.policy)
     if known is not None:
         check_vocabulary(all_models, tokens=min(len(setup.tokenizer), known))
     if inputs.data_collator is not None:  # the collator makes prompts later
