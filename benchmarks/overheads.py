@@ -104,7 +104,7 @@ def run_side(updates: int) -> dict[str, Any]:
     from benchmarks.ppo_vs_trl.cases import CASES, models, prompts, tokenizer
     from benchmarks.ppo_vs_trl.side import common
     from kedge import PPOConfig, PPOTrainer
-    from kedge.reporting.token_log import TokenLog
+    from kedge.reporting.responses import TokenLog
     from kedge.rollout.embedded.engine import EmbeddedEngine
 
     spent: dict[str, list[Seconds]] = {"log rows": [], "token rows": []}

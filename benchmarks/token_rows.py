@@ -22,7 +22,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kedge import PPOConfig, PPOTrainer
-from kedge.reporting import token_log
+from kedge.reporting import responses
 
 RESULTS = Path(__file__).parent / "results" / "token_rows.json"
 UPDATES = 12
@@ -36,14 +36,14 @@ def measured(rows: int) -> dict[str, float]:
     """Median seconds of writing and of a whole update, and bytes a response."""
     where = Path(os.environ["KEDGE_SHARED"]) / "data" / "stories260k"
     written: list[float] = []
-    usual = token_log.TokenLog.write
+    usual = responses.TokenLog.write
 
     def timed(self: Any, report: Any) -> None:
         begin = time.perf_counter()
         usual(self, report)
         written.append(time.perf_counter() - begin)
 
-    token_log.TokenLog.write = timed
+    responses.TokenLog.write = timed
     try:
         with tempfile.TemporaryDirectory() as folder:
             args = PPOConfig(
@@ -70,7 +70,7 @@ def measured(rows: int) -> dict[str, float]:
             trainer.train()
             size = sum(f.stat().st_size for f in Path(folder).glob("tokens/*.jsonl"))
     finally:
-        token_log.TokenLog.write = usual
+        responses.TokenLog.write = usual
     steps = [row["time/step"] for row in trainer.state.log_history if "time/step" in row]
     share = median(written) / median(steps)
     return {

@@ -23,13 +23,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from tests.private_bytes import PrivateBytes
+from tests.storages import PrivateBytes
 from torch import Tensor
 
 from kedge.ray import cluster
-from kedge.ray.weight_store import StoredWeights, stage_weights
-from kedge.rollout.vllm.weight_files import WeightFolder
-from kedge.rollout.vllm.weight_payload import WeightPayload
+from kedge.ray.engine import StoredWeights, stage_weights
+from kedge.rollout.vllm.weights import WeightFolder, WeightPayload
 
 RESULTS = Path(__file__).parent / "results"
 TENSORS = 64

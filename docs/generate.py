@@ -19,7 +19,7 @@ from kedge.algorithms import BUILTIN
 from kedge.cli.arguments import FIRST
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig, foreign
-from kedge.config.compat.training_arguments import TRANSFORMERS4
+from kedge.config.compat import TRANSFORMERS4
 from kedge.config.declare import Alias, NoEffect, Unsupported, default_of, status
 from kedge.config.grpo import GRPOConfig
 from kedge.config.ppo import PPOConfig

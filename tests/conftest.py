@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """Start every test with the same random numbers, and put back what it left changed.
+
+    Ray and vLLM need what they put into the environment of their process.
+    """
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    environment = dict(os.environ)
+    levels = [(log, log.level) for log in map(logging.getLogger, ("kedge", "transformers"))]
+    threads = torch.get_num_threads() if torch else 0
+    random.seed(0)
+    if numpy:
+        numpy.random.seed(0)
+    if torch:
+        torch.default_generator.manual_seed(0)
+    try:
+        return (yield)
+    finally:
+        for log, level in levels:
+            log.setLevel(level)
+        if dict(os.environ) != environment and not (item.keywords.keys() & {"ray", "vllm"}):
+            os.environ.clear()
+            os.environ.update(environment)
+        if torch and torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        if redaction := sys.modules.get("kedge.redaction"):
+            redaction._known.clear()
 
 
 @pytest.fixture(scope="session")
@@ -26,10 +58,10 @@ def shared() -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def draw_curves() -> Callable[..., Path | None]:
     """Leave out the picture that a run draws at its end: ten times the time of most runs here."""
-    from kedge.reporting import curves
+    from kedge.reporting import log
 
-    draw = curves.draw_curves
-    curves.draw_curves = lambda *_: None  # type: ignore[assignment]
+    draw = log.draw_curves
+    log.draw_curves = lambda *_: None  # type: ignore[assignment]
     return draw
 
 
@@ -43,4 +75,4 @@ def _own_precision() -> None:
 @pytest.fixture
 def curves(monkeypatch: pytest.MonkeyPatch, draw_curves: Callable[..., Path | None]) -> None:
     """With this fixture, runs draw their curves."""
-    monkeypatch.setattr("kedge.reporting.curves.draw_curves", draw_curves)
+    monkeypatch.setattr("kedge.reporting.log.draw_curves", draw_curves)

@@ -15,9 +15,8 @@ from kedge.learner.learner import HFLearner
 from kedge.learner.reference import frozen_copy
 from kedge.learner.settings import LearnerSettings
 from kedge.loop.batch_metrics import batch_metrics
-from kedge.loop.micro_batches import micro_batches
-from kedge.loop.stages import make_experience
-from kedge.models.value_head import load_value
+from kedge.loop.stages import make_experience, micro_batches
+from kedge.models.value_head import ScalarHead, load_value
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import Experience, PromptBatch, RewardOutput, Rollout
 
@@ -50,6 +49,13 @@ def rollout(rows=6, prompt=7, response=SLOTS, *, seed=0, extra_padding=0) -> Rol
         terminated=rlen < response,
         version=torch.zeros(rows, dtype=torch.int64),
     )
+
+
+def random_head(size: int) -> ScalarHead:
+    """A value head whose values differ between tokens."""
+    head = ScalarHead(size)
+    torch.nn.init.normal_(head.summary.weight, std=(size + 1) ** -0.5)
+    return head
 
 
 def experience(r: Rollout, *, seed=0) -> Experience:

@@ -13,14 +13,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from tests.mutants_backends import MUTANTS as BACKENDS
-from tests.mutants_backends import Mutant
-
 ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug: in ``file`` the text ``old`` becomes ``new``; ``tests`` must notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
 
 
 MATH, LOOP = "tests/unit/test_math.py", "tests/unit/test_loop.py"
@@ -30,344 +37,405 @@ UPDATE = "tests/reference/test_whole_update.py -k formula[ppo]"
 RULES = f"tests/unit/test_algorithms.py {MATH}"
 GROUPS = "tests/unit/test_algorithms_engine.py"
 FAILURES = "tests/e2e/test_failures.py"
+LEARNER = "tests/unit/test_learner.py"
+GRADIENT = "tests/property/test_gradient_invariance.py"
+CLASSIC = "tests/unit/test_classic_step.py"
+TURNS = "tests/unit/test_turn_credit.py"
+EPISODES = "tests/environments/test_rollouts.py"
+REPLACED = "tests/property/test_replaced_groups.py"
+# The file of src/kedge and the tests that must notice; then each bug: a text, and what it becomes.
+BUGS = {
+    ("math/losses.py", MATH): {
+        "policy loss with the wrong sign": (
+            "torch.max(-bounded * advantages, -ratio.clamp",
+            "torch.max(bounded * advantages, ratio.clamp",
+        ),
+        "value clipped around the new value": (
+            "bounded = old + (values - old).clamp(-clip, clip)\n    return 0.5",
+            "bounded = values + (values - old).clamp(-clip, clip)\n    return 0.5",
+        ),
+        "weights sum to one per row": (
+            "return mask / _count(mask, all_reduce)",
+            "return mask / mask.sum(1, keepdim=True).clamp(min=1)",
+        ),
+    },
+    ("math/masked.py", MATH): {
+        "whitening adds the mean back": (
+            "return scaled if center else",
+            "return scaled if not center else",
+        ),
+        "whitening per rank": (
+            "mean = masked_mean(x, mask, all_reduce=all_reduce)",
+            "mean = masked_mean(x, mask)",
+        ),
+        "means over padding": (
+            "torch.where(mask, x, 0.0).sum(), mask.sum()",
+            "x.sum(), mask.sum()",
+        ),
+    },
+    ("math/advantage.py", MATH): {
+        "GAE sees values beyond the end": (
+            "next_value = torch.where(real, values[:, t], next_value)",
+            "next_value = values[:, t]",
+        ),
+        "GAE without lambda": ("delta + gamma * lam * advantage", "delta + gamma * advantage"),
+    },
+    ("math/rewards.py", MATH): {
+        "score on the slot before the last": (
+            "slots == last_true(mask)[:, None]",
+            "slots == last_true(mask)[:, None] - 1",
+        ),
+    },
+    ("math/kl.py", MATH): {
+        "k3 with the sign of k1": (
+            "return (ref - logp).expm1() - (ref - logp)",
+            "return (logp - ref).expm1() - (logp - ref)",
+        ),
+    },
+    ("algorithms/ppo.py", UPDATE): {
+        "KL added to the reward": ("else rewards - kl_coef * kl", "else rewards + kl_coef * kl"),
+        "returns from whitened advantages": (
+            "returns = (target + values) * value_mask",
+            "returns = (whiten(target, mask, all_reduce=e.all_reduce) + values) * value_mask",
+        ),
+    },
+    ("algorithms/ppo.py", NPLUS): {
+        "value loss over the policy's mask": ("value_mask=value_mask", "value_mask=mask"),
+    },
+    ("loop/stages.py", NPLUS): {
+        "micro-batches weighted one by one": (
+            "token_weight=token[part],",
+            "token_weight=token_weights(step.rows(part).loss_mask, all_reduce),",
+        ),
+        "the same order every pass": (
+            "order = torch.randperm(len(experience), generator=shuffle)",
+            "order = torch.arange(len(experience))",
+        ),
+    },
+    ("loop/stages.py", LOOP): {
+        "dropped rows keep their loss": (
+            "mask = rollout.loss_mask & reward_output.valid[:, None]",
+            "mask = rollout.loss_mask",
+        ),
+    },
+    ("loop/loop.py", LOOP): {
+        "weights never reach the sampler": (
+            "            self.scheduler.send(self._weight_update())\n            report",
+            "            report",
+        ),
+    },
+    ("rollout/scheduler/worker.py", LOOP): {
+        "receipts are not read": (
+            "if (receipt.version, receipt.fingerprint) != (sent.version, sent.fingerprint):",
+            "if False:",
+        ),
+    },
+    ("loop/updater.py", LOOP): {
+        "a checkpoint forgets the KL coefficient": (
+            '        self.kl.load_state_dict(state["kl"])',
+            "",
+        ),
+    },
+    ("rollout/scheduler/scheduler.py", LOOP): {
+        "an exception of the sampler becomes another": (
+            "                    raise self._failure\n",
+            "                    raise RuntimeError\n",
+        ),
+    },
+    ("rollout/scheduler/fifo.py", FAILURES): {
+        "a failure loses the responses that were sampled ahead": (
+            "self._requeue([] if self.collector.more else rollouts, step)",
+            "self._requeue([], step)",
+        ),
+    },
+    ("rollout/scheduler/fifo.py", "tests/property/test_staleness.py"): {
+        "new weights are loaded before what may start with the old ones": (
+            "if worker.update is not None:",
+            "if worker.update is not None and not self._updates:",
+        ),
+    },
+    ("loop/updater.py", FAILURES): {
+        "a state in mid-update is saved": (
+            "        self.state_consistent = False\n",
+            "        pass\n",
+        ),
+    },
+    ("rollout/scheduler/dispatch.py", COMPLETED): {
+        "groups that are due may wait for those that were done first": (
+            "            if required > len(taken):\n",
+            "            if False:\n",
+        ),
+        "groups start as long as engines are free": (
+            "return min(self.end, (version + self.max_lag + 1) * self.per_step)",
+            "return self.end",
+        ),
+        "a resume starts groups again that are there": (
+            "self.next += len(self.done) + len(self.returned)",
+            "self.next += len(self.returned)",
+        ),
+        "a rank may get more groups than the others": (
+            "if len(dealt[rank]) * ranks < len(tokens):",
+            "if True:",
+        ),
+    },
+    ("loop/stages.py", "tests/unit/test_token_versions.py"): {
+        "tokens that are too old are trained on": (
+            "age > max_token_lag",
+            "age > max_token_lag + 1",
+        ),
+        "tokens that are too old lose their value target": (
+            "loss_mask = loss_mask & ~inputs.excluded",
+            "value_mask = loss_mask = loss_mask & ~inputs.excluded",
+        ),
+    },
+    ("algorithms/base.py", "tests/environments/test_trainers.py -k however"): {
+        "rewards of turns keep their scale when scores are normalized": (
+            "dense = factor[:, None] * dense",
+            "dense = 1 * dense",
+        ),
+    },
+    ("algorithms/reinforce_pp.py", "tests/environments/test_trainers.py -k however"): {
+        "the baseline of a turn is that of the whole response": (
+            "zeros.masked_scatter(ends, means), ends, gamma=1.0, lam=0.0)",
+            "zeros.masked_scatter(ends, means), ends, gamma=0.0, lam=0.0)",
+        ),
+    },
+    ("trainers/assembly/models.py", "tests/e2e/test_models_together.py -k reference_of_a"): {
+        "the reference of a trained adapter is its base": (
+            "return AdapterReference(policy, trained), True",
+            "return AdapterReference(policy), False",
+        ),
+    },
+    ("loop/stages.py", "tests/reference/test_whole_update.py -k rejected"): {
+        "rejected responses stay in the denominator": (
+            "for x in (too_old, rejected) if x",
+            "for rejected in [None] for x in (too_old,) if x",
+        ),
+    },
+    ("types.py", "tests/unit/test_token_versions.py"): {
+        "tokens are stale as their row is": (
+            "return self.token_version.where(self.token_version >= 0, of_row)",
+            "return of_row",
+        ),
+    },
+    ("loop/control.py", NPLUS): {
+        "adaptive KL without its clip": (
+            "min(max(kl / self.target - 1, -0.2), 0.2)",
+            "kl / self.target - 1",
+        ),
+    },
+    ("math/advantage.py", RULES): {
+        "groups by position": (
+            "_, index = group.unique(return_inverse=True)",
+            "index = torch.arange(len(group)) // int((group == group[0]).sum())",
+        ),
+        "a dropped row stays in its group's count": (
+            "index_add_(0, index, valid.double())",
+            "index_add_(0, index, torch.ones_like(kept))",
+        ),
+        "the baseline holds the row itself": (
+            "kept - (sums - kept) / (counts - 1).clamp(min=1)",
+            "kept - sums / counts.clamp(min=1)",
+        ),
+    },
+    ("algorithms/rloo.py", RULES): {
+        "KL per token charged to the whole response": (
+            "rewards_to_go(penalty, mask, gamma=1.0)",
+            "penalty.sum(1, keepdim=True) * mask",
+        ),
+        "advantages normalized per rank": (
+            "standardize(centered, compared, all_reduce=e.all_reduce)",
+            "standardize(centered, compared)",
+        ),
+    },
+    ("algorithms/base.py", RULES): {
+        "rewards clipped before they are normalized": (
+            "whole, factor = standardize(whole, valid, all_reduce=e.all_reduce),",
+            "whole, factor = standardize(whole if clip is None else whole.clamp(-1, 1), valid),",
+        ),
+    },
+    ("math/losses.py", RULES): {
+        "clip-higher forgotten": (
+            "return 1 + (self.low if self.high is None else self.high)",
+            "return 1 + self.low",
+        ),
+        "a clipped token of CISPO gets no gradient": (
+            "-ratio.detach().clamp(max=top) * advantages * logprobs",
+            "-ratio.clamp(max=top) * advantages",
+        ),
+    },
+    ("math/ratios.py", RULES): {
+        "GSPO passes a token's gradient without its weight": (
+            "return whole.exp()[:, None] * (log_ratio - fixed).exp()",
+            "return (log_ratio - fixed).exp()",
+        ),
+    },
+    ("algorithms/grpo.py", RULES): {
+        "KL in the loss without its ratio": (
+            "(kl * ratio if use_bias_correction_kl else kl)",
+            "kl",
+        ),
+    },
+    ("loop/stages.py", GROUPS): {
+        "rows left out by credit are trained on": (
+            "mask if outputs.loss_mask is None else mask & outputs.loss_mask",
+            "mask",
+        ),
+    },
+    ("rollout/scheduler/collector.py", GROUPS): {
+        "the greedy baseline of another prompt": (
+            "greedy_scores=greedy.scores[group]",
+            "greedy_scores=greedy.scores[group.flip(0)]",
+        ),
+        "greedy responses that are sampled": ("temperature=0.0, top_k=0", "top_k=0"),
+    },
+    ("loop/control.py", "tests/unit/test_loop.py"): {
+        "early stopping takes the offending step": (
+            "return not over_ratio and (self.keep_last or not self.should_stop(metrics))",
+            "return not over_ratio",
+        ),
+    },
+    ("rollout/embedded/generation.py", "tests/property/test_rollout_properties.py"): {
+        "random numbers depend on the place in the batch": (
+            "torch.tensor([row.number for row in new], device=self._device)",
+            "torch.arange(len(new), device=self._device)",
+        ),
+    },
+    ("rollout/scheduler/scheduler.py", REPLACED): {
+        "greedy baselines in the order in which they were sampled": (
+            "greedy = greedy.rows(greedy.prompts.group.argsort())",
+            "pass",
+        ),
+        "groups of equal scores are replaced for ever": (
+            "if self._prompts.turn(number) < rounds]",
+            "if self._prompts.turn(number) < rounds + 1]",
+        ),
+    },
+    ("environments/rollout.py", EPISODES): {
+        "all turns of an episode have the random numbers of the first": (
+            "turn_seed(first.seed, first.turns),",
+            "first.seed,",
+        ),
+    },
+    ("ray/placement.py", "tests/unit/test_ray_placement.py"): {
+        "every rank takes the first slots of a launch": (
+            "first = at.rank * count if each else 0",
+            "first = 0",
+        ),
+    },
+    ("rollout/vllm/weights.py", "tests/unit/test_weight_transfer.py"): {
+        "all engines have the same ranks in the group that receives weights": (
+            "offsets = [first + i * self._workers for",
+            "offsets = [first for",
+        ),
+    },
+    ("rollout/vllm/policy_template.py", "tests/unit/test_weight_transfer.py"): {
+        "what engines must report is that of another policy": (
+            "if found is None or model is not self.meta_model:",
+            "if found is None:",
+        ),
+    },
+    ("learner/settings.py", LEARNER): {
+        "temperature forgotten in training": ("temperature=self.temperature", "temperature=1.0"),
+    },
+    ("models/packing.py", GRADIENT + " " + LEARNER): {
+        "value of the state after its token": ("return (after - 1).clamp(min=0)", "return after"),
+    },
+    ("classic/samples.py", CLASSIC): {
+        "classic scores are scaled by the deviation of nothing": (
+            "            running.update(self.totals)\n",
+            "",
+        ),
+        "a mask of classic responses is forgotten": (
+            "loss_mask=pad_tensors(samples.masks)",
+            "loss_mask=pad_tensors([torch.ones_like(r, dtype=torch.bool) for r in responses])",
+        ),
+    },
+    ("math/running.py", CLASSIC): {
+        "classic moments of batches are averaged": (
+            "self.squares += squares + gap**2 * self.count * count / both",
+            "self.squares += squares",
+        ),
+    },
+    ("classic/samples.py", "tests/golden/test_classic.py"): {
+        "statistics stand one token to the right": (
+            "starts = [len(q) - 1 for q in queries]",
+            "starts = [len(q) for q in queries]",
+        ),
+    },
+    ("classic/models.py", CLASSIC): {
+        "a decoder reads the token that it shall predict": (
+            "ids=torch.cat([begin, target], dim=1)",
+            "ids=torch.cat([target, begin], dim=1)",
+        ),
+    },
+    ("classic/models.py", "tests/unit/test_classic_models.py"): {
+        "shared layers are copies": (
+            "        memo[id(weights[name])] = weights[name]  # deepcopy keeps these tensors\n",
+            "",
+        ),
+    },
+    ("classic/trainer.py", "tests/unit/test_classic_loop.py"): {
+        "a classic state forgets where the random numbers stood": (
+            '            set_random_state(saved.local["random"])',
+            "            pass",
+        ),
+        "an end token inside a query ends the response": (
+            "ended = torch.isin(new, ends.long()).nonzero()[:1, 0].tolist()",
+            "ended = torch.isin(row, ends.long()).nonzero()[:1, 0].tolist()",
+        ),
+    },
+    ("classic/steps.py", "tests/unit/test_classic_overrides.py"): {
+        "mini-batches of an overridden step count the same, however long": (
+            "if weighted else",
+            "if weighted is None else",
+        ),
+    },
+    ("ops/cpu/matmul.py", "tests/unit/test_matmul.py"): {
+        "the bias of a linear layer is lost": (
+            "_linear_pointwise(x, w, bias,",
+            "_linear_pointwise(x, w, None,",
+        ),
+    },
+    ("math/turns.py", TURNS): {
+        "turns that touch are one": (
+            "starts[:, 1:] &= turn[:, 1:] != turn[:, :-1]",
+            "starts[:, 1:] &= turn[:, :-1] < 0",
+        ),
+        "turns of other groups are compared": (
+            "(index[:, None] * most + turn)[starts]",
+            "(0 * index[:, None] + turn)[starts]",
+        ),
+    },
+    ("algorithms/ppo.py", TURNS): {
+        "the first token alone gets the turn's advantage": (
+            "advantages = broadcast_turns(advantages, turn)",
+            "advantages = advantages * actions",
+        ),
+        "advantages of turns are whitened over tokens": (
+            "scaled = whiten(raw, trained,",
+            "scaled = whiten(raw, mask,",
+        ),
+    },
+    ("environments/episode.py", EPISODES): {
+        "the reward of an episode is at its end": (
+            "token_rewards=rewards - place_score(total, rollout.loss_mask)",
+            "token_rewards=rewards * 0",
+        ),
+        "tokens of the environment are trained on": (
+            "self.turn += [-1] * len(ids)",
+            "self.turn += [self.turns] * len(ids)",
+        ),
+        "every turn is sampled with the seed of the first": (
+            'return seed if turn == 0 else derive_seed(f"{seed}/turn/{turn}")',
+            "return seed",
+        ),
+    },
+}
 MUTANTS = [
-    Mutant(
-        "policy loss with the wrong sign",
-        "math/losses.py",
-        "torch.max(-bounded * advantages, -ratio.clamp",
-        "torch.max(bounded * advantages, ratio.clamp",
-        MATH,
-    ),
-    Mutant(
-        "value clipped around the new value",
-        "math/losses.py",
-        "bounded = old + (values - old).clamp(-clip, clip)\n    return 0.5",
-        "bounded = values + (values - old).clamp(-clip, clip)\n    return 0.5",
-        MATH,
-    ),
-    Mutant(
-        "whitening adds the mean back",
-        "math/masked.py",
-        "return scaled if center else",
-        "return scaled if not center else",
-        MATH,
-    ),
-    Mutant(
-        "whitening per rank",
-        "math/masked.py",
-        "mean = masked_mean(x, mask, all_reduce=all_reduce)",
-        "mean = masked_mean(x, mask)",
-        MATH,
-    ),
-    Mutant(
-        "means over padding",
-        "math/masked.py",
-        "torch.where(mask, x, 0.0).sum(), mask.sum()",
-        "x.sum(), mask.sum()",
-        MATH,
-    ),
-    Mutant(
-        "GAE sees values beyond the end",
-        "math/advantage.py",
-        "next_value = torch.where(real, values[:, t], next_value)",
-        "next_value = values[:, t]",
-        MATH,
-    ),
-    Mutant(
-        "GAE without lambda",
-        "math/advantage.py",
-        "delta + gamma * lam * advantage",
-        "delta + gamma * advantage",
-        MATH,
-    ),
-    Mutant(
-        "score on the slot before the last",
-        "math/rewards.py",
-        "slots == last_true(mask)[:, None]",
-        "slots == last_true(mask)[:, None] - 1",
-        MATH,
-    ),
-    Mutant(
-        "k3 with the sign of k1",
-        "math/kl.py",
-        "return (ref - logp).expm1() - (ref - logp)",
-        "return (logp - ref).expm1() - (logp - ref)",
-        MATH,
-    ),
-    Mutant(
-        "weights sum to one per row",
-        "math/loss_weights.py",
-        "return mask / _count(mask, all_reduce)",
-        "return mask / mask.sum(1, keepdim=True).clamp(min=1)",
-        MATH,
-    ),
-    Mutant(
-        "KL added to the reward",
-        "algorithms/ppo.py",
-        "else rewards - kl_coef * kl",
-        "else rewards + kl_coef * kl",
-        UPDATE,
-    ),
-    Mutant(
-        "returns from whitened advantages",
-        "algorithms/ppo.py",
-        "returns = (target + values) * value_mask",
-        "returns = (whiten(target, mask, all_reduce=e.all_reduce) + values) * value_mask",
-        UPDATE,
-    ),
-    Mutant(
-        "value loss over the policy's mask",
-        "algorithms/ppo.py",
-        "value_mask=value_mask",
-        "value_mask=mask",
-        NPLUS,
-    ),
-    Mutant(
-        "micro-batches weighted one by one",
-        "loop/micro_batches.py",
-        "token_weight=token[part],",
-        "token_weight=token_weights(step.rows(part).loss_mask, all_reduce),",
-        NPLUS,
-    ),
-    Mutant(
-        "the same order every pass",
-        "loop/stages.py",
-        "order = torch.randperm(len(experience), generator=shuffle)",
-        "order = torch.arange(len(experience))",
-        NPLUS,
-    ),
-    Mutant(
-        "dropped rows keep their loss",
-        "loop/stages.py",
-        "mask = rollout.loss_mask & reward_output.valid[:, None]",
-        "mask = rollout.loss_mask",
-        LOOP,
-    ),
-    Mutant(
-        "weights never reach the sampler",
-        "loop/loop.py",
-        "            self.scheduler.send(self._weight_update())\n            report",
-        "            report",
-        LOOP,
-    ),
-    Mutant(
-        "receipts are not read",
-        "rollout/scheduler/worker.py",
-        "if (receipt.version, receipt.fingerprint) != (sent.version, sent.fingerprint):",
-        "if False:",
-        LOOP,
-    ),
-    Mutant(
-        "a checkpoint forgets the KL coefficient",
-        "loop/updater.py",
-        '        self.kl.load_state_dict(state["kl"])',
-        "",
-        LOOP,
-    ),
-    Mutant(
-        "an exception of the sampler becomes another",
-        "rollout/scheduler/scheduler.py",
-        "                    raise self._failure\n",
-        "                    raise RuntimeError\n",
-        LOOP,
-    ),
-    Mutant(
-        "a failure loses the responses that were sampled ahead",
-        "rollout/scheduler/fifo.py",
-        "self._requeue([] if self.collector.more else rollouts, step)",
-        "self._requeue([], step)",
-        FAILURES,
-    ),
-    Mutant(
-        "new weights are loaded before what may start with the old ones",
-        "rollout/scheduler/fifo.py",
-        "if worker.update is not None:",
-        "if worker.update is not None and not self._updates:",
-        "tests/property/test_staleness.py",
-    ),
-    Mutant(
-        "a state in mid-update is saved",
-        "loop/updater.py",
-        "        self.state_consistent = False\n",
-        "        pass\n",
-        FAILURES,
-    ),
-    Mutant(
-        "groups that are due may wait for those that were done first",
-        "rollout/scheduler/dispatch.py",
-        "            if required > len(taken):\n",
-        "            if False:\n",
-        COMPLETED,
-    ),
-    Mutant(
-        "groups start as long as engines are free",
-        "rollout/scheduler/dispatch.py",
-        "return min(self.end, (version + self.max_lag + 1) * self.per_step)",
-        "return self.end",
-        COMPLETED,
-    ),
-    Mutant(
-        "a resume starts groups again that are there",
-        "rollout/scheduler/dispatch.py",
-        "self.next += len(self.done) + len(self.returned)",
-        "self.next += len(self.returned)",
-        COMPLETED,
-    ),
-    Mutant(
-        "tokens that are too old are trained on",
-        "loop/stages.py",
-        "age > max_token_lag",
-        "age > max_token_lag + 1",
-        "tests/unit/test_token_versions.py",
-    ),
-    Mutant(
-        "tokens that are too old lose their value target",
-        "loop/stages.py",
-        "loss_mask = loss_mask & ~inputs.excluded",
-        "value_mask = loss_mask = loss_mask & ~inputs.excluded",
-        "tests/unit/test_token_versions.py",
-    ),
-    Mutant(
-        "rewards of turns keep their scale when scores are normalized",
-        "algorithms/common.py",
-        "dense = factor[:, None] * dense",
-        "dense = 1 * dense",
-        "tests/environments/test_trainers.py -k however",
-    ),
-    Mutant(
-        "the baseline of a turn is that of the whole response",
-        "algorithms/reinforce_pp.py",
-        "zeros.masked_scatter(ends, means), ends, gamma=1.0, lam=0.0)",
-        "zeros.masked_scatter(ends, means), ends, gamma=0.0, lam=0.0)",
-        "tests/environments/test_trainers.py -k however",
-    ),
-    Mutant(
-        "the reference of a trained adapter is its base",
-        "trainers/assembly/models.py",
-        "return AdapterReference(policy, trained), True",
-        "return AdapterReference(policy), False",
-        "tests/e2e/test_models_together.py -k reference_of_a",
-    ),
-    Mutant(
-        "rejected responses stay in the denominator",
-        "loop/stages.py",
-        "for x in (too_old, rejected) if x",
-        "for rejected in [None] for x in (too_old,) if x",
-        "tests/reference/test_whole_update.py -k rejected",
-    ),
-    Mutant(
-        "tokens are stale as their row is",
-        "types.py",
-        "return self.token_version.where(self.token_version >= 0, of_row)",
-        "return of_row",
-        "tests/unit/test_token_versions.py",
-    ),
-    Mutant(
-        "adaptive KL without its clip",
-        "loop/kl_control.py",
-        "min(max(kl / self.target - 1, -0.2), 0.2)",
-        "kl / self.target - 1",
-        NPLUS,
-    ),
-    Mutant(
-        "groups by position",
-        "math/advantage.py",
-        "_, index = group.unique(return_inverse=True)",
-        "index = torch.arange(len(group)) // int((group == group[0]).sum())",
-        RULES,
-    ),
-    Mutant(
-        "a dropped row stays in its group's count",
-        "math/advantage.py",
-        "index_add_(0, index, valid.double())",
-        "index_add_(0, index, torch.ones_like(kept))",
-        RULES,
-    ),
-    Mutant(
-        "the baseline holds the row itself",
-        "math/advantage.py",
-        "kept - (sums - kept) / (counts - 1).clamp(min=1)",
-        "kept - sums / counts.clamp(min=1)",
-        RULES,
-    ),
-    Mutant(
-        "KL per token charged to the whole response",
-        "algorithms/rloo.py",
-        "rewards_to_go(penalty, mask, gamma=1.0)",
-        "penalty.sum(1, keepdim=True) * mask",
-        RULES,
-    ),
-    Mutant(
-        "rewards clipped before they are normalized",
-        "algorithms/common.py",
-        "whole, factor = standardize(whole, valid, all_reduce=e.all_reduce),",
-        "whole, factor = standardize(whole if clip is None else whole.clamp(-1, 1), valid),",
-        RULES,
-    ),
-    Mutant(
-        "advantages normalized per rank",
-        "algorithms/rloo.py",
-        "standardize(centered, compared, all_reduce=e.all_reduce)",
-        "standardize(centered, compared)",
-        RULES,
-    ),
-    Mutant(
-        "clip-higher forgotten",
-        "math/losses.py",
-        "return 1 + (self.low if self.high is None else self.high)",
-        "return 1 + self.low",
-        RULES,
-    ),
-    Mutant(
-        "a clipped token of CISPO gets no gradient",
-        "math/losses.py",
-        "-ratio.detach().clamp(max=top) * advantages * logprobs",
-        "-ratio.clamp(max=top) * advantages",
-        RULES,
-    ),
-    Mutant(
-        "GSPO passes a token's gradient without its weight",
-        "math/ratios.py",
-        "return whole.exp()[:, None] * (log_ratio - fixed).exp()",
-        "return (log_ratio - fixed).exp()",
-        RULES,
-    ),
-    Mutant(
-        "KL in the loss without its ratio",
-        "algorithms/grpo.py",
-        "(kl * ratio if use_bias_correction_kl else kl)",
-        "kl",
-        RULES,
-    ),
-    Mutant(
-        "rows left out by credit are trained on",
-        "loop/stages.py",
-        "mask if outputs.loss_mask is None else mask & outputs.loss_mask",
-        "mask",
-        GROUPS,
-    ),
-    Mutant(
-        "the greedy baseline of another prompt",
-        "rollout/scheduler/collector.py",
-        "greedy_scores=greedy.scores[group]",
-        "greedy_scores=greedy.scores[group.flip(0)]",
-        GROUPS,
-    ),
-    Mutant(
-        "greedy responses that are sampled",
-        "rollout/scheduler/collector.py",
-        "temperature=0.0, top_k=0",
-        "top_k=0",
-        GROUPS,
-    ),
-    Mutant(
-        "early stopping takes the offending step",
-        "loop/early_stopping.py",
-        "return not over_ratio and (self.keep_last or not self.should_stop(metrics))",
-        "return not over_ratio",
-        "tests/unit/test_early_stopping.py",
-    ),
-    *BACKENDS,
+    Mutant(name, file, old, new, tests)
+    for (file, tests), bugs in BUGS.items()
+    for name, (old, new) in bugs.items()
 ]
 
 

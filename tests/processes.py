@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PRELOADED = (
     *("pytest", "peft", "kedge.cli.main", "kedge.trainers.ppo", "kedge.trainers.rloo"),
-    *("kedge.trainers.grpo", "kedge.learner.sharding", "kedge.learner.learner_state"),
+    *("kedge.trainers.grpo", "kedge.learner.distributed", "kedge.learner.learner_state"),
     *("tests.e2e.test_resume", "tests.environments.toys", "torch.distributed.checkpoint"),
 )
 

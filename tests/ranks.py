@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from torch import distributed
 
@@ -33,11 +35,13 @@ def run_ranks(world: int, *arguments: str | Path, timeout: float = 300, **env: s
             process.kill()
 
 
-def leave() -> None:
-    """Part from the other ranks and end this process, which has written what it found.
+def leave(found: Any = None, out: str | Path = "") -> None:
+    """Part from the other ranks and end this process; the first writes what it found to ``out``.
 
     Under shards torch can abort while the interpreter, at its own end, takes down gloo's threads.
     """
+    if out and os.environ["RANK"] == "0":
+        Path(out).write_text(json.dumps(found))
     if distributed.is_initialized():
         distributed.barrier()  # neither leaves while the other still talks
         distributed.destroy_process_group()

@@ -11,13 +11,7 @@ from kedge.errors import DataError
 def render_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, where: str = "", **options: Any
 ) -> str:
-    """The text of chat messages.
-
-    Args:
-        tokenizer: has the chat template.
-        messages: one conversation.
-        where: source of the messages, for error messages.
-        options: passed on to ``apply_chat_template``.
+    """The text of one conversation; ``where`` names its source in error messages.
 
     Raises:
         DataError: the template cannot be read, or fails on these messages.

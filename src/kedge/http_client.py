@@ -23,21 +23,13 @@ RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # statuses that may suc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The result of one request.
+    """The result of one request."""
 
-    Args:
-        status: HTTP status; 0 if the server did not answer.
-        body: the reply, if within the size limit.
-        problem: error text if the request failed.
-        retry: whether the same request may succeed later.
-        retry_after: seconds to wait, as requested by the server.
-    """
-
-    status: int = 0
-    body: bytes = b""
-    problem: str = ""
-    retry: bool = False
-    retry_after: float = 0.0
+    status: int = 0  # of HTTP; 0 if the server did not answer
+    body: bytes = b""  # if within the size limit
+    problem: str = ""  # if the request failed
+    retry: bool = False  # the same request may succeed later
+    retry_after: float = 0.0  # seconds to wait, as requested by the server
 
 
 def post(
@@ -49,15 +41,10 @@ def post(
     most: int = MAX_REPLY,
     proxies: bool = False,
 ) -> Reply:
-    """Send one request; network and server failures are returned, not raised.
+    """Send JSON; network and server failures are returned, not raised.
 
-    Args:
-        url: ``http://`` or ``https://``.
-        body: JSON.
-        headers: in addition to Content-Type.
-        seconds: deadline from connecting to the last byte of the reply.
-        most: maximum size of the reply in bytes.
-        proxies: whether to use the proxies of the environment (``HTTPS_PROXY``, ...).
+    ``seconds`` is the deadline from connecting to the last byte of the reply, ``most`` its largest
+    size in bytes, and ``proxies`` are those of the environment (``HTTPS_PROXY``, ...).
     """
     import httpx
 
@@ -86,14 +73,9 @@ def retry_request(
 ) -> tuple[Reply, int]:
     """Send until a reply needs no retry; returns the last reply and the number of requests.
 
-    Args:
-        send: sends one request.
-        retries: maximum requests after the first.
-        backoff: seconds before the first retry, doubled each time; up to half is cut at random.
-        longest_wait: upper bound of these pauses; a longer Retry-After is respected.
-        sleep: called with the seconds to wait.
-        until: ``time.monotonic()`` at which to give up; no pause extends beyond it.
-        on_retry: called before each pause.
+    The first pause has ``backoff`` seconds, doubled each time up to ``longest_wait``; up to half is
+    cut at random, and a longer Retry-After is respected.  No pause extends beyond ``until``, in
+    ``time.monotonic()``.
     """
     for sent in range(1, retries + 2):
         reply = send()

@@ -12,7 +12,7 @@ import re
 import socket
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def check_folder(option: str, folder: str | Path) -> None:
-    """Check that a folder can be created and written to; nothing is left behind.
-
-    Args:
-        option: name of the option, for the error.
-        folder: the folder, which need not exist yet.
-
-    Raises:
-        ConfigError: names the option, the folder and the problem.
-    """
+    """Check that the folder of an option can be created and written to; nothing is left behind."""
     shown = f"{option}={str(folder)!r}"
     if not str(folder).strip():
         raise ConfigError(f"{shown} must name a folder; use '.' for the current one")
@@ -63,11 +55,7 @@ def check_folder(option: str, folder: str | Path) -> None:
 
 
 def check_file(option: str, file: str | Path) -> None:
-    """Check that a file can be created or replaced.
-
-    Raises:
-        ConfigError: names the option, the file and the problem.
-    """
+    """Check that the file of an option can be created or replaced."""
     if not str(file).strip() or Path(file).is_dir():
         raise ConfigError(f"{option}={str(file)!r} must be a file, not a folder")
     check_folder(option, Path(file).parent)
@@ -77,20 +65,48 @@ def check_file(option: str, file: str | Path) -> None:
         )
 
 
+def check_targets(args: Any) -> None:
+    """Check that the output folders of a trainer's arguments can be created and written to."""
+    reports = args.report_to if isinstance(args.report_to, list) else [args.report_to]
+    targets = {
+        "output_dir": args.output_dir,
+        "save_rollouts": getattr(args, "save_rollouts", None),
+        "logging_dir": (
+            getattr(args, "logging_dir", None) if {"tensorboard", "all"} & set(reports) else None
+        ),
+    }
+    for option, folder in targets.items():
+        if folder:
+            check_folder(option, folder)
+
+
 # -- one run per folder -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def lock_output_dir(args: Any) -> Iterator[None]:
+    """Context that locks ``output_dir``; every rank calls it, rank 0 locks."""
+    from accelerate.utils import broadcast_object_list
+
+    with contextlib.ExitStack() as stack:
+        problem = None
+        if args.output_dir and args.process_index == 0:
+            try:
+                stack.enter_context(RunLock(args.output_dir))
+            except ConfigError as error:
+                problem = str(error)
+        if args.world_size > 1:
+            (problem,) = broadcast_object_list([problem])
+        if problem is not None:
+            raise ConfigError(problem)
+        yield
 
 
 class RunLock:
     """Context manager that locks an output folder for one run.
 
     The lock is ``flock`` on ``FOLDER/_kedge.lock``, which the kernel releases when the process
-    ends; the file names the process.  It is reentrant within a thread.
-
-    Args:
-        folder: created if it does not exist.
-
-    Raises:
-        ConfigError: another run holds it, or the folder cannot be written to.
+    ends; the file names the process.  It is reentrant within a thread, and creates the folder.
     """
 
     _held: dict[Path, RunLock] = {}  # noqa: RUF012
@@ -201,12 +217,7 @@ def write_jsonl(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_csv(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as CSV; text that a spreadsheet would run as a formula is prefixed with ``'``.
-
-    Args:
-        file: the .csv file.
-        rows: at least one, all with the same keys.
-    """
+    """Write rows of the same keys; text that a spreadsheet would run as a formula gets a ``'``."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w", newline="", encoding="utf-8", errors="backslashreplace") as out:
         table = csv.writer(out)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, replace
-from functools import reduce
+from functools import cache, reduce
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -66,13 +66,7 @@ def widen_field(f: Field[Any], x: Tensor, wide: Sequence[int]) -> Tensor:
     return pad(x, padding, value=f.metadata.get("fill", 0)) if any(padding) else x
 
 
-_FIELDS: dict[Any, tuple[Field[Any], ...]] = {}  # cached per class, since lookups are slower
-
-
-def _fields(kind: Any) -> tuple[Field[Any], ...]:
-    if kind not in _FIELDS:
-        _FIELDS[kind] = fields(kind)
-    return _FIELDS[kind]
+_fields: Callable[[Any], tuple[Field[Any], ...]] = cache(fields)  # since lookups are slower
 
 
 class Record:

@@ -55,13 +55,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def hint(name: str, known: Collection[str], *, dashes: str = "") -> str:
-    """A suggestion for an unknown name: its alias here, or the closest known name; may be empty.
-
-    Args:
-        name: the unknown name.
-        known: valid names.
-        dashes: prefix of the names, for flags.
-    """
+    """A suggestion for an unknown name: its alias here, or the closest known name; may be empty."""
     for names in ALIASES:
         aliases = [alias for alias in names if alias in known]
         if name in names and aliases:
@@ -75,10 +69,8 @@ def suggest_names(
 ) -> Callable[[Class], Class]:
     """Class decorator: unknown keywords raise an OptionError with a suggestion.
 
-    Args:
-        kind: what the class calls its keywords: "option" or "argument".
-        config: the class that holds the options, for arguments that belong there.
-        also: keywords accepted in addition to those of the signature.
+    The class calls its keywords ``kind``, "option" or "argument"; ``config`` holds the options that
+    arguments may be mistaken for, and ``also`` are accepted in addition to the signature.
     """
     options = frozenset(inspect.signature(config).parameters) if config is not None else frozenset()
 

@@ -73,20 +73,6 @@ class ScriptedRollouts:
         return None
 
 
-class ConstantReward:
-    """A reward source that gives every response the same score."""
-
-    def __init__(self, value: float = 0.0) -> None:
-        self.value = value
-
-    def score(self, rollout: Rollout) -> RewardOutput:
-        """``value`` for every row."""
-        rows = len(rollout)
-        return RewardOutput(
-            scores=torch.full((rows,), self.value), valid=torch.ones(rows, dtype=torch.bool)
-        )
-
-
 class FunctionReward:
     """A reward source that calls ``f(rollout) -> float32 [B]``."""
 
@@ -97,6 +83,13 @@ class FunctionReward:
         """The scores of the function."""
         scores = torch.as_tensor(self.function(rollout), dtype=torch.float32)
         return RewardOutput(scores=scores, valid=torch.ones(len(rollout), dtype=torch.bool))
+
+
+class ConstantReward(FunctionReward):
+    """A reward source that gives every response the same score."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__(lambda rollout: torch.full((len(rollout),), value))
 
 
 def tiny_policy(

@@ -18,8 +18,8 @@ import torch
 from accelerate import PartialState
 from transformers import BitsAndBytesConfig
 
-from kedge.config.compat.parser import ConfigParser
 from kedge.config.declare import option
+from kedge.config.parser import ConfigParser
 from kedge.errors import ConfigError, install_command
 
 
@@ -193,11 +193,7 @@ class TrlParser(ConfigParser):
 
 
 def read_yaml(name: str, flag: str = "--config ") -> dict[str, Any]:
-    """Read the mapping in a YAML file; errors begin with ``flag``.
-
-    Raises:
-        ConfigError: the file is missing, not valid, or not a mapping.
-    """
+    """Read the mapping in a YAML file; errors begin with ``flag``."""
     import yaml
 
     file = Path(name).expanduser()

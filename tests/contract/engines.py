@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from pkgutil import resolve_name
 
 import pytest
 import torch
 
-from kedge.config.rollout_engines import find_engine, load_function
-from kedge.ray.resources import RayCluster
+from kedge.config.rollout_engines import find_engine
+from kedge.ray.placement import RayCluster
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.rollout.sharded import EngineInputs
+from kedge.rollout.engines import EngineInputs
 from kedge.testing import ScriptedRollouts, tiny_policy
 from kedge.trainers.spec import shared_kwargs
 from tests.on_ray.clusters import local, needs_ray
@@ -95,7 +96,7 @@ def vllm():
 
 def build_named(args, model, **options):
     """The engines in actors that a config names."""
-    build = load_function(find_engine(args).build)
+    build = resolve_name(find_engine(args).build)
     cluster = RayCluster(actors=args.vllm_num_engines, **shared_kwargs(args, RayCluster))
     inputs = EngineInputs(policy=model, **options)
     return build(inputs, cluster=cluster, **shared_kwargs(args, build))

@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from kedge.rollout.vllm import InProcess
-from kedge.rollout.vllm.nccl_transfer import free_port
+from kedge.rollout.vllm.weights import free_port
 
 SPOILT: list[str] = []  # weights that get lost on the way
 

@@ -11,18 +11,9 @@ from kedge.errors import ConfigError, RolloutError, SyncError
 from kedge.models.fingerprint import fingerprint, policy_weights
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.types import Sampling
-from tests.largest import Largest
+from tests.storages import Largest
 
-from .embedded import FAMILIES, PAD, VOCAB, full_logits, logprobs_of, policy, prompts, sample
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request):
-    made = policy(request.param)
-    with torch.no_grad():
-        for p in made.parameters():  # far from uniform, so that mistakes show
-            p.mul_(4.0) if p.ndim > 1 else p
-    return made
+from .embedded import PAD, VOCAB, full_logits, logprobs_of, policy, prompts, sample
 
 
 @pytest.fixture(scope="module")

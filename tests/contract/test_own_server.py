@@ -109,13 +109,13 @@ def test_a_lost_request_is_found_within_the_timeout(server, tmp_path):
 def test_folders_of_a_killed_run_are_deleted_by_the_next(tmp_path):
     code = """
         import sys, time
-        from kedge.rollout.vllm.weight_files import WeightFolder
+        from kedge.rollout.vllm.weights import WeightFolder
         folder = WeightFolder(sys.argv[1])
         print(folder.path, flush=True)
         time.sleep(60)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    from kedge.rollout.vllm.weight_files import WeightFolder
+    from kedge.rollout.vllm.weights import WeightFolder
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         left = process.stdout.readline().strip()

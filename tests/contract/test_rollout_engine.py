@@ -7,25 +7,11 @@ import torch
 
 from kedge.errors import RolloutError
 from kedge.testing import ScriptedRollouts
-from kedge.types import PromptBatch, Sampling
-from tests.contract.engines import ENGINES, PAD, weights_of
+from kedge.types import Sampling
+from tests.contract.embedded import prompts
+from tests.contract.engines import ENGINES, weights_of
 
 STOP = (5, 6, 7)
-
-
-def prompts(rows=6, width=7, copies=1):
-    """Left-padded prompts of different lengths, each ``copies`` times in a row."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(8, 64, (rows, width), generator=generator)
-    lengths = torch.tensor([width, 3, 5, 1, width - 1, 2])[:rows]
-    mask = torch.arange(width) >= width - lengths[:, None]
-    group = torch.arange(rows).repeat_interleave(copies)
-    return PromptBatch(
-        ids=ids.masked_fill(~mask, PAD)[group],
-        mask=mask[group],
-        group=group,
-        row=torch.arange(rows * copies),
-    )
 
 
 @pytest.fixture(params=ENGINES)
@@ -123,10 +109,7 @@ class TestRolloutEngine:
 
     def test_a_row_is_the_same_in_a_batch_of_any_size(self, sampler):
         whole = sampler.generate(prompts(), sampling=self.sampling, seed=3)
-        batch = prompts()
-        part = PromptBatch(
-            ids=batch.ids[2:5], mask=batch.mask[2:5], group=batch.group[2:5], row=batch.row[2:5]
-        )
+        part = prompts().rows(torch.arange(2, 5))
         alone = sampler.generate(part, sampling=self.sampling, seed=3)
         width = min(whole.ids.shape[1], alone.ids.shape[1])
         assert torch.equal(alone.ids[:, :width], whole.ids[2:5, :width])
@@ -134,7 +117,9 @@ class TestRolloutEngine:
         assert not torch.equal(alone.ids[:, :5], other.ids[:, :5])
 
     def test_copies_of_a_prompt_are_sampled_apart(self, sampler):
-        rollout = sampler.generate(prompts(rows=2, copies=8), sampling=self.sampling, seed=0)
+        rollout = sampler.generate(
+            prompts(lengths=(7, 3), copies=8), sampling=self.sampling, seed=0
+        )
         assert len({tuple(ids[:4].tolist()) for ids in rollout.ids[:8]}) > 4
 
     def test_greedy_is_certain(self, sampler):

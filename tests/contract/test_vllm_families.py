@@ -12,8 +12,8 @@ import torch
 from kedge.errors import ConfigError, SyncError
 from kedge.rollout.embedded.sampling import restrict
 from kedge.types import Sampling
+from tests.contract.embedded import prompts
 from tests.contract.engines import PAD, needs_vllm, policy, server_of, trained
-from tests.contract.test_rollout_engine import prompts
 
 pytestmark = needs_vllm
 SAMPLING = Sampling(max_new_tokens=12, min_new_tokens=3, temperature=0.7, stop_ids=(5,))
@@ -133,8 +133,8 @@ def test_two_workers_of_one_vllm_are_sent_weights():
 
 
 def test_an_adapter_on_a_base_in_bfloat16():
+    from kedge.loop.preflight import LOW_PRECISION
     from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
-    from kedge.rollout.vllm.engine import LOW_PRECISION
 
     model = with_lora()
     for p in model.parameters():

@@ -17,13 +17,12 @@ import torch
 
 from kedge.errors import ConfigError, LostRequestsError
 from kedge.rollout.vllm import remote
+from kedge.rollout.vllm.build import check_server
 from kedge.rollout.vllm.remote import Remote
-from kedge.rollout.vllm.requests import build_requests
-from kedge.rollout.vllm.server_check import check_server
+from kedge.rollout.vllm.service import build_requests
 from kedge.types import Sampling
-from tests.contract.embedded import drained
+from tests.contract.embedded import drained, prompts
 from tests.contract.engines import needs_vllm, policy, server_of, trained
-from tests.contract.test_rollout_engine import prompts
 
 pytestmark = [*needs_vllm, pytest.mark.slow]
 LONG = Sampling(max_new_tokens=100)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docs.generate import metrics_page
 
 from kedge import GRPOConfig, PPOConfig, RLOOConfig
 from kedge.cli.main import COMMANDS
@@ -89,3 +92,79 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert len(pages) >= len(list(DOCS.rglob("*.md")))
     outside = [p for p in pages if "fonts.googleapis" in p.read_text(encoding="utf-8")]
     assert outside == []
+
+
+def test_the_page_is_current() -> None:
+    file = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
+    assert file.read_text() == metrics_page(), "python docs/generate.py"
+
+
+RATE = r"([\d.]+)%"
+
+# Where each figure stands: the page, and an expression whose groups are the figure.
+FIGURES = {
+    "chat model, right and as asked": {
+        "docs/results.md": rf"right and as asked {RATE} to {RATE}",
+        "docs/chat_model.md": rf"went from {RATE} to {RATE}",
+    },
+    "chat model, minutes": {
+        "docs/results.md": r"GRPO, ([\d.]+) minutes on two CPU cores",
+        "docs/chat_model.md": r"([\d.]+) minutes on two CPU cores",
+    },
+    "PPO against TRL on a GPU, time and memory": {
+        "README.md": r"([\d.]+) times as fast as TRL 1.12's, with ([\d.]+) of the memory",
+        "docs/performance.md": r"([\d.]+) times as fast as TRL's, with ([\d.]+) of its memory",
+    },
+    "demo, mean and worst seed": {
+        "README.md": rf"to {RATE}, worst seed {RATE}",
+        "docs/results.md": rf"PPO {RATE}, worst seed {RATE}",
+        "docs/demo.md": rf"\| PPO \|.*\| {RATE} \| {RATE} \|",
+    },
+    "demo, perfect summaries": {
+        "README.md": rf"perfect summaries: {RATE}",
+        "docs/results.md": rf"perfect summaries {RATE}",
+        "docs/demo.md": rf"Perfect summaries would win {RATE}",
+    },
+    "demo, minutes": {
+        "README.md": r"make demo +# about (\w+) minutes",
+        "docs/demo.md": r"takes about (\w+) minutes",
+        "src/kedge/demo/demo.py": r"in about (\w+) minutes on one CPU core",
+        "src/kedge/cli/main.py": r"in about (\w+) minutes on a CPU",
+    },
+    "schedules in order": {
+        "docs/async.md": r"In ([\d,]+) random schedules",
+        "tests/property/test_staleness.py": r"SCHEDULES = ([\d_]+)",
+    },
+    "schedules as completed": {
+        "docs/async.md": r"In ([\d,]+) simulated schedules",
+        "tests/property/test_as_completed.py": r"SCHEDULES = ([\d_]+)",
+    },
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figure_is_the_same_on_every_page(name: str) -> None:
+    found = {}
+    for page, expression in FIGURES[name].items():
+        match = re.search(expression, (ROOT / page).read_text(encoding="utf-8"))
+        assert match, f"{page} does not state: {name}"
+        found[page] = [figure.replace("_", ",") for figure in match.groups()]
+    assert len(set(map(tuple, found.values()))) == 1, found
+
+
+PAGES = sorted((ROOT / "docs" / "trust").glob("*.md"))
+
+
+@functools.cache
+def functions_in(file: Path) -> set[str]:
+    tree = ast.parse(file.read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_named_test_exists(page: Path) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text())
+    assert len(named) > 20
+    for file, test in named:
+        assert (ROOT / file).is_file(), file
+        assert not test or test in functions_in(ROOT / file), f"{file}::{test}"

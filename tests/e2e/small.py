@@ -11,6 +11,14 @@ from tests.unit.text_toys import EOS, neox_reward, word_tokenizer
 
 VOCAB = 32
 PROMPTS = [{"prompt": f"w{i} w{i + 1}" + " w3" * (i % 3)} for i in range(3, 16)]
+QUIET = {
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "num_sample_generations": 0,
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
 TRAINER = {
     *("processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model"),
     *("data_collator", "eval_dataset", "optimizers", "callbacks", "peft_config", "reward_funcs"),
@@ -36,12 +44,7 @@ def small(**changes: Any) -> PPOTrainer:
         "num_ppo_epochs": 2,
         "response_length": 6,
         "learning_rate": 3e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "num_sample_generations": 0,
-        "gradient_checkpointing": False,
-        "use_cpu": True,
-        "disable_tqdm": True,
+        **QUIET,
     }
     options |= {k: v for k, v in changes.items() if k not in trainer}
     parts: dict[str, Any] = {

@@ -20,7 +20,7 @@ import torch
 from accelerate.state import AcceleratorState
 from peft import LoraConfig
 
-import kedge.reporting.curves
+import kedge.reporting.log
 from kedge import (
     AsyncPPOConfig,
     AsyncPPOTrainer,
@@ -35,10 +35,12 @@ from kedge.learner.learner import HFLearner
 from kedge.rollout.embedded.generation import DecodeLoop
 from kedge.testing import tiny_policy
 from tests import classic_models
+from tests.e2e.small import PROMPTS as ALL
+from tests.e2e.small import length_reward
 from tests.strict_device import strict_accelerator, strict_device, total_waits
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
-PROMPTS = [{"prompt": f"w{i} w{i + 1}" + " w3" * (i % 3)} for i in range(3, 9)]
+PROMPTS = ALL[:6]
 FLAGS = {"report_to": "none", "seed": 3, "logging_steps": 1, "disable_tqdm": True}
 FLAGS |= {"save_strategy": "no", "bf16": False}  # on a GPU the default is bf16
 LORA = LoraConfig(r=2, target_modules=["query_key_value"], task_type="CAUSAL_LM")
@@ -52,10 +54,6 @@ TWICE = {"num_iterations": 2}
 
 def policy() -> Any:
     return tiny_policy("gpt_neox", vocab_size=32, hidden_size=8, layers=1, heads=2)
-
-
-def words(completions: list[str], **_: Any) -> list[float]:
-    return [len(c.split()) + 0.1 * (c.split()[:1] == ["w5"]) for c in completions]
 
 
 def ppo(flags: dict[str, Any], **inputs: Any) -> Any:
@@ -75,7 +73,7 @@ def ppo_reward_model(flags: dict[str, Any], **inputs: Any) -> Any:
 
 
 def ppo_functions(flags: dict[str, Any], **inputs: Any) -> Any:
-    return ppo(flags, reward_funcs=[words], **inputs)
+    return ppo(flags, reward_funcs=[length_reward], **inputs)
 
 
 def rloo_older(flags: dict[str, Any], **inputs: Any) -> Any:
@@ -98,7 +96,7 @@ def newer(kind: Any, config: Any, flags: dict[str, Any], inputs: dict[str, Any])
         args=config(**sizes | {"num_generations": 2} | flags),
         processing_class=word_tokenizer(),
         model=policy(),
-        reward_funcs=words,
+        reward_funcs=length_reward,
         train_dataset=PROMPTS,
         eval_dataset=PROMPTS[:3] if "eval_strategy" in flags else None,
         **inputs,
@@ -286,7 +284,7 @@ def main() -> None:
     accelerator = sys.argv[1]
     if accelerator == "strict":
         strict_device()
-    kedge.reporting.curves.draw_curves = lambda *_: None  # slower than the runs
+    kedge.reporting.log.draw_curves = lambda *_: None  # slower than the runs
     names, runs = sys.argv[2:] or list(CASES), {}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         for i, name in enumerate(names):

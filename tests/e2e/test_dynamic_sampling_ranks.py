@@ -25,7 +25,7 @@ def work(folder: str, out: str) -> None:
     """What each process does."""
     from kedge import GRPOConfig, GRPOTrainer
     from kedge.testing import tiny_policy
-    from tests.e2e.small import PROMPTS, VOCAB
+    from tests.e2e.small import PROMPTS, QUIET, VOCAB
     from tests.on_ray.jobs import local_engines
     from tests.unit.text_toys import word_tokenizer
 
@@ -40,12 +40,8 @@ def work(folder: str, out: str) -> None:
             response_length=3,
             learning_rate=1e-3,
             adam_epsilon=1e-3,  # Adam would blow rounding up to the size of the learning rate
-            num_sample_generations=0,
-            logging_steps=1,
-            save_strategy="no",
+            **QUIET,
             max_lag=int(os.environ.get("MAX_LAG", "0")),
-            use_cpu=True,
-            disable_tqdm=True,
         ),
         model=tiny_policy("gpt_neox", vocab_size=VOCAB),
         processing_class=word_tokenizer(),
@@ -64,9 +60,7 @@ def work(folder: str, out: str) -> None:
     rows = [{k: row[k] for k in keys} for row in made.state.log_history if "grad_norm" in row]
     rank = os.environ["RANK"]
     Path(out).with_suffix(f".{rank}").write_text(json.dumps(asked))
-    if rank == "0":
-        Path(out).write_text(json.dumps(rows))
-    leave()
+    leave(rows, out)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import torch
 from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, ppo, reinforce_pp, remax
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
-from tests.e2e.small import PROMPTS, VOCAB, length_reward, rows, small
+from tests.e2e.small import PROMPTS, QUIET, VOCAB, length_reward, rows, small
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
 SIZES = {
@@ -23,13 +23,8 @@ SIZES = {
     "num_generations": 4,
     "total_episodes": 16,
     "learning_rate": 3e-3,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "num_sample_generations": 0,
-    "gradient_checkpointing": False,
+    **QUIET,
     "stop_token": "eos",
-    "use_cpu": True,
-    "disable_tqdm": True,
 }
 TRAINER = (
     "quantization_config",
@@ -79,7 +74,6 @@ def weights(trainer: Any) -> torch.Tensor:
 
 
 CASES: dict[str, Callable[[], Any]] = {
-    "rloo": rloo,
     "rloo of an in-memory model with beta": lambda: rloo(beta=0.1, num_iterations=2),
     "rloo with every option": lambda: rloo(
         token_level_kl=True,
@@ -89,16 +83,10 @@ CASES: dict[str, Callable[[], Any]] = {
         mask_truncated_completions=True,
         epsilon_high=0.3,
     ),
-    "reinforce_pp": lambda: rloo(algorithm=reinforce_pp(), num_generations=1),
     "reinforce_pp baseline": lambda: rloo(algorithm=reinforce_pp(baseline=True, beta=0.1)),
-    "rloo with a dropped row": lambda: rloo(
-        reward_funcs=lambda completions, **_: [None, *map(float, range(1, len(completions)))]
-    ),
     "remax": lambda: rloo(algorithm=remax(), num_generations=1),
-    "grpo": grpo,
     "grpo with KL": lambda: grpo(beta=0.1, kl_coef=0.05, num_iterations=2),
     "grpo with a reward model": lambda: grpo(reward_funcs=neox_reward(vocab=VOCAB)),
-    **{f"grpo {kind}": lambda kind=kind: grpo(loss_type=kind) for kind in ("grpo", "dr_grpo")},
     "cispo": lambda: grpo(loss_type="cispo", num_iterations=2),
     "gspo": lambda: grpo(importance_sampling_level="sequence", epsilon=3e-3, num_iterations=2),
     "dapo": lambda: grpo(
@@ -116,7 +104,6 @@ def test_training_moves_the_policy_and_logs_numbers(name: str) -> None:
     trainer.train()
     logged = rows(trainer)
     assert len(logged) == 2
-    assert logged[0]["rollout/dropped_rows"] == (name == "rloo with a dropped row")
     assert all(math.isfinite(x) for row in logged for x in row.values() if isinstance(x, float))
     assert logged[0]["val/ratio"] == pytest.approx(1.0, abs=0.9)
     assert not torch.equal(weights(trainer), before)

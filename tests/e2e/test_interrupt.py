@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kedge.checkpoint import checkpoint
-from kedge.rollout.scheduler.threads import interrupt, join_at_end
+from kedge.rollout.scheduler.scheduler import interrupt, join_at_end
 from tests import processes
 
 from .small import rows, small

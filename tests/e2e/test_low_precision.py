@@ -9,13 +9,8 @@ import pytest
 
 from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from kedge.testing import tiny_policy
+from tests.e2e.small import PROMPTS, length_reward
 from tests.unit.text_toys import word_tokenizer
-
-PROMPTS = [{"prompt": f"w{i} w{i + 1}" + " w3" * (i % 3)} for i in range(3, 15)]
-
-
-def words(completions: list[str], **_: Any) -> list[float]:
-    return [len(c.split()) + 0.1 * (c.split()[:1] == ["w5"]) for c in completions]
 
 
 def history(
@@ -36,8 +31,8 @@ def history(
         args=args,
         processing_class=word_tokenizer(),
         model=model or tiny_policy("llama", vocab_size=32, initializer_range=0.3),
-        reward_funcs=words,
-        train_dataset=PROMPTS,
+        reward_funcs=length_reward,
+        train_dataset=PROMPTS[:12],
     )
     trainer.train()
     return [row for row in trainer.state.log_history if "val/ratio" in row]

@@ -32,9 +32,7 @@ def work(folder: str, out: str) -> None:
     keys = ("objective/kl", "objective/scores", "loss/policy_avg", "loss/value_avg", "grad_norm")
     keys += ("val/num_eos_tokens", "val/ratio_var", "val/explained_variance", "policy/entropy_avg")
     rows = [{k: row[k] for k in keys} for row in made.state.log_history if "grad_norm" in row]
-    if os.environ["RANK"] == "0":
-        Path(out).write_text(json.dumps(rows))
-    leave()
+    leave(rows, out)
 
 
 def launch(folder: Path, world: int, *, file: str = __file__, **env: str) -> list[dict[str, Any]]:

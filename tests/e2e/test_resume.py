@@ -23,20 +23,13 @@ from kedge.checkpoint.checkpoint import write_manifest
 from kedge.errors import CheckpointError
 from kedge.testing import tiny_policy
 from tests import processes
+from tests.e2e.small import PROMPTS
+from tests.unit.callback_runs import StopAt
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
-PROMPTS = [{"prompt": f"w{i} w{i + 1}" + " w3" * (i % 3)} for i in range(3, 16)]
 Outcome = tuple[dict[str, torch.Tensor], list[dict[str, Any]]]
 # Not numbers of the run: how fast it was.
 TIMED = ("eps", "tokens_per_second", "time/", "train_runtime", "train_s", "step_time")
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop |= state.global_step >= self.step
 
 
 def trainer(

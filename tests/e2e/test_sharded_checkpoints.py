@@ -44,9 +44,7 @@ def work(folder: str, out: str) -> None:
         keys = ("objective/kl", "objective/scores", "loss/policy_avg", "grad_norm")
         rows = [{k: row[k] for k in keys} for row in made.state.log_history if "grad_norm" in row]
     made.save_model(out + "-model")
-    if os.environ["RANK"] == "0":
-        Path(out).write_text(json.dumps(rows))
-    leave()
+    leave(rows, out)
 
 
 def _fail_while_writing_shards(*, at: int) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from kedge import PPOConfig, PPOTrainer
-from kedge.learner import learner_state, sharding
+from kedge.learner import distributed, learner_state
 from kedge.models.fingerprint import checksum
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.test_ranks import launch
@@ -76,7 +76,7 @@ def work(folder: str, out: str) -> None:
     """What each rank does: two iterations of PPO with value model and reference, and a save."""
     checksum(torch.zeros(1))  # makes its table of 1 MiB, which is no weight
     models, peaks = Path(out).parent / "models", Peaks()
-    sharding.fully_shard = peaks.around(sharding.fully_shard)  # type: ignore[assignment]
+    distributed.fully_shard = peaks.around(distributed.fully_shard)  # type: ignore[assignment]
     made = PPOTrainer(
         PPOConfig(
             output_dir=folder,
@@ -114,7 +114,7 @@ def work(folder: str, out: str) -> None:
     learner.advance_version = next_step  # type: ignore[method-assign]
     for model in learner._all_models():
         for layer in model.modules():
-            if isinstance(layer, sharding.GradientCheckpointingLayer):
+            if isinstance(layer, distributed.GradientCheckpointingLayer):
                 layer.register_forward_hook(peaks.count, prepend=True)  # before it is resharded
     learner.optimizer.register_step_pre_hook(peaks.count)
     learner.optimizer.register_step_post_hook(peaks.count)

@@ -9,7 +9,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from kedge import PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy, tiny_reward_model
-from tests.e2e.strict_runs import FLAGS, LORA, PROMPTS, policy, words
+from tests.e2e.small import length_reward
+from tests.e2e.strict_runs import FLAGS, LORA, PROMPTS, policy
 from tests.unit.text_toys import word_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
@@ -91,13 +92,13 @@ def test_reward_adapter_in_other_trainers_and_next_to_functions(tmp_path, reward
         ),
         processing_class=word_tokenizer(),
         model=policy(),
-        reward_funcs=words,
+        reward_funcs=length_reward,
         train_dataset=PROMPTS,
         peft_config=LORA,
     )
     run.train()
     assert any("rewards/reward" in key for row in run.state.log_history for key in row)
-    assert any("rewards/words" in key for row in run.state.log_history for key in row)
+    assert any("rewards/length_reward" in key for row in run.state.log_history for key in row)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_reward_adapter_in_other_trainers_and_next_to_functions(tmp_path, reward
     ],
 )
 def test_what_cannot_share_a_base_is_refused(tmp_path, reward, flags, match):
-    inputs = {"reward_funcs": [words]} | flags.pop("inputs", {})
+    inputs = {"reward_funcs": [length_reward]} | flags.pop("inputs", {})
     with pytest.raises(ConfigError, match=match):
         trainer(tmp_path / "run", reward, **flags, inputs={"peft_config": LORA} | inputs)
 

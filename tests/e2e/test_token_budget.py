@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kedge.loop import micro_batches
+from kedge.loop import stages
 from tests.e2e.strict_runs import (
     FLAGS,
     SGD,
@@ -29,13 +29,13 @@ ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_equal_weights(name, tmp_path, monkeypatch):
     sizes = []
-    rows_within = micro_batches.rows_within
+    rows_within = stages.rows_within
 
     def recorded(lengths, max_tokens, total):
         sizes.append(rows_within(lengths, max_tokens, total))
         return sizes[-1]
 
-    monkeypatch.setattr(micro_batches, "rows_within", recorded)
+    monkeypatch.setattr(stages, "rows_within", recorded)
     weights = []
     for i, budget in enumerate((None, 14)):
         torch.manual_seed(0)

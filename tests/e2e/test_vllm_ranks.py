@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -37,9 +36,7 @@ def work(folder: str, out: str) -> None:
     made.engine.rollout_engine.close()  # leaves the learner's process group
     keys = ("objective/kl", "objective/scores", "loss/policy_avg", "loss/value_avg", "grad_norm")
     rows = [{k: row[k] for k in keys} for row in made.state.log_history if "grad_norm" in row]
-    if os.environ["RANK"] == "0":
-        Path(out).write_text(json.dumps(rows))
-    leave()
+    leave(rows, out)
 
 
 @pytest.mark.slow

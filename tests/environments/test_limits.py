@@ -14,7 +14,7 @@ from kedge.environments import Response
 from kedge.environments.episode import ENDINGS
 from kedge.errors import ConfigError, RolloutError
 from kedge.testing import tiny_policy, tiny_reward_model
-from tests.e2e.small import rows
+from tests.e2e.small import QUIET, rows
 from tests.environments.test_tools import calculator
 from tests.environments.toys import (
     CHAT,
@@ -48,10 +48,10 @@ def grpo(folder: Any, *, prompts: Any = PROMPTS[:1], **given: Any) -> dict[str, 
     """Metrics of one iteration of GRPO: 8 responses to two prompts."""
     trainer = {k: given.pop(k) for k in ("tools", "environment", "reward_funcs") if k in given}
     options: dict[str, Any] = {
-        "per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 1,
-        "logging_steps": 1, "save_strategy": "no", "num_sample_generations": 0, "use_cpu": True,
-        "disable_tqdm": True, "gradient_checkpointing": False, "learning_rate": 1e-3,
-    }  # fmt: skip
+        **QUIET,
+        **{"per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 1},
+        "learning_rate": 1e-3,
+    }
     made = GRPOTrainer(
         model=policy(eos_token_id=EOS),
         processing_class=chat_tokenizer(),

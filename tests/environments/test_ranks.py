@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ def work(folder: str, out: str) -> None:
     """What each process does."""
     from kedge import PPOConfig, PPOTrainer
     from kedge.testing import tiny_policy
-    from tests.e2e.small import VOCAB
+    from tests.e2e.small import QUIET, VOCAB
     from tests.environments.toys import CHAT, Echo, chat_tokenizer
     from tests.on_ray.jobs import local_engines
 
@@ -44,16 +43,12 @@ def work(folder: str, out: str) -> None:
             credit="turn",
             learning_rate=1e-3,
             adam_epsilon=1e-3,
-            num_sample_generations=0,
-            logging_steps=1,
-            save_strategy="no",
+            **QUIET,
             eval_strategy="steps",
             eval_steps=1,
             per_device_eval_batch_size=1,
             max_lag=int(os.environ.get("MAX_LAG", "0")),
             shuffle_dataset=False,
-            use_cpu=True,
-            disable_tqdm=True,
         ),
         model=tiny_policy("gpt_neox", vocab_size=VOCAB),
         processing_class=chat_tokenizer(),
@@ -65,9 +60,7 @@ def work(folder: str, out: str) -> None:
     made.train()
     keys = ("objective/scores", "loss/policy_avg", "grad_norm", "environment/turns")
     rows = [{k: row[k] for k in keys} for row in made.state.log_history if "grad_norm" in row]
-    if os.environ["RANK"] == "0":
-        Path(out).write_text(json.dumps(rows))
-    leave()
+    leave(rows, out)
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import torch
 
 from kedge.environments import EpisodeReward, Response
 from kedge.errors import ConfigError, RewardError, RolloutError
-from tests.e2e.small import rows
 from tests.environments.toys import (
     Echo,
     chat_tokenizer,
@@ -165,17 +164,6 @@ def test_turns_have_their_own_random_numbers() -> None:
     play.generate(batch, sampling=sampling(max_new_tokens=99), seed=11)
     assert seen[0] == 11
     assert len(set(seen)) == 6
-
-
-@pytest.mark.parametrize("lag", [0, 1])
-def test_ppo_trains_on_episodes(lag: int) -> None:
-    made = played(environment=Echo, max_lag=lag, total_episodes=16)
-    made.train()
-    row = rows(made)[-1]
-    assert row["environment/turns"] == 3
-    assert row.get("rollout/logprob_gap", 0.0) < 1e-5
-    assert row["environment/words"] > 0
-    assert 0 < row["environment/loss_tokens"] < 1
 
 
 def test_wrong_options_are_refused() -> None:

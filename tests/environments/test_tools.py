@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kedge.environments import EnvironmentRollouts, Response, ToolEnvironment, tool_environments
-from kedge.environments.function import FunctionRollouts
+from kedge.environments.rollout import FunctionRollouts
 from kedge.environments.tool_calls import parse_any, tool_parser
 from kedge.environments.tools import check_arguments, tool_schema
 from kedge.errors import ConfigError, RolloutError

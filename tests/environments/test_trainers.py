@@ -17,7 +17,7 @@ from kedge.errors import ConfigError
 from kedge.loop import updater
 from kedge.reporting.report import gather
 from kedge.testing import tiny_policy
-from tests.e2e.small import length_reward, rows
+from tests.e2e.small import QUIET, length_reward, rows
 from tests.e2e.test_groups import make
 from tests.environments.families import tokenizer
 from tests.environments.test_tools import Counter, calculator
@@ -49,9 +49,8 @@ def tooled(trainer: Any, config: Any, **options: Any) -> Any:
     }
     config = config(
         output_dir=options.pop("output_dir"), per_device_train_batch_size=8, num_generations=4,
-        max_steps=1, logging_steps=1, save_strategy="no", num_sample_generations=0, use_cpu=True,
-        disable_tqdm=True, stop_token="eos", max_completion_length=60, max_turn_tokens=20,
-        gradient_checkpointing=False, **options,
+        max_steps=1, stop_token="eos", max_completion_length=60, max_turn_tokens=20,
+        **QUIET, **options,
     )  # fmt: skip
     return trainer(args=config, **parts | trained)
 
@@ -77,6 +76,9 @@ def test_ppo_plays(given: dict[str, Any]) -> None:
     assert row["environment/turns"] == (2 if two else 3)
     assert "reward_funcs" not in given or row["rewards/turns_reward"] == row["environment/words"]
     assert isinstance(made.engine.rollout_engine, EnvironmentRollouts)
+    assert row.get("rollout/logprob_gap", 0.0) < 1e-5
+    assert row["environment/words"] > 0
+    assert 0 < row["environment/loss_tokens"] < 1
 
 
 def test_a_resumed_run_must_play_the_same_episodes(tmp_path: Path) -> None:
@@ -301,18 +303,13 @@ def test_the_command(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
         "stop_token": "eos",
         "per_device_train_batch_size": 4,
         "total_episodes": 8,
-        "logging_steps": 1,
-        "num_sample_generations": 0,
-        "use_cpu": True,
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
+        **QUIET,
     }
     Odd.seeds.clear()
     assert main(["ppo", *words(arguments)]) in (0, None)
     assert '"environment/turns": 2.0' in (out / "metrics.jsonl").read_text()
     trained = {*Odd.seeds}
-    page = gather(out, meanings={}, prefixes={})
+    page = gather(out)
     for table, length in zip(
         page["tokens"], page["series"]["completions/mean_length"]["y"], strict=True
     ):

@@ -12,6 +12,7 @@ from torch import nn
 
 from kedge import PPOConfig, PPOTrainer
 from kedge.testing import ScriptedRollouts
+from tests.e2e.small import QUIET
 
 # TRL averages these over padding, so that they are targets only where there is none.
 OVER_PADDING = {"policy/approxkl_avg", "policy/entropy_avg", "val/ratio", "val/ratio_var"}
@@ -43,13 +44,8 @@ def train(folder: Path, **changes: Any) -> tuple[dict[str, Any], PPOTrainer]:
         "shuffle_dataset": False,
         "max_grad_norm": 0.0,
         "score_position": "after_last",
-        "gradient_checkpointing": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "num_sample_generations": 0,
+        **QUIET,
         "stop_token": None,
-        "use_cpu": True,
-        "disable_tqdm": True,
         **record["config"],
     }
     trainer = PPOTrainer(

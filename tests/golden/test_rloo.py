@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from kedge import RLOOConfig, RLOOTrainer
 from kedge.testing import ScriptedRollouts
+from tests.e2e.small import QUIET
 from tests.golden.test_ppo_v2 import load, wrong_statistics, wrong_weights
 
 # TRL averages these over padding, and the ratio over tokens; the last is always 0 there.
@@ -36,13 +37,8 @@ def train(folder: Path, *, newer: bool = False, **changes: Any) -> tuple[Any, RL
         "seed": record["seed"],
         "shuffle_dataset": False,
         "max_grad_norm": 0.0,
-        "gradient_checkpointing": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "num_sample_generations": 0,
+        **QUIET,
         "stop_token": None,
-        "use_cpu": True,
-        "disable_tqdm": True,
         **record["config"],
     }
     if newer:

@@ -14,9 +14,9 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kedge.rollout.embedded import decode_graph
+from kedge.rollout.embedded import decode
+from kedge.rollout.embedded.decode import GrowingLayer
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.rollout.embedded.kv_cache import GrowingLayer
 from kedge.types import Rollout, Sampling
 from tests.contract.embedded import policy, prompts
 
@@ -34,13 +34,13 @@ def engine(family: str, **options: Any) -> EmbeddedEngine:
 
 def count_captures(patch: pytest.MonkeyPatch) -> list[bool]:
     captured: list[bool] = []
-    capture = decode_graph.DecodeGraph.capture
+    capture = decode.DecodeGraph.capture
 
     def counted(self: Any, tokens: torch.Tensor, forward: Any) -> bool:
         captured.append(capture(self, tokens, forward))
         return captured[-1]
 
-    patch.setattr(decode_graph.DecodeGraph, "capture", counted)
+    patch.setattr(decode.DecodeGraph, "capture", counted)
     return captured
 
 
@@ -79,7 +79,7 @@ def test_graphs_are_captured_while_another_thread_trains(monkeypatch: pytest.Mon
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        with decode_graph.capturing:
+        with decode.capturing:
             torch.cuda.empty_cache()
         return float(loss)
 
@@ -122,7 +122,7 @@ def test_a_step_that_cannot_be_captured_runs_without(
     captured.clear()
     check(sampler.generate(prompts(), sampling=SAMPLING, seed=3), expected)
     assert captured == [False]
-    decode_graph._failed.clear()
+    decode._failed.clear()
     monkeypatch.undo()
     check(sampler.generate(prompts(), sampling=SAMPLING, seed=3), expected)
 

@@ -13,6 +13,7 @@ from peft import LoraConfig
 from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from kedge.models.peft import quantization
 from kedge.testing import tiny_policy
+from tests.e2e.small import length_reward
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
 CUDA = torch.cuda.is_available()
@@ -30,10 +31,6 @@ FLAGS |= {"learning_rate": 1e-2, "per_device_train_batch_size": 8, "bf16": CUDA}
 ITERATIONS = 4
 
 
-def words(completions: list[str], **_: Any) -> list[float]:
-    return [len(c.split()) + 0.1 * (c.split()[:1] == ["w5"]) for c in completions]
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("base"))
@@ -48,7 +45,7 @@ def grpo(model: Any, folder: Path, bits: Any = None, **flags: Any) -> Any:
         args=GRPOConfig(**sizes | {"output_dir": str(folder), "beta": 0.1} | FLAGS | flags),
         processing_class=word_tokenizer(),
         model=model,
-        reward_funcs=words,
+        reward_funcs=length_reward,
         train_dataset=PROMPTS,
         peft_config=LORA,
         quantization_config=None if bits is None else quantization(bits),

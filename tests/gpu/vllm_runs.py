@@ -16,6 +16,7 @@ from peft import LoraConfig
 
 from kedge import AsyncPPOConfig, AsyncPPOTrainer, GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from kedge.testing import tiny_policy
+from tests.e2e.small import length_reward
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
 CUDA = torch.cuda.is_available()
@@ -27,10 +28,6 @@ EAGER = SMALL | {"enforce_eager": True}
 COLOCATED = {"use_vllm": True, "vllm_mode": "colocate"}
 IN_FLIGHT = {"rollout_schedule": "as_completed", "in_flight_weight_updates": True, "max_lag": 2}
 ITERATIONS = 6
-
-
-def words(completions: list[str], **_: Any) -> list[float]:
-    return [len(c.split()) + 0.1 * (c.split()[:1] == ["w5"]) for c in completions]
 
 
 def policy() -> Any:
@@ -45,7 +42,7 @@ def grpo(flags: dict[str, Any], **inputs: Any) -> Any:
         args=GRPOConfig(**sizes | {"max_completion_length": 24} | FLAGS | flags),
         processing_class=word_tokenizer(),
         model=policy(),
-        reward_funcs=words,
+        reward_funcs=length_reward,
         train_dataset=PROMPTS,
         **inputs,
     )

@@ -168,8 +168,7 @@ def local_engines(count: int = 2) -> Any:
     from accelerate import PartialState
 
     from kedge.rollout.embedded.engine import EmbeddedEngine
-    from kedge.rollout.sharded import ShardedEngine
-    from kedge.rollout.shared import build_shared_engine
+    from kedge.rollout.engines import ShardedEngine, build_shared_engine
     from kedge.testing import tiny_policy
     from tests.e2e.small import VOCAB
 

@@ -16,15 +16,16 @@ from transformers import TrainerCallback
 from kedge.errors import ConfigError, RolloutError
 from kedge.ray.actor import LostActorError
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.rollout.sharded import ShardedEngine
+from kedge.rollout.engines import ShardedEngine
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
+from tests.contract.embedded import prompts
 from tests.contract.engines import build_named
-from tests.contract.test_rollout_engine import prompts
 from tests.e2e.small import VOCAB, rows, small
 from tests.environments.test_trainers import played
 from tests.environments.toys import Echo
 from tests.on_ray.clusters import local, needs_ray
+from tests.unit.callback_runs import StopAt
 
 pytestmark = needs_ray
 ON_RAY = {"rollout_engine": "ray", "ray_engine": "embedded"}
@@ -153,14 +154,6 @@ def strike(actors, kills, steps, ended):
             os.kill(victim.pid, signal.SIGKILL)
         while len(steps) < reached + 3 and not ended.is_set():  # it was not lost in vain
             time.sleep(0.01)
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **_):
-        control.should_training_stop = state.global_step >= self.step
 
 
 def engine_of(count=2, **limits):

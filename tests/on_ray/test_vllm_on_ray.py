@@ -13,8 +13,8 @@ import torch
 from kedge.errors import SyncError
 from kedge.rollout.vllm import InProcess
 from kedge.types import Sampling
+from tests.contract.embedded import prompts
 from tests.contract.engines import has_vllm, needs_vllm
-from tests.contract.test_rollout_engine import prompts
 from tests.e2e.small import rows
 from tests.e2e.test_vllm import UPDATES, agreement, trainer
 from tests.on_ray.clusters import local, needs_ray
@@ -62,11 +62,11 @@ class Forgetful(InProcess):
 
 def send_to_the_second(monkeypatch):
     """The first engine gets weights from the object store, the second by vLLM's own transfer."""
-    from kedge.ray import build
-    from kedge.rollout.vllm.nccl_transfer import EngineGroup, NcclTransfer
+    from kedge.ray import engine
+    from kedge.rollout.vllm.weights import EngineGroup, NcclTransfer
     from tests.contract.relay import Relayed, info
 
-    plain = build.RayEngine
+    plain = engine.RayEngine
 
     def create(client, engines):
         return NcclTransfer(client, info(), limit=120.0, device=torch.device("cpu"))
@@ -79,7 +79,7 @@ def send_to_the_second(monkeypatch):
         settings = settings | {"service": functools.partial(kind, **arguments)}
         return plain(name, settings=settings, template=template, group=group, **named)
 
-    monkeypatch.setattr(build, "RayEngine", make)
+    monkeypatch.setattr(engine, "RayEngine", make)
 
 
 def test_two_engines_agree_with_the_learner_and_a_skipped_sync_is_caught(

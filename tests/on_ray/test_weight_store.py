@@ -14,15 +14,14 @@ from kedge.learner.learner_state import WeightCopier
 from kedge.models.fingerprint import WeightsCopy, fingerprint, policy_weights
 from kedge.ray import engine as ray_engine
 from kedge.ray.actor import ActorLimits
-from kedge.ray.engine import HostedEngine, RayEngine
-from kedge.ray.resources import SharedArgument
-from kedge.ray.weight_store import StoredWeights, stage_weights, store_weights
-from kedge.rollout.vllm import weight_payload
+from kedge.ray.engine import HostedEngine, RayEngine, StoredWeights, stage_weights, store_weights
+from kedge.ray.placement import SharedArgument
+from kedge.rollout.vllm import weights as weight_files
 from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.testing import tiny_policy
 from kedge.types import Receipt
 from tests.on_ray.clusters import local, needs_ray
-from tests.private_bytes import PrivateBytes
+from tests.storages import PrivateBytes
 
 pytestmark = needs_ray
 
@@ -149,7 +148,7 @@ def test_a_sync_holds_one_bucket_besides_the_store(
     puts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket, width = 1 << 20, 1 << 16  # bytes, numbers of a weight
-    monkeypatch.setattr(weight_payload, "BUCKET", bucket)
+    monkeypatch.setattr(weight_files, "BUCKET", bucket)
     policy = torch.nn.ModuleList([torch.nn.Linear(width, 1, bias=False) for _ in range(64)])
     stage = partial(stage_weights, dtype=torch.bfloat16)
     with PrivateBytes() as held:

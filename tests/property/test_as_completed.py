@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from kedge.errors import CheckpointError, LostRequestsError, SyncError
-from kedge.loop.hooks import StepReport
+from kedge.loop.updater import StepReport
+from kedge.rollout.engines import RankGroups
 from kedge.rollout.scheduler.dispatch import Dispatcher, deal
 from kedge.rollout.scheduler.joining import join_groups
-from kedge.rollout.shared import RankGroups
 from kedge.types import PromptBatch, Receipt, Rollout, Sample, Sampling, group_rows
 
 from .test_staleness import Broken, Checkpoints, Learner, Rescue, Run, Sampler, engine

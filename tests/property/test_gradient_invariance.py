@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kedge.algorithms import ppo
-from kedge.loop.micro_batches import micro_batches
+from kedge.loop.stages import micro_batches
 from tests.learners import experience, gradient, learner, rollout
 
 ROWS = 6

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.rollout.scheduler.dynamic_sampling import spare_step
+from kedge.rollout.scheduler.collector import spare_step
 from kedge.types import RewardOutput, Rollout, Sample, group_rows
 
 from .test_as_completed import Writing, threads

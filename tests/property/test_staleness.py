@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.loop.hooks import Hooks, StepReport
 from kedge.loop.loop import Engine
+from kedge.loop.updater import Hooks, StepReport
 from kedge.types import PromptBatch, Receipt, RewardOutput, Rollout, Sample, Sampling
 
 ONE = torch.ones(1, 1, dtype=torch.bool)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms import AdvantageInputs, Algorithm
-from kedge.math.loss_weights import WEIGHTINGS, row_mean
+from kedge.math.losses import WEIGHTINGS, row_mean
 from kedge.math.masked import one_rank
 from kedge.types import (
     AdvantageOutput,

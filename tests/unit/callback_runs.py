@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from transformers import TrainerCallback, TrainingArguments
 
 from kedge.checkpoint import checkpoint
-from kedge.loop.hooks import StepReport
-from kedge.trainers.run import run
-from kedge.trainers.run.hf_callbacks import Callbacks
+from kedge.loop.updater import StepReport
+from kedge.trainers import run
+from kedge.trainers.hf_callbacks import Callbacks
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
@@ -49,7 +49,7 @@ class StopAt(TrainerCallback):
         self.step = step
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
+        control.should_training_stop |= state.global_step >= self.step
 
 
 def args(folder, **kwargs):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kedge.algorithms import BUILTIN, grpo
 from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.loop.micro_batches import micro_batches, rows_within
+from kedge.loop.stages import micro_batches, rows_within
 from kedge.math.masked import one_rank
 from kedge.rollout.scheduler.collector import collect
 from kedge.types import (

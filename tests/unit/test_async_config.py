@@ -21,7 +21,6 @@ from kedge.config.base import foreign
 from kedge.config.declare import default_of
 from kedge.config.rollout_engines import assume_all_packages
 from kedge.errors import ConfigError, DataError
-from kedge.testing import tiny_policy
 
 from .text_toys import word_tokenizer
 
@@ -281,26 +280,6 @@ def test_the_scripts_say_what_they_mean(name: str, means: dict[str, Any], tmp_pa
     assert {key: getattr(options.config, key) for key in means} == means
     assert options.script.value_model_path == options.config.reward_model_path
     assert options.script.apply_verifiable_reward
-
-
-@pytest.mark.parametrize("name", ["debug/ppo.sh", "tulu3/ppo_8b.sh"])
-def test_the_scripts_can_be_planned(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With local data and models in place of those on the hub."""
-    model, chats = tmp_path / "model", tmp_path / "chats.jsonl"
-    row = {"messages": [{"role": "user", "content": "w3 w4"}], "ground_truth": "1"}
-    chats.write_text("\n".join(json.dumps(row | {"dataset": "gsm8k"}) for _ in range(6)))
-    tiny_policy(vocab_size=32, max_position_embeddings=4096).save_pretrained(model)
-    word_tokenizer().save_pretrained(model)
-    local = ("--dataset_mixer_list", str(chats), "1.0", "--dataset_mixer_eval_list", str(chats))
-    models = ("--model_name_or_path", str(model), "--reward_model_path", str(model))
-    flags = [*flags_of(SCRIPTS / name, tmp_path), *local, "2", *models, "--use_cpu"]
-    flags.append("--dummy_reward")
-    assert main(["plan", "async-ppo", *flags, "--output_dir", str(tmp_path / "out")]) == 0
-    rows = [line.strip(" │").split() for line in capsys.readouterr().out.splitlines()]
-    assert ["prompts", "│", "6", "│"] in rows or ["prompts", "│", "6"] in rows
-    assert any(row[:1] == ["peak"] for row in rows)
 
 
 def test_the_8b_recipe_fits_gpus_of_80_gb(

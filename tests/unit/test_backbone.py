@@ -1,4 +1,4 @@
-"""States below the trained layers: computed once per batch, and the same numbers."""
+"""States below the trained layers: computed once per batch, the same numbers; ``train_layers``."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from kedge.algorithms import ppo
-from kedge.errors import ConfigError
+from kedge.cli.arguments import parse
+from kedge.cli.tools.plan import plan
+from kedge.config.ppo import PPOv2Config
+from kedge.errors import CheckpointError, ConfigError
 from kedge.learner.learner import HFLearner
 from kedge.learner.reference import AdapterReference, frozen_copy
 from kedge.learner.settings import LearnerSettings
 from kedge.loop.stages import optimize
 from kedge.models import backbone as module
+from kedge.models.backbone import VarlenAttention
 from kedge.models.freezing import find_layers, share_frozen_weights, train_top_layers
-from kedge.models.joined_rows import VarlenAttention
 from kedge.models.model import causal_parts, get_backbone
 from kedge.models.packing import pack
 from kedge.models.peft import with_adapter
 from kedge.models.shared_base import value_adapter
 from kedge.models.value_head import build_value_head, load_value
+from kedge.testing import tiny_policy, tiny_reward_model
+from tests.e2e.small import VOCAB as WORDS
+from tests.e2e.small import rows, small
 from tests.learners import VOCAB, arguments, experience, rollout
 
 LAYERS = 4
@@ -298,3 +304,78 @@ def test_frozen_weights_are_held_once():
     assert len(cached._below) == 1
     share_frozen_weights(get_backbone(value), get_backbone(policy))
     assert not {id(p) for p in value.parameters()} & {id(p) for p in policy.parameters()}
+
+
+def trained(model):
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_policy_and_value_train_their_top_layers_and_numbers_stay():
+    logs = []
+    for cache in (True, False):
+        value = tiny_reward_model("llama", vocab_size=WORDS, layers=1)
+        policy = tiny_policy("llama", vocab_size=WORDS, layers=3)
+        trainer = small(model=policy, value_model=value, train_layers=2, cache_trunk=cache)
+        trainer.train()
+        assert {n.split(".")[2] for n in trained(policy) if "layers" in n} == {"1", "2"}
+        assert trained(policy) >= {"lm_head.weight", "model.norm.weight"}
+        assert "model.embed_tokens.weight" not in trained(policy) | trained(value)
+        assert {n.split(".")[2] for n in trained(value) if "layers" in n} == {"0"}  # has one
+        logs.append(rows(trainer))
+    names = ("objective/scores", "objective/kl", "loss/policy", "loss/value", "grad_norm")
+    for cached, plain in zip(*logs, strict=True):
+        shared = [name for name in names if name in plain]
+        assert shared
+        for name in shared:
+            assert cached[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_layers": 9}, "train_layers=9 must be at most 2, the layers of the policy"),
+        (
+            {"train_layers": 1, "peft_config": LoraConfig(task_type="CAUSAL_LM")},
+            "but the policy trains an adapter; .*layers_to_transform",
+        ),
+        (
+            {
+                "train_layers": 1,
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": True},
+            },
+            "needs use_reentrant=False",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        small(**changes)
+
+
+def test_the_plan_counts_what_trains(tmp_path):
+    tiny_policy(vocab_size=WORDS, layers=4).save_pretrained(tmp_path)
+    small().processing_class.save_pretrained(tmp_path)
+    flags = ["--model_name_or_path", str(tmp_path), "--total_episodes", "8", "--kl_coef", "0.1"]
+    flags += ["--reward_funcs", "tests/e2e/small.py:length_reward", "--output_dir", str(tmp_path)]
+
+    def models(*more):
+        return plan(parse([*flags, *more], prog="kedge plan", config=PPOv2Config))[2]
+
+    (whole, reference, *_), (top, small_reference, *_) = models(), models("--train_layers", "1")
+    total = whole.total
+    assert whole.trained == reference.total == top.total == total
+    assert top.trained == small_reference.total < total / 2
+    assert top.optimizer < whole.optimizer / 2
+    kept = top.activations - models("--train_layers", "1", "--cache_trunk", "False")[0].activations
+    assert kept > 0
+
+
+def test_a_resumed_run_must_train_the_same_layers(tmp_path):
+    options = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
+    small(train_layers=1, **options).train()
+    with (
+        pytest.warns(UserWarning, match="train_layers: 1 in the checkpoint, null now"),
+        pytest.raises(CheckpointError, match="the checkpoint's policy has 15 trained weights"),
+    ):
+        small(**options).train(resume_from_checkpoint=True)

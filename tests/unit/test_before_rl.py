@@ -16,12 +16,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from kedge.cli.main import main
 from kedge.models.packing import JoinedInput
-from kedge.pretrain.reward import init_head, shift_scores, train_reward
+from kedge.pretrain.trl import init_head, shift_scores, train_reward
 from kedge.rewards import RewardModel
-from kedge.rewards.heads import SHIFT
+from kedge.rewards.model import SHIFT
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Rollout
 
+from .advantage_inputs import rollout
 from .text_toys import EOS, word_tokenizer
 
 pytest.importorskip("trl", reason="TRL is not installed (the pipeline extra)")
@@ -170,13 +171,6 @@ def test_a_judge_reads_what_the_reward_model_was_trained_to_read(
     assert sorted(read) == sorted(row["chosen_ids"] for row in trained[0])
 
 
-def test_the_reward_of_training_has_the_shift() -> None:
-    model = tiny_reward_model(vocab_size=32)
-    plain = RewardModel(model).score(batch())
-    setattr(model.config, SHIFT, 2.5)
-    assert torch.allclose(RewardModel(model).score(batch()).scores, plain.scores + 2.5)
-
-
 def test_a_value_model_made_of_a_reward_model_starts_from_its_scores(tmp_path: Path) -> None:
     from kedge.models.value_head import load_value
 
@@ -202,17 +196,9 @@ def packed(tokens: list[int]) -> JoinedInput:
 
 def batch() -> Rollout:
     ids = torch.tensor([[3, 4], [5, 6]])
-    real, flag = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, dtype=torch.bool)
-    row = torch.arange(2)
+    real, row = torch.ones(2, 2, dtype=torch.bool), torch.arange(2)
     prompts = PromptBatch(ids=ids, mask=real, group=row, row=row)
-    return Rollout(
-        prompts=prompts,
-        ids=ids,
-        loss_mask=real,
-        response_mask=real,
-        terminated=flag,
-        version=row * 0,
-    )
+    return rollout(real, prompts=prompts, ids=ids)
 
 
 def test_the_head_starts_with_the_deviation_of_the_source() -> None:

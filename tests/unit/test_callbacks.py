@@ -12,11 +12,11 @@ from transformers.trainer_callback import ExportableState
 
 from kedge.checkpoint import checkpoint
 from kedge.errors import CheckpointError, ConfigError
-from kedge.loop.hooks import StepReport
+from kedge.loop.updater import StepReport
 from kedge.reporting.trackers import build_tables
-from kedge.trainers.run.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
-from kedge.types import PromptBatch, Rollout
+from kedge.trainers.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
 from tests.unit.callback_runs import Memory, Run, Spy, StopAt, args
+from tests.unit.text_toys import rollout_of
 
 # Since 5.4, transformers evaluates after the last step of seven, too.
 LAST = (7,) if Version(transformers.__version__) >= Version("5.4") else ()
@@ -213,30 +213,8 @@ def test_an_unknown_best_metric_is_named(tmp_path):
 # -------------------------------------------------------------------------------- measures
 
 
-def rollout_of(prompt_lengths, response_lengths):
-    def mask(lengths, width):
-        return torch.arange(width) < torch.tensor(lengths)[:, None]
-
-    n, P, R = len(prompt_lengths), 4, 6
-    prompts = PromptBatch(
-        ids=torch.zeros(n, P, dtype=torch.long),
-        mask=mask(prompt_lengths, P).flip(1),
-        group=torch.arange(n),
-        row=torch.arange(n),
-    )
-    present = mask(response_lengths, R)
-    return Rollout(
-        prompts=prompts,
-        ids=torch.zeros(n, R, dtype=torch.long),
-        loss_mask=present,
-        response_mask=present,
-        terminated=present[:, 0],
-        version=torch.zeros(n),
-    )
-
-
 @pytest.mark.parametrize(
-    ("include", "want"), [("no", None), ("all", 2 * 2 * 20), (True, 80), ("non_padding", 2 * 2 * 9)]
+    ("include", "want"), [("no", None), ("all", 2 * 2 * 16), (True, 64), ("non_padding", 2 * 2 * 9)]
 )
 def test_tokens_are_counted_over_all_ranks(tmp_path, include, want):
     run = Run(args(tmp_path, include_num_input_tokens_seen=include))
@@ -244,7 +222,7 @@ def test_tokens_are_counted_over_all_ranks(tmp_path, include, want):
     run.learner.world_size, run.learner.all_reduce = 2, lambda x: 2 * x
     for step in (1, 2):
         run.on_step_begin(step - 1)
-        rollout = rollout_of([1, 3], [2, 3])
+        rollout = rollout_of([([3], [3] * 2), ([3] * 3, [3] * 3)], extra=1)
         run.on_step_end(StepReport(step=step, metrics={}, rollout=rollout, reward_output=None))
     assert run.state.num_input_tokens_seen == (want or 0)
     assert run.memory.rows[-1].get("num_input_tokens_seen") == want

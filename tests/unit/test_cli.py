@@ -1,17 +1,30 @@
-"""The command line: commands, help, flags and files."""
+"""The command line: commands, help, flags, files, datasets, algorithms, rewards."""
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from kedge import GRPOConfig
 from kedge.cli.arguments import parse
-from kedge.cli.main import COMMANDS, main
-from kedge.cli.train.ppo import model_names
-from kedge.errors import ConfigError
+from kedge.cli.data import Splits, load_prompts
+from kedge.cli.main import COMMANDS, main, run_command
+from kedge.cli.tools.plan import plan
+from kedge.cli.train.ppo import (
+    build_rewards,
+    command_to_repeat,
+    find_reward,
+    load_algorithm,
+    model_names,
+    resume_point,
+)
+from kedge.errors import ConfigError, DataError
 
 MODEL = ["--model_name_or_path", "m"]
 
@@ -271,3 +284,280 @@ def test_defaults_of_a_script_give_way_to_file_and_flags(tmp_path):
     made = options(*MODEL, "--config", str(file), defaults=defaults)
     assert (made.config.response_length, made.config.max_prompt_length) == (7, 512)
     assert "max_prompt_length" not in made.given
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file.*csv:ResourceWarning")  # of datasets 3.0
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "csv", "parquet", "txt"])
+def test_prompts_from_a_file(tmp_path, rows, suffix):
+    import datasets
+
+    data = datasets.Dataset.from_json(str(rows), cache_dir=str(tmp_path / "cache"))
+    file = tmp_path / f"p.{suffix}"
+    if suffix in ("json", "jsonl"):
+        data.to_json(file)
+    elif suffix == "csv":
+        data.to_csv(file)
+    elif suffix == "parquet":
+        data.to_parquet(file)
+    else:
+        file.write_text("\n".join(data["prompt"]))
+    train, test = load_prompts(options(*MODEL, "--dataset_name", str(file)))
+    assert test is None
+    assert list(train["prompt"]) == [f"Day {i}" for i in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.jsonl", ""), ("b.jsonl", "\n\n"), ("c.csv", ""), ("d.csv", "prompt\n"), ("e.json", "[]")],
+)
+def test_an_empty_file_has_no_rows(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=rf"{name} has no rows, or"):
+        Splits(str(tmp_path / name)).load("train")
+
+
+def test_evaluation_prompts_from_another_file(tmp_path, rows, capsys):
+    (tmp_path / "held.jsonl").write_text('{"prompt": "Night 1"}\n')
+    flags = [*MODEL, "--dataset_name", str(rows), "--eval_dataset_name", f"{tmp_path}/held.jsonl"]
+    train, test = load_prompts(options(*flags, "--eval_strategy", "steps", "--eval_steps", "5"))
+    assert (len(train), list(test["prompt"])) == (30, ["Night 1"])
+    assert "has only the split" not in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"held.jsonl needs an evaluation: add --eval_strategy"):
+        load_prompts(options(*flags))
+
+
+def test_prompts_from_folders(tmp_path, rows):
+    import datasets
+
+    data = datasets.Dataset.from_json(str(rows), cache_dir=str(tmp_path / "cache"))
+    saved = tmp_path / "saved"
+    datasets.DatasetDict({"train": data, "test": data.select(range(3))}).save_to_disk(saved)
+    splits = Splits(str(saved))
+    assert (len(splits.load("train")), len(splits.load("test"))) == (30, 3)
+    one = tmp_path / "one"
+    data.save_to_disk(one)
+    assert len(Splits(str(one)).load("train")) == 30
+    files = tmp_path / "files"
+    (files / "data").mkdir(parents=True)
+    data.select(range(20)).to_parquet(files / "data" / "train-00000-of-00002.parquet")
+    data.select(range(20, 30)).to_parquet(files / "data" / "train-00001-of-00002.parquet")
+    data.select(range(4)).to_json(files / "data" / "test.jsonl")
+    splits = Splits(str(files))
+    assert list(splits.load("train")["prompt"])[-1] == "Day 29"
+    assert len(splits.load("test")) == 4
+    with pytest.raises(DataError, match="has no split 'dev'; its splits: test, train"):
+        splits.load("dev")
+
+
+def test_a_single_split_stands_for_any(rows, capsys):
+    made = options(*MODEL, "--dataset_name", str(rows), "--dataset_train_split", "descriptiveness")
+    train, _ = load_prompts(made)
+    assert len(train) == 30
+    assert "using it as 'descriptiveness'" in capsys.readouterr().err
+
+
+def test_evaluation_prompts_are_a_split_or_held_out(tmp_path, rows, capsys):
+    flags = [*MODEL, "--dataset_name", str(rows), "--output_dir", str(tmp_path / "o")]
+    train, test = load_prompts(options(*flags, "--eval_strategy", "steps", "--eval_steps", "5"))
+    assert (len(train), len(test)) == (27, 3)
+    assert list(test["prompt"]) == ["Day 27", "Day 28", "Day 29"]
+    assert "holding out the last 3 prompts" in capsys.readouterr().err
+
+
+def test_another_column_and_a_quick_look(tmp_path):
+    file = tmp_path / "q.jsonl"
+    lines = [json.dumps({"question": f"q{i}", "prompt": "no", "answer": i}) for i in range(200)]
+    file.write_text("\n".join(lines))
+    flags = [*MODEL, "--dataset_name", str(file), "--dataset_prompt_column"]
+    train, _ = load_prompts(options(*flags, "question", "--sanity_check"))
+    assert (len(train), train[7]) == (100, {"prompt": "q7", "answer": 7})
+    with pytest.raises(DataError, match="'nothing' does not exist; columns:"):
+        load_prompts(options(*flags, "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (None, "--dataset_name is required"),
+        ("./nowhere", "the file or folder does not exist"),
+        ("nowhere.jsonl", "the file or folder does not exist"),
+        ("EMPTY", "must be a folder with .json"),
+        ("BROKEN", "broken.json has no rows, or is not readable as json: "),
+        ("ODD", "must be one of .json"),
+    ],
+)
+def test_datasets_that_cannot_be_read(tmp_path, name, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.json").write_text("{nonsense")
+    (tmp_path / "odd.xyz").write_text("?")
+    places = {"EMPTY": "empty", "BROKEN": "broken.json", "ODD": "odd.xyz"}
+    if name in places:
+        name = str(tmp_path / places[name])
+    flags = [] if name is None else ["--dataset_name", name]
+    with pytest.raises(DataError) as error:
+        load_prompts(options(*MODEL, *flags))
+    assert message in str(error.value)
+
+
+def test_models_that_are_missing_or_have_no_use_are_named(rows):
+    with pytest.raises(ConfigError, match="--model_name_or_path is required"):
+        model_names(options("--dataset_name", str(rows)))
+    with pytest.raises(ConfigError, match="cannot load the model '/no/such'"):
+        plan(options("--model_name_or_path", "/no/such", "--dummy_reward"))
+    grpo = options(*MODEL, "--value_model_path", "v", config=GRPOConfig)
+    with pytest.raises(ConfigError, match="--value_model_path v: this algorithm has no value mo"):
+        model_names(grpo)
+
+
+def test_an_algorithm_from_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from kedge import ppo\n\nrule = ppo(lam=0.5)\n\n\ndef make():\n    return ppo()\n\nn = 3\n"
+    )
+    assert load_algorithm(None) is None
+    assert load_algorithm("ppo") is None
+    assert load_algorithm(f"{file}:rule").name == "ppo"
+    assert load_algorithm(f"{file}:make").name == "ppo"
+    with pytest.raises(ConfigError, match=r"mine.py:n must be a kedge\.Algorithm .* got int"):
+        load_algorithm(f"{file}:n")
+    with pytest.raises(ConfigError, match=r"cannot be loaded \(FileNotFoundError"):
+        load_algorithm(f"{tmp_path}/none.py:rule")
+    with pytest.raises(ConfigError, match="has no attribute 'other'"):
+        load_algorithm(f"{file}:other")
+    file.write_text("1 / 0")
+    with pytest.raises(ConfigError, match=r"cannot be loaded \(ZeroDivisionError: division"):
+        load_algorithm(f"{file}:rule")
+
+
+@pytest.mark.parametrize("spec", ["nonsense", "remaxx", ":rule", "mine.py:", "a b:c"])
+def test_an_algorithm_that_there_is_not_names_those_that_there_are(spec):
+    with pytest.raises(ConfigError, match=f"--algorithm {spec}.*reinforce_pp_baseline, remax, fi"):
+        load_algorithm(spec)
+
+
+def test_control_codes_of_an_error_do_not_reach_the_terminal(capsys):
+    def fails(argv):
+        raise ConfigError("the server said\n\x1b[31mred\x07 é")
+
+    assert run_command(fails, [], name="kedge") == 2
+    assert capsys.readouterr().err == "kedge: error: the server said \\x1b[31mred\\x07 é\n"
+
+
+def test_options_of_an_algorithm():
+    made = load_algorithm("reinforce_pp", '{"baseline": true, "reward_clip_range": [-1, 1]}')
+    assert made.name == "reinforce_pp_baseline"
+    assert made.min_group == 2
+    assert load_algorithm("kedge.algorithms:grpo", '{"importance_sampling_level": "sequence"}').name
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "message"),
+    [
+        ("remax", '{"lam": 0.9}', "unexpected keyword argument 'lam'"),
+        (
+            "reinforce_pp",
+            '{"loss_kl_estimator": "k9"}',
+            "loss_kl_estimator must be one of k1, k2, k3, abs, got 'k9'",
+        ),
+        ("reinforce_pp", "[1]", "must be a JSON object"),
+        ("reinforce_pp", "beta=1", "must be a JSON object"),
+        (None, '{"lam": 0.9}', "needs --algorithm"),
+        ("tests.unit.text_toys:word_tokenizer", None, "must be a kedge.Algorithm"),
+    ],
+)
+def test_bad_options_of_an_algorithm(rule, given, message):
+    with pytest.raises(ConfigError) as error:
+        load_algorithm(rule, given)
+    assert message in str(error.value)
+
+
+# -- rewards --------------------------------------------------------------------------------------
+
+FUNCS = ["--reward_funcs", "mine.py:f"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "model", "names", "weights"),
+    [
+        ([*FUNCS], False, ["mine.py:f"], None),
+        (["--apply_verifiable_reward"], False, ["verifiable"], [10.0]),
+        (
+            "--reward_model_path m --reward_model_multiplier 0.5 --apply_verifiable_reward "
+            "--verification_reward 3 --add_r1_style_format_reward "
+            "--r1_style_format_reward 2 --reward_funcs mine.py:f",
+            True,
+            ["mine.py:f", "verifiable", "r1_style_format"],
+            [0.5, 1.0, 3.0, 2.0],
+        ),
+    ],
+)
+def test_reward_flags(flags, model, names, weights):
+    given = flags.split() if isinstance(flags, str) else flags
+    made = options(*MODEL, *given)
+    assert find_reward(made, "m") == ("m" if model else None)
+    functions, factors = build_rewards(made, model=model)
+    assert [f if isinstance(f, str) else f.__name__ for f in functions] == names
+    assert factors == weights
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--verification_reward 3", "--verification_reward needs --apply_verifiable"),
+        ("--r1_style_format_reward 3", "needs --add_r1_style_format_reward"),
+        ("--reward_model_path m --reward_model_multiplier 0", "leaves out the model"),
+        ("--reward_model_multiplier 2", "needs --reward_model_path"),
+        (
+            "--apply_verifiable_reward --reward_weights 1",
+            "--reward_weights and --apply_verifiable_reward both set",
+        ),
+    ],
+)
+def test_reward_flags_that_contradict(flags, message):
+    made = options(*MODEL, *flags.split())
+
+    def read():
+        find_reward(made, "m")
+        build_rewards(made, model=False)
+
+    with pytest.raises(ConfigError) as error:
+        read()
+    assert message in str(error.value)
+
+
+def test_a_model_without_weight_is_not_loaded(tiny):
+    flags = ["--model_name_or_path", str(tiny), "--reward_model_path", "/no/such"]
+    more = ["--reward_model_multiplier", "0", "--apply_verifiable_reward"]
+    assert model_names(options(*flags, *more)).reward is None
+
+
+def test_where_to_resume_alone_means_the_newest():
+    for given, place in ((None, None), ("True", True), ("false", None), ("a/c-2", "a/c-2")):
+        assert resume_point(given) == place
+    alone = parse(["--resume_from_checkpoint", "--max_steps", "3"], prog="kedge ppo")
+    assert resume_point(alone.config.resume_from_checkpoint) is True
+    assert alone.config.max_steps == 3
+    named = parse(["--resume_from_checkpoint=runs/a/checkpoint-2"], prog="kedge ppo")
+    assert named.config.resume_from_checkpoint == "runs/a/checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    ("typed", "want"),
+    [
+        ("/venv/bin/kedge ppo --x 'a b' --bf16", "kedge ppo --x 'a b' --bf16"),
+        ("kedge ppo --resume_from_checkpoint True --x 1", "kedge ppo --x 1"),
+        ("kedge ppo --resume-from-checkpoint=a --x 1", "kedge ppo --x 1"),
+        ("kedge ppo --resume_from_checkpoint", "kedge ppo"),
+        ("train/ppo.py --x 1", "python train/ppo.py --x 1"),
+        ("kedge ppo --hub_token hf_123", None),
+        ("/usr/bin/pytest -q", None),
+        ("/kedge/__main__.py ppo --x 1", "python -m kedge ppo --x 1"),
+    ],
+)
+def test_the_command_that_resumes(monkeypatch, typed, want):
+    monkeypatch.setattr(sys, "argv", shlex.split(typed))
+    module = SimpleNamespace(origin="/kedge/__main__.py", name="kedge.__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", module)
+    assert command_to_repeat() == want
+    monkeypatch.setenv("RANK", "0")
+    assert command_to_repeat() is None  # a launcher's words

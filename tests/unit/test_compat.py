@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from kedge.compat import APIS, install
+from kedge.compat import APIS, NameFinder, install
 from kedge.compat.__main__ import detect_api
-from kedge.compat.finder import NameFinder
 from kedge.errors import ConfigError
 from tests import processes
 

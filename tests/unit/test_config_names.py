@@ -7,6 +7,7 @@ import pickle
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import transformers
@@ -16,8 +17,7 @@ import kedge
 from kedge import AsyncPPOConfig, GRPOConfig, RLOOConfig
 from kedge.algorithms import grpo, ppo, rloo
 from kedge.config.base import foreign
-from kedge.config.compat.parser import ConfigParser
-from kedge.config.compat.training_arguments import INHERITED, TRANSFORMERS4
+from kedge.config.compat import INHERITED, TRANSFORMERS4
 from kedge.config.declare import (
     Alias,
     NoEffect,
@@ -27,11 +27,12 @@ from kedge.config.declare import (
     resume_values,
     status,
 )
+from kedge.config.parser import ConfigParser
 from kedge.config.ppo import PPOConfig, PPOv2Config
-from kedge.config.rollout_engines import ROLLOUT_ENGINES, assume_all_packages, load_function
+from kedge.config.rollout_engines import ROLLOUT_ENGINES, assume_all_packages
 from kedge.errors import ConfigError
 from kedge.loop.batch_sizes import compute_batch_sizes
-from kedge.ray.resources import RayCluster
+from kedge.ray.placement import RayCluster
 from kedge.rewards import reward_source
 
 PRINTED = json.loads((Path(__file__).parent / "ppo_config_defaults.json").read_text())
@@ -136,7 +137,7 @@ def test_every_field_that_acts_is_read_somewhere(cls):
     used = {*re.findall(r"\b(?:args|_args|config|self|c|options)(?=\.(\w+))", text)}
     used |= {*re.findall(r'getattr\((?:config|args|self\.args), "(\w+)"', text)}
     takes_options = [ppo, rloo, grpo, compute_batch_sizes, RayCluster, reward_source]
-    takes_options += [load_function(spec.build) for spec in ROLLOUT_ENGINES.values()]
+    takes_options += [resolve_name(spec.build) for spec in ROLLOUT_ENGINES.values()]
     by_signature = {name for g in takes_options for name in inspect.signature(g).parameters}
     missing = []
     for f in fields(cls):

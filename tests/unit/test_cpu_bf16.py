@@ -7,10 +7,10 @@ from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
-from kedge.ops.cpu import low_precision, matmul
-from kedge.ops.cpu.low_precision import SHORT_ATTENTION, float32_attention
+from kedge.ops.cpu import matmul
+from kedge.ops.cpu.matmul import SHORT_ATTENTION, float32_attention
 from kedge.ops.cpu.patch import Kernels
-from kedge.pretrain.supervised import train_with_kernels
+from kedge.pretrain.trl import train_with_kernels
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def native(monkeypatch):
-    monkeypatch.setattr(low_precision, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(matmul, "multiplies_bf16", lambda: True)
     monkeypatch.setattr(matmul, "SMALLEST", 0)
 
 

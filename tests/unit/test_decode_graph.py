@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kedge.rollout.embedded import decode
-from kedge.rollout.embedded.decode_graph import DecodeGraph
+from kedge.rollout.embedded.decode import DecodeGraph
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.types import Rollout, Sampling
 from tests.contract.embedded import policy, prompts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kedge.rollout.scheduler.dynamic_sampling import resample_uniform_groups, spare_step
+from kedge.rollout.scheduler.collector import resample_uniform_groups, spare_step
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, RewardOutput, Sample
 from tests.e2e.small import rows

@@ -21,7 +21,7 @@ from kedge import (
 from kedge.cli.tools.generate import generate_completions
 from kedge.errors import ConfigError
 from kedge.loop.preflight import _find_warnings
-from kedge.models.end_tokens import eos_token_ids
+from kedge.models.load import eos_token_ids
 from kedge.testing import ConstantReward, tiny_policy
 from kedge.types import Sampling
 

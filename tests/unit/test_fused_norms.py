@@ -1,9 +1,12 @@
-"""RMS norms as one kernel: which layers qualify, and their values and gradients."""
+"""RMS norms as one kernel, grouped attention without copies, and freed memory of a CPU."""
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
+from transformers.integrations import sdpa_attention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
@@ -11,7 +14,9 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from kedge.ops.cpu import patch
 from kedge.ops.cpu.patch import Kernels
-from kedge.ops.fused_norms import fused_forward, is_standard
+from kedge.ops.gpu import attend_grouped, fused_forward, is_standard
+from kedge.rollout.embedded.decode import GrowingLayer
+from tests import processes
 
 
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen2RMSNorm])
@@ -65,3 +70,55 @@ def test_a_bias_or_a_second_input_is_left_to_the_layer(monkeypatch: pytest.Monke
 def test_layers_that_compute_something_else_stay_as_they_are() -> None:
     layers = [Gemma2RMSNorm(16), OwnRMSNorm(16), T5LayerNorm(16), torch.nn.RMSNorm(16)]
     assert not any(is_standard(layer) for layer in [*layers, torch.nn.LayerNorm(16)])
+
+
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_grouped_heads_attend_as_with_repeated_keys(scaling: float | None) -> None:
+    torch.manual_seed(0)
+    query, mask = torch.randn(3, 6, 1, 8).double(), torch.rand(3, 1, 1, 10) < 0.6
+    mask[..., -1] = True
+    key, value = torch.randn(3, 2, 10, 8).double(), torch.randn(3, 2, 10, 5).double()
+    repeated = (sdpa_attention.repeat_kv(x, 3) for x in (key, value))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = attend(query, *repeated, attn_mask=mask, scale=scaling).transpose(1, 2)
+    states = attend_grouped(query, key, value, mask, scaling)
+    assert states.shape == (3, 1, 6, 5)
+    torch.testing.assert_close(states, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_keys_stay_float32_on_a_cpu() -> None:
+    layer = GrowingLayer()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        keys, _ = layer.update(torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4))
+    assert keys.dtype == torch.float32  # attention of single tokens is faster in it there
+
+
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+FRESH = """
+from pathlib import Path
+import torch
+from kedge.ops.cpu.patch import keep_freed_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+for keep in (False, True):
+    keep_freed_memory(keep)
+    before = resident()
+    blocks, pins = [], []
+    for _ in range(16):
+        blocks.append(torch.ones(2 << 20))
+        pins.append(torch.ones(1 << 9))
+    blocks.clear()
+    print(resident() - before)
+    pins.clear()
+"""
+
+
+@glibc
+def test_freed_blocks_between_small_ones_are_kept_or_returned():
+    done = processes.run("-c", FRESH)
+    assert done.returncode == 0, done.stderr[-3000:]
+    left, kept = map(int, done.stdout.split())
+    assert kept > 100
+    assert left < 64

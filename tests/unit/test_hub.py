@@ -15,7 +15,7 @@ from kedge.errors import ConfigError, HubError
 from kedge.reporting.hub import Hub, PushOnSave, build_hub
 from kedge.reporting.run_info import model_card
 from kedge.reporting.trackers import HubTables
-from kedge.trainers.run.hf_callbacks import Callbacks
+from kedge.trainers.hf_callbacks import Callbacks
 from tests.e2e.small import PROMPTS, rows, small
 
 

@@ -14,14 +14,14 @@ from kedge.algorithms import ppo
 from kedge.compat import trl_trainers
 from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError, RolloutError
-from kedge.math.importance import Correction
-from kedge.testing import ScriptedRollouts, tiny_policy
-from kedge.trainers.assembly.rollout import build_correction
+from kedge.math.ratios import Correction
+from kedge.testing import tiny_policy
+from kedge.trainers.assembly.run import build_correction
 from kedge.types import RewardOutput, Rollout, Sampling
 from tests.e2e.small import small
 from tests.e2e.test_groups import grpo, rloo
 from tests.learners import with_metrics
-from tests.unit.toys import ToyEngine, ToyLearner, ToyPrompts
+from tests.unit.toys import ToyEngine, ToyLearner, ToyPrompts, prefix
 
 
 def sample(learner: ToyLearner, *, shift: float, version: int) -> tuple[Rollout, RewardOutput]:
@@ -55,6 +55,51 @@ def test_stale_rows_are_anchored_at_their_sampler_or_decoupled_from_it() -> None
     decoupled, _ = with_metrics(rollout, judged, learner, ppo(), 0.0, Correction(high=2.0))
     assert torch.allclose(decoupled.old_logprobs, own)
     assert torch.allclose(decoupled.advantages, math.exp(0.3) * anchored.advantages, rtol=1e-4)
+
+
+@pytest.mark.parametrize("correction", [Correction(), Correction(kind="ratio"), None])
+def test_the_kl_of_stale_tokens_is_the_learner_s(correction: Correction | None) -> None:
+    """Every token as often as mu samples it: means over rows are expectations under mu."""
+    count = torch.tensor([5, 4, 3, 3, 3, 2])
+    mu = count.double() / 20
+    pi, ref = (
+        torch.tensor([1, 1, 4, 4, 5, 2], dtype=torch.float64) / 17,  # pi / mu is at most 2
+        torch.tensor([5, 5, 2, 1, 1, 3], dtype=torch.float64) / 17,
+    )
+    learner = learner_at(2)
+    learner.logits = pi.log().requires_grad_()
+    learner.reference = ref.log()
+    rollout, _ = sample(learner, shift=0.0, version=1)
+    ids = torch.zeros(20, 4, dtype=torch.long)
+    ids[:, 0] = torch.arange(6).repeat_interleave(count)
+    mask = prefix([1] * 20)
+    prompts = ToyPrompts(20, 1).batch(0)
+    rollout = replace(
+        rollout, prompts=prompts, ids=ids, loss_mask=mask, response_mask=mask,
+        terminated=mask[:, 0], version=torch.ones(20, dtype=torch.long),
+        behavior_logprobs=mu.log()[ids],
+    )  # fmt: skip
+    none = RewardOutput(scores=torch.zeros(20), valid=mask[:, 0])
+    algorithm = ppo(lam=1.0, whiten_advantages=False)
+    made, metrics = with_metrics(rollout, none, learner, algorithm, 0.1, correction)
+
+    def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return (p * (p / q).log()).sum()
+
+    of_mu, of_pi = float(kl(mu, ref)), float(kl(pi, ref).detach())
+    assert of_mu - float(kl(mu, pi).detach()) < -0.1  # the mean of log(pi / ref) under mu
+    want = of_mu if correction is None else of_pi
+    assert metrics["objective/kl"] == pytest.approx(want, abs=1e-6)
+    assert metrics["objective/non_score_reward"] == pytest.approx(-0.1 * want, abs=1e-6)
+
+    learner.logits.grad = None
+    logprobs = learner.logits.log_softmax(0)[ids]
+    ratio = (logprobs - made.old_logprobs).exp()  # as in the loss; 1 where weights multiply
+    (made.advantages * ratio)[mask].mean().backward()
+    gradient = learner.logits.grad
+    (exact,) = torch.autograd.grad(-0.1 * kl(learner.logits.softmax(0), ref), learner.logits)
+    right = torch.allclose(gradient, exact, atol=1e-7)
+    assert right == (correction is not None)
 
 
 IN_FLIGHT = {"rollout_schedule": "as_completed", "in_flight_weight_updates": True}
@@ -205,13 +250,6 @@ def test_what_cannot_be_weighed_is_refused(tmp_path: Any) -> None:
     both = {"sampler_correction": "mask", "vllm_importance_sampling_mode": "token_mask"}
     with pytest.raises(ConfigError, match="both set the importance weights"):
         run_of("grpo", tmp_path, **both)
-    with pytest.raises(ConfigError, match="ScriptedRollouts records none"):
-        run_of(
-            "ppo",
-            tmp_path,
-            sampler_correction="mask",
-            rollout_engine=ScriptedRollouts([[[3, 1]] * 4]),
-        )
 
 
 def test_what_an_engine_of_ones_own_records_is_checked_and_not_believed(tmp_path: Any) -> None:

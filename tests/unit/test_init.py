@@ -11,13 +11,10 @@ from kedge import AsyncPPOConfig
 from kedge.cli.main import main
 from kedge.cli.tools.init import RECIPES, SIZES, SOURCES, settings
 from kedge.testing import tiny_policy
+from tests.environments.toys import TEMPLATE
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <eos> ' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
-)
 
 
 def show_settings(recipe, size):

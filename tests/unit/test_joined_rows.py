@@ -8,9 +8,8 @@ from transformers import Gemma3Config, Gemma3Model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kedge.algorithms import ppo
-from kedge.loop.micro_batches import micro_batches
-from kedge.models.backbone import run_backbone
-from kedge.models.joined_rows import VarlenAttention, run_packed, supports_packing
+from kedge.loop.stages import micro_batches
+from kedge.models.backbone import VarlenAttention, run_backbone, run_packed, supports_packing
 from kedge.models.packing import pack
 from kedge.testing import tiny_policy
 from tests.learners import SLOTS, VOCAB, experience, learner, one_rank, rollout

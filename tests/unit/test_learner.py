@@ -10,9 +10,17 @@ from kedge.errors import ConfigError, DataError, KedgeError
 from kedge.learner.learner_state import WeightCopier
 from kedge.learner.reference import FrozenModel
 from kedge.models.fingerprint import fingerprint
-from kedge.models.value_head import ScalarHead
 from kedge.testing import tiny_policy
-from tests.learners import VOCAB, Recorder, arguments, experience, learner, rollout, take_step
+from tests.learners import (
+    VOCAB,
+    Recorder,
+    arguments,
+    experience,
+    learner,
+    random_head,
+    rollout,
+    take_step,
+)
 
 FAMILIES = ["llama", "gpt2", "gpt_neox", "qwen2"]
 
@@ -84,7 +92,7 @@ def test_stop_tokens_that_could_not_be_drawn_are_left_out():
 def test_gradients_are_clipped_per_model_and_the_norm_is_the_one_before(shared):
     def run(limit):
         torch.manual_seed(0)
-        value = ScalarHead(32, init="normal") if shared else "model"
+        value = random_head(32) if shared else "model"
         found = learner(value=value, max_grad_norm=limit)
         trained = found._trained()
         recorder = found.optimizer = Recorder([p for ps in trained.values() for p in ps])
@@ -107,7 +115,7 @@ def test_gradients_are_clipped_per_model_and_the_norm_is_the_one_before(shared):
 
 @pytest.mark.parametrize(("shared", "limit"), [(False, 0.0), (True, 0.0), (False, 1e-4)])
 def test_only_value_leaves_the_policy_alone(shared, limit):
-    value = ScalarHead(32, init="normal") if shared else "model"
+    value = random_head(32) if shared else "model"
     found = learner(value=value, max_grad_norm=limit)
     print_before = found.fingerprint()
     value_before = fingerprint(dict(found.value.named_parameters()))
@@ -121,7 +129,7 @@ def test_only_value_leaves_the_policy_alone(shared, limit):
 
 
 def test_shared_backbone_learns_from_both():
-    found = learner(value=ScalarHead(32, init="normal"))
+    found = learner(value=random_head(32))
     recorder = found.optimizer = Recorder([found.policy.model.layers[0].mlp.up_proj.weight])
     take_step(found)
     batch = experience(rollout())

@@ -12,15 +12,14 @@ from peft import LoraConfig
 from kedge.algorithms import ppo
 from kedge.learner.learner_state import WeightCopier
 from kedge.learner.reference import AdapterReference, frozen_copy
-from kedge.loop.micro_batches import micro_batches
+from kedge.loop.stages import micro_batches
 from kedge.models.fingerprint import fingerprint, full_tensor, policy_weights
 from kedge.models.load import load_policy
 from kedge.models.peft import with_adapter
-from kedge.models.value_head import ScalarHead
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Sampling
-from tests.learners import VOCAB, arguments, experience, learner, rollout
+from tests.learners import VOCAB, arguments, experience, learner, random_head, rollout
 from tests.ranks import leave, run_ranks
 
 SHARDED = {
@@ -60,7 +59,7 @@ def count_gathers() -> dict[str, int]:
 
 def build(mode: str, rank: int):
     torch.manual_seed(rank)  # a head made from other random numbers on each rank
-    value = ScalarHead(32, init="normal") if "shared" in mode else "model"
+    value = random_head(32) if "shared" in mode else "model"
     if "shared" in mode and rank == 0:
         torch.nn.init.constant_(value.summary.weight, 0.05)
     policy = tiny_policy(vocab_size=VOCAB, tie_word_embeddings="shared" in mode)
@@ -126,9 +125,7 @@ def run(mode: str, out: str) -> None:
     assert found.fingerprint() == fingerprint(whole)  # although no rank gathered anything
     weights = {name: x.flatten().double().tolist() for name, x in found.weights().items()}
     found.save(Path(out + "-policy"), Path(out + "-value"))
-    if rank == 0:
-        Path(out).write_text(json.dumps({"metrics": note, "weights": weights}))
-    leave()
+    leave({"metrics": note, "weights": weights}, out)
 
 
 @pytest.mark.slow

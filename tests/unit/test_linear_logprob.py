@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kedge.ops import linear_logprob as module
 from kedge.ops.linear_logprob import Head, TokenConstraints, linear_kl, linear_logprob
-from tests.largest import Largest
+from tests.storages import Largest
 
 N, H, V = 7, 5, 1000
 

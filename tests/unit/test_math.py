@@ -19,18 +19,19 @@ from kedge.math.advantage import (
     length_adaptive_lambda,
     rewards_to_go,
 )
-from kedge.math.importance import Correction, importance_weights
 from kedge.math.kl import absolute, k1, k2, k3
-from kedge.math.loss_weights import row_mean, row_then_token_mean, token_mean
 from kedge.math.losses import (
     Clip,
     clipped_policy_loss,
     clipped_value_loss,
     policy_is_clipped,
+    row_mean,
+    row_then_token_mean,
+    token_mean,
     value_is_clipped,
 )
 from kedge.math.masked import extend, last_true, masked_mean, moments, one_rank, standardize, whiten
-from kedge.math.ratios import mean_over_tokens, ratios
+from kedge.math.ratios import Correction, importance_weights, mean_over_tokens, ratios
 from kedge.math.rewards import overlong_penalty, place_score
 from tests.unit.advantage_inputs import prefix
 
@@ -280,18 +281,6 @@ def test_clips(ratio: float, advantage: float, clip: Clip, loss: float, stuck: b
     assert policy_is_clipped(r, a, clip=clip).item() is stuck
     (grad,) = torch.autograd.grad(found.sum(), r)
     assert (grad.item() == 0) is stuck
-
-
-def test_ratios_of_tokens_and_responses() -> None:
-    mask = prefix([3, 1], 3)
-    log_ratio = torch.tensor([[0.1, 0.2, 0.3], [0.5, 0.0, 0.0]], requires_grad=True)
-    values = {
-        level: ratios(log_ratio, mask, level) for level in ("token", "sequence", "sequence_mean")
-    }
-    assert values["token"][0].tolist() == pytest.approx([math.exp(x) for x in (0.1, 0.2, 0.3)])
-    assert values["sequence"][0].tolist() == pytest.approx([math.exp(0.6)] * 3)
-    assert values["sequence_mean"][0].tolist() == pytest.approx([math.exp(0.2)] * 3)
-    assert values["sequence_mean"][1, 0].item() == pytest.approx(math.exp(0.5))
 
 
 def test_the_ratio_of_a_response_has_its_gradient() -> None:

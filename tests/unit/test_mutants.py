@@ -10,7 +10,7 @@ from tests.mutants import MUTANTS, ROOT, survives
 def test_every_bug_still_has_its_place() -> None:
     gone = [m.name for m in MUTANTS if m.old not in (ROOT / "src/kedge" / m.file).read_text()]
     assert gone == []
-    assert len(MUTANTS) >= 20
+    assert len(MUTANTS) >= 75  # a group that stands twice loses one
 
 
 @pytest.mark.slow

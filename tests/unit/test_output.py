@@ -19,9 +19,8 @@ from kedge import PPOConfig, output
 from kedge.cli.main import main
 from kedge.cli.tools import generate
 from kedge.errors import ConfigError
-from kedge.output import LOCK, RunLock, check_file, check_folder
+from kedge.output import LOCK, RunLock, check_file, check_folder, lock_output_dir
 from kedge.trainers.base import TrainerShell
-from kedge.trainers.run.files import lock_output_dir
 
 HOLD = "import sys, time; from kedge.output import RunLock; lock = RunLock(sys.argv[1]);"
 HOLD += "lock.__enter__(); print('held', flush=True); sys.stdin.read()"
@@ -198,7 +197,7 @@ def test_the_first_rank_holds_the_lock_and_all_hear_of_it(
         told[:] = told or sent  # the first rank calls first
         return told
 
-    monkeypatch.setattr("kedge.trainers.run.files.broadcast_object_list", broadcast)
+    monkeypatch.setattr("accelerate.utils.broadcast_object_list", broadcast)
     for rank in (0, 1):
         with pytest.raises(ConfigError, match=f"process {other.pid}"):
             lock_output_dir(claim(tmp_path / "run", rank=rank, ranks=2)).__enter__()

@@ -15,7 +15,7 @@ import yaml
 from kedge.cli.main import main
 from kedge.cli.tools import pipeline
 from kedge.errors import ConfigError, KedgeError
-from kedge.judges.match import interval
+from kedge.judges import interval
 
 pytest.importorskip("trl", reason="TRL is not installed (the pipeline extra)")
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")

@@ -13,14 +13,12 @@ import torch
 
 from kedge.errors import ConfigError, LostNodeError, SyncError
 from kedge.ray.launch import Failure, failure
-from kedge.ray.placement import plan_bundles
-from kedge.ray.resources import from_launch
+from kedge.ray.placement import from_launch, plan_bundles
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.rollout.rows import join_rollouts, slice_rollout, split_rows, stack_prompts
-from kedge.rollout.sharded import ShardedEngine, start_all
+from kedge.rollout.engines import ShardedEngine, join_rollouts, slice_rollout, start_all
 from kedge.testing import tiny_policy
-from kedge.types import PromptBatch, Receipt, Sampling
-from tests.contract.test_rollout_engine import prompts
+from kedge.types import PromptBatch, Receipt, Sampling, with_unique_groups
+from tests.contract.embedded import prompts
 
 SAMPLING = Sampling(max_new_tokens=12, stop_ids=(5, 6, 7, 8))
 
@@ -64,7 +62,7 @@ class TestPlan:
 
         def slots(rank, role, count, **about):
             at = SimpleNamespace(rank=rank, world_size=2, placement=placement)
-            monkeypatch.setattr("kedge.ray.resources.get_context", lambda: at)
+            monkeypatch.setattr("kedge.ray.placement.get_context", lambda: at)
             found = from_launch(role, count=count, option="ray_ref_workers", **about)
             return None if found is None else [slot.index for slot in found.slots]
 
@@ -141,12 +139,14 @@ class TestRows:
     def test_ranks_get_what_they_would_have_sampled_alone(self):
         engine, batch = embedded(extra_column=True), prompts(copies=2)
         parts = []
-        for rows in split_rows(len(batch), 3):
+        for rows in torch.arange(len(batch)).tensor_split(3):
             p = batch.rows(rows)
             n = int(p.mask.any(0).nonzero().min())  # as wide as this rank's longest prompt
             group = p.group - p.group.min()  # ranks count from 0
             parts.append(PromptBatch(ids=p.ids[:, n:], mask=p.mask[:, n:], group=group, row=p.row))
-        whole = engine.generate(stack_prompts(parts), sampling=SAMPLING, seed=2)
+        whole = engine.generate(
+            PromptBatch.cat(with_unique_groups(parts)), sampling=SAMPLING, seed=2
+        )
         start = 0
         for part in parts:
             want = engine.generate(part, sampling=SAMPLING, seed=2)
@@ -158,7 +158,7 @@ class TestRows:
     def test_shares_of_different_width_are_joined(self):
         engine, batch = embedded(), prompts()
         short = Sampling(max_new_tokens=2)
-        halves = [batch.rows(rows) for rows in split_rows(6, 2)]
+        halves = [batch.rows(rows) for rows in torch.arange(6).tensor_split(2)]
         a = engine.generate(halves[0], sampling=short, seed=0)
         b = engine.generate(halves[1], sampling=SAMPLING, seed=0)
         found = join_rollouts(batch, [a, b], pad_id=9)

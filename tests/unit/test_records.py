@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from kedge.errors import RolloutError
-from kedge.rollout.rows import join_rollouts
-from kedge.rollout.scheduler.dynamic_sampling import resample_uniform_groups
+from kedge.rollout.engines import join_rollouts
+from kedge.rollout.scheduler.collector import resample_uniform_groups
 from kedge.rollout.scheduler.joining import join_groups
 from kedge.types import Episodes, PromptBatch, RewardOutput, Rollout, Sample
+from tests.unit.advantage_inputs import rollout
 
 
 def sample(scores: list[float], width: int, *, dense: float | None = None, **judged) -> Sample:
@@ -25,20 +26,13 @@ def sample(scores: list[float], width: int, *, dense: float | None = None, **jud
         row=torch.arange(rows),
         columns={"row": list(range(rows))},
     )
-    rollout = Rollout(
-        prompts=prompts,
-        ids=torch.full((rows, width), 5),
-        loss_mask=mask,
-        response_mask=mask,
-        terminated=mask[:, 0],
-        version=torch.zeros(rows, dtype=torch.long),
-        behavior_logprobs=-mask.float(),
-    )
+    ids, logprobs = torch.full((rows, width), 5), -mask.float()
+    made = rollout(mask, prompts=prompts, ids=ids, behavior_logprobs=logprobs)
     rewards = None if dense is None else torch.full((rows, width), dense)
     reward_output = RewardOutput(
         scores=torch.tensor(scores), valid=mask[:, 0], token_rewards=rewards, **judged
     )
-    return Sample(rollout=rollout, reward_output=reward_output)
+    return Sample(rollout=made, reward_output=reward_output)
 
 
 class TestDenseRewards:

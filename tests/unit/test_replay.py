@@ -10,7 +10,8 @@ import torch
 from kedge.checkpoint import checkpoint
 from kedge.checkpoint.replay import RolloutRecorder, RolloutReplay, pack, unpack
 from kedge.errors import CheckpointError, RolloutError
-from kedge.types import ModelOutputs, PromptBatch, RewardOutput, Rollout, Sampling
+from kedge.types import ModelOutputs, PromptBatch, RewardOutput, Sampling
+from tests.unit.advantage_inputs import rollout
 from tests.unit.checkpoint_state import same
 
 B, P, R = 3, 4, 5
@@ -27,11 +28,10 @@ def sample(seed=0, rows=B, **kwargs):
         columns={"prompt": ["a", "b", "ü"][:rows], "chat": [[{"role": "user"}]] * rows},
     )
     mask = torch.rand(rows, R, generator=g) > 0.5
-    rollout = Rollout(
+    made = rollout(
+        mask,
         prompts=prompts,
         ids=torch.randint(0, 9, (rows, R), generator=g),
-        loss_mask=mask,
-        response_mask=mask,
         terminated=mask[:, 0],
         version=torch.full((rows,), 7),
         behavior_logprobs=torch.randn(rows, R, generator=g),
@@ -41,7 +41,7 @@ def sample(seed=0, rows=B, **kwargs):
         valid=torch.ones(rows, dtype=torch.bool),
         components={"length": torch.tensor([1.0, float("nan"), 2.0])[:rows]},
     )
-    return replace(rollout, **kwargs), reward_output
+    return replace(made, **kwargs), reward_output
 
 
 def test_a_sample_comes_back_equal(tmp_path):

@@ -15,8 +15,7 @@ from kedge.cli.main import main
 from kedge.errors import DataError
 from kedge.loop.metrics import NAMES, PREFIXES
 from kedge.reporting.log import RunLog
-from kedge.reporting.report import gather, meaning, page
-from kedge.reporting.story import episodes, story, vocabulary
+from kedge.reporting.report import episodes, gather, meaning, page, story, vocabulary
 
 ASSETS = Path(__file__).parents[2] / "src" / "kedge" / "reporting" / "assets"
 
@@ -61,7 +60,7 @@ def unpack(html: str) -> Any:
 
 
 def data(run: Path, **kwargs: int) -> dict[str, object]:
-    return gather(run, meanings=NAMES, prefixes=PREFIXES, **kwargs)
+    return gather(run, **kwargs)
 
 
 def test_the_page_holds_what_the_files_do(run: Path) -> None:
@@ -89,7 +88,7 @@ def test_every_metric_is_explained(run: Path) -> None:
     assert all(found.values())
     assert found["eval_held_out_objective/kl"].startswith(NAMES["objective/kl"])
     assert found["rewards/rules"] == PREFIXES["rewards/"]
-    assert meaning("unheard_of", NAMES, PREFIXES) == ""
+    assert meaning("unheard_of") == ""
 
 
 def test_the_page_is_one_file_that_asks_nothing_of_the_network(run: Path) -> None:

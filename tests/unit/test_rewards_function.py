@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from kedge.errors import ConfigError, RewardError
-from kedge.reporting.completions import completion_rows
+from kedge.reporting.responses import completion_rows
 from kedge.rewards import RewardFunction, TextCache
-from kedge.rewards.build import load_function
+from kedge.rewards.build import check_sources, load_function
 from kedge.trainers.base import short_errors
 from kedge.types import Metrics
 
@@ -205,9 +205,9 @@ def test_columns_that_the_dataset_lacks_are_named_before_anything_is_sampled():
     def single(completion, prompt):
         return 0.0
 
-    make(graded, dataset_columns=["prompt", "solution"])
+    check_sources(None, graded, dataset_columns=["prompt", "solution"])
     with pytest.raises(ConfigError) as caught:
-        make(graded, dataset_columns=["prompt", "answer"])
+        check_sources(None, graded, dataset_columns=["prompt", "answer"])
     assert str(caught.value) == (
         "reward function graded needs solution, and the dataset has no such column (its columns:"
         " answer, prompt). In addition to columns, a function can take prompts, completions,"
@@ -215,7 +215,7 @@ def test_columns_that_the_dataset_lacks_are_named_before_anything_is_sampled():
         " dataset column 'solution', or give the argument a default"
     )
     with pytest.raises(ConfigError, match=r"needs completion, prompt, .*use completions, a list"):
-        make(single, dataset_columns=["prompt"])
+        check_sources(None, single, dataset_columns=["prompt"])
 
 
 @pytest.mark.parametrize("function", [raises_on_w7, nan_second])

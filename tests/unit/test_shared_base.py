@@ -12,7 +12,7 @@ from torch import nn
 from kedge.algorithms import ppo
 from kedge.errors import ConfigError
 from kedge.learner.reference import AdapterReference, FrozenModel
-from kedge.loop.micro_batches import micro_batches
+from kedge.loop.stages import micro_batches
 from kedge.models.peft import REWARD_ADAPTER, VALUE_ADAPTER, adapter_parameters, with_adapter
 from kedge.models.shared_base import AdapterRewardModel, AdapterValue, value_adapter
 from kedge.models.value_head import ScalarModel

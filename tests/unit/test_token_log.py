@@ -13,10 +13,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from kedge.config.ppo import PPOConfig
 from kedge.errors import ConfigError, RewardError
-from kedge.reporting.completions import completion_rows
 from kedge.reporting.report import gather
-from kedge.reporting.token_log import token_texts
+from kedge.reporting.responses import IntervalSchedule, completion_rows, token_texts
 from kedge.testing import ConstantReward
 from tests.e2e.small import PROMPTS, rows, small
 from tests.unit.text_toys import blank_swallowing_tokenizer, rollout_of, word_tokenizer
@@ -113,7 +113,7 @@ def test_no_file_and_no_message_holds_a_secret(
     trainer = small(output_dir=str(tmp_path), **options)
     trainer.train()
     trainer.create_model_card()
-    page = json.dumps(gather(tmp_path, meanings={}, prefixes={}))
+    page = json.dumps(gather(tmp_path))
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     held = [path.name for path in files if b"CANARY" in path.read_bytes()]
     assert (held, "README.md" in {path.name for path in files}) == ([], True)
@@ -146,3 +146,22 @@ def test_the_table_shows_a_conversation_without_what_its_template_adds(messages,
         rollout = replace(rollout, prompts=prompts)
     (row,) = completion_rows([(rollout, ConstantReward().score(rollout))], word_tokenizer())
     assert row["query"] == shown
+
+
+@pytest.mark.parametrize(
+    ("options", "iterations", "samples", "tokens"),
+    [
+        ({"logging_steps": 6}, 20, [*range(2, 21, 2)], [1, 6, 12, 18, 20]),
+        ({"logging_steps": 0.25, "num_sample_generations": 2}, 20, [10, 20], [1, 5, 10, 15, 20]),
+        ({"logging_strategy": "epoch"}, 10, [*range(1, 11)], [1, 3, 5, 8, 10]),
+        ({"logging_strategy": "no", "num_sample_generations": 0}, 20, [], []),
+        ({"logging_steps": 1, "num_sample_generations": 0}, 1000, [], [1, *range(10, 1001, 10)]),
+        ({"log_token_rows": 0, "num_sample_generations": 1}, 20, [20], []),
+    ],
+)
+def test_cadence(tmp_path, options, iterations, samples, tokens):
+    config = PPOConfig(output_dir=str(tmp_path), **options)
+    schedule = IntervalSchedule(config, iterations=iterations, iterations_per_epoch=2.5)
+    done = range(1, iterations + 1)
+    assert [i for i in done if schedule.samples(i)] == samples
+    assert [i for i in done if schedule.writes_tokens(i)] == tokens

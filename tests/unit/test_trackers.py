@@ -15,9 +15,8 @@ import torch
 from rich.console import Console
 
 from kedge.reporting.base import CompositeTracker, JsonlTracker
-from kedge.reporting.curves import draw_curves
-from kedge.reporting.progress import ConsoleTracker
-from kedge.reporting.trackers import TableLogger, run_links
+from kedge.reporting.log import draw_curves
+from kedge.reporting.trackers import ConsoleTracker, TableLogger, run_links
 from tests import processes
 from tests.unit.callback_runs import Memory
 
@@ -277,9 +276,28 @@ trainer(
 """
 
 
+_CLASSIC = """
+import sys
+from tests.classic_models import gpt2, samples, trainer
+
+found = trainer(gpt2(), log_with=sys.argv[2], tracker_kwargs={sys.argv[2]: {"name": "small"}})
+queries, responses, scores = samples()
+batch = {"query": ["q"] * 8, "response": ["r"] * 8}
+for _ in range(2):
+    found.log_stats(found.step(queries, responses, scores), batch, scores)
+found.accelerator.end_training()
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow", "tensorboard"])
-def test_a_run_reports_to_the_real_package(name, tmp_path):
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        *((_RUN, name) for name in ("wandb", "trackio", "mlflow", "tensorboard")),
+        *((_CLASSIC, name) for name in ("wandb", "trackio")),
+    ],
+)
+def test_a_run_reports_to_the_real_package(code, name, tmp_path):
     """Without an account: wandb offline, the others into local files."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
@@ -287,7 +305,7 @@ def test_a_run_reports_to_the_real_package(name, tmp_path):
     env |= {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     env |= {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
     env |= {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
-    ran = processes.run("-c", _RUN, str(tmp_path / "run"), name, env=env, timeout=300)
+    ran = processes.run("-c", code, str(tmp_path / "run"), name, env=env, timeout=300)
     assert ran.returncode == 0, ran.stderr
     files = {"wandb": "run-*.wandb", "trackio": "*.db", "mlflow": "*.db", "tensorboard": "events*"}
     found = [p for p in tmp_path.rglob(files[name]) if p.stat().st_size > 0]

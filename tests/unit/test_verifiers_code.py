@@ -179,7 +179,7 @@ def test_time_is_that_of_the_solution_alone(monkeypatch: pytest.MonkeyPatch) -> 
     def killed(process: object) -> bytes:
         raise AssertionError("the sandbox waited longer, for the time that Python has to start")
 
-    monkeypatch.setattr("kedge.verifiers.sandbox.sandbox._kill", killed)
+    monkeypatch.setattr("kedge.verifiers.sandbox._kill", killed)
     hasty = Sandbox(isolation=ISOLATION, seconds=0.2)
     assert hasty.test("while True: pass", TESTS).stopped == "timeouts"
     assert hasty.run("while True: pass").stopped == "timeouts"

@@ -11,10 +11,9 @@ import torch
 
 from kedge.errors import LostNodeError, RolloutError
 from kedge.models.fingerprint import WeightsCopy, fingerprint
-from kedge.rollout.sharded import ShardedEngine
-from kedge.rollout.vllm.nccl_transfer import EngineGroup, FanOut
+from kedge.rollout.engines import ShardedEngine
 from kedge.rollout.vllm.policy_template import PolicyTemplate
-from kedge.rollout.vllm.weight_payload import WeightPayload
+from kedge.rollout.vllm.weights import EngineGroup, FanOut, WeightPayload
 from kedge.types import Receipt
 from tests.contract.engines import policy, trained
 

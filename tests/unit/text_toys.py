@@ -18,7 +18,7 @@ from transformers import (
 
 from kedge.types import PromptBatch, Rollout
 
-EOS, PAD, UNK = 0, 1, 2
+EOS, PAD = 0, 1
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' ' + m['content'] }}"
     "{% if not loop.last or not continue_final_message %}{{ ' <eos> ' }}{% endif %}{% endfor %}"

@@ -1,13 +1,33 @@
-"""An algorithm: two pure functions and the inputs they require."""
+"""An algorithm: two pure functions, their inputs, and the parts that algorithms share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from kedge.math.masked import AllReduce, one_rank
+from kedge.math.advantage import group_count, group_std
+from kedge.math.kl import ESTIMATORS
+from kedge.math.losses import (
+    Clip,
+    clipped_policy_loss,
+    masked_policy_loss,
+    policy_is_clipped,
+    policy_is_masked,
+)
+from kedge.math.masked import AllReduce, moments, one_rank, standardize
+from kedge.math.ratios import RatioLevel, ratios
+from kedge.math.turns import (
+    broadcast_turns,
+    number_turns,
+    segment_sum,
+    turn_groups,
+    turn_returns,
+    turn_starts,
+)
 from kedge.types import (
     AdvantageOutput,
     Loss,
@@ -16,7 +36,13 @@ from kedge.types import (
     PolicyOutput,
     RewardOutput,
     Rollout,
+    require,
 )
+
+Bounds = float | Sequence[float] | None
+CreditLevel = Literal["token", "turn"]
+# scores, group, valid, trained -> advantages, all [n]
+Compare = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +79,7 @@ class Algorithm:
         needs_values: a value model predicts V before each response token.
         needs_reference: the reference policy's log-probabilities are computed.
         needs_full_kl: the exact KL over the vocabulary is computed per token.
-        weighting: weights of tokens in the loss, a key of ``kedge.math.loss_weights.WEIGHTINGS``.
+        weighting: weights of tokens in the loss, a key of ``kedge.math.losses.WEIGHTINGS``.
         min_group: smallest number of responses per prompt that the algorithm supports.
         extra_column: scores are placed one slot after the last token, if there is room.
         needs_greedy: the greedy response to each prompt is sampled and scored, too.
@@ -73,3 +99,196 @@ class Algorithm:
     needs_greedy: bool = False
     resample: int = 0
     metrics: tuple[str, ...] = ()
+
+
+def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tensor | None:
+    """KL per trained token by ``estimator``; None without a reference.  float32 [B, R]."""
+    if not reference:
+        return None
+    outputs, mask = e.model_outputs, e.rollout.loss_mask
+    if estimator == "full":
+        return require(outputs.full_kl, "full_kl") * mask
+    if estimator not in ESTIMATORS:
+        known = ", ".join((*ESTIMATORS, "full"))
+        raise ValueError(f"kl_estimator must be one of {known}, got {estimator!r}")
+    ref = require(outputs.ref_logprobs, "reference")
+    return ESTIMATORS[estimator](outputs.logprobs, ref) * mask
+
+
+def longest_response(
+    response_length: int | None, overlong_buffer: int, needed_by: str | None
+) -> int:
+    """The length limit of a response in tokens; 1 if no option needs it."""
+    if response_length is None:
+        if needed_by or overlong_buffer:
+            option = needed_by or "overlong_buffer"
+            raise ValueError(f"{option} needs response_length, the longest response in tokens")
+        return 1
+    if not 0 <= overlong_buffer <= response_length:
+        raise ValueError(
+            f"overlong_buffer must be between 0 and response_length={response_length}, got"
+            f" {overlong_buffer}"
+        )
+    return response_length
+
+
+def uniform_groups(e: AdvantageInputs, scores: Tensor) -> Tensor:
+    """Rows whose group, of two rows or more, has equal scores with dense rewards.  bool [B]."""
+    group, valid = e.rollout.prompts.group, e.reward_output.valid
+    whole = torch.where(valid, scores, 0.0) + dense_totals(dense_rewards(e))
+    return (group_std(whole, group, valid) == 0) & (group_count(group, valid) > 1)
+
+
+def dense_rewards(e: AdvantageInputs) -> Tensor:
+    """Dense token rewards on the policy's tokens, 0 if there are none.  float32 [B, R]."""
+    dense, mask = e.reward_output.token_rewards, e.rollout.loss_mask
+    return torch.zeros(mask.shape, device=mask.device) if dense is None else mask * dense
+
+
+def dense_totals(dense: Tensor) -> Tensor:
+    """Sum of the dense rewards of each row; 0 where they cancel.  [B, R] -> [B]."""
+    totals = dense.sum(1)
+    return torch.where(totals.abs() > 1e-5 * dense.abs().sum(1), totals, 0.0)
+
+
+def shaped_rewards(
+    e: AdvantageInputs, *, normalize: bool = False, clip: Bounds = None
+) -> tuple[Tensor, Tensor]:
+    """Scores and dense token rewards; their sum per response is normalized, then clipped.
+
+    Dense rewards are scaled by the same factor as the sum, so that they stay in proportion: in
+    episodes they move parts of the score to earlier turns.  ``normalize``: (sum - mean) / (std +
+    1e-4) over the valid rows of all ranks.  ``clip``: bounds ``(low, high)``, or one number c, also
+    as ``(c,)``, for ``(-c, c)``.
+
+    Returns:
+        Scores float32 [B], 0 where not valid; dense rewards float32 [B, R], 0 if there are none.
+    """
+    valid = e.reward_output.valid
+    scores, dense = torch.where(valid, e.reward_output.scores, 0.0), dense_rewards(e)
+    if not normalize and clip is None:
+        return scores, dense
+    whole = scores + dense_totals(dense)
+    factor = torch.ones_like(whole)
+    if normalize:
+        _, std = moments(whole, valid, all_reduce=e.all_reduce)
+        whole, factor = standardize(whole, valid, all_reduce=e.all_reduce), factor / (std + 1e-4)
+    if clip is not None:
+        bounds = [float(clip)] if isinstance(clip, int | float) else [*map(float, clip)]
+        low, high = bounds if len(bounds) == 2 else (-bounds[0], bounds[0])
+        clipped = whole.clamp(low, high)
+        factor = factor * (clipped / whole).nan_to_num(1.0).clamp(0, 1)
+        whole = clipped
+    dense = factor[:, None] * dense
+    return torch.where(valid, whole - dense_totals(dense), 0.0), dense
+
+
+def turn_numbers(e: AdvantageInputs) -> Tensor:
+    """The turn number of each trained token, from the episodes or by runs of the loss mask."""
+    mask, episodes = e.rollout.loss_mask, e.rollout.episodes
+    return number_turns(mask) if episodes is None else torch.where(mask, episodes.turn, -1)
+
+
+def trained_turns(turn: Tensor, trained: Tensor) -> Tensor:
+    """The first token of each turn with a trained token.  bool [B, R]."""
+    return turn_starts(turn) & (segment_sum(trained.float(), turn) > 0)
+
+
+def group_advantages(
+    e: AdvantageInputs,
+    totals: Tensor,
+    rewards: Tensor,
+    trained: Tensor,
+    compare: Compare,
+    credit: CreditLevel,
+) -> Tensor:
+    """Advantages by comparing the responses to a prompt, as a whole or turn by turn.
+
+        "token":  A_i     = compare(total_i among the rows of the group)
+        "turn":   A_{i,k} = compare(G_{i,k} among the rows of the group that have a turn k)
+
+    G is the sum of the rewards of turn k and all later ones (GTPO, Ding et al. 2025,
+    arXiv:2511.14846).  All tokens of a response or turn share the advantage.  ``totals`` are
+    float32 [B] per response, ``rewards`` float32 [B, R] per token, of which ``trained`` bool [B, R]
+    train.
+
+    Returns:
+        float32 [B, R], 0 outside the mask.
+    """
+    mask, group = e.rollout.loss_mask, e.rollout.prompts.group
+    if credit == "token":
+        return compare(totals, group, e.reward_output.valid, trained.any(1))[:, None] * mask
+    turn = turn_numbers(e)
+    starts, returns = turn_starts(turn), turn_returns(rewards, turn)
+    groups = turn_groups(turn, group)
+    present = torch.ones_like(groups, dtype=torch.bool)
+    compared = compare(returns[starts], groups, present, trained_turns(turn, trained)[starts])
+    at_starts = torch.zeros_like(returns).masked_scatter(starts, compared.to(returns.dtype))
+    return broadcast_turns(at_starts, turn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyTerms:
+    """The policy loss of each token, before it is weighted and summed.  [b, R]."""
+
+    log_ratio: Tensor  # log p - log p_old, 0 where the token does not train
+    ratio: Tensor  # per token, or the ratio of the whole response
+    loss: Tensor  # -min(ratio A, clip(ratio) A), or -ratio A inside the clip range
+    clipped: Tensor  # bool; tokens whose gradient the clip sets to 0
+
+
+def policy_terms(
+    new: PolicyOutput,
+    mb: MicroBatch,
+    clip: Clip,
+    level: RatioLevel = "token",
+    *,
+    masked: bool = False,
+) -> PolicyTerms:
+    """The clipped or masked loss of each token, with ratios as in ``kedge.math.ratios``."""
+    x = mb.rows
+    log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
+    ratio = ratios(log_ratio, x.loss_mask, level)
+    if masked:
+        loss = masked_policy_loss(ratio, x.advantages, clip=clip)
+        clipped = policy_is_masked(ratio, clip)
+    else:
+        loss = clipped_policy_loss(ratio, x.advantages, clip=clip)
+        clipped = policy_is_clipped(ratio, x.advantages, clip=clip)
+    return PolicyTerms(log_ratio=log_ratio, ratio=ratio, loss=loss, clipped=clipped)
+
+
+def policy_metrics(
+    terms: PolicyTerms,
+    policy: Tensor,
+    new: PolicyOutput,
+    mb: MicroBatch,
+    weight: Tensor,
+    *,
+    sides: Clip | None = None,
+) -> dict[str, Tensor]:
+    """Metrics of the loss ``policy``, with ``weight`` per token [b, R].
+
+    With ``sides``, also the shares of tokens clipped below and above.
+    """
+    metrics = {
+        "loss/policy_avg": policy,
+        "policy/clipfrac_avg": (weight * terms.clipped).sum(),
+        "policy/approxkl_avg": (weight * 0.5 * terms.log_ratio**2).sum(),
+        "policy/entropy_avg": (mb.token_weight * new.entropy).sum(),
+        "val/ratio": (weight * terms.ratio).sum(),
+    }
+    if sides is not None:
+        low = (terms.ratio < 1 - sides.low) & (mb.rows.advantages < 0)
+        high = (terms.ratio > sides.top) & (mb.rows.advantages > 0)
+        metrics["clip_ratio/low_mean"] = (weight * low).sum()
+        metrics["clip_ratio/high_mean"] = (weight * high).sum()
+    return metrics
+
+
+def check_loss_kl(beta: float, option: str, estimator: str, *, reference: bool) -> None:
+    """Check that the KL in the loss, with weight ``beta``, can be computed."""
+    if beta and not reference:
+        raise ValueError(f"beta={beta} needs a reference policy, got reference=False; set beta=0")
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"{option} must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")

@@ -13,8 +13,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.algorithms.common import (
+from kedge.algorithms.base import (
+    AdvantageInputs,
+    Algorithm,
     CreditLevel,
     check_loss_kl,
     dense_totals,

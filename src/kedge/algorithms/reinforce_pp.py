@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.algorithms.common import (
+from kedge.algorithms.base import (
+    AdvantageInputs,
+    Algorithm,
     Bounds,
     check_loss_kl,
     policy_metrics,

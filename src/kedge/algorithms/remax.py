@@ -5,8 +5,14 @@ Li et al. 2024 (arXiv:2310.10505).
 
 from __future__ import annotations
 
-from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.algorithms.common import dense_rewards, policy_metrics, policy_terms, reference_kl
+from kedge.algorithms.base import (
+    AdvantageInputs,
+    Algorithm,
+    dense_rewards,
+    policy_metrics,
+    policy_terms,
+    reference_kl,
+)
 from kedge.math.advantage import rewards_to_go
 from kedge.math.losses import Clip
 from kedge.math.rewards import place_score

@@ -12,8 +12,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.algorithms.common import (
+from kedge.algorithms.base import (
+    AdvantageInputs,
+    Algorithm,
     Bounds,
     CreditLevel,
     group_advantages,

@@ -80,6 +80,8 @@ def save(
 ) -> Path:
     """Write ``output_dir/checkpoint-{step}``.  Every rank must call this, on a shared file system.
 
+    If writing fails, the unfinished checkpoint is removed, and earlier ones are untouched.
+
     Args:
         output_dir: folder of all checkpoints of the run.
         step: iterations finished.
@@ -92,13 +94,6 @@ def save(
         rank: this process's rank.
         world_size: number of ranks.
         barrier: waits for all ranks; needed if ``world_size`` > 1.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        CheckpointError: a value cannot be stored, or writing failed (the unfinished checkpoint is
-            removed, earlier ones are untouched).
     """
     final = Path(output_dir) / f"checkpoint-{step}"
     temporary = final.with_name(_SAVING + final.name)
@@ -165,17 +160,9 @@ def load(
 ) -> Checkpoint:
     """Read a checkpoint into CPU memory; sharded tensors are left as ``StoredTensor``.
 
-    Args:
-        folder: a ``checkpoint-N`` folder written by ``save``.
-        rank: this process's rank.
-        world_size: current number of ranks.
-        settings: options of this run; differences from the saved ones are listed in a warning,
-            since results will differ from an uninterrupted run.
-        verified: whether ``verify`` has just checked the folder.
-
-    Raises:
-        CheckpointError: missing, damaged, or from another world size although ranks have local
-            state.
+    A warning lists where ``settings`` of this run differ from the saved ones, since results will
+    differ from an uninterrupted run.  Another world size is an error if ranks have local state.
+    ``verified``: ``verify`` has just checked the folder.
     """
     folder = Path(folder)
     if not verified:
@@ -208,11 +195,7 @@ def load(
 
 @contextmanager
 def report_damage(folder: Path, file: str = STATE) -> Iterator[None]:
-    """Context for reading or restoring a checkpoint; errors in its contents are raised as damage.
-
-    Raises:
-        DamagedCheckpointError: names the folder and the problem.
-    """
+    """Context for reading or restoring a checkpoint; errors in it name the folder as damaged."""
     try:
         yield
     except KedgeError as error:
@@ -226,15 +209,7 @@ def report_damage(folder: Path, file: str = STATE) -> Iterator[None]:
 
 
 def load_one(folder: str | Path, attempt: Callable[[Path], object]) -> None:
-    """Load the checkpoint that the user named.
-
-    Args:
-        folder: the checkpoint.
-        attempt: restores it.
-
-    Raises:
-        CheckpointError: missing, damaged (names an earlier one), or from another run.
-    """
+    """Load the checkpoint that the user named by ``attempt``; if damaged, name an earlier one."""
     folder = Path(folder)
     verify(folder)
     try:
@@ -252,18 +227,10 @@ def load_latest(
     *,
     anywhere: Callable[[bool], bool] = bool,
 ) -> Path | None:
-    """Load the newest intact checkpoint; damaged ones are named in a warning.
+    """Load the newest intact checkpoint, if there is one; damaged ones are named in a warning.
 
-    Args:
-        output_dir: folder of all checkpoints of the run.
-        attempt: restores a checkpoint; must overwrite the state left by a failed attempt.
-        anywhere: whether a flag is true on any rank, so that all ranks load the same one.
-
-    Returns:
-        Its folder, or None if there is no checkpoint.
-
-    Raises:
-        CheckpointError: all are damaged, or one is from another run.
+    ``attempt`` restores a checkpoint, and must overwrite the state left by a failed attempt;
+    ``anywhere`` is whether a flag is true on any rank, so that all ranks load the same one.
     """
     problems: list[str] = []
     for folder in reversed(checkpoints(output_dir)):
@@ -334,15 +301,7 @@ def parse_step(folder: str | Path) -> int:
 
 
 def verify(folder: str | Path, *, contents: bool = True) -> None:
-    """Compare a checkpoint with its manifest.
-
-    Args:
-        folder: a ``checkpoint-N`` folder.
-        contents: also compare checksums (reads every file); False: sizes only.
-
-    Raises:
-        DamagedCheckpointError: names the folder, the file and the problem.
-    """
+    """Compare a checkpoint with its manifest, with ``contents`` also the checksum of every file."""
     folder = Path(folder)
     if not folder.is_dir():
         others = [p.name for p in checkpoints(folder.parent)]
@@ -369,16 +328,10 @@ def verify(folder: str | Path, *, contents: bool = True) -> None:
 def rotate(
     output_dir: str | Path, limit: int | None, *, keep: Iterable[str | Path | None] = ()
 ) -> list[Path]:
-    """Delete the oldest checkpoints until ``limit`` are left.  Rank 0 calls it, after ``save``.
+    """Delete the oldest checkpoints until ``limit`` are left, and return them; None or 0 keeps all.
 
-    Args:
-        output_dir: folder of all checkpoints of the run.
-        limit: number of checkpoints to keep; None or 0 keeps all.
-        keep: folders never to delete: the one just saved, the best one.  The newest intact one is
-            always kept, so more than ``limit`` may be left.
-
-    Returns:
-        The deleted folders.
+    Rank 0 calls it, after ``save``.  Folders in ``keep`` are never deleted (the one just saved, the
+    best one), nor is the newest intact one, so more than ``limit`` may be left.
     """
     folders = checkpoints(output_dir)
     if not limit or len(folders) <= limit:

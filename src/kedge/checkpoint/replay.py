@@ -52,11 +52,7 @@ def _is_json(name: str, column: Any) -> bool:
 
 
 def unpack(tree: Any) -> Any:
-    """Restore the records converted by ``pack``.
-
-    Raises:
-        CheckpointError: a record or field unknown to this version of Kedge.
-    """
+    """Restore the records converted by ``pack``."""
     if type(tree) in (list, tuple):
         return type(tree)(unpack(v) for v in tree)
     if not isinstance(tree, dict):
@@ -74,13 +70,9 @@ def unpack(tree: Any) -> Any:
 
 
 class RolloutRecorder:
-    """Records the samples of each iteration.
+    """Records the samples of each iteration, each rank its rows.
 
-    Args:
-        folder: output folder.
-        settings: settings that a replay must match: tokenizer, batch sizes, ... (JSON values).
-        rank: this process's rank; each rank records its rows.
-        world_size: number of ranks.
+    ``settings`` are JSON values that a replay must match: tokenizer, batch sizes, ...
     """
 
     def __init__(
@@ -96,11 +88,7 @@ class RolloutRecorder:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> Path:
-        """Record the batch of iteration ``step`` (from 0); returns the JSON file.
-
-        Raises:
-            CheckpointError, OSError: writing failed; the iteration is not recorded.
-        """
+        """Record the batch of iteration ``step``, all or nothing; returns the JSON file."""
         file = self.folder / f"step-{step:06d}{self._suffix}.json"
         file.unlink(missing_ok=True)  # written last: a pair without its JSON file is incomplete
         sample = pack({"rollout": rollout, "reward_output": reward_output})
@@ -122,15 +110,7 @@ class RolloutRecorder:
 class RolloutReplay:
     """The recording of a ``RolloutRecorder`` as prompt source, rollout engine and reward source.
 
-    Args:
-        folder: the recorder's folder.
-        settings: settings as for the recorder; different values raise an error.
-        rank: this process's rank.
-        world_size: number of ranks.
-        rows: rows per batch on this rank, checked against the recording; None: any number.
-
-    Raises:
-        CheckpointError: no recording for this rank and world size, or different settings.
+    It must have the same ``settings`` and world size, and batches of ``rows`` rows on this rank.
     """
 
     shares_weights = True  # nothing is sampled, so no weights are copied
@@ -166,11 +146,7 @@ class RolloutReplay:
         return sorted(int(name[1]) for name in names if name)
 
     def read(self, step: int) -> tuple[Rollout, RewardOutput]:
-        """The batch of iteration ``step``.
-
-        Raises:
-            CheckpointError: not recorded, damaged, or from another run.
-        """
+        """The batch of iteration ``step``."""
         file = self.folder / f"step-{step:06d}{self._suffix}.json"
         if not file.exists():
             steps = self.steps

@@ -36,18 +36,10 @@ _SCALARS = (bool, int, str, type(None))
 
 
 def split(tree: Any, *, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
-    """Split a tree into JSON and tensors.
+    """Split a tree into a JSON value that refers to tensors by name, and the tensors.
 
-    Args:
-        tree: nested dicts (keys: str, int, float, bool or None), lists and tuples.
-        name: prefix of tensor names and of paths in errors.
-
-    Returns:
-        A JSON value that refers to tensors by name, and the tensors.  Tied tensors (same memory,
-        shape and strides) are stored once.
-
-    Raises:
-        CheckpointError: a leaf or key of another type; the message has its path.
+    ``name`` is the prefix of these names and of paths in errors.  Tied tensors (same memory, shape
+    and strides) are stored once.  Keys of dicts may be str, int, float, bool or None.
     """
     tensors: dict[str, Tensor] = {}
     seen: dict[tuple[object, ...] | None, str] = {}
@@ -74,11 +66,7 @@ def split(tree: Any, *, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
 
 
 def join(encoded: Any, tensors: Mapping[str, Any]) -> Any:
-    """Restore the tree from the output of ``split``.
-
-    Raises:
-        DamagedCheckpointError: a tensor is missing; other errors if ``encoded`` is damaged.
-    """
+    """Restore the tree from the output of ``split``."""
     if isinstance(encoded, list):
         return [join(x, tensors) for x in encoded]
     if not isinstance(encoded, dict):
@@ -163,18 +151,7 @@ def _encode_mapping(
 
 
 def write_shards(folder: Path, tensors: Mapping[str, DTensor]) -> dict[str, Entry]:
-    """Write sharded tensors.  Collective.
-
-    Args:
-        folder: the checkpoint.
-        tensors: by label, the same on all ranks.
-
-    Returns:
-        label -> entry for ``stored_tensors``, as JSON.
-
-    Raises:
-        CheckpointError: a rank could not write.
-    """
+    """Write sharded tensors by label; returns entries for ``stored_tensors``.  Collective."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 

@@ -9,13 +9,15 @@ from kedge.classic import core
 from kedge.classic.config import AdaptiveKLController, FixedKLController, PPOConfig
 from kedge.classic.core import LengthSampler, respond_to_batch, set_seed
 from kedge.classic.environment import TextEnvironment, TextHistory
-from kedge.classic.models.extras import SUPPORTED_ARCHITECTURES, BestOfNSampler, setup_chat_format
-from kedge.classic.models.wrapper import (
+from kedge.classic.models import (
+    SUPPORTED_ARCHITECTURES,
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
+    BestOfNSampler,
     PreTrainedModelWrapper,
     ValueHead,
     create_reference_model,
+    setup_chat_format,
     unwrap_model_for_generation,
 )
 from kedge.classic.trainer import PPOTrainer

@@ -15,14 +15,12 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from kedge.classic.config import PPOConfig
-from kedge.classic.models.encoder_decoder import build_parts
-from kedge.classic.models.wrapper import PreTrainedModelWrapper
+from kedge.classic.models import PreTrainedModelWrapper, build_parts
 from kedge.errors import ConfigError
-from kedge.learner.distributed import avoid_cudnn_attention
+from kedge.learner.distributed import avoid_cudnn_attention, sharding_strategy
 from kedge.learner.learner import HFLearner
 from kedge.learner.reference import AdapterReference, FrozenModel, Reference
 from kedge.learner.settings import LearnerSettings
-from kedge.learner.sharding import sharding_strategy
 
 SCHEDULER = "a torch.optim.lr_scheduler.LRScheduler or None"
 
@@ -36,11 +34,7 @@ def check_arguments(
     lr_scheduler: LRScheduler | None,
     num_shared_layers: int | None,
 ) -> None:
-    """Validate the trainer's arguments before anything is built; fill in the model flags.
-
-    Raises:
-        ConfigError: an invalid argument; says what it must be.
-    """
+    """Validate the trainer's arguments before anything is built; fill in the model flags."""
     heads = "an AutoModelForCausalLMWithValueHead or AutoModelForSeq2SeqLMWithValueHead"
     check_kind("config", config, PPOConfig, "a kedge.classic.PPOConfig")
     check_kind("tokenizer", tokenizer, PreTrainedTokenizerBase, "a transformers tokenizer")
@@ -90,7 +84,7 @@ def inner_model(model: Any) -> Any:
 
 
 def make_accelerator(config: PPOConfig) -> Accelerator:
-    """Build the accelerator: device, precision, processes, trackers.  Sets global batch sizes."""
+    """Build the accelerator and start its trackers.  Sets global batch sizes."""
     options = config.options("accelerator_kwargs")
     options.setdefault("cpu", not torch.accelerator.is_available())
     folders = config.options("project_kwargs")
@@ -123,6 +117,14 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     config.world_size = world
     config.global_batch_size = config.batch_size * world
     config.global_backward_batch_size = (config.backward_batch_size or 0) * world
+    if config.log_with is not None:
+        flat = {
+            name: x if isinstance(x, bool | int | float | str) else str(x)
+            for name, x in config.to_dict().items()
+        }
+        accelerator.init_trackers(
+            config.tracker_project_name, config=flat, init_kwargs=config.options("tracker_kwargs")
+        )
     return accelerator
 
 

@@ -14,7 +14,7 @@ from accelerate.utils import LoggerType
 
 from kedge.config.declare import check_fields, format_value, option, read_mapping
 from kedge.errors import ConfigError
-from kedge.loop.kl_control import AdaptiveKL, FixedKL
+from kedge.loop.control import AdaptiveKL, FixedKL
 from kedge.suggestions import suggest_names
 
 JSON = dict[str, Any] | str | None  # a dictionary, or its JSON on a command line
@@ -221,7 +221,7 @@ def _deprecated(old: str, new: str) -> None:
 
 
 class AdaptiveKLController(AdaptiveKL):
-    """Adapts the KL coefficient toward ``target``; see ``kedge.loop.kl_control.AdaptiveKL``.
+    """Adapts the KL coefficient toward ``target``; see ``kedge.loop.control.AdaptiveKL``.
 
     Args:
         init_kl_coef: the initial coefficient.

@@ -24,19 +24,6 @@ from kedge.reporting.run_info import markdown
 TABLE = "game_log"
 
 
-def start_trackers(accelerator: Accelerator, config: PPOConfig) -> None:
-    """Start the trackers of ``log_with`` and log the options as the run's config."""
-    if config.log_with is None:
-        return
-    flat = {
-        name: x if isinstance(x, bool | int | float | str) else str(x)
-        for name, x in config.to_dict().items()
-    }
-    accelerator.init_trackers(
-        config.tracker_project_name, config=flat, init_kwargs=config.options("tracker_kwargs")
-    )
-
-
 def log_batch(
     accelerator: Accelerator,
     stats: Mapping[str, Any],
@@ -46,11 +33,7 @@ def log_batch(
     *,
     step: int,
 ) -> None:
-    """See ``PPOTrainer.log_stats``.  Every process must call it; the main one logs.
-
-    Raises:
-        DataError: a column is missing from the batch, or the number of rewards differs.
-    """
+    """See ``PPOTrainer.log_stats``.  Every process must call it; the main one logs."""
     reward_sums = torch.stack([torch.as_tensor(x).detach().float().sum().cpu() for x in rewards])
     missing = [name for name in columns if name not in batch]
     rows: list[dict[str, object]] = []
@@ -177,13 +160,7 @@ def push(
 
 
 def model_card(config: PPOConfig, name: str | None, *, loader: str) -> str:
-    """The text of a model card: the model, how to load it, and its training options.
-
-    Args:
-        config: the trainer's options.
-        name: name of the model or its repository.
-        loader: class of ``kedge.classic`` that loads it.
-    """
+    """The text of a model card; ``loader`` is the class of ``kedge.classic`` to load it with."""
     return _CARD.format(
         name=name,
         version=__version__,

@@ -62,11 +62,7 @@ class Samples:
 def check_samples(
     batch_size: int, queries: Any, responses: Any, scores: Any, masks: Any = None
 ) -> None:
-    """Validate the arguments of ``step``.
-
-    Raises:
-        DataError: an invalid argument; names the row and the expected shape.
-    """
+    """Validate the arguments of ``step``; raises DataError with the row and the expected shape."""
     arguments = {"queries": queries, "responses": responses, "scores": scores}
     if masks is not None:
         arguments["response_masks"] = masks
@@ -145,9 +141,6 @@ def build_rollout(
     """The samples as a ``Rollout``; a response that ends with ``eos`` is terminated.
 
     ``first_row`` is the index of the first row in the batch of all ranks.
-
-    Raises:
-        DataError: all responses are empty.
     """
     queries, responses = samples.queries, samples.responses
     if not any(map(len, responses)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.loop.hooks import Hooks
+from kedge.loop.updater import Hooks
 from kedge.math.masked import masked_mean, moments
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
@@ -75,8 +75,7 @@ _FROM_LOSS = (
 class StatsRecorder(Hooks):
     """Records advantage inputs and outputs and every optimizer step of an iteration."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
@@ -85,16 +84,16 @@ class StatsRecorder(Hooks):
         self.advantage_output: AdvantageOutput | None = None
         self.steps: list[OptimizerStep] = []
         self._open = OptimizerStep()
-        self.started, self.annotated, self.credited = self._clock(), 0.0, 0.0
+        self.started, self.annotated, self.credited = time.perf_counter(), 0.0, 0.0
 
     def record_algorithm(self, algorithm: Algorithm) -> Algorithm:
         """Wrap an algorithm so that its inputs and outputs are recorded."""
 
         def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
-            self.annotated = self._clock()
+            self.annotated = time.perf_counter()
             self.advantage_inputs = e
             self.advantage_output = algorithm.compute_advantages(e, kl_coef)
-            self.credited = self._clock()
+            self.credited = time.perf_counter()
             return self.advantage_output
 
         def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:

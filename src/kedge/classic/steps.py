@@ -29,7 +29,7 @@ from kedge.classic.core import (
     stack_dicts,
     stats_to_np,
 )
-from kedge.classic.models.wrapper import PreTrainedModelWrapper
+from kedge.classic.models import PreTrainedModelWrapper
 from kedge.classic.samples import (
     Samples,
     Scores,
@@ -42,13 +42,13 @@ from kedge.classic.samples import (
 from kedge.classic.stats_recorder import LISTS, STAGES, OptimizerStep, over_steps, update_statistics
 from kedge.errors import ConfigError, DataError
 from kedge.learner.learner import HFLearner
-from kedge.loop.early_stopping import KL, RATIO, StepLimits
+from kedge.loop.control import KL, RATIO, StepLimits
 from kedge.loop.seeds import seed_for
 from kedge.loop.updater import Updater
 from kedge.math.advantage import gae
 from kedge.math.kl import ESTIMATORS as KL_ESTIMATORS
 from kedge.math.kl import over_vocabulary
-from kedge.math.loss_weights import token_mean
+from kedge.math.losses import token_mean
 from kedge.math.masked import whiten
 from kedge.math.rewards import place_score
 from kedge.models.model import set_training
@@ -483,11 +483,7 @@ class GradientAccumulator:
     def backward(
         self, loss: Tensor, mask: Tensor, log_ratio: Tensor, *, weighted: bool = True
     ) -> None:
-        """Add the gradient of a mini-batch's mean loss; ``log_ratio`` [b, T]: new to old policy.
-
-        Raises:
-            ConfigError: the loss does not require grad.
-        """
+        """Add the gradient of a mini-batch's mean loss; ``log_ratio`` [b, T]: new to old policy."""
         if not loss.requires_grad:
             raise ConfigError(
                 "loss() must return tensors with gradient; compute them from logprobs and vpreds"
@@ -505,8 +501,7 @@ class GradientAccumulator:
 
     def take(self, step_limits: StepLimits) -> None:
         """Take the optimizer step, subject to ``step_limits``."""
-        if self._sums is None:
-            return
+        assert self._sums is not None  # ``backward`` comes first
         ratios, kl, count = self.learner.all_reduce(self._sums).tolist()
         if step_limits.should_apply({RATIO: ratios / max(count, 1), KL: kl / max(count, 1)}):
             self.learner._take_step()
@@ -562,9 +557,8 @@ def _experience(
 ) -> tuple[Mapping[str, Tensor], dict[str, Tensor], Stats]:
     """Forward passes, rewards and advantages.
 
-    Returns:
-        The inputs of ``prepare_model_inputs``; old_logprobs, values, mask, advantages and returns
-        [B, T] as ``loss`` takes them; and what ``record_step_stats`` is given.
+    Returns the inputs of ``prepare_model_inputs``; old_logprobs, values, mask, advantages and
+    returns [B, T] as ``loss`` takes them; and what ``record_step_stats`` is given.
     """
     device, start = trainer.current_device, trainer._start_token
     full, reference = trainer.config.kl_penalty == "full", trainer.ref_model

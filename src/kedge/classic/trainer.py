@@ -40,8 +40,8 @@ from kedge.classic.core import (
     set_seed,
     stats_to_np,
 )
-from kedge.classic.models.wrapper import create_reference_model
-from kedge.classic.reports import log_batch, model_card, push, start_trackers
+from kedge.classic.models import create_reference_model
+from kedge.classic.reports import log_batch, model_card, push
 from kedge.classic.samples import (
     Samples,
     Scores,
@@ -59,8 +59,8 @@ from kedge.learner.optim import check_optimizer_covers
 from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.updater import Updater
 from kedge.math.running import RunningMoments
-from kedge.models.end_tokens import as_list
 from kedge.models.fingerprint import fingerprint
+from kedge.models.load import as_list
 from kedge.models.model import in_float32
 from kedge.suggestions import suggest_names
 from kedge.types import RewardOutput, Sample, require
@@ -130,7 +130,6 @@ class PPOTrainer(PPOSteps):
         self._usual_collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
         self.data_collator = training_data_collator or self._usual_collator
         self.accelerator = make_accelerator(config)
-        start_trackers(self.accelerator, config)
         if ref_model is None and not model.is_peft_model:
             ref_model = create_reference_model(model, num_shared_layers)
         self._ref_model = ref_model

@@ -15,9 +15,9 @@ from transformers.hf_argparser import string_to_bool
 
 from kedge.cli.flags import Flags, Help
 from kedge.config.base import ConfigType, OnPolicyConfig
-from kedge.config.compat.parser import ConfigParser
-from kedge.config.compat.training_arguments import REMOVED
+from kedge.config.compat import REMOVED
 from kedge.config.declare import Alias, Foreign, Unsupported, option, status
+from kedge.config.parser import ConfigParser
 from kedge.config.ppo import PPOv2Config
 from kedge.errors import ConfigError
 from kedge.suggestions import hint
@@ -106,19 +106,12 @@ class ModelArgumentsWithoutTrust(ModelArguments):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Parsed options of a command that trains.
-
-    Args:
-        script: data, rewards and algorithm.
-        config: the trainer's config.
-        model: options for loading the policy.
-        given: names that were set on the command line or in the file.
-    """
+    """Parsed options of a command that trains."""
 
     script: ScriptArguments
     config: Any
     model: ModelArguments
-    given: frozenset[str]
+    given: frozenset[str]  # names that were set on the command line or in the file
 
 
 # Flags shown by ``--help``; ``--help all`` shows the others, too.
@@ -134,9 +127,7 @@ FIRST = _FIRST.split()
 class Parser(ConfigParser):
     """A ConfigParser without abbreviations that raises ConfigErrors.
 
-    Args:
-        kinds: dataclasses of the command's data and of its config; model loading is added.
-        options: of ``ArgumentParser``.
+    Model loading is added to the dataclasses of the command's data and of its config.
     """
 
     def __init__(self, kinds: tuple[Any, Any], **options: Any) -> None:
@@ -233,14 +224,7 @@ def parse(
     defaults: Mapping[str, Any] | None = None,
     config: type[OnPolicyConfig] = PPOv2Config,
 ) -> Options:
-    """Parse flags and the files given by ``--config``.
-
-    Args:
-        argv: the flags.
-        prog: the command, for help and errors.
-        defaults: values of names that neither flags nor files set.
-        config: the config class of the trainer.
-    """
+    """Parse flags and the files given by ``--config``; ``defaults`` hold for names not set."""
     (script, settings, model), given = read(parser(prog, config), argv, defaults)
     if isinstance(model, ModelArgumentsWithoutTrust):
         model.trust_remote_code = settings.trust_remote_code
@@ -251,13 +235,7 @@ def parse(
 def read(
     parser: Parser, argv: Sequence[str], defaults: Mapping[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], frozenset[str]]:
-    """Parse flags and files into the parser's dataclasses; also return the names that were set.
-
-    Args:
-        parser: the parser.
-        argv: the flags; ``--config FILE.yaml`` reads a file, which flags override.
-        defaults: values of names that neither flags nor files set.
-    """
+    """Parse flags and files into the parser's dataclasses; also return the names that were set."""
     known = {action.dest for action in parser._actions if action.dest != "help"}
     for action in parser._actions:
         action.default = argparse.SUPPRESS  # keeps unset flags out of the namespace

@@ -34,6 +34,11 @@ _PACKAGES = {
         "serve-reward": "serve reward functions over HTTP to trainers on other machines",
     },
 }
+# Modules of several commands.
+_SHARED = {
+    **dict.fromkeys(("ppo", "rloo", "grpo"), "ppo"),
+    **dict.fromkeys(("compare", "doctor", "report"), "runs"),
+}
 COMMANDS = {name: text for commands in _PACKAGES.values() for name, text in commands.items()}
 
 EXAMPLE = """\
@@ -60,11 +65,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Returns:
-        The exit code: 0, 2 for an error that the user can fix, 130 when interrupted.
-    """
+    """Run a command; returns the exit code, as ``run_command``."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
@@ -93,24 +94,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def find_module(name: str) -> ModuleType:
     """The module of a command in ``COMMANDS``."""
     package = next(package for package, commands in _PACKAGES.items() if name in commands)
-    own = name not in TRAINERS or name == "async-ppo"
-    file = name.replace("-", "_") if own else "ppo"
-    return importlib.import_module(f"{package}.{file}")
+    return importlib.import_module(f"{package}.{_SHARED.get(name, name.replace('-', '_'))}")
 
 
 def load_command(name: str) -> Callable[[list[str]], object]:
     """The ``main`` function of a command in ``COMMANDS``."""
-    module = find_module(name)
-    command: Callable[..., object] = module.main
-    return partial(command, command=name) if module.__name__.endswith(".ppo") else command
+    command: Callable[..., object] = find_module(name).main
+    return partial(command, command=name) if name in _SHARED else command
 
 
 def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, name: str) -> int:
     """Run ``command(argv)``; print an error that the user can fix on one line.
 
-    Returns:
-        The exit code: the command's if it returns an integer, else 0; 2 for such an error, 130
-        when interrupted.
+    Returns the exit code: the command's if it returns an integer, else 0; 2 for such an error, 130
+    when interrupted.
     """
     from kedge.errors import KedgeError
     from kedge.redaction import redact_words

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 _MARK = "_kedge_compat"
 
 
@@ -13,20 +15,17 @@ def restore() -> None:
     * ``return_all_scores=True`` of a text-classification pipeline: all labels, in their order.
     * ``tokenizer.additional_special_tokens_ids``.
     """
-    import transformers
     from transformers.pipelines.text_classification import TextClassificationPipeline
 
     if not hasattr(TextClassificationPipeline, "return_all_scores"):
         _restore_all_scores(TextClassificationPipeline)
-    tokenizer: Any = transformers.PreTrainedTokenizerBase
+    tokenizer: Any = PreTrainedTokenizerBase
     if not hasattr(tokenizer, "additional_special_tokens_ids"):
         tokenizer.additional_special_tokens_ids = property(_additional_ids)
 
 
 def restore_template_ids() -> None:
     """Make ``apply_chat_template`` return token ids unless ``return_dict`` is given."""
-    from transformers import PreTrainedTokenizerBase
-
     current: Any = PreTrainedTokenizerBase.apply_chat_template
     if hasattr(current, _MARK):
         return

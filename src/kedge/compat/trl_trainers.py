@@ -20,12 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyAndValue(nn.Module):
-    """The trained models; a program reads ``policy`` and ``value_model``, as in TRL.
-
-    Args:
-        policy: the policy.
-        value_model: the value model.
-    """
+    """The trained models; a program reads ``policy`` and ``value_model``, as in TRL."""
 
     def __init__(self, policy: nn.Module, value_model: nn.Module | None) -> None:
         super().__init__()
@@ -41,10 +36,7 @@ class _StartsOver(Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train; checkpoints of an earlier run in the folder are moved away instead of refused.
 
-        Args:
-            resume_from_checkpoint: as in ``kedge.PPOTrainer``.
-            *args: not used; ``transformers.Trainer`` has more arguments.
-            **kwargs: not used.
+        Other arguments of ``transformers.Trainer.train`` are accepted and not used.
         """
         resume = resume_from_checkpoint or self.args.resume_from_checkpoint
         if not resume and self.args.output_dir and self.engine.step == 0:

@@ -23,8 +23,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_cuda_available
 
 from kedge.config.common import IN_FLIGHT_LAG, CommonArguments
-from kedge.config.compat.training_arguments import INHERITED
-from kedge.config.compat.trl import TRL
+from kedge.config.compat import INHERITED, TRL
 from kedge.config.declare import (
     Alias,
     Foreign,
@@ -39,7 +38,6 @@ from kedge.config.declare import (
     status,
 )
 from kedge.config.rollout_engines import check_rollout
-from kedge.config.sampling import check_end
 from kedge.errors import ConfigError, OptionError
 from kedge.redaction import redact
 from kedge.suggestions import hint
@@ -49,6 +47,10 @@ Config = TypeVar("Config", bound="OnPolicyConfig")
 # Prefixes of options that need hooks in layers, or a switch before every evaluation.
 UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
 UNSUPPORTED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+_NEED_END = (
+    *("missing_eos_penalty", "non_eos_penalty"),
+    *("mask_truncated_completions", "overlong_buffer"),
+)
 
 
 class ConfigType(type):
@@ -92,12 +94,7 @@ def foreign(cls: type) -> Mapping[str, Foreign]:
 
 
 def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate keyword arguments to names of fields; checks and converts their values.
-
-    Args:
-        cls: the config class, whose ``convert`` handles values that depend on others.
-        options: names and values as the caller gave them.
-    """
+    """Translate keyword arguments to names of fields; checks and converts their values."""
     defaults = {name: default_of(f) for name, f in fields_of(cls).items()}
     values: dict[str, Any] = {}
     for name in sorted(options, key=lambda name: name not in defaults):  # aliases come last
@@ -288,9 +285,8 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
         """Convert options whose meaning depends on others, before the config is built.
 
-        Args:
-            c: all options by attribute, under the names of the fields.
-            given: keyword arguments under the names that the caller used.
+        ``c`` has all options under the names of the fields, ``given`` those that were given under
+        the names that the caller used.
         """
 
     def checked(self: Config) -> Config:
@@ -343,16 +339,12 @@ def _has_gpu() -> bool:
     return is_torch_cuda_available() or is_torch_bf16_gpu_available()
 
 
-def _flag_aliases() -> None:
-    """Make ``HfArgumentParser`` accept plain aliases of inherited fields as flags."""
-    own = OnPolicyConfig.__dataclass_fields__
-    for name, entry in TRL.items():
-        if isinstance(entry, Alias) and entry.convert is None:
-            field = own[entry.target] = copy.copy(own[entry.target])
-            field.metadata = MappingProxyType({**field.metadata, "aliases": flags(name)})
-
-
-_flag_aliases()
+# Make ``HfArgumentParser`` accept plain aliases of inherited fields as flags.
+for _name, _entry in TRL.items():
+    if isinstance(_entry, Alias) and _entry.convert is None:
+        _fields = OnPolicyConfig.__dataclass_fields__
+        _field = _fields[_entry.target] = copy.copy(_fields[_entry.target])
+        _field.metadata = MappingProxyType({**_field.metadata, "aliases": flags(_name)})
 
 
 def _check_responses(c: Any) -> None:
@@ -380,6 +372,25 @@ def _check_responses(c: Any) -> None:
             f"ref_adapter_name and model_adapter_name are both {c.ref_adapter_name!r}, so the"
             " reference would be the policy; name another adapter or leave ref_adapter_name unset"
         )
+
+
+def check_end(config: Any, *, has_eos: bool) -> None:
+    """Refuse options that treat truncated responses differently if nothing ends a response."""
+    if config.stop_token_id is not None or config.stop_token_ids or config.stop_strings:
+        return
+    if config.stop_token is not None and has_eos:
+        return
+    reason = "neither the tokenizer nor the model's generation_config has an EOS token"
+    fix = "stop_token_ids or stop_strings"
+    if config.stop_token is None:
+        reason = "stop_token=None and no stop_token_ids or stop_strings are set"
+        fix = 'stop_token="eos"'
+    for name in _NEED_END:
+        if value := getattr(config, name, None):
+            raise ConfigError(
+                f"{name}={value!r} treats truncated responses differently, but nothing can end a"
+                f" response: {reason}. Set {fix}, or leave {name} out"
+            )
 
 
 def _check_schedule(c: Any) -> None:

@@ -56,68 +56,41 @@ _WORDS = {  # replacements for pydantic's messages
 
 @dataclass(frozen=True, slots=True)
 class ActsIn:
-    """Where an option acts and what it accepts; None: inherit from the parent class.
+    """Where an option acts and what it accepts; None: inherit from the parent class."""
 
-    Args:
-        acts_in: component that reads it.
-        limits: bounds of the number.
-        accepts: type of the values that Python code may give, if wider than the annotation.
-        resume: whether a resumed run must have the same value.
-    """
-
-    acts_in: str | None
+    acts_in: str | None  # component that reads it
     limits: Interval | None = None
-    accepts: Any = None
-    resume: bool | None = None
+    accepts: Any = None  # type of the values in Python code, if wider than the annotation
+    resume: bool | None = None  # whether a resumed run must have the same value
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Another name of the option ``target``.
-
-    Args:
-        target: the option that gets the value.
-        convert: converts the value; None: pass it on unchanged.
-        default: value at which the name counts as not set.
-        limits: bounds of the number, if narrower than the target's.
-    """
+    """Another name of the option ``target``."""
 
     target: str
-    convert: Callable[[Any], Any] | None = None
-    default: Any = None
-    limits: Interval | None = None
+    convert: Callable[[Any], Any] | None = None  # None: pass the value on unchanged
+    default: Any = None  # value at which the name counts as not set
+    limits: Interval | None = None  # if narrower than the target's
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A name that is refused unless it has its default.
-
-    Args:
-        reason: why it is not supported.
-        way_out: what to do instead.
-        default: of a name that is not a field.
-        also: values that are equivalent to the default.
-    """
+    """A name that is refused unless it has its default."""
 
     reason: str
     way_out: str = _LEAVE
-    default: Any = None
-    also: tuple[Any, ...] = ()
+    default: Any = None  # of a name that is not a field
+    also: tuple[Any, ...] = ()  # values that are equivalent to the default
 
 
 @dataclass(frozen=True, slots=True)
 class NoEffect:
-    """A name that cannot change what is trained: accepted, with a line in the log.
-
-    Args:
-        reason: why it has no effect.
-        default: of a name that is not a field.
-        also: values without a line in the log.
-    """
+    """A name that cannot change what is trained: accepted, with a line in the log."""
 
     reason: str
-    default: Any = None
-    also: tuple[Any, ...] = ()
+    default: Any = None  # of a name that is not a field
+    also: tuple[Any, ...] = ()  # values without a line in the log
 
 
 Inherited = ActsIn | Unsupported | NoEffect
@@ -166,21 +139,10 @@ def option(
 ) -> Any:
     """Declare an option: a dataclass field with help, range and where it acts.
 
-    A field that overrides another inherits what is not given here, apart from ``alias``.
-
-    Args:
-        default: value if the option is not given.
-        text: one sentence of help, with the unit; empty if the class's docstring has it.
-        acts_in: component that reads it.
-        alias: another name, of another library or release.
-        resume: whether a resumed run must have the same value.
-        ge: lowest value of the number, or of each number of a list.
-        gt: exclusive lower bound.
-        le: highest value; infinity is allowed only if it is the bound.
-        lt: exclusive upper bound.
-        accepts: type of the values that Python code may give, if wider than the annotation, which
-            argument parsers read.
-        alias_action: stores the value in a ``HfArgumentParser``, given the flag that was used.
+    A field that overrides another inherits what is not given here, apart from ``alias``, a name of
+    another library or release.  See ``ActsIn``; ``text`` is one sentence of help, with the unit.
+    Bounds hold for each number of a list, and infinity is allowed only if it is the bound ``le``.
+    ``alias_action`` stores the value in a ``HfArgumentParser``, given the flag that was used.
     """
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     limits = None if set(bounds.values()) == {None} else Interval(**bounds)
@@ -244,14 +206,7 @@ def check_fields(config: Any) -> None:
 
 
 def check_option(cls: type, name: str, value: Any, alias: Alias | None = None) -> Any:
-    """Check and convert the value of a field; fields that do not act accept any value.
-
-    Args:
-        cls: the config.
-        name: the option, as the caller called it.
-        value: its value.
-        alias: the option that ``name`` stands for, if it is not a field.
-    """
+    """Check and convert the value of a field or alias; fields that do not act accept any value."""
     target = name if alias is None else alias.target
     if hasattr(cls, "INHERITED") and not isinstance(status(cls, target), str):
         return value  # only the default, or a value without effect, is accepted
@@ -348,10 +303,7 @@ JSONFile: TypeAlias = Annotated[Text, AfterValidator(_check_json_file)]  # path,
 def checked_type(hint: Any, limits: Interval | None, *, empty: bool) -> Any:
     """The type by which pydantic checks and converts the values of an option.
 
-    Args:
-        hint: the resolved annotation.
-        limits: bounds of numbers, including those in lists; infinity is refused unless it is one.
-        empty: whether the empty string is accepted.
+    ``limits`` bound numbers in lists, too; ``empty`` accepts the empty string.
     """
 
     def inner(part: Any) -> Any:

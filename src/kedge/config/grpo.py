@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from kedge.config.base import OnPolicyConfig
 from kedge.config.common import KLEstimator
-from kedge.config.compat.trl import CONVERTED, TRL_GRPO, NewerArguments, convert_newer
+from kedge.config.compat import CONVERTED, TRL_GRPO, NewerArguments, convert_newer
 from kedge.config.declare import Foreign, option
 from kedge.errors import ConfigError
 
@@ -38,6 +38,7 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
 
     ON_CONSTRUCTION: ClassVar[Sequence[str]] = CONVERTED
     FOREIGN: ClassVar[Mapping[str, Foreign]] = TRL_GRPO
+    length_option = "max_completion_length"
 
     exp_name: str = option("grpo_config", "Name of the experiment.")
     learning_rate: float = option(1e-6, "Learning rate.")
@@ -119,11 +120,6 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
         """Convert options of TRL whose meaning depends on others."""
         convert_newer(c)
-
-    @property
-    def length_option(self) -> str:
-        """The name of ``response_length`` to use in messages."""
-        return "max_completion_length"
 
     @property
     def loss_kl_coef(self) -> float:

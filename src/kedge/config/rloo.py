@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from kedge.config.base import OnPolicyConfig
-from kedge.config.compat.trl import CONVERTED, TRL_RLOO, NewerArguments, convert_newer
+from kedge.config.compat import CONVERTED, TRL_RLOO, NewerArguments, convert_newer
 from kedge.config.declare import Foreign, option
 from kedge.errors import ConfigError
 

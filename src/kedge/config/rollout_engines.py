@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
@@ -47,29 +46,20 @@ def installed(package: str) -> bool:
 class RolloutEngineSpec:
     """A rollout engine that ``rollout_engine`` can name.
 
-    Args:
-        summary: one line for help texts.
-        build: "module:function", called with ``kedge.rollout.EngineInputs`` and the
-            options of the config that its signature names.
-        check: "module:function", called before weights are loaded, with the policy (a model, folder
-            or hub name), the sampling parameters and the options that its signature names.
-        reads: options of ``RolloutArguments`` that have an effect with this engine.
-        copies_weights: whether it samples from a copy of the policy, which weight syncs update.
-        vllm: whether vLLM samples.
-        package: required package, unless ``vllm_python`` is set.
-        actors: whether each engine is a Ray actor.
-        per_rank: whether each training rank has an engine in its process.
+    ``build`` and ``check`` are "module:function" and get the options that their signatures name.
+    ``build`` also gets ``EngineInputs``; ``check``, which runs before weights are loaded, the
+    policy (a model, folder or hub name) and the sampling parameters.
     """
 
-    summary: str
+    summary: str  # one line for help texts
     build: str
     check: str | None = None
-    reads: tuple[str, ...] = ()
-    copies_weights: bool = True
-    vllm: bool = False
-    package: str | None = None
-    actors: bool = False
-    per_rank: bool = False
+    reads: tuple[str, ...] = ()  # options of ``RolloutArguments`` that have an effect
+    copies_weights: bool = True  # samples from a copy of the policy, which weight syncs update
+    vllm: bool = False  # vLLM samples
+    package: str | None = None  # required, unless ``vllm_python`` is set
+    actors: bool = False  # each engine is a Ray actor
+    per_rank: bool = False  # each training rank has an engine in its process
 
     @property
     def several(self) -> bool:
@@ -114,7 +104,7 @@ ROLLOUT_ENGINES: Mapping[str, RolloutEngineSpec] = MappingProxyType(
         ),
         "ray vllm": RolloutEngineSpec(
             summary="actors",
-            build="kedge.ray.build:build_vllm",
+            build="kedge.ray.engine:build_vllm",
             check="kedge.rollout.vllm.build:check_local",
             reads=(
                 *(*_VLLM, *_REMOTE_ENGINE, *_RAY),
@@ -126,7 +116,7 @@ ROLLOUT_ENGINES: Mapping[str, RolloutEngineSpec] = MappingProxyType(
         ),
         "ray embedded": RolloutEngineSpec(
             summary="actors",
-            build="kedge.ray.build:build_embedded",
+            build="kedge.ray.engine:build_embedded",
             reads=(*_REMOTE_ENGINE, *_RAY, "ray_engine", "vllm_num_engines"),
             actors=True,
         ),
@@ -269,12 +259,6 @@ def find_engine(config: Any) -> RolloutEngineSpec:
             f" {', '.join(map(repr, ENGINE_NAMES))}, or the http:// address of a vLLM server"
         )
     return ROLLOUT_ENGINES.get(name) or ROLLOUT_ENGINES[f"{name} {config.ray_engine}"]
-
-
-def load_function(path: str) -> Any:
-    """Import "module:function"."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def check_rollout(config: Any) -> None:

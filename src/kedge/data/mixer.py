@@ -18,12 +18,6 @@ def parse_mixer(mixer: str | Sequence[str]) -> list[tuple[str, float]]:
     A number with a decimal point is a fraction of the dataset (1.0: all of it), returned as a
     float; one without is a number of rows, returned as an int.  Amounts larger than the dataset
     repeat its rows.
-
-    Args:
-        mixer: ``"name 0.5 other 400"``, or the same words in a list.
-
-    Raises:
-        DataError: the mixture cannot be parsed.
     """
     words = mixer.split() if isinstance(mixer, str) else [str(word) for word in mixer]
     if not words or len(words) % 2:
@@ -44,18 +38,7 @@ def parse_mixer(mixer: str | Sequence[str]) -> list[tuple[str, float]]:
 
 
 def choose_rows(name: str, amount: float, available: int, *, seed: int, position: int) -> list[int]:
-    """Rows to take from a dataset, chosen at random; deterministic in seed and position.
-
-    Args:
-        name: name of the dataset.
-        amount: see ``parse_mixer``.
-        available: number of rows in the dataset.
-        seed: seed of the choice.
-        position: position of the dataset in the mixture.
-
-    Raises:
-        DataError: no row would be taken.
-    """
+    """Rows to take from the dataset at ``position`` in a mixture, which has ``available`` rows."""
     wanted = round(amount * available) if isinstance(amount, float) else amount
     if not wanted or not available:
         raise DataError(

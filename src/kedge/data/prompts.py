@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kedge.data.encode import EncodedPrompts, PromptReport, encode_prompts, prompt_column
-from kedge.data.table import read_table
+from kedge.data.encode import EncodedPrompts, PromptReport, encode_prompts, read_table
 from kedge.errors import ConfigError, DataError
 from kedge.types import PromptBatch
 
@@ -91,7 +90,6 @@ class DatasetPrompts:
             chat_template_kwargs=chat_template_kwargs or {},
             num_proc=dataset_num_proc,
         )
-        self._source = prompt_column(self._table)
         self.keep(columns)
         self._collate = data_collator
         self._per_step, self._repeat = prompts_per_step, num_generations

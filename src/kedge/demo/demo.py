@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -22,10 +21,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from rich.console import Console
 from rich.table import Table
 
-from kedge.cli.flags import Flags
+from kedge.cli.flags import Flags, print_table
 from kedge.cli.tools import pipeline
 from kedge.demo.task import gold
 from kedge.errors import ConfigError, install_command
+from kedge.output import write_jsonl
+from kedge.reporting.log import read_log, read_objects
 
 JUDGMENTS = ("judged-sft", "judged-ppo", "ppo-against-sft")
 QUICK = ("supervised=640", "compared=128", "episodes=192", "judged=32", "epochs=1")
@@ -37,18 +38,13 @@ supervised training, a reward model from preferences, PPO, and a judge that trai
 console = Console()
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    flags = Flags(prog="kedge demo", description=DESCRIPTION)
+def main(argv: Sequence[str]) -> None:
+    """Run the stages of pipeline.yaml and print the results; all outputs go to one folder."""
+    flags = Flags("kedge demo", DESCRIPTION)
     flags.add_argument("--output_dir", default="runs/demo")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--quick", action="store_true", help="little training, as a smoke test")
-    return flags
-
-
-def main(argv: Sequence[str]) -> None:
-    """Run the stages of pipeline.yaml and print the results; all outputs go to one folder."""
-    args = parser().parse_args(list(argv))
+    args = flags.parse_args(list(argv))
     if importlib.util.find_spec("trl") is None:
         raise ConfigError(
             "kedge demo needs TRL for its supervised and reward models; install it with"
@@ -63,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
     summary["seconds"] = round(time.perf_counter() - begin, 1)
     if (folder / "summary.json").is_file() and summary["seconds"] < 10:
         console.print(f"All stages were already complete; remove {folder} to run them again.")
-        summary["seconds"] = read(folder / "summary.json")["seconds"]
+        summary["seconds"] = json.loads((folder / "summary.json").read_text())["seconds"]
     show(folder)
     show_result(summary, folder)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -71,10 +67,12 @@ def main(argv: Sequence[str]) -> None:
 
 def summarize(folder: Path) -> dict[str, float]:
     """Collect the numeric results of the run."""
-    metrics = [row for row in rows(folder / "ppo" / "metrics.jsonl") if "objective/scores" in row]
+    metrics = read_log(folder / "ppo").rows
     first, last = metrics[:2], metrics[-3:]
-    before, after, between = (read(folder / name / "summary.json") for name in JUDGMENTS)
-    held_out = rows(folder / "data" / "held_out.jsonl")
+    before, after, between = (
+        json.loads((folder / name / "summary.json").read_text()) for name in JUDGMENTS
+    )
+    held_out = read_objects(folder / "data" / "held_out.jsonl")
     references = gold([row["prompt"] for row in held_out], [row["completion"] for row in held_out])
     return {
         "score_start": mean(row["objective/scores"] for row in first),
@@ -93,7 +91,7 @@ def summarize(folder: Path) -> dict[str, float]:
 def show(folder: Path) -> None:
     """Print some summaries before and after training, and write all to a file."""
     before, after = (
-        rows(folder / f"summaries-{name}" / "completions.jsonl") for name in ("sft", "ppo")
+        read_objects(folder / f"summaries-{name}" / "completions.jsonl") for name in ("sft", "ppo")
     )
     table = Table("post", "supervised", "PPO", show_lines=True)
     lines = []
@@ -108,43 +106,30 @@ def show(folder: Path) -> None:
                 post, *(f"{s}\n[{m:.1f}]" for s, m in zip(summaries, scores, strict=True))
             )
     console.print(table)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    folder.joinpath("completions.jsonl").write_text(text)
+    write_jsonl(folder / "completions.jsonl", lines)
 
 
 def show_result(summary: dict[str, float], folder: Path) -> None:
     """Print the results in one table."""
-    table = Table("", "supervised", "PPO", title="result", title_justify="left")
-    table.add_row(
-        "score of the reward model", f"{summary['score_start']:.2f}", f"{summary['score_end']:.2f}"
-    )
-    table.add_row("KL to the supervised model (nats per response)", "0", f"{summary['kl']:.1f}")
-    interval = f"{summary['win_rate_low']:.1%} .. {summary['win_rate_high']:.1%}"
-    table.add_row(
-        "gold win rate against the references",
-        f"{summary['win_rate_start']:.1%}",
-        f"{summary['win_rate']:.1%}  ({interval})",
-    )
-    table.add_row("the same of perfect summaries (ties)", "", f"{summary['win_rate_perfect']:.1%}")
-    table.add_row(
-        "gold win rate, PPO against supervised", "", f"{summary['win_rate_head_to_head']:.1%}"
-    )
-    table.add_row("episodes per second", "", f"{summary['episodes_per_second']:.1f}")
-    console.print(table)
+    x = summary
+    interval = f"{x['win_rate_low']:.1%} .. {x['win_rate_high']:.1%}"
+    rows = [
+        ("score of the reward model", f"{x['score_start']:.2f}", f"{x['score_end']:.2f}"),
+        ("KL to the supervised model (nats per response)", "0", f"{x['kl']:.1f}"),
+        (
+            "gold win rate against the references",
+            f"{x['win_rate_start']:.1%}",
+            f"{x['win_rate']:.1%}  ({interval})",
+        ),
+        ("the same of perfect summaries (ties)", "", f"{x['win_rate_perfect']:.1%}"),
+        ("gold win rate, PPO against supervised", "", f"{x['win_rate_head_to_head']:.1%}"),
+        ("episodes per second", "", f"{x['episodes_per_second']:.1f}"),
+    ]
+    print_table("result", rows, ("", "supervised", "PPO"))
     console.print(
         f"{summary['seconds']:.0f} seconds. Models, curves and completions are in {folder};"
         f" `kedge report {folder}/ppo` writes a report page of the run."
     )
-
-
-def rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a jsonl file."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def read(file: Path) -> dict[str, Any]:
-    """A JSON file."""
-    return dict(json.loads(file.read_text()))
 
 
 def mean(values: Any) -> float:

@@ -1,8 +1,7 @@
 """Tasks of many turns: environments, and the rollout engine that plays them."""
 
 from kedge.environments.episode import EpisodeReward
-from kedge.environments.function import FunctionRollouts
-from kedge.environments.rollout import EnvironmentRollouts
+from kedge.environments.rollout import EnvironmentRollouts, FunctionRollouts
 from kedge.environments.tools import ToolEnvironment, tool_environments
 from kedge.protocols import Environment, NewContext, Observation
 from kedge.types import Episodes, Response, ToolCall

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.math.rewards import place_score
+from kedge.protocols import Step
 from kedge.types import PER_EPISODE, Episodes, PromptBatch, RewardOutput, Rollout, Sampling
 
 _RESERVE = 64  # tokens
@@ -204,11 +205,7 @@ class TurnLimits:
 
 
 def check_turn_tokens(sampling: Sampling, most: int | None) -> None:
-    """Check that the limit of the first turn allows the minimum length.
-
-    Raises:
-        ConfigError: ``min_new_tokens`` is above ``max_turn_tokens``.
-    """
+    """Check that the limit of the first turn allows the minimum length."""
     if most is not None and sampling.min_new_tokens > most:
         raise ConfigError(
             f"min_new_tokens={sampling.min_new_tokens} must be at most max_turn_tokens={most}: no"
@@ -231,12 +228,8 @@ def derive_seed(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def read_step(result: object) -> tuple[Any, float, bool, bool, object]:
-    """Check the result of ``Environment.step``.
-
-    Raises:
-        RolloutError: the result violates the protocol.
-    """
+def read_step(result: object) -> Step:
+    """Check the result of ``Environment.step``; raises RolloutError."""
     if not isinstance(result, tuple) or len(result) != 5:
         raise RolloutError(
             "step must return (observation, reward, terminated, truncated, info), got"
@@ -248,7 +241,7 @@ def read_step(result: object) -> tuple[Any, float, bool, bool, object]:
 
 
 def read_reset(result: object) -> tuple[Any, object]:
-    """Check the result of ``Environment.reset``; raises RolloutError as ``read_step`` does."""
+    """Check the result of ``Environment.reset``; raises RolloutError."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise RolloutError(f"reset must return (observation, info), got {_describe(result)}")
     return result[0], result[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import threading
@@ -14,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
+from kedge.background import in_thread, on_event_loop
 from kedge.environments.episode import Episode
 from kedge.errors import ConfigError, RolloutError
 from kedge.protocols import Environment
@@ -28,20 +28,14 @@ _NO_ROOM = 0.01  # seconds to wait while all threads are busy
 class Calls:
     """Runs functions in threads and coroutines on one event loop.
 
-    A call that exceeds the limit is left in a daemon thread, which keeps its place among
-    the ``most`` until it ends; a coroutine is cancelled.
-
-    Args:
-        timeout: maximum seconds of a call; None: no limit.
-        most: maximum number of concurrent calls.
+    At most ``most`` run at the same time.  A call that takes more than ``timeout`` seconds is left
+    in a daemon thread, which keeps its place until it ends; a coroutine is cancelled.
     """
 
     def __init__(self, *, timeout: float | None = None, most: int = 256) -> None:
         self.timeout, self.most = timeout, most
         self._threads: dict[Future[Any], float] = {}  # start times of calls that have not ended
         self.room = threading.Semaphore(most)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_lock = threading.Lock()  # several environment threads may start the loop
 
     @property
     def hung(self) -> int:
@@ -57,50 +51,30 @@ class Calls:
         future: Future[tuple[Any, float]] = Future()
         begin = time.monotonic()
 
-        def end(result: Any) -> None:
+        def end(done: Future[Any]) -> None:
+            try:
+                result = done.result()
+            except BaseException as error:  # SystemExit, too; a coroutine may cancel itself
+                result = error
             self._threads.pop(future, None)
             self.room.release()
             with suppress(InvalidStateError):  # the call has already timed out
                 future.set_result((result, time.monotonic() - begin))
 
-        def work() -> None:
-            try:
-                result = call()
-                if inspect.isawaitable(result):
-                    result = self._schedule(result).result(self.timeout)
-            except BaseException as error:  # SystemExit, too: an environment may exit
-                result = error
-            end(result)
+        def work() -> Any:
+            result = call()
+            if inspect.isawaitable(result):
+                return on_event_loop(result).result(self.timeout)
+            return result
 
         if inspect.iscoroutinefunction(call):
-            running = self._schedule(call())
-            running.add_done_callback(lambda done: end(_outcome(done)))
+            running = on_event_loop(call())
             future.add_done_callback(lambda _: running.cancel())
         else:
             self._threads[future] = begin
-            threading.Thread(target=work, name="environment", daemon=True).start()
+            running = in_thread(work, "environment")
+        running.add_done_callback(end)
         return future
-
-    def _schedule(self, awaitable: Any) -> Future[Any]:
-        with self._loop_lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(
-                    target=self._loop.run_forever, name="environments", daemon=True
-                ).start()
-
-        async def result() -> Any:
-            return await awaitable
-
-        return asyncio.run_coroutine_threadsafe(result(), self._loop)
-
-
-def _outcome(done: Future[Any]) -> Any:
-    """The result or exception of a coroutine, which may have cancelled itself."""
-    try:
-        return done.result()
-    except BaseException as error:
-        return error
 
 
 class RunningCalls:
@@ -128,8 +102,7 @@ class RunningCalls:
     def wait(self, seconds: float) -> dict[int, Any]:
         """Results and exceptions by key; waits until there is one, at most ``seconds``.
 
-        Raises:
-            RolloutError: calls that hang use all the room.
+        Raises RolloutError if calls that hang use all the room.
         """
         calls = self._calls
         if self._waiting:  # a call of another pool may end
@@ -170,10 +143,7 @@ class RunningCalls:
 class EnvironmentPool:
     """Environments, one for each running episode; several engines may share them.
 
-    Args:
-        make: makes an environment, or a mapping of names chosen by the column ``environment``.
-        calls: runs methods concurrently.
-        on_error: see ``EnvironmentRollouts``.
+    ``make`` and ``on_error`` are ``make_environment`` and ``on_env_error`` of EnvironmentRollouts.
     """
 
     def __init__(
@@ -185,18 +155,17 @@ class EnvironmentPool:
     ) -> None:
         if on_error not in ("raise", "drop", "score"):
             raise ConfigError(f"on_env_error must be 'raise', 'drop' or 'score', got {on_error!r}")
-        self.calls, self._make, self.on_error = calls, make, on_error
+        self.calls, self.on_error = calls, on_error
+        self._make: Mapping[Any, MakeEnvironment] = (
+            make if isinstance(make, Mapping) else {None: make}
+        )
         self._idle: dict[object, list[Any]] = {}  # environments free for a new episode, by name
         self._lock = threading.Lock()
         self._closed = False
         self._errors: list[str] = []  # of the latest episodes; "" if there was none
 
     def check_errors(self, rows: int) -> None:
-        """Check that environments work, before a batch of ``rows`` begins.
-
-        Raises:
-            RolloutError: with ``on_error="drop"``, 90% or more of the latest episodes failed.
-        """
+        """Stop if too many of the latest episodes failed, before a batch of ``rows`` begins."""
         count = max(_LATEST, 2 * rows)
         with self._lock:
             latest = self._errors = self._errors[-count:]
@@ -209,10 +178,8 @@ class EnvironmentPool:
             )
 
     def _name(self, episode: Episode) -> Any:
-        """The name of the environment that the row asks for."""
-        if not isinstance(self._make, Mapping):
-            return None
-        name = episode.options.get("environment")
+        """The name of the environment that the row asks for; None if there is one kind."""
+        name = None if None in self._make else episode.options.get("environment")
         if name not in self._make:
             raise RolloutError(
                 f"the column 'environment' must name one of {', '.join(self._make)}, got {name!r}"
@@ -228,8 +195,7 @@ class EnvironmentPool:
 
         def call() -> Any:
             if episode.environment is None:
-                make = self._make[name] if isinstance(self._make, Mapping) else self._make
-                episode.environment = make()
+                episode.environment = self._make[name]()
             return episode.environment.reset(seed=seed, options=episode.options)
 
         return call

@@ -1,4 +1,4 @@
-"""A rollout engine that plays episodes in environments, each at its own pace."""
+"""Rollout engines of many turns: environments, each at its own pace, and the user's function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from kedge.environments.episode import (
     check_turn_tokens,
     environment_seed,
     episode_metrics,
+    pad_rows,
     read_number,
     read_reset,
     read_step,
@@ -33,10 +34,12 @@ from kedge.environments.episode import (
 from kedge.environments.pool import Calls, EnvironmentPool, MakeEnvironment, OnError, RunningCalls
 from kedge.environments.turn_tokens import TurnTokens, as_messages
 from kedge.errors import ConfigError, LostRequestsError, RewardError, RolloutError
-from kedge.protocols import NewContext, Observation, RolloutEngine
+from kedge.protocols import NewContext, Observation, RolloutEngine, Step
 from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
+RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]  # TRL's rollout_func
+_REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _SECONDS = 0.05  # wait for environments when the engine is idle
 
 
@@ -370,23 +373,15 @@ class EnvironmentRollouts:
     def _on_step(self, episode: Episode, result: Any, response: Response) -> None:
         """Append the answer to a turn, or end the episode."""
         with self._failing(episode, "step"):
-            self._add_step(episode, response, *read_step(_unwrap(result)))
+            self._add_step(episode, response, read_step(_unwrap(result)))
         final_reward = getattr(episode.environment, "final_reward", None)
         if episode.cut_off and final_reward is not None:
             self._call(episode, final_reward, self._on_final_reward)
         else:
             self._next_turns([episode])
 
-    def _add_step(
-        self,
-        episode: Episode,
-        response: Response,
-        observation: Observation,
-        reward: float,
-        terminated: bool,
-        truncated: bool,
-        info: object,
-    ) -> None:
+    def _add_step(self, episode: Episode, response: Response, step: Step) -> None:
+        observation, reward, terminated, truncated, info = step
         episode.add_reward(reward)
         episode.add_metrics(info)
         if isinstance(observation, NewContext):
@@ -431,11 +426,8 @@ class EnvironmentRollouts:
 
     @contextlib.contextmanager
     def _failing(self, episode: Episode, method: str) -> Iterator[None]:
-        """Context in which an exception ends the episode, or the run with "raise".
-
-        Raises:
-            ConfigError: raised by an environment that cannot work with its options.
-            RolloutError: ``on_env_error`` is "raise".
+        """Context in which an exception ends the episode, or the run: with "raise", or if it is the
+        ConfigError of an environment that cannot work with its options.
         """
         try:
             yield
@@ -483,3 +475,95 @@ def _unwrap(result: Any) -> Any:
     if isinstance(result, BaseException):  # SystemExit in an environment's thread
         raise RolloutError(f"{type(result).__name__}: {result}") from result
     return result
+
+
+class FunctionRollouts:
+    """Calls ``rollout_func(prompts, trainer)``, which samples by itself.
+
+    The function gets the raw prompts of this process, one per row (a prompt with several responses
+    is repeated), and returns a dict with one entry per row in each of:
+
+        prompt_ids, completion_ids   token ids
+        logprobs                     of the completion tokens as sampled; None: not recorded
+        env_mask (optional)          1 for tokens of the policy, 0 for those of an environment
+        others                       columns for reward functions
+
+    Args:
+        function: the function.
+        trainer: returns the function's second argument.
+        pad_id: token id that pads rows.
+    """
+
+    shares_weights = True  # the function reads the weights from the trainer
+
+    def __init__(self, function: RolloutFunc, trainer: Callable[[], Any], *, pad_id: int) -> None:
+        self._function, self._trainer, self._pad = function, trainer, pad_id
+        self._version = 0
+
+    @property
+    def logprob_kind(self) -> Literal["sampled", "raw", "none"]:
+        """Those that the function returns."""
+        return "sampled"
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
+        """Record the version; the function reads the weights itself."""
+        self._version = version
+        return None
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        """Call the function and build a rollout from its completions.
+
+        Raises:
+            RolloutError: a field is missing, or has the wrong number of rows or tokens.
+        """
+        raw = list(prompts.columns.get("prompt", []))
+        output = dict(self._function(raw, self._trainer()))
+        _check(output, len(prompts))
+        completions = [[int(i) for i in ids] for ids in output.pop("completion_ids")]
+        masks, logprobs = output.pop("env_mask", None), output.pop("logprobs")
+        batch = stack_rows(
+            prompts,
+            [[int(i) for i in ids] for ids in output.pop("prompt_ids")],
+            prompts.group,
+            self._pad,
+        )
+        device, width = prompts.ids.device, max(map(len, completions))
+        mask = pad_rows([[True] * len(ids) for ids in completions], width, torch.bool, False)
+        behavior = None
+        if logprobs is not None:
+            behavior = pad_rows(logprobs, width, torch.float32, 0.0).to(device)
+        trained = mask if masks is None else pad_rows(masks, width, torch.bool, False)
+        ended = [ids[-1] in sampling.stop_ids for ids in completions]
+        return Rollout(
+            prompts=replace(batch, columns={**prompts.columns, **output}),
+            ids=pad_rows(completions, width, torch.int64, self._pad).to(device),
+            loss_mask=trained.to(device),
+            response_mask=mask.to(device),
+            terminated=torch.tensor(ended, device=device),
+            version=torch.full((len(prompts),), self._version, device=device),
+            behavior_logprobs=behavior,
+        )
+
+
+def _check(output: Mapping[str, Any], rows: int) -> None:
+    missing = [name for name in _REQUIRED if name not in output]
+    if missing:
+        raise RolloutError(
+            f"rollout_func must return {', '.join(_REQUIRED)}; missing: {', '.join(missing)}"
+        )
+    for name, values in output.items():
+        if values is not None and len(values) != rows:
+            raise RolloutError(
+                f"rollout_func returned {len(values)} entries of {name!r} for {rows} prompts; it"
+                " must return one per prompt that it gets"
+            )
+    for i, ids in enumerate(output["completion_ids"]):
+        if not len(ids):
+            raise RolloutError(f"rollout_func returned no token for prompt {i}")
+        for name in ("env_mask", "logprobs"):
+            values = output.get(name)
+            if values is not None and len(values[i]) != len(ids):
+                raise RolloutError(
+                    f"rollout_func returned {len(values[i])} entries of {name!r} for the"
+                    f" {len(ids)} tokens of completion {i}"
+                )

@@ -40,11 +40,9 @@ _MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """Split a response into leading reasoning and the rest.
+    """Split a response with special tokens into leading reasoning, and the rest.
 
-    Args:
-        text: with special tokens.
-        opened: whether the generation prompt begins the reasoning.
+    ``opened``: the generation prompt begins the reasoning.
     """
     for begin, end in REASONING:
         before, found, rest = text.partition(begin)

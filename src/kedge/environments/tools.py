@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, get_type_hints
 
+from kedge.background import in_thread
 from kedge.environments.pool import MakeEnvironment
 from kedge.errors import ConfigError, RewardError
 from kedge.protocols import Observation
@@ -104,24 +104,13 @@ class ToolEnvironment:
 
     def _results(self, calls: Sequence[ToolCall]) -> list[tuple[Any, bool]]:
         """Result of each call (possibly an awaitable), and whether it failed."""
-        results: list[Any] = [None] * len(calls)
-
-        def work(i: int) -> None:
-            results[i] = self._call(calls[i])
-
-        in_order = [i for i, call in enumerate(calls) if call.name in self._in_order]
-        threads = [
-            threading.Thread(target=work, args=(i,), name="tool", daemon=True)
-            for i in range(len(calls))
-            if i not in in_order
-        ]
-        for thread in threads:
-            thread.start()
-        for i in in_order:
-            work(i)
-        for thread in threads:
-            thread.join()
-        return results
+        threads = {
+            i: in_thread(partial(self._call, call), "tool")
+            for i, call in enumerate(calls)
+            if call.name not in self._in_order
+        }
+        in_order = {i: self._call(call) for i, call in enumerate(calls) if i not in threads}
+        return [in_order[i] if i in in_order else threads[i].result() for i in range(len(calls))]
 
     def _call(self, call: ToolCall) -> tuple[Any, bool]:
         """Run a call; returns its result, and whether it failed."""
@@ -131,7 +120,11 @@ class ToolEnvironment:
             names = ", ".join(self._functions)
             return f"Error: there is no tool {call.name!r}; the tools are: {names}", True
         function, schema = self._functions[call.name]
-        arguments = _with_texts(call, schema["function"]["parameters"]["properties"])
+        properties = schema["function"]["parameters"]["properties"]
+        arguments = dict(call.arguments)
+        for key, text in call.texts.items():  # the original text, where the schema wants a string
+            if key in arguments and not _matches(arguments[key], properties.get(key, {})):
+                arguments[key] = text
         problem = check_arguments(function, schema, arguments)
         if problem:
             return f"Error: {problem}", True
@@ -207,11 +200,7 @@ def tool_environments(
 
 
 def tool_schema(tool: Tool) -> dict[str, Any]:
-    """The JSON schema of a function, from its signature and docstring.
-
-    Raises:
-        ConfigError: a type hint or the description of an argument is missing.
-    """
+    """The JSON schema of a function, from its type hints and docstring."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
@@ -243,16 +232,6 @@ def _as_function(tool: Tool) -> Tool:
     call.__signature__ = signature.replace(parameters=[*free.values()])  # type: ignore[attr-defined]
     call.__annotations__ = {name: hint for name, hint in hints.items() if name in free}
     return call
-
-
-def _with_texts(call: ToolCall, properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with the original text where the schema wants a string."""
-    return {
-        key: call.texts[key]
-        if key in call.texts and not _matches(value, properties.get(key, {}))
-        else value
-        for key, value in call.arguments.items()
-    }
 
 
 def check_arguments(tool: Tool, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:

@@ -35,12 +35,7 @@ _CUT = "...(truncated)..."  # replaces the middle of an observation that is too 
 
 
 class TurnTokens:
-    """Renders observations for one tokenizer.
-
-    Args:
-        tokenizer: the policy's; None: observations must be token ids.
-        chat_template_kwargs: passed on to ``apply_chat_template``.
-    """
+    """Renders observations for the policy's tokenizer; without one they must be token ids."""
 
     def __init__(
         self, tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -90,16 +85,9 @@ class TurnTokens:
     ) -> list[int]:
         """Token ids of the prompt with the first observation.
 
-        A text observation is appended to the last user message or the text of the prompt, messages
-        follow the prompt; they replace an empty one.
-
-        Args:
-            prompt: the dataset's prompt: chat messages or text.
-            ids: its token ids.
-            observation: what ``Environment.reset`` returned.
-            tools: JSON schemas of the tools that the template shows to the policy.
-            separator: between the prompt and a text observation.
-            reads_calls: the environment reads ``Response.tool_calls``, so they must be readable.
+        A text observation is appended to the last user message or the text of the prompt, after
+        ``separator``; messages follow the prompt, and replace an empty one.  The template shows
+        ``tools`` (JSON schemas); if the environment ``reads_calls``, it must render them readably.
         """
         if not _is_chat(prompt):
             if tools:
@@ -124,18 +112,12 @@ class TurnTokens:
     def between(
         self, prompt: object, observation: Observation, *, last: int, stopped: bool
     ) -> list[int]:
-        """Token ids between a response and the next one.
+        """Token ids between a response and the next one; ``prompt`` decides if this is a chat.
 
-        Args:
-            prompt: the dataset's prompt, which decides whether this is a chat.
-            observation: what ``Environment.step`` returned.
-            last: last token of the response.
-            stopped: whether it is a stop token; the template's copy of it is then left out.
+        If ``last``, the last token of the response, ``stopped`` it, the template's copy of the stop
+        token is left out.
         """
-        token_ids = _token_ids(observation)
-        if token_ids is not None:
-            return token_ids
-        if not _is_chat(prompt):
+        if _token_ids(observation) is not None or not _is_chat(prompt):
             return self._plain(observation)
         messages = _messages(observation)
         if any(message["role"] == "tool" for message in messages):
@@ -143,14 +125,18 @@ class TurnTokens:
                 stop = self._tokenizer.decode([last]) if stopped else ""
                 return self._encode(self._after_call(messages, stop))
             if self._tool_role == "user":
-                messages = [_as_user(message) for message in messages]
+                messages = [  # the template knows no tool role
+                    {"role": "user", "content": f"{m.get('name', 'tool')}: {m['content']}"}
+                    if m["role"] == "tool"
+                    else m
+                    for m in messages
+                ]
         ids = self._encode(self._after_answer(messages))
         return ids[1:] if stopped and ids[:1] == [last] else ids
 
     def context(self, prompt: object, new: NewContext, *, tools: Sequence[Any] | None) -> list[int]:
         """Token ids of a new context; ``prompt`` decides whether this is a chat."""
-        token_ids = _token_ids(new.messages)
-        if token_ids is not None or not _is_chat(prompt):
+        if _token_ids(new.messages) is not None or not _is_chat(prompt):
             return self._plain(new.messages)
         text = self._render(_messages(new.messages), tools=list(tools) if tools else None)
         return self._encode(text)
@@ -158,15 +144,9 @@ class TurnTokens:
     def shorten(
         self, observation: Observation, render: Callable[[Observation], list[int]], most: int
     ) -> tuple[list[int], Observation] | None:
-        """Cut the middle of an observation so that it fits.
+        """Cut the middle of an observation so that ``render`` gives at most ``most`` tokens.
 
-        Args:
-            observation: what an environment returned.
-            render: gives the token ids of an observation.
-            most: maximum number of tokens.
-
-        Returns:
-            Token ids and text of the shortened observation; None if nothing fits.
+        Returns these tokens and the shortened observation; None if nothing fits.
         """
         best, low, high = None, 1, _length(observation) if most > 0 else 0
         length = min(4 * most, high)
@@ -208,14 +188,7 @@ class TurnTokens:
         return self._encode(observation)
 
     def _check_tools(self, tools: Sequence[Any], text: str, reads_calls: bool) -> None:
-        """Check that the prompt shows the tools, and that the parser reads the template's calls.
-
-        Many templates leave tools out, which causes a warning.
-
-        Raises:
-            ConfigError: a call, as the template renders it, is not read back; every call of the
-                policy would be lost.
-        """
+        """Warn of tools that the prompt does not show; refuse a template whose calls are lost."""
         hidden = [name for name in map(_tool_name, tools) if name not in text]
         if hidden:
             logger.warning(
@@ -354,11 +327,7 @@ def _messages(observation: object) -> list[Mapping[str, Any]]:
 
 
 def plain_text(content: Any) -> Any:
-    """The text of a message; joins its parts.
-
-    Raises:
-        RolloutError: it has other parts, such as images.
-    """
+    """The text of a message; joins its parts, and refuses others, such as images."""
     if content is None or isinstance(content, str):
         return content
     parts = content if isinstance(content, Sequence) else [content]
@@ -385,13 +354,6 @@ def _with_first(
     content = prompt[-1]["content"]
     joined = f"{content}{separator}{observation}" if content else observation
     return [*prompt[:-1], {**prompt[-1], "content": joined}]
-
-
-def _as_user(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert a tool message to a user message, for templates without the tool role."""
-    if message["role"] != "tool":
-        return message
-    return {"role": "user", "content": f"{message.get('name', 'tool')}: {message['content']}"}
 
 
 def _tool_name(tool: Any) -> str:

@@ -19,10 +19,16 @@ from transformers import TrainingArguments
 from kedge.errors import ConfigError, KedgeError
 from kedge.learner import optim
 from kedge.learner.distributed import (
+    GatheredEngine,
     accelerator_for,
     all_gather_rows,
     all_reduce,
     broadcast_parameters,
+    broadcast_unsharded,
+    reshard,
+    shard,
+    shard_optimizer_state,
+    sharding_strategy,
 )
 from kedge.learner.learner_state import WeightCopier, full_state, load_weights, read_state
 from kedge.learner.logprobs import (
@@ -34,18 +40,9 @@ from kedge.learner.logprobs import (
 )
 from kedge.learner.reference import Reference, RemoteReference
 from kedge.learner.settings import LearnerSettings
-from kedge.learner.sharding import (
-    GatheredEngine,
-    broadcast_unsharded,
-    reshard,
-    shard,
-    shard_optimizer_state,
-    sharding_strategy,
-)
-from kedge.models.backbone import BackboneCache
+from kedge.models.backbone import BackboneCache, VarlenAttention
 from kedge.models.compatibility import check_rows
 from kedge.models.fingerprint import fingerprint, policy_weights
-from kedge.models.joined_rows import VarlenAttention
 from kedge.models.model import (
     LanguageModelParts,
     causal_parts,
@@ -59,8 +56,7 @@ from kedge.models.packing import group_rows, padding_budget, split_by_length, to
 from kedge.models.peft import own_adapters
 from kedge.models.shared_base import AdapterValue, checkpointing_options
 from kedge.models.value_head import ScalarModel
-from kedge.ops.cpu.heap import keep_freed_memory
-from kedge.ops.cpu.patch import Kernels
+from kedge.ops.cpu.patch import Kernels, keep_freed_memory
 from kedge.protocols import LossFn, RolloutEngine, ShouldApply, always
 from kedge.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
 
@@ -264,9 +260,7 @@ class HFLearner:
 
         With ``only_value`` the policy gets no gradient.  ``skip_policy`` takes its old
         log-probabilities instead of a forward pass, so that only metrics of the value model
-        are meaningful.
-
-        If ``should_apply`` rejects these metrics, the gradient is dropped.
+        are meaningful.  If ``should_apply`` rejects these metrics, the gradient is dropped.
 
         Raises:
             KedgeError: the gradient was not finite three times in a row.

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from kedge.errors import CheckpointError
-from kedge.learner.distributed import raise_on_all_ranks
-from kedge.learner.sharding import shard_like
+from kedge.learner.distributed import raise_on_all_ranks, shard_like
 from kedge.models.fingerprint import FingerprintSums, WeightsCopy, full_tensor, policy_weights
 from kedge.types import StoredTensor
 
@@ -40,10 +39,8 @@ class WeightCopier:
     def __call__(self, policy: nn.Module) -> dict[str, Tensor]:
         """Full weights of a possibly sharded policy, gathered one at a time.  Collective.
 
-        Shards are converted before they are gathered: half the bytes for engines in 16 bits.
-
-        Raises:
-            SyncError: a rank could not stage or copy them; raised on every rank.
+        Shards are converted before they are gathered: half the bytes for engines in 16 bits.  If a
+        rank cannot stage or copy them, every rank raises SyncError.
         """
         named = policy_weights(policy)
         sharded = any(isinstance(p, DTensor) for p in named.values())
@@ -136,11 +133,7 @@ def full_state(model: nn.Module) -> dict[str, Tensor] | None:
 
 @torch.no_grad()
 def load_weights(trained: Mapping[str, Sequence[Tensor]], saved: Mapping[str, Any]) -> None:
-    """Load saved weights into each model, sharded or not.
-
-    Raises:
-        CheckpointError: their shapes differ.
-    """
+    """Load saved weights into each model, sharded or not."""
     for name, weights in trained.items():
         stored = saved.get(name, [])
         if len(weights) != len(stored):
@@ -161,13 +154,7 @@ def load_weights(trained: Mapping[str, Sequence[Tensor]], saved: Mapping[str, An
 def read_state(
     state: Mapping[str, Any], trained: Mapping[str, Sequence[Tensor]], optimizer: Optimizer
 ) -> Mapping[str, Any]:
-    """Read the stored tensors of a learner's state, sharded like the weights.
-
-    Args:
-        state: from a checkpoint.
-        trained: weights by model, whose layout the tensors get.
-        optimizer: optimizer that will load the state.
-    """
+    """Read the stored tensors of a learner's state, sharded like the weights in ``trained``."""
     pairs: list[tuple[StoredTensor, Tensor]] = []
 
     def target(x: Any, weight: Tensor) -> Any:

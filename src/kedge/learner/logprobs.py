@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kedge.errors import ConfigError
+from kedge.learner.distributed import call_within, reshard
 from kedge.learner.reference import Reference
 from kedge.learner.settings import LearnerSettings
-from kedge.learner.sharding import call_within, reshard
-from kedge.models.joined_rows import supports_packing
+from kedge.models.backbone import supports_packing
 from kedge.models.model import CausalParts, LanguageModelParts
 from kedge.models.packing import JoinedInput, scatter
 from kedge.models.shared_base import AdapterValue
@@ -89,16 +89,8 @@ def build_request(
 ) -> ForwardRequest:
     """A request on ``device`` for rows on the host; see ``ForwardRequest``.
 
-    Args:
-        parts: backbone and head of the policy.
-        rows: b rows of prompts and responses.
-        tokens: bool [b, R]; response tokens to compute log-probabilities of.
-        settings: temperature and constraints of these log-probabilities.
-        device: device of the models.
-        value_slots: bool [b, R]; compute the value of the state before each.
-        last_values: append the values of the b states after the last token.
-        policy: compute log-probabilities.
-        only_value: no gradient for the policy.
+    ``tokens`` bool [b, R] get log-probabilities; ``value_slots`` bool [b, R] the value of the state
+    before each, and with ``last_values`` those of the b states after the last token follow.
     """
     if isinstance(rows, Rollout):
         prompts = rows.prompts.ids, rows.prompts.mask
@@ -178,11 +170,7 @@ class ActorCritic(nn.Module):
         return True
 
     def compile_backbones(self, backend: str | None, mode: str | None) -> None:
-        """Run the backbones through torch.compile; the models themselves are unchanged.
-
-        Raises:
-            ConfigError: torch does not know the backend or the mode.
-        """
+        """Run the backbones through torch.compile; the models themselves are unchanged."""
         assert isinstance(self.parts, CausalParts)  # classic trainers do not compile
         options: dict[str, Any] = {"backend": backend or "inductor", "dynamic": True}
         if mode is not None:
@@ -235,17 +223,9 @@ def compute_logprobs(
 ) -> dict[str, Tensor]:
     """The fields ``names`` of a ModelOutputs, ``groups`` of rows at a time; call under no_grad.
 
-    Args:
-        models: policy and value model, reference (for ``ref_logprobs`` and ``full_kl``), device.
-        rollout: rows on the host.
-        groups: rows of one forward pass; each row is in one.
-        names: fields to compute.
-        settings: temperature and constraints of sampling.
-        sharded: run the models one after another.  Each layer is gathered for its part of a forward
-            pass, so all ranks run equally many.  Collective.
-
-    Returns:
-        float32 [B, R] each, on the host; ``last_values`` [B] with ``values``.
+    float32 [B, R] each, on the host like the rollout; ``last_values`` [B] with ``values``.  If
+    ``sharded``, models run one after another: each layer is gathered for its part of a forward
+    pass, so all ranks run equally many.  Collective.
     """
     module, reference, device = models
     by_model, spare = [names], 0

@@ -31,9 +31,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups per model: with weight decay (matrices) and without (biases, norms).
 
-    Args:
-        models: name -> (model, learning rate).
-        weight_decay: weight decay of the matrices.
+    ``models`` has each model and its learning rate by name.
     """
     groups, decays, owner = [], set(), {}
     for name, (model, _) in models.items():
@@ -60,11 +58,7 @@ def learning_rates(optimizer: Optimizer) -> dict[str, float]:
 
 
 def build_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> Optimizer:
-    """Build the optimizer ``args.optim`` over these groups.
-
-    Raises:
-        ConfigError: no weight is trainable, or the optimizer needs the whole model.
-    """
+    """Build the optimizer ``args.optim`` over these groups."""
     if not groups:
         raise ConfigError("at least one weight must have requires_grad=True to train")
     name = str(getattr(args.optim, "value", args.optim))
@@ -113,16 +107,8 @@ def build_schedule(
 ) -> LRScheduler:
     """The learning-rate schedule of ``args`` over ``iterations``.
 
-    Args:
-        args: kind and options of the schedule.
-        optimizer: optimizer of the weights.
-        iterations: iterations of the run.
-        delay: iterations after which the groups of ``delayed`` weights begin; their warmup and
-            decay cover the rest, and their rate is 0 until then.
-        delayed: weights that are not trained before ``delay``.
-
-    Raises:
-        ConfigError: the schedule needs options that are missing.
+    The groups of ``delayed`` weights have rate 0 in the first ``delay`` iterations; their warmup
+    and decay cover the rest.
     """
     whole = _schedule(args, optimizer, iterations)
     if not delay or not isinstance(whole, LambdaLR):
@@ -167,16 +153,7 @@ def load_optimizer_state(
     Learning rates are those of this run's schedule at that step, which differ from the saved ones
     if the run was extended or was given other rates: a linear schedule that had ended at 0
     continues on the line to its new end.  Other options of the optimizer are this run's, too.
-
-    Args:
-        optimizer: optimizer of the resumed run.
-        scheduler: its schedule.
-        state: their ``state_dict``, under "optimizer" and "scheduler".
-        names: weight names by id, for errors.
-
-    Raises:
-        CheckpointError: the state belongs to another kind of optimizer.
-        DamagedCheckpointError: a tensor is missing, or has a different shape or dtype.
+    ``names`` of weights by id are for errors.
     """
     options_now = [{k: g[k] for k in _OPTIONS if k in g} for g in optimizer.param_groups]
     bases = getattr(scheduler, "base_lrs", None)

@@ -25,12 +25,8 @@ class RemoteReference(Protocol):
     ) -> Callable[[], Tensor]:
         """Start computing; the returned call waits for log-probabilities float32 [B, R].
 
-        Args:
-            rollout: B rows.
-            groups: rows that share a forward pass.
-            joined: whether to join them without padding.
+        ``groups`` of rows share a forward pass, ``joined`` without padding.
         """
-        ...
 
 
 class FrozenModel:
@@ -65,13 +61,7 @@ class FrozenModel:
 
 
 class AdapterReference:
-    """The policy's base model, without its adapter or with another one.
-
-    Args:
-        policy: a PEFT model.
-        name: the reference's adapter, which never trains; None: the base alone.
-        build_parts: splits the policy into backbone and head.
-    """
+    """The base of a PEFT model, alone or with the adapter ``name``, which never trains."""
 
     def __init__(
         self, policy: Any, name: str | None = None, build_parts: BuildParts = causal_parts
@@ -108,9 +98,7 @@ Reference = FrozenModel | AdapterReference
 def frozen_copy(policy: nn.Module, *, sharded: bool = False) -> FrozenModel:
     """A frozen copy of the current policy, which shares weights that do not train.
 
-    Args:
-        policy: the policy.
-        sharded: both will be sharded before the policy trains; until then they share memory.
+    If both will be ``sharded`` before the policy trains, they share memory until then.
     """
     if sharded:
         memo = {id(p): nn.Parameter(p.data, requires_grad=False) for p in policy.parameters()}

@@ -11,25 +11,19 @@ from kedge.algorithms.base import AdvantageInputs
 from kedge.loop.metrics import MetricAccumulator, reduce_metrics
 from kedge.loop.stages import Terms
 from kedge.math.advantage import group_count, group_std
-from kedge.math.importance import importance_weights
 from kedge.math.kl import k2, k3
+from kedge.math.ratios import Correction, importance_weights
 from kedge.protocols import AllReduce, Learner
-from kedge.types import AdvantageOutput, Experience, Rollout
+from kedge.types import Experience, Rollout
 
 
 def batch_metrics(experience: Experience, terms: Terms, learner: Learner) -> dict[str, float]:
-    """Metrics of a batch by name; every rank must call this.
-
-    Args:
-        experience: the batch to train on.
-        terms: inputs of the experience.
-        learner: provides the collectives and the version of the weights.
-    """
+    """Metrics of a batch by name; every rank must call this."""
     inputs, rollout, all_reduce = terms.inputs, terms.inputs.rollout, learner.all_reduce
     means = MetricAccumulator()
     _add_staleness(means, terms, learner.version)
     _add_rewards(means, inputs)
-    _add_training_data(means, inputs, terms.outputs, terms.kl_coef)
+    _add_training_data(means, terms)
     metrics = means.read(all_reduce) | _lengths(rollout, inputs.reward_output.valid, all_reduce)
     penalty = metrics.get("objective/non_score_reward", 0.0)
     metrics["objective/rlhf_reward"] = metrics["objective/scores"] + penalty
@@ -86,19 +80,31 @@ def _add_rewards(means: MetricAccumulator, e: AdvantageInputs) -> None:
     means.mean("completions/truncated_ratio", ~e.rollout.terminated, valid)
 
 
-def _add_training_data(
-    means: MetricAccumulator, e: AdvantageInputs, outputs: AdvantageOutput, kl_coef: float
-) -> None:
-    """Add entropy, KL, returns and advantages of the valid rows."""
+def _add_training_data(means: MetricAccumulator, terms: Terms) -> None:
+    """Add entropy, KL, returns and advantages of the valid rows.
+
+    Entropy and KL are means over samples of the policy whose log-probabilities they are made of.
+    With a correction that is the learner's pi, so stale tokens of mu are weighted by pi / mu,
+    bounded at 10.  Without it log(pi / ref) has the mean KL(mu | ref) - KL(mu | pi), which may be
+    negative.
+    """
+    e, outputs = terms.inputs, terms.outputs
     valid, mask, models = e.reward_output.valid, e.rollout.loss_mask, e.model_outputs
-    means.mean("objective/entropy", -(models.logprobs * mask).sum(1), valid)
+    weight = mask.to(models.logprobs.dtype)  # [B, R]
+    if terms.correction is not None and e.rollout.behavior_logprobs is not None:
+        stale = mask & (terms.age > 0)
+        ratio = Correction(high=10.0)
+        ratios = importance_weights(terms.logprobs, e.rollout.behavior_logprobs, stale, ratio)
+        weight = torch.where(stale, ratios, weight)
+    means.mean("objective/entropy", -(models.logprobs * weight).sum(1), valid)
     if outputs.kl is not None:
-        kl = (outputs.kl * mask).sum(1)
+        kl = (outputs.kl * weight).sum(1)
         means.mean("objective/kl", kl, valid)
-        means.mean("objective/non_score_reward", -kl_coef * kl, valid)
+        means.mean("objective/non_score_reward", -terms.kl_coef * kl, valid)
     if models.ref_logprobs is not None:
         for name, estimate in (("objective/kl2", k2), ("objective/kl3", k3)):
-            means.mean(name, (estimate(models.logprobs, models.ref_logprobs) * mask).sum(1), valid)
+            sampled = estimate(models.logprobs, models.ref_logprobs) * weight
+            means.mean(name, sampled.sum(1), valid)
     if outputs.returns is not None and models.values is not None:
         where = mask if outputs.value_mask is None else outputs.value_mask
         means.mean("val/value_mean", models.values, where)

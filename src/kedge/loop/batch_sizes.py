@@ -107,27 +107,12 @@ def compute_batch_sizes(
     min_group: int = 1,
     max_tokens_per_micro_batch: int | None = None,
 ) -> BatchSizes:
-    """Derive all sizes; errors name the nearest values that would work.
+    """Derive all sizes from options of these names; errors name the nearest values that would work.
 
-    The run ends at ``total_episodes`` or ``max_steps``, whichever comes first, else after
-    ``num_train_epochs``.
-
-    Args:
-        per_device_train_batch_size: samples per rank in one forward and backward pass.
-        gradient_accumulation_steps: such passes per rank that make up one batch.
-        world_size: number of ranks.
-        num_mini_batches: optimizer steps per epoch over a batch.
-        num_ppo_epochs: passes over each batch.
-        num_generations: responses per prompt.
-        total_episodes: responses to generate; the last batch is always full.
-        max_steps: iterations; no limit if below 1.
-        num_train_epochs: passes over the prompts of the dataset.
-        dataset_rows: prompts in the dataset; None: unknown.
-        min_group: minimum number of responses per prompt of the algorithm.
-        max_tokens_per_micro_batch: maximum tokens of a forward and backward pass.
-
-    Raises:
-        ConfigError: sizes that do not divide, or no end of the run.
+    The run ends at ``total_episodes`` or ``max_steps`` iterations (no limit if below 1), whichever
+    comes first, else after ``num_train_epochs`` passes over the ``dataset_rows`` prompts (None:
+    unknown).  The last batch is always full.  The algorithm needs ``min_group`` responses per
+    prompt.
     """
     local = per_device_train_batch_size * gradient_accumulation_steps
     if num_generations < min_group:

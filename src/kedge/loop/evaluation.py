@@ -37,19 +37,10 @@ def evaluate(
     seed: int,
     clock: Callable[[], float],
 ) -> Evaluation:
-    """Score responses to evaluation prompts.
+    """Score ``rows`` responses to evaluation prompts, on all ranks together.
 
-    Args:
-        source: evaluation prompts.
-        batches: number of batches.
-        rows: total responses; further rows of the last batch are repeats and are ignored.
-        rollouts: the rollout engine.
-        reward_source: scores the responses.
-        learner: the models, for the KL to the reference.
-        sampling: sampling parameters; usually a lower temperature than in training.
-        reference: whether there is a reference.
-        seed: base of the random streams.
-        clock: time in seconds.
+    Further rows of the last batch are repeats and are ignored.  ``sampling`` usually has a lower
+    temperature than in training; the models are needed for the KL to the ``reference``, if any.
     """
     means, samples, episodes = MetricAccumulator(), [], Metrics()
     begin, totals = clock(), torch.zeros(2, rows, dtype=torch.float64)
@@ -128,11 +119,9 @@ def pass_at_k(samples: Tensor, solved: Tensor, k: int) -> Tensor:
 def solve_rates(scores: Tensor, *, per_prompt: int, success: float) -> dict[str, float]:
     """``accuracy`` and ``pass@k`` for k = 2, 4, ... up to the completions of a prompt.
 
-    Args:
-        scores: float64 [rows], grouped by prompt; NaN: not scored.  Such responses are ignored,
-            and prompts with fewer than k scored responses are left out of pass@k.
-        per_prompt: completions per prompt.
-        success: a score of at least this solves the prompt.
+    ``scores`` float64 [rows] are grouped by prompt; NaN is not scored.  Such responses are ignored,
+    and prompts with fewer than k scored responses are left out of pass@k.  A score of at least
+    ``success`` solves the prompt.
     """
     tasks = scores.view(-1, per_prompt)
     known = ~tasks.isnan()
@@ -149,9 +138,7 @@ def solve_rates(scores: Tensor, *, per_prompt: int, success: float) -> dict[str,
 def win_rate(scores: Tensor, start: Tensor) -> dict[str, float]:
     """``win_rate``: share of responses that score more than the initial policy's; ties count half.
 
-    Args:
-        scores: float64 [rows]; NaN: not scored.
-        start: scores of the initial policy for the same rows.
+    ``scores`` and ``start``, of the initial policy, are float64 [rows]; NaN: not scored.
     """
     both = ~(scores.isnan() | start.isnan())
     if not both.any():

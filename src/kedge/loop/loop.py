@@ -15,8 +15,7 @@ from torch import Tensor
 
 from kedge.checkpoint.replay import RolloutReplay
 from kedge.errors import RewardError, RolloutError, SyncError
-from kedge.loop.hooks import StepReport
-from kedge.loop.updater import Updater
+from kedge.loop.updater import StepReport, Updater
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
 from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
 from kedge.rollout.scheduler.fifo import FifoScheduler
@@ -134,11 +133,7 @@ class Engine(Updater):
                 self.scheduler.restore([], self.step)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The policy's weights for the rollout engine; empty if it shares them.  Collective.
-
-        Raises:
-            SyncError: a rank could not copy them; raised on every rank.
-        """
+        """The policy's weights for the rollout engine; empty if it shares them.  Collective."""
         try:
             return {} if self.rollout_engine.shares_weights else self.learner.weights()
         except SyncError:

@@ -208,12 +208,9 @@ class MetricAccumulator:
     ) -> None:
         """Mean of ``x`` where ``keep`` (bool, the same shape); repeated calls accumulate.
 
-        Args:
-            name: name of the mean; not reported if it starts with an underscore.
-            x: values [*].
-            keep: bool [*].
-            std: name of the standard deviation; "": not reported.
-            unbiased: divide by n - 1 for it, and leave it out for a single value.
+        It is not reported under a name that starts with an underscore.  ``std`` names the standard
+        deviation, if it is reported; ``unbiased`` divides by n - 1, and leaves it out for a single
+        value.
         """
         kept = torch.where(keep, x.to(torch.float64), 0.0)
         sums = torch.stack([kept.sum(), (kept**2).sum(), keep.sum().double()]).cpu()
@@ -241,11 +238,9 @@ class MetricAccumulator:
 
 
 def reduce_metrics(totals: Mapping[str, tuple[float, float]], learner: Learner) -> dict[str, float]:
-    """The mean of each name over all ranks; every rank must call this.
+    """The mean of each name over all ranks, from (sum, count) by name; every rank must call this.
 
-    Args:
-        totals: (sum, count) by name; names may differ between ranks.
-        learner: provides the collectives.
+    Names may differ between ranks.
     """
     metrics = Metrics(totals)
     if learner.world_size > 1:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from kedge.algorithms.base import Algorithm
 from kedge.errors import PreflightError
-from kedge.loop.micro_batches import micro_batches
-from kedge.loop.stages import make_experience
+from kedge.loop.stages import make_experience, micro_batches
 from kedge.protocols import Learner, RewardSource, RolloutEngine
 from kedge.types import Experience, ModelOutputs, RewardOutput, Rollout, Sampling
 
@@ -51,25 +50,11 @@ def preflight(
     tolerance: Tolerance = FULL_PRECISION,
     reward: RewardSource | None = None,
 ) -> list[str]:
-    """Check one sampled and scored batch, without training.
+    """Check one sampled and scored batch, without training; returns warnings that may be intended.
 
-    Args:
-        rollout: the batch of the first iteration.
-        reward_output: its scores.
-        engine: the rollout engine that sampled it.
-        learner: the models.
-        algorithm: the algorithm.
-        kl_coef: coefficient of the KL penalty.
-        fresh_reference: whether the reference has the policy's weights before any training.
-        sampling: sampling parameters and stop conditions of the batch.
-        length_option: name of the config's length limit of responses.
-        decode: decodes token ids, to name the stop tokens.
-        tolerance: accepted differences.
-        reward: scores the same responses cut short, if only models give the reward; these
-            rarely saw unfinished texts.
-
-    Returns:
-        Warnings about things that are unusual but may be intended.
+    ``fresh_reference``: it has the policy's weights before any training.  ``length_option`` names
+    the config's limit of responses, ``decode`` gives the text of stop tokens.  ``reward`` scores
+    the same responses cut short, if only models give the reward; these rarely saw unfinished texts.
 
     Raises:
         PreflightError: a check failed; the message has the number and likely causes.

@@ -6,7 +6,7 @@ collect (rollout/scheduler/collector.py) -> make_experience
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from statistics import fmean, variance
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.errors import ConfigError, RewardError, RolloutError
-from kedge.loop.early_stopping import StepLimits
-from kedge.loop.entropy_bonus import EntropyBonus
-from kedge.loop.micro_batches import micro_batches
-from kedge.math.importance import Correction, importance_weights
-from kedge.protocols import Learner
+from kedge.loop.control import EntropyBonus, StepLimits
+from kedge.math.losses import WEIGHTINGS, row_mean
+from kedge.math.ratios import Correction, importance_weights
+from kedge.protocols import AllReduce, Learner
 from kedge.types import (
     AdvantageOutput,
     Experience,
@@ -29,14 +28,87 @@ from kedge.types import (
     PolicyOutput,
     RewardOutput,
     Rollout,
+    number_prompts,
 )
+
+
+def micro_batches(
+    experience: Experience,
+    index: Tensor,
+    algo: Algorithm,
+    micro_rows: int,
+    all_reduce: AllReduce,
+    *,
+    max_tokens: int | None = None,
+    by_prompt: bool = False,
+) -> Iterator[MicroBatch]:
+    """Split one optimizer step into micro-batches of at most ``micro_rows`` rows or ``max_tokens``.
+
+    The weights of its tokens sum to 1 over all ranks, and are fixed before the split.
+    """
+    lengths = (experience.prompt_mask.sum(1) + experience.response_mask.sum(1))[index]
+    order = lengths.argsort(descending=True, stable=True)
+    if by_prompt:
+        rows = index[order]
+        prompts = number_prompts(experience.prompt_ids[rows], experience.prompt_mask[rows])
+        order = order[_first_places(prompts).argsort(stable=True)]
+    step = experience.rows(index[order])
+    token_weights = WEIGHTINGS[algo.weighting]
+    token, value, row = (
+        token_weights(step.loss_mask, all_reduce),
+        token_weights(step.value_mask, all_reduce),
+        row_mean(step.loss_mask, all_reduce),
+    )
+    sizes: int | list[int] = micro_rows
+    if max_tokens is not None:
+        sizes = rows_within(lengths[order].tolist(), max_tokens, all_reduce)
+    for part in torch.arange(len(step)).split(sizes):
+        yield MicroBatch(
+            rows=step.rows(part),
+            token_weight=token[part],
+            value_weight=value[part],
+            row_weight=row[part],
+        )
+
+
+def _first_places(numbers: Tensor) -> Tensor:
+    """For each number int64 [n], the index of its first occurrence."""
+    places = torch.arange(len(numbers), device=numbers.device)
+    first = places.new_full((len(numbers),), len(numbers))
+    first = first.scatter_reduce(0, numbers, places, "amin") if len(numbers) else first
+    return first[numbers]
+
+
+def rows_within(lengths: Sequence[int], max_tokens: int, all_reduce: AllReduce) -> list[int]:
+    """Rows of consecutive micro-batches of at most ``max_tokens`` tokens, padding included.
+
+    A longer row is a micro-batch by itself.  All ranks, which have equally many rows, get the same
+    number, as sharded weights require: others split their largest ones.
+    """
+    sizes: list[int] = []
+    longest = 0
+    for length in lengths:
+        longest = max(longest, length)
+        if sizes and longest * (sizes[-1] + 1) <= max_tokens:
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+            longest = length
+    ranks_with = torch.zeros(len(lengths) + 1)
+    ranks_with[len(sizes)] = 1
+    most = int(all_reduce(ranks_with).nonzero().max())
+    while len(sizes) < most:
+        largest = sizes.index(max(sizes))
+        half = sizes[largest] // 2
+        sizes[largest : largest + 1] = [sizes[largest] - half, half]
+    return sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """Inputs of an experience, for the metrics of the batch."""
 
-    inputs: AdvantageInputs  # model_outputs.logprobs is the denominator of the ratio
+    inputs: AdvantageInputs
     outputs: AdvantageOutput  # as trained on
     kl_coef: float
     logprobs: Tensor  # float32 [B, R]; the learner's policy, before training
@@ -63,6 +135,10 @@ def make_experience(
     (Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298, eq. 5).  With a
     correction of kind "ratio" it is the rollout engine's for all tokens, without weights.
 
+    With either correction the KL in the reward is of the learner's policy pi: times its token's
+    weight or ratio pi / mu, its gradient on samples of mu is that of KL(pi | ref) at every prefix,
+    while log(mu / ref), fixed when the token was sampled, ignores how far pi has moved since.
+
     Untrained tokens leave the policy loss, its normalizer and the statistics of advantages:
     tokens that a correction of kind "mask" rejects, which also leave the value loss, and tokens
     sampled more than ``max_token_lag`` iterations ago, which keep their value target.
@@ -85,8 +161,9 @@ def make_experience(
             " engine, which records none; use an engine that does, or leave the option out"
         )
     direct = correction is not None and correction.kind == "ratio"
-    if behavior is not None and (correction is None or direct):
-        old_logprobs = behavior if direct else torch.where(age > 0, behavior, logprobs)
+    old_logprobs = behavior if direct and behavior is not None else logprobs
+    if behavior is not None and correction is None:
+        old_logprobs = torch.where(age > 0, behavior, logprobs)
         model_outputs = replace(model_outputs, logprobs=old_logprobs)
 
     too_old = None if max_token_lag is None else age > max_token_lag
@@ -124,7 +201,7 @@ def make_experience(
         loss_mask=loss_mask,
         response_mask=rollout.response_mask,
         value_mask=value_mask,
-        old_logprobs=model_outputs.logprobs,
+        old_logprobs=old_logprobs,
         ref_logprobs=model_outputs.ref_logprobs,
         old_values=model_outputs.values,
         rewards=outputs.rewards,

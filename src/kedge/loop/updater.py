@@ -1,10 +1,10 @@
-"""The training half of an iteration, shared by the loop and by ``step()`` APIs."""
+"""The training half of an iteration, shared by the loop and by ``step()`` APIs, and its hooks."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,20 +14,51 @@ from kedge.algorithms.base import Algorithm
 from kedge.errors import RewardError
 from kedge.loop.batch_metrics import batch_metrics
 from kedge.loop.batch_sizes import BatchSizes
-from kedge.loop.early_stopping import StepLimits
-from kedge.loop.entropy_bonus import EntropyBonus
-from kedge.loop.hooks import Hooks
+from kedge.loop.control import EntropyBonus, StepLimits
 from kedge.loop.metrics import check_known
 from kedge.loop.seeds import seed_for
 from kedge.loop.stages import make_experience, optimize
-from kedge.math.importance import Correction
+from kedge.math.ratios import Correction
 from kedge.math.running import RunningMoments
 from kedge.protocols import KLController, Learner
-from kedge.rollout.scheduler.dynamic_sampling import REPLACED
-from kedge.types import RewardOutput, Rollout, Sample
+from kedge.rollout.scheduler.collector import REPLACED
+from kedge.types import Experience, RewardOutput, Rollout, Sample
 
 logger = logging.getLogger(__name__)
 MOST_UNSCORED = 10  # consecutive batches without any score; then training stops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One finished iteration."""
+
+    step: int  # iterations finished, including this one
+    metrics: Mapping[str, float]
+    rollout: Rollout
+    reward_output: RewardOutput
+
+
+class Hooks:
+    """Called by the loop, in this order, on every rank; these do nothing."""
+
+    def on_step_begin(self, step: int) -> None:
+        """Iteration ``step`` (from 0) is about to begin."""
+
+    def on_sample(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
+        """The batch of iteration ``step``, before training on it."""
+
+    def on_experience(self, step: int, experience: Experience) -> None:
+        """The per-token training data of iteration ``step``."""
+
+    def on_optimizer_step(self) -> None:
+        """One optimizer step is done."""
+
+    def on_step_end(self, report: StepReport) -> bool:
+        """An iteration is finished; return True to stop the loop."""
+        return False
+
+    def on_failure(self, step: int, error: Exception) -> None:
+        """``error`` ends the run on all ranks; its state is that after ``step`` iterations."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,11 +163,7 @@ class Updater:
         )
 
     def _without_scores(self, rows: int) -> dict[str, float]:
-        """Metrics of a batch without any valid reward, which is skipped.
-
-        Raises:
-            RewardError: too many consecutive batches without a score, or the first one of the run.
-        """
+        """Metrics of a batch without any valid reward, which is skipped."""
         self._unscored += 1
         problem = f"none of the {rows} responses in this batch could be scored"
         if not self.step:

@@ -52,16 +52,10 @@ def check_vocabulary(models: Mapping[str, nn.Module], *, tokens: int) -> None:
 def check_length(
     models: Mapping[str, Any], *, prompt: int, response: int, option: str = "response_length"
 ) -> None:
-    """Reject models whose context is too short for the longest prompt and a response.
+    """Reject models whose context is too short for the longest prompt and a response, in tokens.
 
-    Args:
-        models: models, configurations or numbers of positions, by the name used in messages.
-        prompt: tokens of the longest prompt.
-        response: maximum tokens of a response.
-        option: name of the option that sets ``response``.
-
-    Raises:
-        ConfigError: naming the model, the length needed, and lengths that fit.
+    ``models`` are models, configurations or numbers of positions, by the name used in messages.
+    ``option`` sets the length of a response.
     """
     for name, model in models.items():
         number = isinstance(model, int)
@@ -97,12 +91,7 @@ def check_no_shared_weights(
 
 
 def check_rows(rollout: Rollout, models: Iterable[nn.Module]) -> None:
-    """Reject rows that the models cannot read.
-
-    Raises:
-        DataError: an empty prompt: no state precedes its first response token.
-        RolloutError: a token outside a model's vocabulary.
-    """
+    """Reject rows that the models cannot read: an empty prompt, a token outside a vocabulary."""
     prompts = rollout.prompts
     empty = (~prompts.mask.any(1)).nonzero()[:, 0].tolist()
     if empty:

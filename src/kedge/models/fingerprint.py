@@ -25,11 +25,8 @@ def fingerprint(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> s
     Hash of the names with a checksum per tensor: the sum of its 32-bit words modulo 2^32, each with
     an odd random weight for its position.  A change of one word always shows; one of several words
     is missed with probability 2^-32.  Integer sums do not depend on the order of addition, so
-    devices agree.
-
-    Args:
-        named: names and tensors of any type and device, in any order; read one at a time.  For a
-            sharded tensor each rank sums its shard, so this is collective.
+    devices agree.  Tensors are read one at a time, in any order; for a sharded one each rank sums
+    its shard, so this is collective.
     """
     sums = FingerprintSums()
     for name, tensor in named.items() if isinstance(named, Mapping) else named:
@@ -70,11 +67,8 @@ class FingerprintSums:
 def checksum(tensor: Tensor, first: int = 0) -> Tensor:
     """The weighted sum of a tensor's words modulo 2^32, int64 [], on its device.
 
-    The checksums of consecutive shards add up to that of the whole tensor.
-
-    Args:
-        tensor: its words start at a multiple of 4 bytes of the whole tensor.
-        first: position of its first word in the whole tensor.
+    The checksums of consecutive shards add up to that of the whole tensor, in which the words of
+    this one start at position ``first``.
     """
     octets = tensor.contiguous().view(-1).view(torch.uint8)
     if len(octets) % 4 or octets.storage_offset() % 4:
@@ -131,11 +125,7 @@ def policy_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_weights(current: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Check that weights fit a model with the weights ``current``.
-
-    Raises:
-        SyncError: there are no weights, or one is unknown or has a different shape.
-    """
+    """Check that there are weights, and that they fit a model with the weights ``current``."""
     if not weights:
         raise SyncError("a rollout engine with a copy of the policy received no weights")
     for name, new in weights.items():

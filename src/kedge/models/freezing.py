@@ -41,14 +41,6 @@ def train_top_layers(backbone: nn.Module, count: int, *, what: str) -> None:
     """Freeze a backbone but for its last ``count`` layers and the norm after them.
 
     An output layer outside of the backbone trains as before, unless it is tied to the embedding.
-
-    Args:
-        backbone: backbone of a decoder.
-        count: layers that train, from 1.
-        what: name of the model in messages.
-
-    Raises:
-        ConfigError: the model has fewer layers, or no layers are found.
     """
     prefix, layers = _require_layers(backbone, f"train_layers={count}", what)
     if count > len(layers):
@@ -68,9 +60,6 @@ def freeze_attention(backbone: nn.Module, *, what: str) -> None:
 
     The feed-forward parts (or experts), norms and embeddings train: the critic of SAO
     (arXiv:2607.07508).
-
-    Raises:
-        ConfigError: the layers, or the attention in one of them, are not found.
     """
     _, layers = _require_layers(backbone, "freeze_value_attention", what)
     for number, layer in enumerate(layers):
@@ -100,12 +89,7 @@ def _require_layers(backbone: nn.Module, option: str, what: str) -> tuple[str, n
 
 
 def share_frozen_weights(model: nn.Module, source: nn.Module) -> None:
-    """Share frozen weights that are equal in two backbones.
-
-    Args:
-        model: a backbone, whose weights are replaced by those of ``source``.
-        source: another backbone.
-    """
+    """Replace frozen weights of a backbone by those of another one, where they are equal."""
     theirs = dict(source.named_parameters(remove_duplicate=False))
     for name, p in list(model.named_parameters(remove_duplicate=False)):
         twin = theirs.get(name)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from kedge.errors import ConfigError, install_command
+from kedge.models.compatibility import text_config
 from kedge.models.peft import without_notices
 
 _WITHOUT_WEIGHTS: ContextVar[bool] = ContextVar("without_weights", default=False)
@@ -36,11 +37,7 @@ def without_weights(active: bool) -> Iterator[None]:
 
 
 def check_folder(source: str, what: str) -> None:
-    """Reject a path that does not exist, before it is looked up on the hub.
-
-    Raises:
-        ConfigError: the folder does not exist.
-    """
+    """Reject a path that does not exist, before it is looked up on the hub."""
     path = Path(source).expanduser()
     if source.startswith(("/", ".", "~")) and not path.is_dir():
         why = "it is a file" if path.exists() else "there is no such folder"
@@ -60,19 +57,8 @@ def load_policy(
     """A causal language model from a hub name or folder, or a loaded one unchanged.
 
     A folder that holds only an adapter is loaded on top of the base model that it names, with the
-    adapter trainable.
-
-    Args:
-        source: hub name or local folder, or a loaded model, which is returned unchanged.
-        dtype: dtype of the weights; trainable weights must be float32.
-        revision: branch, tag or commit on the hub.
-        attn_implementation: "sdpa", "eager", ...; None lets transformers choose.
-        trust_remote_code: run Python code that comes with the model.
-        quantization: a transformers quantization config, for frozen bases.
-        more: further arguments of ``from_pretrained``.
-
-    Raises:
-        ConfigError: the model cannot be loaded, or its files lack weights.
+    adapter trainable.  ``dtype`` is that of the weights (trainable ones must be float32),
+    ``quantization`` a transformers config for frozen bases; ``more`` goes to ``from_pretrained``.
     """
     if isinstance(source, nn.Module):
         return source  # type: ignore[return-value]
@@ -96,11 +82,7 @@ def load_policy(
 def load_tokenizer(
     name: str, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> Any:
-    """Load a tokenizer from a folder or the hub; pads on the left.
-
-    Raises:
-        ConfigError: the tokenizer is missing or cannot be read.
-    """
+    """Load a tokenizer from a folder or the hub; pads on the left."""
     check_folder(name, "the tokenizer")
     with _name_errors(f"the tokenizer {name!r}"):
         kwargs = {} if revision is None else {"revision": revision}
@@ -148,15 +130,8 @@ def _is_error(record: logging.LogRecord) -> bool:
 def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **options: Any) -> Any:
     """``kind.from_pretrained``, rejecting files that lack weights, which would be random.
 
-    Args:
-        kind: an auto class of transformers.
-        what: name of the model in messages.
-        source: hub name or folder.
-        new_head: allow a missing classification head, as on a language model.
-        options: arguments of ``from_pretrained``.
-
-    Raises:
-        ConfigError: the model cannot be loaded, or lacks weights, some of which are named.
+    ``kind`` is an auto class, ``what`` the name of the model in messages.  With ``new_head`` a
+    classification head may be missing, as on a language model.
     """
     if _WITHOUT_WEIGHTS.get():
         options["device_map"] = "meta"
@@ -166,7 +141,7 @@ def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **o
     scores = any("SequenceClassification" in name for name in architectures)
     heads = set() if scores or not new_head else _HEADS
     if getattr(model, "_hf_peft_config_loaded", False):
-        from kedge.rewards.heads import SHIFT, adapter_shift
+        from kedge.rewards.model import SHIFT, adapter_shift
 
         setattr(model.config, SHIFT, adapter_shift(source))
     missing = sorted(
@@ -202,3 +177,48 @@ def _load_adapter(source: str, options: dict[str, Any]) -> Any:
     model = load_whole(AutoModelForCausalLM, f"the model {base!r}", base, **options)
     with without_notices():
         return PeftModel.from_pretrained(model, source, is_trainable=True)
+
+
+def eos_token_ids(
+    model: str | nn.Module,
+    tokenizer: Any,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[int, ...]:
+    """The tokenizer's EOS token and every ``eos_token_id`` of the model's generation_config.
+
+    Chat models often name several: the end of the text and the end of a turn. Ids beyond the
+    model's vocabulary, which it cannot sample, are left out. No weights are loaded.
+    """
+    if isinstance(model, str):
+        config, generation = _configs(model, revision, trust_remote_code)
+    else:
+        config = getattr(model, "config", None)
+        generation = getattr(model, "generation_config", None)
+    ids = [tokenizer.eos_token_id, *as_list(getattr(generation, "eos_token_id", None))]
+    size = getattr(text_config(config), "vocab_size", None) or float("inf")
+    return tuple(dict.fromkeys(int(i) for i in ids if i is not None and 0 <= i < size))
+
+
+def as_list(eos_token_id: int | list[int] | None) -> list[int]:
+    """Convert ``eos_token_id`` (None, an id or a list) to a list."""
+    if eos_token_id is None:
+        return []
+    return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+
+
+def _configs(source: str, revision: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Configuration and generation_config, as ``from_pretrained`` would give them to the model."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        source, revision = configuration_source(source, revision)
+        options: dict[str, Any] = {} if revision is None else {"revision": revision}
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+        try:
+            return config, GenerationConfig.from_pretrained(source, **options)
+        except OSError:
+            return config, GenerationConfig.from_model_config(config)
+    except Exception:  # loading the model reports errors in its files
+        return None, None

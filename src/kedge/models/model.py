@@ -28,11 +28,9 @@ class LanguageModelParts(Protocol):
     @property
     def output(self) -> nn.Module:
         """The output layer."""
-        ...
 
     def head(self) -> Head:
         """The output head with the weights it has now."""
-        ...
 
     def pack(
         self,
@@ -43,11 +41,9 @@ class LanguageModelParts(Protocol):
         context_start: Tensor | None = None,
     ) -> JoinedInput:
         """Pack left-padded prompts [b, P] and right-padded responses [b, R] for the backbone."""
-        ...
 
     def read(self, packed: JoinedInput) -> Tensor:
         """Hidden states float [b, L, H] of packed rows, to be indexed by ``JoinedInput.states``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +108,7 @@ def head_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
 def causal_parts(model: nn.Module, *, verify: bool = True) -> CausalParts:
     """Backbone and head of a causal language model, by default checked on a few tokens.
 
-    Raises:
-        ConfigError: there is no linear head over a causal backbone, or logits are computed in
-            another way than softcap(scale * head(backbone(x))).
+    Logits must be softcap(scale * head(backbone(x))), with a linear head over a causal backbone.
     """
     inner: Any = model
     if hasattr(model, "peft_config"):
@@ -221,11 +215,7 @@ def no_dropout(model: nn.Module) -> None:
 
 
 def checkpoint_activations(model: Any, options: Mapping[str, Any] | None = None) -> None:
-    """Recompute activations in the backward instead of keeping them.
-
-    Raises:
-        ConfigError: the model does not support it.
-    """
+    """Recompute activations in the backward instead of keeping them."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not getattr(model, "supports_gradient_checkpointing", False) or not layers:
         raise ConfigError(
@@ -252,14 +242,7 @@ def set_training(model: nn.Module, training: bool) -> None:
 def in_float32(model: nn.Module, name: str) -> bool:
     """Convert a model whose trained weights are bf16 or fp16 to float32, in place, and log it.
 
-    With an adapter, only the trained weights are converted.
-
-    Args:
-        model: the model.
-        name: name of the argument, for the log.
-
-    Returns:
-        Whether weights were converted.
+    With an adapter, only the trained weights are converted.  Returns whether any were.
     """
     low = [p for p in model.parameters() if p.requires_grad and p.dtype in _LOW]
     if not low:
@@ -279,11 +262,7 @@ def in_float32(model: nn.Module, name: str) -> bool:
 
 
 def check_trainable(named: Iterable[tuple[str, nn.Parameter]], *, allow_low: bool = False) -> None:
-    """Refuse weights that train in less than float32.
-
-    Raises:
-        ConfigError: names such a weight, with the reason.
-    """
+    """Refuse weights that train in less than float32."""
     for name, p in named:
         if p.requires_grad and p.dtype not in {torch.float32, torch.float64} and not allow_low:
             raise ConfigError(

@@ -3,7 +3,7 @@
 A row of the batch is a left-padded prompt and a right-padded response.  A causal model is fed
 prompt and response joined, padding last: every real token then attends to real tokens only, and
 stands at its true position, without any attention mask.  On a CPU the rows themselves are joined
-(``joined_rows.py``), which leaves no padding at all, and a prompt of several rows stands only once.
+(``backbone.py``), which leaves no padding at all, and a prompt of several rows stands only once.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ class JoinedInput:
         return first, first + self.prompt_lengths
 
     def states(self, slots: Tensor) -> Tensor:
-        """Flat indices int64 [n] into ``ids`` of the states before the marked response slots.
+        """Flat indices int64 [n] into ``ids`` of the states before the marked slots bool [b, R].
 
-        Args:
-            slots: bool [b, R]; the state before slot t has read the prompt and t response tokens.
+        The state before slot t has read the prompt and t response tokens.
         """
         row, t = slots.nonzero(as_tuple=True)
         if self.context is not None and self.offset is not None:
@@ -110,15 +109,10 @@ def pack(
     *,
     joined: bool = False,
 ) -> JoinedInput:
-    """Join prompts and responses.
+    """Join left-padded prompts [b, P] and right-padded responses [b, R].
 
-    Args:
-        prompt_ids: int64 [b, P], left-padded.
-        prompt_mask: bool [b, P].
-        ids: int64 [b, R], right-padded.
-        response_mask: bool [b, R], a prefix of each row.
-        context_start: bool [b, R]; tokens that begin a new context, read without what is before.
-        joined: join the rows, too, without padding, and share equal prompts.
+    Tokens in ``context_start`` bool [b, R] begin a new context, read without what is before.  If
+    ``joined``, the rows are joined, too, without padding, and share equal prompts.
     """
     if context_start is not None and context_start.any():
         counts = context_start.sum(1) + 1
@@ -150,14 +144,9 @@ def pack(
 def join(
     ids: Tensor, mask: Tensor, prompt_lengths: Tensor, lengths: Tensor, prompts: Sequence[int]
 ) -> JoinedInput:
-    """Join rows that share a prompt, if that saves enough, and then these groups.
+    """Join rows [b, L] that share a prompt, if that saves enough, and then these groups.
 
-    Args:
-        ids: int64 [b, L].
-        mask: bool [b, L]; the real tokens.
-        prompt_lengths: int64 [b]; real tokens that are the same in all rows of a prompt.
-        lengths: int64 [b]; number of real tokens.
-        prompts: number of each row's prompt.
+    ``prompts`` has the number of each row's prompt, whose ``prompt_lengths`` int64 [b] are equal.
     """
     members: dict[int, list[int]] = {}
     for row, number in enumerate(prompts):
@@ -194,15 +183,10 @@ def scatter(flat: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
 
 
 def by_length(lengths: Sequence[int], *, tokens: int, max_padding: int) -> list[list[int]]:
-    """Group rows of similar length, so that padding each group wastes little.
+    """Group rows of similar length, so that padding each group wastes little; longest first.
 
-    Args:
-        lengths: real tokens of each row.
-        tokens: maximum padded tokens of a group (a longer row forms its own group).
-        max_padding: padding tokens of a group, about the cost of one more forward pass.
-
-    Returns:
-        Row numbers, longest first; each row once.
+    A group has at most ``tokens``, padded (a longer row forms its own), and ``max_padding`` of
+    padding: about the cost of one more forward pass.
     """
     groups: list[list[int]] = []
     waste = longest = 0
@@ -220,13 +204,10 @@ def by_length(lengths: Sequence[int], *, tokens: int, max_padding: int) -> list[
 def group_rows(
     rollout: Rollout, rows: int, max_padding: int, *, by_prompt: bool = False
 ) -> list[list[int]]:
-    """Group the rows of a rollout into forward passes.
+    """Group the rows of a rollout into forward passes of ``rows`` rows of the longest one's length.
 
-    Args:
-        rollout: all rows.
-        rows: maximum rows of a pass, if all had the longest one's length.
-        max_padding: see ``by_length``.
-        by_prompt: keep rows of one prompt together, for joined rows.
+    ``max_padding`` as in ``by_length``; ``by_prompt`` keeps rows of one prompt together, to be
+    joined.
     """
     lengths = (rollout.prompts.mask.sum(1) + rollout.response_mask.sum(1)).tolist()
     tokens = rows * max(lengths)
@@ -279,13 +260,8 @@ def padding_budget(
         seconds of a pass = launch + 12 bytes * weights that train / bandwidth
         seconds of a token = 6 * weights between embedding and head / arithmetic
 
-    with rough figures for one CPU core or one GPU.
-
-    Args:
-        model: the model.
-        head: its output layer.
-        skipped: ids of weights whose outputs are kept, so that passes do not read them.
-        joined: whether rows are joined.
+    with rough figures for one CPU core or one GPU, without the weights whose ids are ``skipped``:
+    their outputs are kept, so that passes do not read them.
     """
     if joined:
         return 2**62

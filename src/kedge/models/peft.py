@@ -24,9 +24,6 @@ class AdapterSwitch:
 
     PEFT's own ``set_adapter`` and ``disable_adapter`` also set ``requires_grad``.  Create it after
     all adapters were added.
-
-    Args:
-        policy: a PEFT model.
     """
 
     def __init__(self, policy: nn.Module) -> None:
@@ -110,14 +107,8 @@ def with_adapter(
 ) -> nn.Module:
     """A policy whose only trainable weights are those of one adapter, in float32.
 
-    Args:
-        policy: causal language model, or a PEFT model.
-        peft_config: for a new adapter; None: the policy already has one.
-        adapter: name of the trained adapter; None: "default", or the active one.
-
-    Raises:
-        ConfigError: peft is not installed, both or neither of config and PEFT model are given, no
-            adapter has that name, or the kind of adapter does not act inside the model.
+    ``peft_config`` is for a new adapter, and None for a PEFT model.  The trained ``adapter`` is by
+    default "default", or the active one.
     """
     if find_spec("peft") is None:
         raise ConfigError(f"adapters need peft: {install_command('peft')}")
@@ -173,9 +164,6 @@ def quantization(
     """Quantization config for the frozen base of ``load_policy``: NF4 or LLM.int8.
 
     QLoRA (arXiv:2305.14314, sec. 3); LLM.int8() (arXiv:2208.07339).
-
-    Raises:
-        ConfigError: bitsandbytes is not installed.
     """
     if find_spec("bitsandbytes") is None:
         raise ConfigError(f"a {bits}-bit base needs bitsandbytes: pip install bitsandbytes")

@@ -32,7 +32,7 @@ from kedge.models.peft import (
 )
 from kedge.models.value_head import ScalarHead
 from kedge.ops.cpu.patch import Kernels
-from kedge.rewards.heads import SHIFT, adapter_shift, save_adapter_shift
+from kedge.rewards.model import SHIFT, adapter_shift, save_adapter_shift
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +41,9 @@ _SAVED_SCORE = "base_model.model.score.weight"
 
 
 class AdapterValue(nn.Module):
-    """A value model: an adapter on the policy's base, and a head.
+    """A value model: the adapter ``VALUE_ADAPTER`` on the policy's base, and a head.
 
-    Args:
-        policy: a PEFT model that holds the adapter ``VALUE_ADAPTER``.
-        head: float [..., H] -> [..., 1].
-        shift: added to every value, as to the scores of the reward adapter it started from.
+    ``shift`` is added to every value, as to the scores of the reward adapter it started from.
     """
 
     def __init__(self, policy: Any, head: ScalarHead, shift: float = 0.0) -> None:
@@ -95,11 +92,7 @@ class AdapterValue(nn.Module):
 def checkpointing_options(
     options: Mapping[str, Any] | None, value: nn.Module | None
 ) -> Mapping[str, Any] | None:
-    """Options of activation checkpointing; a value adapter is recomputed with its own weights.
-
-    Raises:
-        ConfigError: ``use_reentrant`` is set, which does not support it.
-    """
+    """Options of activation checkpointing; a value adapter is recomputed with its own weights."""
     if not isinstance(value, AdapterValue):
         return options
     options = {"use_reentrant": False} | dict(options or {})
@@ -113,15 +106,10 @@ def checkpointing_options(
 
 
 def value_adapter(policy: Any, source: str | None = None) -> AdapterValue:
-    """Add a trainable value adapter to a policy.
+    """Add a trainable value adapter to a policy that is a PEFT model.
 
-    Args:
-        policy: a PEFT model.
-        source: folder or hub name of an adapter with a score head to start from.  None: a new
-            adapter with the settings of the policy's, and a head of zeros.
-
-    Raises:
-        ConfigError: the policy has no adapter, or ``source`` does not fit it.
+    ``source`` is the folder or hub name of an adapter with a score head to start from.  None: a new
+    adapter with the settings of the policy's, and a head of zeros.
     """
     check_adapted(policy, "value_adapter=True")
     shift = 0.0
@@ -173,16 +161,9 @@ def copy_adapter(policy: Any) -> str | None:
 
 
 class AdapterRewardModel(nn.Module):
-    """A reward model: an adapter on the policy's base, and a score head.
+    """A reward model: the adapter ``source`` on the policy's base, and a score head.
 
     It has the attributes of a transformers sequence classifier that ``RewardModel`` reads.
-
-    Args:
-        policy: a PEFT model.
-        source: folder or hub name of the adapter.
-
-    Raises:
-        ConfigError: the policy has no adapter, or ``source`` does not fit it.
     """
 
     base_model_prefix = "backbone"
@@ -222,11 +203,7 @@ class _AdapterBackbone(nn.Module):
 
 
 def check_adapted(policy: nn.Module, option: str) -> None:
-    """Check that the policy has an adapter, so that its base is frozen.
-
-    Raises:
-        ConfigError: naming ``option``.
-    """
+    """Check that the policy has an adapter, so that its base is frozen, as ``option`` needs."""
     if not hasattr(policy, "peft_config"):
         raise ConfigError(
             f"{option} shares the policy's frozen base, so the policy must train an adapter, got a"
@@ -235,14 +212,7 @@ def check_adapted(policy: nn.Module, option: str) -> None:
 
 
 def load_adapter(policy: Any, source: str | Path, name: str) -> Tensor:
-    """Load an adapter with a score head, frozen, next to the policy's own.
-
-    Returns:
-        float32 [labels, H], the score head.
-
-    Raises:
-        ConfigError: the adapter cannot be read, has no score head, or has layers the policy lacks.
-    """
+    """Load an adapter, frozen, next to the policy's own; returns its score head [labels, H]."""
     from peft import PeftConfig
     from peft.utils.save_and_load import load_peft_weights
 

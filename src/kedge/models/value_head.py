@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,29 +24,20 @@ from kedge.models.model import (
     silence_mask_warning,
 )
 from kedge.models.packing import JoinedInput
-from kedge.rewards.heads import SHIFT, float32_head
+from kedge.rewards.model import SHIFT, float32_head
 
 HEAD_FILE = "value_head.safetensors"
 _HEADS = ("score", "classifier", "v_head")
 
 
 class ScalarHead(nn.Module):
-    """A linear map from hidden states to one number, in float32.
+    """A linear map from hidden states of ``size`` to one number, in float32; 0 at first."""
 
-    Args:
-        size: H.
-        init: "zero", or "normal" with standard deviation 1/sqrt(H + 1) (arXiv:2403.17031).
-        bias: whether the head has a bias, initially 0.
-    """
-
-    def __init__(self, size: int, *, init: Literal["zero", "normal"] = "zero", bias: bool = True):
+    def __init__(self, size: int, *, bias: bool = True) -> None:
         super().__init__()
         self.summary = nn.Linear(size, 1, bias=bias, dtype=torch.float32)
-        nn.init.zeros_(self.summary.weight)
-        if init == "normal":
-            nn.init.normal_(self.summary.weight, std=(size + 1) ** -0.5)
-        if bias:
-            nn.init.zeros_(self.summary.bias)
+        for p in self.summary.parameters():
+            nn.init.zeros_(p)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Float [..., H] -> float32 [..., 1]."""
@@ -61,14 +52,9 @@ class ScalarHead(nn.Module):
 
 
 class ScalarModel(nn.Module):
-    """A backbone with a head that returns one number per state.
+    """A model as backbone and head, [..., H] -> [..., 1], that returns one number per state.
 
     A value model from a reward model with shifted scores (``kedge reward``) has the same shift.
-
-    Args:
-        model: the whole model, as it is saved.
-        backbone: the part below the head.
-        head: the head, [..., H] -> [..., 1].
     """
 
     def __init__(self, model: nn.Module, backbone: nn.Module, head: nn.Module) -> None:
@@ -150,11 +136,7 @@ def _verify(value: ScalarModel, name: str) -> None:
 def load_value(
     source: str | nn.Module, *, dtype: torch.dtype = torch.float32, **options: Any
 ) -> ScalarModel:
-    """A value model from a sequence-classification model, its hub name, or its folder.
-
-    Raises:
-        ConfigError: the model cannot be loaded.
-    """
+    """A value model from a sequence-classification model, its hub name, or its folder."""
     if isinstance(source, nn.Module):
         return scalar_model(source)
     check_folder(source, "the value model")
@@ -165,11 +147,7 @@ def load_value(
 
 
 def copy_as_value(policy: nn.Module, parts: CausalParts) -> ScalarModel:
-    """A value model with a copy of the policy's backbone and a new head, which gives 0 at first.
-
-    Raises:
-        ConfigError: transformers has no sequence-classification model of the policy's kind.
-    """
+    """A value model with a copy of the policy's backbone and a new head, which gives 0 at first."""
     config: Any = copy.deepcopy(policy.config)
     config.num_labels = 1
     weights = parts.backbone.state_dict()
@@ -191,18 +169,14 @@ def copy_as_value(policy: nn.Module, parts: CausalParts) -> ScalarModel:
     return scalar_model(model)
 
 
-def build_value_head(parts: CausalParts, *, init: Literal["zero", "normal"] = "zero") -> ScalarHead:
+def build_value_head(parts: CausalParts) -> ScalarHead:
     """A value head that reads the policy's own backbone."""
     weight = parts.head().weight
-    return ScalarHead(weight.shape[1], init=init).to(weight.device)
+    return ScalarHead(weight.shape[1]).to(weight.device)
 
 
 def load_value_head(folder: str, parts: CausalParts) -> ScalarHead:
-    """Load the value head that ``ScalarHead.save`` wrote, onto the policy's backbone.
-
-    Raises:
-        ConfigError: the head belongs to a model of another size.
-    """
+    """Load the value head that ``ScalarHead.save`` wrote, onto the policy's backbone."""
     head, file = build_value_head(parts), Path(folder) / HEAD_FILE
     try:
         head.load_state_dict(load_file(file))

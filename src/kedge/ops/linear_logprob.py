@@ -45,17 +45,12 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenConstraints:
-    """The tokens each row could have sampled, and the temperature.
+    """The tokens each row could have sampled, and the temperature."""
 
-    Args:
-        temperature: logits are divided by it; > 0.
-        banned: (rows bool [N], token ids): these rows cannot sample these tokens.
-        allowed_tokens: int64 [N, K]; the only tokens a row can sample, -1: unused slot.
-    """
-
-    temperature: float = 1.0
+    temperature: float = 1.0  # logits are divided by it; > 0
+    # rows bool [N], and token ids that these rows cannot sample
     banned: tuple[Tensor, tuple[int, ...]] | None = None
-    allowed_tokens: Tensor | None = None
+    allowed_tokens: Tensor | None = None  # int64 [N, K]; -1: unused slot
 
     def rows(self, part: slice) -> TokenConstraints:
         """The constraints of a slice of the rows."""
@@ -73,15 +68,9 @@ class TokenConstraints:
 class LogitTiles:
     """Logits of one head, computed in tiles: all rows by a block of the vocabulary.
 
-    If hidden states are float32 or wider, they are scaled instead of the logits, and logits are
-    in bits: a softmax is then a power of two, which torch computes faster than one of e on AMD
-    processors.  Otherwise logits are in nats.
-
-    Args:
-        hidden: float [N, H].
-        head: the head, weight float [V, H].
-        constraints: temperature and tokens that each row can sample.
-        tile: elements of a tile.
+    If hidden states float [N, H] are float32 or wider, they are scaled instead of the logits, and
+    logits are in bits: a softmax is then a power of two, which torch computes faster than one of e
+    on AMD processors.  Otherwise logits are in nats.  A tile has about ``tile`` elements.
     """
 
     def __init__(

@@ -35,15 +35,9 @@ def read_episodes(sources: Sequence[str], tokenizer: Any, *, gamma: float = 1.0)
 
         G_t = r_t + gamma G_{t+1} over the policy's tokens
 
-    Args:
-        sources: folders written with ``save_rollouts``, or .jsonl files of any library, whose rows
-            have ``prompt``, one of ``completion``, ``response``, ``output`` (the texts
-            concatenated are the full one), and ``score`` or ``reward``.
-        tokenizer: the value model's tokenizer, for texts.
-        gamma: discount per token.
-
-    Raises:
-        DataError: a source has neither recorded rollouts nor such rows.
+    Sources are folders written with ``save_rollouts``, or .jsonl files of any library, whose rows
+    have ``prompt``, one of ``completion``, ``response``, ``output`` (the texts concatenated are the
+    full one), and ``score`` or ``reward``.
     """
     samples: list[Sample] = []
     for source in sources:
@@ -119,11 +113,7 @@ def _pad(rows: Sequence[Sequence[int]], side: Literal["left", "right"]) -> tuple
 
 
 def split_prompts(episodes: Sample, held_out: float, seed: int) -> tuple[list[int], list[int]]:
-    """Split response numbers into training and evaluation, without common prompts.
-
-    Raises:
-        DataError: there is only one prompt.
-    """
+    """Split response numbers into training and evaluation, without common prompts."""
     prompts = episodes.rollout.prompts
     number = number_prompts(prompts.ids, prompts.mask)
     known = number.unique()
@@ -201,10 +191,9 @@ def check_value(model: ScalarModel, episodes: Sample, index: Sequence[int]) -> d
     the returns, negative if worse.  "length" predicts the mean return of responses of
     about that length, which no critic knows in advance.
 
-    Returns:
-        ``explained_variance`` and ``by_length``, numbers; ``by_position`` (tenths of a response)
-        and ``by_turn``, lists of (explained variance, tokens); ``calibration``, a list of (mean V,
-        mean G, tokens) by tenths of V; ``truncated_bias`` and ``terminated_bias``, means of V - G.
+    ``explained_variance`` and ``by_length`` are numbers; ``by_position`` (tenths of a response) and
+    ``by_turn`` lists of (explained variance, tokens); ``calibration`` is a list of (mean V, mean G,
+    tokens) by tenths of V; ``truncated_bias`` and ``terminated_bias`` are means of V - G.
     """
     columns: dict[str, list[Tensor]] = defaultdict(list)
     for rows in torch.tensor(index).split(ROWS):

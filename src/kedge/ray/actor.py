@@ -41,17 +41,8 @@ class Actor:
 
     If the process dies, does not respond for ``limits.patience`` or takes longer than
     ``limits.call``, it is killed and restarted, ``revive`` restores the state of the object, and
-    the call is repeated.
-
-    Args:
-        name: name for messages, e.g. "engine 0".
-        build: called with the actor's handle; starts to build the object.
-        options: options of the actor: resources and placement.
-        limits: timeouts.
-        revive: restores the state of a new object; called with this actor.
-
-    Raises:
-        ConfigError: the actor does not start in time.
+    the call is repeated.  ``build`` is called with the actor's handle and starts to build the
+    object; ``options`` are the actor's: resources and placement.
     """
 
     def __init__(
@@ -76,16 +67,11 @@ class Actor:
     def call(self, method: str, *args: Any, within: float | None = None, **named: Any) -> Any:
         """Call ``method`` of the object; repeated if the process is lost.
 
-        Args:
-            method: method of the object.
-            args: arguments of the method; a ``ray.ObjectRef`` is replaced by its value.
-            within: timeout in seconds; None: ``limits.call``.
-            named: keyword arguments of the method.
+        Each call may take ``within`` seconds, or ``limits.call``.
 
         Raises:
             LostNodeError: the actor's node was lost, and no other has room.
             RolloutError: the process was lost several times in a row.
-            KedgeError: raised by the method.
         """
         tries = 0
         while True:
@@ -95,12 +81,7 @@ class Actor:
                 tries = self._restart(error, tries)
 
     def once(self, method: str, *args: Any, within: float | None = None, **named: Any) -> Any:
-        """Call ``method`` of the object once.
-
-        Raises:
-            LostActorError: the process was lost.
-            KedgeError: raised by the method.
-        """
+        """Call ``method`` of the object once; LostActorError if the process is lost."""
         if self.handle is None:
             raise LostActorError(f"{self.name} is not running")
         limit = self._limits.call if within is None else within

@@ -23,9 +23,6 @@ def connect(address: str | None = None, *, cpus: float = 0) -> bool:
 
     ``address`` of a running cluster, e.g. ``auto`` or ``ray://host:10001``; None: from
     ``RAY_ADDRESS``, or a new local cluster with at least ``cpus`` CPU slots.
-
-    Raises:
-        ConfigError: Ray is not installed, or no cluster responds.
     """
     try:
         import ray
@@ -104,11 +101,8 @@ class ControlStore:
     """Watches the control store (GCS) of the cluster, without which nothing can be started.
 
     Ray itself notices its death after a minute, and then aborts the process.  A control store that
-    this process cannot reach directly (Ray client) is not watched.
-
-    Args:
-        patience: seconds without a response after which it counts as lost; only those in which this
-            process runs count.
+    this process cannot reach directly (Ray client) is not watched.  It counts as lost after
+    ``patience`` seconds without a response, in which this process ran.
     """
 
     def __init__(self, patience: float) -> None:
@@ -175,12 +169,7 @@ _DIED = (
 
 
 def cause(error: Exception, node: str | None = None) -> str:
-    """Why Ray lost an actor; for uncommon messages, the part about this actor.
-
-    Args:
-        error: a ``ray.exceptions.RayError``.
-        node: Ray's id of the actor's node, if known.
-    """
+    """Why Ray lost an actor on ``node``; for uncommon messages, the part about this actor."""
     text = " ".join(str(error).split())
     if "node has died" in text or (node is not None and _is_lost(node)):
         return "its node was lost"

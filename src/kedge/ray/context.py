@@ -7,9 +7,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kedge.ray.placement import Placement
+if TYPE_CHECKING:
+    from kedge.ray.placement import Placement
 
 HEALTH = "health"  # concurrency group: a separate thread inside an actor
 

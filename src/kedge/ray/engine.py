@@ -1,47 +1,127 @@
-"""A rollout engine in a Ray actor: the embedded one, or vLLM."""
+"""A rollout engine in a Ray actor (the embedded one, or vLLM), with weights in the object store."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from kedge.errors import LostRequestsError, RolloutError, SyncError
+from kedge.config.rollout_engines import engine_args, installed_vllm
+from kedge.errors import ConfigError, LostRequestsError, RolloutError, SyncError
+from kedge.models.fingerprint import WeightsCopy, policy_weights
+from kedge.protocols import RolloutEngine
 from kedge.ray.actor import Actor, ActorLimits, LostActorError
 from kedge.ray.context import ActorProcess
-from kedge.ray.resources import SharedArgument
-from kedge.ray.weight_store import StoredWeights, stage_weights, store_weights
-from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.rollout.rows import with_prompts, without_columns
+from kedge.ray.placement import (
+    ActorResources,
+    RayCluster,
+    SharedArgument,
+    from_launch,
+    plan_bundles,
+)
+from kedge.rollout.embedded.engine import EmbeddedEngine, check_prompts
+from kedge.rollout.engines import (
+    EngineInputs,
+    ShardedEngine,
+    start_all,
+    with_prompts,
+    without_columns,
+)
+from kedge.rollout.vllm.build import build_template
 from kedge.rollout.vllm.engine import VLLMEngine
 from kedge.rollout.vllm.inprocess import InProcess
-from kedge.rollout.vllm.nccl_transfer import EngineGroup
-from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate
+from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate, meta_model, on_cpu
+from kedge.rollout.vllm.weights import (
+    NCCL_SINCE,
+    EngineGroup,
+    FanOut,
+    NcclTransfer,
+    buckets,
+    can_use_nccl,
+    nccl,
+)
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
 
 _SECONDS = 0.05  # seconds of sampling per call of an actor
+NCCL = {"backend": "nccl"}  # vLLM's weight_transfer_config
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """Weights in the object store, which stay there as long as this exists; can be pickled.
+
+    Each of ``buckets`` is a ``ray.ObjectRef`` of names, dtypes, shapes and bytes (numpy uint8 [n]).
+    """
+
+    buckets: tuple[Any, ...]
+
+    @classmethod
+    def put(
+        cls, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+    ) -> StoredWeights:
+        """Store weights, a bucket at a time; floating-point ones as ``dtype`` if it is given."""
+        import ray
+
+        named = ((n, x.detach().to(dtype if x.is_floating_point() else None)) for n, x in weights)
+        try:
+            return cls(
+                tuple(
+                    ray.put([(n, x.dtype, tuple(x.shape), _octets(x)) for n, x in bucket])
+                    for bucket in buckets(named)
+                )
+            )
+        except ray.exceptions.ObjectStoreFullError as error:
+            raise SyncError(
+                "Ray's object store has no room for the weights of the rollout engines; the engines"
+                " keep those that they have. Start Ray with a larger object_store_memory"
+                f" ({str(error).splitlines()[0]})"
+            ) from error
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and weights; views of the store's memory, which must not be written to."""
+        import ray
+
+        for ref in self.buckets:
+            for name, dtype, shape, octets in ray.get(ref):
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", ".*not writable")
+                    flat = torch.from_numpy(octets)
+                yield name, flat.view(dtype).view(shape)
+
+
+def _octets(x: Tensor) -> Any:
+    return x.view(-1).view(torch.uint8).numpy()
+
+
+def stage_weights(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+) -> WeightsCopy:
+    """Put weights into the store, a bucket at a time; return views of the stored weights."""
+    stored = StoredWeights.put(weights, dtype)
+    staged = WeightsCopy(stored.tensors())
+    staged.stored = stored
+    return staged
+
+
+def store_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> StoredWeights:
+    """Return staged weights as stored weights, or put others into the store."""
+    stored: StoredWeights | None = getattr(weights, "stored", None)
+    return StoredWeights.put(weights.items(), dtype) if stored is None else stored
 
 
 class RayEngine:
-    """A rollout engine whose engine runs in an actor.
+    """A rollout engine whose engine, of class ``kind``, runs in an actor.
 
     If the actor is lost while it samples, it is restarted with the same weights and samples its
-    rows again, by the same version.  Weights are read from Ray's object store or, with ``group``,
-    broadcast over NCCL from GPU to GPU.
-
-    Args:
-        name: name for messages; ``options`` and ``limits`` are those of ``Actor``.
-        kind: class of the engine in the actor: ``HostedEngine`` or ``HostedVLLM``.
-        model: its first argument, shared by all engines.
-        stored: the trained weights, version 0.
-        settings: its keyword arguments.
-        dtype: dtype of the stored weights; None: unchanged.
-        template: template of the policy, for vLLM.
-        group: engines that load the same versions at the same time, for vLLM.
+    rows again, by the same version.  Weights are read from Ray's object store (``stored``: version
+    0, in ``dtype``) or, with ``group``, broadcast over NCCL from GPU to GPU.  ``model`` is the
+    first argument of ``kind``, shared by all engines, and ``settings`` its keyword arguments.
     """
 
     shares_weights: Literal[False] = False
@@ -66,7 +146,7 @@ class RayEngine:
         self.sync_dtype = dtype
         self._stored = stored  # the current weights, for a restart
         self._loaded: tuple[int, Receipt, Expected | None] | None = None
-        self._unfinished = self._restarts = 0
+        self.unfinished = self._restarts = 0  # responses that are being sampled; restarts seen
         self._in_flight: dict[int, PromptBatch] = {}  # by group
         self._new: list[tuple[PromptBatch, Sampling, int]] = []  # rows not sent yet
         self.actor = Actor(
@@ -80,11 +160,7 @@ class RayEngine:
         )
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        """One response per row; each depends on (weights, prompt, row, seed) alone.
-
-        Raises:
-            SyncError: the actor sampled with other weights than were loaded.
-        """
+        """One response per row; each depends on (weights, prompt, row, seed) alone."""
         sent = without_columns(prompts)
         rollout: Rollout = self.actor.call("generate", sent, sampling=sampling, seed=seed)
         version = self._loaded[0] if self._loaded is not None else 0
@@ -95,11 +171,7 @@ class RayEngine:
         return with_prompts(rollout, prompts)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
-        """Load ``weights``; the receipt describes the weights in the actor.
-
-        Raises:
-            SyncError: the engine does not compute with them.
-        """
+        """Load ``weights``; the receipt describes the weights in the actor."""
         expected = None if self._template is None else self._template.expected(weights)
         stored = store_weights(weights, self.sync_dtype)
         if self._group is None:
@@ -147,29 +219,20 @@ class RayEngine:
         """Whether ``load_weights`` may be called while it holds requests."""
         return bool(self.actor.call("__getattribute__", "updates_in_flight"))
 
-    @property
-    def unfinished(self) -> int:
-        """Responses that are being sampled."""
-        return self._unfinished
-
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
         """Add rows, which are sent with the next ``advance``."""
         for number, rows in zip(*group_rows(prompts), strict=True):
             self._in_flight[number] = prompts.rows(rows)
         self._new.append((without_columns(prompts), sampling, seed))
-        self._unfinished += len(prompts)
+        self.unfinished += len(prompts)
 
     def advance(self) -> Rollout | None:
-        """Sample for a short time; returns complete groups.
-
-        Raises:
-            LostRequestsError: the actor was lost and restarted.
-        """
+        """Sample for a short time; returns complete groups."""
         new, self._new = self._new, []
         try:
             if self.actor.restarts != self._restarts:
                 raise LostActorError(f"{self.actor.name} was restarted")
-            groups, rollout, self._unfinished = self.actor.once("serve", new)
+            groups, rollout, self.unfinished = self.actor.once("serve", new)
         except LostActorError as error:
             self.cancel()  # restarts it, with its weights
             raise LostRequestsError(str(error)) from error
@@ -181,7 +244,7 @@ class RayEngine:
         """Drop all requests."""
         self._in_flight.clear()
         self._new.clear()
-        self._unfinished = 0
+        self.unfinished = 0
         self.actor.call("cancel")
         self._restarts = self.actor.restarts
 
@@ -238,13 +301,7 @@ class HostedEngine(EmbeddedEngine):
 
 
 class HostedVLLM(VLLMEngine):
-    """VLLM in the actor.
-
-    Args:
-        template: the policy without its trained weights.
-        stored: initial weights, version 0.
-        settings: keyword arguments of ``VLLMEngine``, and ``service``: builds an ``InProcess``.
-    """
+    """VLLM in the actor; ``settings`` are those of ``VLLMEngine``, and ``service`` builds it."""
 
     serve = serve
 
@@ -283,3 +340,153 @@ def _allocate(model: nn.Module) -> None:
             if p.is_meta:
                 empty = nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=False)
                 setattr(module, name, allocated.setdefault(id(p), empty))
+
+
+def build_embedded(
+    inputs: EngineInputs, *, cluster: RayCluster, vllm_num_engines: int
+) -> RolloutEngine:
+    """Embedded engines in actors that share the rows of each batch."""
+    settings = {
+        "pad_id": inputs.pad_id,
+        "extra_column": inputs.extra_column,
+        "tokenizer": inputs.tokenizer,
+        "chunk_rows": inputs.chunk_rows,
+        "autocast": inputs.dtype,
+    }
+    return _start(
+        inputs,
+        cluster,
+        _resources(cluster, vllm_num_engines),
+        kind=HostedEngine,
+        make_model=partial(on_cpu, meta_model(inputs.policy)),
+        dtype=None,
+        settings=settings,
+    )
+
+
+def build_vllm(
+    inputs: EngineInputs,
+    *,
+    cluster: RayCluster,
+    vllm_num_engines: int,
+    vllm_engine_args: Any,
+    vllm_tensor_parallel_size: int,
+    vllm_sleep: bool,
+    vllm_tolerance: float | None,
+    vllm_transfer: str,
+    rollout_schedule: str,
+) -> RolloutEngine:
+    """VLLM engines in actors that share the rows of each batch."""
+    arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
+    each = int(arguments.get("tensor_parallel_size", 1))
+    resources = _resources(cluster, vllm_num_engines, gpus_per_engine=each)
+    template, arguments = build_template(inputs, arguments, sleep=vllm_sleep)
+    weights = policy_weights(inputs.policy)
+    gpus = min(slot.gpus for slot in resources.slots)
+    groups: list[EngineGroup | None] = [None] * len(resources.slots)
+    adapter = template.adapter is not None
+    if _uses_nccl(weights, gpus=gpus, transfer=vllm_transfer, adapter=adapter):
+        arguments |= {"weight_transfer_config": NCCL}
+        device, limit = next(iter(weights.values())).device, cluster.worker_start_timeout
+        new = partial(_group, template, int(gpus), limit, device)
+        if rollout_schedule == "in_order":
+            groups = [new(shared=True)] * len(groups)
+        else:
+            groups = [new(shared=False) for _ in groups]
+    settings = {
+        "service": partial(InProcess, engine_args=arguments, shares_gpu=gpus < 1),
+        "pad_id": inputs.pad_id,
+        "tolerance": vllm_tolerance,
+        "extra_column": inputs.extra_column,
+        "sleeps": vllm_sleep,
+    }
+    return _start(
+        inputs,
+        cluster,
+        resources,
+        kind=HostedVLLM,
+        make_model=template.on_cpu,
+        dtype=template.dtype if template.adapter is None else None,
+        settings=settings,
+        template=template,
+        groups=groups,
+    )
+
+
+def _start(
+    inputs: EngineInputs,
+    cluster: RayCluster,
+    resources: ActorResources,
+    *,
+    make_model: Callable[[], Any],
+    dtype: torch.dtype | None,
+    template: PolicyTemplate | None = None,
+    groups: Sequence[EngineGroup | None] | None = None,
+    **named: Any,
+) -> ShardedEngine:
+    """Start engines in actors; for the other arguments see ``RayEngine``."""
+    slots = resources.slots
+    groups = groups or [None] * len(slots)
+    model = SharedArgument(make_model, len(slots))
+    stored = StoredWeights.put(policy_weights(inputs.policy).items(), dtype)
+    makers = [
+        partial(
+            RayEngine,
+            f"engine {slot.index}",
+            model=model,
+            stored=stored,
+            options=resources.placement.options(slot),
+            limits=cluster.limits,
+            dtype=dtype,
+            template=template,
+            group=group,
+            **named,
+        )
+        for slot, group in zip(slots, groups, strict=True)
+    ]
+    return ShardedEngine(
+        start_all(makers, undo=resources.release),
+        pad_id=inputs.pad_id,
+        check=partial(check_prompts, config=inputs.policy.config),
+        on_close=resources.release,
+        send=groups[0].send if groups[0] is not None and groups[0].shared else None,
+    )
+
+
+def _resources(cluster: RayCluster, count: int, *, gpus_per_engine: int = 1) -> ActorResources:
+    reserved = from_launch("engine", count=count, option="vllm_num_engines", each=False)
+    if reserved is not None:
+        return reserved
+    return cluster.allocate(
+        "engine",
+        lambda gpus: plan_bundles(engines=count, gpus=gpus, gpus_per_engine=gpus_per_engine),
+    )
+
+
+def _group(
+    template: PolicyTemplate, gpus: int, limit: float, device: torch.device, *, shared: bool
+) -> EngineGroup:
+    import ray
+
+    address = ray.util.get_node_ip_address()
+
+    def create(client: FanOut, engines: int) -> NcclTransfer:
+        info = nccl(address=address, workers=engines * gpus)
+        return NcclTransfer(client, info, limit=limit, device=device)
+
+    return EngineGroup(create, template.payload, gpus, shared=shared)
+
+
+def _uses_nccl(weights: Mapping[str, Tensor], *, gpus: float, transfer: str, adapter: bool) -> bool:
+    """Whether weights are sent from GPU to GPU, not through the host."""
+    if transfer != "host" and not adapter and can_use_nccl(weights, gpus=gpus):
+        return True
+    if transfer != "nccl":
+        return False
+    device = next(iter(weights.values())).device.type
+    raise ConfigError(
+        f"vllm_transfer='nccl' needs vLLM {NCCL_SINCE} and GPUs for learner and engines, but the"
+        f" installed vLLM is {installed_vllm() or 'missing'}, the learner's weights"
+        f" are on {device} and each engine has {gpus:g} GPUs"
+        f"{', and adapters are sent as files' if adapter else ''}; set it to 'auto'"
+    )

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import pickle
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -22,18 +21,11 @@ from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.ray import cluster
 from kedge.ray.actor import Actor, ActorLimits, LostActorError
-from kedge.ray.context import (
-    INBOX,
-    STOP,
-    ActorProcess,
-    DriverMailbox,
-    RankContext,
-    set_context,
-)
+from kedge.ray.context import INBOX, STOP, ActorProcess, DriverMailbox, RankContext, set_context
 from kedge.ray.placement import Placement, place, plan_bundles
+from kedge.rollout.engines import start_all
 from kedge.rollout.liveness import RunningTime
-from kedge.rollout.sharded import start_all
-from kedge.rollout.vllm.nccl_transfer import free_port
+from kedge.rollout.vllm.weights import free_port
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -122,7 +114,7 @@ def launch(  # noqa: PLR0913
             single_gpu_mode=single_gpu_mode,
         )
         placement = place(plan, wait_seconds=limits.placement)
-        (say or _print)(f"on Ray:\n{placement.text()}")
+        (say or partial(print, flush=True))(f"on Ray:\n{placement.text()}")
         store = cluster.ControlStore(limits.heartbeat)
         group = _LearnerGroup(placement, limits, on_row, store)
         try:
@@ -133,11 +125,6 @@ def launch(  # noqa: PLR0913
     finally:
         if connected:
             cluster.leave()
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 # Parts of errors that a rank raises because another one is gone.
@@ -257,11 +244,7 @@ class _LearnerGroup:
         self._threads = ThreadPoolExecutor(len(self._slots), thread_name_prefix="learner")
 
     def start(self) -> None:
-        """Start all ranks.
-
-        Raises:
-            ConfigError: one does not start in time.
-        """
+        """Start all ranks."""
         self._mailbox = self._start_mailbox()
         limits = ActorLimits(
             start=self._limits.start,

@@ -1,13 +1,20 @@
-"""Placement of actors on the cluster: a plan of bundles, and a placement group for it."""
+"""Resources of actors on a Ray cluster: a plan of bundles, their placement, and pools of actors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from kedge.errors import ConfigError
+from kedge.ray import cluster
+from kedge.ray.actor import Actor, ActorLimits
+from kedge.ray.context import get_context
+from kedge.rollout.engines import start_all
 
 Role = Literal["learner", "engine", "reward", "reference"]
 
@@ -73,9 +80,6 @@ def plan_bundles(
     """Bundles: one per node of learners, one per engine, one per worker.
 
     The arguments are those of ``launch``, and whether the cluster has ``gpus``.
-
-    Raises:
-        ConfigError: single_gpu_mode with several learners or several GPUs per engine.
     """
     if single_gpu_mode and (sum(learners) > 1 or gpus_per_engine > 1):
         raise ConfigError(
@@ -153,11 +157,7 @@ class Placement:
 
 
 def place(plan: PlacementPlan, *, wait_seconds: float) -> Placement:
-    """Reserve the resources of a plan on the cluster.
-
-    Raises:
-        ConfigError: the cluster lacks resources, which are listed.
-    """
+    """Reserve the resources of a plan on the cluster; an error lists those that are missing."""
     from ray.util import placement_group, remove_placement_group
 
     group = placement_group([dict(b) for b in plan.bundles], strategy=plan.strategy)
@@ -190,3 +190,134 @@ def _missing(plan: PlacementPlan) -> str:
             lines.append(f"  bundle {i} does not fit on any node; the largest has {sizes}")
             break
     return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayCluster:
+    """The cluster that the actors of a rank run on, and how long to wait for them, in seconds.
+
+    Fields are named as in the config; ``actors`` counts all roles, and for each actor a new
+    local cluster gets a CPU.
+    """
+
+    actors: int
+    ray_address: str | None
+    ray_wait_seconds: float
+    worker_start_timeout: float
+    worker_heartbeat: float
+    worker_timeout: float
+    rollout_timeout: float
+
+    @property
+    def limits(self) -> ActorLimits:
+        """The timeouts of an actor."""
+        return ActorLimits(
+            start=self.worker_start_timeout,
+            heartbeat=self.worker_heartbeat,
+            patience=self.worker_timeout,
+            call=self.rollout_timeout,
+        )
+
+    def allocate(self, role: Role, plan: Callable[[bool], PlacementPlan]) -> ActorResources:
+        """Reserve a plan's resources, on a new local cluster if none is configured.
+
+        ``plan`` is called with whether the cluster has GPUs.
+        """
+        cluster.connect(self.ray_address, cpus=self.actors)
+        placement = place(plan(cluster.has_gpus()), wait_seconds=self.ray_wait_seconds)
+        return ActorResources(placement, placement.plan.of(role), placement.release)
+
+    def reserve(
+        self, role: Role, plan: PlacementPlan, *, count: int, option: str
+    ) -> ActorResources:
+        """``from_launch``, or outside a launch ``allocate``."""
+        reserved = from_launch(role, count=count, option=option)
+        return reserved if reserved is not None else self.allocate(role, lambda _: plan)
+
+
+@dataclass(frozen=True, slots=True)
+class ActorResources:
+    """Slots of one role, and the function that releases them."""
+
+    placement: Placement
+    slots: Sequence[BundleSlot]
+    release: Callable[[], None]
+
+
+def from_launch(role: Role, *, count: int, option: str, each: bool = True) -> ActorResources | None:
+    """Slots that ``launch`` reserved, and releases; None outside a launch, or if there are none.
+
+    ``count`` is per rank or, without ``each``, for all ranks together; ``option`` sets it.
+    """
+    at = get_context()
+    if at is None or not (slots := at.placement.plan.of(role)):
+        return None
+    needed = count * at.world_size if each else count
+    if len(slots) != needed:
+        raise ConfigError(
+            f"{option}={count} needs {needed} {role} actors for {at.world_size} learners, but"
+            f" launch(...) reserved {len(slots)}; set both to the same number"
+        )
+    first = at.rank * count if each else 0
+    return ActorResources(at.placement, slots[first : first + count], lambda: None)
+
+
+class SharedArgument:
+    """An argument of several actors, kept in the object store until all ``readers`` have read it.
+
+    An actor that is restarted gets it again, from ``make``.
+    """
+
+    def __init__(self, make: Callable[[], Any], readers: int) -> None:
+        import ray
+
+        self._make, self._left = make, readers
+        self._reference: Any = ray.put(make())
+        self._lock = threading.Lock()
+
+    def reference(self) -> Any:
+        """A ``ray.ObjectRef`` for one actor."""
+        import ray
+
+        with self._lock:
+            self._left -= 1
+            reference = self._reference if self._left >= 0 else ray.put(self._make())
+            if self._left <= 0:
+                self._reference = None
+            return reference
+
+
+class ActorPool:
+    """The workers of one role, which share the rows of each batch.
+
+    ``resources`` have a slot for each, and are released if one does not start; ``build`` is called
+    with an actor's handle and starts to build the actor's object.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        resources: ActorResources,
+        limits: ActorLimits,
+        build: Callable[[Any], Any],
+    ) -> None:
+        self._release = resources.release
+        makers = [
+            partial(
+                Actor,
+                f"{role} worker {slot.index}",
+                build,
+                options=resources.placement.options(slot),
+                limits=limits,
+            )
+            for slot in resources.slots
+        ]
+        self.workers = start_all(makers, undo=resources.release)
+        self.threads = ThreadPoolExecutor(len(self.workers), thread_name_prefix=role)
+
+    def close(self) -> None:
+        """Kill the workers and release their resources."""
+        for worker in self.workers:
+            worker.close()
+        self.threads.shutdown(wait=True)
+        self._release()

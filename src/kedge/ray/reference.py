@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from kedge.learner.logprobs import reference_logprobs
 from kedge.learner.reference import FrozenModel
 from kedge.learner.settings import LearnerSettings
-from kedge.models.joined_rows import supports_packing
+from kedge.models.backbone import supports_packing
 from kedge.models.load import load_policy
 from kedge.models.model import CausalParts
 from kedge.ops.cpu.patch import Kernels
-from kedge.ray.placement import plan_bundles
-from kedge.ray.resources import ActorPool, RayCluster, SharedArgument
-from kedge.rollout.rows import without_columns
+from kedge.ray.placement import ActorPool, RayCluster, SharedArgument, plan_bundles
+from kedge.rollout.engines import without_columns
 from kedge.types import Rollout
 
 
@@ -75,13 +74,8 @@ class RayReference:
     ) -> Callable[[], Tensor]:
         """Start to compute log-probabilities float32 [B, R], nats, of the sampled tokens.
 
-        Args:
-            rollout: B rows.
-            groups: rows that share a forward pass; each row is in one.
-            joined: whether the learner joins them without padding.
-
-        Returns:
-            A function that waits for them; raises RolloutError if a worker was lost several times.
+        Each of ``groups`` of rows shares a forward pass, without padding if the learner's are
+        ``joined``. The returned function waits for them.
         """
         import ray
 
@@ -89,9 +83,10 @@ class RayReference:
         rollout_ref = ray.put(inputs.to("cpu"))
         count = min(len(self.workers), len(groups))
         shares = [list(groups[k::count]) for k in range(count)]
+        start = self._pool.threads.submit
         running = [
-            (share, self._pool.submit(k, "logprobs", rollout_ref, share, joined))
-            for k, share in enumerate(shares)
+            (share, start(worker.call, "logprobs", rollout_ref, share, joined))
+            for worker, share in zip(self.workers, shares, strict=False)
         ]
 
         def wait() -> Tensor:
@@ -121,18 +116,7 @@ def ray_reference(
 ) -> RayReference:
     """Build the reference workers, on resources of the launch or newly allocated ones.
 
-    Args:
-        model: the reference, or the folder or Hub name to load it from.
-        settings: settings of the learner's forward pass.
-        cluster: cluster that the workers run on.
-        workers: number of actors.
-        gpus: GPUs per worker.
-        autocast: dtype of mixed precision; None is float32.
-        quick: whether to use the learner's CPU kernels.
-        trust: whether custom code of the model may run.
-
-    Raises:
-        ConfigError: the cluster lacks resources, or a worker does not start.
+    ``quick``: use the learner's CPU kernels; ``trust``: custom code of the model may run.
     """
     plan = plan_bundles(references=workers, gpus_per_reference=gpus)
     resources = cluster.reserve("reference", plan, count=workers, option="ray_ref_workers")

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.ray.actor import Actor
-from kedge.ray.placement import plan_bundles
-from kedge.ray.resources import ActorPool, RayCluster, SharedArgument
+from kedge.ray.placement import ActorPool, RayCluster, SharedArgument, plan_bundles
 from kedge.rewards import reward_source
 from kedge.rewards.mixture import SlowCalls
 from kedge.types import RewardOutput, Rollout
@@ -85,11 +84,7 @@ class RayRewards:
         self.columns: frozenset[str] | None = self.workers[0].call("columns")
 
     def score(self, rollout: Rollout) -> RewardOutput:
-        """One reward output for all rows.
-
-        Raises:
-            RewardError: a function or model failed, or its worker was lost several times.
-        """
+        """One reward output for all rows."""
         shares = between_groups(rollout.prompts.group, len(self.workers))
         state = self._state()
         running = [
@@ -127,18 +122,7 @@ def ray_rewards(
     gpus: float,
     trainer_state: Callable[[], object],
 ) -> RayRewards:
-    """Build the reward workers, on resources of the launch or newly allocated ones.
-
-    Args:
-        recipe: arguments of the reward source that each worker builds.
-        cluster: cluster that the workers run on.
-        workers: number of actors.
-        gpus: GPUs per worker.
-        trainer_state: returns the ``trainer_state`` to pass to functions.
-
-    Raises:
-        ConfigError: the cluster lacks resources, or a worker does not start.
-    """
+    """Build the reward workers, on resources of the launch or newly allocated ones."""
     plan = plan_bundles(rewards=workers, gpus_per_reward=gpus)
     resources = cluster.reserve("reward", plan, count=workers, option="ray_reward_workers")
     try:
@@ -159,11 +143,9 @@ def ray_rewards(
 
 
 def between_groups(group: Tensor, parts: int) -> list[slice]:
-    """Split rows into consecutive shares of similar size without splitting a group.
+    """Split rows into at most ``parts`` consecutive, similar shares without splitting a group.
 
-    Args:
-        group: int64 [B]; if rows of a group are not adjacent, all rows are one share.
-        parts: maximum number of shares.
+    All rows are one share if rows of a group (int64 [B]) are not adjacent.
     """
     rows = len(group)
     starts = [0, *(int(i) + 1 for i in (group[1:] != group[:-1]).nonzero()[:, 0])]

@@ -51,9 +51,7 @@ class JsonlTracker:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Append one row; it is in the file when this returns.
 
-        Raises:
-            OSError: the write failed.  No part of the row is in the file; the next call writes it
-                before its own row.
+        If the write fails, no part of the row is in the file; the next call writes it first.
         """
         self._unwritten.append(json_line({"step": step, **metrics}))
         size = self.file.stat().st_size if self.file.exists() else 0
@@ -67,11 +65,7 @@ class JsonlTracker:
         self._unwritten.clear()
 
     def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
-        """Write one table; a table of the same name and step is replaced.
-
-        Raises:
-            OSError: the write failed; an earlier table is intact.
-        """
+        """Write one table; a table of the same name and step is replaced, if the write succeeds."""
         file = self.folder / name / f"step-{step:06d}.jsonl"
         write_whole(file, "".join(json_line(row) for row in rows))
 
@@ -83,9 +77,6 @@ def write_whole(file: Path, text: str) -> None:
     """Write a text file atomically, creating its parent folders.
 
     Lone surrogates, which UTF-8 cannot encode, are written as escapes, as in JSON.
-
-    Raises:
-        OSError: the write failed; an existing file is unchanged.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
@@ -133,12 +124,7 @@ class BestEffortWriter:
 
     @contextmanager
     def writing(self, what: str, where: str | Path) -> Iterator[None]:
-        """Context in which a failed write is only logged.
-
-        Args:
-            what: the kind of file, for the warning.
-            where: the file or folder.
-        """
+        """Context in which a failed write of a kind of file, ``what``, is only logged."""
         try:
             yield
         except (OSError, CheckpointError) as error:
@@ -154,12 +140,7 @@ class BestEffortWriter:
 
 
 class CompositeTracker:
-    """Forwards everything to several trackers, in order; failed writes are only logged.
-
-    Args:
-        trackers: the trackers; empty on ranks that do not report.
-        writer: logs failures.
-    """
+    """Forwards everything to several trackers, in order; failed writes are only logged."""
 
     def __init__(
         self, trackers: Sequence[Tracker] = (), writer: BestEffortWriter | None = None

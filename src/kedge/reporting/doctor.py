@@ -19,17 +19,11 @@ MIN_ROWS = 4  # minimum rows for a trend
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One problem.
-
-    Args:
-        rule: name of the rule.
-        seen: the numbers behind it.
-        advice: what to try.
-    """
+    """One problem."""
 
     rule: str
-    seen: str
-    advice: str
+    seen: str  # the numbers behind it
+    advice: str  # what to try
 
 
 Rule = Callable[[RunLog], Finding | None]
@@ -367,11 +361,9 @@ def responses_do_not_end(log: RunLog) -> str | None:
     """Raise the length limit (response_length, max_turns), set non_eos_penalty=True, or end
     episodes in the environment.
     """
-    share, ended = (
-        log.last("completions/truncated_ratio", 0.5),
-        sum(log.series("val/num_eos_tokens")),
-    )
-    return f"{share:.0%} are truncated by the length limit" if share >= 0.98 and ended else None
+    share = log.last("completions/truncated_ratio", 0.5)
+    text = f"{share:.0%} are truncated by the length limit"
+    return text if share >= 0.98 and any(log.series("val/num_eos_tokens")) else None
 
 
 @rule
@@ -410,10 +402,7 @@ def environments_are_slower_than_the_model(log: RunLog) -> str | None:
     return f"{text}, {model:.2g} s for the model" if slow else None
 
 
-LIVE: tuple[Rule, ...] = (
-    fewer_responses_end,
-    tokens_too_old_to_train_on,
-)  # checked during a run, too
+LIVE = (fewer_responses_end, tokens_too_old_to_train_on)  # checked during a run, too
 
 
 def _correlation(x: list[float], y: list[float]) -> float:

@@ -63,9 +63,6 @@ class Hub:
         """Create the repository and branch if needed; returns the repository's full name.
 
         Called before training starts, so that a wrong token fails at once.
-
-        Raises:
-            HubError: with the hub's answer and what to do.
         """
         if not self._ready:
             call = partial(self._call, exist_ok=True)
@@ -86,7 +83,7 @@ class Hub:
         replace: bool = False,
         blocking: bool = True,
     ) -> Any:
-        """Upload a folder in one commit.
+        """Upload a folder in one commit; returns its info (``.commit_url``), or a future of it.
 
         Args:
             folder: folder to upload.
@@ -95,9 +92,6 @@ class Hub:
             ignore: patterns of files to skip.
             replace: delete other files at ``path_in_repo``.
             blocking: False: return a future immediately.
-
-        Returns:
-            The commit info (``.commit_url``), or a future of it.
 
         Raises:
             HubError: with the hub's answer and what to do.
@@ -130,12 +124,9 @@ class Hub:
     def push_checkpoint(self, folder: str | Path, strategy: str) -> None:
         """Push the files that ``hub_strategy`` selects after a save, and wait for the upload.
 
-        A failure only warns, so that training continues; the push at the end of training raises.
-
-        Args:
-            folder: the ``checkpoint-N`` folder just written.
-            strategy: "end" pushes nothing now; "every_save" the model; "checkpoint" the model, and
-                the whole checkpoint as ``last-checkpoint``; "all_checkpoints" as ``checkpoint-N``.
+        "end" pushes nothing now; "every_save" the model; "checkpoint" the model, and the whole
+        checkpoint as ``last-checkpoint``; "all_checkpoints" as ``checkpoint-N``.  A failure only
+        warns, so that training continues; the push at the end of training raises.
         """
         if strategy == "end":
             return
@@ -176,11 +167,7 @@ def explain(error: BaseException, repo_id: str) -> str:
 
 
 def build_hub(args: Any, *, token: str | None = None, revision: str | None = None) -> Hub:
-    """The repository that the config names: ``hub_model_id``, or the output folder's name.
-
-    Raises:
-        HubError: neither is set.
-    """
+    """The repository that the config names: ``hub_model_id``, or the output folder's name."""
     if not (args.hub_model_id or args.output_dir):
         raise HubError("pushing needs a repository name: set hub_model_id or output_dir")
     return Hub(

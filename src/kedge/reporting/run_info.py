@@ -46,13 +46,7 @@ METRICS = {
 
 
 def write_run_info(origin: Mapping[str, Any], args: Any, *, device: str) -> None:
-    """Write ``run.json`` into ``output_dir`` when training begins.
-
-    Args:
-        origin: result of ``provenance``.
-        args: the config; access tokens are not written.
-        device: the training device.
-    """
+    """Write ``run.json`` into ``output_dir`` when training begins, without access tokens."""
     from kedge.config.declare import status  # imports torch, which `kedge report` does not need
 
     values = args.to_dict()
@@ -105,17 +99,6 @@ def command() -> str:
     return shlex.join([Path(words[0]).name, *words[1:]]) if words and words[0] else ""
 
 
-def provenance(algorithm: str, policy: Any, dataset: Any, rewards: Sequence[Any]) -> dict[str, Any]:
-    """Known names of a run's algorithm, initial model, prompts and rewards."""
-    name = getattr(getattr(dataset, "info", None), "dataset_name", None)
-    return {
-        "algorithm": algorithm,
-        "model": getattr(getattr(policy, "config", None), "_name_or_path", "") or None,
-        "datasets": [name] if name else [],
-        "rewards": [*map(_reward_name, rewards)],
-    }
-
-
 def model_card(
     about: Mapping[str, Any],
     *,
@@ -125,16 +108,11 @@ def model_card(
     tags: Iterable[str] = (),
     curves: str | None = None,
 ) -> str:
-    """The text of a model card.
+    """The text of a model card, titled ``model_name``.
 
-    Args:
-        about: result of ``provenance``, with ``command`` and ``links`` of ``run.json``; the link
-            of the hub itself is left out.
-        model_name: title of the card.
-        args: the config; only the fields in ``HYPERPARAMETERS`` are shown.
-        log_history: logged rows; the first and the last value of each main metric are shown.
-        tags: additional tags.
-        curves: image of the curves, in the folder of the card.
+    It shows names with ``command`` and ``links`` of ``run.json`` (``about``), the fields of
+    ``args`` in ``HYPERPARAMETERS``, the first and the last value of each main metric, and
+    ``curves``, an image in the folder of the card.
     """
     from huggingface_hub import ModelCardData
 
@@ -205,7 +183,8 @@ def write_card(
     write_whole(folder / "README.md", text)
 
 
-def _reward_name(reward: Any) -> str:
+def reward_name(reward: Any) -> str:
+    """The known name of a reward function or model."""
     if isinstance(reward, str):
         return reward
     name = getattr(getattr(reward, "config", None), "_name_or_path", "")

@@ -176,11 +176,7 @@ def _tokenizers(tokenizers: Any, loaded: list[Any]) -> list[Any]:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function that ``"package.module:function"`` or ``"file.py:function"`` names.
-
-    Raises:
-        ConfigError: no such module, file or function.
-    """
+    """The function that ``"package.module:function"`` or ``"file.py:function"`` names."""
     where, _, name = spec.rpartition(":")
     try:
         module = load_module(where, "kedge_rewards")
@@ -202,11 +198,7 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def load_module(where: str, prefix: str) -> Any:
-    """Import a module by its dotted name, or a Python file as the module ``prefix_stem``.
-
-    Raises:
-        ImportError, OSError, SyntaxError: from the import.
-    """
+    """Import a module by its dotted name, or a Python file as the module ``prefix_stem``."""
     if not where.endswith(".py"):
         return importlib.import_module(where)
     path = Path(where).expanduser().resolve()
@@ -235,13 +227,7 @@ def names_function(spec: str) -> bool:
 def load_model(name: str, *, trust_remote_code: bool = False, new_head: bool = False) -> Any:
     """A sequence-classification model from a folder or the hub, in float32.
 
-    Args:
-        name: folder or hub name.
-        trust_remote_code: run code of its repository.
-        new_head: give a model without a score head a randomly initialized one, with a warning.
-
-    Raises:
-        ConfigError: the model cannot be loaded, or has no score head.
+    With ``new_head`` a model without a score head gets a randomly initialized one, with a warning.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import logging
-import os
-import threading
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from kedge.background import in_thread, on_event_loop
 from kedge.errors import ConfigError, RewardError
 from kedge.rewards.mixture import Pending
 from kedge.rewards.texts import TextCache, Texts, row_name
@@ -57,11 +55,9 @@ class RewardFunction:
             time, each in a thread; a row that takes as long again is dropped, or gets
             ``error_score``.  None: no limit.
         trainer_state: returns the value of the ``trainer_state`` argument.
-        dataset_columns: columns of the prompts, which must include those that the function
-            requires.  None: unchecked.
 
     Raises:
-        ConfigError: the dataset lacks a column, or ``on_error`` cannot act.
+        ConfigError: ``on_error`` cannot act.
     """
 
     def __init__(
@@ -74,7 +70,6 @@ class RewardFunction:
         error_score: float | None = None,
         timeout: float | None = None,
         trainer_state: Callable[[], object] | None = None,
-        dataset_columns: Collection[str] | None = None,
     ) -> None:
         scoreless = on_error == "score" and error_score is None
         if scoreless or on_error not in ("raise", "score", "drop"):
@@ -86,8 +81,6 @@ class RewardFunction:
         self._function, self._texts = function, texts
         self._signature = Signature(function, self.name)
         self.columns = self._signature.columns
-        if dataset_columns is not None:
-            self._signature.check(dataset_columns)
         self._on_error, self._error_score, self._timeout = on_error, error_score, timeout
         self.parallel = PARALLEL if is_async(function) else 1
         self._state = trainer_state or (lambda: None)
@@ -103,7 +96,7 @@ class RewardFunction:
         """Start an asynchronous function; a synchronous one runs when the result is asked for."""
         texts, log = self._texts.of(rollout), RewardLog()
         kwargs = self._signature.arguments(texts, log, self._state())
-        started = submit(self._function(**kwargs)) if is_async(self._function) else None
+        started = on_event_loop(self._function(**kwargs)) if is_async(self._function) else None
         return lambda: self._finish(texts, kwargs, log, started)
 
     def _finish(
@@ -120,28 +113,29 @@ class RewardFunction:
             values = self._row_by_row(texts, kwargs, error)
         else:
             values = self._read(returned, texts, range(count))
-        failed = torch.tensor([isinstance(value, Invalid) for value in values])
-        if failed.any():
-            wrong = [isinstance(value, Invalid) and not value.late for value in values]
-            row = wrong.index(True) if any(wrong) else int(failed.nonzero()[0])
-            problem = self._error(texts, row, str(values[row]))
-            if self._on_error == "raise" and any(wrong):
+        invalid = {row: value for row, value in enumerate(values) if isinstance(value, Invalid)}
+        failed = torch.zeros(count, dtype=torch.bool)
+        if invalid:
+            wrong = [row for row, value in invalid.items() if not value.late]
+            row = (wrong or [*invalid])[0]
+            problem = self._error(texts, row, invalid[row].problem)
+            if self._on_error == "raise" and wrong:
                 raise problem
-            count = int(failed.sum())
-            log.metric(f"reward_errors/{self.name}", float(count))
+            log.metric(f"reward_errors/{self.name}", float(len(invalid)))
             action = "dropped" if self._on_error != "score" else f"scored {self._error_score}"
-            logger.warning("%d rows %s: %s", count, action, problem)
+            logger.warning("%d rows %s: %s", len(invalid), action, problem)
             if self._on_error == "score":
                 score = float(self._error_score or 0.0)
                 values = [score if isinstance(value, Invalid) else value for value in values]
-                failed[:] = False
+            else:
+                failed[[*invalid]] = True
         output = self._to_output(texts.rollout, values)
         output = replace(output, metrics=log.metrics.totals, columns=log.extras(len(values)))
         return output, failed.to(texts.rollout.ids.device)
 
     def _call(self, kwargs: dict[str, Any]) -> Any:
         returned = self._function(**kwargs)
-        return submit(returned).result() if inspect.isawaitable(returned) else returned
+        return on_event_loop(returned).result() if inspect.isawaitable(returned) else returned
 
     def _wait(self, calls: Sequence[Future[Any]]) -> list[Callable[[], Any]]:
         """What returns the results of calls, or raises; of those that hang, a ``HungError``."""
@@ -160,7 +154,7 @@ class RewardFunction:
         single = [one_row(kwargs, row) for row in range(len(texts.completion_ids))]
         calls: list[Callable[[], Any]] = [functools.partial(self._call, call) for call in single]
         if is_async(self._function):  # these start at once
-            calls = self._wait([submit(self._function(**call)) for call in single])
+            calls = self._wait([on_event_loop(self._function(**call)) for call in single])
         elif self._timeout is not None:
             calls = self._wait([in_thread(call) for call in calls])
 
@@ -194,9 +188,6 @@ class RewardFunction:
 
         A list, tuple, array or tensor has for each row a number, None, or a number per response
         token; rows of a 2-D tensor may be as long as the padded responses.
-
-        Raises:
-            RewardError: ``returned`` does not have one entry per row.
         """
         entries = _plain(returned)
         if not isinstance(entries, (list, tuple)) or len(entries) != len(rows):
@@ -235,29 +226,19 @@ class RewardFunction:
         )
 
 
-class Invalid(str):
+@dataclass(frozen=True, slots=True)
+class Invalid:
     """The problem with a value that a function returned for a row; ``late``: it did not return."""
 
-    late: bool
-
-    def __new__(cls, problem: str, *, late: bool = False) -> Invalid:
-        """The problem as text."""
-        made = super().__new__(cls, problem)
-        made.late = late
-        return made
+    problem: str
+    late: bool = False
 
 
 Value = float | list[float] | Invalid | None  # score, score per token, or None: does not apply
 
 
 def read_value(entry: Any, length: int, width: int | None) -> Value:
-    """Read one entry of a function's result.
-
-    Args:
-        entry: a number, None, or a list, array or tensor of numbers.
-        length: tokens of the response.
-        width: length of the entry if it is padded, else None.
-    """
+    """Read one entry, for a response of ``length`` tokens; ``width``: its length if padded."""
     plain = _plain(entry)
     if plain is None:
         return None
@@ -319,11 +300,7 @@ class Signature:
         return None if self._all else frozenset(self._named - {*PER_ROW, *FIXED})
 
     def check(self, columns: Collection[str]) -> None:
-        """Reject a dataset that lacks a column the function requires.
-
-        Raises:
-            ConfigError: naming the missing column and the existing ones.
-        """
+        """Reject a dataset that lacks a column the function requires."""
         missing = sorted(self._required - {*PER_ROW, *FIXED} - ({*columns} - {"prompt"}))
         if not missing:
             return
@@ -337,11 +314,7 @@ class Signature:
         )
 
     def arguments(self, texts: Texts, log: RewardLog, trainer_state: object) -> dict[str, Any]:
-        """The keyword arguments of one call over all rows of a rollout.
-
-        Raises:
-            RewardError: the function requires an unknown argument.
-        """
+        """The keyword arguments of one call over all rows of a rollout."""
         fixed = dict(zip(FIXED, (trainer_state, log.metric, log.extra), strict=True))
         reserved = {"prompt", *PER_ROW, *FIXED}  # dataset columns cannot replace these arguments
         columns = texts.rollout.prompts.columns.items()
@@ -365,38 +338,6 @@ def one_row(kwargs: Mapping[str, Any], row: int) -> dict[str, Any]:
     return single | {name: silent[name] for name in silent.keys() & single.keys()}
 
 
-def in_thread(call: Callable[[], Any]) -> Future[Any]:
-    """Call in a separate thread, which does not keep the process alive if the call hangs."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # it cannot be cancelled any more
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def submit(awaitable: Awaitable[Any]) -> Future[Any]:
-    """Run ``awaitable`` on the background event loop."""
-
-    async def wait() -> Any:
-        return await awaitable
-
-    return asyncio.run_coroutine_threadsafe(wait(), _background_loop(os.getpid()))
-
-
-@functools.cache
-def _background_loop(process: int) -> asyncio.AbstractEventLoop:
-    """The event loop of this process: threads do not survive a fork."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=f"kedge-rewards-{process}", daemon=True).start()
-    return loop
-
-
 class RewardLog:
     """Collects what a function passes to ``log_metric`` and ``log_extra`` in one call."""
 
@@ -414,11 +355,7 @@ class RewardLog:
         self._extras[column] = list(values)
 
     def extras(self, rows: int) -> dict[str, list[object]]:
-        """The columns.
-
-        Raises:
-            RewardError: one does not have one value per row.
-        """
+        """The columns, if each has one value per row."""
         for name, values in self._extras.items():
             if len(values) != rows:
                 raise RewardError(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +18,14 @@ from torch import Tensor, nn
 from kedge.chat_template import render_chat
 from kedge.data.encode import is_chat
 from kedge.errors import ConfigError, RewardError
+from kedge.models.backbone import pack_sequences, run_packed, supports_packing
 from kedge.ops.cpu.patch import Kernels
-from kedge.rewards.heads import SHIFT, find_head
 from kedge.rewards.texts import TextCache, Texts, row_name
 from kedge.types import RewardOutput, Rollout
 
+SHIFT = "kedge_score_shift"  # config key; added to every score (pretrain/trl.py)
+SHIFT_FILE = f"{SHIFT}.json"  # in an adapter's folder, which has no model configuration
+Head = Callable[[Tensor, Tensor], Tensor]  # ids [b, L], lengths [b] -> logits [b, labels]
 _ANSWER = "KEDGE0ANSWER"  # placeholder for the response in a rendered conversation
 
 
@@ -99,13 +106,14 @@ class RewardModel:
         if self._own is not None:
             assert self._texts is not None  # set together with the tokenizer
             terminated = rollout.terminated.tolist()
-            ids, lengths = pad_rows(self._own.rows(self._texts.of(rollout), terminated))
+            rows = self._own.rows(self._texts.of(rollout), terminated)
+            ids, lengths = pad_rows(rows, self._pad)
         else:
             ids, lengths = join_responses(rollout)
             if self._tail is not None:
                 ids, lengths = self._tail.append(ids, lengths, rollout)
             ids, lengths = self._cut(ids, lengths)
-        ids = fill_padding(ids, lengths, self._pad)
+            ids = torch.where(_mask(ids, lengths).bool(), ids, self._pad)
         self._check_rows(rollout, ids, lengths)
         scores = self._scores(ids, lengths).to(rollout.ids.device)
         finite = scores.isfinite()
@@ -147,8 +155,7 @@ class RewardModel:
 
     def score_ids(self, rows: list[list[int]]) -> Tensor:
         """Scores of rows of token ids, float32 [len(rows)], each at its last token."""
-        ids, lengths = pad_rows(rows)
-        return self._scores(fill_padding(ids, lengths, self._pad), lengths)
+        return self._scores(*pad_rows(rows, self._pad))
 
     def _retokenizer(self, tokenizer: Any, max_length: int | None) -> Retokenizer:
         framed = bool(getattr(self._config, "is_encoder_decoder", False))
@@ -236,10 +243,7 @@ class TemplateTail:
 
     Reward models are trained on rendered conversations.  A template closes the assistant's message
     with more than the stop token (``<|im_end|>`` and a line break in Qwen's), and the score is read
-    there.
-
-    Args:
-        tokenizer: tokenizer and chat template of policy and reward model.
+    there.  Policy and reward model share ``tokenizer``.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -260,14 +264,9 @@ class TemplateTail:
         return torch.tensor([*self._tokenizer.all_special_ids, *listed], dtype=torch.int64)
 
     def append(self, ids: Tensor, lengths: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Close the assistant's message of terminated chats; other rows stay as they are.
+        """Close the assistant's message of terminated chats in right-padded rows int64 [B, L].
 
         The tail replaces a special token at the end of a row, which is the stop token.
-
-        Args:
-            ids: int64 [B, L]; prompt and response, right-padded.
-            lengths: int64 [B]; real tokens.
-            rollout: tells which rows terminated, and which prompts are chats.
         """
         chats = [is_chat(prompt) for prompt in rollout.prompts.columns.get("prompt", ())]
         if not any(chats) or not getattr(self._tokenizer, "chat_template", None):
@@ -361,12 +360,7 @@ class Retokenizer:
 
 
 def join_responses(rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """Prompt and response of every row, joined without padding before or between them.
-
-    Returns:
-        ids: int64 [B, L]; arbitrary after a row's end.
-        lengths: int64 [B]; real tokens of each row.
-    """
+    """Prompt and response of every row without padding: ids int64 [B, L], lengths int64 [B]."""
     device, prompts = rollout.ids.device, rollout.prompts
     ids = torch.cat([prompts.ids.to(device), rollout.ids], 1)
     real = torch.cat([prompts.mask.to(device), rollout.response_mask], 1)
@@ -376,15 +370,10 @@ def join_responses(rollout: Rollout) -> tuple[Tensor, Tensor]:
 
 
 def split_rows(lengths: Tensor, *, rows: int, tokens: int = 1024) -> list[Tensor]:
-    """Groups of row numbers to run together: longest first, with little padding.
+    """Groups of row numbers to run together, from ``lengths`` int64 [B]: longest first.
 
-    A group ends at ``rows`` rows, or when it holds ``tokens`` tokens and the next row is more than
-    10% shorter than its first.
-
-    Args:
-        lengths: int64 [B]; tokens of each row.
-        rows: most rows in a group.
-        tokens: a smaller group does not justify a separate forward pass.
+    A group ends at ``rows`` rows, or when it holds ``tokens`` tokens (fewer do not justify a
+    forward pass) and the next row is more than 10% shorter than its first.
     """
     order = lengths.argsort(descending=True, stable=True)
     groups: list[list[int]] = []
@@ -401,13 +390,151 @@ def split_rows(lengths: Tensor, *, rows: int, tokens: int = 1024) -> list[Tensor
     return [torch.tensor(group, device=lengths.device) for group in groups]
 
 
-def pad_rows(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Token lists, right-padded with 0: ids int64 [B, L], lengths int64 [B]."""
-    ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+def pad_rows(rows: list[list[int]], fill: int) -> tuple[Tensor, Tensor]:
+    """Token lists, right-padded: ids int64 [B, L], lengths int64 [B]."""
+    tensors = [torch.tensor(row) for row in rows]
+    ids = nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill)
     return ids, torch.tensor([len(row) for row in rows])
 
 
-def fill_padding(ids: Tensor, lengths: Tensor, token: int) -> Tensor:
-    """Fill ``ids`` with ``token`` after the end of each row."""
-    real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-    return torch.where(real, ids, token)
+def find_head(model: nn.Module) -> Head:
+    """A function that scores right-padded rows with ``model``.
+
+    A model with a backbone (named by ``base_model_prefix``) and a ``score`` layer is scored at the
+    last real token, found by length.  If they are functions of a module without ``forward``,
+    they are called as TRL does.  Any other model is called with an attention mask and returns
+    logits (encoders with a ``classifier``), one number per row, or one per token.
+    """
+    backbone = getattr(model, getattr(model, "base_model_prefix", None) or "-", None)
+    score = getattr(model, "score", None)
+    if isinstance(backbone, nn.Module) and isinstance(score, nn.Module):
+        return _last_token_head(backbone, score)
+    if callable(backbone) and callable(score) and type(model).forward is nn.Module.forward:
+        return _function_head(backbone, score)
+    return _model_head(model)
+
+
+def save_adapter_shift(folder: str | Path, shift: float) -> None:
+    """Write the shift of scores next to an adapter, for ``adapter_shift``; 0 writes nothing."""
+    file = Path(folder) / SHIFT_FILE
+    if shift:
+        file.write_text(json.dumps({SHIFT: shift}) + "\n")
+    else:
+        file.unlink(missing_ok=True)
+
+
+def adapter_shift(source: str) -> float:
+    """The shift of the scores of an adapter in a folder or on the hub, 0 if it has none."""
+    from transformers.utils.hub import cached_file
+
+    file = cached_file(source, SHIFT_FILE, _raise_exceptions_for_missing_entries=False)
+    return 0.0 if file is None else float(json.loads(Path(file).read_text())[SHIFT])
+
+
+def float32_head(head: nn.Module, hidden: Tensor) -> Tensor:
+    """Apply a head to hidden states in float32, regardless of autocast.
+
+    In bfloat16, values between 8 and 16 are 1/16 apart: differences between neighboring states
+    and between responses would be lost.
+    """
+    dtype = next((p.dtype for p in head.parameters()), hidden.dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if type(head) is nn.Linear and dtype in (torch.bfloat16, torch.float16):
+            bias = None if head.bias is None else head.bias.float()
+            return nn.functional.linear(hidden.float(), head.weight.float(), bias)
+        output: Tensor = head(hidden.to(dtype))
+    return output
+
+
+def _last_token_head(backbone: nn.Module, score: nn.Module) -> Head:
+    """A score layer on the hidden state of the last real token."""
+    wanted = {"use_cache": False, "return_dict": True}
+    if not hasattr(backbone, "config"):
+        wanted["output_hidden_states"] = True
+    options = _accepted(backbone, wanted)
+    # evaluated at the first call, when the model is on its device
+    joins = functools.cache(lambda: supports_packing(backbone))
+
+    def head(ids: Tensor, lengths: Tensor) -> Tensor:
+        if joins():
+            groups = [(n,) for n in lengths.tolist()]
+            joined = run_packed(backbone, pack_sequences(ids, lengths), groups)
+            return float32_head(score, joined[0, lengths.cumsum(0) - 1])
+        out = backbone(input_ids=ids, attention_mask=_mask(ids, lengths), **options)
+        hidden = getattr(out, "last_hidden_state", None)
+        if hidden is None and getattr(out, "hidden_states", None) is not None:
+            hidden = out.hidden_states[-1]
+        if hidden is None:
+            hidden = out[0] if isinstance(out, tuple) else out
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            raise RewardError(
+                f"the reward model's backbone returned {_shape(hidden)}; expected last_hidden_state"
+                " of shape [rows, tokens, width]"
+            )
+        last = hidden[torch.arange(len(ids), device=ids.device), lengths - 1]
+        return float32_head(score, last[:, None])[:, 0]
+
+    return head
+
+
+def _function_head(backbone: Callable[..., Any], score: Callable[[Any], Tensor]) -> Head:
+    """Call a reward module as TRL does: its backbone, then ``score`` on the last hidden states."""
+
+    def head(ids: Tensor, lengths: Tensor) -> Tensor:
+        mask = _mask(ids, lengths)
+        out = backbone(
+            input_ids=ids * mask,
+            attention_mask=mask,
+            position_ids=mask.cumsum(1) - mask,
+            return_dict=True,
+            output_hidden_states=True,
+            use_cache=False,
+        )
+        scores = score(out.hidden_states[-1])
+        if scores.shape[:2] != ids.shape:
+            raise RewardError(
+                f"the reward model's score returned {_shape(scores)}; expected [rows, tokens, 1] of"
+                f" {len(ids)} rows and {ids.shape[1]} tokens"
+            )
+        return scores.reshape(*ids.shape, -1)[torch.arange(len(ids)), lengths - 1]
+
+    return head
+
+
+def _model_head(model: nn.Module) -> Head:
+    """The logits of a whole model: per row, or those of the last real token."""
+    masked = bool(_accepted(model, {"attention_mask": True}))
+    named = bool(_accepted(model, {"input_ids": True}))
+
+    def head(ids: Tensor, lengths: Tensor) -> Tensor:
+        options: dict[str, Any] = {"attention_mask": _mask(ids, lengths)} if masked else {}
+        out = model(input_ids=ids, **options) if named else model(ids, **options)
+        logits = getattr(out, "logits", out)
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        if not isinstance(logits, Tensor) or logits.shape[:1] != ids.shape[:1]:
+            raise RewardError(
+                f"reward model {type(model).__name__} returned {_shape(logits)} for {len(ids)}"
+                " rows; expected logits [rows, labels], [rows] or [rows, tokens, 1]"
+            )
+        if logits.dim() == 1:
+            return logits[:, None]
+        if logits.dim() == 3:
+            return logits[torch.arange(len(ids), device=ids.device), lengths - 1]
+        return logits
+
+    return head
+
+
+def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
+    return (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
+
+
+def _shape(x: object) -> str:
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _accepted(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    known = inspect.signature(module.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
+        return dict(options)
+    return {name: value for name, value in options.items() if name in known}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ TRAINERS = {
 
 def load_trainer(command: str) -> type[TrainerShell]:
     """Import the trainer of a command."""
-    module, _, name = TRAINERS[command][0].partition(":")
-    trainer: type[TrainerShell] = getattr(importlib.import_module(module), name)
+    trainer: type[TrainerShell] = resolve_name(TRAINERS[command][0])
     return trainer
 
 

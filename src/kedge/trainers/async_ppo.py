@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kedge.config.async_ppo import AsyncPPOConfig
-from kedge.trainers.metric_names import log_open_instruct_names
 from kedge.trainers.ppo import PPOTrainer
+from kedge.trainers.spec import log_open_instruct_names
 
 
 class AsyncPPOTrainer(PPOTrainer):

@@ -28,10 +28,10 @@ from transformers.utils import logging as transformers_logging
 from kedge.config.base import OnPolicyConfig
 from kedge.errors import ConfigError, RewardError
 from kedge.loop.loop import Engine
+from kedge.output import lock_output_dir
 from kedge.reporting.base import required_write
 from kedge.trainers.assembly.run import assemble_run
 from kedge.trainers.assembly.setup import build_eval_sets, pick_tokenizer
-from kedge.trainers.run.files import lock_output_dir, write_models
 from kedge.trainers.spec import TrainerInputs, TrainerSpec, as_list
 
 logger = logging.getLogger(__name__)
@@ -105,12 +105,7 @@ def _format_cause(cause: BaseException) -> str:
 
 
 class TrainerShell:
-    """The public methods of a trainer; subclasses add ``SPEC`` and the constructor's signature.
-
-    Args:
-        args: the config.
-        arguments: the other fields of ``TrainerInputs``.
-    """
+    """The public methods of a trainer; subclasses add ``SPEC`` and the constructor's signature."""
 
     SPEC: ClassVar[TrainerSpec]
 
@@ -209,7 +204,7 @@ class TrainerShell:
         if not folder:
             raise ConfigError("save_model() needs a folder: set output_dir here or in the config")
         Path(folder).mkdir(parents=True, exist_ok=True)
-        write_models(Path(folder), self._run.learner, self._run.tokenizer)
+        self._run.write_models(Path(folder))
         asked = self.args.push_to_hub or commit_message or token or revision or not blocking
         if asked and not _internal_call:
             self.push_to_hub(commit_message or "Model save", blocking, token, revision)
@@ -255,15 +250,16 @@ class TrainerShell:
     @functools.cached_property
     def _provenance(self) -> dict[str, Any]:
         """Algorithm, model, prompts and rewards, for the model card and ``run.json``."""
-        from kedge.reporting.run_info import provenance
+        from kedge.reporting.run_info import reward_name
 
         inputs = self._inputs
-        return provenance(
-            self.SPEC.name if inputs.algorithm is None else inputs.algorithm.name,
-            self.model,
-            inputs.train_dataset,
-            self.reward_funcs,
-        )
+        dataset = getattr(getattr(inputs.train_dataset, "info", None), "dataset_name", None)
+        return {
+            "algorithm": self.SPEC.name if inputs.algorithm is None else inputs.algorithm.name,
+            "model": getattr(getattr(self.model, "config", None), "_name_or_path", "") or None,
+            "datasets": [dataset] if dataset else [],
+            "rewards": [*map(reward_name, self.reward_funcs)],
+        }
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add a row to ``state.log_history`` and send it to callbacks and trackers.
@@ -366,15 +362,7 @@ def configure_process(args: TrainingArguments) -> None:
 
 
 def refuse_overrides(trainer: object, base: type) -> None:
-    """Check that every hook that the trainer's class overrides is called.
-
-    Args:
-        trainer: the trainer; classes of this package are not checked.
-        base: class with the methods that exist here.
-
-    Raises:
-        ConfigError: naming the method and what to use instead.
-    """
+    """Check that every hook that the class of a trainer overrides exists in ``base``."""
     hooks = {n for n in (*dir(Trainer), *_OF_TRL) if not n.startswith("__")} - set(dir(base))
     for kind in type(trainer).__mro__:
         unused = sorted(hooks & vars(kind).keys())

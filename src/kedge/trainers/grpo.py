@@ -13,8 +13,7 @@ from kedge.algorithms import grpo
 from kedge.config.grpo import GRPOConfig
 from kedge.suggestions import suggest_names
 from kedge.trainers.base import TrainerShell
-from kedge.trainers.metric_names import log_trl_names
-from kedge.trainers.spec import SharedArguments, TrainerSpec
+from kedge.trainers.spec import SharedArguments, TrainerSpec, log_trl_names
 
 
 @suggest_names("argument", config=GRPOConfig, also=SharedArguments.__optional_keys__)

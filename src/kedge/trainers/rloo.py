@@ -15,8 +15,7 @@ from kedge.errors import ConfigError
 from kedge.suggestions import suggest_names
 from kedge.trainers.assembly.setup import find_tokenizer, pick_tokenizer
 from kedge.trainers.base import TrainerShell
-from kedge.trainers.metric_names import log_trl_names
-from kedge.trainers.spec import SharedArguments, TrainerSpec, rename_arguments
+from kedge.trainers.spec import SharedArguments, TrainerSpec, log_trl_names, rename_arguments
 
 _OLDER_NAMES = {
     **{"config": "args", "tokenizer": "processing_class", "policy": "model"},

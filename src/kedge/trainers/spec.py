@@ -1,11 +1,13 @@
-"""The specification of a trainer, and its constructor arguments."""
+"""The specification of a trainer, its constructor arguments, and other names of its metrics."""
 
 from __future__ import annotations
 
 import inspect
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,8 +16,9 @@ from typing_extensions import TypedDict
 from kedge.algorithms import Algorithm
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import default_of, format_value, status
-from kedge.data.table import read_table
+from kedge.data.encode import read_table
 from kedge.errors import ConfigError
+from kedge.loop.metrics import TRL_NAMES
 from kedge.protocols import RolloutEngine
 
 if TYPE_CHECKING:
@@ -23,6 +26,13 @@ if TYPE_CHECKING:
 
 MetricNames = Callable[[Mapping[str, float]], dict[str, float]]
 _ALGORITHM, _VALUE = "algorithm: ", "value model"  # readers of options
+_OPEN_INSTRUCT_NAMES = {
+    "val/sequence_lengths": "completions/mean_length",
+    "val/sequence_lengths_min": "completions/min_length",
+    "val/sequence_lengths_max": "completions/max_length",
+    "val/num_stop_token_ids": "val/num_eos_tokens",
+    "objective/verifiable_correct_rate": "log/verifiable_correct_rate",
+}
 
 
 def shared_kwargs(config: OnPolicyConfig, function: Callable[..., Any]) -> dict[str, Any]:
@@ -35,23 +45,17 @@ def shared_kwargs(config: OnPolicyConfig, function: Callable[..., Any]) -> dict[
 class TrainerSpec:
     """A trainer: its config, its algorithm, and other names of its metrics.
 
-    Args:
-        name: name of the algorithm, for model cards.
-        config: class of the trainer's ``args``.
-        algorithm: makes the algorithm from the options that its signature names, and from
-            ``reference``: whether there is a reference model.
-        metric_names: returns the function that adds metrics under other libraries' names to the
-            metrics of an iteration or an evaluation.
-        flags: config of the trainer's command, if it has more names than ``config``.
-        value_model: whether the trainer takes ``value_model``, or ``reward_model`` to start it.
+    ``algorithm`` gets the options that its signature names, and ``reference``: whether there is a
+    reference model.  ``metric_names`` returns the function that adds metrics under other libraries'
+    names to the metrics of an iteration or an evaluation.
     """
 
-    name: str
+    name: str  # of the algorithm, for model cards
     config: type[OnPolicyConfig]
     algorithm: Callable[..., Algorithm]
     metric_names: Callable[[Any, Engine], MetricNames] = lambda args, engine: lambda row: {}
-    flags: type[OnPolicyConfig] | None = None
-    value_model: bool = False
+    flags: type[OnPolicyConfig] | None = None  # of the command, if it has more names than `config`
+    value_model: bool = False  # takes `value_model`, or `reward_model` to start it
 
     @property
     def command_config(self) -> type[OnPolicyConfig]:
@@ -59,11 +63,7 @@ class TrainerSpec:
         return self.flags or self.config
 
     def checked_args(self, args: Any) -> OnPolicyConfig:
-        """A checked copy of the config, or of the default one for None.
-
-        Raises:
-            ConfigError: ``args`` has another type, or a value that cannot work.
-        """
+        """A checked copy of the config, or of the default one for None."""
         args = self.config() if args is None else args
         if not isinstance(args, self.config):
             raise ConfigError(
@@ -80,11 +80,7 @@ class TrainerSpec:
         ref_model: Any = None,
         value_model: Any = None,
     ) -> Algorithm:
-        """The trainer's algorithm with the options of the config, or a custom one.
-
-        Raises:
-            ConfigError: ``custom`` is not an algorithm, or would ignore an option that is set.
-        """
+        """The trainer's algorithm with the options of the config, or a custom one."""
         if custom is not None:
             _check_custom(args, custom, value_model)
             return custom
@@ -147,15 +143,7 @@ class SharedArguments(TypedDict, total=False):
 
 
 def rename_arguments(arguments: Mapping[str, Any], newer: Mapping[str, str]) -> dict[str, Any]:
-    """Rename arguments to the newer of two names.
-
-    Args:
-        arguments: arguments as given.
-        newer: older name -> newer name.
-
-    Raises:
-        ConfigError: both names of one argument.
-    """
+    """Rename arguments from older to newer names; both names of one are refused."""
     renamed = {name: value for name, value in arguments.items() if name not in newer}
     for old in newer.keys() & arguments.keys():
         new = newer[old]
@@ -271,3 +259,60 @@ _KINDS = {
     "peft_config": ("a PEFT configuration, such as peft.LoraConfig(...)", "peft_type"),
     "data_collator": ("a function of a list of {'input_ids', 'attention_mask'}", "__call__"),
 }
+
+
+# -- metrics under the names of other libraries ----------------------------------------------------
+
+
+def log_trl_names(args: Any, engine: Engine) -> MetricNames:
+    """Add TRL's names, in training and evaluation."""
+    token_kl = engine.algorithm.name != "rloo"
+    return partial(trl_names, rows=engine.batch_sizes.batch_size, token_kl=token_kl)
+
+
+def trl_names(row: Mapping[str, float], *, rows: int, token_kl: bool = True) -> dict[str, float]:
+    """The metrics of an iteration, or of an evaluation without its prefix, under TRL's names.
+
+    TRL's standard deviations divide by ``rows`` - 1, the responses of a batch.  Its ``kl`` is the
+    KL in the loss, or without ``token_kl`` that in the reward, per token.
+    """
+    metrics = {theirs: row[ours] for theirs, ours in TRL_NAMES.items() if ours in row}
+    for name, value in row.items():
+        if name.startswith("rewards/") and not name.endswith("/std"):
+            metrics[f"{name}/mean"] = value
+        elif name.startswith("log/"):
+            metrics.setdefault(name.removeprefix("log/"), value)
+    scored = rows - row.get("rollout/dropped_rows", 0.0)
+    if "reward_std" in metrics and scored > 1:
+        metrics["reward_std"] *= (scored / (scored - 1)) ** 0.5
+    length = row.get("completions/mean_length", 0.0)
+    if not token_kl and "objective/kl" in row and length:
+        metrics["kl"] = row["objective/kl"] / length
+    return {name: value for name, value in metrics.items() if name not in row}
+
+
+def log_open_instruct_names(args: Any, engine: Engine) -> MetricNames:
+    """Add open-instruct's names, in training only."""
+    rows, begin = engine.batch_sizes.batch_size, 0.0
+
+    def names(row: Mapping[str, float]) -> dict[str, float]:
+        nonlocal begin
+        if "episode" not in row:  # evaluation rows
+            return {}
+        begin = begin or time.perf_counter() - row["time/step"]
+        metrics = {new: row[old] for new, old in _OPEN_INSTRUCT_NAMES.items() if old in row}
+        for name, value in row.items():
+            if name.startswith("log/") and name.endswith(("_reward", "_correct_rate")):
+                metrics[f"objective/{name.removeprefix('log/')}"] = value
+            if name.startswith("rewards/") and name.endswith("r1_style_format"):
+                metrics["val/format_scores"] = value
+        return metrics | {
+            "training_step": row["episode"] / rows,
+            "objective/loss": row.get("loss/policy_avg", 0.0)
+            + args.vf_coef * row.get("loss/value_avg", 0.0),
+            "val/stop_token_rate": row["val/num_eos_tokens"] / rows,
+            "time/training": row["time/annotate"] + row["time/update"],
+            "time/from_scratch": time.perf_counter() - begin,
+        }
+
+    return names

@@ -12,7 +12,7 @@ from kedge.verifiers.mathematics import accuracy_reward, math, math_verifier
 from kedge.verifiers.numbers import gsm8k, number_verifier
 from kedge.verifiers.programs import code, code_verifier
 from kedge.verifiers.remote import RemoteReward
-from kedge.verifiers.sandbox.sandbox import Outcome, Sandbox
+from kedge.verifiers.sandbox import Outcome, Sandbox
 from kedge.verifiers.texts import (
     exact_match,
     format_reward,

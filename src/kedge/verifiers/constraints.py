@@ -122,11 +122,7 @@ def follows(response: str, instruction: str, arguments: dict[str, Any] | None) -
 
 @functools.cache
 def load_identifier() -> Any:
-    """The language identifier.
-
-    Raises:
-        ConfigError: py3langid is not installed.
-    """
+    """The language identifier; raises ConfigError if py3langid is not installed."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError as error:

@@ -9,8 +9,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from kedge.errors import ConfigError, RewardError, install_command
-from kedge.verifiers.answers import marked_answer, stated_answer
-from kedge.verifiers.base import Verifier
+from kedge.verifiers.base import Verifier, marked_answer, stated_answer
 from kedge.verifiers.numbers import one_number, same_number
 from kedge.verifiers.worker import WorkerPool
 

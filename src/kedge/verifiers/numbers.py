@@ -16,8 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 from kedge.errors import ConfigError, RewardError
-from kedge.verifiers.answers import marked_answer, stated_answer
-from kedge.verifiers.base import Verifier
+from kedge.verifiers.base import Verifier, marked_answer, stated_answer
 
 MAX_DIGITS = 100  # per number; longer ones are slow to convert and no answers
 
@@ -53,21 +52,13 @@ _JOINED = re.compile(r"\s?(?:or|and|to|-|:|/)\s?[-+]?(?:(?:\\?\$|[€£¥])\s?)?
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number found in a text.
+    """A number found in a text."""
 
-    Attributes:
-        value: exact, ignoring a percent sign.
-        percent: whether a percent sign followed.
-        decimals: digits after the decimal point, as written.
-        start: position of its first character in the text.
-        end: position after its last character.
-    """
-
-    value: Fraction
-    percent: bool
-    decimals: int
-    start: int
-    end: int
+    value: Fraction  # exact, ignoring a percent sign
+    percent: bool  # whether a percent sign followed
+    decimals: int  # digits after the decimal point, as written
+    start: int  # position of its first character in the text
+    end: int  # position after its last character
 
 
 def clean(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kedge.errors import RewardError
 from kedge.verifiers.base import Unanswered, Verifier, read_record
-from kedge.verifiers.sandbox.sandbox import Sandbox
+from kedge.verifiers.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
 

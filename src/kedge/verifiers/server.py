@@ -10,10 +10,10 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from kedge.background import in_thread, on_event_loop
 from kedge.errors import ConfigError, install_command
 from kedge.verifiers.base import read_scores
 from kedge.verifiers.compose import accepted_arguments
@@ -202,8 +202,13 @@ class RewardServer:
         except asyncio.TimeoutError as error:
             retry = {"Retry-After": "1"}
             raise HTTPException(503, "too many requests; try again later", retry) from error
-        try:
-            return await _in_thread(function, offered)
+
+        def call() -> Any:
+            returned = function(**accepted_arguments(function, offered))
+            return on_event_loop(returned).result() if inspect.isawaitable(returned) else returned
+
+        try:  # a function that hangs in its thread does not keep a terminated server alive
+            return await asyncio.wrap_future(in_thread(call))
         except (Exception, SystemExit) as error:
             logger.exception("a reward function failed")
             raise HTTPException(422, f"{type(error).__name__}: {error}") from error
@@ -255,23 +260,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-async def _in_thread(function: Callable[..., Any], offered: dict[str, Any]) -> Any:
-    answer: Future[Any] = Future()
-    answer.set_running_or_notify_cancel()
-
-    async def wait(awaitable: Awaitable[Any]) -> Any:
-        return await awaitable
-
-    def call() -> None:
-        try:
-            returned = function(**accepted_arguments(function, offered))
-            is_async = inspect.isawaitable(returned)
-            answer.set_result(asyncio.run(wait(returned)) if is_async else returned)
-        except BaseException as error:
-            answer.set_exception(error)
-
-    # A daemon thread: a function that hangs does not keep a terminated server alive.
-    threading.Thread(target=call, daemon=True).start()
-    return await asyncio.wrap_future(answer)

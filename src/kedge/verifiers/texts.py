@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from kedge.errors import ConfigError, RewardError
-from kedge.verifiers.answers import marked_answer
-from kedge.verifiers.base import Unanswered, Verifier, read_column
+from kedge.verifiers.base import Unanswered, Verifier, marked_answer, read_column
 
 LengthReward = Callable[..., list[float | None]]
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -91,39 +90,30 @@ string_contains = _text_verifier("string_contains", _contains)
 string_f1 = _text_verifier("string_f1", _answer_f1)
 
 
-def has_think_answer(text: str, *, strict: bool = True, opened: bool = False) -> bool:
-    """Whether a response has a thinking part followed by an answer.
-
-    Strict: exactly ``<think>thought</think> <answer>answer</answer>``, each tag once, neither part
-    blank.  Otherwise: ``</think>``, optional whitespace, ``<answer>``, and later ``</answer>``
-    anywhere in the response.
+def format_reward(*, strict: bool = True, opened: bool = False, name: str = "format") -> Verifier:
+    """A reward of 1 for responses of the form ``<think>...</think> <answer>...</answer>``, else 0.
 
     Args:
-        text: the response.
-        strict: see above.
+        strict: exactly ``<think>thought</think> <answer>answer</answer>``, each tag once, neither
+            part blank.  Otherwise: ``</think>``, optional whitespace, ``<answer>``, and later
+            ``</answer>`` anywhere in the response.
         opened: whether the prompt ends in ``<think>``, so the response starts inside the thought.
+        name: of the reward.
     """
+    check = partial(has_think_answer, strict=strict, opened=opened)
+    return Verifier(check, name=name, column=None)
+
+
+def has_think_answer(
+    text: str, _: Any = None, *, strict: bool = True, opened: bool = False
+) -> bool:
+    """Whether a response has a thinking part followed by an answer; see ``format_reward``."""
     if not strict:
         return _LOOSE.search(text[: max(text.rfind("</answer>"), 0)]) is not None
     text = f"<think>{text}" if opened else text.strip()
     match = _STRICT.fullmatch(text)
     once = all(text.count(tag) == 1 for tag in _TAGS)
     return match is not None and once and all(part.strip() for part in match.groups())
-
-
-def format_reward(*, strict: bool = True, opened: bool = False, name: str = "format") -> Verifier:
-    """A reward of 1 for responses of the form ``<think>...</think> <answer>...</answer>``, else 0.
-
-    Args:
-        strict: see ``has_think_answer``.
-        opened: see ``has_think_answer``.
-        name: of the reward.
-    """
-    return Verifier(partial(_check_format, strict=strict, opened=opened), name=name, column=None)
-
-
-def _check_format(text: str, _: Any, *, strict: bool, opened: bool) -> float:
-    return float(has_think_answer(text, strict=strict, opened=opened))
 
 
 def tag_count_reward(tags: Sequence[str] = _TAGS) -> Verifier:

@@ -32,15 +32,11 @@ Worker = subprocess.Popen  # with binary pipes
 
 
 class WorkerPool:
-    """Runs one function in helper processes with a time limit; callable from any thread.
+    """Runs ``task``, a ``module:function``, in up to ``size`` helper processes; from any thread.
 
-    Workers start on first use and are replaced after a kill.
-
-    Args:
-        task: ``module:function``; arguments and result are JSON values.
-        timeout: seconds of wall clock for one call.
-        size: maximum number of workers.
-        memory_mb: address-space limit of a worker, on Linux.
+    Arguments and result are JSON values.  A call may take ``timeout`` seconds of wall clock, and a
+    worker ``memory_mb`` of address space, on Linux.  Workers start on first use and are replaced
+    after a kill.
     """
 
     def __init__(
@@ -61,13 +57,7 @@ class WorkerPool:
         weakref.finalize(self, _end_all, self._alive, self._owner)
 
     def call(self, *arguments: Any) -> Any:
-        """Call ``function(*arguments)`` in a worker.
-
-        Raises:
-            Unanswered: the call timed out, the worker died (memory, a crash), or the function
-                raised.
-            ConfigError: the worker cannot start.
-        """
+        """Call ``function(*arguments)`` in a worker; raises Unanswered if it fails or dies."""
         if self._owner != os.getpid():  # forked processes must not use the parent's workers
             self._reset()
         with self._places:

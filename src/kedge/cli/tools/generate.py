@@ -165,8 +165,7 @@ def generate_completions(  # noqa: PLR0913
     """
     from kedge.data import DatasetPrompts
     from kedge.loop.seeds import seed_for
-    from kedge.models.end_tokens import eos_token_ids
-    from kedge.models.load import load_policy, load_tokenizer
+    from kedge.models.load import eos_token_ids, load_policy, load_tokenizer
     from kedge.rewards.texts import Texts
     from kedge.trainers.assembly.environments import environments_to_play
     from kedge.trainers.assembly.setup import pad_id

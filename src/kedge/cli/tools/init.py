@@ -75,14 +75,7 @@ def settings(recipe: Recipe, size: str) -> dict[str, dict[str, tuple[Any, str]]]
 
 
 def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
-    """The YAML: one option per line, with the source of its value.
-
-    Args:
-        recipe: the task.
-        size: one of ``SIZES``.
-        processes: GPUs, which share the batch.
-        file: name of the YAML file, for the commands at the top.
-    """
+    """The YAML: one option per line, with the source of its value."""
     sections, batch = settings(recipe, size), recipe["batches"][SIZES.index(size)]
     comments = " ".join(text for rows in sections.values() for _, text in rows.values())
     head = [f"{recipe['title']}, {size} weights", *commands(recipe, processes, file)]

@@ -11,8 +11,7 @@ from typing import Any
 
 from kedge.cli.flags import Flags, print_table
 from kedge.errors import ConfigError, DataError
-from kedge.judges import Endpoint, FunctionJudge, Judge, ScoreJudge, match
-from kedge.judges.endpoint import TEMPLATE
+from kedge.judges import TEMPLATE, Endpoint, FunctionJudge, Judge, ScoreJudge, match
 from kedge.output import check_folder, write_csv, write_jsonl
 from kedge.reporting.log import read_objects
 

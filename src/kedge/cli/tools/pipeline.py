@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import re
@@ -20,7 +19,7 @@ from kedge.cli.flags import Flags, print_table
 from kedge.cli.main import find_module, load_command
 from kedge.cli.train import ppo
 from kedge.errors import ConfigError, KedgeError
-from kedge.judges.match import interval, worth
+from kedge.judges import WORTH, interval
 from kedge.reporting.base import write_whole
 from kedge.reporting.log import read_objects
 from kedge.suggestions import hint
@@ -54,23 +53,14 @@ _REFERENCE = re.compile(r"\$\{([^}]*)\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One command of a pipeline.
+    """One command of a pipeline."""
 
-    Args:
-        place: folder of the stage, which has the stage's name.
-        command: a command of ``kedge``, or "script".
-        options: options of the command; may refer to folders of other stages.
-        here: folder of the pipeline's file.
-        launch: command that starts the stage in separate processes.
-        uses: stages whose folders the options name.
-    """
-
-    place: Path
-    command: str
-    options: Mapping[str, Any]
-    here: str
-    launch: tuple[str, ...]
-    uses: tuple[str, ...]
+    place: Path  # folder of the stage, which has the stage's name
+    command: str  # a command of ``kedge``, or "script"
+    options: Mapping[str, Any]  # may refer to folders of other stages
+    here: str  # folder of the pipeline's file
+    launch: tuple[str, ...]  # command that starts the stage in separate processes
+    uses: tuple[str, ...]  # stages whose folders the options name
 
     @property
     def name(self) -> str:
@@ -114,28 +104,23 @@ class Stage:
         return words
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    flags = Flags("kedge pipeline", "Run commands in order.", EPILOG)
-    flags.add_argument("file", metavar="FILE.yaml")
-    flags.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="values of variables"
-    )
-    seeds = "run the pipeline once for each value of the variable seed"
-    flags.add_argument("--seeds", nargs="+", type=int, help=seeds)
-    flags.add_argument(
-        "--only", nargs="+", metavar="NAME", help="run only these stages and the stages they use"
-    )
-    flags.add_argument("--redo", metavar="NAME", help="run this stage and its dependents again")
-    flags.add_argument("--dry_run", action="store_true", help="only print the commands")
-    return flags
-
-
 def main(argv: Sequence[str]) -> None:
     """Run the unfinished stages and show the results of the judges."""
     import yaml
 
-    flags = parser().parse_args(list(argv))
+    parser = Flags("kedge pipeline", "Run commands in order.", EPILOG)
+    parser.add_argument("file", metavar="FILE.yaml")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="values of variables"
+    )
+    seeds_help = "run the pipeline once for each value of the variable seed"
+    parser.add_argument("--seeds", nargs="+", type=int, help=seeds_help)
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="run only these stages and the stages they use"
+    )
+    parser.add_argument("--redo", metavar="NAME", help="run this stage and its dependents again")
+    parser.add_argument("--dry_run", action="store_true", help="only print the commands")
+    flags = parser.parse_args(list(argv))
     variables: dict[str, Any] = {}
     for pair in flags.set:
         name, _, value = pair.partition("=")
@@ -169,10 +154,7 @@ def read(
 ) -> tuple[Path, list[Stage]]:
     """The output folder and the stages of a pipeline file, with every option checked.
 
-    Args:
-        file: its path.
-        given: values that override variables of the file.
-        seed: N puts the stages into ``seed-N`` in the output folder.
+    ``given`` overrides variables of the file; with a seed the stages are in ``seed-N``.
     """
     from kedge.trl_scripts import read_yaml
 
@@ -360,11 +342,7 @@ def _run_stage(stage: Stage, words: list[str]) -> None:
 
 
 def results(runs: Sequence[Sequence[Stage]]) -> list[dict[str, Any]]:
-    """One row for each judge stage: means, intervals and sums over the seeds.
-
-    Args:
-        runs: the stages of each seed.
-    """
+    """One row for each judge stage: means, intervals and sums over the seeds."""
     rows = []
     for stages in zip(*runs, strict=True):
         if stages[0].command != "judge":
@@ -373,8 +351,7 @@ def results(runs: Sequence[Sequence[Stage]]) -> list[dict[str, Any]]:
         for stage in stages:
             summaries.append(json.loads((stage.place / "summary.json").read_text()))
             lines = read_objects(stage.place / "judgments.jsonl")
-            worths = [worth(line["outcome"]) for line in lines]
-            outcomes.append([x for x in worths if x is not None])
+            outcomes.append([WORTH[x["outcome"]] for x in lines if x["outcome"] in WORTH])
         low, high = interval(outcomes)
         rates = [one["win_rate"] for one in summaries]
         controlled = [one["length_controlled_win_rate"] for one in summaries]

@@ -30,19 +30,17 @@ from kedge.cli.train.ppo import ModelPaths, load_algorithm, load_tokenizer, mode
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import assume_all_packages, find_engine
-from kedge.config.sampling import build_sampling
 from kedge.errors import ConfigError
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.models.compatibility import check_length
-from kedge.models.end_tokens import eos_token_ids
 from kedge.models.freezing import train_top_layers
-from kedge.models.load import configuration_source
+from kedge.models.load import configuration_source, eos_token_ids
 from kedge.models.value_head import ScalarHead
+from kedge.output import check_targets
 from kedge.rewards.build import load_function
 from kedge.rewards.function import Signature, function_name
 from kedge.trainers import TRAINERS, find_trainer, load_trainer
-from kedge.trainers.assembly.setup import build_prompts
-from kedge.trainers.run.files import check_targets
+from kedge.trainers.assembly.setup import build_prompts, build_sampling
 from kedge.trainers.spec import shared_kwargs
 from kedge.trl_scripts import get_peft_config
 
@@ -154,12 +152,7 @@ def measure(name: str, argv: Sequence[str], config: OnPolicyConfig, batches: Bat
 def plan(
     options: Options, processes: int | None = None
 ) -> tuple[BatchSizes, dict[str, int], list[ModelMemory]]:
-    """Batch sizes, prompt statistics and memory of a run; raises the errors of training.
-
-    Args:
-        options: of the run.
-        processes: number of ranks; None: as in this launch.
-    """
+    """Batch sizes, prompt statistics and memory of a run; raises the errors of training."""
     config, script, names = options.config, options.script, model_names(options)
     is_async, trust = isinstance(config, AsyncPPOConfig), options.model.trust_remote_code
     if is_async:
@@ -246,13 +239,7 @@ def show(
 
 
 def size_rows(config: OnPolicyConfig, batches: BatchSizes, facts: dict[str, int]) -> list[Row]:
-    """Every size with its name and where it comes from.
-
-    Args:
-        config: of the run.
-        batches: its sizes.
-        facts: numbers of prompts by name; the last one is the tokens of the longest.
-    """
+    """Every size with its name and where it comes from."""
     response, prompt = config.response_length, [*facts.values()][-1]
     micro = (
         f"samples per forward pass; {batches.micro_rows} per process, "
@@ -296,11 +283,7 @@ def version_parts(
 ) -> list[tuple[str, float, float, str]]:
     """Name, bytes, seconds, and who waits, of each part of a policy version's way to the engines.
 
-    Args:
-        config: of the run.
-        policy: its memory.
-        ranks: number of learners.
-        speed: bytes per second of network, bus and memory.
+    ``speed`` has bytes per second of network, bus and memory.
     """
     engine, count = find_engine(config), config.vllm_num_engines
     if not engine.copies_weights:
@@ -359,12 +342,7 @@ def verdict(
 ) -> str:
     """The peaks on the first rank, and whether they fit its GPU or which flags make them fit.
 
-    Args:
-        models: all models of the run, unsharded, the policy first.
-        config: of the run.
-        ranks: number of learners.
-        stage: ZeRO stage.
-        rows: rows per micro-batch (per_device_train_batch_size).
+    ``models`` are unsharded, the policy first; ``rows`` are those of a micro-batch.
     """
     memory = float(GPU)
     if torch.cuda.is_available():
@@ -508,11 +486,8 @@ def count_parameters(
 ) -> dict[str, int]:
     """``total``, ``trained``, ``layer`` and ``root`` of a model that is built on ``meta``.
 
-    Args:
-        config: the model's configuration.
-        head: "causal" or "score" (one logit per sequence).
-        adapter: a PEFT configuration, with which nothing but the adapter trains.
-        train_layers: top layers that train; None: all.
+    The head is "causal" or "score", one logit per sequence; with an ``adapter`` nothing else
+    trains.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -545,14 +520,7 @@ def count_parameters(
 
 
 class Estimate:
-    """The memory of the models of a run.
-
-    Args:
-        options: of the run.
-        batches: its sizes.
-        names: its models.
-        prompt: tokens of the longest prompt.
-    """
+    """The memory of the models of a run, with ``prompt`` tokens in the longest prompt."""
 
     def __init__(
         self, options: Options, batches: BatchSizes, names: ModelPaths, prompt: int
@@ -684,15 +652,9 @@ def peaks(
 ) -> dict[str, float]:
     """Peak memory of each phase in bytes: resident memory plus that of the phase.
 
-    With a ``stage``, of the first rank of a sharded run, which sends the weights.
-
-    Args:
-        models: all models of the run, unsharded, the policy first.
-        config: of the run.
-        process: bytes besides models, if they are in the memory of the process.
-        ranks: number of learners.
-        stage: of ZeRO: 1 and 2 leave weights gathered from the forward to the backward pass; 0:
-            without sharding.
+    With a ZeRO ``stage``, of the first rank of a sharded run, which sends the weights; 1 and 2
+    leave weights gathered from the forward to the backward pass.  ``models`` are unsharded, the
+    policy first; ``process`` are bytes besides models.
     """
     sampling = sum(m.cache for m in models)
     training = sum(m.activations for m in models)

@@ -23,30 +23,42 @@ example: kedge ppo ... --save_rollouts runs/a/rollouts
 _BLUE, _RED = "#3b6ea5", "#b5483a"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    flags = Flags("kedge value", "Train and check a value model on recorded rollouts.", EPILOG)
-    flags.add_argument("action", choices=("fit", "check"))
-    flags.add_argument("rollouts", nargs="+", help="folders of save_rollouts, or .jsonl files")
-    flags.add_argument("--model", help="fit: the policy whose weights the value model starts from")
-    flags.add_argument("--value_model", help="check: folder; fit: one to train on")
-    flags.add_argument("--tokenizer", help="folder or hub name; that of the model by default")
-    flags.add_argument("--output_dir", help="fit: folder of the value model")
-    flags.add_argument("--epochs", type=int, default=2, help="passes over the responses")
-    flags.add_argument("--batch_size", type=int, default=32, help="responses per optimizer step")
-    flags.add_argument("--learning_rate", type=float, default=1e-5)
-    flags.add_argument("--freeze_attention", action="store_true", help="train without attention")
-    flags.add_argument("--held_out", type=float, default=0.2, help="fit: share to check with")
-    flags.add_argument("--gamma", type=float, default=1.0, help="discount per token")
-    flags.add_argument("--plot", help="picture of the check, .png or .svg")
-    flags.add_argument("--seed", type=int, default=0)
+def read_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the flags."""
+    parser = Flags("kedge value", "Train and check a value model on recorded rollouts.", EPILOG)
+    parser.add_argument("action", choices=("fit", "check"))
+    parser.add_argument("rollouts", nargs="+", help="folders of save_rollouts, or .jsonl files")
+    parser.add_argument("--model", help="fit: the policy whose weights the value model starts from")
+    parser.add_argument("--value_model", help="check: folder; fit: one to train on")
+    parser.add_argument("--tokenizer", help="folder or hub name; that of the model by default")
+    parser.add_argument("--output_dir", help="fit: folder of the value model")
+    parser.add_argument("--epochs", type=int, default=2, help="passes over the responses")
+    parser.add_argument("--batch_size", type=int, default=32, help="responses per optimizer step")
+    parser.add_argument("--learning_rate", type=float, default=1e-5)
+    parser.add_argument("--freeze_attention", action="store_true", help="train without attention")
+    parser.add_argument("--held_out", type=float, default=0.2, help="fit: share to check with")
+    parser.add_argument("--gamma", type=float, default=1.0, help="discount per token")
+    parser.add_argument("--plot", help="picture of the check, .png or .svg")
+    parser.add_argument("--seed", type=int, default=0)
+    flags = parser.parse_args(list(argv))
+    fits = flags.action == "fit"
+    if fits and not ((flags.value_model or flags.model) and flags.output_dir):
+        raise ConfigError("kedge value fit needs --model (or --value_model) and --output_dir")
+    if not fits and not flags.value_model:
+        raise ConfigError("kedge value check needs --value_model, a folder that fit or ppo wrote")
+    if not 0 < flags.held_out < 1:
+        raise ConfigError(f"--held_out={flags.held_out} must be between 0 and 1")
+    for name in ("epochs", "batch_size"):
+        if getattr(flags, name) < 1:
+            raise ConfigError(f"--{name}={getattr(flags, name)} must be at least 1")
+    if flags.plot and not installed("matplotlib"):
+        raise ConfigError(f"--plot needs matplotlib: {install_command('plots')}")
     return flags
 
 
 def main(argv: Sequence[str]) -> None:
     """Fit or check."""
-    flags = parser().parse_args(list(argv))
-    _check_flags(flags)
+    flags = read_flags(argv)
     from kedge.models.load import load_tokenizer
     from kedge.pretrain.value import check_value, fit_value, read_episodes, split_prompts
 
@@ -76,21 +88,6 @@ def main(argv: Sequence[str]) -> None:
     if flags.plot:
         plot(check, flags.plot)
         say(f"kedge: {flags.plot} shows it\n")
-
-
-def _check_flags(flags: argparse.Namespace) -> None:
-    fits = flags.action == "fit"
-    if fits and not ((flags.value_model or flags.model) and flags.output_dir):
-        raise ConfigError("kedge value fit needs --model (or --value_model) and --output_dir")
-    if not fits and not flags.value_model:
-        raise ConfigError("kedge value check needs --value_model, a folder that fit or ppo wrote")
-    if not 0 < flags.held_out < 1:
-        raise ConfigError(f"--held_out={flags.held_out} must be between 0 and 1")
-    for name in ("epochs", "batch_size"):
-        if getattr(flags, name) < 1:
-            raise ConfigError(f"--{name}={getattr(flags, name)} must be at least 1")
-    if flags.plot and not installed("matplotlib"):
-        raise ConfigError(f"--plot needs matplotlib: {install_command('plots')}")
 
 
 def _load(flags: argparse.Namespace) -> Any:

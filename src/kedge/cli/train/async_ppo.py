@@ -165,17 +165,15 @@ def load_chat_tokenizer(options: Options, names: ppo.ModelPaths) -> Any:
 
 def on_ray(config: AsyncPPOConfig) -> bool:
     """Whether learners run in Ray actors, as with rollout engines on Ray or several learners."""
-    learners = config.actor_num_gpus_per_node or [1]
-    if any(n < 1 for n in learners):
-        raise ConfigError(f"actor_num_gpus_per_node={learners} must be 1 or more for each node")
+    learners = sum(config.actor_num_gpus_per_node or [1])
     launched = "RANK" in os.environ  # set by accelerate: this process is one of its ranks
-    return not launched and (find_engine(config).actors or sum(learners) > 1)
+    return not launched and (find_engine(config).actors or learners > 1)
 
 
 def learn_on_ray(argv: list[str], options: Options) -> None:
     """Run ``learn`` on every rank and show its progress here."""
     from kedge.ray.launch import LaunchLimits, launch
-    from kedge.reporting.progress import ConsoleTracker
+    from kedge.reporting.trackers import ConsoleTracker
 
     config = options.config
     learners = config.actor_num_gpus_per_node or [1]
@@ -183,6 +181,11 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
     steps = config.max_steps if config.max_steps > 0 else (config.total_episodes or 0) // batch
     screen = ConsoleTracker(max(1, steps), bar=not config.disable_tqdm)
     engines = config.vllm_num_engines if find_engine(config).actors else 0
+    sharding = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": "true" if config.deepspeed_stage == 3 else "false",
+    }
     start = partial(
         launch,
         learners=learners,
@@ -194,7 +197,7 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
         gpus_per_reference=config.ray_ref_gpus,
         single_gpu_mode=config.single_gpu_mode,
         address=config.ray_address,
-        environment=build_environment(config, sum(learners)),
+        environment=sharding if config.deepspeed_stage and sum(learners) > 1 else {},
         limits=LaunchLimits(
             placement=config.ray_wait_seconds,
             start=config.worker_start_timeout,
@@ -223,19 +226,6 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
     finally:
         screen.close()
     note(f"the trained model is in {config.output_dir}")
-
-
-def build_environment(config: AsyncPPOConfig, learners: int) -> dict[str, str]:
-    """Environment variables for the ranks, which choose how FSDP shards the weights."""
-    if config.deepspeed_stage not in (0, 1, 2, 3):
-        raise ConfigError(f"deepspeed_stage={config.deepspeed_stage} must be 0, 1, 2 or 3")
-    if config.deepspeed_stage == 0 or learners == 1:
-        return {}
-    return {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_RESHARD_AFTER_FORWARD": "true" if config.deepspeed_stage == 3 else "false",
-    }
 
 
 def learn_from(argv: list[str], folder: str) -> None:

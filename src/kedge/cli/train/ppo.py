@@ -18,6 +18,7 @@ from kedge.cli.arguments import parser as build_parser
 from kedge.cli.data import load_prompts, note
 from kedge.config.declare import format_value
 from kedge.errors import ConfigError
+from kedge.output import check_targets, lock_output_dir
 from kedge.suggestions import hint
 from kedge.trainers import find_trainer, load_trainer
 from kedge.trl_scripts import get_peft_config, get_quantization_config
@@ -36,17 +37,10 @@ def main(argv: Sequence[str], *, command: str = "ppo") -> None:
 
 
 def train(options: Options, **given: Any) -> Any:
-    """Build the trainer, train, save, and show some completions.
+    """Build the trainer, train, save, and show some completions; returns the trainer.
 
-    Args:
-        options: what ``parse`` returned.
-        given: keyword arguments of ``build``.
-
-    Returns:
-        The trainer.
+    ``given`` are keyword arguments of ``build``.
     """
-    from kedge.trainers.run.files import check_targets, lock_output_dir
-
     config = options.config
     check_targets(config)
     evaluates = "do_eval" in options.given and config.do_eval
@@ -74,7 +68,7 @@ def learn(trainer: Any, resume: str | bool | None) -> None:
     """Train; after Ctrl-C or SIGTERM, finish the iteration, save a checkpoint and stop."""
     from kedge.loop.shutdown import GracefulShutdown
     from kedge.ray.context import get_context
-    from kedge.trainers.run.hf_callbacks import Stopping
+    from kedge.trainers.hf_callbacks import Stopping
 
     if get_context() is not None:  # the driver of the launch handles signals
         trainer.train(resume_from_checkpoint=resume)
@@ -102,17 +96,12 @@ def build(
 ) -> Any:
     """The trainer that the flags describe, with everything loaded.
 
-    Args:
-        options: what ``parse`` returned.
-        train_dataset: prompts to use instead of ``dataset_name``.
-        eval_dataset: prompts to evaluate on, with ``train_dataset``.
-        tokenizer: instead of the one next to the model.
-        value_model: instead of ``value_model_path``.
-        new_run: whether a new run starts, so that ``output_dir`` must not hold checkpoints.
+    Datasets, tokenizer and value model replace those that the flags name.  If a new run starts,
+    ``output_dir`` must not hold checkpoints.
     """
     from kedge.rewards.build import find_tokenizer, load_model
     from kedge.trainers.assembly.setup import init_kwargs
-    from kedge.trainers.run.files import earlier_run
+    from kedge.trainers.run import earlier_run
 
     script, config, model = options.script, options.config, options.model
     names = model_names(options)
@@ -231,9 +220,7 @@ def find_reward(options: Options, policy: str) -> str | None:
 def build_rewards(options: Options, *, model: bool) -> tuple[list[Any], list[float] | None]:
     """Reward functions, and weights of all sources; None: ``reward_weights`` applies.
 
-    Args:
-        options: options of the run.
-        model: a reward model, which comes first.
+    A reward model, if there is one (``model``), comes first.
     """
     from kedge.verifiers import by_column, r1_style_format
 
@@ -301,9 +288,7 @@ def load_options(options: ModelArguments) -> dict[str, Any]:
 def load_algorithm(spec: str | None, options: str | None = None) -> Any:
     """The algorithm called ``spec``, or None for the default algorithm of the command.
 
-    Args:
-        spec: a built-in name, ``file.py:name`` or ``module:name``.
-        options: keyword arguments of its factory function, as a JSON object.
+    A built-in name, ``file.py:name`` or ``module:name``, whose factory gets the JSON ``options``.
     """
     from kedge import Algorithm
     from kedge.algorithms import reinforce_pp, remax

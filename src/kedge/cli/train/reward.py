@@ -12,6 +12,7 @@ from kedge.cli.train.ppo import load_options, load_tokenizer
 from kedge.cli.train.sft import BeforeArguments, build_parser, load_rows, read_step
 from kedge.config.declare import option
 from kedge.errors import ConfigError, DataError
+from kedge.output import lock_output_dir
 from kedge.trl_scripts import get_peft_config
 
 
@@ -44,8 +45,7 @@ def main(argv: Sequence[str]) -> None:
     """Train with the given flags."""
     if (flags := parser()).show_help(argv):
         return
-    from kedge.pretrain import train_reward
-    from kedge.trainers.run.files import lock_output_dir
+    from kedge.pretrain.trl import train_reward
 
     script, config, model = read_step(flags, argv)
     peft = get_peft_config(model)

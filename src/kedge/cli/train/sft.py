@@ -12,6 +12,7 @@ from kedge.cli.data import Splits
 from kedge.cli.train.ppo import load_policy, load_tokenizer, resume_point
 from kedge.config.declare import check_fields, option
 from kedge.errors import ConfigError, install_command
+from kedge.output import check_targets, lock_output_dir
 from kedge.trl_scripts import get_peft_config
 
 
@@ -52,8 +53,6 @@ def read_step(parser: Parser, argv: Sequence[str]) -> tuple[Any, Any, Any]:
     """Parse and check the flags of a step before anything is loaded."""
     import torch
 
-    from kedge.trainers.run.files import check_targets
-
     defaults: dict[str, Any] = {"report_to": "none", "logging_steps": 10}  # unlike TRL's
     if not torch.cuda.is_available():
         defaults |= {"bf16": False, "dataloader_pin_memory": False}
@@ -82,8 +81,7 @@ def main(argv: Sequence[str]) -> None:
     """Train with the given flags."""
     if (flags := parser()).show_help(argv):
         return
-    from kedge.pretrain import train_supervised
-    from kedge.trainers.run.files import lock_output_dir
+    from kedge.pretrain.trl import train_supervised
 
     script, config, model = read_step(flags, argv)
     with lock_output_dir(config):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kedge.ops.cpu.low_precision import SHORT_ATTENTION, autocasts_to_bf16
+from kedge.ops.cpu.matmul import SHORT_ATTENTION, autocasts_to_bf16
 
 Group = tuple[int, ...]  # tokens of a shared start, then of each continuation; (n,): one row
 
@@ -107,12 +107,8 @@ def joined_attention(
 ) -> Tensor:
     """Attention of joined rows, float [1, h, T, d], with gradient.
 
-    Args:
-        query: float [1, h, T, d].
-        key: float [1, h', T, d]; h is a multiple of h', and consecutive heads share keys.
-        value: float [1, h', T, d].
-        groups: how the T tokens are divided, each group of at least one token per part.
-        scale: factor of the scores; None: d ** -0.5.
+    ``key`` and ``value`` have h' heads, of which h is a multiple: consecutive heads share keys.
+    ``groups`` say how the T tokens are divided; ``scale`` multiplies scores; None: 1 / sqrt(d).
     """
     if torch.is_autocast_enabled("cpu"):
         short = autocasts_to_bf16() and max(map(sum, groups)) <= SHORT_ATTENTION

@@ -1,27 +1,34 @@
-"""Float32 matrix products on CPU, with the fastest library bundled with torch.
+"""Matrix products on a CPU, with the fastest library bundled with torch.
 
 torch multiplies float32 matrices with Intel MKL, which does not use AVX-512 on processors of other
 vendors.  oneDNN, also part of torch, does: 210 GFLOP/s per core on a fifth-generation AMD EPYC,
 against 95 with MKL.  With AVX2 MKL is the faster one, except for products of a few rows with
 packed weights.
+
+Under autocast, processors that multiply bfloat16 natively (AVX512_BF16 or AMX) do so.  torch's
+autocast converts trained weights once per forward pass, and frozen weights at every use; here a
+weight is converted once per block of passes, and its gradient is float32.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 SMALLEST = 4_000_000  # operations; below, the overhead of oneDNN cancels the gain
 _WIDE, _MANY_ROWS, _LARGE = 512, 1024, 2 << 20
 _CPUINFO = Path("/proc/cpuinfo")
+# Up to this length, bfloat16 attention's backward pass takes twice as long as float32's.
+SHORT_ATTENTION = 384
 
 
 @cache
@@ -64,13 +71,9 @@ def by_prepacked_weights(w: Tensor) -> bool:
 def product(
     x: Tensor, w: Tensor, bias: Tensor | None = None, *, out_buffer: Tensor | None = None
 ) -> Tensor:
-    """The product x w^T + bias, without gradient.
+    """The product x w^T + bias, without gradient, perhaps in ``out_buffer`` float [m, n].
 
-    Args:
-        x: float [m, k], any strides.
-        w: float [n, k], any strides.
-        bias: float [n].
-        out_buffer: float [m, n]; buffer for the result.
+    ``x`` float [m, k] and ``w`` float [n, k] may have any strides; ``bias`` is float [n].
     """
     if 2 * x.numel() * len(w) >= SMALLEST and by_onednn(x):
         if not _dense(w):
@@ -85,13 +88,8 @@ def product(
 def float32_product(x: Tensor, w: Tensor, bias: Tensor | None, *, out_buffer: Tensor) -> Tensor:
     """The product x w^T + bias in the dtype of ``out_buffer``, without rounding to a narrower one.
 
-    For bfloat16 or float16 matrices the result has the float32 sums of the accumulator.
-
-    Args:
-        x: float [m, k].
-        w: float [n, k], same dtype as ``x``.
-        bias: float [n].
-        out_buffer: float [m, n], float32 or the dtype of ``x``; buffer for the result.
+    For bfloat16 or float16 matrices the result has the float32 sums of the accumulator.  Shapes are
+    those of ``product``.
     """
     if x.dtype == out_buffer.dtype:
         return product(x, w, bias, out_buffer=out_buffer)
@@ -176,15 +174,130 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear`` with gradient, on the faster library.
-
-    Args:
-        x: float [..., k].
-        w: float [n, k].
-        bias: float [n].
-    """
+    """``torch.nn.functional.linear`` with gradient, on the faster library."""
     large = 2 * x.numel() * len(w) >= SMALLEST and x.dtype == w.dtype
     if not (large and by_onednn(x)) or torch.is_autocast_enabled("cpu"):
         return functional.linear(x, w, bias)
     result: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), w, bias)
     return result.view(*x.shape[:-1], len(w))
+
+
+@cache
+def multiplies_bf16() -> bool:
+    """Whether this processor multiplies bfloat16 and torch's oneDNN can pack weights for it."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in names)
+
+
+def may_run_in_bf16(weight: Tensor) -> bool:
+    """Whether products with a weight use native bfloat16 under autocast."""
+    low = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
+    return low and multiplies_bf16() and cpu_kernels_enabled()
+
+
+def autocasts_to_bf16() -> bool:
+    """Whether products on the CPU run in native bfloat16 now."""
+    asked = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return asked and multiplies_bf16() and cpu_kernels_enabled()
+
+
+class Bf16Weight:
+    """The weight that ``read`` returns in bfloat16, converted again after it has changed."""
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self._read = read
+        self._copy: Tensor | None = None
+        self._version = -1  # version of the weight that was converted
+
+    def forget(self) -> None:
+        """Convert at the next use; keeps the memory of a trained weight's copy."""
+        self._version = -1
+        if not self._read().requires_grad:
+            self._copy = None
+
+    def expire(self) -> None:
+        """Convert at the next use if the weight trains."""
+        if self._read().requires_grad:
+            self._version = -1
+
+    def get(self) -> Tensor:
+        """bfloat16 [n, k], without gradient."""
+        weight = self._read().detach()
+        if weight.dtype == torch.bfloat16:
+            return weight
+        copy = self._copy
+        if copy is None:
+            copy = self._copy = torch.empty_like(weight, dtype=torch.bfloat16)
+            self._version = -1
+        if self._version != weight._version:
+            copy.copy_(weight)
+            self._version = weight._version
+        return copy
+
+
+class _Bf16Linear(torch.autograd.Function):
+    """x w^T + bias in bfloat16 for x [m, k]; ``low`` is w in bfloat16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, low: Tensor, bias: Tensor | None) -> Tensor:
+        rounded = x.to(torch.bfloat16)
+        ctx.save_for_backward(rounded if ctx.needs_input_grad[1] else None, low)
+        ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
+        bias = None if bias is None else bias.to(torch.bfloat16)
+        # functional.linear would first copy the bias to every row.
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(rounded, low, bias, "none", [], "")
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *up: Any) -> tuple[Tensor | None, ...]:
+        x, low = ctx.saved_tensors
+        g, (of_x, of_w, _, of_bias) = up[0], ctx.needs_input_grad
+        kind_of_x, kind_of_w, kind_of_bias = ctx.dtypes
+        return (
+            torch.mm(g, low).to(kind_of_x) if of_x else None,
+            torch.mm(g.T, x).to(kind_of_w) if of_w else None,
+            None,
+            g.sum(0).to(kind_of_bias) if of_bias else None,
+        )
+
+
+def bf16_linear(x: Tensor, w: Tensor, low: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``torch.nn.functional.linear`` in bfloat16, with gradients in the dtypes of the inputs.
+
+    ``low`` is ``w`` float [n, k] in bfloat16, and ``w`` receives the gradient.
+    """
+    result: Tensor = _Bf16Linear.apply(x.reshape(-1, x.shape[-1]), w, low, bias)
+    return result.view(*x.shape[:-1], len(w))
+
+
+def float32_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention function for transformers that uses float32 where that is faster.
+
+    Under autocast, for short rows and for single tokens: their keys are float32 after the rotary
+    embedding, so that bfloat16 would convert all of them for each token.
+    """
+
+    @wraps(attention)
+    def precise(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        short = query.shape[2] == 1 or key.shape[2] <= SHORT_ATTENTION
+        on_cpu = query.device.type == "cpu" and (
+            attention_mask is None or attention_mask.dtype == torch.bool
+        )
+        if not (short and on_cpu and autocasts_to_bf16()):
+            return attention(module, query, key, value, attention_mask, *args, **kwargs)
+        with torch.autocast("cpu", enabled=False):
+            inputs = (x.to(torch.float32) for x in (query, key, value))
+            return attention(module, *inputs, attention_mask, *args, **kwargs)
+
+    return precise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,9 +14,16 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from kedge.ops.cpu import matmul
-from kedge.ops.cpu.low_precision import Bf16Weight, autocasts_to_bf16, bf16_linear, may_run_in_bf16
-from kedge.ops.cpu.matmul import by_onednn, by_prepacked_weights, linear
-from kedge.ops.fused_norms import fused_forward, rms_norms
+from kedge.ops.cpu.matmul import (
+    Bf16Weight,
+    autocasts_to_bf16,
+    bf16_linear,
+    by_onednn,
+    by_prepacked_weights,
+    linear,
+    may_run_in_bf16,
+)
+from kedge.ops.gpu import fused_forward, rms_norms
 
 Forward = Callable[..., Tensor]
 _MKL_ROWS = 256  # beyond this, MKL with AVX2 is as fast as packed weights
@@ -23,13 +31,13 @@ PREPACKED_TOKENS = 16  # tokens per row from which packing weights pays off
 PREPACKED_BYTES = 2 << 30  # largest packed weights of a model; larger ones stay unpacked
 _SPARING_BYTES = 1 << 30  # the limit if activations are checkpointed to save memory
 _FLOAT32 = torch.empty(0)
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # mallopt(3) parameters in glibc
 
 
 class Kernels:
     """Swaps linear layers for faster CPU kernels, and RMS norms for faster GPU kernels.
 
-    Args:
-        models: models on their final device.
+    Models must be on their final device.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -65,11 +73,9 @@ class Kernels:
     def prepacked(self, rows: int) -> Iterator[None]:
         """Faster context for weights that do not change, without gradient.
 
-        oneDNN copies weights into its own layout for each product; here that is done once.  Where
-        oneDNN computes all products, results are equal.  Under autocast the copies are bfloat16.
-
-        Args:
-            rows: rows of ``x`` in most products.
+        oneDNN copies weights into its own layout for each product; here that is done once, for
+        products of ``rows`` rows.  Where oneDNN computes all products, results are equal.  Under
+        autocast the copies are bfloat16.
         """
         low = autocasts_to_bf16()
         plain = not torch.is_autocast_enabled("cpu")
@@ -86,15 +92,10 @@ class Kernels:
 
 
 def prepacked_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
-    """Memory that ``Kernels.prepacked`` takes for a model; 0 if it packs nothing.
+    """Memory that ``Kernels.prepacked`` takes for so many weights; 0 if it packs nothing.
 
     The rule does not ask for free memory: products with packed weights may have other last bits,
-    and a run that resumes must repeat them.
-
-    Args:
-        weights: number of weights in its linear layers.
-        low: whether sampling uses bfloat16 (under autocast) instead of float32.
-        checkpointing: whether the model's activations are checkpointed.
+    and a run that resumes must repeat them.  ``low``: sampling uses bfloat16 (under autocast).
     """
     faster = may_run_in_bf16(_FLOAT32) if low else by_prepacked_weights(_FLOAT32)
     size = weights * (2 if low else 4)
@@ -184,3 +185,12 @@ def _build_prepacked_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool)
         return result
 
     return forward
+
+
+def keep_freed_memory(keep: bool) -> None:
+    """Keep freed memory for the next pass, or return every block of at least 4 MB at once."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 4 << 20)
+        mallopt(_MMAP_MAX, 0 if keep else 65_536)
+        mallopt(_TRIM_THRESHOLD, -1 if keep else 128 << 10)

@@ -1,8 +1,17 @@
-"""Steps a transformers model one token at a time with a key-value cache."""
+"""Steps a transformers model one token at a time: cache, captured step, decoder.
+
+Keys and values have free slots, so that a step copies one token.  Small models sample as fast as
+the host can launch kernels: on a GPU a step is captured as a CUDA graph, one launch instead of
+thousands.  That needs fixed shapes and addresses: keys and values are written at a cursor on the
+device, and attention reads all slots behind a mask.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
@@ -11,16 +20,241 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
+from torch.distributed.tensor import DTensor
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.utils import logging
 
 from kedge.errors import ConfigError
+from kedge.models.backbone import known_masks
 from kedge.models.compatibility import cache_argument, positions
-from kedge.models.mask_checks import known_masks
-from kedge.rollout.embedded.decode_graph import DecodeGraph, can_capture
-from kedge.rollout.embedded.kv_cache import GrowingLayer, growing_cache
 
+_FREE_SLOTS = 64  # minimum allocated per layer
+_SPARE = 3  # slots of memory per token, since growing to twice the size copies the layer
+logger = logging.get_logger(__name__)
+Result = tuple[Tensor, Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor], Result]
+_failed: set[str] = set()  # model classes whose step cannot be captured
+_SCARCE = 1 / 8  # free share of a GPU's memory
+capturing = threading.Lock()  # hold to free cached memory, which would break a capture
 Draw = Callable[[Tensor], tuple[Tensor, Tensor]]  # logits -> tokens int64 [b], and values to read
 _EAGER_STEPS = 4  # steps to run before a capture, which costs about as much
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of one layer with free slots at the end, so that a step copies one token."""
+
+    keys: Tensor  # [b, heads, used, size]; the first slots of a larger tensor
+    values: Tensor
+    cursor: Tensor | None = None  # int64 [1]; if set, write at it and return all slots
+    _slots: tuple[Tensor, Tensor]  # keys and values [b, heads, used + free, size]
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots."""
+        return self._slots[0].shape[-2]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append new keys and values [b, heads, n, size]; returns all."""
+        key_states, value_states = map(_cast_for_attention, (key_states, value_states))
+        if self.cursor is not None:
+            for slots, states in zip(self._slots, (key_states, value_states), strict=True):
+                slots.index_copy_(-2, self.cursor, states)
+            return self._slots
+        used = self.keys.shape[-2] if self.is_initialized else 0
+        count = key_states.shape[-2]
+        if not self.is_initialized or used + count > self.capacity:
+            needed = used + count
+            self._allocate(key_states, value_states, used, needed + max(_FREE_SLOTS, needed // 2))
+        for slots, states in zip(self._slots, (key_states, value_states), strict=True):
+            slots.narrow(-2, used, count).copy_(states)
+        self.use_slots(used + count)
+        return self.keys, self.values
+
+    def grow(self) -> None:
+        """Make room for as many tokens as there are, at least 64."""
+        used = self.keys.shape[-2]
+        self._allocate(self.keys, self.values, used, used + max(_FREE_SLOTS, used))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows in ``indices``."""
+        keys, values = self._slots
+        self._slots = keys.index_select(0, indices), values.index_select(0, indices)
+        self.use_slots(self.keys.shape[-2])
+
+    def use_slots(self, used: int) -> None:
+        """Set ``keys`` and ``values`` to the first ``used`` slots."""
+        self.keys, self.values = (x.narrow(-2, 0, used) for x in self._slots)
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor, used: int, slots: int) -> None:
+        slots = -(-slots // 8) * 8  # attention kernels need multiples of 8
+        # Slots allocated during a replayed step are also written outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            keys, values = (
+                x.new_empty(*x.shape[:-2], slots, x.shape[-1]) for x in (key_states, value_states)
+            )
+            for new, old in ((keys, self.keys), (values, self.values)) if used else ():
+                new.narrow(-2, 0, used).copy_(old)
+            for x in (keys, values):
+                x.narrow(-2, used, slots - used).zero_()  # NaN would count even behind a mask
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._slots = keys, values
+        self.is_initialized = True
+
+
+def _cast_for_attention(states: Tensor) -> Tensor:
+    """Cast states to the dtype of a GPU's attention under autocast.
+
+    Keys are float32 after the rotary embedding; attention would cast all of them for every token.
+    """
+    device = states.device.type
+    if device == "cpu" or states.dtype != torch.float32 or not torch.is_autocast_enabled(device):
+        return states
+    return states.to(torch.get_autocast_dtype(device))
+
+
+def growing_cache(config: Any) -> DynamicCache:
+    """The cache for ``config``, with growing layers for plain full attention."""
+    cache = DynamicCache(config=config)
+    cache.layers = [GrowingLayer() if type(x) is DynamicLayer else x for x in cache.layers]
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = GrowingLayer
+    return cache
+
+
+def rows_that_fit(config: Any, tokens: int, width: int, device: torch.device) -> int:
+    """Number of rows of ``tokens`` tokens whose cache and logits fill half of a GPU's free memory.
+
+    Keys and values take ``width`` bytes per number.
+    """
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    text = config.get_text_config()
+    logits = 16 * text.vocab_size  # logits and probabilities, float32
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    token_bytes = text.num_hidden_layers * 2 * heads * size * width
+    return int(free / 2 / (_SPARE * tokens * token_bytes + logits))
+
+
+def can_capture(model: nn.Module, layers: list[Any]) -> bool:
+    """Whether the decode step of this model may be captured.
+
+    ``KEDGE_CUDA_GRAPHS=0`` turns graphs off.
+    """
+    config: Any = getattr(model, "config", None)
+    return (
+        next(model.parameters()).is_cuda
+        and os.environ.get("KEDGE_CUDA_GRAPHS", "1") != "0"
+        and all(isinstance(layer, GrowingLayer) for layer in layers)
+        and getattr(config, "_attn_implementation", None) == "sdpa"  # it accepts masks of any shape
+        and type(model).__name__ not in _failed
+        and not getattr(model, "is_loaded_in_8bit", False)  # its products make the host wait
+        and not any(isinstance(p, DTensor) for p in model.parameters())
+    )
+
+
+class DecodeGraph:
+    """A captured step of a batch whose prompts have been read.
+
+    ``mask`` bool [b, used] (None: all True), ``position`` int64 [b, 1] of the next token.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: list[GrowingLayer], mask: Tensor | None, position: Tensor
+    ) -> None:
+        self._name = type(model).__name__
+        self._layers = layers
+        self._used, self._capacity = layers[0].keys.shape[-2], layers[0].capacity
+        rows, device = len(position), position.device
+        self._cursor = torch.tensor([self._used], device=device)
+        self._position = position.clone()
+        self._tokens = position.clone()
+        self._mask = torch.zeros(rows, self._capacity, dtype=torch.bool, device=device)
+        self._mask[:, : self._used] = True if mask is None else mask[:, : self._used]
+        self._graph = torch.cuda.CUDAGraph()
+        self._result: Result | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no slot is left."""
+        return self._used == self._capacity
+
+    @property
+    def state(self) -> tuple[Tensor, Tensor]:
+        """Mask bool [b, used + 1], with the slot of the next token, and its position [b, 1]."""
+        seen = self._mask[:, : self._used]
+        return nn.functional.pad(seen, (0, 1), value=True), self._position
+
+    def capture(self, tokens: Tensor, forward: Forward) -> bool:
+        """Record the step of tokens int64 [b]; False if this model cannot be captured.
+
+        ``forward`` maps input ids int64 [b, 1], positions int64 [b, 1] and a mask bool [b, 1, 1, S]
+        to the result of a step, on the device, and appends to the layers.  It is not kept: it may
+        hold the owner of this graph, whose memory would then wait for a garbage collection.
+        """
+        self._tokens.copy_(tokens[:, None])
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        with self._fixed_slots(), torch.cuda.stream(side), capturing:
+            try:
+                free, total = torch.cuda.mem_get_info()
+                if free < _SCARCE * total:  # a capture cannot use memory that torch has cached
+                    torch.cuda.empty_cache()
+                # Warm-up: libraries allocate their buffers, and the step's cache slot is written.
+                self._run(forward)
+                side.synchronize()
+                self._record(forward)
+            except torch.OutOfMemoryError as error:  # the next batch may fit
+                logger.warning_once(f"a batch is sampled without CUDA graphs: {error}")
+            except Exception as error:  # a model's code may raise anything during capture
+                _failed.add(self._name)
+                reason = str(error).partition("\n")[0]
+                logger.warning(f"{self._name} samples without CUDA graphs: {reason}")
+        main.wait_stream(side)
+        return self._result is not None
+
+    def _record(self, forward: Forward) -> None:
+        # Another thread may be training.
+        self._graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            result = self._run(forward)
+        except Exception:
+            with contextlib.suppress(RuntimeError):
+                self._graph.capture_end()
+            raise
+        self._graph.capture_end()
+        self._result = result
+
+    def step(self, tokens: Tensor) -> Result:
+        """Append tokens int64 [b].  The result is valid until the next call."""
+        assert self._result is not None
+        self._tokens.copy_(tokens[:, None])
+        self._graph.replay()
+        self._cursor += 1
+        self._position += 1
+        self._used += 1
+        return self._result
+
+    def finish(self) -> None:
+        """Make the filled slots visible in the cache."""
+        for layer in self._layers:
+            layer.use_slots(self._used)
+
+    def _run(self, forward: Forward) -> Result:
+        self._mask.index_fill_(1, self._cursor, True)
+        return forward(self._tokens, self._position, self._mask[:, None, None])
+
+    @contextlib.contextmanager
+    def _fixed_slots(self) -> Any:
+        for layer in self._layers:
+            layer.cursor = self._cursor
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.cursor = None
 
 
 def get_base_model(model: Any) -> Any:
@@ -51,10 +285,7 @@ def pad_left(x: Tensor, size: int, dim: int) -> Tensor:
 class CausalDecoder:
     """A batch of left-padded sequences that grow by one token per step, with one cache.
 
-    Args:
-        model: a decoder-only model.
-        across_updates: whether weights change in its lifetime, so that a CUDA graph casts them in
-            every step.
+    If weights change ``across_updates`` in its lifetime, a CUDA graph casts them in every step.
     """
 
     def __init__(self, model: nn.Module, *, across_updates: bool = False) -> None:
@@ -262,11 +493,7 @@ class CausalDecoder:
 
 
 def build_decoder(model: nn.Module, *, across_updates: bool = False) -> CausalDecoder:
-    """Build a decoder for a model that the embedded engine can sample from.
-
-    Raises:
-        ConfigError: the embedded engine cannot sample from this kind of model.
-    """
+    """Build a decoder for a model that the embedded engine can sample from."""
     base = get_base_model(model)
     name = type(base).__name__
     layers = growing_cache(base.config).layers if cache_argument(base) else None

@@ -17,12 +17,10 @@ from kedge.models.fingerprint import check_weights, fingerprint, policy_weights
 from kedge.models.model import eval_mode
 from kedge.models.peft import drop_adapters
 from kedge.ops.cpu.patch import PREPACKED_TOKENS, Kernels
-from kedge.rollout.embedded.decode import Prefix, build_decoder, get_base_model
+from kedge.rollout.embedded.decode import Prefix, build_decoder, get_base_model, rows_that_fit
 from kedge.rollout.embedded.generation import DecodeLoop, Response, build_rollout
-from kedge.rollout.embedded.kv_cache import rows_that_fit
 from kedge.rollout.embedded.sampling import check_sampling
-from kedge.rollout.requests import GroupRequests
-from kedge.rollout.sharded import EngineInputs
+from kedge.rollout.engines import EngineInputs, GroupRequests
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 _SMALL = 1_000_000  # weights of a small model
@@ -237,11 +235,7 @@ def _copy(model: nn.Module, *, trains: bool, device: torch.device | str | None) 
 
 
 def check_prompts(prompts: PromptBatch, sampling: Sampling, config: Any) -> None:
-    """Reject prompts that an engine cannot answer.
-
-    Raises:
-        RolloutError: a prompt is empty, not left-padded, or too long for the model.
-    """
+    """Reject prompts that are empty, not left-padded, or too long for the model."""
     lengths = prompts.mask.sum(-1)
     if len(lengths) == 0 or int(lengths.min()) == 0:
         what = f"the prompt of row {int(lengths.argmin())}" if len(lengths) else "the batch"

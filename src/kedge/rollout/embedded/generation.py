@@ -16,14 +16,14 @@ from kedge.errors import RolloutError
 from kedge.rollout.embedded.decode import CausalDecoder, Prefix, build_decoder
 from kedge.rollout.embedded.sampling import (
     MAX_ALLOWED,
+    StopCriteria,
     allowed_tokens,
     check_allowed,
     restrict,
     sample_tokens,
     uniforms,
 )
-from kedge.rollout.embedded.stopping import StopCriteria
-from kedge.rollout.requests import token_versions
+from kedge.rollout.engines import token_versions
 from kedge.types import PromptBatch, Rollout, Sampling, group_rows
 
 POLL = 16  # tokens sampled on an accelerator between two checks for ended responses
@@ -111,14 +111,8 @@ class DecodeLoop:
     ) -> None:
         """Add rows on the host with a key each; the shortest prompts are sampled first.
 
-        Args:
-            prompts: the rows; rows of a group share a prompt, which is read once.
-            keys: returned with the responses.
-            seed: selects the random numbers, with the row numbers.
-            limits: int64 [B]; most tokens of each response.
-
-        Raises:
-            RolloutError: rows of one group hold different prompts.
+        Rows of a group share a prompt, which is read once.  ``limits`` int64 [B]: most tokens of
+        each.
         """
         groups: list[list[_Row]] = []
         for group, rows in zip(*group_rows(prompts), strict=True):
@@ -139,11 +133,7 @@ class DecodeLoop:
             self._waiting += of_group
 
     def advance(self, version: int) -> list[tuple[int, Response]]:
-        """Sample until a response is complete, at most 16 tokens; returns keys and responses.
-
-        Args:
-            version: version of the weights.
-        """
+        """Sample until a response is complete, at most 16 tokens; returns keys and responses."""
         for _ in range(POLL if self._on_cpu else 1):
             new = self._admit()
             if not (new or self._rows):
@@ -181,9 +171,8 @@ class DecodeLoop:
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Sample one token per row from logits [b, V], on the device.
 
-        Returns:
-            The token int64 [b], and int64 [b, 2 or 3 + K] for the host: token, bits of its
-            log-probability, number of allowed tokens and these.
+        Returns the token int64 [b], and int64 [b, 2 or 3 + K] for the host: token, bits of its
+        log-probability, number of allowed tokens and these.
         """
         logits = restrict(logits, self._sampling, self._t, self._stop_ids)
         if self._sampling.temperature == 0:
@@ -330,17 +319,7 @@ def _cat_padded(parts: Sequence[Tensor]) -> Tensor:
 def build_rollout(
     prompts: PromptBatch, responses: Sequence[Response], *, size: int, pad_id: int
 ) -> Rollout:
-    """The rollout of one response per row, on the host.
-
-    Args:
-        prompts: the prompts.
-        responses: at most ``size`` tokens each.
-        size: tokens per row of the result.
-        pad_id: token id after the end of a response.
-
-    Raises:
-        RolloutError: the model returned NaN.
-    """
+    """The rollout [B, size] of one response per row, on the host."""
 
     def stack(parts: Sequence[Tensor], fill: float) -> Tensor:
         whole = nn.utils.rnn.pad_sequence([*parts], batch_first=True, padding_value=fill)

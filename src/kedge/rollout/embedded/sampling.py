@@ -1,9 +1,10 @@
-"""Sampling of tokens: allowed tokens, their probabilities, and random numbers."""
+"""Sampling of tokens: allowed tokens, probabilities, random numbers, and where responses end."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ MAX_ALLOWED = 4096  # recorded tokens per position, which bounds a rollout's mem
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
+_MARGIN = 8  # extra tokens to decode: decoding may trim the first of a window
 
 
 def _signed(x: int) -> int:
@@ -34,13 +36,8 @@ def _mix(x: Tensor) -> Tensor:
 def uniforms(seed: int | Sequence[int], rows: Tensor, t: int | Tensor) -> Tensor:
     """Random numbers in [0, 1) that depend on (seed, row, t) alone, the same on every device.
 
-    Args:
-        seed: any integer modulo 2^64, or one per row.
-        rows: int64 [B]; global row numbers.
-        t: token index, or int64 [T].
-
-    Returns:
-        float64 [B], or [B, T] for a tensor ``t``; multiples of 2^-52.
+    float64 [B], or [B, T] for a tensor ``t`` int64 [T]; multiples of 2^-52.  ``seed`` is any
+    integer modulo 2^64, or one per row; ``rows`` int64 [B] are global row numbers.
     """
     steps = torch.as_tensor(t, dtype=torch.int64, device=rows.device)
     golden = _signed(_GOLDEN)
@@ -52,11 +49,7 @@ def uniforms(seed: int | Sequence[int], rows: Tensor, t: int | Tensor) -> Tensor
 
 
 def check_sampling(sampling: Sampling, vocabulary: int) -> None:
-    """Reject a Sampling that no token could satisfy.
-
-    Raises:
-        ConfigError: names the field, its value and the range.
-    """
+    """Reject a Sampling that no token could satisfy."""
     s = sampling
     rules = {
         "max_new_tokens": (s.max_new_tokens >= 1, "be at least 1"),
@@ -85,20 +78,12 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
 
 
 def restrict(logits: Tensor, sampling: Sampling, t: int | Tensor, stop_ids: Tensor) -> Tensor:
-    """Logits of the distribution that token ``t`` is sampled from; -inf for excluded tokens.
+    """Logits float32 [B, V] of the distribution of token ``t``; -inf for excluded tokens.
 
     In this order: stop tokens are banned while t < min_new_tokens, logits are divided by the
-    temperature, then top-k, top-p and min-p each keep at least the most likely token.
-
-    Args:
-        logits: float [B, V]; output of the model.
-        sampling: the distribution.
-        t: index of the token in the response; int64 [1] or [B], on the device of the logits, if
-            rows differ or the host does not know it.
-        stop_ids: int64 [S]; ``sampling.stop_ids`` on the device of the logits.
-
-    Returns:
-        float32 [B, V]; may share memory with ``logits``, which is not changed.
+    temperature, then top-k, top-p and min-p each keep at least the most likely token.  ``logits``
+    are not changed, but the result may share their memory.  ``t`` is int64 [1] or [B] on their
+    device if rows differ or the host does not know it; so is ``stop_ids`` int64 [S].
     """
     logits = logits.float()
     if sampling.min_new_tokens and sampling.stop_ids:
@@ -135,17 +120,10 @@ def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def allowed_tokens(restricted: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
-    """The tokens that ``restricted`` logits float [B, V] can sample.
+    """The tokens that ``restricted`` logits float [B, V] can sample, and their number int64 [B].
 
-    Args:
-        restricted: -inf for excluded tokens.
-        width: K; None: the largest number of them, for which the host waits.
-
-    Returns:
-        int64 [B, K], unused slots -1, and their number int64 [B].
-
-    Raises:
-        RolloutError: more than MAX_ALLOWED, with ``width`` None.
+    int64 [B, K], unused slots -1.  Without ``width`` K is the largest number, for which the host
+    waits, and more than MAX_ALLOWED are an error.
     """
     count = (restricted > -math.inf).sum(-1)
     if width is None:
@@ -156,11 +134,7 @@ def allowed_tokens(restricted: Tensor, width: int | None = None) -> tuple[Tensor
 
 
 def check_allowed(count: int) -> None:
-    """Reject more allowed tokens than are recorded.
-
-    Raises:
-        RolloutError: names the number and the option to set.
-    """
+    """Reject more allowed tokens than are recorded."""
     if count > MAX_ALLOWED:
         raise RolloutError(
             f"top-p or min-p left {count} tokens to sample from, more than the {MAX_ALLOWED} that"
@@ -169,20 +143,14 @@ def check_allowed(count: int) -> None:
 
 
 def sample_tokens(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The token at quantile ``u`` of softmax(logits), and its log-probability.
+    """The token int64 [B] at quantile ``u`` of softmax(logits [B, V]), and its log-probability [B].
 
     The token is the first whose cumulative probability exceeds u times the total, so a token of
     probability zero is never sampled.  Large vocabularies are searched in two levels: sums of
     blocks of 256 are accumulated in float64, then the tokens of one block.  That is faster than one
     long cumulative sum, and its rounding (1e-7 of a block) does not grow with the vocabulary.
-
-    Args:
-        logits: float32 [B, V]; -inf is probability zero.
-        u: float64 [B]; in [0, 1).
-
-    Returns:
-        token int64 [B] and log-probability float32 [B], exact to about 1e-6 for probabilities
-        above 1e-37; where logits hold NaN, some token and NaN.
+    Log-probabilities are exact to about 1e-6 above 1e-37; where logits hold NaN, some token and
+    NaN.
     """
     probs = logits.softmax(-1)
     if probs.shape[-1] <= 4 * _BLOCK:
@@ -224,3 +192,71 @@ def _search_blocks(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     below = torch.nextafter(inner[:, -1], torch.zeros_like(u))
     picked = _above(inner, torch.minimum((threshold - before).clamp_(min=0), below))
     return index.gather(-1, picked[:, None])[:, 0], cumulative[:, -1]
+
+
+class StopStrings:
+    """Finds rows that have just completed a stop string; decodes only their ends."""
+
+    def __init__(self, sampling: Sampling, tokenizer: Any) -> None:
+        if tokenizer is None:
+            raise ConfigError(
+                f"stop_strings={sampling.stop_strings} need a tokenizer; "
+                "give the engine tokenizer=, or use stop_ids"
+            )
+        self._stops = sampling.stop_strings
+        self._decode = tokenizer.decode
+        self._first = sampling.min_new_tokens  # a stop string completed earlier does not stop
+        longest = max(len(s.encode()) for s in self._stops)
+        self._window = longest + _MARGIN  # in byte-fallback text each token is one byte
+        self._may_end: dict[int, bool] = {}
+
+    def complete(self, ids: list[int]) -> bool:
+        """Whether the last token of a response completes a stop string."""
+        if len(ids) < self._first or not self._may_complete(ids[-1]):
+            return False
+        tail = ids[-self._window :]
+        after = self._text(tail)
+        if not any(s in after for s in self._stops):
+            return False
+        before = self._text(tail[:-1])
+        return any(after.count(s) > before.count(s) for s in self._stops)
+
+    def _text(self, ids: list[int]) -> str:
+        return self._decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _may_complete(self, token: int) -> bool:
+        """Whether the token could hold the last character of a stop string."""
+        if token not in self._may_end:
+            text = self._text([token])
+            # Part of a character, or a leading space that decoding trims: undecided.
+            unsure = not text.strip() or "\N{REPLACEMENT CHARACTER}" in text
+            self._may_end[token] = unsure or any(
+                s[-1] in text or s[-1].isspace() for s in self._stops
+            )
+        return self._may_end[token]
+
+
+class StopCriteria:
+    """Finds where the rows of a chunk end, from tokens on the host."""
+
+    def __init__(self, sampling: Sampling, tokenizer: Any) -> None:
+        self._ids = torch.tensor(sampling.stop_ids, dtype=torch.int64)
+        self._strings = StopStrings(sampling, tokenizer) if sampling.stop_strings else None
+        self._responses: list[list[int]] = []
+
+    def ended(self, tokens: Tensor) -> Tensor:
+        """Whether each of the next tokens int64 [T, b] ends a stop token or string."""
+        ended = torch.isin(tokens, self._ids)
+        for t, step in enumerate(tokens.tolist() if self._strings else []):
+            for response, token in zip(self._responses, step, strict=True):
+                response.append(token)
+            ended[t] |= torch.tensor([self._strings.complete(ids) for ids in self._responses])  # type: ignore[union-attr]
+        return ended
+
+    def add(self, rows: int) -> None:
+        """Add new rows at the end."""
+        self._responses += [[] for _ in range(rows)]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only the rows int64 [n], in that order."""
+        self._responses = [self._responses[i] for i in rows.tolist()]

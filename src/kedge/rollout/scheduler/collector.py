@@ -1,6 +1,9 @@
 """Collects samples: prompts in, scored responses out.
 
-Scores of greedy responses are the baseline of ReMax (Li et al. 2023, arXiv:2310.10505).
+Scores of greedy responses are the baseline of ReMax (Li et al. 2023, arXiv:2310.10505).  Dynamic
+sampling replaces groups of equal scores, whose advantage is 0, by responses to other prompts: Yu et
+al. 2025 (DAPO, arXiv:2503.14476), section 3.2, samples until the batch is full; here rounds are
+limited.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ from torch import Tensor
 from kedge.algorithms.base import Algorithm
 from kedge.errors import RolloutError
 from kedge.loop.seeds import seed_for
+from kedge.math.advantage import group_std
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
-from kedge.rollout.scheduler.dynamic_sampling import resample_uniform_groups, spare_step
 from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling, group_rows
 
+REPLACED = "rollout/resampled_groups"
+_FIRST = 2**40  # larger than any real iteration number
 # A Rollout must still be scored, a PromptBatch sampled.
 PendingSample = Sample | Rollout | PromptBatch
 
@@ -27,11 +32,7 @@ PendingSample = Sample | Rollout | PromptBatch
 def sample_responses(
     prompts: PromptBatch, engine: RolloutEngine, *, sampling: Sampling, seed: int
 ) -> Rollout:
-    """Sample one response per prompt row.
-
-    Raises:
-        RolloutError: the engine failed, or returned other rows or empty responses.
-    """
+    """Sample one response per prompt row."""
     rollout = engine.generate(prompts, sampling=sampling, seed=seed)
     if len(rollout) != len(prompts):
         raise RolloutError(
@@ -83,10 +84,7 @@ def add_greedy_scores(
 ) -> RewardOutput:
     """Add greedy scores; if the greedy response has no score, the group's rows become invalid.
 
-    Args:
-        reward_output: rewards of the sampled responses to ``prompts``.
-        prompts: several rows per group.
-        greedy: one row per group, in ascending order of their ids.
+    ``greedy`` has one row per group of ``prompts``, in ascending order of their ids.
     """
     _, group = prompts.group.unique(return_inverse=True)
     return replace(
@@ -94,6 +92,40 @@ def add_greedy_scores(
         greedy_scores=greedy.scores[group],
         valid=reward_output.valid & greedy.valid[group],
     )
+
+
+def spare_step(step: int, turn: int, rounds: int) -> int:
+    """The step number that selects replacement prompts for ``step`` in round ``turn``."""
+    return _FIRST + step * rounds + turn
+
+
+def uniform_rows(sample: Sample) -> Tensor:
+    """The rows int64 [n] of groups whose scores are all equal."""
+    scores, valid = sample.reward_output.scores, sample.reward_output.valid
+    return (~(group_std(scores, sample.rollout.prompts.group, valid) > 0)).nonzero()[:, 0]
+
+
+def resample_uniform_groups(
+    sample: Sample,
+    *,
+    prompts: Callable[[int], PromptBatch],
+    draw: Callable[[PromptBatch, int], Sample],
+    rounds: int,
+) -> Sample:
+    """Replace the groups of a batch whose scores are all equal; their number joins its ``times``.
+
+    ``prompts`` gives other prompts with the same groups and rows for each of at most ``rounds``
+    rounds; ``draw`` samples and scores some of them.
+    """
+    replaced = 0
+    for turn in range(rounds):
+        index = uniform_rows(sample)
+        if not len(index):
+            break
+        replaced += len(sample.rollout.prompts.group[index].unique())
+        fresh = draw(prompts(turn).rows(index), turn)
+        sample = sample.put_rows(index, fresh, names=("the first sampling", "a later round"))
+    return replace(sample, times={**sample.times, REPLACED: float(replaced)})
 
 
 class RewardPool:
@@ -130,19 +162,8 @@ class RolloutCollector:
         """Whether ranks may sample again after scoring, some of them more often than others."""
         return bool(self.algorithm.resample or self.algorithm.needs_greedy)
 
-    def draw(
-        self,
-        step: int,
-        engine: RolloutEngine,
-        rows: Tensor | None = None,
-    ) -> Sample:
-        """Responses to the prompts of ``step`` and their scores.
-
-        Args:
-            step: the iteration whose prompts to use.
-            engine: the rollout engine.
-            rows: int64 [n]; only these rows of the batch, in whole groups.  None: all rows.
-        """
+    def draw(self, step: int, engine: RolloutEngine, rows: Tensor | None = None) -> Sample:
+        """Responses to the prompts of ``step``, or whole groups of ``rows``, and their scores."""
         rounds = self.algorithm.resample
 
         def collect_batch(prompts: PromptBatch, purpose: str) -> Sample:
@@ -178,12 +199,7 @@ class RolloutCollector:
         return rollout, self.clock() - begin
 
     def score(self, rollout: Rollout, greedy: Rollout | None = None) -> Sample:
-        """Score responses that were sampled before.
-
-        Args:
-            rollout: the responses.
-            greedy: greedy responses, one per group in ascending order of their ids.
-        """
+        """Score responses that were sampled before; ``greedy`` as in ``add_greedy_scores``."""
         begin = self.clock()
         reward_output = self.reward.score(rollout)
         if greedy is not None:

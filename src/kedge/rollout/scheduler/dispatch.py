@@ -28,11 +28,6 @@ class Dispatcher:
     """The groups of a run: waiting, being sampled, or done.
 
     Every call costs O(log n) per group that it moves, plus O(max_lag).
-
-    Args:
-        per_step: groups per iteration (K).
-        max_lag: iterations that sampling may run ahead of training.
-        in_flight: whether groups that are being sampled get new weights.
     """
 
     per_step: int
@@ -50,9 +45,7 @@ class Dispatcher:
     def room(self, version: int, unfinished: float = 0.0) -> float:
         """Number of further groups that can complete in time with in-flight weights of ``version``.
 
-        Args:
-            version: version of the newest weights.
-            unfinished: responses being sampled, in groups: one of a group of 8 is 1 / 8.
+        ``unfinished`` responses are being sampled, in groups: one of a group of 8 is 1 / 8.
         """
         steps = version + self.max_lag + 1 - self.step
         return steps * self.per_step - len(self.done) - unfinished
@@ -127,10 +120,7 @@ class Dispatcher:
     def restore(self, step: int, done: Mapping[int, int], lost: Iterable[int]) -> bool:
         """State before ``step``, as after a resume; False if groups are too old for ``max_lag``.
 
-        Args:
-            step: the next step to take groups.
-            done: number and version of groups that are done.
-            lost: numbers of groups that are to be started again.
+        ``done`` has number and version of groups that are done, ``lost`` those to start again.
         """
         self.clear(step)
         for number, version in done.items():

@@ -127,9 +127,6 @@ class FifoScheduler(RolloutScheduler):
         """Use these samples for the next iterations, as after a resume.
 
         Samples older than ``max_lag`` allows are dropped with a warning.
-
-        Raises:
-            CheckpointError: their batch size is not that of this run.
         """
         batches = [x for x in samples if not isinstance(x, PromptBatch)]
         if len(batches) < len(samples):

@@ -12,18 +12,14 @@ from torch import Tensor
 
 from kedge.errors import CheckpointError
 from kedge.protocols import PromptSource
-from kedge.rollout.scheduler.collector import PendingSample
-from kedge.rollout.scheduler.dynamic_sampling import spare_step
+from kedge.rollout.scheduler.collector import PendingSample, spare_step
 from kedge.types import SYNC_GAP, PromptBatch, Rollout, Sample, group_rows, with_unique_groups
 
 
 class GroupPrompts:
     """The prompts of groups that are numbered over the run.
 
-    Args:
-        source: source of the prompts.
-        step: any iteration, since all have equally many groups.
-        rounds: maximum replacements of a group's prompt by dynamic sampling.
+    Dynamic sampling replaces a group's prompt at most ``rounds`` times.
     """
 
     def __init__(self, source: PromptSource, step: int, *, rounds: int = 0) -> None:
@@ -154,12 +150,8 @@ def restore_groups(
 ) -> tuple[dict[int, int], list[int]]:
     """Add the groups of a checkpoint that was written before ``step`` to a store.
 
-    Returns:
-        The version of each group by id, and the ids of groups that were being sampled.  The
-        ids of the first are negative: they need no prompts any more.
-
-    Raises:
-        CheckpointError: they do not have ``size`` rows, or are of another schedule.
+    Returns the version of each group by id, and the ids of groups that were being sampled.  The
+    ids of the first are negative: they need no prompts any more.
     """
     versions: dict[int, int] = {}
     lost: list[int] = []
@@ -188,14 +180,10 @@ def restore_groups(
 
 
 def join_groups(samples: Sequence[Sample], like: PromptBatch) -> Sample:
-    """Join samples into one, padded to the widest of them.
+    """Join samples of whole groups into one, padded to the widest of them.
 
-    Rows and groups are renumbered like those of ``like``, since samples of different steps may
-    share group ids.
-
-    Args:
-        samples: each with whole groups.
-        like: the prompts of the step.
+    Rows and groups are renumbered like those of ``like``, the prompts of the step, since samples of
+    different steps may share group ids.
     """
     prompts = with_unique_groups([sample.rollout.prompts for sample in samples])
     parts = [

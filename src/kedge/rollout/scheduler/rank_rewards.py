@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Client, Listener
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 
 from kedge.errors import KedgeError, RewardError
-from kedge.rollout.shared import RankGroups
+from kedge.rollout.engines import RankGroups
 from kedge.types import RewardOutput, Rollout
+
+LOOPBACK = "127.0.0.1"
 
 
 class RankReward:
@@ -35,16 +38,32 @@ class RankReward:
         return answer
 
 
+def address_of_first() -> str:
+    """The IPv4 address by which this rank reaches rank 0's machine; 127.0.0.1 on the same one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", LOOPBACK), 9))  # sends nothing
+        there, here = probe.getpeername()[0], probe.getsockname()[0]
+    return LOOPBACK if there == here or there.startswith("127.") else there
+
+
 def connect(ranks: RankGroups, scheduler: Any) -> list[RankReward]:
     """On rank 0 the reward sources of the other ranks: those of the ``scheduler`` there."""
-    key = os.urandom(32)
-    listener = Listener(("", 0), backlog=ranks.size, authkey=key) if ranks.rank == 0 else None
-    mine = None if listener is None else (listener.address[1], key)
-    port, key = ranks.run_on_first(mine, lambda addresses: addresses[:1] * ranks.size)
-    if listener is not None:
-        with listener:
+    key, listeners = os.urandom(32), list[Listener]()
+
+    def listen(addresses: list[str]) -> list[Any]:
+        remote = [x for x in addresses if x != LOOPBACK]
+        address = remote[0] if remote else LOOPBACK
+        try:
+            listeners.append(Listener((address, 0), backlog=ranks.size, authkey=key))
+        except OSError:  # an address that the network translates: no interface here has it
+            listeners.append(Listener(("", 0), backlog=ranks.size, authkey=key))
+        return [(address, listeners[0].address[1], key)] * ranks.size
+
+    *address, key = ranks.run_on_first(address_of_first(), listen)
+    if listeners:
+        with listeners[0] as listener:
             return [RankReward(listener.accept()) for _ in range(ranks.size - 1)]
-    first = Client((os.environ.get("MASTER_ADDR", "127.0.0.1"), port), authkey=key)
+    first = Client(tuple(address), authkey=key)
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def serve() -> None:

@@ -14,9 +14,11 @@ in-flight weight updates: then each token has the version that sampled it.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,9 +31,15 @@ from torch import Tensor
 
 from kedge.errors import CheckpointError, ConfigError, LostRequestsError
 from kedge.protocols import RolloutEngine
-from kedge.rollout.scheduler.collector import PendingSample, RewardPool, RolloutCollector
+from kedge.rollout.engines import RankGroups
+from kedge.rollout.scheduler.collector import (
+    REPLACED,
+    PendingSample,
+    RewardPool,
+    RolloutCollector,
+    uniform_rows,
+)
 from kedge.rollout.scheduler.dispatch import Dispatcher, deal
-from kedge.rollout.scheduler.dynamic_sampling import REPLACED, uniform_rows
 from kedge.rollout.scheduler.joining import (
     GroupPrompts,
     SampleStore,
@@ -40,7 +48,6 @@ from kedge.rollout.scheduler.joining import (
     with_groups,
 )
 from kedge.rollout.scheduler.rank_rewards import RankReward, connect
-from kedge.rollout.scheduler.threads import join_at_end
 from kedge.rollout.scheduler.worker import (
     EngineWorker,
     Occupancy,
@@ -48,10 +55,10 @@ from kedge.rollout.scheduler.worker import (
     WeightUpdate,
     list_engines,
 )
-from kedge.rollout.shared import RankGroups
 from kedge.types import Rollout, Sample, add_times
 
 logger = logging.getLogger(__name__)
+PATIENCE = 5.0  # seconds to wait for an interrupted thread to return from a library
 
 
 class RolloutScheduler:
@@ -115,11 +122,7 @@ class RolloutScheduler:
     # The driver.
 
     def configure(self, collector: RolloutCollector, rollouts: RolloutEngine) -> None:
-        """Set the collector and the rollout engine used from now on.
-
-        Raises:
-            ConfigError: weights cannot be updated in flight.
-        """
+        """Set the collector and the rollout engine used from now on."""
         self.collector, self._source, source = collector, collector.source, collector.source
         self._workers, self._num_scorers = [], 0
         if self._others is None:
@@ -235,11 +238,7 @@ class RolloutScheduler:
             return [*self._store.read(), *(replace(batch, columns={}) for batch in prompts)]
 
     def restore(self, samples: Sequence[PendingSample], step: int) -> None:
-        """Use these samples first, as after a resume at ``step``.
-
-        Raises:
-            CheckpointError: they are not those of a run with these settings, or too old.
-        """
+        """Use these samples first, as after a resume at ``step``."""
         if samples and self._ranks is not None and self._ranks.rank:
             raise CheckpointError(
                 "the checkpoint has samples of every learner, but learners share their rollout"
@@ -576,3 +575,44 @@ class RolloutScheduler:
             self._scoring = [x for x in self._scoring if x not in sampled]
             self._add(sampled, replace(sample, times=times))
             self._changed.notify_all()
+
+
+@contextmanager
+def join_at_end(
+    threads: Sequence[threading.Thread], *, close: Callable[[], None], drop: Callable[[], None]
+) -> Iterator[None]:
+    """Context in which threads work for the driver; ``close`` asks them to finish, then joins them.
+
+    If the driver is interrupted, they end immediately, without results, and ``drop`` is called.
+    """
+    failure = None
+    try:
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        close()
+        for thread in threads:
+            thread.join()
+    except (KeyboardInterrupt, SystemExit):  # also while joining them
+        close()
+        interrupt(threads)
+        drop()
+        raise
+    if failure is not None:
+        raise failure
+
+
+def interrupt(threads: Sequence[threading.Thread], *, patience: float = PATIENCE) -> None:
+    """Raise ``KeyboardInterrupt`` in threads, as Ctrl-C does in the main one, and wait briefly.
+
+    It is raised between two bytecodes: a loop over tokens ends after the current token; a thread
+    stuck in a library call is left behind as a daemon.
+    """
+    running = [thread for thread in threads if thread.is_alive()]
+    exception = ctypes.py_object(KeyboardInterrupt)
+    for thread in running:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), exception)
+    deadline = time.monotonic() + patience
+    for thread in running:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -106,11 +106,7 @@ class EngineWorker:
         self.unfinished = responses
 
     def load(self, new: WeightUpdate) -> None:
-        """Load weights and verify them.
-
-        Raises:
-            SyncError: the engine has other weights, or training did not change them.
-        """
+        """Load weights and verify them."""
         first = self.update is None and new.weights
         text = f"{type(self.engine).__name__} loads and verifies version {new.version}"
         with starting(text) if first else nullcontext():
@@ -193,11 +189,7 @@ class EngineWorker:
         return rollout.rows(rows) if len(rows) else None
 
     def check(self, rollout: Rollout) -> None:
-        """Compare the version of every row with that of the weights when it was started.
-
-        Raises:
-            SyncError: the engine used older weights.
-        """
+        """Compare the version of every row with that of the weights when it was started."""
         versions = zip(rollout.prompts.group.tolist(), rollout.version.tolist(), strict=True)
         for number, version in versions:
             if 0 <= version < self.held[number]:

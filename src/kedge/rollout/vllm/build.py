@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import httpx
 import torch
+from packaging.version import Version
 from torch import nn
 
 from kedge.config.rollout_engines import engine_args
@@ -15,15 +17,14 @@ from kedge.errors import ConfigError
 from kedge.models.fingerprint import policy_weights
 from kedge.protocols import RolloutEngine
 from kedge.rollout.embedded.engine import check_prompts
-from kedge.rollout.sharded import EngineInputs, ShardedEngine, start_all
+from kedge.rollout.engines import EngineInputs, ShardedEngine, start_all
 from kedge.rollout.vllm.engine import VLLMEngine
 from kedge.rollout.vllm.inprocess import InProcess
 from kedge.rollout.vllm.policy_template import PolicyTemplate, weights_dtype
-from kedge.rollout.vllm.remote import Remote
+from kedge.rollout.vllm.remote import Remote, read_json
 from kedge.rollout.vllm.server import Server
-from kedge.rollout.vllm.server_check import check_server
-from kedge.rollout.vllm.service import Service
-from kedge.rollout.vllm.weight_files import WeightFiles
+from kedge.rollout.vllm.service import Service, check_version, scale_out_flags
+from kedge.rollout.vllm.weights import WeightFiles
 from kedge.types import Sampling
 
 # Head sizes that vLLM 0.32 supports on CPUs; others crash the engine at its first token.
@@ -33,14 +34,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def check_local(
     model: Any, sampling: Sampling, *, vllm_sleep: bool, vllm_transfer: str = "auto"
 ) -> None:
-    """Check a vLLM that Kedge starts, before any weights are loaded.
-
-    Args:
-        model: the policy, or the folder or Hub name to load it from.
-        sampling: the sampling distribution.
-        vllm_sleep: see ``PPOConfig``.
-        vllm_transfer: see ``PPOConfig``.
-    """
+    """Check a vLLM that Kedge starts, before any weights are loaded; ``model`` may be a name."""
     if torch.cuda.is_available():
         return
     if isinstance(model, nn.Module):
@@ -200,11 +194,8 @@ def build_remote(
 def gpus_of_servers(count: int, each: int) -> list[str | None]:
     """The GPUs of each server, as in ``CUDA_VISIBLE_DEVICES``, apart from those of the learners.
 
-    None if there are no GPUs, or a single server has to share the learners' GPUs.
-
-    Args:
-        count: number of servers.
-        each: GPUs per server.
+    ``count`` servers have ``each`` GPUs.  None if there are no GPUs, or a single server has to
+    share the learners'.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     number = torch.cuda.device_count()
@@ -220,3 +211,61 @@ def gpus_of_servers(count: int, each: int) -> list[str | None]:
             " rollout_engine='ray' with more machines"
         )
     return [None] * count
+
+
+def check_server(remote: Remote, *, tied: bool, precision: str, adapter: bool = False) -> None:
+    """Check that a running server was started with flags that make it sample from the policy.
+
+    ``tied``: output head and embedding are one weight; ``adapter``: a LoRA adapter is trained.
+    """
+    if not remote.healthy():
+        raise ConfigError(f"no vLLM server responds at {remote.url}; start one, or check the URL")
+    try:
+        version = remote._get("/version")["version"]
+        check_version(version, f"the vLLM server at {remote.url}")
+        if Version(version).release < (0, 32):
+            raise ConfigError(
+                f"the vLLM server at {remote.url} has version {version}: before 0.32, a server does"
+                " not report which weights it has, so that lost weights would not be noticed;"
+                " upgrade it, or use rollout_engine='vllm_server', which starts and watches one"
+            )
+        missing = _missing(remote, tied=tied, precision=precision, adapter=adapter)
+        if _unknown(remote, "/inference/v1/generate"):
+            missing += scale_out_flags(version)
+    except httpx.TransportError as error:
+        raise ConfigError(
+            f"the vLLM server at {remote.url} did not report its configuration: {error!r}"
+        ) from error
+    if missing:
+        raise ConfigError(
+            f"the vLLM server at {remote.url} must be started with {' '.join(missing)};"
+            " otherwise it would not sample from the policy"
+        )
+
+
+def _missing(remote: Remote, *, tied: bool, precision: str, adapter: bool) -> list[str]:
+    """Required flags that the server was not started with."""
+    missing = []
+    info = remote._server_info()
+    if info.status_code == 404:
+        raise ConfigError(
+            f"the vLLM server at {remote.url} cannot load new weights; start it with"
+            " VLLM_SERVER_DEV_MODE=1 in its environment"
+        )
+    model = read_json(info)["vllm_config"]["model_config"]
+    if model["logprobs_mode"] != "processed_logprobs":
+        missing.append("--logprobs-mode processed_logprobs")
+    if precision not in str(model["dtype"]):
+        missing.append(f"--dtype {precision}")
+    hf_config = model.get("hf_config") or {}
+    if tied and (not isinstance(hf_config, dict) or hf_config.get("tie_word_embeddings", True)):
+        missing.append("""--hf-overrides '{"tie_word_embeddings": false}'""")
+    if adapter and _unknown(remote, "/v1/load_lora_adapter"):
+        missing.append("--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
+    return missing
+
+
+def _unknown(remote: Remote, path: str) -> bool:
+    """Whether the server lacks an endpoint, or (vLLM 0.32) forbids it without its flag."""
+    response = remote._client.post(path, json={}, timeout=remote._slow)
+    return response.status_code in (403, 404)

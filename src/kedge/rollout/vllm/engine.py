@@ -15,10 +15,15 @@ from torch import Tensor
 from kedge.errors import LostRequestsError, RolloutError, SyncError
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
-from kedge.rollout.requests import GroupRequests
+from kedge.rollout.engines import GroupRequests
 from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate
-from kedge.rollout.vllm.requests import build_requests, build_rollout
-from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, Service
+from kedge.rollout.vllm.service import (
+    GenerationRequest,
+    GenerationResult,
+    Service,
+    build_requests,
+    build_rollout,
+)
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 FULL_PRECISION, LOW_PRECISION = 1e-3, 5e-2  # allowed mean gaps, nats per token
@@ -182,12 +187,7 @@ class VLLMEngine:
         return self._requests.unfinished
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
-        """Add rows; each is sampled as by ``generate``.
-
-        Raises:
-            ConfigError: the sampling does not fit this model.
-            RolloutError: the prompts break the contract, or vLLM failed.
-        """
+        """Add rows; each is sampled as by ``generate``."""
         requests = self._build_requests(prompts, sampling, seed)
         keys = self._requests.add(prompts, sampling)
         self._new |= dict(zip(keys, requests, strict=True))
@@ -246,13 +246,7 @@ class VLLMEngine:
     def load(self, load: Callable[[], None], version: int, expected: Expected) -> Receipt:
         """Load weights by calling ``load``, and verify that vLLM computes with them.
 
-        Args:
-            load: gives vLLM the weights and their version.
-            version: version of the weights.
-            expected: ``PolicyTemplate.expected`` of the weights.
-
-        Raises:
-            SyncError: vLLM does not compute with them.
+        ``expected`` is ``PolicyTemplate.expected`` of the weights.
         """
         dtype, tolerance = self.spec.dtype, self._tolerance
         if tolerance is None:

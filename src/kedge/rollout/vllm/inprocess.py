@@ -20,8 +20,7 @@ from kedge.errors import ConfigError, RolloutError, SyncError, install_command
 from kedge.rollout.liveness import starting
 from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, allowed_matrix
-from kedge.rollout.vllm.weight_files import WeightFolder
-from kedge.rollout.vllm.weight_payload import WeightPayload, max_lora_rank, shared_memory
+from kedge.rollout.vllm.weights import WeightFolder, WeightPayload, max_lora_rank, shared_memory
 
 _SHARED_GPU = 0.3  # fraction of GPU memory if the learner uses it, too; vLLM's default is most
 _STEPS = 16  # engine steps per call of ``serve``

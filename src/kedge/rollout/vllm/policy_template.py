@@ -18,12 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from kedge.errors import ConfigError, SyncError
 from kedge.models.fingerprint import WeightsCopy, check_weights, fingerprint
 from kedge.models.peft import drop_adapters
-from kedge.rollout.vllm.weight_payload import (
-    WeightPayload,
-    adapter_weights,
-    base_weights,
-    get_lora_config,
-)
+from kedge.rollout.vllm.weights import WeightPayload, adapter_weights, base_weights, get_lora_config
 
 _PROBE_ROWS, _PROBE_TOKENS = 4, 32
 _MODEL_LOCK = threading.Lock()  # engines share a module and swap weights into it
@@ -190,16 +185,11 @@ def _converting_layers(
     device: torch.device,
     sent: Mapping[str, torch.dtype | None],
 ) -> Iterator[None]:
-    """Context that rounds weights as they are sent, and computes with them on ``device``.
+    """Context that rounds weights as they are ``sent``, and computes with them on ``device``.
 
     A layer's weights are converted while it runs, so that no wide copy of the model exists, nor a
-    copy on the device.
-
-    Args:
-        model: called with ``weights`` in place of its parameters.
-        weights: weights outside of layers are converted here; empty after the context.
-        device: device of the computation.
-        sent: dtypes in which rollout engines get the weights; None: unchanged.
+    copy on the device; weights outside of layers are converted here.  ``weights`` is empty after
+    it.
     """
     kinds = {name: (sent.get(name), p.dtype) for name, p in model.named_parameters()}
 

@@ -27,8 +27,7 @@ from kedge.rollout.vllm.service import (
     allowed_matrix,
     parse_version,
 )
-from kedge.rollout.vllm.weight_files import WeightFiles, WeightFolder
-from kedge.rollout.vllm.weight_payload import WeightPayload
+from kedge.rollout.vllm.weights import WeightFiles, WeightFolder, WeightPayload
 
 _RESTART = (
     "start it again with the same flags, and resume from the latest checkpoint with"

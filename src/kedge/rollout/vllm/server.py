@@ -32,8 +32,7 @@ from kedge.rollout.vllm.service import (
     check_version,
     scale_out_flags,
 )
-from kedge.rollout.vllm.weight_files import WeightFiles, WeightFolder
-from kedge.rollout.vllm.weight_payload import WeightPayload
+from kedge.rollout.vllm.weights import WeightFiles, WeightFolder, WeightPayload
 
 logger = logging.getLogger(__name__)
 _ENVIRONMENT = {

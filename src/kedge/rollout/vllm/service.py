@@ -1,19 +1,29 @@
-"""Interface of one vLLM in any process."""
+"""One vLLM in any process: its interface, and the way from records to requests and back."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from packaging.version import Version
+from torch import Tensor
 
 from kedge.config.rollout_engines import LOWEST_VLLM
 from kedge.errors import ConfigError, RolloutError
-from kedge.rollout.vllm.weight_payload import WeightPayload
+from kedge.rollout.embedded.sampling import StopStrings
+from kedge.rollout.engines import token_versions
+from kedge.rollout.vllm.weights import WeightPayload
+from kedge.types import PromptBatch, Rollout, Sampling
+
+_MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
+_MOST_ALLOWED = 1024  # tokens recorded per sampled token, unless top_k is set
+_TIES = 12  # extra tokens recorded, plus half of top_k, since vLLM keeps ties with the last token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +55,6 @@ class Service(Protocol):
     @property
     def abilities(self) -> tuple[int, bool]:
         """Number of concurrent requests, and whether ``load`` may be called while some run."""
-        ...
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> Mapping[int, GenerationResult]:
         """Add requests by key, and sample for a short time; returns results by key.
@@ -53,43 +62,31 @@ class Service(Protocol):
         Raises:
             LostRequestsError: the vLLM was restarted and lost its requests.
         """
-        ...
 
     def cancel(self) -> None:
         """Drop all requests."""
-        ...
 
     def load(self, payload: WeightPayload, version: int) -> None:
         """Load the weights and reset caches of older ones."""
-        ...
 
     def version(self) -> int:
         """Version of the weights that vLLM reports; -1: unknown."""
-        ...
 
     def max_length(self) -> int:
         """Longest prompt and response together, in tokens."""
-        ...
 
     def sleep(self) -> None:
         """Free the KV cache and move the weights to host memory."""
-        ...
 
     def wake(self, part: Literal["weights", "kv_cache"]) -> None:
         """Allocate a part of the GPU memory again; both are needed to sample."""
-        ...
 
     def close(self) -> None:
         """Release all resources; may be called again."""
-        ...
 
 
 def check_version(version: str, where: str) -> None:
-    """Check that a vLLM is new enough.
-
-    Raises:
-        ConfigError: naming ``where`` the vLLM is and both versions.
-    """
+    """Check that a vLLM is new enough."""
     if Version(version).release < Version(LOWEST_VLLM).release:
         raise ConfigError(
             f"{where} has version {version}, but Kedge needs vLLM {LOWEST_VLLM} or newer; upgrade"
@@ -110,12 +107,8 @@ def parse_version(text: str | None) -> int:
 def allowed_tokens(top: Sequence[tuple[int, float]]) -> list[int]:
     """Tokens of positive probability among the most likely ones.
 
-    Args:
-        top: token and log-probability (nats), after top-k, top-p and min-p; excluded tokens have
-            -inf, or -9999 over HTTP; NaN remains, for ``build_rollout`` to report.
-
-    Raises:
-        RolloutError: more tokens could be sampled than are listed.
+    ``top`` has token and log-probability (nats) after top-k, top-p and min-p; excluded tokens have
+    -inf, or -9999 over HTTP; NaN remains, for ``build_rollout`` to report.
     """
     tokens = {token: logprob for token, logprob in top if not logprob <= -9999}
     total = sum(map(exp, tokens.values()))
@@ -130,9 +123,150 @@ def allowed_tokens(top: Sequence[tuple[int, float]]) -> list[int]:
 
 
 def allowed_matrix(tops: Sequence[Sequence[tuple[int, float]]]) -> NDArray[np.int32]:
-    """``GenerationResult.allowed``; for the arguments and errors see ``allowed_tokens``."""
+    """``GenerationResult.allowed`` of the most likely tokens, see ``allowed_tokens``."""
     rows = [allowed_tokens(top) for top in tops]
     allowed = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int32)
     for i, row in enumerate(rows):
         allowed[i, : len(row)] = row
     return allowed
+
+
+def build_requests(
+    prompts: PromptBatch, sampling: Sampling, seed: int, *, vocabulary: int
+) -> list[GenerationRequest]:
+    """One request per row, each with its seed."""
+    params = build_sampling_params(sampling, vocabulary=vocabulary)
+    tokens, masks = prompts.ids.cpu(), prompts.mask.cpu()  # one copy instead of one per row
+    rows = zip(tokens, masks, prompts.row.tolist(), prompts.limits(sampling).tolist(), strict=True)
+    return [
+        GenerationRequest(
+            prompt=ids[mask].tolist(),
+            params=params | {"seed": row_seed(seed, row), "max_tokens": limit},
+        )
+        for ids, mask, row, limit in rows
+    ]
+
+
+def build_sampling_params(sampling: Sampling, *, vocabulary: int) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.SamplingParams``, without the seed.
+
+    With top-k, top-p or min-p, vLLM also reports log-probabilities of the most likely tokens,
+    which show which tokens could be sampled.
+    """
+    if 0 < sampling.temperature < _MIN_TEMPERATURE:
+        raise ConfigError(
+            f"temperature={sampling.temperature} must be 0 (greedy) or at least {_MIN_TEMPERATURE}"
+            " with vLLM; raise it, or use rollout_engine='embedded'"
+        )
+    recorded = 0  # the sampled token only
+    if sampling.truncates and sampling.temperature > 0:
+        k = sampling.top_k
+        recorded = min(k + k // 2 + _TIES if k else _MOST_ALLOWED, vocabulary)
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "min_tokens": sampling.min_new_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "stop_token_ids": list(sampling.stop_ids),
+        "stop": list(sampling.stop_strings),
+        "ignore_eos": True,  # only stop_token_ids end responses
+        "logprobs": recorded,
+        "detokenize": bool(sampling.stop_strings),
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }
+
+
+def row_seed(seed: int, row: int) -> int:
+    """Seed of one row in [0, 2^56), hashed so that rows and seeds do not share streams."""
+    digest = hashlib.blake2b(f"{seed} {row}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
+
+
+def build_rollout(
+    results: Sequence[GenerationResult],
+    prompts: PromptBatch,
+    sampling: Sampling,
+    *,
+    pad_id: int,
+    tokenizer: Any,
+    extra_column: bool,
+    vocabulary: int,
+) -> Rollout:
+    """Build the rollout from results in the order of the prompts."""
+    stops = StopStrings(sampling, tokenizer) if sampling.stop_strings else None
+    ends = [_find_end(result, stops) for result in results]
+    lengths = [length for length, _ in ends]
+    if min(lengths) < 1 or max(lengths) > sampling.max_new_tokens:
+        raise RolloutError(
+            f"vLLM returned responses of {min(lengths)} to {max(lengths)} tokens, expected 1 to"
+            f" max_new_tokens={sampling.max_new_tokens}"
+        )
+    size = min(max(lengths) + extra_column, sampling.max_new_tokens)
+    rows = len(results)
+    ids = torch.full((rows, size), pad_id, dtype=torch.int64)
+    logprobs = torch.zeros(rows, size)
+    for i, (result, length) in enumerate(zip(results, lengths, strict=True)):
+        ids.numpy()[i, :length] = result.tokens[:length]
+        logprobs.numpy()[i, :length] = result.logprobs[:length]
+    if not logprobs.isfinite().all():
+        row = int((~logprobs.isfinite()).any(1).nonzero()[0])
+        raise RolloutError(
+            f"vLLM returned NaN or infinite log-probabilities for row {row}, sampled by version"
+            f" {results[row].version}; lower the learning rate, or check the loaded weights"
+        )
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise RolloutError(
+            f"vLLM returned token ids from {int(ids.min())} to {int(ids.max())}, but the policy has"
+            f" {vocabulary} tokens: vLLM serves another model"
+        )
+    if sampling.temperature == 0:
+        logprobs = torch.zeros_like(logprobs)  # greedy choices have probability 1
+    mask = torch.arange(size) < torch.tensor(lengths)[:, None]
+    device = prompts.ids.device
+    allowed = _allowed_tokens(results, lengths, size) if sampling.truncates else None
+    return Rollout(
+        prompts=prompts,
+        ids=ids.to(device),
+        loss_mask=mask.to(device),
+        response_mask=mask.clone().to(device),
+        terminated=torch.tensor([ended for _, ended in ends], device=device),
+        version=torch.tensor([result.version for result in results], device=device),
+        # Rounding can make the log of 1 slightly positive.
+        behavior_logprobs=logprobs.clamp(max=0.0).to(device),
+        allowed_tokens=None if allowed is None else allowed.to(device),
+        token_version=token_versions([list(result.spans) for result in results], size),
+    )
+
+
+def _allowed_tokens(
+    results: Sequence[GenerationResult], lengths: Sequence[int], size: int
+) -> Tensor:
+    """``Rollout.allowed_tokens``; only the sampled token if vLLM reports none (greedy)."""
+    rows = [
+        np.asarray(result.tokens)[:, None] if result.allowed is None else result.allowed
+        for result in results
+    ]
+    width = max(row.shape[1] for row in rows)
+    allowed = torch.full((len(rows), size, width), -1, dtype=torch.int64)
+    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        allowed.numpy()[i, :length, : row.shape[1]] = row[:length]
+    return allowed
+
+
+def _find_end(result: GenerationResult, stops: StopStrings | None) -> tuple[int, bool]:
+    """Length of the response, and whether it was terminated rather than truncated.
+
+    vLLM detects a stop string some tokens late if a character spans several tokens, so its end is
+    searched again as in the embedded engine.
+    """
+    total = len(result.tokens)
+    if stops is None:
+        return total, result.stopped
+    tokens = [int(token) for token in result.tokens]
+    for length in range(1, total + 1):
+        if stops.complete(tokens[:length]):
+            return length, True
+    return total, result.stopped

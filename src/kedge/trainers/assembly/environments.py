@@ -10,8 +10,7 @@ from typing import Any
 
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import read_mapping
-from kedge.data.encode import SOURCES
-from kedge.data.table import read_table
+from kedge.data.encode import SOURCES, read_table
 from kedge.environments import (
     EnvironmentRollouts,
     EpisodeReward,
@@ -63,10 +62,7 @@ def environments_to_play(
 ) -> tuple[Any, Callable[..., EnvironmentRollouts]]:
     """Rows with prompts for ``args.environment``, and ``play_in`` with the environments and limits.
 
-    Args:
-        args: the environment and the limits of its episodes.
-        dataset: prompts or columns for ``reset``; None: the environment gives the prompts.
-        sampling: stop conditions of a turn.
+    The dataset has prompts or columns for ``reset``; None: the environment gives the prompts.
     """
     check_turns_end(sampling, args)
     make = _factory(args.environment, args)
@@ -79,9 +75,8 @@ def environments_to_play(
 def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None]:
     """Find and check the environments that the arguments or the config name.
 
-    Returns:
-        The arguments with the reward, prompts and engine that environments imply, and a function
-        that makes the environments; None: ``rollout_func`` samples.
+    Returns the arguments with the reward, prompts and engine that environments imply, and a
+    function that makes the environments; None: ``rollout_func`` samples.
     """
     args = inputs.args
     kinds = {

@@ -18,6 +18,7 @@ from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import vllm_limit
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
+from kedge.learner.distributed import sharding_strategy
 from kedge.learner.learner import HFLearner
 from kedge.learner.logprobs import Value
 from kedge.learner.reference import (
@@ -28,7 +29,6 @@ from kedge.learner.reference import (
     frozen_copy,
 )
 from kedge.learner.settings import LearnerSettings
-from kedge.learner.sharding import sharding_strategy
 from kedge.models.compatibility import (
     check_length,
     check_no_shared_weights,
@@ -81,11 +81,6 @@ class Models:
         reference = [] if self.reference is None else self.reference.separate_models
         limits = [positions(model) for model in (self.policy, *value, *reference)]
         return min(filter(None, [*limits, *vllm_limit(args).values()]), default=None)
-
-    @property
-    def vocabulary(self) -> int | None:
-        """Number of token ids of the policy; None if unknown."""
-        return vocabulary(self.policy)
 
 
 class ModelStage:
@@ -320,7 +315,7 @@ def check_models(models: Models, setup: Setup) -> None:
     for reward in (*as_list(inputs.reward_model), *as_list(inputs.reward_funcs)):
         if isinstance(reward, nn.Module):
             check_no_shared_weights(trained, {"reward_model": reward})
-    known = models.vocabulary
+    known = vocabulary(models.policy)
     if known is not None:
         check_vocabulary(all_models, tokens=min(len(setup.tokenizer), known))
     if inputs.data_collator is not None:  # the collator makes prompts later

@@ -10,31 +10,38 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from kedge.config.base import OnPolicyConfig
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import read_mapping
+from kedge.config.rollout_engines import engine_args
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
+from kedge.learner.distributed import sharding_strategy
 from kedge.learner.learner import HFLearner
-from kedge.learner.sharding import sharding_strategy
+from kedge.learner.learner_state import WeightCopier
 from kedge.loop.batch_sizes import BatchSizes
-from kedge.loop.entropy_bonus import EntropyBonus
-from kedge.loop.kl_control import AdaptiveKL, FixedKL
+from kedge.loop.control import AdaptiveKL, EntropyBonus, FixedKL
 from kedge.loop.loop import Engine
+from kedge.math.ratios import Correction
 from kedge.math.running import RunningMoments
+from kedge.models.compatibility import vocabulary
 from kedge.models.load import without_weights
 from kedge.protocols import RewardSource, RolloutEngine
 from kedge.rewards import check_sources, reward_source
 from kedge.trainers.assembly.models import LearnerStage, Models, ModelStage, receives_weights
-from kedge.trainers.assembly.rollout import RolloutStage
 from kedge.trainers.assembly.setup import Setup, build_setup, pick_tokenizer, trusts_remote_code
-from kedge.trainers.run.hf_callbacks import Callbacks, own_callbacks
-from kedge.trainers.run.run import Run
+from kedge.trainers.hf_callbacks import Callbacks, own_callbacks
+from kedge.trainers.run import Run, recording_fingerprint
 from kedge.trainers.spec import TrainerInputs, as_list, shared_kwargs
+
+if TYPE_CHECKING:
+    from kedge.checkpoint.replay import RolloutReplay
 
 logger = logging.getLogger(__name__)
 LARGE = 300_000_000  # weights; smaller models take larger learning rates, and are for experiments
@@ -43,6 +50,19 @@ HIGHEST_RATE = 1e-2  # no transformer trains at a higher learning rate
 SMALL_BATCH = 16  # responses per batch
 WIDE_CLIP = 0.01
 N_PLUS = "(Huang et al. 2024, arXiv:2403.17031)"
+PARTIAL_BATCHES_PER_WORKER = 4  # gives a fast engine more work
+Kind = Literal["truncate", "mask"]
+Level = Literal["token", "sequence", "sequence_mean"]
+
+HIGH: dict[Level, float] = {"token": 2.0, "sequence": 5.0, "sequence_mean": 1.01}
+_TRL = "vllm_importance_sampling_"
+# Values of vllm_importance_sampling_mode in TRL.
+MODES: dict[str, tuple[Level, Kind]] = {
+    "token_truncate": ("token", "truncate"),
+    "token_mask": ("token", "mask"),
+    "sequence_truncate": ("sequence", "truncate"),
+    "sequence_mask": ("sequence", "mask"),
+}
 
 
 def assemble_run(inputs: TrainerInputs) -> Run:
@@ -173,11 +193,6 @@ def advise(args: OnPolicyConfig, policy: nn.Module, sizes: BatchSizes) -> Iterab
     """Warnings about settings that rarely train well, with better values and their source.
 
     Defaults that come from other libraries stay, so that a moved script trains as before.
-
-    Args:
-        args: the config.
-        policy: the policy before sharding.
-        sizes: responses of an iteration, over all ranks, and iterations.
     """
     batch_size = sizes.batch_size
     weights = sum(p.numel() for p in policy.parameters())
@@ -226,17 +241,27 @@ class RewardStage:
 
     def __init__(self, setup: Setup) -> None:
         inputs = setup.inputs
-        self.setup, self.weights = setup, inputs.reward_weights
-        if self.weights is None:
-            self.weights = setup.args.reward_weights
+        args, own = setup.args, inputs.reward_weights
+        self.setup, self.weights = setup, args.reward_weights if own is None else own
         check_sources(
-            self._reward_models(setup.args.reward_adapter),
+            self._reward_models(args.reward_adapter),
             inputs.reward_funcs,
             weights=self.weights,
             dataset_columns=self._columns,
         )
-        sharded = sharding_strategy(setup.accelerator) != "none"
-        check_reward_adapter(setup.args, sharded=sharded)
+        # A reward adapter is scored between the learner's own passes, with a whole base.
+        lag, sharded = args.max_lag, sharding_strategy(setup.accelerator) != "none"
+        problems = {
+            "FSDP or DeepSpeed shards; launch without sharding": sharded,
+            "reward workers do not have; set ray_reward_workers=0": args.ray_reward_workers,
+            f"would train at the same time with max_lag={lag}; set max_lag=0": lag,
+        }
+        for problem, applies in problems.items():
+            if applies and args.reward_adapter is not None:
+                raise ConfigError(
+                    f"reward_adapter={args.reward_adapter!r} is scored with the learner's base,"
+                    f" which {problem}, or pass a reward_model"
+                )
 
     def _reward_models(self, adapter: Any) -> list[Any]:
         """The reward models, the reward adapter last."""
@@ -250,12 +275,7 @@ class RewardStage:
         return None if setup.inputs.rollout_func is not None else setup.prompts.columns
 
     def build(self, models: Models, trainer_state: Callable[[], object]) -> RewardSource:
-        """Load the reward models, here or in workers.
-
-        Args:
-            models: the policy, whose tokens are scored.
-            trainer_state: returns the argument ``trainer_state`` of reward functions.
-        """
+        """Load the reward models, here or in workers."""
         setup, inputs, args = self.setup, self.setup.inputs, self.setup.args
         mixture = shared_kwargs(args, reward_source) | {
             "policy_tokenizer": setup.tokenizer,
@@ -267,13 +287,12 @@ class RewardStage:
             "chunk_rows": args.local_rollout_forward_batch_size,
             "trust_remote_code": trusts_remote_code(args),
             "autocast": setup.dtype,
-            "policy_vocab_size": min(tokens, models.vocabulary or tokens),
+            "policy_vocab_size": min(tokens, vocabulary(models.policy) or tokens),
         }
         function_options: dict[str, Any] = {
             "on_error": args.on_reward_error,
             "error_score": args.reward_error_score,
             "timeout": args.reward_timeout,
-            "dataset_columns": self._columns,
         }
         source: RewardSource
         if args.ray_reward_workers:
@@ -308,19 +327,228 @@ class RewardStage:
         return source
 
 
-def check_reward_adapter(args: OnPolicyConfig, *, sharded: bool) -> None:
-    """Check that the learner scores, between its own passes, with a whole base."""
-    if args.reward_adapter is None:
-        return
-    problem = None
-    if sharded:
-        problem = "FSDP or DeepSpeed shards; launch without sharding"
-    elif args.ray_reward_workers:
-        problem = "reward workers do not have; set ray_reward_workers=0"
-    elif args.max_lag:
-        problem = f"would train at the same time with max_lag={args.max_lag}; set max_lag=0"
-    if problem is not None:
-        raise ConfigError(
-            f"reward_adapter={args.reward_adapter!r} is scored with the learner's base, which"
-            f" {problem}, or pass a reward_model"
+# -- the rollout engine ----------------------------------------------------------------------------
+
+
+class RolloutStage:
+    """The rollout engine: a recording, the one passed by the user, or the one the config names."""
+
+    def __init__(self, setup: Setup) -> None:
+        args, custom = setup.args, setup.inputs.rollout_engine
+        self.setup, self.spec = setup, setup.engine
+        if custom is not None and self.spec.copies_weights:
+            raise ConfigError(
+                f"rollout_engine={args.rollout_engine!r} is set in the config and an engine is"
+                " passed to the trainer; remove one of them"
+            )
+        if self.spec.check is not None:
+            check = resolve_name(self.spec.check)
+            check(setup.inputs.model, setup.sampling, **shared_kwargs(args, check))
+        self.as_completed = args.rollout_schedule == "as_completed"
+        self.options = shared_kwargs(args, resolve_name(self.spec.build))
+        if args.in_flight_weight_updates and "vllm_engine_args" in self.options:
+            # Otherwise a token in flight would count as sampled with the next weights.
+            given = engine_args(args.vllm_engine_args)
+            self.options["vllm_engine_args"] = {"async_scheduling": False} | given
+        self.replayed: RolloutReplay | None = None
+        if args.replay_rollouts is not None:
+            from kedge.checkpoint.replay import RolloutReplay
+
+            self.replayed = RolloutReplay(
+                str(args.replay_rollouts),
+                settings=recording_fingerprint(setup.sampling),
+                rank=setup.accelerator.process_index,
+                world_size=setup.accelerator.num_processes,
+                rows=setup.sizes.local_rows,
+            )
+        ready = self.replayed or custom
+        # All ranks share the engines, which rank 0 has.
+        self.shared = ready is None and self.spec.copies_weights and not self.spec.per_rank
+        self._check_groups()
+        self.correction = build_correction(
+            args,
+            engine=type(ready).__name__,
+            vllm=self.spec.vllm,
+            logprobs="sampled" if ready is None else ready.logprob_kind,
         )
+
+    def build(self, learner: HFLearner, models: Models) -> RolloutEngine:
+        """Start the rollout engine, with the policy of the learner."""
+        setup, args = self.setup, self.setup.args
+        ready = self.replayed or setup.inputs.rollout_engine
+        if ready is not None:
+            return ready
+        copies = self.spec.copies_weights
+        options: dict[str, Any] = self.options
+        if self.spec.actors:
+            options = options | {"cluster": setup.ray_cluster}
+        from kedge.rollout.engines import EngineInputs
+
+        inputs = EngineInputs(
+            policy=models.policy_copy or learner.policy,
+            pad_id=setup.pad_id,
+            tokenizer=setup.tokenizer if setup.sampling.stop_strings or not copies else None,
+            dtype=setup.dtype,
+            extra_column=setup.algorithm.extra_column,
+            chunk_rows=args.local_rollout_forward_batch_size,
+        )
+        make = partial(resolve_name(self.spec.build), inputs, **options)
+        if not copies:
+            return learner.wrap_engine(make())
+        engine = self._start_on_first(make, learner.world_size) if self.shared else make()
+        learner.copy_weights = WeightCopier(
+            first_only=self.shared,
+            dtype=getattr(engine, "sync_dtype", None),
+            stage=getattr(engine, "stage_weights", None),
+            device="cpu",
+            live=args.max_lag == 0,
+        )
+        return engine
+
+    def _start_on_first(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
+        """Make an engine on rank 0 that all ranks share."""
+        from kedge.rollout.engines import build_shared_engine
+
+        setup, args, mail = self.setup, self.setup.args, None
+        if self.spec.actors:
+            from kedge.ray.context import get_context
+
+            mail = get_context()
+        return build_shared_engine(
+            make,
+            ranks=ranks,
+            timeout=args.rollout_timeout + args.worker_start_timeout,
+            extra_columns=int(setup.algorithm.extra_column),
+            mail=mail,
+        )
+
+    def num_partial_batches(self, engine: RolloutEngine) -> int:
+        """Number of partial batches in "as completed"; 0: whole batches in order."""
+        if not self.as_completed:
+            return 0
+        from kedge.rollout.scheduler.worker import list_engines
+
+        limit = PARTIAL_BATCHES_PER_WORKER * len(list_engines(engine))
+        return self.setup.args.num_partial_batches or max(n for n in self._divisors() if n <= limit)
+
+    def _divisors(self) -> list[int]:
+        sizes = self.setup.sizes
+        prompts = sizes.prompts if self.shared else sizes.local_prompts
+        return [n for n in range(1, prompts + 1) if prompts % n == 0]
+
+    def _check_groups(self) -> None:
+        """Check that ranks have whole groups, and that partial batches divide their prompts."""
+        sizes, resample = self.setup.sizes, self.setup.algorithm.resample
+        if (resample or self.as_completed) and sizes.local_rows % sizes.group:
+            option, default = 'rollout_schedule="as_completed"', 'rollout_schedule="in_order"'
+            if resample:
+                option, default = f"dynamic_sampling={resample}", "dynamic_sampling=0"
+            raise ConfigError(
+                f"{option} needs whole groups on each rank, but {sizes.local_rows} responses per"
+                f" rank are not a multiple of {sizes.group}; change per_device_train_batch_size,"
+                f" or set {default}"
+            )
+        number = self.setup.args.num_partial_batches
+        if number is not None and number not in self._divisors():
+            raise ConfigError(
+                f"num_partial_batches={number} must divide the {self._divisors()[-1]} prompts of"
+                f" {'an iteration' if self.shared else 'a rank'}; valid values:"
+                f" {', '.join(map(str, self._divisors()))}"
+            )
+
+
+def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Correction | None:
+    """The correction that a run uses, or None; logged if it is on by default.
+
+    Explicit options act at every lag: ``sampler_correction*``, or TRL's
+    ``vllm_importance_sampling_*`` where vLLM samples.  Unset, weights per token truncated at 2 are
+    on with vLLM, from ``max_lag=2``, and in flight.  ``engine`` is a name for messages, and
+    ``logprobs`` its ``RolloutEngine.logprob_kind``.
+    """
+    asked, correction = _asked_correction(args, vllm=vllm)
+    recorded = logprobs != "none"
+    in_flight = args.in_flight_weight_updates  # tokens may be older than max_lag
+    if not asked and recorded and (vllm or in_flight or args.max_lag >= 2):
+        correction = Correction()
+        logger.warning(
+            "%s: importance weights of learner over rollout engine multiply the advantages (%s, per"
+            ' %s, bounded at %g); sampler_correction="off" disables them',
+            "vLLM samples" if vllm else f"max_lag={args.max_lag}",
+            *(correction.kind, correction.level, correction.high),
+        )
+    if correction is None and args.max_lag > 0 and not recorded:
+        logger.warning(
+            "max_lag=%d trains on samples of older weights, but %s records no log-probabilities:"
+            " the loss does not correct for stale samples",
+            *(args.max_lag, engine),
+        )
+    if correction is not None and correction.kind == "ratio" and logprobs == "raw":
+        raise ConfigError(
+            f"sampler_correction='ratio' needs log-probabilities of the distribution that {engine}"
+            " samples from, but it records those of the model without temperature; leave it unset"
+        )
+    if correction is not None and not recorded:
+        raise ConfigError(
+            f"{asked[0]}={getattr(args, asked[0])!r} needs log-probabilities of the rollout engine,"
+            f" but {engine} records none; leave it unset"
+        )
+    return correction
+
+
+def _asked_correction(args: Any, *, vllm: bool) -> tuple[list[str], Correction | None]:
+    """The correction options that are set, and the correction they describe."""
+    mode = args.sampler_correction or "off"
+    own = _set_options(args, [f"sampler_correction_{x}" for x in ("level", "low", "high")])
+    asked = own if mode == "auto" else ["sampler_correction", *own]
+    trl = _set_options(args, [f"{_TRL}{name}" for name in ("mode", "clip_max", "clip_min")])
+    on = not hasattr(args, f"{_TRL}correction") or args.vllm_importance_sampling_correction
+    trl = trl if on else [f"{_TRL}correction", *trl]
+    if asked and trl:
+        one, other = (f"{name}={getattr(args, name)!r}" for name in (asked[0], trl[0]))
+        raise ConfigError(f"{one} and {other} both set the importance weights; leave out one")
+    if trl and vllm:
+        return trl, _trl_correction(args) if on else None
+    if trl:
+        logger.warning("%s has no effect: vLLM does not sample", ", ".join(trl))
+    if mode in ("off", "ratio") and own:
+        raise ConfigError(
+            f"{own[0]}={getattr(args, own[0])!r} has no effect with sampler_correction={mode!r};"
+            " leave one of them out"
+        )
+    if not asked or mode == "off":
+        return asked, None
+    if mode == "ratio":
+        return asked, Correction(kind="ratio")
+    level: Level = args.sampler_correction_level or "token"
+    kind: Kind = "mask" if mode == "mask" else "truncate"
+    low, high = args.sampler_correction_low, args.sampler_correction_high
+    high = HIGH[level] if high is None else high
+    if low is None and kind == "mask" and high > 1:  # symmetric bounds, as in verl
+        low = 1 / high
+    _check_order("sampler_correction_low", low, "sampler_correction_high", high)
+    return asked, Correction(kind=kind, level=level, high=high, low=low or 0.0)
+
+
+def _set_options(args: Any, names: list[str]) -> list[str]:
+    return [name for name in names if getattr(args, name, None) is not None]
+
+
+def _trl_correction(args: Any) -> Correction:
+    """The correction set by TRL's options."""
+    mode = args.vllm_importance_sampling_mode
+    high, low = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
+    level, kind = MODES[mode or "token_truncate"]
+    if high is None:  # TRL's default is 3
+        high = 2.0 if mode is None else 3.0
+    _check_order(f"{_TRL}clip_min", low, f"{_TRL}clip_max", high)
+    if kind == "truncate" and high == math.inf and low is None:
+        raise ConfigError(
+            f"{_TRL}mode={mode!r} needs a bound: set {_TRL}clip_max or {_TRL}clip_min, or"
+            f" {_TRL}correction=False"
+        )
+    return Correction(kind=kind, level=level, high=high, low=low or 0.0)
+
+
+def _check_order(low_name: str, low: float | None, high_name: str, high: float) -> None:
+    if low is not None and low >= high:
+        raise ConfigError(f"{low_name}={low:g} must be less than {high_name}={high:g}")

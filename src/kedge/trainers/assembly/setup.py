@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,24 +13,23 @@ from accelerate import Accelerator
 from torch import nn
 
 from kedge.algorithms import Algorithm
-from kedge.config.base import OnPolicyConfig
+from kedge.config.base import OnPolicyConfig, check_end
 from kedge.config.declare import read_mapping
 from kedge.config.rollout_engines import RolloutEngineSpec, find_engine
-from kedge.config.sampling import build_sampling
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError, DataError
 from kedge.learner.distributed import accelerator_for
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
-from kedge.models.end_tokens import eos_token_ids
-from kedge.models.load import load_tokenizer
+from kedge.models.load import eos_token_ids, load_tokenizer
+from kedge.output import check_targets
 from kedge.protocols import PromptSource
-from kedge.trainers.run.files import check_targets
 from kedge.trainers.spec import TrainerInputs, shared_kwargs
 from kedge.types import Sampling
 
 if TYPE_CHECKING:
-    from kedge.ray.resources import RayCluster
+    from kedge.ray.placement import RayCluster
 
+logger = logging.getLogger(__name__)
 _INIT_KWARGS = "model_init_kwargs"
 _REFUSED_INIT_KWARGS = {
     "device_map": "accelerate places the models; leave it out",
@@ -77,7 +77,7 @@ class Setup:
     @property
     def ray_cluster(self) -> RayCluster:
         """The Ray cluster that the config names."""
-        from kedge.ray.resources import RayCluster
+        from kedge.ray.placement import RayCluster
 
         args = self.args
         engines = args.vllm_num_engines if self.engine.actors else 0
@@ -141,6 +141,36 @@ def build_setup(inputs: TrainerInputs) -> Setup:
         engine=find_engine(args),
         pad_id=pad_id(tokenizer),
         loading=loading_options(inputs),
+    )
+
+
+def build_sampling(config: Any, eos_token_ids: Sequence[int]) -> Sampling:
+    """Sampling distribution of responses and where they end."""
+    check_end(config, has_eos=bool(eos_token_ids))
+    stops = [*eos_token_ids] if config.stop_token == "eos" else []
+    stops += [] if config.stop_token_id is None else [config.stop_token_id]
+    stops += config.stop_token_ids or []
+    if config.stop_token == "eos" and not (stops or config.stop_strings):
+        logger.warning(
+            "neither the tokenizer nor the model's generation_config has an EOS token: every"
+            " response has response_length=%d tokens",
+            config.response_length,
+        )
+    cut = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    if given := [f"{n}={x}" for n, off in cut.items() if (x := getattr(config, n)) != off]:
+        logger.warning(
+            "%s: training normalizes over the tokens that could be sampled, which are recorded",
+            ", ".join(given),
+        )
+    return Sampling(
+        max_new_tokens=config.response_length,
+        min_new_tokens=config.min_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        stop_ids=tuple(dict.fromkeys(stops)),
+        stop_strings=tuple(config.stop_strings or ()),
     )
 
 

@@ -78,9 +78,8 @@ def make(name: str, arguments: list[Any]) -> Any:
 class Wire:
     """Packs and unpacks the values of one call; ``objects`` are its mutable objects so far.
 
-    Args:
-        refer: the packed form of an object that is sent by reference, or None.
-        resolve: the object for such a form.
+    ``refer`` gives the packed form of an object that is sent by reference, or None; ``resolve`` the
+    object for such a form.
     """
 
     def __init__(self, refer: Callable[[Any], Any], resolve: Callable[[Any], Any]) -> None:

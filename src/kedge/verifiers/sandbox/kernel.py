@@ -144,12 +144,7 @@ def finish_mounts(devices: Sequence[str], folder: str, megabytes: int, files: in
 
     ``--remount-ro`` would make a device unusable, and without it a trainer that is root would lend
     the program its right to change the mode and times of the machine's devices.
-
-    Args:
-        devices: device files, which stay usable.
-        folder: the empty working directory.
-        megabytes: maximum size of its contents.
-        files: maximum number of files and folders in it.
+    The folder, at first empty, holds up to ``megabytes`` in up to ``files`` files and folders.
     """
     for path in devices:
         held = os.statvfs(path).f_flag

@@ -1,1 +1,0 @@
-"""Option names of other libraries and of older versions."""

@@ -1,1 +1,0 @@
-"""The run itself: training, evaluation, callbacks, checkpoints."""

@@ -1,0 +1,188 @@
+"""The examples, with little training: they run to the end and leave what they promise."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kedge.cli.main import main
+from kedge.testing import tiny_policy
+from tests import processes
+from tests.unit.text_toys import word_tokenizer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def needs_trl(test: Any) -> Any:
+    reason = "TRL is not installed (the pipeline extra)"
+    skip = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason=reason)
+    return pytest.mark.slow(skip(test))
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Imports modules that stand in the folder of an example, for one test."""
+
+    def load(folder: str, *names: str) -> list[Any]:
+        monkeypatch.syspath_prepend(str(EXAMPLES / folder))
+        for file in (EXAMPLES / folder).glob("*.py"):
+            monkeypatch.delitem(sys.modules, file.stem, raising=False)
+        return [importlib.import_module(name) for name in names]
+
+    return load
+
+
+@needs_trl
+def test_quick_agent(tmp_path: Path) -> None:
+    run = ["-W", "ignore", str(EXAMPLES / "agent" / "run.py"), "--quick"]
+    done = processes.run(*run, "--output_dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for stage in ("supervised", "ppo"):
+        assert 0 <= summary[stage]["low"] <= summary[stage]["success"] <= summary[stage]["high"]
+    assert (tmp_path / "ppo" / "model.safetensors").is_file()
+    log = (tmp_path / "ppo" / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in log.splitlines()]
+    assert all("environment/turns" in row for row in rows if "objective/scores" in row)
+    assert "success on 16 new worlds" in done.stdout
+    assert "kedge report" in done.stdout
+    episode = json.loads((tmp_path / "episodes.jsonl").read_text().splitlines()[0])
+    assert [m["role"] for m in episode["messages"][:3]] == ["user", "assistant", "user"]
+
+
+def test_what_the_model_of_the_agent_reads(load: Callable[..., Any]) -> None:
+    """Words are single tokens, episodes decode to themselves, and only actions are trained."""
+    agent, model = load("agent", "agent", "model")
+    make = agent.TASKS["text world"].make
+    rows = list(agent.expert_episodes(make, range(50), noise=0.3))
+    texts = [message["content"] for row in rows for message in row["messages"]]
+    tokenizer = model.make_tokenizer(texts)
+    assert tokenizer.tokenize(" Exits: north, east.") == ["ĠExits:", "Ġnorth,", "Ġeast."]
+    assert tokenizer.decode(tokenizer("Go 42 + 7 é")["input_ids"]) == "Go 42 + 7 é"
+    encoded = tokenizer.apply_chat_template(
+        rows[0]["messages"], return_dict=True, return_assistant_tokens_mask=True
+    )
+    actions = [
+        token
+        for token, trained in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        if trained
+    ]
+    said = [m["content"] for m in rows[0]["messages"] if m["role"] == "assistant"]
+    assert tokenizer.decode(actions) == "".join(f"{action}<end>" for action in said)
+
+
+def test_sao_with_its_mask_and_with_a_clip(load: Callable[..., Any], tmp_path: Path) -> None:
+    """What the comparison runs as SAO: single episodes, at most two steps ahead of training."""
+    (agent,) = load("agent", "agent")
+    made = {}
+    for name, (_, config, options) in agent.METHODS.items():
+        made[name] = config(output_dir=str(tmp_path), use_cpu=True, **options)
+    masked, clipped = made["SAO"], made["SAO, clipped"]
+    for config in (masked, clipped):
+        assert (config.num_generations, config.max_lag) == (1, 1)
+        assert (config.per_device_train_batch_size, config.num_mini_batches) == (16, 1)
+        assert (config.value_source, config.sampler_correction) == ("copy", "ratio")
+        assert (config.lam, config.lam_alpha, config.lam_value) == (0.95, None, 0.95)
+    assert (masked.policy_loss, masked.cliprange, masked.cliprange_high) == ("mask", 0.8, 3.0)
+    assert (clipped.policy_loss, clipped.cliprange, clipped.cliprange_high) == ("clip", 0.2, 0.2)
+    assert masked.num_ppo_epochs == 1
+
+
+def test_the_careless_never_carry(load: Callable[..., Any]) -> None:
+    (run,) = load("arithmetic", "run")
+    assert [run.careless(p) for p in ("12+34=", "37+48=", "90+20=", "55+55=")] == [
+        *("46", "75", "10", "0")
+    ]
+    train, held_out = run.problems()
+    assert len(held_out) == 500
+    assert not {p["prompt"] for p in train} & {p["prompt"] for p in held_out}
+    right = sum(run.careless(p["prompt"]) == p["ground_truth"] for p in held_out) / 500
+    assert right < 0.4  # what the model can at best learn to say from the majority
+
+
+@needs_trl
+def test_from_at_most_two_in_five_to_nine_in_ten(tmp_path: Path) -> None:
+    run = ["-W", "ignore", str(EXAMPLES / "arithmetic" / "run.py"), "--output_dir", str(tmp_path)]
+    run += ["--iterations", "30"]
+    done = processes.run(*run)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["accuracy_start"] <= 0.4
+    assert summary["accuracy"] >= 0.9
+
+
+def reviews(folder: Path, rows: int) -> None:
+    """Sentences of seven words; favorable ones have even words."""
+    rng = random.Random(0)
+    for name, kind in (("positive", 0), ("negative", 1)):
+        lines = [
+            " ".join(f"w{2 * rng.randrange(2, 14) + kind}" for _ in range(7)) for _ in range(rows)
+        ]
+        (folder / f"{name}.txt").write_text("\n".join(lines))
+
+
+def sentences_of(folder: Path) -> set[str]:
+    """Every sentence in the files of a folder, put together again."""
+    found = set()
+    for file in folder.glob("*.jsonl"):
+        for line in file.read_text().splitlines():
+            row = json.loads(line)
+            found |= {row[n] for n in ("chosen", "rejected") if n in row}
+            if "completion" in row:
+                found.add(row["prompt"] + row["completion"])
+    return found
+
+
+def test_no_sentence_serves_two_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]
+) -> None:
+    reviews(tmp_path, 200)
+    (sentences,) = load("sentiment", "sentences")
+    out = tmp_path / "out"
+    argv = ["sentences.py", "--reviews", str(tmp_path), "--output_dir", str(out), "--seed", "1"]
+    monkeypatch.setattr(sys, "argv", argv)
+    sentences.main()
+    policy = sentences_of(out / "texts")
+    reward, judge = (
+        {row[n] for row in lines_of(out / name / "train.jsonl") for n in ("chosen", "rejected")}
+        for name in ("reward", "judge")
+    )
+    held = {
+        row[n] for row in lines_of(out / "judge" / "test.jsonl") for n in ("chosen", "rejected")
+    }
+    assert len(policy) == len(reward) == len(judge) == 180
+    assert len(held) == 40
+    assert policy == reward
+    assert not policy & judge
+    assert not (policy | judge) & held
+    openings = {" ".join(each.split()[:4]) for each in held}
+    assert {row["prompt"] for row in lines_of(out / "compared" / "test.jsonl")} == openings
+
+
+def lines_of(file: Path) -> list[dict[str, str]]:
+    """The rows of a file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@needs_trl
+@pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")
+def test_the_pipeline_of_reviews_runs_to_the_end(tmp_path: Path) -> None:
+    reviews(tmp_path, 60)
+    tiny_policy(vocab_size=32).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    short = ["sft_steps=2", "reward_steps=2", "episodes=16", "updates_of=8", "length=4", "limit=6"]
+    out = tmp_path / "out"
+    given = [f"folder={out}", f"model={tmp_path / 'model'}", f"reviews={tmp_path}", *short]
+    assert main(["pipeline", str(EXAMPLES / "sentiment" / "pipeline.yaml"), "--set", *given]) == 0
+    (row,) = json.loads((out / "results.json").read_text())
+    assert row["stage"] == "tuned-against-start"
+    assert row["prompts"] == 6
+    assert row["judge"] == str(out / "judging")
