@@ -355,7 +355,7 @@ def dealing_seconds(ranks: int = 16, rows: int = 1024) -> dict[str, float]:
             loss_mask=mask,
             response_mask=mask,
             terminated=mask[:, 0],
-            version=torch.zeros(8, dtype=torch.int64),
+            policy_version=torch.zeros(8, dtype=torch.int64),
             behavior_logprobs=torch.zeros(mask.shape),
         )
         output = RewardOutput(scores=torch.zeros(8), valid=torch.ones(8, dtype=torch.bool))

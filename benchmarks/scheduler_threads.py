@@ -78,7 +78,7 @@ class PretendEngine:
             loss_mask=mask,
             response_mask=mask,
             terminated=mask[:, 0],
-            version=torch.full((rows,), self.version),
+            policy_version=torch.full((rows,), self.version),
         )
         self.seconds += time.thread_time() - begin
         return rollout

@@ -47,7 +47,7 @@ def rollout(rows=6, prompt=7, response=SLOTS, *, seed=0, extra_padding=0) -> Rol
         loss_mask=present,
         response_mask=present,
         terminated=rlen < response,
-        version=torch.zeros(rows, dtype=torch.int64),
+        policy_version=torch.zeros(rows, dtype=torch.int64),
     )
 
 

@@ -11,11 +11,7 @@ from kedge.errors import DataError
 def render_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, where: str = "", **options: Any
 ) -> str:
-    """The text of one conversation; ``where`` names its source in error messages.
-
-    Raises:
-        DataError: the template cannot be read, or fails on these messages.
-    """
+    """The text of one conversation; ``where`` names its source in error messages."""
     try:
         text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
         return text

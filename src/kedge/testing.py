@@ -64,7 +64,7 @@ class ScriptedRollouts:
             loss_mask=response_mask,
             response_mask=response_mask,
             terminated=stop.any(1),
-            version=torch.full((len(ids),), self.version),
+            policy_version=torch.full((len(ids),), self.version),
         )
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:

@@ -137,14 +137,14 @@ class Rollout(Record):
     # bool [B, R]; all real tokens, a prefix of each row; loss_mask implies response_mask
     response_mask: Tensor
     terminated: Tensor  # bool [B]; ended by a stop token or string, not by a limit
-    version: Tensor  # int64 [B]; policy version that sampled the row, -1: unknown
+    policy_version: Tensor  # int64 [B]; policy version that sampled the row, -1: unknown
     behavior_logprobs: Tensor | None = None  # float32 [B, R]; recorded during sampling
     # int64 [B, R, K]; tokens that could be sampled, -1: unused
     allowed_tokens: Tensor | None = rows_field(fill=-1, default=None)
     # for multi-turn tasks
     episodes: Episodes | None = rows_field(wide_as="ids", default=None)
-    # int64 [B, R]; policy version that sampled the token, -1: the row's; ``version`` is then the
-    # oldest in the row
+    # int64 [B, R]; policy version that sampled the token, -1: the row's; ``policy_version`` is then
+    # the oldest in the row
     token_version: Tensor | None = rows_field(fill=-1, absent="fill", wide_as="ids", default=None)
     # bool [B, R]; tokens that begin a new context: what stands before them, the prompt included, is
     # not read any more
@@ -153,7 +153,7 @@ class Rollout(Record):
     @property
     def token_versions(self) -> Tensor:
         """Policy version of each token, int64 [B, R]; -1: unknown."""
-        of_row = self.version[:, None].expand_as(self.ids)
+        of_row = self.policy_version[:, None].expand_as(self.ids)
         if self.token_version is None:
             return of_row
         return self.token_version.where(self.token_version >= 0, of_row)

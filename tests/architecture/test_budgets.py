@@ -11,35 +11,35 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_551,
+    ".": 2_547,
     "algorithms": 1_059,
     "checkpoint": 862,
     "classic": 3_694,
-    "cli": 3_582,
+    "cli": 3_576,
     "compat": 716,
-    "config": 3_046,
+    "config": 3_041,
     "data": 704,
     "demo": 443,
     "environments": 3_440,
     "learner": 1_625,
     "loop": 1_956,
     "math": 773,
-    "models": 2_165,
+    "models": 2_158,
     "ops": 580,
     "ops/cpu": 622,
     "pretrain": 647,
     "ray": 2_118,
-    "reporting": 2_256,
+    "reporting": 2_253,
     "rewards": 1_527,
     "rollout": 565,
     "rollout/embedded": 1_410,
     "rollout/scheduler": 1_680,
     "rollout/vllm": 2_680,
-    "trainers": 3_561,
+    "trainers": 3_558,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 48_089
+TOTAL = 48_061
 TESTS = 41_617
 
 

@@ -145,7 +145,7 @@ def test_responses_continue_with_new_weights_and_every_token_has_its_version() -
     assert engine.advance() is None  # 16 tokens
     engine.load_weights(policy_weights(other), 4)
     rollout = drained(engine)
-    assert rollout.version.tolist() == [3] * 6  # of the oldest token
+    assert rollout.policy_version.tolist() == [3] * 6  # of the oldest token
     assert rollout.token_version is not None
     assert rollout.token_version.tolist() == [[3] * 16 + [4] * 24] * 6
     assert rollout.token_versions.tolist() == rollout.token_version.tolist()

@@ -43,7 +43,7 @@ def test_requests_one_by_one_give_the_responses_of_whole_batches(engine: Any) ->
         assert rollout.response_mask.sum(1).tolist() == want.response_mask.sum(1).tolist()
         assert torch.equal(rollout.ids[:, :size][want.loss_mask], want.ids[want.loss_mask])
     assert got.prompts.group.tolist() == batch.group.tolist()
-    assert got.version.tolist() == [0] * 18
+    assert got.policy_version.tolist() == [0] * 18
 
 
 def test_responses_continue_with_new_weights_and_every_token_has_its_version(
@@ -63,7 +63,7 @@ def test_responses_continue_with_new_weights_and_every_token_has_its_version(
     receipt = engine.load_weights(moved, 4)  # verified on the probe while requests are held
     assert receipt.version == 4
     rollout = drained(engine)
-    assert rollout.version.tolist() == [3] * 6
+    assert rollout.policy_version.tolist() == [3] * 6
     versions = rollout.token_versions
     assert set(versions.flatten().tolist()) == {3, 4}
     assert bool((versions.diff(dim=1) >= 0).all())  # old tokens first

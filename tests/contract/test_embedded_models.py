@@ -70,7 +70,7 @@ class TestWeights:
         live = EmbeddedEngine(model, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
         assert torch.equal(got.ids, live.ids)
         assert not torch.equal(got.ids, want.ids)
-        assert got.version.tolist() == [3] * 6
+        assert got.policy_version.tolist() == [3] * 6
 
     def test_the_receipt_tells_what_is_held_not_what_was_sent(self, llama):
         model = copy.deepcopy(llama).bfloat16()

@@ -44,7 +44,7 @@ class TestRolloutEngine:
             == torch.bool
         )
         assert rollout.loss_mask.shape == rollout.response_mask.shape == (rows, size)
-        assert rollout.version.tolist() == [0] * rows
+        assert rollout.policy_version.tolist() == [0] * rows
 
     def test_a_response_is_a_prefix_that_ends_at_its_first_stop_token(self, engine):
         rollout = engine.generate(prompts(), sampling=self.sampling, seed=0)
@@ -105,7 +105,7 @@ class TestRolloutEngine:
         receipt = engine.load_weights(weights_of(engine), 7)
         assert receipt is None or receipt.version == 7
         rollout = engine.generate(prompts(), sampling=self.sampling, seed=0)
-        assert rollout.version.tolist() == [7] * 6
+        assert rollout.policy_version.tolist() == [7] * 6
 
     def test_a_row_is_the_same_in_a_batch_of_any_size(self, sampler):
         whole = sampler.generate(prompts(), sampling=self.sampling, seed=3)

@@ -69,7 +69,7 @@ def test_weights_are_exchanged_and_sampled_from(kind):
         assert receipt.version == version
         assert engine.sync_gap < 1e-5
         rollout = engine.generate(prompts(), sampling=SAMPLING, seed=version)
-        assert rollout.version.tolist() == [version] * 6
+        assert rollout.policy_version.tolist() == [version] * 6
         gap = (rollout.behavior_logprobs - learner_says(model, rollout)).abs().max()
         assert gap < 1e-4
     engine.close()
@@ -114,7 +114,7 @@ def test_an_adapter_is_sent_as_an_adapter(place):
         assert all("lora_" in name for name in sent)
         engine.load_weights(sent, version)
         rollout = engine.generate(prompts(), sampling=SAMPLING, seed=version)
-        assert rollout.version.tolist() == [version] * 6
+        assert rollout.policy_version.tolist() == [version] * 6
         gap = (rollout.behavior_logprobs - learner_says(model, rollout)).abs().max()
         assert gap < 1e-4
     engine.close()

@@ -74,7 +74,7 @@ def test_a_fault_in_the_middle_of_a_batch_changes_nothing(fault):
     timer.join()
     assert service.restarts == restarts + 1
     assert torch.equal(found.ids, want.ids)
-    assert found.version.tolist() == [5] * 120
+    assert found.policy_version.tolist() == [5] * 120
     assert time.monotonic() - begin < 300
     assert group(struck) == []
 
@@ -96,7 +96,7 @@ def test_requests_that_a_lost_server_held_can_be_sampled_again():
     engine.submit(batch, sampling=LONG, seed=0)
     found = drained(engine)
     assert torch.equal(found.ids, want.ids)
-    assert found.version.tolist() == [5] * 24
+    assert found.policy_version.tolist() == [5] * 24
 
 
 def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):

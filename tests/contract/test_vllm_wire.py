@@ -67,7 +67,7 @@ class TestTransfer:
             assert "lm_head.weight" in told["names"]
             assert set(told["dtype_names"]) == {"float32"}
             rollout = sent.engine.generate(prompts(), sampling=SAMPLING, seed=version)
-            assert rollout.version.tolist() == [version] * 6
+            assert rollout.policy_version.tolist() == [version] * 6
             gap = (rollout.behavior_logprobs - learner_says(model, rollout)).abs().max()
             assert gap < 1e-4
         monkeypatch.setattr(relay, "SPOILT", ["lm_head.weight"])

@@ -144,7 +144,7 @@ class Watched(EmbeddedEngine):
         finally:
             self._busy.release()
         if kwargs["sampling"].temperature < 0.1:
-            self.evaluated.append(int(found.version[0]))
+            self.evaluated.append(int(found.policy_version[0]))
         return found
 
     def load_weights(self, *args: Any, **kwargs: Any) -> Any:

@@ -138,7 +138,7 @@ def test_tokens_have_the_version_that_sampled_them() -> None:
         assert versions == sorted(versions)
         assert len(set(versions)) > 1
     first = rollout.token_version.where(of_policy, 99).amin(1)
-    assert rollout.version.tolist() == first.tolist()
+    assert rollout.policy_version.tolist() == first.tolist()
 
 
 def test_slow_environments_are_truncated_and_a_slow_engine_truncates_none() -> None:

@@ -186,7 +186,7 @@ def test_a_fault_in_the_middle_of_a_batch_changes_nothing(llamas):
         assert other.pid == pids[0]
         assert torch.equal(found.ids, want.ids)
         assert torch.equal(found.behavior_logprobs, want.behavior_logprobs)
-        assert found.version.tolist() == [5] * 600
+        assert found.policy_version.tolist() == [5] * 600
     llamas.close()
     assert not any(map(alive, (*pids, struck.pid)))
 

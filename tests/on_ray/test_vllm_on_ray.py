@@ -110,7 +110,7 @@ def test_two_engines_agree_with_the_learner_and_a_skipped_sync_is_caught(
             assert (one.actor.restarts, two.actor.restarts) == restarts
             assert torch.equal(found.ids, want.ids)
             assert torch.equal(again.ids, want.ids)
-            assert found.version.tolist() == [UPDATES] * 24
+            assert found.policy_version.tolist() == [UPDATES] * 24
         assert engine.load_weights(weights, UPDATES) == receipt
         moved = {name: x + 0.01 * torch.randn_like(x) for name, x in weights.items()}
         with pytest.raises(SyncError, match=f"loading version {UPDATES + 1} had no effect"):

@@ -172,7 +172,7 @@ def answer(prompts: PromptBatch, versions: list[int]) -> Rollout:
         loss_mask=mask,
         response_mask=mask,
         terminated=mask[:, 0],
-        version=torch.tensor([versions[0]] * len(prompts)),
+        policy_version=torch.tensor([versions[0]] * len(prompts)),
         token_version=torch.tensor([versions] * len(prompts)),
     )
 
@@ -246,9 +246,8 @@ class Writing(Run):
         like = self.source.batch(self.step)
         assert rollout.prompts.group.tolist() == like.group.tolist()
         assert rollout.prompts.row.tolist() == like.row.tolist()
-        for prompt, answer, version in zip(
-            rollout.prompts.ids[:, 0].tolist(), rollout.ids, rollout.version.tolist(), strict=True
-        ):
+        asked, versions = rollout.prompts.ids[:, 0].tolist(), rollout.policy_version.tolist()
+        for prompt, answer, version in zip(asked, rollout.ids, versions, strict=True):
             assert set(answer.tolist()) <= {prompt, 0}
             self.log.append((self.step, prompt, version))
         newest = rollout.token_versions.where(rollout.loss_mask, -1).amax(1)

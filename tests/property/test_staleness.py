@@ -58,7 +58,7 @@ class Sampler:
             loss_mask=ONE,
             response_mask=ONE,
             terminated=ONE[0],
-            version=torch.tensor([self.version]),
+            policy_version=torch.tensor([self.version]),
         )
 
     def load_weights(self, weights: Mapping[str, Any], version: int) -> Receipt:
@@ -107,7 +107,7 @@ class Run(Engine):
 
     def train_on(self, sample: Sample, *, begin: float | None = None) -> dict[str, float]:
         rollout = sample.rollout
-        self.log.append((self.step, int(rollout.prompts.ids), int(rollout.version)))
+        self.log.append((self.step, int(rollout.prompts.ids), int(rollout.policy_version)))
         assert isinstance(self.learner, Learner)
         self.learner.version += 1
         self.step += 1

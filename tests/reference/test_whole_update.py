@@ -109,7 +109,7 @@ class Batch:
         return weight * ((weight >= low) & (weight <= high))
 
     def too_old(self, row: int) -> Tensor:
-        newest = self.rollout.version[row]
+        newest = self.rollout.policy_version[row]
         return self.rollout.token_versions[row, : len(self.tokens(row)[1])] < newest - 1
 
     def groups(self) -> Iterator[list[int]]:
@@ -266,7 +266,7 @@ class Old(EmbeddedEngine):
 
     def generate(self, *given: Any, **options: Any) -> Rollout:
         rollout = super().generate(*given, **options)
-        versions = rollout.version[:, None].expand_as(rollout.ids).clone()
+        versions = rollout.policy_version[:, None].expand_as(rollout.ids).clone()
         versions[rollout.response_mask.sum(1) == 6, :4] -= 2
         return replace(rollout, token_version=versions)
 

@@ -39,7 +39,7 @@ def rollout(mask: Tensor, *, group: Any = None, prompts: Any = None, **changes: 
         "loss_mask": mask,
         "response_mask": mask,
         "terminated": ones[:, 0],
-        "version": torch.zeros(rows, dtype=torch.int64),
+        "policy_version": torch.zeros(rows, dtype=torch.int64),
     }
     return Rollout(**fields | changes)
 

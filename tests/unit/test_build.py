@@ -14,11 +14,7 @@ import torch
 
 from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from kedge.algorithms import ppo
-from kedge.config.rollout_engines import (
-    ENGINE_NAMES,
-    ROLLOUT_ENGINES,
-    RolloutArguments,
-)
+from kedge.config.rollout_engines import ENGINE_NAMES, ROLLOUT_ENGINES, RolloutArguments
 from kedge.errors import ConfigError, KedgeError
 from kedge.models import load
 from kedge.testing import ScriptedRollouts, tiny_policy

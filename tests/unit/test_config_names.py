@@ -115,7 +115,7 @@ def test_every_field_has_a_help_text_and_a_place(cls):
 ELSEWHERE = {
     **dict.fromkeys(("tf32", "log_on_each_node", "ddp_backend", "ddp_timeout"), "training_args.py"),
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), "training_args.py"),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), "trainer.py"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), "trainer.py"),
     "accelerator_config": "training_args.py",
     **dict.fromkeys(("eval_strategy", "logging_first_step", "eval_delay"), "trainer_callback.py"),
     **dict.fromkeys(("eval_steps", "save_steps"), "training_args.py"),

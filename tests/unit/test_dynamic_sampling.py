@@ -32,7 +32,7 @@ def answer(prompts: PromptBatch, scores: list[float], width: int) -> Sample:
         mask,
         prompts=prompts,
         ids=torch.full((count, width), width),
-        version=torch.full((count,), width),
+        policy_version=torch.full((count,), width),
         behavior_logprobs=-mask.float(),
         allowed_tokens=torch.full((count, width, width), 7),
     )

@@ -76,7 +76,7 @@ def test_the_kl_of_stale_tokens_is_the_learner_s(correction: Correction | None) 
     prompts = ToyPrompts(20, 1).batch(0)
     rollout = replace(
         rollout, prompts=prompts, ids=ids, loss_mask=mask, response_mask=mask,
-        terminated=mask[:, 0], version=torch.ones(20, dtype=torch.long),
+        terminated=mask[:, 0], policy_version=torch.ones(20, dtype=torch.long),
         behavior_logprobs=mu.log()[ids],
     )  # fmt: skip
     none = RewardOutput(scores=torch.zeros(20), valid=mask[:, 0])

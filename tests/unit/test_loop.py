@@ -114,7 +114,7 @@ def test_the_gap_of_a_weight_sync_is_logged_with_what_was_sampled_by_it(
         seen = 0
 
         def on_step_end(self, report: StepReport) -> bool:
-            newest = int(report.rollout.version.max())
+            newest = int(report.rollout.policy_version.max())
             assert report.metrics["rollout/sync_gap"] == pytest.approx(1e-3 * (newest + 1))
             Compare.seen += 1
             return False

@@ -129,7 +129,7 @@ class TestRows:
         split = ShardedEngine([engine] * parts, pad_id=0)
         found = split.generate(batch, sampling=sampling, seed=1)
         assert found.prompts is batch
-        for name in ("ids", "loss_mask", "response_mask", "terminated", "version"):
+        for name in ("ids", "loss_mask", "response_mask", "terminated", "policy_version"):
             assert torch.equal(getattr(found, name), getattr(want, name))
         if (allowed := want.allowed_tokens) is not None:
             width = min(found.allowed_tokens.shape[-1], allowed.shape[-1])

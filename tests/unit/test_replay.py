@@ -33,7 +33,7 @@ def sample(seed=0, rows=B, **kwargs):
         prompts=prompts,
         ids=torch.randint(0, 9, (rows, R), generator=g),
         terminated=mask[:, 0],
-        version=torch.full((rows,), 7),
+        policy_version=torch.full((rows,), 7),
         behavior_logprobs=torch.randn(rows, R, generator=g),
     )
     reward_output = RewardOutput(

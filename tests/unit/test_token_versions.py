@@ -26,7 +26,7 @@ def sample() -> tuple[Rollout, RewardOutput, ToyLearner]:
     mask = prefix([3, 2, 3], 3)
     responses = rollout(
         mask,
-        version=torch.tensor([2, 4, 3]),
+        policy_version=torch.tensor([2, 4, 3]),
         behavior_logprobs=torch.full((3, 3), CURRENT - 0.1) * mask,
         token_version=torch.tensor(VERSIONS),
     )
@@ -104,7 +104,7 @@ def test_metrics_have_the_largest_age_and_the_share_of_each() -> None:
     _, metrics = with_metrics(responses, reward_output, learner, ppo(), 0.0, None, 1)
     assert metrics["rollout/lag_max"] == 1  # of the tokens that are trained on
     assert metrics["rollout/token_lag/1"] == pytest.approx(4 / 7)
-    of_one_age = replace(responses, version=torch.full((3,), 4), token_version=None)
+    of_one_age = replace(responses, policy_version=torch.full((3,), 4), token_version=None)
     _, metrics = with_metrics(of_one_age, reward_output, learner, ppo(), 0.0)
     assert metrics["rollout/lag_max"] == 0
     assert not any(name.startswith("rollout/token_lag/") for name in metrics)

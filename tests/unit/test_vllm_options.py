@@ -280,7 +280,7 @@ def test_answers_become_a_record():
     assert found.ids.tolist() == [[5, 6], [7, 9]]
     assert found.response_mask.tolist() == [[True, True], [True, False]]
     assert found.terminated.tolist() == [False, True]
-    assert found.version.tolist() == [3, 3]
+    assert found.policy_version.tolist() == [3, 3]
     assert found.behavior_logprobs.tolist() == [[-0.5, -0.5], [-0.5, 0.0]]
 
 

@@ -283,7 +283,7 @@ def test_rows_without_a_version_have_the_one_that_was_sent():
     engine.load_weights(trained(model), 4)
     engine.service.said = -1
     rollout = engine.generate(prompts(), sampling=Sampling(max_new_tokens=1), seed=0)
-    assert rollout.version.tolist() == [4] * 6
+    assert rollout.policy_version.tolist() == [4] * 6
 
 
 class Rounded(Ours):
@@ -417,7 +417,8 @@ def test_an_engine_with_half_of_the_weights_does_not_sample():
             sample()
     service.load = load
     engine.load_weights(moved(weights, 1e-2), 2)
-    assert engine.generate(prompts(), sampling=sampling, seed=0).version.unique().tolist() == [2]
+    rollout = engine.generate(prompts(), sampling=sampling, seed=0)
+    assert rollout.policy_version.unique().tolist() == [2]
 
 
 def test_weights_that_cannot_be_written_leave_the_old_ones(tmp_path, monkeypatch):

@@ -118,7 +118,7 @@ def rollout_of(
         terminated=torch.tensor(
             [bool(r) and r[-1] == EOS for _, r in pairs] if finished is None else finished
         ),
-        version=torch.zeros(count, dtype=torch.long),
+        policy_version=torch.zeros(count, dtype=torch.long),
     )
 
 

@@ -161,7 +161,7 @@ class ToyEngine:
             loss_mask=mask,
             response_mask=mask,
             terminated=mask.sum(1) < WIDTH,
-            version=torch.full((rows,), self.version),
+            policy_version=torch.full((rows,), self.version),
             behavior_logprobs=logp[ids],
         )
 

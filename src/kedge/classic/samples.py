@@ -159,7 +159,7 @@ def build_rollout(
         loss_mask=pad_tensors(samples.masks),
         response_mask=pad_tensors([torch.ones_like(r, dtype=torch.bool) for r in responses]),
         terminated=torch.tensor(terminated),
-        version=torch.full_like(row, version),
+        policy_version=torch.full_like(row, version),
     )
 
 

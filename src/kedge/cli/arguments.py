@@ -125,10 +125,7 @@ FIRST = _FIRST.split()
 
 
 class Parser(ConfigParser):
-    """A ConfigParser without abbreviations that raises ConfigErrors.
-
-    Model loading is added to the dataclasses of the command's data and of its config.
-    """
+    """A ConfigParser without abbreviations, with model loading, that raises ConfigErrors."""
 
     def __init__(self, kinds: tuple[Any, Any], **options: Any) -> None:
         has_trust = any(f.name == "trust_remote_code" for f in fields(kinds[1]))

@@ -33,12 +33,7 @@ class ConfigParser(HfArgumentParser):
                     self.add_argument(
                         *flags(name), **_argument(entry, target, shown=name not in TRANSFORMERS4)
                     )
-
-        self._add_negations()
-
-    def _add_negations(self) -> None:
-        """Add ``--no_x`` for every flag ``--x`` that takes True or False."""
-        for action in list(self._actions):
+        for action in list(self._actions):  # --no_x for every flag --x that takes True or False
             names = [f for f in flags(f"no_{action.dest}") if f not in self._option_string_actions]
             if names and action.type is string_to_bool:
                 self.add_argument(

@@ -102,7 +102,7 @@ class Episode:
         self.versions += sampled.token_versions[i, :length].tolist()
         self.turns += 1
         self.longest = max(self.longest, length)
-        version = int(sampled.version[i])
+        version = int(sampled.policy_version[i])
         self.version = version if self.version is None else min(self.version, version)
         complete = length == int(sampled.response_mask[i].sum())
         return ids, bool(sampled.terminated[i]) and complete
@@ -301,7 +301,7 @@ def build_rollout(
         loss_mask=trained,
         response_mask=torch.arange(width) < lengths[:, None],
         terminated=torch.tensor([e.terminated for e in episodes]),
-        version=torch.tensor([-1 if e.version is None else e.version for e in episodes]),
+        policy_version=torch.tensor([-1 if e.version is None else e.version for e in episodes]),
         behavior_logprobs=logprobs,
         allowed_tokens=_allowed(episodes, width),
         token_version=versions,

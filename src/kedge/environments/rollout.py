@@ -540,7 +540,7 @@ class FunctionRollouts:
             loss_mask=trained.to(device),
             response_mask=mask.to(device),
             terminated=torch.tensor(ended, device=device),
-            version=torch.full((len(prompts),), self._version, device=device),
+            policy_version=torch.full((len(prompts),), self._version, device=device),
             behavior_logprobs=behavior,
         )
 

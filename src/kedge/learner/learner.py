@@ -224,8 +224,8 @@ class HFLearner:
             raise ConfigError("values need a value model, but the learner has none")
         check_rows(rollout, self._all_models())
         sampled = rollout.behavior_logprobs
-        known = self.settings.reuse_behavior_logprobs and not self._stepped
-        reuse = known and sampled is not None and bool((rollout.version == self.version).all())
+        known = self.settings.reuse_behavior_logprobs and sampled is not None and not self._stepped
+        reuse = known and bool((rollout.policy_version == self.version).all())
         set_training(self.module, False)
         groups = group_rows(
             rollout, self.settings.forward_rows, self._max_padding, by_prompt=self.shares_prompts

@@ -58,8 +58,8 @@ def _add_staleness(means: MetricAccumulator, terms: Terms, version: int) -> None
         gap, stale = (behavior - current).abs(), terms.age > 0
         means.mean("rollout/logprob_gap", gap, mask & ~stale)
         means.mean("rollout/stale_gap", gap, mask & stale)
-    lag = (version - rollout.version).clamp(min=0)
-    means.mean("rollout/lag", lag, rollout.version >= 0)
+    lag = (version - rollout.policy_version).clamp(min=0)
+    means.mean("rollout/lag", lag, rollout.policy_version >= 0)
 
 
 def _add_rewards(means: MetricAccumulator, e: AdvantageInputs) -> None:

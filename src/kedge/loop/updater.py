@@ -140,7 +140,7 @@ class Updater:
         metrics = batch_metrics(experience, terms, self.learner)
         self.hooks.on_experience(self.step, experience)
         metrics["time/annotate"] = self.clock() - start
-        stale = (rollout.version >= 0) & (rollout.version < self.learner.version)
+        stale = (rollout.policy_version >= 0) & (rollout.policy_version < self.learner.version)
         # In low precision, log-probabilities differ between passes of different shapes.
         one_pass = self.learner.low_precision and sizes.optimizer_steps_per_iteration == 1
         direct = self.correction is not None and self.correction.kind == "ratio"

@@ -158,9 +158,7 @@ def is_quantized(model: nn.Module) -> bool:
     )
 
 
-def quantization(
-    bits: Literal[4, 8], *, compute_dtype: torch.dtype = torch.bfloat16, nested: bool = False
-) -> Any:
+def quantization(bits: Literal[4, 8]) -> Any:
     """Quantization config for the frozen base of ``load_policy``: NF4 or LLM.int8.
 
     QLoRA (arXiv:2305.14314, sec. 3); LLM.int8() (arXiv:2208.07339).
@@ -172,8 +170,5 @@ def quantization(
     if bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=compute_dtype,
-        bnb_4bit_use_double_quant=nested,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
     )

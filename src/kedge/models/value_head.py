@@ -133,17 +133,15 @@ def _verify(value: ScalarModel, name: str) -> None:
         )
 
 
-def load_value(
-    source: str | nn.Module, *, dtype: torch.dtype = torch.float32, **options: Any
-) -> ScalarModel:
+def load_value(source: str | nn.Module) -> ScalarModel:
     """A value model from a sequence-classification model, its hub name, or its folder."""
     if isinstance(source, nn.Module):
         return scalar_model(source)
     check_folder(source, "the value model")
-    arguments = {"use_safetensors": True, "trust_remote_code": False, "num_labels": 1}
-    arguments |= {k: v for k, v in options.items() if v is not None}
     what, kind = f"the value model {source!r}", AutoModelForSequenceClassification
-    return scalar_model(load_whole(kind, what, source, new_head=True, dtype=dtype, **arguments))
+    arguments: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False}
+    arguments |= {"num_labels": 1, "dtype": torch.float32}
+    return scalar_model(load_whole(kind, what, source, new_head=True, **arguments))
 
 
 def copy_as_value(policy: nn.Module, parts: CausalParts) -> ScalarModel:

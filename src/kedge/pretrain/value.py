@@ -99,7 +99,7 @@ def _read_rows(file: str, tokenizer: Any) -> tuple[Rollout, RewardOutput]:
         loss_mask=mask,
         response_mask=mask,
         terminated=torch.tensor(ended, dtype=torch.bool),
-        version=torch.full((len(scores),), -1),
+        policy_version=torch.full((len(scores),), -1),
     )
     valid = torch.ones(len(scores), dtype=torch.bool)
     return rollout, RewardOutput(scores=torch.tensor(scores), valid=valid)

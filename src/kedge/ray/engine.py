@@ -164,7 +164,7 @@ class RayEngine:
         sent = without_columns(prompts)
         rollout: Rollout = self.actor.call("generate", sent, sampling=sampling, seed=seed)
         version = self._loaded[0] if self._loaded is not None else 0
-        if (versions := rollout.version.unique().tolist()) != [version]:
+        if (versions := rollout.policy_version.unique().tolist()) != [version]:
             raise SyncError(
                 f"{self.actor.name} sampled with version {min(versions)} instead of {version}"
             )

@@ -24,13 +24,10 @@ logger = logging.getLogger(__name__)
 class JsonlTracker:
     """One JSON object per line: metrics in ``metrics.jsonl``, tables in ``NAME/step-000012.jsonl``.
 
-    Non-finite numbers, which JSON cannot represent, are written as null.
-
-    Args:
-        folder: the run's output folder.
-        history: rows logged so far, each with its "step", if the run is resumed.  A file with
-            other rows (of an earlier run, or of iterations lost in a kill) is renamed to
-            ``metrics.1.jsonl`` (2, 3, ...).  Without history, so are folders of tables.
+    Non-finite numbers, which JSON cannot represent, are written as null.  A resumed run has a
+    ``history``, rows with their "step".  A file with other rows (of an earlier run, or of
+    iterations lost in a kill) is renamed to ``metrics.1.jsonl`` (2, 3, ...); without history, so
+    are folders of tables.
     """
 
     def __init__(self, folder: str | Path, *, history: Sequence[Mapping[str, float]] = ()) -> None:

@@ -177,7 +177,7 @@ class TokenLog:
             "value": kept.old_values,
             "return": kept.returns,
         }
-        version = int(rollout.version[i])
+        version = int(rollout.policy_version[i])
         row: dict[str, Any] = {
             "prompt": self.tokenizer.decode(kept.prompt_ids[i][kept.prompt_mask[i]]),
             "group": int(rollout.prompts.group[i]),

@@ -267,10 +267,7 @@ class Stopping(TrainerCallback):
 
 
 class Reporting(Stopping):
-    """Sends logged rows to the driver of a Ray launch, and stops when the driver asks to.
-
-    Rank 0 (``main``) talks to the driver.
-    """
+    """Sends the rows of rank 0 to the driver of a Ray launch, and stops when the driver asks to."""
 
     def __init__(self, context: RankContext, *, main: bool) -> None:
         self._context, self._main = context, main

@@ -46,7 +46,7 @@ class Deaf(EmbeddedEngine):
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         made = super().generate(prompts, sampling=sampling, seed=seed)
         assert made.behavior_logprobs is not None
-        return replace(made, behavior_logprobs=made.behavior_logprobs * 1.1, version=made.version)
+        return replace(made, behavior_logprobs=made.behavior_logprobs * 1.1)
 
 
 def run(kind: str, reward: Callable[..., Any], **options: Any) -> list[dict[str, float]]:

@@ -218,10 +218,7 @@ def find_reward(options: Options, policy: str) -> str | None:
 
 
 def build_rewards(options: Options, *, model: bool) -> tuple[list[Any], list[float] | None]:
-    """Reward functions, and weights of all sources; None: ``reward_weights`` applies.
-
-    A reward model, if there is one (``model``), comes first.
-    """
+    """Reward functions, and weights of all sources, a model first; None: those of the config."""
     from kedge.verifiers import by_column, r1_style_format
 
     script = options.script

@@ -341,7 +341,7 @@ def build_rollout(
         loss_mask=mask,
         response_mask=mask.clone(),
         terminated=torch.tensor([x.terminated for x in responses]),
-        version=torch.tensor([x.versions[0][0] for x in responses]),
+        policy_version=torch.tensor([x.versions[0][0] for x in responses]),
         token_version=token_versions([x.versions for x in responses], size),
         behavior_logprobs=logprobs,
         allowed_tokens=stack(

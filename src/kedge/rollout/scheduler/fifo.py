@@ -143,8 +143,8 @@ class FifoScheduler(RolloutScheduler):
                     f"samples in the checkpoint must be batches of {size} responses, got"
                     f" {len(rollout)}: resume with the same batch size and rollout_schedule"
                 )
-            known = rollout.version >= 0
-            if bool((known & (rollout.version < number - max_lag)).any()):
+            known = rollout.policy_version >= 0
+            if bool((known & (rollout.policy_version < number - max_lag)).any()):
                 warnings.warn(
                     f"samples in the checkpoint are too old for max_lag={max_lag}; they are"
                     " dropped and sampled again",

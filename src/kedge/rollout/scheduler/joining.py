@@ -172,7 +172,7 @@ def restore_groups(
                     f" {len(rows)}: resume with the same rollout_schedule and num_generations"
                 )
             ids.append(-1 - len(versions))
-            known = x.rollout.version[rows]
+            known = x.rollout.policy_version[rows]
             known = known[known >= 0]
             versions[ids[-1]] = int(known.min()) if len(known) else step
         store.add(renumber(x, ids))

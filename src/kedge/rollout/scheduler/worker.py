@@ -190,7 +190,7 @@ class EngineWorker:
 
     def check(self, rollout: Rollout) -> None:
         """Compare the version of every row with that of the weights when it was started."""
-        versions = zip(rollout.prompts.group.tolist(), rollout.version.tolist(), strict=True)
+        versions = zip(rollout.prompts.group.tolist(), rollout.policy_version.tolist(), strict=True)
         for number, version in versions:
             if 0 <= version < self.held[number]:
                 raise SyncError(

@@ -233,7 +233,7 @@ def build_rollout(
         loss_mask=mask.to(device),
         response_mask=mask.clone().to(device),
         terminated=torch.tensor([ended for _, ended in ends], device=device),
-        version=torch.tensor([result.version for result in results], device=device),
+        policy_version=torch.tensor([result.version for result in results], device=device),
         # Rounding can make the log of 1 slightly positive.
         behavior_logprobs=logprobs.clamp(max=0.0).to(device),
         allowed_tokens=None if allowed is None else allowed.to(device),
