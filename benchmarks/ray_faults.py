@@ -85,7 +85,7 @@ def computes(run: Run, *names: str) -> bool:
     try:
         before = seconds()
         time.sleep(0.4)
-        return seconds() - before > 0.15
+        return seconds() - before > 0.05
     except psutil.NoSuchProcess:
         return False
 

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -29,6 +30,7 @@ from transformers import (
 )
 
 from kedge import PPOConfig, PPOTrainer
+from kedge.math.kl import over_vocabulary
 
 SHARED = Path(os.environ.get("KEDGE_SHARED", Path(__file__).parents[2] / "shared"))
 RESULTS = Path(__file__).parent / "results"
@@ -43,6 +45,7 @@ IN_FLIGHT: dict[str, Any] = APART | {
     "in_flight_weight_updates": True,
     "sampler_correction": "truncate",
 }
+LENGTH = {"max_new_tokens": 53, "min_new_tokens": 53}
 SIDES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "vLLM on Ray, max_lag=0": APART | {"max_lag": 0},
@@ -91,6 +94,24 @@ def trainer(side: str, seed: int, updates: int, **changes: Any) -> PPOTrainer:
     )
 
 
+@torch.no_grad()
+def kl_of_own_samples(model: Any) -> float:
+    """Exact KL to the reference in nats, along a response of the policy to the last 32 prompts."""
+    data, model = SHARED / "data", model.eval()
+    read = AutoTokenizer.from_pretrained(data / "stories-head32", padding_side="left")
+    lines = (data / "story-prompts" / "train.jsonl").read_text().splitlines()[-32:]
+    x = read([json.loads(line)["prompt"] for line in lines], return_tensors="pt", padding=True)
+    start, mask = x.input_ids.shape[1], x.attention_mask
+    plain = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
+    torch.manual_seed(0)
+    ids = model.generate(x.input_ids, attention_mask=mask, **LENGTH, **plain)
+    mask = torch.cat([mask, torch.ones_like(ids[:, start:])], 1)
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    models = model, AutoModelForCausalLM.from_pretrained(data / "stories-head32").eval()
+    of, ref = (m(ids, **given).logits[:, start - 1 : -1].log_softmax(-1) for m in models)
+    return float(over_vocabulary(of, ref).sum(1).mean())
+
+
 def run(side: str, seed: int, updates: int, engines: int, prompts: int) -> dict[str, Any]:
     """One run."""
     apart = {"vllm_num_engines": engines} if "Ray" in side else {}
@@ -108,6 +129,7 @@ def run(side: str, seed: int, updates: int, engines: int, prompts: int) -> dict[
         "seed": seed,
         "scores": scores,
         "kl": [row["objective/kl"] for row in rows],
+        "kl_of_own_samples": kl_of_own_samples(made.model),
         "logprob_gap": max(row.get("rollout/logprob_gap", 0.0) for row in rows),
         "stale_gap": max(row.get("rollout/stale_gap", 0.0) for row in rows),
         "lag_max": max(row.get("rollout/lag_max", 0.0) for row in rows),

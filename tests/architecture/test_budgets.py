@@ -40,7 +40,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_323,
 }
 TOTAL = 48_061
-TESTS = 41_613
+TESTS = 41_617
 
 
 def count_lines(files: list[Path]) -> int:

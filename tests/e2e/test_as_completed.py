@@ -108,6 +108,7 @@ def test_in_flight_every_token_trains_with_its_own_weight_or_old_ones_are_left_o
     trainer.train()
     oldest = bounded = 0
     for version, (batch, experience, learner) in enumerate(seen):
+        entropy = 0.0  # of the learner, by importance sampling
         both = {rows[i]: sum(map(batch.score, rows)) for rows in batch.groups() for i in (0, 1)}
         for row in batch.rows:
             length = len(learner[row])
@@ -115,11 +116,14 @@ def test_in_flight_every_token_trains_with_its_own_weight_or_old_ones_are_left_o
             trained = age <= (1 if correction == "mask_old" else 99)
             assert torch.equal(experience.loss_mask[row, :length], trained)
             ratio = (learner[row] - batch.rollout.behavior_logprobs[row, :length].double()).exp()
+            entropy -= float((learner[row] * ratio.clamp(max=10).where(age > 0, 1)).sum())
             advantage = 2 * batch.score(row) - both[row]  # less the score of the other response
             found = experience.advantages[row, :length][trained].double()
             want = (advantage * ratio.clamp(max=2))[trained]
             torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
             oldest, bounded = max(oldest, int(age.max())), bounded + int((ratio > 2).sum())
+        logged = rows(trainer)[version]["objective/entropy"]
+        assert logged == pytest.approx(entropy / len(batch.rows), rel=1e-4)
     assert min(oldest, bounded) > 1
     drops, logged = correction == "mask_old", rows(trainer)
     assert max(row["rollout/lag_max"] for row in logged) == (1 if drops else oldest)

@@ -27,8 +27,7 @@ def by_prompt(prompts, completions, **_):
 def recorded(tmp_path_factory):
     """A policy, and a folder with 64 of its responses."""
     folder = tmp_path_factory.mktemp("value")
-    policy = tiny_policy("gpt_neox", vocab_size=VOCAB, eos_token_id=EOS)
-    policy.save_pretrained(folder / "policy")
+    tiny_policy("gpt_neox", vocab_size=VOCAB, eos_token_id=EOS).save_pretrained(folder / "policy")
     word_tokenizer().save_pretrained(folder / "policy")
     options = {"learning_rate": 1e-9, "kl_coef": 0.0, "total_episodes": 64}
     trainer = small(
@@ -40,6 +39,7 @@ def recorded(tmp_path_factory):
         save_rollouts=str(folder / "rollouts"),
     )
     trainer.train()
+    trainer.save_model(str(folder / "run"))
     return folder
 
 
@@ -49,13 +49,13 @@ def test_fit_check_and_ppo(recorded, tmp_path, capsys):
     command.main(
         ["fit", str(again), "--model", str(recorded / "policy"), "--output_dir", str(critic), *how]
     )
-    out = capsys.readouterr().out
-    held_out = int(out.split(" responses to train on, ")[1].split(" held out")[0])
-    assert held_out == 13  # the responses to a fifth of the prompts
+    assert ", 13 held out" in capsys.readouterr().out  # the responses to a fifth of the prompts
     check = json.loads((critic / "value_check.json").read_text())
     assert check["explained_variance"] > 0.6  # before: below 0, since every value is 0
     assert abs(check["calibration"][0][0] - check["calibration"][0][1]) < 0.5
     picture = tmp_path / "critic.png"
+    command.main(["check", str(again), "--value_model", str(recorded / "run" / "value_model")])
+    assert "V is -1." in capsys.readouterr().out  # a head beside its policy, still near 0
     command.main(["check", str(again), "--value_model", str(critic), "--plot", str(picture)])
     assert "the mean return knows" in capsys.readouterr().out
     assert picture.stat().st_size > 10_000

@@ -28,7 +28,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     parser = Flags("kedge value", "Train and check a value model on recorded rollouts.", EPILOG)
     parser.add_argument("action", choices=("fit", "check"))
     parser.add_argument("rollouts", nargs="+", help="folders of save_rollouts, or .jsonl files")
-    parser.add_argument("--model", help="fit: the policy whose weights the value model starts from")
+    parser.add_argument("--model", help="policy: fit starts from it, check reads a head on it")
     parser.add_argument("--value_model", help="check: folder; fit: one to train on")
     parser.add_argument("--tokenizer", help="folder or hub name; that of the model by default")
     parser.add_argument("--output_dir", help="fit: folder of the value model")
@@ -63,7 +63,9 @@ def main(argv: Sequence[str]) -> None:
     from kedge.pretrain.value import check_value, fit_value, read_episodes, split_prompts
 
     start, say = flags.value_model or flags.model, sys.stdout.write
-    tokenizer = load_tokenizer(flags.tokenizer or start)
+    homes = (start, Path(start).parent)  # ppo writes the tokenizer beside value_model/
+    own = [str(x) for x in homes if Path(x, "tokenizer_config.json").is_file()]
+    tokenizer = load_tokenizer(flags.tokenizer or [*own, start][0])
     if not len(tokenizer):
         raise ConfigError(f"{start!r} has no tokenizer; give that of the policy with --tokenizer")
     episodes = read_episodes(flags.rollouts, tokenizer, gamma=flags.gamma)
@@ -93,16 +95,22 @@ def main(argv: Sequence[str]) -> None:
 def _load(flags: argparse.Namespace) -> Any:
     import torch
 
+    from kedge.models import value_head
     from kedge.models.freezing import freeze_attention
     from kedge.models.load import load_policy
     from kedge.models.model import causal_parts, no_dropout
-    from kedge.models.value_head import copy_as_value, load_value
 
-    if flags.value_model:
-        model = load_value(flags.value_model)
+    folder = flags.value_model
+    if flags.action == "check" and folder and Path(folder, value_head.HEAD_FILE).is_file():
+        policy: Any = load_policy(flags.model or str(Path(folder).parent)).float()
+        parts = causal_parts(policy)
+        policy.value_head = value_head.load_value_head(folder, parts)  # of the policy beside it
+        model = value_head.ScalarModel(policy, parts.backbone, policy.value_head)
+    elif folder:
+        model = value_head.load_value(folder)
     else:
-        policy: Any = load_policy(flags.model).float()
-        model = copy_as_value(policy, causal_parts(policy))
+        policy = load_policy(flags.model).float()
+        model = value_head.copy_as_value(policy, causal_parts(policy))
     if flags.freeze_attention:
         freeze_attention(model.backbone, what="the value model")
     no_dropout(model)
@@ -115,8 +123,7 @@ def describe(measures: dict[str, Any]) -> list[str]:
     rows = [("", "explained", "tokens"), ("all tokens", _number(explained), measures["tokens"])]
     for i, (share, tokens) in enumerate(measures["by_position"]):
         rows.append((f"{10 * i} to {10 * (i + 1)}% of the response", _number(share), tokens))
-    for i, (share, tokens) in enumerate(turns if len(turns) > 1 else []):
-        rows.append((f"turn {i + 1}", _number(share), tokens))
+    rows += [(f"turn {i}", _number(x), n) for i, (x, n) in enumerate(turns, 1) if len(turns) > 1]
     rows.append(("the mean return knows", "0", ""))
     rows.append(("the length would know", _number(measures["by_length"]), ""))
     lines = [f"{name:<28}{share:>12}{tokens:>10}" for name, share, tokens in rows]
@@ -144,11 +151,8 @@ def plot(check: dict[str, Any], file: str) -> None:
     panels = [("by_position", "tenth of the response"), ("by_turn", "turn")]
     panels = panels[: 1 + (len(check["by_turn"]) > 1)]
     figure = Figure(figsize=(4 + 4 * len(panels), 3.8), layout="constrained")
-    explained = _number(check["explained_variance"])
-    figure.suptitle(
-        f"explained variance {explained} over {check['tokens']:,} tokens of"
-        f" {check['responses']:,} responses"
-    )
+    over = f"{check['tokens']:,} tokens of {check['responses']:,} responses"
+    figure.suptitle(f"explained variance {_number(check['explained_variance'])} over {over}")
     known = [share for name, _ in panels for share, _ in check[name] if share is not None]
     low = max(-1.0, min([-0.1, *known]))
     *axes_by, calibration = figure.subplots(1, 1 + len(panels))
@@ -164,12 +168,8 @@ def plot(check: dict[str, Any], file: str) -> None:
         if check["by_length"] is not None:
             axes.axhline(check["by_length"], color="gray", ls=":", label="length, known afterwards")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set(
-            xlabel=label,
-            ylabel="explained variance",
-            xlim=(0.4, len(check[name]) + 0.6),
-            ylim=(low, 1),
-        )
+        axes.set(xlabel=label, ylabel="explained variance", ylim=(low, 1))
+        axes.set_xlim(0.4, len(check[name]) + 0.6)
         axes.legend(frameon=False, fontsize="small", loc="upper left")
     means = [(v, g) for v, g, _ in check["calibration"]]
     calibration.plot([v for v, _ in means], [g for _, g in means], "o-", color=_BLUE)
