@@ -40,7 +40,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_323,
 }
 TOTAL = 48_060
-TESTS = 41_615
+TESTS = 41_634
 
 
 def count_lines(files: list[Path]) -> int:

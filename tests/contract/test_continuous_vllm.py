@@ -26,6 +26,20 @@ def engine(request: Any) -> Any:
     return engine
 
 
+@torch.no_grad()
+def largest_gap(models: dict[int, Any], rollout: Rollout, row: int) -> float:
+    """Recorded log-probabilities against each token's own version after the earlier tokens."""
+    cache, read = None, rollout.prompts.ids[row][rollout.prompts.mask[row]]
+    gaps = [0.0]
+    for slot in range(int(rollout.response_mask[row].sum())):
+        model = models[int(rollout.token_versions[row, slot])].eval()
+        out = model(read[None], past_key_values=cache, use_cache=True)
+        cache, read = out.past_key_values, rollout.ids[row, slot][None]
+        own = out.logits[0, -1].float().log_softmax(-1)[read]
+        gaps.append(float((own - rollout.behavior_logprobs[row, slot]).abs()))
+    return max(gaps)
+
+
 @pytest.mark.smoke
 def test_requests_one_by_one_give_the_responses_of_whole_batches(engine: Any) -> None:
     batch = prompts(copies=3)
@@ -70,6 +84,11 @@ def test_responses_continue_with_new_weights_and_every_token_has_its_version(
     count = (versions == 3).sum(1)
     assert bool((count >= (12 if in_process else 1)).all())
     assert bool((count <= (20 if in_process else size)).all())
+    models = {3: policy(), 4: policy()}
+    for version, model in models.items():
+        model.load_state_dict(weights if version == 3 else moved, strict=False)
+    worst = max(largest_gap(models, rollout, row) for row in range(6))
+    assert worst < 1e-4  # with the keys and values that the old weights left
     # A new request with the same prompt does not read prefixes of the old weights.
     engine.submit(prompts(), sampling=Sampling(max_new_tokens=8), seed=0)
     fresh = drained(engine)

@@ -240,18 +240,18 @@ class Remote:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Context in which the server is paused, and new requests wait.
+        """Context in which the server is paused; held requests keep their keys and values.
 
-        Requests of ``serve`` continue afterwards with the keys and values of the old
-        weights; without any, requests of other clients finish first.
+        Without ``clear_cache=false`` vLLM 0.32 preempts them and computes all their tokens again
+        with the new weights.  If none is held, requests of other clients finish first.
         """
-        self._post(f"/pause?mode={'keep' if self.holds else 'wait'}", timeout=self._slow)
+        mode = "keep" if self.holds else "wait"
+        self._post(f"/pause?mode={mode}&clear_cache=false", timeout=self._slow)
         try:
             yield
-        except LostServerError:
-            raise  # resuming the server is impossible
-        except BaseException:
-            self._post("/resume")
+        except BaseException as error:
+            if not isinstance(error, LostServerError):  # resuming a lost server is impossible
+                self._post("/resume")
             raise
         self._post("/resume")
 
