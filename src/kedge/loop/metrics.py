@@ -32,7 +32,7 @@ NAMES: dict[str, str] = {
     "objective/kl3": "nats per response; the k3 estimate of the same, for any kl_estimator",
     "objective/kl_coef": "coefficient of the KL penalty used for this batch",
     "objective/entropy": "nats per response; negative log-probability summed over its tokens",
-    "objective/non_score_reward": "KL penalty of a response (stale tokens weighted), mean over responses",
+    "objective/non_score_reward": "KL penalty per response, stale tokens weighted; mean over them",
     "objective/rlhf_reward": "score plus KL penalty, which PPO maximizes; mean over responses",
     "objective/scores": "mean score per response, including the penalty for a missing stop token",
     "objective/scores_std": "standard deviation of the scores over the batch",
