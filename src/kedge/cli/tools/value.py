@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
     from kedge.pretrain.value import check_value, fit_value, read_episodes, split_prompts
 
     start, say = flags.value_model or flags.model, sys.stdout.write
-    homes = (start, Path(start).parent)  # ppo writes the tokenizer beside value_model/
+    homes = (start, Path(start).parent)  # ppo writes the tokenizer next to value_model/
     own = [str(x) for x in homes if Path(x, "tokenizer_config.json").is_file()]
     tokenizer = load_tokenizer(flags.tokenizer or [*own, start][0])
     if not len(tokenizer):
@@ -104,7 +104,7 @@ def _load(flags: argparse.Namespace) -> Any:
     if flags.action == "check" and folder and Path(folder, value_head.HEAD_FILE).is_file():
         policy: Any = load_policy(flags.model or str(Path(folder).parent)).float()
         parts = causal_parts(policy)
-        policy.value_head = value_head.load_value_head(folder, parts)  # of the policy beside it
+        policy.value_head = value_head.load_value_head(folder, parts)  # of the policy next to it
         model = value_head.ScalarModel(policy, parts.backbone, policy.value_head)
     elif folder:
         model = value_head.load_value(folder)
