@@ -133,8 +133,8 @@ def test_two_workers_of_one_vllm_are_sent_weights():
 
 
 def test_an_adapter_on_a_base_in_bfloat16():
-    from kedge.loop.preflight import LOW_PRECISION
     from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
+    from kedge.rollout.vllm.engine import LOW_PRECISION
 
     model = with_lora()
     for p in model.parameters():
