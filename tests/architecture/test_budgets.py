@@ -33,13 +33,13 @@ BUDGETS = {
     "rewards": 1_526,
     "rollout": 565,
     "rollout/embedded": 1_410,
-    "rollout/scheduler": 1_680,
+    "rollout/scheduler": 1_683,
     "rollout/vllm": 2_680,
     "trainers": 3_558,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 48_060
+TOTAL = 48_063
 TESTS = 41_634
 
 

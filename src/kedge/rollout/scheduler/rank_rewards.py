@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import socket
@@ -16,6 +17,7 @@ from kedge.errors import KedgeError, RewardError
 from kedge.rollout.engines import RankGroups
 from kedge.types import RewardOutput, Rollout
 
+logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 
 
@@ -55,7 +57,8 @@ def connect(ranks: RankGroups, scheduler: Any) -> list[RankReward]:
         address = remote[0] if remote else LOOPBACK
         try:
             listeners.append(Listener((address, 0), backlog=ranks.size, authkey=key))
-        except OSError:  # an address that the network translates: no interface here has it
+        except OSError:  # translated by the network, as between containers
+            logger.warning("no interface has %s: rewards of ranks are accepted on all", address)
             listeners.append(Listener(("", 0), backlog=ranks.size, authkey=key))
         return [(address, listeners[0].address[1], key)] * ranks.size
 
