@@ -39,10 +39,6 @@ class LostNodeError(RolloutError):
     """An actor cannot be restarted: its node is lost, and no other node has room."""
 
 
-class LostRequestsError(RolloutError):
-    """A rollout engine was restarted and has lost its requests, which can be sampled again."""
-
-
 class SyncError(KedgeError, RuntimeError):
     """A rollout engine does not have the weights that it was sent."""
 

@@ -97,11 +97,7 @@ class ContinuousEngine(RolloutEngine, Protocol):
         """Add rows: whole groups, whose ids differ from those in the engine."""
 
     def advance(self) -> Rollout | None:
-        """Sample for a short time; returns complete groups, with their prompts as submitted.
-
-        Raises:
-            LostRequestsError: the engine was restarted and lost its requests.
-        """
+        """Sample for a short time; returns complete groups, with their prompts as submitted."""
 
     def cancel(self) -> None:
         """Drop all requests."""

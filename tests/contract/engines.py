@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from kedge.config.rollout_engines import find_engine
-from kedge.ray.placement import RayCluster
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.rollout.engines import EngineInputs
+from kedge.rollout.liveness import WorkerLimits
 from kedge.testing import ScriptedRollouts, tiny_policy
-from kedge.trainers.spec import shared_kwargs
 from tests.on_ray.clusters import local, needs_ray
 
 PAD = 0
@@ -79,7 +78,8 @@ def server_of():
 
     model = policy(max_positions=1024)  # long enough to receive weights while it samples
     spec = PolicyTemplate.of(model)
-    return VLLMEngine(Server(spec, trained(model), heartbeat=0.5, patience=5.0), spec, pad_id=PAD)
+    limits = WorkerLimits(heartbeat=0.5, patience=5.0)
+    return VLLMEngine(Server(spec, trained(model), limits=limits), spec, pad_id=PAD)
 
 
 def vllm_server():
@@ -96,10 +96,7 @@ def vllm():
 
 def build_named(args, model, **options):
     """The engines in actors that a config names."""
-    build = resolve_name(find_engine(args).build)
-    cluster = RayCluster(actors=args.vllm_num_engines, **shared_kwargs(args, RayCluster))
-    inputs = EngineInputs(policy=model, **options)
-    return build(inputs, cluster=cluster, **shared_kwargs(args, build))
+    return resolve_name(find_engine(args).build)(EngineInputs(policy=model, **options), args)
 
 
 @functools.cache

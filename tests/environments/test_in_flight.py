@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.errors import LostRequestsError
 from kedge.models.fingerprint import policy_weights
 from kedge.rollout.embedded.decode import CausalDecoder
 from kedge.types import Metrics, Rollout
@@ -218,23 +217,3 @@ def test_dropped_episodes_give_their_environments_back() -> None:
     played.submit(prompts(4), sampling=sampling(), seed=5)
     assert len(drained(played)) == 4
     assert len(made) == 4
-
-
-def test_an_engine_that_dies_drops_the_episodes() -> None:
-    class Dying(Wrapped):
-        dead = False
-
-        def advance(self) -> Any:
-            if not self.dead:
-                self.dead = True
-                self.inner.cancel()
-                raise LostRequestsError("the engine was restarted")
-            return self.inner.advance()
-
-    played = rollouts(Echo, Dying())
-    played.submit(prompts(4), sampling=sampling(), seed=5)
-    with pytest.raises(LostRequestsError):
-        drained(played)
-    assert played.unfinished == 0
-    played.submit(prompts(4), sampling=sampling(), seed=5)
-    assert len(drained(played)) == 4

@@ -13,9 +13,9 @@ from kedge.errors import SyncError
 from kedge.learner.learner_state import WeightCopier
 from kedge.models.fingerprint import WeightsCopy, fingerprint, policy_weights
 from kedge.ray import engine as ray_engine
-from kedge.ray.actor import ActorLimits
 from kedge.ray.engine import HostedEngine, RayEngine, StoredWeights, stage_weights, store_weights
 from kedge.ray.placement import SharedArgument
+from kedge.rollout.liveness import WorkerLimits
 from kedge.rollout.vllm import weights as weight_files
 from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.testing import tiny_policy
@@ -103,7 +103,7 @@ def test_an_engine_drops_its_weights_before_it_loads_others(
 
     monkeypatch.setattr(ray, "put", put)
     monkeypatch.setattr(ray_engine, "Actor", PretendActor)
-    options: dict[str, Any] = {"options": {}, "limits": ActorLimits()}
+    options: dict[str, Any] = {"options": {}, "limits": WorkerLimits()}
     first = StoredWeights.put([("w", torch.zeros(8))])
     model = SharedArgument(int, engines)
     stored.clear()

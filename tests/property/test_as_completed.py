@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.errors import CheckpointError, LostRequestsError, SyncError
+from kedge.errors import CheckpointError, SyncError
 from kedge.loop.updater import StepReport
 from kedge.rollout.engines import RankGroups
 from kedge.rollout.scheduler.dispatch import Dispatcher, deal
@@ -189,7 +189,7 @@ class Wide(Sampler):
 
 
 class Slots(Wide):
-    """Holds single prompts, each for a few tokens; sometimes it dies and loses them."""
+    """Holds single prompts, each for a few tokens; sometimes it dies and samples them again."""
 
     slots, updates_in_flight = 5, True
 
@@ -213,8 +213,8 @@ class Slots(Wide):
         if self.rng.random() < self.failures:
             raise Broken
         if self.rng.random() < self.deaths:
-            self.cancel()
-            raise LostRequestsError("the engine died")
+            self.tokens = {number: [] for number in self.held}
+            return None
         for versions in self.tokens.values():
             versions.append(self.version)
         done = [n for n in self.held if self.rng.random() < 0.3]

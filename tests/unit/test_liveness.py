@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from kedge.ray import cluster
-from kedge.ray.actor import Actor, ActorLimits, LostActorError
+from kedge.ray.actor import Actor, LostActorError
 from kedge.ray.cluster import cause
 from kedge.ray.context import ActorProcess
 from kedge.rollout import liveness
-from kedge.rollout.liveness import reporting_silence
+from kedge.rollout.liveness import WorkerLimits, reporting_silence
 
 
 def test_a_line_says_what_is_waited_for_while_engines_start(monkeypatch, caplog):
@@ -47,7 +47,7 @@ def clock(monkeypatch):
 def engine():
     """An actor without a process."""
     actor = Actor.__new__(Actor)
-    actor.name, actor.process, actor._limits = "engine 0", ActorProcess(0, "", ""), ActorLimits()
+    actor.name, actor.process, actor._limits = "engine 0", ActorProcess(0, "", ""), WorkerLimits()
     return actor
 
 

@@ -13,7 +13,7 @@ import torch
 
 from kedge.errors import ConfigError, LostNodeError, SyncError
 from kedge.ray.launch import Failure, failure
-from kedge.ray.placement import from_launch, plan_bundles
+from kedge.ray.placement import plan_bundles, reserve
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.rollout.engines import ShardedEngine, join_rollouts, slice_rollout, start_all
 from kedge.testing import tiny_policy
@@ -60,20 +60,18 @@ class TestPlan:
         plan = plan_bundles(learners=[2], engines=2, references=4)
         placement = SimpleNamespace(plan=plan)
 
-        def slots(rank, role, count, **about):
+        def slots(rank, role, **count):
             at = SimpleNamespace(rank=rank, world_size=2, placement=placement)
             monkeypatch.setattr("kedge.ray.placement.get_context", lambda: at)
-            found = from_launch(role, count=count, option="ray_ref_workers", **about)
-            return None if found is None else [slot.index for slot in found.slots]
+            return [slot.index for slot in reserve(role, SimpleNamespace(**count)).slots]
 
-        assert [slots(rank, "reference", 2) for rank in (0, 1)] == [[0, 1], [2, 3]]
-        assert [slots(rank, "engine", 2, each=False) for rank in (0, 1)] == [[0, 1], [0, 1]]
-        assert [slots(rank, "engine", 1) for rank in (0, 1)] == [[0], [1]]
-        assert slots(0, "reward", 1) is None
+        ranks = (0, 1)
+        assert [slots(x, "reference", ray_ref_workers=2) for x in ranks] == [[0, 1], [2, 3]]
+        assert [slots(x, "engine", vllm_num_engines=2) for x in ranks] == [[0, 1], [0, 1]]
         with pytest.raises(
             ConfigError, match=r"ray_ref_workers=3 needs 6 reference actors .* reserved 4"
         ):
-            slots(0, "reference", 3)
+            slots(0, "reference", ray_ref_workers=3)
 
     @pytest.mark.parametrize("engines", [1, 2, 3, 7])
     def test_one_gpu_is_shared_by_learner_and_engines(self, engines):

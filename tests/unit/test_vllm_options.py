@@ -31,7 +31,6 @@ from kedge.rollout.vllm.service import (
     row_seed,
 )
 from kedge.testing import tiny_policy
-from kedge.trainers.spec import shared_kwargs
 from kedge.types import Sampling
 from tests.contract.embedded import prompts
 from tests.contract.engines import policy, trained
@@ -153,7 +152,7 @@ def test_nccl_without_gpus_is_refused(monkeypatch):
     asked = {"output_dir": "unused", "rollout_engine": "ray", "vllm_transfer": "nccl"}
     args, sampling = PPOConfig(**asked), Sampling(max_new_tokens=1)
     with pytest.raises(ConfigError, match=r"vllm_transfer='nccl' needs a GPU"):
-        check_local(policy(), sampling, **shared_kwargs(args, check_local))
+        check_local(policy(), sampling, args)
     with pytest.raises(ConfigError, match="vllm_transfer='nccl' has no effect with"):
         PPOConfig(**asked | {"rollout_engine": "vllm_server"})
 

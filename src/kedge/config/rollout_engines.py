@@ -46,9 +46,9 @@ def installed(package: str) -> bool:
 class RolloutEngineSpec:
     """A rollout engine that ``rollout_engine`` can name.
 
-    ``build`` and ``check`` are "module:function" and get the options that their signatures name.
-    ``build`` also gets ``EngineInputs``; ``check``, which runs before weights are loaded, the
-    policy (a model, folder or hub name) and the sampling parameters.
+    ``build`` and ``check`` are "module:function" and get the config last.  ``build`` also gets
+    ``EngineInputs``; ``check``, which runs before weights are loaded, the policy (a model, folder
+    or hub name) and the sampling parameters.
     """
 
     summary: str  # one line for help texts

@@ -33,7 +33,7 @@ from kedge.environments.episode import (
 )
 from kedge.environments.pool import Calls, EnvironmentPool, MakeEnvironment, OnError, RunningCalls
 from kedge.environments.turn_tokens import TurnTokens, as_messages
-from kedge.errors import ConfigError, LostRequestsError, RewardError, RolloutError
+from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.protocols import NewContext, Observation, RolloutEngine, Step
 from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling
 
@@ -215,7 +215,6 @@ class EnvironmentRollouts:
         """Continue playing; returns the groups whose episodes are complete.
 
         Raises:
-            LostRequestsError: the engine was restarted and lost its requests.
             RolloutError: as for ``generate``.
         """
         episodes = self._play_on()
@@ -267,11 +266,7 @@ class EnvironmentRollouts:
             if self._ready and not self._calls:
                 self._sample_together()
         elif self.engine.unfinished:
-            try:
-                sampled = self.engine.advance()
-            except LostRequestsError:
-                self._drop()
-                raise
+            sampled = self.engine.advance()
             for i, key in enumerate([] if sampled is None else sampled.prompts.group.tolist()):
                 self._take_turn(self._running[key], sampled, i)
         in_environments, in_model = self._seconds

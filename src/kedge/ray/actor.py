@@ -6,14 +6,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from kedge.errors import ConfigError, KedgeError, LostNodeError, RolloutError
 from kedge.loop.shutdown import exit_with
 from kedge.ray.cluster import ControlStore, cause
 from kedge.ray.context import HEALTH, ActorProcess
-from kedge.rollout.liveness import WARN_AFTER, RunningTime, silence, starting
+from kedge.rollout.liveness import WARN_AFTER, RunningTime, WorkerLimits, silence, starting
 
 logger = logging.getLogger(__name__)
 _MAX_RESTARTS = 3  # in a row, without a finished call in between
@@ -24,16 +23,6 @@ _NOT_STARTED = ActorProcess(pid=0, address="", node="")
 
 class LostActorError(RolloutError):
     """The actor died or hangs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActorLimits:
-    """Timeouts of an actor, in seconds."""
-
-    start: float = 300.0  # seconds until the process responds, and until the object is built
-    heartbeat: float = 5.0  # seconds between health checks
-    patience: float = 60.0  # seconds without a response until it counts as hung
-    call: float = 3600.0  # maximum seconds of a call, even if health checks succeed
 
 
 class Actor:
@@ -51,7 +40,7 @@ class Actor:
         build: Callable[[Any], Any],
         *,
         options: Mapping[str, Any],
-        limits: ActorLimits,
+        limits: WorkerLimits,
         revive: Callable[[Actor], None] | None = None,
     ) -> None:
         self.name, self.restarts = name, 0

@@ -7,24 +7,18 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from kedge.config.rollout_engines import engine_args, installed_vllm
-from kedge.errors import ConfigError, LostRequestsError, RolloutError, SyncError
+from kedge.config.rollout_engines import installed_vllm
+from kedge.errors import ConfigError, RolloutError, SyncError
 from kedge.models.fingerprint import WeightsCopy, policy_weights
 from kedge.protocols import RolloutEngine
-from kedge.ray.actor import Actor, ActorLimits, LostActorError
+from kedge.ray.actor import Actor, LostActorError
 from kedge.ray.context import ActorProcess
-from kedge.ray.placement import (
-    ActorResources,
-    RayCluster,
-    SharedArgument,
-    from_launch,
-    plan_bundles,
-)
+from kedge.ray.placement import ActorResources, SharedArgument, reserve
 from kedge.rollout.embedded.engine import EmbeddedEngine, check_prompts
 from kedge.rollout.engines import (
     EngineInputs,
@@ -33,6 +27,7 @@ from kedge.rollout.engines import (
     with_prompts,
     without_columns,
 )
+from kedge.rollout.liveness import WorkerLimits
 from kedge.rollout.vllm.build import build_template
 from kedge.rollout.vllm.engine import VLLMEngine
 from kedge.rollout.vllm.inprocess import InProcess
@@ -48,8 +43,12 @@ from kedge.rollout.vllm.weights import (
 )
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
 
+if TYPE_CHECKING:
+    from kedge.config.base import OnPolicyConfig
+
 _SECONDS = 0.05  # seconds of sampling per call of an actor
 NCCL = {"backend": "nccl"}  # vLLM's weight_transfer_config
+Request = tuple[PromptBatch, Sampling, int]  # with the seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +117,8 @@ def store_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> S
 class RayEngine:
     """A rollout engine whose engine, of class ``kind``, runs in an actor.
 
-    If the actor is lost while it samples, it is restarted with the same weights and samples its
-    rows again, by the same version.  Weights are read from Ray's object store (``stored``: version
+    If the actor is lost, it is restarted with the same weights and samples the unfinished rows
+    again, by the same version.  Weights are read from Ray's object store (``stored``: version
     0, in ``dtype``) or, with ``group``, broadcast over NCCL from GPU to GPU.  ``model`` is the
     first argument of ``kind``, shared by all engines, and ``settings`` its keyword arguments.
     """
@@ -136,7 +135,7 @@ class RayEngine:
         settings: Mapping[str, Any],
         *,
         options: Mapping[str, Any],
-        limits: ActorLimits,
+        limits: WorkerLimits,
         dtype: torch.dtype | None = None,
         template: PolicyTemplate | None = None,
         group: EngineGroup | None = None,
@@ -146,9 +145,9 @@ class RayEngine:
         self.sync_dtype = dtype
         self._stored = stored  # the current weights, for a restart
         self._loaded: tuple[int, Receipt, Expected | None] | None = None
-        self.unfinished = self._restarts = 0  # responses that are being sampled; restarts seen
-        self._in_flight: dict[int, PromptBatch] = {}  # by group
-        self._new: list[tuple[PromptBatch, Sampling, int]] = []  # rows not sent yet
+        self.unfinished = 0  # responses that are being sampled
+        self._in_flight: dict[int, Request] = {}  # by group
+        self._new: list[Request] = []  # rows not sent yet
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(
@@ -221,24 +220,20 @@ class RayEngine:
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
         """Add rows, which are sent with the next ``advance``."""
-        for number, rows in zip(*group_rows(prompts), strict=True):
-            self._in_flight[number] = prompts.rows(rows)
-        self._new.append((without_columns(prompts), sampling, seed))
+        self._new.append((prompts, sampling, seed))
         self.unfinished += len(prompts)
 
     def advance(self) -> Rollout | None:
         """Sample for a short time; returns complete groups."""
         new, self._new = self._new, []
-        try:
-            if self.actor.restarts != self._restarts:
-                raise LostActorError(f"{self.actor.name} was restarted")
-            groups, rollout, self.unfinished = self.actor.once("serve", new)
-        except LostActorError as error:
-            self.cancel()  # restarts it, with its weights
-            raise LostRequestsError(str(error)) from error
+        sent = [(without_columns(prompts), sampling, seed) for prompts, sampling, seed in new]
+        groups, rollout, self.unfinished = self.actor.call("serve", sent)
+        for prompts, sampling, seed in new:
+            for number, rows in zip(*group_rows(prompts), strict=True):
+                self._in_flight[number] = prompts.rows(rows), sampling, seed
         if rollout is None:
             return None
-        return with_prompts(rollout, PromptBatch.cat([self._in_flight.pop(n) for n in groups]))
+        return with_prompts(rollout, PromptBatch.cat([self._in_flight.pop(n)[0] for n in groups]))
 
     def cancel(self) -> None:
         """Drop all requests."""
@@ -246,27 +241,25 @@ class RayEngine:
         self._new.clear()
         self.unfinished = 0
         self.actor.call("cancel")
-        self._restarts = self.actor.restarts
 
     def close(self) -> None:
         """Kill the actor."""
         self.actor.close()
 
     def _revive(self, actor: Actor) -> None:
-        if self._loaded is None:
-            return
-        version, before, expected = self._loaded
-        receipt = actor.once("load_stored", self._stored, version, expected)
-        if receipt != before:
-            raise SyncError(
-                f"{actor.name} was restarted with version {version} and reports {receipt} instead"
-                f" of {before}"
-            )
+        if self._loaded is not None:
+            version, before, expected = self._loaded
+            receipt = actor.once("load_stored", self._stored, version, expected)
+            if receipt != before:
+                raise SyncError(
+                    f"{actor.name} was restarted with version {version} and reports {receipt}"
+                    f" instead of {before}"
+                )
+        for prompts, sampling, seed in self._in_flight.values():
+            actor.once("submit", without_columns(prompts), sampling=sampling, seed=seed)
 
 
-def serve(
-    engine: Any, new: Sequence[tuple[PromptBatch, Sampling, int]]
-) -> tuple[list[int], Rollout | None, int]:
+def serve(engine: Any, new: Sequence[Request]) -> tuple[list[int], Rollout | None, int]:
     """Add rows and sample for a short time; returns complete groups, and ``unfinished``."""
     for prompts, sampling, seed in new:
         engine.submit(prompts, sampling=sampling, seed=seed)
@@ -342,9 +335,7 @@ def _allocate(model: nn.Module) -> None:
                 setattr(module, name, allocated.setdefault(id(p), empty))
 
 
-def build_embedded(
-    inputs: EngineInputs, *, cluster: RayCluster, vllm_num_engines: int
-) -> RolloutEngine:
+def build_embedded(inputs: EngineInputs, args: OnPolicyConfig) -> RolloutEngine:
     """Embedded engines in actors that share the rows of each batch."""
     settings = {
         "pad_id": inputs.pad_id,
@@ -355,8 +346,8 @@ def build_embedded(
     }
     return _start(
         inputs,
-        cluster,
-        _resources(cluster, vllm_num_engines),
+        args,
+        reserve("engine", args),
         kind=HostedEngine,
         make_model=partial(on_cpu, meta_model(inputs.policy)),
         dtype=None,
@@ -364,45 +355,33 @@ def build_embedded(
     )
 
 
-def build_vllm(
-    inputs: EngineInputs,
-    *,
-    cluster: RayCluster,
-    vllm_num_engines: int,
-    vllm_engine_args: Any,
-    vllm_tensor_parallel_size: int,
-    vllm_sleep: bool,
-    vllm_tolerance: float | None,
-    vllm_transfer: str,
-    rollout_schedule: str,
-) -> RolloutEngine:
+def build_vllm(inputs: EngineInputs, args: OnPolicyConfig) -> RolloutEngine:
     """VLLM engines in actors that share the rows of each batch."""
-    arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
+    template, arguments = build_template(inputs, args)
     each = int(arguments.get("tensor_parallel_size", 1))
-    resources = _resources(cluster, vllm_num_engines, gpus_per_engine=each)
-    template, arguments = build_template(inputs, arguments, sleep=vllm_sleep)
+    resources = reserve("engine", args, gpus_per_engine=each)
     weights = policy_weights(inputs.policy)
     gpus = min(slot.gpus for slot in resources.slots)
     groups: list[EngineGroup | None] = [None] * len(resources.slots)
     adapter = template.adapter is not None
-    if _uses_nccl(weights, gpus=gpus, transfer=vllm_transfer, adapter=adapter):
+    if _uses_nccl(weights, gpus=gpus, transfer=args.vllm_transfer, adapter=adapter):
         arguments |= {"weight_transfer_config": NCCL}
-        device, limit = next(iter(weights.values())).device, cluster.worker_start_timeout
+        device, limit = next(iter(weights.values())).device, args.worker_start_timeout
         new = partial(_build_group, template, int(gpus), limit, device)
-        if rollout_schedule == "in_order":
+        if args.rollout_schedule == "in_order":
             groups = [new(shared=True)] * len(groups)
         else:
             groups = [new(shared=False) for _ in groups]
     settings = {
         "service": partial(InProcess, engine_args=arguments, shares_gpu=gpus < 1),
         "pad_id": inputs.pad_id,
-        "tolerance": vllm_tolerance,
+        "tolerance": args.vllm_tolerance,
         "extra_column": inputs.extra_column,
-        "sleeps": vllm_sleep,
+        "sleeps": args.vllm_sleep,
     }
     return _start(
         inputs,
-        cluster,
+        args,
         resources,
         kind=HostedVLLM,
         make_model=template.on_cpu,
@@ -415,7 +394,7 @@ def build_vllm(
 
 def _start(
     inputs: EngineInputs,
-    cluster: RayCluster,
+    args: OnPolicyConfig,
     resources: ActorResources,
     *,
     make_model: Callable[[], Any],
@@ -436,7 +415,7 @@ def _start(
             model=model,
             stored=stored,
             options=resources.placement.options(slot),
-            limits=cluster.limits,
+            limits=WorkerLimits.of(args),
             dtype=dtype,
             template=template,
             group=group,
@@ -450,16 +429,6 @@ def _start(
         check=partial(check_prompts, config=inputs.policy.config),
         on_close=resources.release,
         send=groups[0].send if groups[0] is not None and groups[0].shared else None,
-    )
-
-
-def _resources(cluster: RayCluster, count: int, *, gpus_per_engine: int = 1) -> ActorResources:
-    reserved = from_launch("engine", count=count, option="vllm_num_engines", each=False)
-    if reserved is not None:
-        return reserved
-    return cluster.allocate(
-        "engine",
-        lambda gpus: plan_bundles(engines=count, gpus=gpus, gpus_per_engine=gpus_per_engine),
     )
 
 

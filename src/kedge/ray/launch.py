@@ -20,11 +20,11 @@ import psutil
 from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.ray import cluster
-from kedge.ray.actor import Actor, ActorLimits, LostActorError
+from kedge.ray.actor import Actor, LostActorError
 from kedge.ray.context import INBOX, STOP, ActorProcess, DriverMailbox, RankContext, set_context
 from kedge.ray.placement import Placement, place, plan_bundles
 from kedge.rollout.engines import start_all
-from kedge.rollout.liveness import RunningTime
+from kedge.rollout.liveness import RunningTime, WorkerLimits
 from kedge.rollout.vllm.weights import free_port
 
 T = TypeVar("T")
@@ -38,13 +38,12 @@ _DRAIN = 3.0  # seconds to collect errors of other ranks after a failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchLimits:
-    """Timeouts of a launch, in seconds."""
+class LaunchLimits(WorkerLimits):
+    """Timeouts of a launch, in seconds: those of a rank, and of all ranks together."""
 
-    placement: float = 300.0  # seconds until the cluster can place all actors
-    start: float = 300.0  # seconds until all ranks respond
-    heartbeat: float = 5.0  # seconds between health checks of a rank
-    patience: float = 60.0  # seconds without a response until it counts as hung
+    start: float = 300.0
+    call: float = math.inf  # of the job
+    placement: float = 300.0  # until the cluster can place all actors
     # for the checkpoint and the exit of all ranks, from the end of the iteration after which a
     # signal stops them
     stop: float = 3600.0
@@ -246,12 +245,6 @@ class _LearnerGroup:
     def start(self) -> None:
         """Start all ranks."""
         self._mailbox = self._start_mailbox()
-        limits = ActorLimits(
-            start=self._limits.start,
-            heartbeat=self._limits.heartbeat,
-            patience=self._limits.patience,
-            call=math.inf,
-        )
         self._ranks = start_all(
             [
                 partial(
@@ -259,7 +252,7 @@ class _LearnerGroup:
                     f"learner {slot.index} of {len(self._slots)}",
                     lambda handle: handle.build.remote(RankWorker),
                     options=self._placement.options(slot),
-                    limits=limits,
+                    limits=self._limits,
                 )
                 for slot in self._slots
             ]

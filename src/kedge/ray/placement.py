@@ -8,13 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kedge.errors import ConfigError
 from kedge.ray import cluster
-from kedge.ray.actor import Actor, ActorLimits
+from kedge.ray.actor import Actor
 from kedge.ray.context import get_context
 from kedge.rollout.engines import start_all
+from kedge.rollout.liveness import WorkerLimits
+
+if TYPE_CHECKING:
+    from kedge.config.rollout_engines import RolloutArguments
 
 Role = Literal["learner", "engine", "reward", "reference"]
 
@@ -192,49 +196,6 @@ def _missing(plan: PlacementPlan) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayCluster:
-    """The cluster that the actors of a rank run on, and how long to wait for them, in seconds.
-
-    Fields are named as in the config; ``actors`` counts all roles, and for each actor a new
-    local cluster gets a CPU.
-    """
-
-    actors: int
-    ray_address: str | None
-    ray_wait_seconds: float
-    worker_start_timeout: float
-    worker_heartbeat: float
-    worker_timeout: float
-    rollout_timeout: float
-
-    @property
-    def limits(self) -> ActorLimits:
-        """The timeouts of an actor."""
-        return ActorLimits(
-            start=self.worker_start_timeout,
-            heartbeat=self.worker_heartbeat,
-            patience=self.worker_timeout,
-            call=self.rollout_timeout,
-        )
-
-    def allocate(self, role: Role, plan: Callable[[bool], PlacementPlan]) -> ActorResources:
-        """Reserve a plan's resources, on a new local cluster if none is configured.
-
-        ``plan`` is called with whether the cluster has GPUs.
-        """
-        cluster.connect(self.ray_address, cpus=self.actors)
-        placement = place(plan(cluster.has_gpus()), wait_seconds=self.ray_wait_seconds)
-        return ActorResources(placement, placement.plan.of(role), placement.release)
-
-    def reserve(
-        self, role: Role, plan: PlacementPlan, *, count: int, option: str
-    ) -> ActorResources:
-        """``from_launch``, or outside a launch ``allocate``."""
-        reserved = from_launch(role, count=count, option=option)
-        return reserved if reserved is not None else self.allocate(role, lambda _: plan)
-
-
 @dataclass(frozen=True, slots=True)
 class ActorResources:
     """Slots of one role, and the function that releases them."""
@@ -244,22 +205,45 @@ class ActorResources:
     release: Callable[[], None]
 
 
-def from_launch(role: Role, *, count: int, option: str, each: bool = True) -> ActorResources | None:
-    """Slots that ``launch`` reserved, and releases; None outside a launch, or if there are none.
+_COUNTS: Mapping[Role, str] = {  # option with the number of actors
+    "engine": "vllm_num_engines",
+    "reward": "ray_reward_workers",
+    "reference": "ray_ref_workers",
+}
 
-    ``count`` is per rank or, without ``each``, for all ranks together; ``option`` sets it.
+
+def reserve(role: Role, args: RolloutArguments, *, gpus_per_engine: int = 1) -> ActorResources:
+    """Slots for the actors of a config: those of ``launch``, which releases them, or new ones.
+
+    The number of engines is for all ranks together, that of workers for each.  Outside a launch, a
+    new local cluster, if none is configured, gets a CPU for each actor of any role.
     """
-    at = get_context()
-    if at is None or not (slots := at.placement.plan.of(role)):
-        return None
-    needed = count * at.world_size if each else count
-    if len(slots) != needed:
-        raise ConfigError(
-            f"{option}={count} needs {needed} {role} actors for {at.world_size} learners, but"
-            f" launch(...) reserved {len(slots)}; set both to the same number"
-        )
-    first = at.rank * count if each else 0
-    return ActorResources(at.placement, slots[first : first + count], lambda: None)
+    option = _COUNTS[role]
+    count, at = getattr(args, option), get_context()
+    if at is not None and (slots := at.placement.plan.of(role)):
+        each = role != "engine"
+        needed = count * at.world_size if each else count
+        if len(slots) != needed:
+            raise ConfigError(
+                f"{option}={count} needs {needed} {role} actors for {at.world_size} learners, but"
+                f" launch(...) reserved {len(slots)}; set both to the same number"
+            )
+        first = at.rank * count if each else 0
+        return ActorResources(at.placement, slots[first : first + count], lambda: None)
+    engines = args.vllm_num_engines if args.rollout_engine == "ray" else 0
+    cpus = engines + args.ray_reward_workers + args.ray_ref_workers
+    cluster.connect(args.ray_address, cpus=cpus)
+    plan = plan_bundles(
+        engines=count if role == "engine" else 0,
+        rewards=count if role == "reward" else 0,
+        references=count if role == "reference" else 0,
+        gpus=cluster.has_gpus(),
+        gpus_per_engine=gpus_per_engine,
+        gpus_per_reward=args.ray_reward_gpus,
+        gpus_per_reference=args.ray_ref_gpus,
+    )
+    placement = place(plan, wait_seconds=args.ray_wait_seconds)
+    return ActorResources(placement, plan.of(role), placement.release)
 
 
 class SharedArgument:
@@ -298,7 +282,7 @@ class ActorPool:
         self,
         role: Role,
         resources: ActorResources,
-        limits: ActorLimits,
+        limits: WorkerLimits,
         build: Callable[[Any], Any],
     ) -> None:
         self._release = resources.release

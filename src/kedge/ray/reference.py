@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,13 @@ from kedge.models.backbone import supports_packing
 from kedge.models.load import load_policy
 from kedge.models.model import CausalParts
 from kedge.ops.cpu.patch import Kernels
-from kedge.ray.placement import ActorPool, RayCluster, SharedArgument, plan_bundles
+from kedge.ray.placement import ActorPool, SharedArgument, reserve
 from kedge.rollout.engines import without_columns
+from kedge.rollout.liveness import WorkerLimits
 from kedge.types import Rollout
+
+if TYPE_CHECKING:
+    from kedge.config.rollout_engines import RolloutArguments
 
 
 class ReferenceActor:
@@ -106,10 +111,8 @@ class RayReference:
 def ray_reference(
     model: nn.Module | str,
     settings: LearnerSettings,
-    cluster: RayCluster,
+    args: RolloutArguments,
     *,
-    workers: int,
-    gpus: float,
     autocast: torch.dtype | None,
     quick: bool,
     trust: bool,
@@ -118,14 +121,13 @@ def ray_reference(
 
     ``quick``: use the learner's CPU kernels; ``trust``: custom code of the model may run.
     """
-    plan = plan_bundles(references=workers, gpus_per_reference=gpus)
-    resources = cluster.reserve("reference", plan, count=workers, option="ray_ref_workers")
-    shared_model = SharedArgument(lambda: model, workers)
+    resources = reserve("reference", args)
+    shared_model = SharedArgument(lambda: model, args.ray_ref_workers)
     arguments = {"autocast": autocast, "quick": quick, "trust": trust}
     pool = ActorPool(
         "reference",
         resources,
-        cluster.limits,
+        WorkerLimits.of(args),
         lambda handle: handle.build.remote(
             ReferenceActor, shared_model.reference(), settings, **arguments
         ),

@@ -8,17 +8,21 @@ import queue
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.ray.actor import Actor
-from kedge.ray.placement import ActorPool, RayCluster, SharedArgument, plan_bundles
+from kedge.ray.placement import ActorPool, SharedArgument, reserve
 from kedge.rewards import reward_source
 from kedge.rewards.mixture import SlowCalls
+from kedge.rollout.liveness import WorkerLimits
 from kedge.types import RewardOutput, Rollout
+
+if TYPE_CHECKING:
+    from kedge.config.rollout_engines import RolloutArguments
 
 logger = logging.getLogger(__name__)
 
@@ -115,18 +119,12 @@ class RayRewards:
 
 
 def ray_rewards(
-    recipe: Recipe,
-    cluster: RayCluster,
-    *,
-    workers: int,
-    gpus: float,
-    trainer_state: Callable[[], object],
+    recipe: Recipe, args: RolloutArguments, *, trainer_state: Callable[[], object]
 ) -> RayRewards:
     """Build the reward workers, on resources of the launch or newly allocated ones."""
-    plan = plan_bundles(rewards=workers, gpus_per_reward=gpus)
-    resources = cluster.reserve("reward", plan, count=workers, option="ray_reward_workers")
+    resources = reserve("reward", args)
     try:
-        shared_recipe = SharedArgument(lambda: recipe, workers)
+        shared_recipe = SharedArgument(lambda: recipe, args.ray_reward_workers)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         resources.release()
         raise ConfigError(
@@ -136,7 +134,7 @@ def ray_rewards(
     pool = ActorPool(
         "reward",
         resources,
-        cluster.limits,
+        WorkerLimits.of(args),
         lambda handle: handle.build.remote(RewardActor, shared_recipe.reference()),
     )
     return RayRewards(pool, trainer_state=trainer_state)

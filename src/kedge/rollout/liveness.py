@@ -15,10 +15,35 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kedge.config.rollout_engines import RolloutArguments
 
 logger = logging.getLogger(__name__)
 WARN_AFTER = 8.0  # seconds of silence until a warning
 START_EVERY = 10.0  # seconds between lines about a start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLimits:
+    """Timeouts of a server or an actor, in seconds."""
+
+    start: float = 600.0  # until it responds, and until it has built or loaded a model
+    heartbeat: float = 5.0  # between health checks
+    patience: float = 60.0  # without a response until it counts as hung
+    call: float = 3600.0  # maximum of a call of an actor, even if health checks succeed
+
+    @classmethod
+    def of(cls, args: RolloutArguments) -> WorkerLimits:
+        """The limits in a config."""
+        return cls(
+            start=args.worker_start_timeout,
+            heartbeat=args.worker_heartbeat,
+            patience=args.worker_timeout,
+            call=args.rollout_timeout,
+        )
 
 
 class RunningTime:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from kedge.rollout.embedded.generation import DecodeLoop, Response, build_rollou
 from kedge.rollout.embedded.sampling import check_sampling
 from kedge.rollout.engines import EngineInputs, GroupRequests
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from kedge.config.base import OnPolicyConfig
 
 _SMALL = 1_000_000  # weights of a small model
 _MOST_ROWS = 512  # rows per batch on a GPU
@@ -206,13 +209,13 @@ class EmbeddedEngine:
         return build_rollout(prompts, responses, size=size, pad_id=self._pad_id)
 
 
-def build_embedded(inputs: EngineInputs, *, max_lag: int) -> EmbeddedEngine:
+def build_embedded(inputs: EngineInputs, args: OnPolicyConfig) -> EmbeddedEngine:
     """Build an engine on the learner's modules, or on a copy if sampling runs ahead of training."""
     return EmbeddedEngine(
         inputs.policy,
         pad_id=inputs.pad_id,
         tokenizer=inputs.tokenizer,
-        shares_weights=max_lag == 0,
+        shares_weights=args.max_lag == 0,
         chunk_rows=inputs.chunk_rows,
         autocast=inputs.dtype,
         extra_column=inputs.extra_column,

@@ -15,7 +15,6 @@ in-flight weight updates: then each token has the version that sampled it.
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 import threading
 import time
@@ -29,7 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kedge.errors import CheckpointError, ConfigError, LostRequestsError
+from kedge.errors import CheckpointError, ConfigError
 from kedge.protocols import RolloutEngine
 from kedge.rollout.engines import RankGroups
 from kedge.rollout.scheduler.collector import (
@@ -57,7 +56,6 @@ from kedge.rollout.scheduler.worker import (
 )
 from kedge.types import Rollout, Sample, add_times
 
-logger = logging.getLogger(__name__)
 PATIENCE = 5.0  # seconds to wait for an interrupted thread to return from a library
 
 
@@ -336,13 +334,7 @@ class RolloutScheduler:
             worker.release_all()
 
     def _advance(self, worker: EngineWorker, numbers: list[int]) -> None:
-        sampled: SampledNumbers | None = None
-        try:
-            sampled = worker.advance(numbers, self.collector, self._prompts)
-        except LostRequestsError as error:
-            logger.warning("%s; they are sampled again", error)
-            with self._lock:
-                self._give_back(worker)
+        sampled = worker.advance(numbers, self.collector, self._prompts)
         with self._lock:
             worker.count_unfinished()
             if sampled is not None:
@@ -498,13 +490,8 @@ class RolloutScheduler:
     def _end(self, worker: EngineWorker) -> None:
         worker.busy = False
         self._num_sampling -= 1
-        self._give_back(worker)
-
-    def _give_back(self, worker: EngineWorker) -> None:
-        """Return the groups that an engine holds to the queue."""
         self._dispatcher.give_back(n for n in worker.held if n in self._dispatcher.running)
         worker.release_all()
-        self._work.notify_all()
 
     def _perform(
         self, worker: EngineWorker, update: WeightUpdate | None, numbers: list[int]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import torch
@@ -18,6 +18,7 @@ from kedge.models.fingerprint import policy_weights
 from kedge.protocols import RolloutEngine
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.engines import EngineInputs, ShardedEngine, start_all
+from kedge.rollout.liveness import WorkerLimits
 from kedge.rollout.vllm.engine import VLLMEngine
 from kedge.rollout.vllm.inprocess import InProcess
 from kedge.rollout.vllm.policy_template import PolicyTemplate, weights_dtype
@@ -27,13 +28,14 @@ from kedge.rollout.vllm.service import Service, check_version, scale_out_flags
 from kedge.rollout.vllm.weights import WeightFiles
 from kedge.types import Sampling
 
+if TYPE_CHECKING:
+    from kedge.config.base import OnPolicyConfig
+
 # Head sizes that vLLM 0.32 supports on CPUs; others crash the engine at its first token.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-def check_local(
-    model: Any, sampling: Sampling, *, vllm_sleep: bool, vllm_transfer: str = "auto"
-) -> None:
+def check_local(model: Any, sampling: Sampling, args: OnPolicyConfig) -> None:
     """Check a vLLM that Kedge starts, before any weights are loaded; ``model`` may be a name."""
     if torch.cuda.is_available():
         return
@@ -53,43 +55,46 @@ def check_local(
             f"the policy has attention heads of size {size}, but vLLM on CPUs supports only"
             f" {', '.join(map(str, CPU_HEAD_SIZES))}; use rollout_engine='embedded'"
         )
-    if vllm_transfer == "nccl":
+    if args.vllm_transfer == "nccl":
         raise ConfigError(
             "vllm_transfer='nccl' needs a GPU, and this machine has none; set it to 'auto'"
         )
-    if vllm_sleep:
+    if args.vllm_sleep:
         raise ConfigError("vllm_sleep=True needs a GPU: vLLM on CPUs cannot sleep; leave it out")
 
 
-def check_remote(model: Any, sampling: Sampling, *, rollout_engine: str) -> None:
-    """Check a running server at the address ``rollout_engine``; see ``check_local``."""
+def check_remote(model: Any, sampling: Sampling, args: OnPolicyConfig) -> None:
+    """Check a running server at the address ``args.rollout_engine``; see ``check_local``."""
     if sampling.min_new_tokens:
         raise ConfigError(
             f"min_new_tokens={sampling.min_new_tokens} is not supported with the server at"
-            f" {rollout_engine}: vLLM would ban its model's EOS token even if it is not a stop"
+            f" {args.rollout_engine}: vLLM would ban its model's EOS token even if it is not a stop"
             " token; set it to 0, or use rollout_engine='vllm_server'"
         )
 
 
 def build_template(
-    inputs: EngineInputs, arguments: Mapping[str, Any], *, sleep: bool
+    inputs: EngineInputs, args: OnPolicyConfig
 ) -> tuple[PolicyTemplate, dict[str, Any]]:
     """The policy without its weights, and vLLM's engine arguments."""
-    arguments = {
-        "dtype": str(inputs.dtype or weights_dtype(inputs.policy)).removeprefix("torch."),
-        **({"enable_sleep_mode": True} if sleep else {}),
-        **arguments,
-    }
+    dtype = str(inputs.dtype or weights_dtype(inputs.policy)).removeprefix("torch.")
+    arguments: dict[str, Any] = {"dtype": dtype}
+    if args.vllm_sleep:
+        arguments["enable_sleep_mode"] = True
+    if args.in_flight_weight_updates:
+        # Otherwise a token in flight would count as sampled with the next weights.
+        arguments["async_scheduling"] = False
+    arguments |= engine_args(
+        args.vllm_engine_args, tensor_parallel_size=args.vllm_tensor_parallel_size
+    )
     return PolicyTemplate.of(inputs.policy, inputs.tokenizer, dtype=arguments["dtype"]), arguments
 
 
 def _build_engines(
     inputs: EngineInputs,
+    args: OnPolicyConfig,
     template: PolicyTemplate,
     starters: Sequence[Callable[[], Service]],
-    *,
-    tolerance: float | None,
-    sleep: bool = False,
 ) -> VLLMEngine | ShardedEngine:
     """One vLLM engine, or several that share the rows of a batch; ``starters`` start one each."""
 
@@ -98,9 +103,9 @@ def _build_engines(
             start(),
             template,
             pad_id=inputs.pad_id,
-            tolerance=tolerance,
+            tolerance=args.vllm_tolerance,
             extra_column=inputs.extra_column,
-            sleeps=sleep,
+            sleeps=args.vllm_sleep,
         )
 
     if len(starters) == 1:
@@ -110,73 +115,34 @@ def _build_engines(
     return ShardedEngine(engines, pad_id=inputs.pad_id, check=check)
 
 
-def build_in_process(
-    inputs: EngineInputs,
-    *,
-    vllm_engine_args: Any,
-    vllm_tensor_parallel_size: int,
-    vllm_sleep: bool,
-    vllm_tolerance: float | None,
-) -> RolloutEngine:
+def build_in_process(inputs: EngineInputs, args: OnPolicyConfig) -> RolloutEngine:
     """A vLLM in this process."""
-    arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
-    template, arguments = build_template(inputs, arguments, sleep=vllm_sleep)
+    template, arguments = build_template(inputs, args)
     start = partial(InProcess, template, policy_weights(inputs.policy), arguments)
-    return _build_engines(inputs, template, [start], tolerance=vllm_tolerance, sleep=vllm_sleep)
+    return _build_engines(inputs, args, template, [start])
 
 
-def build_servers(
-    inputs: EngineInputs,
-    *,
-    vllm_num_engines: int,
-    vllm_engine_args: Any,
-    vllm_tensor_parallel_size: int,
-    vllm_sleep: bool,
-    vllm_tolerance: float | None,
-    vllm_python: str | None,
-    weight_sync_folder: str | None,
-    worker_start_timeout: float,
-    worker_heartbeat: float,
-    worker_timeout: float,
-) -> RolloutEngine:
+def build_servers(inputs: EngineInputs, args: OnPolicyConfig) -> RolloutEngine:
     """One vLLM server or several, each in its own process."""
-    arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
-    gpus = gpus_of_servers(vllm_num_engines, int(arguments.get("tensor_parallel_size", 1)))
-    template, arguments = build_template(inputs, arguments, sleep=vllm_sleep)
+    template, arguments = build_template(inputs, args)
+    gpus = gpus_of_servers(args.vllm_num_engines, int(arguments.get("tensor_parallel_size", 1)))
     server = partial(
         Server,
         template,
         policy_weights(inputs.policy),
         arguments,
-        python=vllm_python,
-        files=WeightFiles(len(gpus), weight_sync_folder),
-        start_timeout=worker_start_timeout,
-        heartbeat=worker_heartbeat,
-        patience=worker_timeout,
+        python=args.vllm_python,
+        files=WeightFiles(len(gpus), args.weight_sync_folder),
+        limits=WorkerLimits.of(args),
     )
-    starters = [partial(server, devices=devices) for devices in gpus]
-    return _build_engines(inputs, template, starters, tolerance=vllm_tolerance, sleep=vllm_sleep)
+    return _build_engines(inputs, args, template, [partial(server, devices=d) for d in gpus])
 
 
-def build_remote(
-    inputs: EngineInputs,
-    *,
-    rollout_engine: str,
-    vllm_tolerance: float | None,
-    weight_sync_folder: str | None,
-    worker_start_timeout: float,
-    worker_heartbeat: float,
-    worker_timeout: float,
-) -> RolloutEngine:
-    """A running vLLM server at the address ``rollout_engine``, with the policy's weights."""
-    template, arguments = build_template(inputs, {}, sleep=False)
-    remote = Remote(
-        rollout_engine,
-        files=WeightFiles(parent=weight_sync_folder),
-        heartbeat=worker_heartbeat,
-        patience=worker_timeout,
-        slow=worker_start_timeout,
-    )
+def build_remote(inputs: EngineInputs, args: OnPolicyConfig) -> RolloutEngine:
+    """A running vLLM server at ``args.rollout_engine``, with the policy's weights."""
+    template, arguments = build_template(inputs, args)
+    files, limits = WeightFiles(parent=args.weight_sync_folder), WorkerLimits.of(args)
+    remote = Remote(args.rollout_engine, files=files, limits=limits)
     try:
         check_server(
             remote,
@@ -188,7 +154,7 @@ def build_remote(
     except BaseException:
         remote.close()
         raise
-    return _build_engines(inputs, template, [lambda: remote], tolerance=vllm_tolerance)
+    return _build_engines(inputs, args, template, [lambda: remote])
 
 
 def gpus_of_servers(count: int, each: int) -> list[str | None]:
@@ -267,5 +233,5 @@ def _missing(remote: Remote, *, tied: bool, precision: str, adapter: bool) -> li
 
 def _unknown(remote: Remote, path: str) -> bool:
     """Whether the server lacks an endpoint, or (vLLM 0.32) forbids it without its flag."""
-    response = remote._client.post(path, json={}, timeout=remote._slow)
+    response = remote._client.post(path, json={}, timeout=remote.limits.start)
     return response.status_code in (403, 404)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kedge.errors import LostRequestsError, RolloutError, SyncError
+from kedge.errors import RolloutError, SyncError
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
 from kedge.rollout.engines import GroupRequests
@@ -82,7 +82,6 @@ class VLLMEngine:
         self._requests = GroupRequests[GenerationResult]()
         self._new: dict[int, GenerationRequest] = {}  # requests not yet sent to the service
         self._keys = itertools.count(-1, -1)  # negative keys for other requests
-        self._lost: LostRequestsError | None = None  # raised again if held requests were lost
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed).
@@ -109,20 +108,11 @@ class VLLMEngine:
 
     def _run(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Results of these requests, in order; the engine's other requests continue meanwhile."""
-        keys = [next(self._keys) for _ in requests]
-        waiting = dict(zip(keys, requests, strict=True))
-        results: dict[int, GenerationResult] = {}
-        new = dict(waiting)
-        while waiting:
-            try:
-                served = self.service.serve(new)
-            except LostRequestsError as error:
-                self._lost = error if self._requests.unfinished else None
-                new = dict(waiting)
-                continue
+        new = {next(self._keys): request for request in requests}
+        keys, results = list(new), dict[int, GenerationResult]()
+        while not results.keys() >= set(keys):  # others may be left over from a failed call
+            results |= self._put_held(self.service.serve(new))
             new = {}
-            own = self._put_held(served)  # or after a failed call
-            results |= {key: own[key] for key in own if waiting.pop(key, None) is not None}
         return [results[key] for key in keys]
 
     def _put_held(self, results: Mapping[int, GenerationResult]) -> dict[int, GenerationResult]:
@@ -193,20 +183,10 @@ class VLLMEngine:
         self._new |= dict(zip(keys, requests, strict=True))
 
     def advance(self) -> Rollout | None:
-        """Sample for a short time; returns complete groups.
-
-        Raises:
-            LostRequestsError: vLLM was restarted and lost its requests.
-        """
+        """Sample for a short time; returns complete groups."""
         self._check_complete()
-        (new, lost), self._new, self._lost = (self._new, self._lost), {}, None
-        try:
-            if lost is not None:
-                raise lost
-            self._put_held(self.service.serve(new))
-        except LostRequestsError:
-            self._requests.clear()
-            raise
+        new, self._new = self._new, {}
+        self._put_held(self.service.serve(new))
         parts = [
             self._build_rollout(x.results, x.prompts, x.sampling) for x in self._requests.complete()
         ]
@@ -215,7 +195,7 @@ class VLLMEngine:
     def cancel(self) -> None:
         """Drop all requests."""
         self._requests.clear()
-        self._new, self._lost = {}, None
+        self._new = {}
         self.service.cancel()
 
     def _wake(self, *parts: Literal["weights", "kv_cache"]) -> None:

@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 
 from kedge.errors import RolloutError, SyncError
-from kedge.rollout.liveness import reporting_silence
+from kedge.rollout.liveness import WorkerLimits, reporting_silence
 from kedge.rollout.vllm.service import (
     GenerationRequest,
     GenerationResult,
@@ -94,9 +94,7 @@ class Remote:
         uds: Unix socket that the server listens on, instead of the address in ``url``.
         files: files for sending weights, perhaps shared by several servers; must be visible at
             the same path on the server.
-        heartbeat: seconds between health checks while the server generates.
-        patience: seconds without a response after which the server counts as lost.
-        slow: seconds that loading weights may take.
+        limits: timeouts; health checks are made while the server generates.
     """
 
     def __init__(
@@ -105,16 +103,13 @@ class Remote:
         *,
         uds: str | None = None,
         files: WeightFiles | None = None,
-        heartbeat: float = 5.0,
-        patience: float = 60.0,
-        slow: float = 600.0,
+        limits: WorkerLimits | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url, self.limits = url.rstrip("/"), limits or WorkerLimits()
         self._uds = uds
         # ``Server`` starts and restarts a server on a Unix socket.
         self._name = "the vLLM server" if uds else f"the vLLM server at {self.url}"
         self._way_out = "" if uds else f"; {_RESTART}"
-        self._heartbeat, self._patience, self._slow = heartbeat, patience, slow
         self._files = files or WeightFiles()
         self._folder: WeightFolder | None = None  # weights to load after a restart
         self._loads = 0
@@ -122,9 +117,10 @@ class Remote:
         self._adapter: str | None = None  # vLLM's name for the newest adapter
         self._idle_since = math.inf  # time of the first look without requests
         transport = httpx.HTTPTransport(uds=uds)
-        self._client = httpx.Client(base_url=self.url, transport=transport, timeout=patience)
+        self._client = httpx.Client(
+            base_url=self.url, transport=transport, timeout=self.limits.patience
+        )
         self._held: dict[int, Future[GenerationResult]] = {}  # requests in flight
-        self._pausing = 0  # those that an overloaded server is sent again, after a pause
         self._heard = 0.0  # time of the last result, or of the first request
         self._background: _Background | None = None  # sends requests
 
@@ -172,7 +168,7 @@ class Remote:
                     raise self._gone(error) from error
                 if error is not None:
                     raise error
-            if self._held and time.monotonic() - self._heard > self._heartbeat:
+            if self._held and time.monotonic() - self._heard > self.limits.heartbeat:
                 self._check_alive()
                 self._check_in_flight()
                 self._heard = time.monotonic()
@@ -185,15 +181,13 @@ class Remote:
         self, request: GenerationRequest, body: dict[str, str], client: httpx.AsyncClient
     ) -> GenerationResult:
         json = {"token_ids": request.prompt, "sampling_params": request.params, **body}
-        give_up, pause = time.monotonic() + self._patience, _PAUSE
+        give_up, pause = time.monotonic() + self.limits.patience, _PAUSE
         while True:
             response = await client.post(_GENERATE, json=json)
             if response.status_code not in _OVERLOADED or time.monotonic() + pause > give_up:
                 break
-            self._pausing += 1
             await asyncio.sleep(pause)
-            self._pausing -= 1
-            pause = min(2 * pause, self._heartbeat)
+            pause = min(2 * pause, self.limits.heartbeat)
         return _result(read_json(response), request, self._version)
 
     def cancel(self) -> None:
@@ -201,7 +195,7 @@ class Remote:
         self._held.clear()
         if self._background is not None:
             self._background.close()
-            self._background, self._pausing = None, 0
+            self._background = None
 
     def load(self, payload: WeightPayload, version: int) -> None:
         """Load the weights or the adapter, and reset the prefix cache."""
@@ -224,7 +218,7 @@ class Remote:
             path, body = "/v1/load_lora_adapter", {"lora_name": self._adapter, "lora_path": folder}
         try:
             with self._paused():
-                self._post(path, json=body, timeout=self._slow)
+                self._post(path, json=body, timeout=self.limits.start)
                 answer = self._post("/reset_prefix_cache")
                 with _reading("/reset_prefix_cache"):
                     reset = answer["success"]
@@ -246,7 +240,7 @@ class Remote:
         with the new weights.  If none is held, requests of other clients finish first.
         """
         mode = "keep" if self.holds else "wait"
-        self._post(f"/pause?mode={mode}&clear_cache=false", timeout=self._slow)
+        self._post(f"/pause?mode={mode}&clear_cache=false", timeout=self.limits.start)
         try:
             yield
         except BaseException as error:
@@ -300,7 +294,7 @@ class Remote:
 
     def _server_info(self) -> httpx.Response:
         query = {"config_format": "json"}
-        return self._client.get("/server_info", params=query, timeout=self._slow)
+        return self._client.get("/server_info", params=query, timeout=self.limits.start)
 
     def _check_in_flight(self) -> None:
         """Check by the server's own request count that it is working."""
@@ -310,7 +304,7 @@ class Remote:
             self._idle_since = math.inf
             return
         self._idle_since = min(self._idle_since, time.monotonic())
-        if (idle := time.monotonic() - self._idle_since) > self._patience:
+        if (idle := time.monotonic() - self._idle_since) > self.limits.patience:
             self._idle_since = math.inf
             raise LostServerError(
                 f"{self._name} has had no requests for {idle:.0f} s (worker_timeout), but has not"
@@ -320,12 +314,12 @@ class Remote:
     def _check_alive(self) -> None:
         """Poll the server's engine loop."""
         try:
-            with reporting_silence(self._name, self._patience):
+            with reporting_silence(self._name, self.limits.patience):
                 path = "/weight_info" if self._reports_versions else "/is_paused"
                 read_json(self._send(lambda: self._client.get(path)))
         except httpx.TimeoutException:
             raise LostServerError(
-                f"{self._name} did not respond for {self._patience:g} s (worker_timeout)"
+                f"{self._name} did not respond for {self.limits.patience:g} s (worker_timeout)"
                 f"{self._way_out}"
             ) from None
         except httpx.TransportError as error:
@@ -345,13 +339,13 @@ class Remote:
 
     def _send(self, send: Callable[[], httpx.Response]) -> httpx.Response:
         """The response; sent again while the server is overloaded, at most ``patience`` seconds."""
-        give_up, pause = time.monotonic() + self._patience, _PAUSE
+        give_up, pause = time.monotonic() + self.limits.patience, _PAUSE
         while True:
             response = send()
             if response.status_code not in _OVERLOADED or time.monotonic() + pause > give_up:
                 return response
             time.sleep(pause)
-            pause = min(2 * pause, self._heartbeat)
+            pause = min(2 * pause, self.limits.heartbeat)
 
     def _gone(self, error: httpx.TransportError) -> LostServerError:
         return LostServerError(f"{self._name} is gone: {error!r}{self._way_out}")

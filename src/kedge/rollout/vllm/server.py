@@ -20,8 +20,8 @@ import httpx
 from torch import Tensor
 
 from kedge.config.rollout_engines import installed_vllm
-from kedge.errors import ConfigError, LostRequestsError, RolloutError
-from kedge.rollout.liveness import starting
+from kedge.errors import ConfigError, RolloutError
+from kedge.rollout.liveness import WorkerLimits, starting
 from kedge.rollout.vllm import process_guard
 from kedge.rollout.vllm.inprocess import device_args, fixed_args
 from kedge.rollout.vllm.policy_template import PolicyTemplate
@@ -49,8 +49,8 @@ _MAX_RESTARTS = 3  # in a row, without a call that finishes
 class Server(Remote):
     """A vLLM server started by Kedge, on a private Unix socket.
 
-    If it dies or hangs while it generates, it is restarted with the same weights and gets the
-    unfinished rows: every row is sampled once, by the same version.
+    If it dies or hangs, it is restarted with the same weights and gets the unfinished requests
+    again: every row is sampled once, by the same version.
 
     Args:
         spec: the policy without its trained weights.
@@ -58,9 +58,7 @@ class Server(Remote):
         engine_args: engine arguments of vLLM by name.
         python: Python interpreter with vLLM; None: the current one.
         files: files for sending weights, perhaps shared by several servers.
-        start_timeout: seconds to start, or to load weights.
-        heartbeat: seconds between health checks while the server generates.
-        patience: seconds without a response after which the server counts as hung and is killed.
+        limits: timeouts; a server that counts as hung is killed.
         devices: visible GPUs, as in ``CUDA_VISIBLE_DEVICES``; None: those of this process.
 
     Raises:
@@ -75,9 +73,7 @@ class Server(Remote):
         *,
         python: str | None = None,
         files: WeightFiles | None = None,
-        start_timeout: float = 600.0,
-        heartbeat: float = 5.0,
-        patience: float = 60.0,
+        limits: WorkerLimits | None = None,
         devices: str | None = None,
     ) -> None:
         version = None if python else installed_vllm()
@@ -91,14 +87,7 @@ class Server(Remote):
             fixed_args(spec) | device_args(shares_gpu=devices is None) | dict(engine_args or {})
         )
         self._socket = home / "socket"
-        super().__init__(
-            "http://vllm",
-            uds=str(self._socket),
-            files=files,
-            heartbeat=heartbeat,
-            patience=patience,
-            slow=start_timeout,
-        )
+        super().__init__("http://vllm", uds=str(self._socket), files=files, limits=limits)
         self._process = Process(
             [
                 *(python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -111,7 +100,7 @@ class Server(Remote):
             devices=devices,
         )
         self._tries = 0  # restarts since ``serve`` last returned a result
-        self._lost = False  # whether a restart lost held requests
+        self._unfinished: dict[int, GenerationRequest] = {}
         self._may_restart = True
         try:
             self._start()
@@ -122,22 +111,21 @@ class Server(Remote):
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
         """Add requests by key, and wait briefly; returns results by key."""
-        try:
-            if self._lost:
-                raise LostServerError("the vLLM server was restarted")
-            results = super().serve(new)
+        unfinished = {**self._unfinished, **new}
+        try:  # a restart has emptied ``_held``
+            results = super().serve({k: r for k, r in unfinished.items() if k not in self._held})
         except LostServerError as error:
-            if not self._lost:
-                self._tries = self._restart(error, self._tries)
-            self.cancel()
-            raise LostRequestsError(str(error)) from error
+            self._unfinished = unfinished
+            self._tries = self._restart(error, self._tries)
+            return {}
+        self._unfinished = {k: r for k, r in unfinished.items() if k not in results}
         self._tries = 0 if results else self._tries
         return results
 
     def cancel(self) -> None:
         """Drop all requests."""
         super().cancel()
-        self._lost = False
+        self._unfinished = {}
 
     def close(self) -> None:
         """Stop the server and delete its files."""
@@ -178,8 +166,8 @@ class Server(Remote):
             ) from error
         logger.warning("%s; restarting it with version %d", error, self._version)
         self.restarts += 1
-        self._lost = self.holds
         self._process.kill()
+        super().cancel()  # ``serve`` sends the requests again
         with self._without_restarts():
             self._start()
         return tries + 1
@@ -196,12 +184,12 @@ class Server(Remote):
     def _start(self) -> None:
         self._socket.unlink(missing_ok=True)  # a killed server may leave it
         self._process.start()
-        deadline = time.monotonic() + self._slow
+        deadline = time.monotonic() + self.limits.start
         with starting(f"the vLLM server (process {self.pid}) imports and loads"):
             while not self.healthy():
                 late = time.monotonic() > deadline
                 if late or not self._process.alive:
-                    outcome = f"was not ready within {self._slow:g} s" if late else "exited"
+                    outcome = f"was not ready within {self.limits.start:g} s" if late else "exited"
                     log = self._process.log_tail()
                     self._process.kill()
                     raise ConfigError(

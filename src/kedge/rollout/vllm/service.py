@@ -57,11 +57,7 @@ class Service(Protocol):
         """Number of concurrent requests, and whether ``load`` may be called while some run."""
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> Mapping[int, GenerationResult]:
-        """Add requests by key, and sample for a short time; returns results by key.
-
-        Raises:
-            LostRequestsError: the vLLM was restarted and lost its requests.
-        """
+        """Add requests by key, and sample for a short time; returns results by key."""
 
     def cancel(self) -> None:
         """Drop all requests."""

@@ -404,9 +404,7 @@ class LearnerStage:
         return ray_reference(
             model,
             settings,
-            self.setup.ray_cluster,
-            workers=args.ray_ref_workers,
-            gpus=args.ray_ref_gpus,
+            args,
             autocast=self.setup.dtype,
             quick=not args.torch_compile,
             trust=trusts_remote_code(args),

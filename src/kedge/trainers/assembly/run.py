@@ -19,7 +19,6 @@ from torch import nn
 from kedge.config.base import OnPolicyConfig
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import read_mapping
-from kedge.config.rollout_engines import engine_args
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
 from kedge.learner.distributed import sharding_strategy
@@ -305,13 +304,7 @@ class RewardStage:
                 functions=function_options,
                 mixture=mixture,
             )
-            source = ray_rewards(
-                recipe,
-                setup.ray_cluster,
-                workers=args.ray_reward_workers,
-                gpus=args.ray_reward_gpus,
-                trainer_state=trainer_state,
-            )
+            source = ray_rewards(recipe, args, trainer_state=trainer_state)
         else:
             source = reward_source(
                 self._reward_models(models.reward_adapter),
@@ -342,14 +335,8 @@ class RolloutStage:
                 " passed to the trainer; remove one of them"
             )
         if self.spec.check is not None:
-            check = resolve_name(self.spec.check)
-            check(setup.inputs.model, setup.sampling, **shared_kwargs(args, check))
+            resolve_name(self.spec.check)(setup.inputs.model, setup.sampling, args)
         self.as_completed = args.rollout_schedule == "as_completed"
-        self.options = shared_kwargs(args, resolve_name(self.spec.build))
-        if args.in_flight_weight_updates and "vllm_engine_args" in self.options:
-            # Otherwise a token in flight would count as sampled with the next weights.
-            given = engine_args(args.vllm_engine_args)
-            self.options["vllm_engine_args"] = {"async_scheduling": False} | given
         self.replayed: RolloutReplay | None = None
         if args.replay_rollouts is not None:
             from kedge.checkpoint.replay import RolloutReplay
@@ -379,9 +366,6 @@ class RolloutStage:
         if ready is not None:
             return ready
         copies = self.spec.copies_weights
-        options: dict[str, Any] = self.options
-        if self.spec.actors:
-            options = options | {"cluster": setup.ray_cluster}
         from kedge.rollout.engines import EngineInputs
 
         inputs = EngineInputs(
@@ -392,7 +376,7 @@ class RolloutStage:
             extra_column=setup.algorithm.extra_column,
             chunk_rows=args.local_rollout_forward_batch_size,
         )
-        make = partial(resolve_name(self.spec.build), inputs, **options)
+        make = partial(resolve_name(self.spec.build), inputs, args)
         if not copies:
             return learner.wrap_engine(make())
         engine = self._start_on_first(make, learner.world_size) if self.shared else make()

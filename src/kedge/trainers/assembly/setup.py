@@ -27,7 +27,7 @@ from kedge.trainers.spec import TrainerInputs, shared_kwargs
 from kedge.types import Sampling
 
 if TYPE_CHECKING:
-    from kedge.ray.placement import RayCluster
+    pass
 
 logger = logging.getLogger(__name__)
 _INIT_KWARGS = "model_init_kwargs"
@@ -73,16 +73,6 @@ class Setup:
     def dtype(self) -> torch.dtype | None:
         """Dtype of mixed precision; None is float32."""
         return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
-
-    @property
-    def ray_cluster(self) -> RayCluster:
-        """The Ray cluster that the config names."""
-        from kedge.ray.placement import RayCluster
-
-        args = self.args
-        engines = args.vllm_num_engines if self.engine.actors else 0
-        actors = engines + args.ray_reward_workers + args.ray_ref_workers
-        return RayCluster(actors=actors, **shared_kwargs(args, RayCluster))
 
     @property
     def value_warmup_steps(self) -> int:
