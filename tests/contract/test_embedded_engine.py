@@ -174,12 +174,9 @@ class TestTruncation:
         want = (picked - inside.logsumexp(-1)).masked_fill(~rollout.response_mask, 0.0)
         assert (rollout.behavior_logprobs - want).abs().max() < 1e-5
 
-    def test_support_is_recorded_only_when_asked_for_and_needed(self, llama):
-        cut, plain = Sampling(max_new_tokens=2, top_k=3), Sampling(max_new_tokens=2)
-        engine = EmbeddedEngine(llama, pad_id=PAD)
+    def test_support_is_recorded_only_when_needed(self, llama):
+        engine, plain = EmbeddedEngine(llama, pad_id=PAD), Sampling(max_new_tokens=2)
         assert engine.generate(prompts(), sampling=plain, seed=0).allowed_tokens is None
-        engine = EmbeddedEngine(llama, pad_id=PAD, record_allowed_tokens=False)
-        assert engine.generate(prompts(), sampling=cut, seed=0).allowed_tokens is None
 
     def test_a_banned_stop_token_never_leaves_an_empty_support(self, llama):
         sampling = Sampling(

@@ -111,7 +111,7 @@ class AsDone:
         about = {
             "copies": sum(copies),
             "scored": sum(scored),
-            "pids": [actor and actor.pid for actor in actors],
+            "pids": [actor and actor.process.pid for actor in actors],
         }
         close = getattr(made.engine.rollout_engine, "close", None)
         if close is not None:
@@ -168,7 +168,7 @@ def local_engines(count: int = 2) -> Any:
     from accelerate import PartialState
 
     from kedge.rollout.embedded.engine import EmbeddedEngine
-    from kedge.rollout.engines import ShardedEngine, build_shared_engine
+    from kedge.rollout.engines import RankGroups, RankSharedEngine, ShardedEngine
     from kedge.testing import tiny_policy
     from tests.e2e.small import VOCAB
 
@@ -177,8 +177,9 @@ def local_engines(count: int = 2) -> Any:
         made = [EmbeddedEngine(model, pad_id=0, shares_weights=False) for _ in range(count)]
         return ShardedEngine(made, pad_id=0)
 
-    ranks = PartialState(cpu=True).num_processes
-    return build_shared_engine(make, ranks=ranks, timeout=300, extra_columns=0)
+    if PartialState(cpu=True).num_processes == 1:
+        return make()
+    return RankSharedEngine(make, RankGroups(300), extra_columns=0)
 
 
 def work(folder: str, out: str) -> None:

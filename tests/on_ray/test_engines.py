@@ -96,7 +96,7 @@ def test_engines_that_die_return_their_prompts(pair, in_flight):
     class Kill(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             if state.global_step in (2, 4):
-                os.kill(actors[state.global_step // 2 - 1].pid, signal.SIGKILL)
+                os.kill(actors[state.global_step // 2 - 1].process.pid, signal.SIGKILL)
 
     run = {"max_lag": 2, "total_episodes": 40, "rollout_schedule": "as_completed"}
     found = numbers(
@@ -147,11 +147,11 @@ def strike(actors, kills, steps, ended):
         victim, reached = choose.choice(actors), len(steps)
         rests = (0, choose.uniform(0, 1), choose.uniform(0, 1))
         for rest in rests[: DEATHS - len(kills)]:
-            while victim.pid in kills and not ended.is_set():
+            while victim.process.pid in kills and not ended.is_set():
                 time.sleep(0.01)
             ended.wait(rest)
-            kills.append(victim.pid)
-            os.kill(victim.pid, signal.SIGKILL)
+            kills.append(victim.process.pid)
+            os.kill(victim.process.pid, signal.SIGKILL)
         while len(steps) < reached + 3 and not ended.is_set():  # it was not lost in vain
             time.sleep(0.01)
 
@@ -169,26 +169,26 @@ def test_a_fault_in_the_middle_of_a_batch_changes_nothing(llamas):
     llamas.load_weights(dict(tiny_policy("llama", seed=1).named_parameters()), 5)
     batch = prompts(copies=100)
     want = llamas.generate(batch, sampling=LONG, seed=0)
-    pids, wait = [other.pid], struck._wait
+    pids, wait = [other.process.pid], struck._wait
     for restarts, fault in ((1, signal.SIGKILL), (2, signal.SIGSTOP)):
-        pids.append(struck.pid)
+        pids.append(struck.process.pid)
 
         def strike_once(call, limit, fault=fault):
             struck._wait = wait
             time.sleep(0.02)  # it samples
-            os.kill(struck.pid, fault)
+            os.kill(struck.process.pid, fault)
             return wait(call, limit)
 
         struck._wait = strike_once
         found = llamas.generate(batch, sampling=LONG, seed=0)
         assert (struck.restarts, other.restarts) == (restarts, 0)
-        assert struck.pid not in pids
-        assert other.pid == pids[0]
+        assert struck.process.pid not in pids
+        assert other.process.pid == pids[0]
         assert torch.equal(found.ids, want.ids)
         assert torch.equal(found.behavior_logprobs, want.behavior_logprobs)
         assert found.policy_version.tolist() == [5] * 600
     llamas.close()
-    assert not any(map(alive, (*pids, struck.pid)))
+    assert not any(map(alive, (*pids, struck.process.pid)))
 
 
 def alive(pid, seconds=60):
@@ -213,12 +213,12 @@ def test_an_engine_that_is_slow_to_come_back_never_samples_with_its_first_weight
 
     def late(mine):
         if not lost:
-            lost.append(mine.pid)
+            lost.append(mine.process.pid)
             raise LostActorError("no sign of life")  # though it lives
         revive(mine)
 
     actor._revive = late
-    os.kill(actor.pid, signal.SIGKILL)
+    os.kill(actor.process.pid, signal.SIGKILL)
     found = engine.generate(prompts(), sampling=LONG, seed=0)
     assert actor.restarts == 2
     assert torch.equal(found.ids, want.ids)
@@ -242,10 +242,10 @@ def test_an_engine_that_dies_again_and_again_or_takes_too_long_ends_the_run(monk
 
     def start_and_die():
         start()
-        os.kill(actor.pid, signal.SIGKILL)
+        os.kill(actor.process.pid, signal.SIGKILL)
 
     actor._start = start_and_die
-    os.kill(actor.pid, signal.SIGKILL)
+    os.kill(actor.process.pid, signal.SIGKILL)
     with pytest.raises(RolloutError, match=r"engine 0 was lost 2 times in a row"):
         engine.generate(prompts(), sampling=LONG, seed=0)
     engine.close()

@@ -57,8 +57,8 @@ class TestOnRay:
 
         want = refer().ref_logprobs
         assert float(want.abs().max()) > 0
-        os.kill(one.pid, signal.SIGKILL)
-        threading.Timer(0.01, os.kill, [two.pid, signal.SIGKILL]).start()
+        os.kill(one.process.pid, signal.SIGKILL)
+        threading.Timer(0.01, os.kill, [two.process.pid, signal.SIGKILL]).start()
         assert torch.equal(refer().ref_logprobs, want)
         assert torch.equal(refer().ref_logprobs, want)
         assert one.restarts == 1

@@ -100,7 +100,7 @@ class TestOnRay:
         found = there.engine.reward.score(rollout)
         assert there.engine.reward.workers[0].restarts == 1
         assert torch.equal(found.scores, want.scores)
-        struck = there.engine.reward.workers[0].pid
+        struck = there.engine.reward.workers[0].process.pid
         os.kill(struck, signal.SIGKILL)
         assert torch.equal(there.engine.reward.score(rollout).scores, want.scores)
         assert there.engine.reward.workers[0].restarts == 2

@@ -102,7 +102,7 @@ def test_two_engines_agree_with_the_learner_and_a_skipped_sync_is_caught(
         want = engine.generate(batch, sampling=fixed, seed=3)
         for restarts in ((1, 0), (1, 1)):
             struck = two if restarts[1] else one
-            timer = threading.Timer(0.2, os.kill, [struck.actor.pid, signal.SIGKILL])
+            timer = threading.Timer(0.2, os.kill, [struck.actor.process.pid, signal.SIGKILL])
             timer.start()
             found = engine.generate(batch, sampling=fixed, seed=3)
             timer.join()

@@ -16,6 +16,7 @@ import torch
 from kedge import PPOConfig
 from kedge.config import rollout_engines
 from kedge.errors import ConfigError, RolloutError
+from kedge.rollout.engines import build_rollout
 from kedge.rollout.vllm.build import check_local, check_server, gpus_of_servers
 from kedge.rollout.vllm.inprocess import _rank_args, device_args
 from kedge.rollout.vllm.policy_template import PolicyTemplate
@@ -25,9 +26,9 @@ from kedge.rollout.vllm.service import (
     GenerationResult,
     allowed_tokens,
     build_requests,
-    build_rollout,
     build_sampling_params,
     check_version,
+    read_responses,
     row_seed,
 )
 from kedge.testing import tiny_policy
@@ -259,10 +260,10 @@ def test_temperatures_that_vllm_would_change_are_refused():
         build_sampling_params(Sampling(max_new_tokens=1, temperature=0.001), vocabulary=64)
 
 
-def record(answers, sampling, **options):
-    made = {"pad_id": 9, "tokenizer": None, "extra_column": False, "vocabulary": 64} | options
+def record(answers, sampling, *, tokenizer=None, extra_column=False):
     batch = prompts(lengths=(7,) * len(answers))
-    return build_rollout(answers, batch, sampling, **made)
+    responses = read_responses(answers, sampling, tokenizer=tokenizer, vocabulary=64)
+    return build_rollout(batch, responses, sampling, pad_id=9, extra_column=extra_column)
 
 
 def answer(tokens, stopped=False, version=3):
@@ -270,7 +271,7 @@ def answer(tokens, stopped=False, version=3):
         tokens=np.array(tokens, np.int32),
         logprobs=np.full(len(tokens), -0.5, np.float32),
         stopped=stopped,
-        version=version,
+        versions=[(version, len(tokens))],
     )
 
 
@@ -310,7 +311,7 @@ def test_too_little_or_too_much_is_an_error(tokens):
 
 
 def test_nan_is_an_error_that_names_row_and_version():
-    bad = replace(answer([1]), logprobs=np.array([math.nan], np.float32), version=4)
+    bad = replace(answer([1]), logprobs=np.array([math.nan], np.float32), versions=[(4, 1)])
     with pytest.raises(
         RolloutError, match="NaN or infinite log-probabilities for row 1, sampled by version 4"
     ):

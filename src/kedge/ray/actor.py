@@ -89,11 +89,6 @@ class Actor:
             ray.kill(self.handle)
         self.handle = None
 
-    @property
-    def pid(self) -> int:
-        """Process id on its node."""
-        return self.process.pid
-
     def _restart(self, error: LostActorError, tries: int) -> int:
         if tries >= _MAX_RESTARTS:
             raise RolloutError(

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from kedge.config.rollout_engines import installed_vllm
-from kedge.errors import ConfigError, RolloutError, SyncError
+from kedge.errors import RolloutError, SyncError
 from kedge.models.fingerprint import WeightsCopy, policy_weights
 from kedge.protocols import RolloutEngine
 from kedge.ray.actor import Actor, LostActorError
@@ -32,15 +31,7 @@ from kedge.rollout.vllm.build import build_template
 from kedge.rollout.vllm.engine import VLLMEngine
 from kedge.rollout.vllm.inprocess import InProcess
 from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate, meta_model, on_cpu
-from kedge.rollout.vllm.weights import (
-    NCCL_SINCE,
-    EngineGroup,
-    FanOut,
-    NcclTransfer,
-    buckets,
-    can_use_nccl,
-    nccl,
-)
+from kedge.rollout.vllm.weights import EngineGroup, FanOut, NcclTransfer, buckets, nccl, use_nccl
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
 
 if TYPE_CHECKING:
@@ -364,7 +355,7 @@ def build_vllm(inputs: EngineInputs, args: OnPolicyConfig) -> RolloutEngine:
     gpus = min(slot.gpus for slot in resources.slots)
     groups: list[EngineGroup | None] = [None] * len(resources.slots)
     adapter = template.adapter is not None
-    if _uses_nccl(weights, gpus=gpus, transfer=args.vllm_transfer, adapter=adapter):
+    if use_nccl(weights, gpus=gpus, adapter=adapter, transfer=args.vllm_transfer):
         arguments |= {"weight_transfer_config": NCCL}
         device, limit = next(iter(weights.values())).device, args.worker_start_timeout
         new = partial(_build_group, template, int(gpus), limit, device)
@@ -444,18 +435,3 @@ def _build_group(
         return NcclTransfer(client, info, limit=limit, device=device)
 
     return EngineGroup(create, template.payload, gpus, shared=shared)
-
-
-def _uses_nccl(weights: Mapping[str, Tensor], *, gpus: float, transfer: str, adapter: bool) -> bool:
-    """Whether weights are sent from GPU to GPU, not through the host."""
-    if transfer != "host" and not adapter and can_use_nccl(weights, gpus=gpus):
-        return True
-    if transfer != "nccl":
-        return False
-    device = next(iter(weights.values())).device.type
-    raise ConfigError(
-        f"vllm_transfer='nccl' needs vLLM {NCCL_SINCE} and GPUs for learner and engines, but the"
-        f" installed vLLM is {installed_vllm() or 'missing'}, the learner's weights"
-        f" are on {device} and each engine has {gpus:g} GPUs"
-        f"{', and adapters are sent as files' if adapter else ''}; set it to 'auto'"
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -274,25 +275,36 @@ class SharedArgument:
 class ActorPool:
     """The workers of one role, which share the rows of each batch.
 
-    ``resources`` have a slot for each, and are released if one does not start; ``build`` is called
-    with an actor's handle and starts to build the actor's object.
+    Each has an object of class ``kind``, with ``shared`` as its first argument, which is pickled
+    once for all of them, and the others.
     """
 
     def __init__(
         self,
         role: Role,
-        resources: ActorResources,
-        limits: WorkerLimits,
-        build: Callable[[Any], Any],
+        args: RolloutArguments,
+        kind: type,
+        shared: Any,
+        *others: Any,
+        **named: Any,
     ) -> None:
+        resources, option = reserve(role, args), _COUNTS[role]
         self._release = resources.release
+        try:
+            argument = SharedArgument(lambda: shared, len(resources.slots))
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            resources.release()
+            raise ConfigError(
+                f"a {role} function or model cannot be pickled for {option}: {error}; define it in"
+                f" a module, or set {option}=0"
+            ) from error
         makers = [
             partial(
                 Actor,
                 f"{role} worker {slot.index}",
-                build,
+                lambda handle: handle.build.remote(kind, argument.reference(), *others, **named),
                 options=resources.placement.options(slot),
-                limits=limits,
+                limits=WorkerLimits.of(args),
             )
             for slot in resources.slots
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +15,16 @@ from kedge.models.backbone import supports_packing
 from kedge.models.load import load_policy
 from kedge.models.model import CausalParts
 from kedge.ops.cpu.patch import Kernels
-from kedge.ray.placement import ActorPool, SharedArgument, reserve
+from kedge.ray.placement import ActorPool
 from kedge.rollout.engines import without_columns
-from kedge.rollout.liveness import WorkerLimits
 from kedge.types import Rollout
-
-if TYPE_CHECKING:
-    from kedge.config.rollout_engines import RolloutArguments
 
 
 class ReferenceActor:
-    """The reference inside an actor; for the arguments see ``ray_reference``."""
+    """The reference inside an actor.
+
+    ``quick``: use the learner's CPU kernels; ``trust``: custom code of the model may run.
+    """
 
     def __init__(
         self,
@@ -106,30 +104,3 @@ class RayReference:
     def close(self) -> None:
         """Kill the workers and release their resources."""
         self._pool.close()
-
-
-def ray_reference(
-    model: nn.Module | str,
-    settings: LearnerSettings,
-    args: RolloutArguments,
-    *,
-    autocast: torch.dtype | None,
-    quick: bool,
-    trust: bool,
-) -> RayReference:
-    """Build the reference workers, on resources of the launch or newly allocated ones.
-
-    ``quick``: use the learner's CPU kernels; ``trust``: custom code of the model may run.
-    """
-    resources = reserve("reference", args)
-    shared_model = SharedArgument(lambda: model, args.ray_ref_workers)
-    arguments = {"autocast": autocast, "quick": quick, "trust": trust}
-    pool = ActorPool(
-        "reference",
-        resources,
-        WorkerLimits.of(args),
-        lambda handle: handle.build.remote(
-            ReferenceActor, shared_model.reference(), settings, **arguments
-        ),
-    )
-    return RayReference(pool)

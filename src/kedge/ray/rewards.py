@@ -3,54 +3,40 @@
 from __future__ import annotations
 
 import logging.handlers
-import pickle
 import queue
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from kedge.errors import ConfigError, RewardError, RolloutError
+from kedge.errors import RewardError, RolloutError
+from kedge.protocols import RewardSource
 from kedge.ray.actor import Actor
-from kedge.ray.placement import ActorPool, SharedArgument, reserve
-from kedge.rewards import reward_source
+from kedge.ray.placement import ActorPool
 from kedge.rewards.mixture import SlowCalls
-from kedge.rollout.liveness import WorkerLimits
 from kedge.types import RewardOutput, Rollout
-
-if TYPE_CHECKING:
-    from kedge.config.rollout_engines import RolloutArguments
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """Picklable arguments of ``reward_source``."""
-
-    reward_model: Any
-    reward_funcs: Any
-    models: Mapping[str, Any]  # options of every reward model
-    functions: Mapping[str, Any]  # options of every reward function
-    mixture: Mapping[str, Any]  # other arguments of reward_source
-
-
 class RewardActor:
-    """A reward source inside an actor."""
+    """A reward source inside an actor, made by ``make`` with options of models and functions."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        make: Callable[..., RewardSource],
+        models: Mapping[str, Any],
+        functions: Mapping[str, Any],
+    ) -> None:
         self._state, self._notes = None, logging.handlers.BufferingHandler(capacity=100)
         logging.getLogger("kedge").addHandler(self._notes)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._source = reward_source(
-            recipe.reward_model,
-            recipe.reward_funcs,
-            models={**recipe.models, "device": device},
-            functions={**recipe.functions, "trainer_state": lambda: self._state},
-            **recipe.mixture,
+        self._source = make(
+            models={**models, "device": device},
+            functions={**functions, "trainer_state": lambda: self._state},
         )
 
     def columns(self) -> frozenset[str] | None:
@@ -116,28 +102,6 @@ class RayRewards:
     def close(self) -> None:
         """Kill the workers and release their resources."""
         self._pool.close()
-
-
-def ray_rewards(
-    recipe: Recipe, args: RolloutArguments, *, trainer_state: Callable[[], object]
-) -> RayRewards:
-    """Build the reward workers, on resources of the launch or newly allocated ones."""
-    resources = reserve("reward", args)
-    try:
-        shared_recipe = SharedArgument(lambda: recipe, args.ray_reward_workers)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        resources.release()
-        raise ConfigError(
-            f"a reward function or model cannot be pickled for ray_reward_workers: {error};"
-            " define it in a module, or set ray_reward_workers=0"
-        ) from error
-    pool = ActorPool(
-        "reward",
-        resources,
-        WorkerLimits.of(args),
-        lambda handle: handle.build.remote(RewardActor, shared_recipe.reference()),
-    )
-    return RayRewards(pool, trainer_state=trainer_state)
 
 
 def between_groups(group: Tensor, parts: int) -> list[slice]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kedge.background import in_thread
 from kedge.errors import LostNodeError, RolloutError, SyncError
 from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows, with_unique_groups
@@ -26,12 +27,74 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Groups(Generic[T]):
-    """Complete groups, and the result of each row."""
+class Response:
+    """One sampled response of n tokens, on the host."""
 
-    prompts: PromptBatch
-    results: list[T]
-    sampling: Sampling  # shared by all rows, with the largest max_new_tokens
+    tokens: Tensor  # int64 [n]
+    logprobs: Tensor  # float32 [n], nats
+    allowed: Tensor | None  # int64 [n, K]; tokens that could have been sampled, then -1; None: all
+    terminated: bool
+    versions: Sequence[tuple[int, int]]  # in order, each with the number of tokens from it
+
+
+def build_rollout(
+    prompts: PromptBatch,
+    responses: Sequence[Response],
+    sampling: Sampling,
+    *,
+    pad_id: int,
+    extra_column: bool,
+) -> Rollout:
+    """The rollout [B, R] of one response per row, on the device of the prompts.
+
+    With ``extra_column`` there is a slot after the longest response if max_new_tokens allows.
+    """
+    longest = max(len(x.tokens) for x in responses)
+    size = min(longest + extra_column, sampling.max_new_tokens)
+
+    def stack(parts: Sequence[Tensor], fill: float) -> Tensor:
+        whole = nn.utils.rnn.pad_sequence([*parts], batch_first=True, padding_value=fill)
+        after = [0] * 2 * (whole.ndim - 2)
+        return nn.functional.pad(whole, [*after, 0, size - whole.shape[1]], value=fill)
+
+    logprobs = stack([x.logprobs for x in responses], 0.0)
+    if not logprobs.isfinite().all():
+        row = int((~logprobs.isfinite()).any(1).nonzero()[0])
+        raise RolloutError(
+            f"the rollout engine returned NaN or infinite log-probabilities for row {row}, sampled"
+            f" by version {responses[row].versions[-1][0]}; lower the learning rate, or check the"
+            " weights that were loaded"
+        )
+    if sampling.temperature == 0:
+        logprobs = torch.zeros_like(logprobs)  # greedy choices have probability 1
+    allowed = [x.allowed for x in responses if x.allowed is not None]
+    width = max((x.shape[1] for x in allowed), default=0)
+    wide = [nn.functional.pad(x, (0, width - x.shape[1]), value=-1) for x in allowed]
+    mask = torch.arange(size) < torch.tensor([len(x.tokens) for x in responses])[:, None]
+    return Rollout(
+        prompts=prompts,
+        ids=stack([x.tokens for x in responses], pad_id),
+        loss_mask=mask,
+        response_mask=mask.clone(),
+        terminated=torch.tensor([x.terminated for x in responses]),
+        policy_version=torch.tensor([min(x.versions)[0] for x in responses]),
+        token_version=_token_versions(responses, size),
+        behavior_logprobs=logprobs,
+        allowed_tokens=stack(wide, -1) if wide else None,
+    ).to(prompts.ids.device)
+
+
+def _token_versions(responses: Sequence[Response], size: int) -> Tensor | None:
+    """``Rollout.token_version`` int64 [B, size]; None if every row has one version."""
+    if all(len(x.versions) == 1 for x in responses):
+        return None
+    versions = torch.full((len(responses), size), -1)
+    for i, response in enumerate(responses):
+        begin = 0
+        for version, tokens in response.versions:
+            versions[i, begin : begin + tokens] = version
+            begin += tokens
+    return versions
 
 
 class GroupRequests(Generic[T]):
@@ -64,8 +127,13 @@ class GroupRequests(Generic[T]):
         number, place = self._of_row.pop(key)
         self._results[number][place] = result
 
-    def complete(self) -> list[Groups[T]]:
-        """Remove and return groups with all results, by sampling distribution."""
+    def take_complete(
+        self, build: Callable[[PromptBatch, list[T], Sampling], Rollout]
+    ) -> Rollout | None:
+        """Remove groups with all results, and ``build`` their rollout.
+
+        It is called once per sampling distribution, with the largest max_new_tokens.
+        """
         done = [
             n for n, (prompts, _) in self._groups.items() if len(prompts) == len(self._results[n])
         ]
@@ -75,36 +143,21 @@ class GroupRequests(Generic[T]):
             ordered = [results[i] for i in range(len(prompts))]
             kind = replace(sampling, max_new_tokens=0)
             by_distribution.setdefault(kind, []).append((prompts, sampling, ordered))
-        return [
-            Groups(
+        rollouts = [
+            build(
                 PromptBatch.cat([prompts for prompts, _, _ in groups]),
                 [result for _, _, results in groups for result in results],
                 max((sampling for _, sampling, _ in groups), key=lambda s: s.max_new_tokens),
             )
             for groups in by_distribution.values()
         ]
+        return Rollout.cat(rollouts) if rollouts else None
 
     def clear(self) -> None:
         """Forget all rows."""
         self._groups.clear()
         self._results.clear()
         self._of_row.clear()
-
-
-def token_versions(spans: list[list[tuple[int, int]]], size: int) -> torch.Tensor | None:
-    """``Rollout.token_version`` int64 [B, size]; None if every row has one version.
-
-    ``spans`` has the versions of each row in order, with the number of tokens from each.
-    """
-    if all(len(row) <= 1 for row in spans):
-        return None
-    versions = torch.full((len(spans), size), -1)
-    for i, row in enumerate(spans):
-        begin = 0
-        for version, tokens in row:
-            versions[i, begin : begin + tokens] = version
-            begin += tokens
-    return versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +189,7 @@ class ShardedEngine:
         *,
         pad_id: int,
         check: Callable[[PromptBatch, Sampling], None] | None = None,
-        on_close: Callable[[], None] | None = None,
+        on_close: Callable[[], None] = lambda: None,
         send: Callable[[Sequence[Any], Mapping[str, Tensor]], None] | None = None,
     ) -> None:
         self.engines: list[Any] = list(engines)
@@ -146,9 +199,8 @@ class ShardedEngine:
         self._check = check
         self._on_close = on_close
         # Garbage collection runs in any thread, even a Ray thread that ``on_close`` waits for.
-        self._forgotten = weakref.finalize(self, _run_in_background, on_close)
+        self._forgotten = weakref.finalize(self, in_thread, on_close)
         self._forgotten.atexit = False
-        self._closed = False
         # The dtype in which weights are sent to engines (None: unchanged), and what puts them
         # where engines read them (None: there is no such place).
         self.sync_dtype: torch.dtype | None = getattr(self.engines[0], "sync_dtype", None)
@@ -199,16 +251,14 @@ class ShardedEngine:
 
     def close(self) -> None:
         """Release the engines; calling it again does nothing."""
-        if self._closed:
+        if self._forgotten.detach() is None:
             return
-        self._closed = True
         try:
             engines = [e for e in self.engines if hasattr(e, "close")]
             self._call_all([engine.close for engine in engines], engines)
         finally:
             self._threads.shutdown(wait=True)
-            if self._forgotten.detach() and self._on_close is not None:
-                self._on_close()
+            self._on_close()
 
     def _call_all(
         self, calls: Sequence[Callable[[], T]], engines: Sequence[RolloutEngine]
@@ -249,11 +299,6 @@ def start_all(
     return [future.result() for future in futures]
 
 
-def _run_in_background(function: Callable[[], None] | None) -> None:
-    if function is not None:
-        threading.Thread(target=function, daemon=True).start()
-
-
 class _Request(NamedTuple):
     """The request of one rank."""
 
@@ -264,28 +309,28 @@ class _Request(NamedTuple):
 class RankSharedEngine:
     """Rank 0 holds the engine; the other ranks send it their prompts and receive their responses.
 
-    Every rank makes the same calls in the same order; one that samples less often than others calls
-    ``wait_for_other_ranks``.  Random numbers depend on the row in the batch of all ranks, so a
-    response does not depend on the number of ranks.  The engine leaves ``extra_columns`` slots
-    after the longest response.
+    ``make`` makes the engine, on rank 0 only.  Every rank makes the same calls in the same order;
+    one that samples less often than others calls ``wait_for_other_ranks``.  Random numbers depend
+    on the row in the batch of all ranks, so a response does not depend on the number of ranks.  The
+    engine leaves ``extra_columns`` slots after the longest response.
     """
 
     shares_weights: Literal[False] = False
 
     def __init__(
-        self,
-        engine: RolloutEngine | None,
-        groups: RankGroups,
-        *,
-        logprob_kind: Literal["sampled", "raw", "none"],
-        extra_columns: int,
+        self, make: Callable[[], RolloutEngine], ranks: RankGroups, *, extra_columns: int
     ) -> None:
-        self.engine: Any = engine
-        self.logprob_kind: Literal["sampled", "raw", "none"] = logprob_kind
-        self.ranks, self._extra_columns = groups, extra_columns
-        self.sync_dtype: torch.dtype | None = getattr(engine, "sync_dtype", None)
-        self.stage_weights: Any = getattr(engine, "stage_weights", None)
+        self.engine: Any = None
+        self.ranks, self._extra_columns = ranks, extra_columns
         self._lock = threading.Lock()
+
+        def start(requests: list[None]) -> list[Any]:
+            self.engine = make()
+            return [self.engine.logprob_kind] * len(requests)
+
+        self.logprob_kind: Literal["sampled", "raw", "none"] = ranks.run_on_first(None, start)
+        self.sync_dtype: torch.dtype | None = getattr(self.engine, "sync_dtype", None)
+        self.stage_weights: Any = getattr(self.engine, "stage_weights", None)
 
     @property
     def engines(self) -> tuple[RolloutEngine, ...]:
@@ -415,33 +460,6 @@ class RankGroups:
         if not succeeded:
             raise outcome
         return outcome
-
-
-def build_shared_engine(
-    make: Callable[[], RolloutEngine],
-    *,
-    ranks: int,
-    timeout: float,
-    extra_columns: int,
-    mail: Any = None,
-) -> RolloutEngine:
-    """Make an engine with ``make``, on rank 0 only; several ranks share it.  Collective."""
-    if ranks == 1:
-        return make()
-    groups = RankGroups(timeout, mail)
-    engines: list[RolloutEngine] = []
-
-    def start(requests: list[Any]) -> list[Any]:
-        engines.append(make())
-        return [engines[0].logprob_kind] * len(requests)
-
-    logprob_kind = groups.run_on_first(None, start)
-    return RankSharedEngine(
-        engines[0] if engines else None,
-        groups,
-        logprob_kind=logprob_kind,
-        extra_columns=extra_columns,
-    )
 
 
 def without_columns(prompts: PromptBatch) -> PromptBatch:

@@ -18,9 +18,9 @@ from kedge.models.model import eval_mode
 from kedge.models.peft import drop_adapters
 from kedge.ops.cpu.patch import PREPACKED_TOKENS, Kernels
 from kedge.rollout.embedded.decode import Prefix, build_decoder, get_base_model, rows_that_fit
-from kedge.rollout.embedded.generation import DecodeLoop, Response, build_rollout
+from kedge.rollout.embedded.generation import DecodeLoop
 from kedge.rollout.embedded.sampling import check_sampling
-from kedge.rollout.engines import EngineInputs, GroupRequests
+from kedge.rollout.engines import EngineInputs, GroupRequests, Response, build_rollout
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ class EmbeddedEngine:
         autocast: run the model under autocast of this type, e.g. torch.bfloat16.
         extra_column: leave one slot after the longest response if max_new_tokens allows, so that a
             score can be placed after the last token.
-        record_allowed_tokens: record ``Rollout.allowed_tokens`` when top-k, top-p or min-p cut the
-            distribution.
     """
 
     logprob_kind: Literal["sampled", "raw", "none"] = "sampled"
@@ -63,7 +61,6 @@ class EmbeddedEngine:
         device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
         extra_column: bool = False,
-        record_allowed_tokens: bool = True,
     ) -> None:
         if not shares_weights:
             # Autocast caches casts only for weights that require gradients.
@@ -75,7 +72,6 @@ class EmbeddedEngine:
         self._chunk_rows = chunk_rows
         self._autocast = autocast
         self._extra_column = extra_column
-        self._record_allowed_tokens = record_allowed_tokens
         self._version = 0
         self._prefixes: dict[int, Prefix] | None = None  # by row, inside keep_prefixes()
         self._loops: dict[Sampling, DecodeLoop] = {}  # by sampling distribution
@@ -121,7 +117,7 @@ class EmbeddedEngine:
         with self._sampling_context(device, packs=sampling.max_new_tokens >= PREPACKED_TOKENS):
             while len(responses) < len(host):
                 responses.update(loop.advance(self._version))
-        rollout = self._build(host, [responses[i] for i in range(len(host))], sampling)
+        rollout = self._build_rollout(host, [responses[i] for i in range(len(host))], sampling)
         return replace(rollout.to(prompts.ids.device), prompts=prompts)
 
     @property
@@ -154,11 +150,7 @@ class EmbeddedEngine:
             for loop in self._loops.values():
                 for key, response in loop.advance(self._version):
                     self._requests.put(key, response)
-        parts = [
-            self._build(groups.prompts, groups.results, groups.sampling)
-            for groups in self._requests.complete()
-        ]
-        return Rollout.cat(parts) if parts else None
+        return self._requests.take_complete(self._build_rollout)
 
     def cancel(self) -> None:
         """Drop all requests."""
@@ -171,8 +163,7 @@ class EmbeddedEngine:
         return positions(get_base_model(self.model))
 
     def _loop(self, sampling: Sampling, slots: int, **how: Any) -> DecodeLoop:
-        record = self._record_allowed_tokens and sampling.truncates
-        return DecodeLoop(self.model, sampling, self._tokenizer, slots=slots, record=record, **how)
+        return DecodeLoop(self.model, sampling, self._tokenizer, slots=slots, **how)
 
     def _check_prompts(self, prompts: PromptBatch, sampling: Sampling) -> PromptBatch:
         """Check the prompts and move them to the host."""
@@ -201,12 +192,11 @@ class EmbeddedEngine:
         fit = rows_that_fit(config, tokens, width, device)
         return max(self._chunk_rows, min(fit, _MOST_ROWS))
 
-    def _build(
+    def _build_rollout(
         self, prompts: PromptBatch, responses: list[Response], sampling: Sampling
     ) -> Rollout:
-        longest = max(len(x.tokens) for x in responses)
-        size = min(longest + self._extra_column, sampling.max_new_tokens)
-        return build_rollout(prompts, responses, size=size, pad_id=self._pad_id)
+        pad_id, extra = self._pad_id, self._extra_column
+        return build_rollout(prompts, responses, sampling, pad_id=pad_id, extra_column=extra)
 
 
 def build_embedded(inputs: EngineInputs, args: OnPolicyConfig) -> EmbeddedEngine:

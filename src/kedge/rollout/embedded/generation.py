@@ -23,22 +23,11 @@ from kedge.rollout.embedded.sampling import (
     sample_tokens,
     uniforms,
 )
-from kedge.rollout.engines import token_versions
-from kedge.types import PromptBatch, Rollout, Sampling, group_rows
+from kedge.rollout.engines import Response
+from kedge.types import PromptBatch, Sampling, group_rows
 
 POLL = 16  # tokens sampled on an accelerator between two checks for ended responses
 _REFILL = 8  # rows join once 1 / 8 of the slots are free, since joining copies the cache
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """One response of n tokens."""
-
-    tokens: Tensor  # int64 [n]
-    logprobs: Tensor  # float32 [n]
-    allowed: Tensor | None  # int64 [n, K]
-    terminated: bool
-    versions: list[tuple[int, int]]  # (version, tokens sampled with it)
 
 
 @dataclass(slots=True)
@@ -62,7 +51,6 @@ class DecodeLoop:
         sampling: distribution and stop conditions; lengths are those of the rows.
         tokenizer: needed for stop strings.
         slots: rows sampled at once.
-        record: record the allowed tokens.
         joins: whether rows may join a running batch, which needs ``CausalDecoder.keeps_all``;
             False: only after all have ended, so that results do not depend on timing.
         prefixes: keys and values by row number, read and replaced; None: do not keep any.
@@ -75,18 +63,17 @@ class DecodeLoop:
         tokenizer: Any,
         *,
         slots: int,
-        record: bool,
         joins: bool = False,
         prefixes: dict[int, Prefix] | None = None,
     ) -> None:
-        self._model, self._sampling, self._slots, self._record = model, sampling, slots, record
+        self._model, self._sampling, self._slots = model, sampling, slots
         self._joins, self._prefixes = joins, prefixes
         self._device = next(model.parameters()).device
         self._on_cpu = self._device.type == "cpu"
         self._stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64).to(self._device)
         self._stop_criteria = StopCriteria(sampling, tokenizer)
         self._poll = 1 if self._on_cpu else POLL
-        if not (joins or record or sampling.stop_ids or sampling.stop_strings):
+        if not (joins or sampling.truncates or sampling.stop_ids or sampling.stop_strings):
             self._poll = 2**31  # only length limits end rows
         self._waiting: deque[_Row] = deque()
         self._decoder: CausalDecoder | None = None
@@ -182,7 +169,7 @@ class DecodeLoop:
             at = self._t.clamp(max=self._u.shape[1] - 1)[:, None]
             token, logprob = sample_tokens(logits, self._u.gather(1, at)[:, 0])
         columns = [token[:, None], logprob.view(torch.int32).long()[:, None]]
-        if self._record:
+        if self._sampling.truncates:
             most = min(self._sampling.top_k or MAX_ALLOWED, logits.shape[-1])
             allowed, count = allowed_tokens(logits, None if self._on_cpu else most)
             columns += [count[:, None], allowed]
@@ -265,7 +252,7 @@ class DecodeLoop:
         begin = self._rows[i].begin
         recorded = self._buffer[begin - self._dropped : end - self._dropped, i]
         allowed = None
-        if self._record:
+        if self._sampling.truncates:
             width = int(recorded[:, 2].max())
             check_allowed(width)
             allowed = recorded[:, 3 : 3 + width].clone()
@@ -314,39 +301,3 @@ def _cat_padded(parts: Sequence[Tensor]) -> Tensor:
     width = max(x.shape[1] for x in parts)
     pad = partial(nn.functional.pad, value=-1)
     return torch.cat([pad(x, (0, width - x.shape[1])) for x in parts])
-
-
-def build_rollout(
-    prompts: PromptBatch, responses: Sequence[Response], *, size: int, pad_id: int
-) -> Rollout:
-    """The rollout [B, size] of one response per row, on the host."""
-
-    def stack(parts: Sequence[Tensor], fill: float) -> Tensor:
-        whole = nn.utils.rnn.pad_sequence([*parts], batch_first=True, padding_value=fill)
-        after = [0] * 2 * (whole.ndim - 2)
-        return nn.functional.pad(whole, [*after, 0, size - whole.shape[1]], value=fill)
-
-    logprobs = stack([x.logprobs for x in responses], 0.0)
-    if logprobs.isnan().any():
-        raise RolloutError(
-            f"the model of version {max(x.versions[-1][0] for x in responses)} returned NaN logits"
-            " while sampling; lower the learning rate, or check the weights that were loaded"
-        )
-    allowed = [x.allowed for x in responses if x.allowed is not None]
-    width = max((x.shape[1] for x in allowed), default=0)
-    mask = torch.arange(size) < torch.tensor([len(x.tokens) for x in responses])[:, None]
-    return Rollout(
-        prompts=prompts,
-        ids=stack([x.tokens for x in responses], pad_id),
-        loss_mask=mask,
-        response_mask=mask.clone(),
-        terminated=torch.tensor([x.terminated for x in responses]),
-        policy_version=torch.tensor([x.versions[0][0] for x in responses]),
-        token_version=token_versions([x.versions for x in responses], size),
-        behavior_logprobs=logprobs,
-        allowed_tokens=stack(
-            [nn.functional.pad(x, (0, width - x.shape[1]), value=-1) for x in allowed], -1
-        )
-        if allowed
-        else None,
-    )

@@ -9,7 +9,7 @@ from kedge.errors import CheckpointError
 from kedge.protocols import RolloutEngine
 from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
 from kedge.rollout.scheduler.scheduler import RolloutScheduler
-from kedge.rollout.scheduler.worker import EngineWorker, Occupancy, SampledNumbers, WeightUpdate
+from kedge.rollout.scheduler.worker import EngineWorker, SampledNumbers, WeightUpdate
 from kedge.types import PromptBatch, Rollout, Sample
 
 
@@ -28,7 +28,7 @@ class FifoScheduler(RolloutScheduler):
     def configure(self, collector: RolloutCollector, rollouts: RolloutEngine) -> None:
         """Set the collector and the rollout engine used from now on."""
         self.collector = collector
-        self._workers = [EngineWorker(engine=rollouts, slots=0, all=Occupancy())]
+        self._workers = [EngineWorker(engine=rollouts, slots=0)]
 
     def _begin(self, step: int) -> None:
         self._requeue(self._waiting(), step)

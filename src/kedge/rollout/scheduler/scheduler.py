@@ -49,7 +49,6 @@ from kedge.rollout.scheduler.joining import (
 from kedge.rollout.scheduler.rank_rewards import RankReward, connect
 from kedge.rollout.scheduler.worker import (
     EngineWorker,
-    Occupancy,
     SampledNumbers,
     WeightUpdate,
     list_engines,
@@ -98,7 +97,6 @@ class RolloutScheduler:
         self._others: list[RankReward] | None = None  # connected with the first collector
         self._has_threads = max_lag > 0  # otherwise the driver samples and scores
         self._workers: list[EngineWorker] = []
-        self._occupancy = Occupancy()
         self._sampled: list[SampledNumbers] = []  # to be scored, in this order
         self._scoring: list[SampledNumbers] = []  # by threads
         self._num_scorers = 1  # threads that score
@@ -133,10 +131,8 @@ class RolloutScheduler:
         pool = RewardPool([*own, *self._others])
         self._num_scorers = pool.size
         self.collector = replace(collector, source=source, reward=pool)
-        self._occupancy = Occupancy()
         self._workers = [
-            EngineWorker(engine=e, slots=getattr(e, "slots", 0), all=self._occupancy)
-            for e in list_engines(rollouts)
+            EngineWorker(engine=e, slots=getattr(e, "slots", 0)) for e in list_engines(rollouts)
         ]
         ready = all(
             w.slots and getattr(w.engine, "updates_in_flight", False) for w in self._workers
@@ -305,18 +301,23 @@ class RolloutScheduler:
             ahead = dispatcher.startable(update.step) + len(dispatcher.running)
             limit = min(free, -(-ahead // len(self._workers)) - len(worker.held))
             # a short greedy response may be most of a group
-            all_held = self._occupancy
-            held = all_held.groups if needs_greedy else all_held.responses / rows
+            responses = sum(w.unfinished for w in self._workers)
+            held = self._num_held if needs_greedy else responses / rows
             limit = int(min(limit, self._room(update.step) - held))
         numbers = dispatcher.start(update.step, max(limit, 0))
         worker.hold(numbers, update.version, rows)
         return numbers
 
+    @property
+    def _num_held(self) -> int:
+        """Number of groups that all engines hold together."""
+        return sum(len(worker.held) for worker in self._workers)
+
     def _room(self, version: int) -> float:
         """Number of further groups that may complete with weights of ``version``, in flight."""
         if not self._dispatcher.in_flight:
             return math.inf
-        unscored = len(self._dispatcher.running) - self._occupancy.groups
+        unscored = len(self._dispatcher.running) - self._num_held
         return self._dispatcher.room(version, unscored)
 
     def _sample(self, worker: EngineWorker, numbers: list[int]) -> None:

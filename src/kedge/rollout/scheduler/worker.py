@@ -44,21 +44,12 @@ def list_engines(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
     return tuple(getattr(rollouts, "engines", ())) or (rollouts,)
 
 
-@dataclass(slots=True)
-class Occupancy:
-    """Number of groups and responses that all engines hold together."""
-
-    groups: int = 0
-    responses: int = 0  # responses being sampled
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineWorker:
     """An engine that samples groups.  Its methods are called from one thread at a time."""
 
     engine: Any  # RolloutEngine, or ContinuousEngine if it has slots
     slots: int  # responses sampled at once; 0: samples partial batches
-    all: Occupancy  # total of all engines, this one included
     update: WeightUpdate | None = None  # the loaded weights
     held: dict[int, int] = field(default_factory=dict)  # group -> version it started with
     unfinished: int = 0  # responses being sampled
@@ -80,30 +71,23 @@ class EngineWorker:
     def hold(self, numbers: list[int], version: int, rows: int) -> None:
         """Record that these groups of ``rows`` responses start with weights of ``version``."""
         self.held.update(dict.fromkeys(numbers, version))
-        self.all.groups += len(numbers)
-        self._set_unfinished(self.unfinished + len(numbers) * rows)
+        self.unfinished += len(numbers) * rows
 
     def release(self, numbers: list[int]) -> None:
         """Record that these groups are done."""
         for number in numbers:
             del self.held[number]
-        self.all.groups -= len(numbers)
 
     def release_all(self) -> None:
         """Record that the engine holds no groups."""
-        self.release(list(self.held))
-        self._deferred.clear()
-        self._greedy.clear()
-        self._set_unfinished(0)
+        for state in (self.held, self._deferred, self._greedy):
+            state.clear()
+        self.unfinished = 0
 
     def count_unfinished(self) -> None:
         """Update the number of unfinished responses, deferred groups included."""
         deferred = sum(len(batch) for batch, _ in self._deferred.values())
-        self._set_unfinished(self.engine.unfinished + deferred)
-
-    def _set_unfinished(self, responses: int) -> None:
-        self.all.responses += responses - self.unfinished
-        self.unfinished = responses
+        self.unfinished = self.engine.unfinished + deferred
 
     def load(self, new: WeightUpdate) -> None:
         """Load weights and verify them."""

@@ -15,14 +15,14 @@ from torch import Tensor
 from kedge.errors import RolloutError, SyncError
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
-from kedge.rollout.engines import GroupRequests
+from kedge.rollout.engines import GroupRequests, build_rollout
 from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate
 from kedge.rollout.vllm.service import (
     GenerationRequest,
     GenerationResult,
     Service,
     build_requests,
-    build_rollout,
+    read_responses,
 )
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
@@ -98,13 +98,14 @@ class VLLMEngine:
             self.service.sleep()
             self._asleep = {"weights", "kv_cache"}
         if self._sent is not None:
-            if wrong := {result.version for result in results} - {self._sent, -1}:  # -1: unknown
+            reported = {version for result in results for version, _ in result.versions}
+            if wrong := reported - {self._sent, -1}:  # -1: unknown
                 raise SyncError(
                     f"vLLM sampled with version {min(wrong)} instead of {self._sent}: it lost its"
                     " weights, or another client changes them"
                 )
-            results = [replace(result, version=self._sent) for result in results]
-        return self._build_rollout(results, prompts, sampling)
+            results = [replace(x, versions=[(self._sent, len(x.tokens))]) for x in results]
+        return self._build_rollout(prompts, results, sampling)
 
     def _run(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Results of these requests, in order; the engine's other requests continue meanwhile."""
@@ -123,17 +124,12 @@ class VLLMEngine:
         return {key: result for key, result in results.items() if key < 0}
 
     def _build_rollout(
-        self, results: Sequence[GenerationResult], prompts: PromptBatch, sampling: Sampling
+        self, prompts: PromptBatch, results: Sequence[GenerationResult], sampling: Sampling
     ) -> Rollout:
-        return build_rollout(
-            results,
-            prompts,
-            sampling,
-            pad_id=self._pad_id,
-            tokenizer=self.spec.tokenizer,
-            extra_column=self._extra_column,
-            vocabulary=self.spec.vocabulary,
-        )
+        tokenizer, vocabulary = self.spec.tokenizer, self.spec.vocabulary
+        responses = read_responses(results, sampling, tokenizer=tokenizer, vocabulary=vocabulary)
+        pad_id, extra = self._pad_id, self._extra_column
+        return build_rollout(prompts, responses, sampling, pad_id=pad_id, extra_column=extra)
 
     def _build_requests(
         self, prompts: PromptBatch, sampling: Sampling, seed: int
@@ -187,10 +183,7 @@ class VLLMEngine:
         self._check_complete()
         new, self._new = self._new, {}
         self._put_held(self.service.serve(new))
-        parts = [
-            self._build_rollout(x.results, x.prompts, x.sampling) for x in self._requests.complete()
-        ]
-        return Rollout.cat(parts) if parts else None
+        return self._requests.take_complete(self._build_rollout)
 
     def cancel(self) -> None:
         """Drop all requests."""
@@ -247,11 +240,6 @@ class VLLMEngine:
         _verify(sync, self._last, tolerance)
         self._last, self._sent, self._incomplete = sync, version, None
         return Receipt(version=reported, fingerprint=expected.fingerprint, gap=sync.gap)
-
-    @property
-    def sync_gap(self) -> float:
-        """Mean difference of log-probabilities at the last weight sync, nats per token."""
-        return 0.0 if self._last is None else self._last.gap
 
     def close(self) -> None:
         """Release the vLLM."""

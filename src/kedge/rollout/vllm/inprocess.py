@@ -82,8 +82,8 @@ class InProcess:
         self._loads = 0
         self._version = 0
         self._count = 0  # number of requests so far
-        self._held: dict[str, int] = {}  # vLLM's request id -> key
-        self._starts: dict[int, list[tuple[int, int]]] = {}  # key -> (version, its first token)
+        # by vLLM's request id: key, and the versions of the weights with the first token of each
+        self._held: dict[str, tuple[int, list[tuple[int, int]]]] = {}
         self.load(spec.payload(weights), 0)
 
     @contextlib.contextmanager
@@ -107,8 +107,8 @@ class InProcess:
                     break
                 for out in self._llm.llm_engine.step():
                     if out.finished:
-                        key = self._held.pop(out.request_id)
-                        results[key] = _result(out, self._starts.pop(key))
+                        key, starts = self._held.pop(out.request_id)
+                        results[key] = _result(out, starts)
         return results
 
     def _add(self, key: int, request: GenerationRequest) -> None:
@@ -126,14 +126,12 @@ class InProcess:
             self._llm.llm_engine.add_request(name, prompt, params, lora_request=self._adapter)
         except ValueError as error:
             raise RolloutError(f"vLLM rejected a prompt: {error}") from error
-        self._held[name] = key
-        self._starts[key] = [(self._version, 0)]
+        self._held[name] = key, [(self._version, 0)]
 
     def cancel(self) -> None:
         """Drop all requests."""
         self._llm.llm_engine.abort_request(list(self._held))
         self._held.clear()
-        self._starts.clear()
 
     def load(self, payload: WeightPayload, version: int) -> None:
         """Load the weights or the adapter, and reset the prefix cache."""
@@ -171,8 +169,8 @@ class InProcess:
             raise SyncError("vLLM did not reset its prefix cache: requests are still running")
         self._version = version
         for state in self._llm.llm_engine.output_processor.request_states.values():
-            key = self._held[state.external_req_id]
-            self._starts[key].append((version, state.detokenizer.num_output_tokens()))
+            _, starts = self._held[state.external_req_id]
+            starts.append((version, state.detokenizer.num_output_tokens()))
 
     def _add_adapter(self, payload: WeightPayload) -> Any:
         from vllm.lora.request import LoRARequest
@@ -321,7 +319,6 @@ def _result(request: Any, starts: Sequence[tuple[int, int]]) -> GenerationResult
     output = request.outputs[0]
     ends = [*(first for _, first in starts[1:]), len(output.token_ids)]
     counts = [(v, end - first) for (v, first), end in zip(starts, ends, strict=True)]
-    spans = tuple((version, count) for version, count in counts if count)
     flat = output.logprobs  # per position: the sampled token, then the most likely ones
     allowed = None
     if len(flat.logprobs) > len(flat.start_indices):
@@ -335,8 +332,7 @@ def _result(request: Any, starts: Sequence[tuple[int, int]]) -> GenerationResult
         logprobs=np.array(flat.logprobs, np.float32)[np.array(flat.start_indices, np.int64)],
         allowed=allowed,
         stopped=output.finish_reason == "stop",
-        version=min(version for version, _ in spans),
-        spans=spans,
+        versions=[(version, count) for version, count in counts if count],
         prompt_logprobs=tuple(
             at[token].logprob for at, token in zip(scored[1:], tokens[1:], strict=True)
         ),

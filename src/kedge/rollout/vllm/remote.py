@@ -389,7 +389,7 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def _parse_choice(choice: dict[str, Any], loaded: int) -> GenerationResult:
-    spans = [
+    versions = [
         (parse_version(span["version"]), span["end"] - span["start"])
         for span in choice.get("weight_versions") or ()
     ]
@@ -401,8 +401,7 @@ def _parse_choice(choice: dict[str, Any], loaded: int) -> GenerationResult:
         logprobs=np.array([at["logprob"] for at in content], np.float32),
         allowed=allowed_matrix(tops) if max(map(len, tops)) > 1 else None,
         stopped=choice["finish_reason"] == "stop",
-        version=min((version for version, _ in spans), default=loaded),
-        spans=tuple(spans),
+        versions=versions or [(loaded, len(choice["token_ids"]))],
     )
 
 

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from packaging.version import Version
-from torch import Tensor
 
 from kedge.config.rollout_engines import LOWEST_VLLM
 from kedge.errors import ConfigError, RolloutError
 from kedge.rollout.embedded.sampling import StopStrings
-from kedge.rollout.engines import token_versions
+from kedge.rollout.engines import Response
 from kedge.rollout.vllm.weights import WeightPayload
-from kedge.types import PromptBatch, Rollout, Sampling
+from kedge.types import PromptBatch, Sampling
 
 _MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 _MOST_ALLOWED = 1024  # tokens recorded per sampled token, unless top_k is set
@@ -41,9 +40,8 @@ class GenerationResult:
     tokens: NDArray[np.int32]  # including the stop token
     logprobs: NDArray[np.float32]  # per token, nats, under the sampling distribution
     stopped: bool  # True: ended by a stop token or stop string, not by the length limit
-    version: int  # weights version reported by vLLM; -1: unknown
-    # versions in order, each with its number of tokens; empty: unknown
-    spans: tuple[tuple[int, int], ...] = ()
+    # versions of the weights that vLLM reports (-1: unknown), in order, each with its tokens
+    versions: Sequence[tuple[int, int]]
     # [tokens, K]; tokens that could have been sampled, then -1; None: all
     allowed: NDArray[np.int32] | None = None
     prompt_logprobs: tuple[float, ...] = ()  # nats, for all prompt tokens but the first; optional
@@ -181,17 +179,14 @@ def row_seed(seed: int, row: int) -> int:
     return int.from_bytes(digest, "big")
 
 
-def build_rollout(
+def read_responses(
     results: Sequence[GenerationResult],
-    prompts: PromptBatch,
     sampling: Sampling,
     *,
-    pad_id: int,
     tokenizer: Any,
-    extra_column: bool,
     vocabulary: int,
-) -> Rollout:
-    """Build the rollout from results in the order of the prompts."""
+) -> list[Response]:
+    """Check results, and convert them; a response ends where its first stop string does."""
     stops = StopStrings(sampling, tokenizer) if sampling.stop_strings else None
     ends = [_find_end(result, stops) for result in results]
     lengths = [length for length, _ in ends]
@@ -200,56 +195,29 @@ def build_rollout(
             f"vLLM returned responses of {min(lengths)} to {max(lengths)} tokens, expected 1 to"
             f" max_new_tokens={sampling.max_new_tokens}"
         )
-    size = min(max(lengths) + extra_column, sampling.max_new_tokens)
-    rows = len(results)
-    ids = torch.full((rows, size), pad_id, dtype=torch.int64)
-    logprobs = torch.zeros(rows, size)
-    for i, (result, length) in enumerate(zip(results, lengths, strict=True)):
-        ids.numpy()[i, :length] = result.tokens[:length]
-        logprobs.numpy()[i, :length] = result.logprobs[:length]
-    if not logprobs.isfinite().all():
-        row = int((~logprobs.isfinite()).any(1).nonzero()[0])
+    ids = np.concatenate([result.tokens for result in results])
+    if not 0 <= ids.min() <= ids.max() < vocabulary:
         raise RolloutError(
-            f"vLLM returned NaN or infinite log-probabilities for row {row}, sampled by version"
-            f" {results[row].version}; lower the learning rate, or check the loaded weights"
-        )
-    if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-        raise RolloutError(
-            f"vLLM returned token ids from {int(ids.min())} to {int(ids.max())}, but the policy has"
+            f"vLLM returned token ids from {ids.min()} to {ids.max()}, but the policy has"
             f" {vocabulary} tokens: vLLM serves another model"
         )
-    if sampling.temperature == 0:
-        logprobs = torch.zeros_like(logprobs)  # greedy choices have probability 1
-    mask = torch.arange(size) < torch.tensor(lengths)[:, None]
-    device = prompts.ids.device
-    allowed = _allowed_tokens(results, lengths, size) if sampling.truncates else None
-    return Rollout(
-        prompts=prompts,
-        ids=ids.to(device),
-        loss_mask=mask.to(device),
-        response_mask=mask.clone().to(device),
-        terminated=torch.tensor([ended for _, ended in ends], device=device),
-        policy_version=torch.tensor([result.version for result in results], device=device),
-        # Rounding can make the log of 1 slightly positive.
-        behavior_logprobs=logprobs.clamp(max=0.0).to(device),
-        allowed_tokens=None if allowed is None else allowed.to(device),
-        token_version=token_versions([list(result.spans) for result in results], size),
-    )
-
-
-def _allowed_tokens(
-    results: Sequence[GenerationResult], lengths: Sequence[int], size: int
-) -> Tensor:
-    """``Rollout.allowed_tokens``; only the sampled token if vLLM reports none (greedy)."""
-    rows = [
-        np.asarray(result.tokens)[:, None] if result.allowed is None else result.allowed
-        for result in results
-    ]
-    width = max(row.shape[1] for row in rows)
-    allowed = torch.full((len(rows), size, width), -1, dtype=torch.int64)
-    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        allowed.numpy()[i, :length, : row.shape[1]] = row[:length]
-    return allowed
+    responses = []
+    for result, (length, terminated) in zip(results, ends, strict=True):
+        # Greedy: only the sampled token.
+        allowed = result.tokens[:, None] if result.allowed is None else result.allowed
+        responses.append(
+            Response(
+                tokens=torch.as_tensor(result.tokens[:length], dtype=torch.int64),
+                # Rounding can make the log of 1 slightly positive.
+                logprobs=torch.as_tensor(result.logprobs[:length]).float().clamp(max=0.0),
+                allowed=torch.as_tensor(allowed[:length], dtype=torch.int64)
+                if sampling.truncates
+                else None,
+                terminated=terminated,
+                versions=result.versions,
+            )
+        )
+    return responses
 
 
 def _find_end(result: GenerationResult, stops: StopStrings | None) -> tuple[int, bool]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from packaging.version import Version
@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from kedge.background import in_thread
 from kedge.config.rollout_engines import installed_vllm
 from kedge.errors import ConfigError, RolloutError, SyncError
 from kedge.models.peft import is_quantized
@@ -375,27 +376,34 @@ def free_port() -> int:
         return port
 
 
-def can_use_nccl(weights: Mapping[str, Tensor], *, gpus: float) -> bool:
-    """Whether NCCL can send the learner's weights to a vLLM with ``gpus`` GPUs.
+def use_nccl(
+    weights: Mapping[str, Tensor],
+    *,
+    gpus: float,
+    adapter: bool,
+    transfer: Literal["auto", "nccl", "host"] = "auto",
+) -> bool:
+    """Whether NCCL sends the learner's weights to vLLMs of ``gpus`` GPUs each.
 
     Both need separate GPUs; a vLLM with a fraction of a GPU may share the learner's.
     Requires vLLM 0.32 or newer.
     """
     new = Version(installed_vllm() or NCCL_SINCE) >= Version(NCCL_SINCE)
-    return new and gpus >= 1 and all(x.is_cuda for x in weights.values())
+    can = new and gpus >= 1 and not adapter and all(x.is_cuda for x in weights.values())
+    if transfer == "nccl" and not can:
+        device = next(iter(weights.values())).device.type
+        raise ConfigError(
+            f"vllm_transfer='nccl' needs vLLM {NCCL_SINCE} and GPUs for learner and engines, but"
+            f" the installed vLLM is {installed_vllm() or 'missing'}, the learner's weights are on"
+            f" {device} and each engine has {gpus:g} GPUs"
+            f"{', and adapters are sent as files' if adapter else ''}; set it to 'auto'"
+        )
+    return can and transfer != "host"
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T], what: str) -> T:
     """Run ``work()`` in a thread; abandon it after ``seconds``, since NCCL has no timeout."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:  # raised again below
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="weights", daemon=True).start()
+    result: Future[T] = in_thread(work, "weights")
     clock = RunningTime()
     while not result.done() and (left := seconds - clock.seconds()) > 0:
         wait([result], min(1.0, left))

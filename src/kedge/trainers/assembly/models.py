@@ -388,7 +388,8 @@ class LearnerStage:
         self, policy: nn.Module, settings: LearnerSettings
     ) -> RemoteReference:
         """Start the reference workers, with ``ref_model`` or a copy of the initial policy."""
-        from kedge.ray.reference import ray_reference
+        from kedge.ray.placement import ActorPool
+        from kedge.ray.reference import RayReference, ReferenceActor
 
         args, model = self.setup.args, self.setup.inputs.ref_model
         model = policy if model is None else model
@@ -401,14 +402,17 @@ class LearnerStage:
                         "the reference must be the same on all ranks; seed the initialization of"
                         " the model, or pass ref_model"
                     )
-        return ray_reference(
+        pool = ActorPool(
+            "reference",
+            args,
+            ReferenceActor,
             model,
             settings,
-            args,
             autocast=self.setup.dtype,
             quick=not args.torch_compile,
             trust=trusts_remote_code(args),
         )
+        return RayReference(pool)
 
 
 def receives_weights(setup: Setup) -> bool:

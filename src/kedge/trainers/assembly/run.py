@@ -41,6 +41,7 @@ from kedge.trainers.spec import TrainerInputs, as_list, shared_kwargs
 
 if TYPE_CHECKING:
     from kedge.checkpoint.replay import RolloutReplay
+    from kedge.rollout.engines import RankSharedEngine
 
 logger = logging.getLogger(__name__)
 LARGE = 300_000_000  # weights; smaller models take larger learning rates, and are for experiments
@@ -295,16 +296,12 @@ class RewardStage:
         }
         source: RewardSource
         if args.ray_reward_workers:
-            from kedge.ray.rewards import Recipe, ray_rewards
+            from kedge.ray.placement import ActorPool
+            from kedge.ray.rewards import RayRewards, RewardActor
 
-            recipe = Recipe(
-                reward_model=inputs.reward_model,
-                reward_funcs=inputs.reward_funcs,
-                models=model_options,
-                functions=function_options,
-                mixture=mixture,
-            )
-            source = ray_rewards(recipe, args, trainer_state=trainer_state)
+            make = partial(reward_source, inputs.reward_model, inputs.reward_funcs, **mixture)
+            pool = ActorPool("reward", args, RewardActor, make, model_options, function_options)
+            source = RayRewards(pool, trainer_state=trainer_state)
         else:
             source = reward_source(
                 self._reward_models(models.reward_adapter),
@@ -379,7 +376,7 @@ class RolloutStage:
         make = partial(resolve_name(self.spec.build), inputs, args)
         if not copies:
             return learner.wrap_engine(make())
-        engine = self._start_on_first(make, learner.world_size) if self.shared else make()
+        engine = self._share(make) if self.shared and learner.world_size > 1 else make()
         learner.copy_weights = WeightCopier(
             first_only=self.shared,
             dtype=getattr(engine, "sync_dtype", None),
@@ -389,22 +386,18 @@ class RolloutStage:
         )
         return engine
 
-    def _start_on_first(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
+    def _share(self, make: Callable[[], RolloutEngine]) -> RankSharedEngine:
         """Make an engine on rank 0 that all ranks share."""
-        from kedge.rollout.engines import build_shared_engine
+        from kedge.rollout.engines import RankGroups, RankSharedEngine
 
-        setup, args, mail = self.setup, self.setup.args, None
+        args, mail = self.setup.args, None
         if self.spec.actors:
             from kedge.ray.context import get_context
 
             mail = get_context()
-        return build_shared_engine(
-            make,
-            ranks=ranks,
-            timeout=args.rollout_timeout + args.worker_start_timeout,
-            extra_columns=int(setup.algorithm.extra_column),
-            mail=mail,
-        )
+        groups = RankGroups(args.rollout_timeout + args.worker_start_timeout, mail)
+        extra_columns = int(self.setup.algorithm.extra_column)
+        return RankSharedEngine(make, groups, extra_columns=extra_columns)
 
     def num_partial_batches(self, engine: RolloutEngine) -> int:
         """Number of partial batches in "as completed"; 0: whole batches in order."""
