@@ -11,7 +11,7 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_547,
+    ".": 2_539,
     "algorithms": 1_059,
     "checkpoint": 862,
     "classic": 3_694,
@@ -20,7 +20,7 @@ BUDGETS = {
     "config": 3_041,
     "data": 704,
     "demo": 443,
-    "environments": 3_440,
+    "environments": 3_435,
     "learner": 1_625,
     "loop": 1_956,
     "math": 773,
@@ -28,14 +28,14 @@ BUDGETS = {
     "ops": 580,
     "ops/cpu": 622,
     "pretrain": 647,
-    "ray": 2_118,
+    "ray": 1_971,
     "reporting": 2_253,
     "rewards": 1_526,
-    "rollout": 565,
-    "rollout/embedded": 1_410,
-    "rollout/scheduler": 1_683,
-    "rollout/vllm": 2_680,
-    "trainers": 3_558,
+    "rollout": 608,
+    "rollout/embedded": 1_354,
+    "rollout/scheduler": 1_653,
+    "rollout/vllm": 2_558,
+    "trainers": 3_527,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }

@@ -326,22 +326,20 @@ class RolloutScheduler:
         if worker.slots:
             with self._lock:
                 full = not numbers and self._room(worker.update.step) <= 0
-            if not full:
-                self._advance(worker, numbers)
+            if full:
+                return
+            sampled = worker.advance(numbers, self.collector, self._prompts)
+            with self._lock:
+                worker.count_unfinished()
+                if sampled is not None:
+                    worker.release(sampled.numbers)
+                    self._sampled.append(sampled)
+                    self._changed.notify_all()
             return
         for step, groups, rows in self._prompts.rows(numbers):
             self._sample_rows(worker, step, groups, rows)
         with self._lock:
             worker.release_all()
-
-    def _advance(self, worker: EngineWorker, numbers: list[int]) -> None:
-        sampled = worker.advance(numbers, self.collector, self._prompts)
-        with self._lock:
-            worker.count_unfinished()
-            if sampled is not None:
-                worker.release(sampled.numbers)
-                self._sampled.append(sampled)
-                self._changed.notify_all()
 
     def _add(self, sampled: Sequence[SampledNumbers], sample: Sample) -> None:
         """Store the scored samples of these groups."""

@@ -142,11 +142,6 @@ class Remote:
         except httpx.TransportError as error:
             raise self._gone(error) from error
 
-    @property
-    def holds(self) -> bool:
-        """Whether requests of ``serve`` are in flight."""
-        return bool(self._held)
-
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
         """Add requests by key, and wait briefly; returns results by key."""
         if not self._held:
@@ -222,7 +217,7 @@ class Remote:
                 answer = self._post("/reset_prefix_cache")
                 with _reading("/reset_prefix_cache"):
                     reset = answer["success"]
-                if not reset and not self.holds:
+                if not reset and not self._held:
                     raise SyncError("vLLM did not reset its prefix cache: requests are running")
                 if self._reports_versions:
                     self._post("/update_weight_version", json={"new_version": str(version)})
@@ -239,7 +234,7 @@ class Remote:
         Without ``clear_cache=false`` vLLM 0.32 preempts them and computes all their tokens again
         with the new weights.  If none is held, requests of other clients finish first.
         """
-        mode = "keep" if self.holds else "wait"
+        mode = "keep" if self._held else "wait"
         self._post(f"/pause?mode={mode}&clear_cache=false", timeout=self.limits.start)
         try:
             yield
