@@ -28,7 +28,7 @@ BUDGETS = {
     "ops": 580,
     "ops/cpu": 622,
     "pretrain": 647,
-    "ray": 1_971,
+    "ray": 1_978,
     "reporting": 2_253,
     "rewards": 1_526,
     "rollout": 608,

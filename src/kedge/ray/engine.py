@@ -215,13 +215,20 @@ class RayEngine:
         self.unfinished += len(prompts)
 
     def advance(self) -> Rollout | None:
-        """Sample for a short time; returns complete groups."""
+        """Sample for a short time; returns complete groups.
+
+        Nothing is sampled in a call that restarts a lost actor, which may need newer weights then.
+        """
         new, self._new = self._new, []
-        sent = [(without_columns(prompts), sampling, seed) for prompts, sampling, seed in new]
-        groups, rollout, self.unfinished = self.actor.call("serve", sent)
         for prompts, sampling, seed in new:
             for number, rows in zip(*group_rows(prompts), strict=True):
                 self._in_flight[number] = prompts.rows(rows), sampling, seed
+        sent = [(without_columns(prompts), sampling, seed) for prompts, sampling, seed in new]
+        try:
+            groups, rollout, self.unfinished = self.actor.once("serve", sent)
+        except LostActorError:
+            self.unfinished = self.actor.call("__getattribute__", "unfinished")  # restarts it
+            return None
         if rollout is None:
             return None
         return with_prompts(rollout, PromptBatch.cat([self._in_flight.pop(n)[0] for n in groups]))
