@@ -14,12 +14,17 @@ import torch
 from transformers import TrainerCallback
 
 from kedge.errors import ConfigError, RolloutError
-from kedge.ray.actor import LostActorError
+from kedge.models.fingerprint import policy_weights
+from kedge.ray import engine as ray_engine
+from kedge.ray.actor import Actor, LostActorError
+from kedge.ray.engine import HostedEngine, RayEngine, StoredWeights
+from kedge.ray.placement import SharedArgument
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.rollout.engines import ShardedEngine
+from kedge.rollout.liveness import WorkerLimits
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
-from tests.contract.embedded import prompts
+from tests.contract.embedded import drained, prompts
 from tests.contract.engines import build_named
 from tests.e2e.small import VOCAB, rows, small
 from tests.environments.test_trainers import played
@@ -201,6 +206,43 @@ def alive(pid, seconds=60):
             return False
         time.sleep(0.05)
     return True
+
+
+class Fragile(Actor):
+    """An actor in this process, whose object is lost in the third call of ``serve``."""
+
+    build = property(lambda self: self)
+
+    def remote(self, kind, *args):
+        return kind(*args)
+
+    def _start(self):
+        self.handle, self.served = self._build(self), 0
+
+    def once(self, method, *args, within=None, **named):
+        self.served += method == "serve"
+        if self.handle is None or (self.served == 3 and not self.restarts):
+            raise LostActorError("engine 0 is gone")
+        return getattr(self.handle, method)(*args, **named)
+
+
+def test_requests_of_a_lost_actor_are_sampled_again_but_not_in_the_same_call(monkeypatch):
+    """Meanwhile its weights may have become too old: the scheduler loads newer ones first."""
+    for name in ("ray.put", "ray.get"):
+        monkeypatch.setattr(name, lambda x: x)
+    monkeypatch.setattr("kedge.ray.actor.ControlStore", lambda patience: None)
+    monkeypatch.setattr(ray_engine, "Actor", Fragile)
+    monkeypatch.setattr(ray_engine, "_SECONDS", 0.0)
+    model, batch = tiny_policy("llama", initializer_range=0.3), prompts(copies=2)
+    stored = StoredWeights.put(policy_weights(model).items())
+    shared = SharedArgument(lambda: model, 1)
+    about = {"options": {}, "limits": WorkerLimits()}
+    engine = RayEngine("engine 0", HostedEngine, shared, stored, {"pad_id": 0}, **about)
+    engine.submit(batch, sampling=LONG, seed=0)
+    assert [engine.advance() for _ in range(3)] == [None] * 3
+    assert (engine.actor.restarts, engine.actor.served) == (1, 0)
+    want = EmbeddedEngine(model, pad_id=0).generate(batch, sampling=LONG, seed=0)
+    assert torch.equal(drained(engine).ids, want.ids)
 
 
 def test_an_engine_that_is_slow_to_come_back_never_samples_with_its_first_weights():

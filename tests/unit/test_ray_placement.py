@@ -213,16 +213,15 @@ class TestSplit:
 
 
 def test_engines_that_are_collected_release_their_resources_in_another_thread():
-    released = queue.Queue()
-    engines = ShardedEngine(
-        [embedded()], pad_id=0, on_close=lambda: released.put(threading.get_ident())
-    )
-    del engines
+    released, engine = queue.Queue(), embedded()
+
+    def release():
+        released.put(threading.get_ident())
+
+    ShardedEngine([engine], pad_id=0, on_close=release)
     gc.collect()
     assert released.get(timeout=10) != threading.get_ident()
-    engines = ShardedEngine(
-        [embedded()], pad_id=0, on_close=lambda: released.put(threading.get_ident())
-    )
+    engines = ShardedEngine([engine], pad_id=0, on_close=release)
     engines.close()
     engines.close()
     del engines
