@@ -39,8 +39,8 @@ BUDGETS = {
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 48_064
-TESTS = 41_655
+TOTAL = 47_715
+TESTS = 41_654
 
 
 def count_lines(files: list[Path]) -> int:
