@@ -29,7 +29,7 @@ from kedge.config.declare import (
 )
 from kedge.config.parser import ConfigParser
 from kedge.config.ppo import PPOConfig, PPOv2Config
-from kedge.config.rollout_engines import ROLLOUT_ENGINES, assume_all_packages
+from kedge.config.rollout_engines import RAY_ENGINES, ROLLOUT_ENGINES, assume_all_packages
 from kedge.errors import ConfigError
 from kedge.loop.batch_sizes import compute_batch_sizes
 from kedge.ray.placement import RayCluster
@@ -137,7 +137,8 @@ def test_every_field_that_acts_is_read_somewhere(cls):
     used = {*re.findall(r"\b(?:args|_args|config|self|c|options)(?=\.(\w+))", text)}
     used |= {*re.findall(r'getattr\((?:config|args|self\.args), "(\w+)"', text)}
     takes_options = [ppo, rloo, grpo, compute_batch_sizes, RayCluster, reward_source]
-    takes_options += [resolve_name(spec.build) for spec in ROLLOUT_ENGINES.values()]
+    specs = (*ROLLOUT_ENGINES.values(), *RAY_ENGINES.values())
+    takes_options += [resolve_name(spec.build) for spec in specs]
     by_signature = {name for g in takes_options for name in inspect.signature(g).parameters}
     missing = []
     for f in fields(cls):
