@@ -24,18 +24,57 @@ from kedge.config.declare import Alias, NoEffect, Unsupported, default_of, statu
 from kedge.config.grpo import GRPOConfig
 from kedge.config.ppo import PPOConfig
 from kedge.config.rloo import RLOOConfig
-from kedge.loop.metrics import (
-    NAMES,
-    OF_ALL_ALGORITHMS,
-    PREFIXES,
-    SEED_NAMES,
-    SEED_PREFIXES,
-    TRL_NAMES,
-    TRL_NOTES,
-)
+from kedge.loop.metrics import NAMES, OPEN_INSTRUCT_NAMES, PREFIXES, TRL_NAMES
 
 Row = tuple[str, ...]  # a name, and the words after the columns
 Cells = dict[str, str]  # trainer -> its cell
+
+# Metrics of every algorithm, and those of a single one with its default options.
+OF_ALL_ALGORITHMS = (
+    *("objective/scores", "objective/scores_std", "objective/rlhf_reward"),
+    *("objective/non_score_reward", "objective/kl", "objective/kl2", "objective/kl3"),
+    *("objective/kl_coef", "objective/entropy"),
+    *("policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg"),
+    *("val/ratio", "val/ratio_var", "val/num_eos_tokens", "val/advantage_std"),
+)
+OF_ALGORITHM: dict[str, tuple[str, ...]] = {
+    "ppo": (
+        *("policy/policykl_avg", "loss/value_avg", "val/clipfrac_avg"),
+        *("val/explained_variance", "val/value_mean", "val/return_mean"),
+        "val/raw_advantage_std",
+    ),
+    "rloo": (
+        *("clip_ratio/low_mean", "clip_ratio/high_mean"),
+        *("objective/uniform_groups", "rollout/untrained_rows"),
+    ),
+    "reinforce_pp": ("loss/kl_avg", "objective/uniform_groups"),
+    "grpo": (
+        *("clip_ratio/low_mean", "clip_ratio/high_mean"),
+        *("loss/kl_avg", "objective/uniform_groups"),
+        *("rollout/untrained_rows", "rollout/resampled_groups"),
+    ),
+    "remax": ("objective/greedy_scores",),
+}
+OPEN_INSTRUCT_METRICS = {
+    "training_step": "iterations finished",
+    "objective/loss": "loss/policy_avg + vf_coef x loss/value_avg",
+    "objective/verifiable_correct_rate": "share of responses that a verifier scored above 0",
+    "val/format_scores": "weighted rewards of r1_style_format",
+    **{n: x for n, x in OPEN_INSTRUCT_NAMES.items() if n.startswith("val/")},
+    "val/stop_token_rate": "share of terminated responses",
+    "time/training": "seconds of this iteration without waiting for samples",
+    "time/from_scratch": "seconds since training began, in this process",
+}
+OF_VERIFIERS = {
+    "objective/<verifier>_reward": "mean score of a verifier over the responses it scored",
+    "objective/<verifier>_correct_rate": "share of those responses with a score above 0",
+}
+TRL_NOTES = {
+    "reward_std": "objective/scores_std, with n - 1 instead of n",
+    "kl": "loss/kl_avg; RLOO: objective/kl per token",
+    "rewards/<function>/mean": "rewards/<function>",
+    "<name>": "log/<name>: logged by a reward function through log_metric",
+}
 
 METRICS_HEAD = """# Metrics
 
@@ -72,7 +111,7 @@ to fit memory here; and `total_flos`, since the operations of sampling and scori
 def metrics_page() -> str:
     """The page as Markdown."""
     parts = [NAMES | {f"{prefix}...": text for prefix, text in PREFIXES.items()}]
-    parts += [SEED_NAMES | SEED_PREFIXES, TRL_NAMES | TRL_NOTES]
+    parts += [OPEN_INSTRUCT_METRICS | OF_VERIFIERS, TRL_NAMES | TRL_NOTES]
     tables = [
         "".join(f"| `{n}` | {_cell_metrics(x)} |\n" for n, x in part.items()) for part in parts
     ]
@@ -109,7 +148,7 @@ def described(rule: Callable[..., Any]) -> dict[str, str]:
 
 def metrics_table(rule: str) -> str:
     """Every metric that a rule logs of an update: name, what it means."""
-    names = [*OF_ALL_ALGORITHMS, *BUILTIN[rule]().metrics]
+    names = [*OF_ALL_ALGORITHMS, *OF_ALGORITHM[rule]]
     rows = [
         f"| `{name}` | {NAMES[name].replace('|', chr(92) + '|')} |"
         for name in NAMES

@@ -343,7 +343,7 @@ BUGS = {
     },
     ("classic/samples.py", CLASSIC): {
         "classic scores are scaled by the deviation of nothing": (
-            "            running.update(self.totals)\n",
+            "        running.update(total_scores(scores))\n",
             "",
         ),
         "a mask of classic responses is forgotten": (

@@ -8,6 +8,13 @@ from typing import Any
 from kedge.errors import DataError
 
 
+def without_none(value: Any) -> Any:
+    """``value`` without the None that datasets fill in where rows have different keys."""
+    if isinstance(value, Mapping):
+        return {k: without_none(v) for k, v in value.items() if v is not None}
+    return [without_none(v) for v in value] if isinstance(value, list) else value
+
+
 def render_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, where: str = "", **options: Any
 ) -> str:

@@ -11,10 +11,10 @@ import random
 import re
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from kedge.background import on_event_loop
 from kedge.redaction import redact, remember
 
 MAX_REPLY = 64 << 20  # bytes of a response
@@ -51,7 +51,7 @@ def post(
     remember(headers.get("Authorization", "").removeprefix("Bearer "))
     job = _post(url, body, {"Content-Type": "application/json", **headers}, most, proxies)
     try:
-        return _run(asyncio.wait_for(job, seconds))
+        return on_event_loop(asyncio.wait_for(job, seconds), "http").result()
     except (TimeoutError, asyncio.TimeoutError):
         return Reply(problem=f"no answer after {seconds:.1f} s", retry=True)
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
@@ -125,16 +125,6 @@ async def _post(
 
 
 _ssl_context = functools.cache(ssl.create_default_context)  # reading certificates is slow
-
-
-def _run(job: Coroutine[object, object, Reply]) -> Reply:
-    """Run a coroutine, also inside a running event loop, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(job)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, job).result()
 
 
 def _root_cause(error: BaseException) -> BaseException:

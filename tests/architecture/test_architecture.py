@@ -22,7 +22,7 @@ KEDGE_RULES = {
     "records": {"errors"},
     "types": {"records"},
     "protocols": {"types"},
-    "http_client": {"redaction"},
+    "http_client": {"background", "redaction"},
     "output": {"errors"},
     "background": set(),
     "math": set(),
@@ -45,13 +45,13 @@ KEDGE_RULES = {
     | {*("config", "learner", "loop", "models", "ops/cpu", "rewards"), "rollout"}
     | {"rollout/embedded", "rollout/vllm"},
     "pretrain": RECORDS
-    | {"models", "ops/cpu", "reporting", "rewards", "checkpoint", "loop", "math"},
+    | {"models", "ops/cpu", "reporting", "rewards", "checkpoint", "loop", "math", "chat_template"},
     "verifiers": {"errors", "http_client", "suggestions", "background"},
     "judges": {"errors", "http_client"},
     "testing": {"types", "errors"},
     "classic": RECORDS
     | {*("math", "algorithms", "loop", "checkpoint", "models", "learner", "reporting")}
-    | {*("suggestions", "config", "ops", "rollout/embedded")},
+    | {*("suggestions", "config", "ops", "rollout/embedded", "data")},
     "compat": {"config", "errors"},  # and names of "kedge" itself
 }
 THIRD_PARTY = {

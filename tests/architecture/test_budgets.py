@@ -11,36 +11,36 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_539,
-    "algorithms": 1_059,
+    ".": 2_536,
+    "algorithms": 1_038,
     "checkpoint": 862,
-    "classic": 3_694,
+    "classic": 3_663,
     "cli": 3_576,
     "compat": 716,
-    "config": 3_041,
+    "config": 3_005,
     "data": 704,
     "demo": 443,
-    "environments": 3_435,
+    "environments": 3_429,
     "learner": 1_625,
-    "loop": 1_957,
+    "loop": 1_933,
     "math": 773,
     "models": 2_158,
     "ops": 580,
     "ops/cpu": 622,
-    "pretrain": 647,
+    "pretrain": 639,
     "ray": 1_978,
-    "reporting": 2_253,
-    "rewards": 1_526,
+    "reporting": 2_256,
+    "rewards": 1_527,
     "rollout": 608,
     "rollout/embedded": 1_354,
     "rollout/scheduler": 1_653,
     "rollout/vllm": 2_558,
-    "trainers": 3_527,
+    "trainers": 3_510,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 47_715
-TESTS = 41_654
+TOTAL = 47_573
+TESTS = 41_651
 
 
 def count_lines(files: list[Path]) -> int:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docs.generate import described, renewed
+from docs.generate import OF_ALGORITHM, OF_ALL_ALGORITHMS, described, renewed
 
 from kedge.algorithms import BUILTIN, reinforce_pp, remax
-from kedge.loop.metrics import OF_ALL_ALGORITHMS
 from tests.e2e.small import rows, small
 from tests.e2e.test_groups import grpo, rloo
 
@@ -33,7 +32,7 @@ def test_the_example_runs(name: str) -> None:
     names: dict[str, Any] = {}
     exec(example, names)
     assert names["trainer"].state.global_step == 1
-    assert logged(names["trainer"]) <= {*OF_ALL_ALGORITHMS, *BUILTIN[name]().metrics, *OF_GROUPS}
+    assert logged(names["trainer"]) <= {*OF_ALL_ALGORITHMS, *OF_ALGORITHM[name], *OF_GROUPS}
 
 
 OF_GROUPS = {"objective/uniform_groups"}  # logged by every rule that gets several responses
@@ -52,7 +51,7 @@ RUNS: dict[str, Callable[[], Any]] = {
 def test_a_run_logs_every_metric_of_the_page(name: str) -> None:
     trainer = RUNS[name]()
     trainer.train()
-    assert logged(trainer) == {*OF_ALL_ALGORITHMS, *BUILTIN[name]().metrics}
+    assert logged(trainer) == {*OF_ALL_ALGORITHMS, *OF_ALGORITHM[name]}
 
 
 def logged(trainer: Any) -> set[str]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docs.generate import OPEN_INSTRUCT_METRICS
 
 from kedge import AsyncPPOConfig, AsyncPPOTrainer, PPOConfig
 from kedge.errors import ConfigError
-from kedge.loop.metrics import SEED_NAMES
 from kedge.testing import tiny_policy
 from tests.unit.text_toys import word_tokenizer
 
@@ -25,7 +25,7 @@ PAGE = {
     *("objective/scores", "objective/rlhf_reward", "objective/non_score_reward"),
     *("objective/entropy", "loss/policy_avg", "loss/value_avg", "policy/approxkl_avg"),
     *("policy/clipfrac_avg", "policy/entropy_avg", "val/ratio", "val/ratio_var"),
-    *SEED_NAMES,
+    *OPEN_INSTRUCT_METRICS,
 }
 
 

@@ -198,7 +198,7 @@ def test_what_save_pretrained_writes(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "mine").eos_token_id == 0
     card = (tmp_path / "mine" / "README.md").read_text()
     assert "# mine" in card
-    assert "| `learning_rate` | 0.001 |" in card
+    assert "| learning_rate | 0.001 |" in card
     assert "AutoModelForCausalLMWithValueHead.from_pretrained('mine')" in card
 
 

@@ -84,7 +84,6 @@ class Algorithm:
         extra_column: scores are placed one slot after the last token, if there is room.
         needs_greedy: the greedy response to each prompt is sampled and scored, too.
         resample: rounds in which groups of equal scores are replaced by other prompts (DAPO).
-        metrics: names it may log in addition to ``kedge.loop.metrics.OF_ALL_ALGORITHMS``.
     """
 
     name: str
@@ -98,7 +97,6 @@ class Algorithm:
     extra_column: bool = False
     needs_greedy: bool = False
     resample: int = 0
-    metrics: tuple[str, ...] = ()
 
 
 def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tensor | None:

@@ -156,9 +156,4 @@ def grpo(  # noqa: PLR0913
         weighting="row_then_token_mean" if loss_type == "grpo" else "token_mean",
         min_group=2,
         resample=dynamic_sampling,
-        metrics=(
-            *("clip_ratio/low_mean", "clip_ratio/high_mean"),
-            *("loss/kl_avg", "objective/uniform_groups"),
-            *("rollout/untrained_rows", "rollout/resampled_groups"),
-        ),
     )

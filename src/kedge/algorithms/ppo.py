@@ -228,14 +228,6 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         weighting="row_then_token_mean" if loss_aggregation == "sequence" else "token_mean",
         min_group=2 if drop_uniform_groups or dynamic_sampling else 1,
         resample=dynamic_sampling,
-        metrics=(
-            *("policy/policykl_avg", "loss/value_avg", "val/clipfrac_avg"),
-            *("val/explained_variance", "val/value_mean", "val/return_mean"),
-            "val/raw_advantage_std",
-            *(("loss/kl_cov_avg",) if kl_cov else ()),
-            *(("rollout/untrained_rows",) if filters else ()),
-            *(("rollout/resampled_groups",) if dynamic_sampling else ()),
-        ),
     )
 
 

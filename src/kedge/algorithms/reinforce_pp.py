@@ -105,7 +105,6 @@ def reinforce_pp(
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",
         min_group=2 if baseline else 1,
-        metrics=("loss/kl_avg", "objective/uniform_groups"),
     )
 
 

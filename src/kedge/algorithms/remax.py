@@ -58,5 +58,4 @@ def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool =
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",
         needs_greedy=True,
-        metrics=("objective/greedy_scores",),
     )

@@ -132,10 +132,6 @@ def rloo(
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",
         min_group=2,
-        metrics=(
-            *("clip_ratio/low_mean", "clip_ratio/high_mean"),
-            *("objective/uniform_groups", "rollout/untrained_rows"),
-        ),
     )
 
 

@@ -6,7 +6,6 @@ import importlib
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from kedge import __version__
 from kedge.classic.config import PPOConfig
 from kedge.errors import DataError
+from kedge.reporting import run_info
 from kedge.reporting.hub import Hub
-from kedge.reporting.run_info import markdown
 
 TABLE = "game_log"
 
@@ -83,7 +81,7 @@ def _send(tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], 
         for name, x in arrays.items():
             tracker.tracker.add_histogram(name, x, step)
         if rows:
-            tracker.tracker.add_text(TABLE, markdown(rows), step)
+            tracker.tracker.add_text(TABLE, run_info.markdown(rows), step)
     elif tracker.name == "wandb":
         import wandb
 
@@ -99,32 +97,14 @@ def _send(tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], 
     tracker.log(sent, step=step)
 
 
-_CARD = """\
----
-library_name: transformers
-tags:
-- kedge
-- ppo
-- reinforcement-learning
----
-
-# {name}
-
-A language model trained by PPO (Schulman et al. 2017, arXiv:1707.06347) with
-[Kedge](https://pypi.org/project/kedge) {version}, transformers {transformers}.
-
+_USAGE = """\
 ```python
 from kedge.classic import {loader}
 
-model = {loader}.from_pretrained({source!r})
+model = {loader}.from_pretrained({name!r})
 ```
 
-The model alone, without its value head, loads as any transformers model does.
-
-| option | value |
-|---|---|
-{options}
-"""
+The model alone, without its value head, loads as any transformers model does."""
 _OPTIONS = (
     *("learning_rate", "batch_size", "mini_batch_size", "gradient_accumulation_steps"),
     *("ppo_epochs", "init_kl_coef", "adap_kl_ctrl", "target", "kl_penalty", "gamma", "lam"),
@@ -161,11 +141,7 @@ def push(
 
 def model_card(config: PPOConfig, name: str | None, *, loader: str) -> str:
     """The text of a model card; ``loader`` is the class of ``kedge.classic`` to load it with."""
-    return _CARD.format(
-        name=name,
-        version=__version__,
-        transformers=metadata.version("transformers"),
-        loader=loader,
-        source=name,
-        options="\n".join(f"| `{n}` | {getattr(config, n)} |" for n in _OPTIONS),
+    usage = _USAGE.format(loader=loader, name=name)
+    return run_info.model_card(
+        {}, model_name=str(name), args=config, hyperparameters=_OPTIONS, usage=usage
     )

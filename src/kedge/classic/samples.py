@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,41 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kedge.errors import DataError
 from kedge.math.running import RunningMoments
-from kedge.types import PromptBatch, Rollout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """Scores of responses: one per response, one per token, or both."""
-
-    whole: Tensor  # float32 [B]
-    tokens: Tensor | None = None  # float32 [B, R]; 0 for responses without token scores
-
-    @property
-    def totals(self) -> Tensor:
-        """Total score of each response, float32 [B]."""
-        return self.whole if self.tokens is None else self.whole + self.tokens.sum(1)
-
-    def scale(
-        self, running: RunningMoments, *, scale: bool, norm: bool, clip: float | None
-    ) -> Scores:
-        """Scores divided by the running deviation of their sums, then clipped, if enabled.
-
-            s / (std + eps)    or, with ``norm``, (s - mean) / (std + eps)     then to [-clip, clip]
-
-        The moments are updated with this batch first.  For a response scored per token, the mean
-        is subtracted at its end; the clip applies to each score separately.
-        """
-        whole, tokens = self.whole, self.tokens
-        if scale:
-            running.update(self.totals)
-            factor = running.std + torch.finfo(whole.dtype).eps
-            whole = (whole - running.mean) / factor if norm else whole / factor
-            tokens = None if tokens is None else tokens / factor
-        if clip is not None:
-            whole = whole.clamp(-clip, clip)
-            tokens = None if tokens is None else tokens.clamp(-clip, clip)
-        return Scores(whole=whole, tokens=tokens)
+from kedge.types import PromptBatch, RewardOutput, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +21,36 @@ class Samples:
 
     queries: list[Tensor]  # int64 [P_i] each
     responses: list[Tensor]  # int64 [R_i] each, without a decoder's start token
-    scores: Scores
+    scores: RewardOutput  # one per response, one per token, or both
     masks: list[Tensor]  # bool [R_i] each; trained tokens
+
+
+def total_scores(scores: RewardOutput) -> Tensor:
+    """Total score of each response, float32 [B]."""
+    tokens = scores.token_rewards
+    return scores.scores if tokens is None else scores.scores + tokens.sum(1)
+
+
+def scale_scores(
+    scores: RewardOutput, running: RunningMoments, *, scale: bool, norm: bool, clip: float | None
+) -> RewardOutput:
+    """Scores divided by the running deviation of their sums, then clipped, if enabled.
+
+        s / (std + eps)    or, with ``norm``, (s - mean) / (std + eps)     then to [-clip, clip]
+
+    The moments are updated with this batch first.  For a response scored per token, the mean is
+    subtracted at its end; the clip applies to each score separately.
+    """
+    if scale:
+        running.update(total_scores(scores))
+        if norm:
+            scores = replace(scores, scores=scores.scores - running.mean)
+        scores = scores.divide(running.std + torch.finfo(scores.scores.dtype).eps)
+    if clip is not None:
+        tokens = scores.token_rewards
+        tokens = None if tokens is None else tokens.clamp(-clip, clip)
+        scores = replace(scores, scores=scores.scores.clamp(-clip, clip), token_rewards=tokens)
+    return scores
 
 
 def check_samples(
@@ -128,9 +122,10 @@ def build_samples(
         queries=[q.long().cpu() for q in queries],
         responses=rows,
         masks=row_masks,
-        scores=Scores(
-            whole=torch.stack(whole),
-            tokens=pad_tensors(tokens) if any(x.numel() > 1 for x in scores) else None,
+        scores=RewardOutput(
+            scores=torch.stack(whole),
+            valid=torch.ones(len(whole), dtype=torch.bool),
+            token_rewards=pad_tensors(tokens) if any(x.numel() > 1 for x in scores) else None,
         ),
     )
 
@@ -179,12 +174,6 @@ def on_grid(x: Tensor, present: Tensor, queries: Sequence[Tensor] | None) -> Ten
     for row, numbers, s, n in zip(out, x, starts, lengths, strict=True):
         row[s : s + n] = numbers[:n]
     return out
-
-
-def pad_id(tokenizer: Any) -> int:
-    """The padding token id; masks never depend on it."""
-    pad = tokenizer.pad_token_id
-    return int(pad if pad is not None else tokenizer.eos_token_id or 0)
 
 
 def pad_tensors(rows: Sequence[Tensor], fill: int = 0, *, left: bool = False) -> Tensor:

@@ -32,14 +32,14 @@ from kedge.classic.core import (
 from kedge.classic.models import PreTrainedModelWrapper
 from kedge.classic.samples import (
     Samples,
-    Scores,
     check_samples,
-    pad_id,
     pad_tensors,
     response_mask,
+    total_scores,
     with_start,
 )
 from kedge.classic.stats_recorder import LISTS, STAGES, OptimizerStep, over_steps, update_statistics
+from kedge.data.prompts import pad_id
 from kedge.errors import ConfigError, DataError
 from kedge.learner.learner import HFLearner
 from kedge.loop.control import KL, RATIO, StepLimits
@@ -52,7 +52,7 @@ from kedge.math.losses import token_mean
 from kedge.math.masked import whiten
 from kedge.math.rewards import place_score
 from kedge.models.model import set_training
-from kedge.types import Experience, MicroBatch, PolicyOutput
+from kedge.types import Experience, MicroBatch, PolicyOutput, RewardOutput
 
 Stats = dict[str, Any]
 ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}
@@ -509,7 +509,9 @@ class GradientAccumulator:
         self._sums = None
 
 
-def step_by_step(trainer: PPOSteps, samples: Samples, scores: Scores, *, masked: bool) -> Stats:
+def step_by_step(
+    trainer: PPOSteps, samples: Samples, scores: RewardOutput, *, masked: bool
+) -> Stats:
     """One PPO iteration; ``masked``: whether ``response_masks`` were given."""
     clock = [time.perf_counter()]
     kl_coef = float(trainer.kl_ctl.value)
@@ -553,7 +555,7 @@ def step_by_step(trainer: PPOSteps, samples: Samples, scores: Scores, *, masked:
 
 
 def _experience(
-    trainer: PPOSteps, samples: Samples, scores: Scores, masked: bool, clock: list[float]
+    trainer: PPOSteps, samples: Samples, scores: RewardOutput, masked: bool, clock: list[float]
 ) -> tuple[Mapping[str, Tensor], dict[str, Tensor], Stats]:
     """Forward passes, rewards and advantages.
 
@@ -592,11 +594,13 @@ def _experience(
             )
         pair = logits.float().log_softmax(-1), ref_logits.float().log_softmax(-1)
     clock.append(time.perf_counter())
-    rewards, penalty, kls = trainer.compute_rewards(scores.whole.to(device), *pair, mask)
+    rewards, penalty, kls = trainer.compute_rewards(scores.scores.to(device), *pair, mask)
     _check_shapes("compute_rewards", mask, rewards=rewards, non_score_reward=penalty, kls=kls)
-    if scores.tokens is not None:  # from [B, R] to response positions
+    if scores.token_rewards is not None:  # from [B, R] to response positions
         places = response_mask(inputs, queries, responses, None, start=start)
-        numbers = [x[: len(r)] for x, r in zip(scores.tokens, samples.responses, strict=True)]
+        numbers = [
+            x[: len(r)] for x, r in zip(scores.token_rewards, samples.responses, strict=True)
+        ]
         grid = torch.zeros(places.shape, device=places.device)
         grid[places.bool()] = torch.cat(numbers).to(grid)
         rewards = rewards + grid * mask
@@ -606,7 +610,7 @@ def _experience(
     _check_shapes("compute_advantages", mask, **targets)
     clock.append(time.perf_counter())
     record = {
-        **{"scores": scores.totals.to(device), "queries": queries, "responses": responses},
+        **{"scores": total_scores(scores).to(device), "queries": queries, "responses": responses},
         **{"logprobs": logprobs, "ref_logprobs": ref_logprobs, "masks": mask},
         **{"non_score_reward": penalty, "kls": kls},
     }

@@ -44,16 +44,17 @@ from kedge.classic.models import create_reference_model
 from kedge.classic.reports import log_batch, model_card, push
 from kedge.classic.samples import (
     Samples,
-    Scores,
     build_rollout,
     build_samples,
     check_samples,
     on_grid,
-    pad_id,
     pad_tensors,
+    scale_scores,
+    total_scores,
 )
 from kedge.classic.stats_recorder import KEYS, STAGES, StatsRecorder, over_steps, update_statistics
 from kedge.classic.steps import ESTIMATORS, GradientAccumulator, PPOSteps, step_by_step
+from kedge.data.prompts import pad_id
 from kedge.errors import CheckpointError, ConfigError, DataError
 from kedge.learner.optim import check_optimizer_covers
 from kedge.loop.batch_sizes import BatchSizes
@@ -416,8 +417,12 @@ class PPOTrainer(PPOSteps):
         if "_step_safety_checker" in replaced:
             check_samples(c.batch_size, *checked)
         samples = build_samples(*checked, start=self._start_token)
-        scaled = samples.scores.scale(
-            self.running, scale=c.use_score_scaling, norm=c.use_score_norm, clip=c.score_clip
+        scaled = scale_scores(
+            samples.scores,
+            self.running,
+            scale=c.use_score_scaling,
+            norm=c.use_score_norm,
+            clip=c.score_clip,
         )
         self._push_if_best(scaled)
         if replaced - {"_step_safety_checker"}:
@@ -430,7 +435,7 @@ class PPOTrainer(PPOSteps):
             empty_device_cache()
         return {name: stats[name] for name in KEYS if name in stats} | stats
 
-    def _fast_step(self, samples: Samples, scores: Scores) -> dict[str, Any]:
+    def _fast_step(self, samples: Samples, scores: RewardOutput) -> dict[str, Any]:
         """One iteration by the training engine: rows packed without padding, logits never kept."""
         rollout = build_rollout(
             samples,
@@ -441,12 +446,7 @@ class PPOTrainer(PPOSteps):
         )
         recorder, times = self._recorder, [time.perf_counter()]
         kl_coef = float(self.kl_ctl.value)
-        reward_output = RewardOutput(
-            scores=scores.whole,
-            valid=torch.ones_like(scores.whole, dtype=torch.bool),
-            token_rewards=scores.tokens,
-        )
-        metrics = self._updater.train_on(Sample(rollout=rollout, reward_output=reward_output))
+        metrics = self._updater.train_on(Sample(rollout=rollout, reward_output=scores))
         times.append(time.perf_counter())
         inputs = require(recorder.advantage_inputs, "advantage_inputs")
         kl = require(require(recorder.advantage_output, "advantage_output").kl, "kl")
@@ -460,7 +460,7 @@ class PPOTrainer(PPOSteps):
         total = self.learner.all_reduce
         stats = update_statistics(
             kl_coef,
-            scores=scores.totals,
+            scores=total_scores(scores),
             logprobs=grid(outputs.logprobs),
             ref_logprobs=grid(require(outputs.ref_logprobs, "ref_logprobs")),
             non_score_reward=grid(-kl_coef * kl),
@@ -627,14 +627,14 @@ class PPOTrainer(PPOSteps):
 
         return push(write, repo_id, **push_kwargs)
 
-    def _push_if_best(self, scores: Scores) -> None:
+    def _push_if_best(self, scores: RewardOutput) -> None:
         push_options = self.config.options("push_to_hub_if_best_kwargs")
         if not push_options:
             return
         self._since_best += 1
         if self._since_best % self.config.compare_steps:
             return
-        mean = float(self.learner.all_reduce(scores.totals.mean())) / self.learner.world_size
+        mean = float(self.learner.all_reduce(total_scores(scores).mean())) / self.learner.world_size
         if self.highest_reward is None or mean > self.highest_reward:
             self.highest_reward = mean
             self.push_to_hub(**push_options)

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kedge.config.declare import SECONDS, format_value, option, read_mapping
 from kedge.errors import ConfigError, install_command
@@ -51,112 +50,76 @@ class RolloutEngineSpec:
     or hub name) and the sampling parameters.
     """
 
-    summary: str  # one line for help texts
     build: str
     check: str | None = None
     reads: tuple[str, ...] = ()  # options of ``RolloutArguments`` that have an effect
     copies_weights: bool = True  # samples from a copy of the policy, which weight syncs update
     vllm: bool = False  # vLLM samples
-    package: str | None = None  # required, unless ``vllm_python`` is set
     actors: bool = False  # each engine is a Ray actor
     per_rank: bool = False  # each training rank has an engine in its process
-
-    @property
-    def several(self) -> bool:
-        """Whether several engines can share a batch."""
-        return "vllm_num_engines" in self.reads
 
 
 _VLLM = ("vllm_engine_args", "vllm_tensor_parallel_size", "vllm_sleep", "vllm_tolerance")
 _REMOTE_ENGINE = ("worker_start_timeout", "worker_heartbeat", "worker_timeout", "rollout_timeout")
 _RAY = ("ray_address", "ray_wait_seconds")
 
-# Engines in Ray actors are named "ray" plus the value of ray_engine; "http://" is any address.
-ROLLOUT_ENGINES: Mapping[str, RolloutEngineSpec] = MappingProxyType(
-    {
-        "embedded": RolloutEngineSpec(
-            summary="torch only",
-            build="kedge.rollout.embedded.engine:build_embedded",
-            copies_weights=False,
+ROLLOUT_ENGINES = {
+    "embedded": RolloutEngineSpec(
+        build="kedge.rollout.embedded.engine:build_embedded",
+        copies_weights=False,
+    ),
+    "vllm": RolloutEngineSpec(
+        build="kedge.rollout.vllm.build:build_in_process",
+        check="kedge.rollout.vllm.build:check_local",
+        reads=_VLLM,
+        vllm=True,
+        per_rank=True,
+    ),
+    "vllm_server": RolloutEngineSpec(
+        build="kedge.rollout.vllm.build:build_servers",
+        check="kedge.rollout.vllm.build:check_local",
+        reads=(
+            *(*_VLLM, *_REMOTE_ENGINE),
+            *("vllm_num_engines", "vllm_python", "weight_sync_folder"),
         ),
-        "vllm": RolloutEngineSpec(
-            summary="in the process of each rank",
-            build="kedge.rollout.vllm.build:build_in_process",
-            check="kedge.rollout.vllm.build:check_local",
-            reads=_VLLM,
-            vllm=True,
-            package="vllm",
-            per_rank=True,
+        vllm=True,
+    ),
+    "http://": RolloutEngineSpec(  # any address
+        build="kedge.rollout.vllm.build:build_remote",
+        check="kedge.rollout.vllm.build:check_remote",
+        reads=(*_REMOTE_ENGINE, "weight_sync_folder", "vllm_tolerance"),
+        vllm=True,
+    ),
+}
+# With rollout_engine="ray", by ray_engine.
+RAY_ENGINES = {
+    "vllm": RolloutEngineSpec(
+        build="kedge.ray.engine:build_vllm",
+        check="kedge.rollout.vllm.build:check_local",
+        reads=(
+            *(*_VLLM, *_REMOTE_ENGINE, *_RAY),
+            *("ray_engine", "vllm_num_engines", "vllm_transfer"),
         ),
-        "vllm_server": RolloutEngineSpec(
-            summary="a separate process",
-            build="kedge.rollout.vllm.build:build_servers",
-            check="kedge.rollout.vllm.build:check_local",
-            reads=(
-                *_VLLM,
-                *_REMOTE_ENGINE,
-                "vllm_num_engines",
-                "vllm_python",
-                "weight_sync_folder",
-            ),
-            vllm=True,
-            package="vllm",
-        ),
-        "ray vllm": RolloutEngineSpec(
-            summary="actors",
-            build="kedge.ray.engine:build_vllm",
-            check="kedge.rollout.vllm.build:check_local",
-            reads=(
-                *(*_VLLM, *_REMOTE_ENGINE, *_RAY),
-                *("ray_engine", "vllm_num_engines", "vllm_transfer"),
-            ),
-            vllm=True,
-            package="vllm",
-            actors=True,
-        ),
-        "ray embedded": RolloutEngineSpec(
-            summary="actors",
-            build="kedge.ray.engine:build_embedded",
-            reads=(*_REMOTE_ENGINE, *_RAY, "ray_engine", "vllm_num_engines"),
-            actors=True,
-        ),
-        "http://": RolloutEngineSpec(
-            summary="the address of a running vLLM server",
-            build="kedge.rollout.vllm.build:build_remote",
-            check="kedge.rollout.vllm.build:check_remote",
-            reads=(*_REMOTE_ENGINE, "weight_sync_folder", "vllm_tolerance"),
-            vllm=True,
-        ),
-    }
-)
-ENGINE_NAMES = tuple(
-    dict.fromkeys(key.partition(" ")[0] for key in ROLLOUT_ENGINES if "://" not in key)
-)
-RAY_ENGINE_NAMES = tuple(
-    key.removeprefix("ray ") for key in ROLLOUT_ENGINES if key.startswith("ray ")
-)
-
+        vllm=True,
+        actors=True,
+    ),
+    "embedded": RolloutEngineSpec(
+        build="kedge.ray.engine:build_embedded",
+        reads=(*_REMOTE_ENGINE, *_RAY, "ray_engine", "vllm_num_engines"),
+        actors=True,
+    ),
+}
+ENGINE_NAMES = ("embedded", "vllm", "vllm_server", "ray")
 
 _rollout = partial(option, acts_in="rollout engine", resume=True)
-_SUMMARIES = ", ".join(
-    f"{name} ({next(x.summary for key, x in ROLLOUT_ENGINES.items() if key.startswith(name))})"
-    for name in ENGINE_NAMES
-)
-if TYPE_CHECKING:
-    RayEngineName = str
-else:
-    RayEngineName = Literal[RAY_ENGINE_NAMES]
 
 
 @dataclass
 class RolloutArguments:
     """Options of every config for rollout engines, and for workers on Ray."""
 
-    ray_engine: RayEngineName = _rollout(
-        "vllm",
-        "Rollout engine in each actor, with rollout_engine=ray: "
-        + " or ".join(RAY_ENGINE_NAMES)
-        + ".",
+    ray_engine: Literal["vllm", "embedded"] = _rollout(
+        "vllm", "Rollout engine in each actor, with rollout_engine=ray: vllm or embedded."
     )
     ray_address: str | None = _rollout(
         None,
@@ -185,7 +148,8 @@ class RolloutArguments:
     )
     rollout_engine: str = _rollout(
         "embedded",
-        f"Rollout engine: {_SUMMARIES}, or the http:// address of a running vLLM server.",
+        "Rollout engine: embedded (torch only), vllm (in the process of each rank), vllm_server (a "
+        "separate process), ray (actors), or the http:// address of a running vLLM server.",
     )
     vllm_engine_args: dict[str, Any] | str | None = _rollout(
         None, "Engine arguments of vLLM by name; JSON on the command line."
@@ -258,7 +222,7 @@ def find_engine(config: Any) -> RolloutEngineSpec:
             f"rollout_engine={format_value(name)} must be one of"
             f" {', '.join(map(repr, ENGINE_NAMES))}, or the http:// address of a vLLM server"
         )
-    return ROLLOUT_ENGINES.get(name) or ROLLOUT_ENGINES[f"{name} {config.ray_engine}"]
+    return RAY_ENGINES[config.ray_engine] if name == "ray" else ROLLOUT_ENGINES[name]
 
 
 def check_rollout(config: Any) -> None:
@@ -299,7 +263,7 @@ def _check_vllm(config: Any, spec: RolloutEngineSpec) -> None:
         raise ConfigError(
             f"vllm_python={format_value(python)} is not a file; give a Python interpreter with vLLM"
         )
-    needs_vllm = spec.package == "vllm" and python is None
+    needs_vllm = "vllm_engine_args" in spec.reads and python is None  # Kedge starts it
     version = installed_vllm() if needs_vllm else None
     release = [int(x) for x in (version or LOWEST_VLLM).split(".")[:2]]
     if release < [int(x) for x in LOWEST_VLLM.split(".")]:

@@ -95,7 +95,13 @@ class DatasetPrompts:
         self._per_step, self._repeat = prompts_per_step, num_generations
         self._rank, self._world_size = rank, world_size
         self._seed, self._shuffle = seed, shuffle
-        self._pad = _pad_id(self._tokenizer)
+        self._pad = pad_id(self._tokenizer)
+        if self._tokenizer.pad_token_id is None:
+            logger.warning(
+                "the tokenizer has no pad token: padding is filled with token %d (EOS, or 0 without"
+                " one); masks mark the padding, so EOS is still learned",
+                self._pad,
+            )
         self._orders: dict[int, Tensor] = {}
 
     def keep(self, columns: Collection[str] | None) -> None:
@@ -232,13 +238,7 @@ class DatasetPrompts:
         return {name: [values[slot - first] for slot in slots] for name, values in columns.items()}
 
 
-def _pad_id(tokenizer: Any) -> int:
-    if tokenizer.pad_token_id is not None:
-        return int(tokenizer.pad_token_id)
-    has_eos = tokenizer.eos_token_id is not None
-    logger.warning(
-        "the tokenizer has no pad token: padding is filled with %s; masks mark the padding, so EOS"
-        " is still learned",
-        f"its EOS token {tokenizer.eos_token!r}" if has_eos else "id 0",
-    )
-    return int(tokenizer.eos_token_id) if has_eos else 0
+def pad_id(tokenizer: Any) -> int:
+    """The id that pads prompts and responses; masks never depend on it."""
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(token) for token in ids if token is not None)

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from kedge.chat_template import without_none
 from kedge.environments.turn_tokens import plain_text
 from kedge.errors import ConfigError, DataError, RolloutError, install_command
 from kedge.protocols import NewContext, Observation, Reset, Step
@@ -441,13 +442,6 @@ class NeMoGym:
                 f"{self._client.base_url} did not answer ({type(error).__name__}: {error}); start"
                 " the resources server, or correct its address"
             ) from error
-
-
-def without_none(value: Any) -> Any:
-    """``value`` without the None that datasets fill in where rows have different keys."""
-    if isinstance(value, Mapping):
-        return {k: without_none(v) for k, v in value.items() if v is not None}
-    return [without_none(v) for v in value] if isinstance(value, list) else value
 
 
 class Verifiers:

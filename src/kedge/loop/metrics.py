@@ -139,37 +139,13 @@ TRL_NAMES: dict[str, str] = {
     "learning_rate": "lr",
     "step_time": "time/step",
 }
-TRL_NOTES: dict[str, str] = {
-    "reward_std": "objective/scores_std, with n - 1 instead of n",
-    "kl": "loss/kl_avg; RLOO: objective/kl per token",
-    "rewards/<function>/mean": "rewards/<function>",
-    "<name>": "log/<name>: logged by a reward function through log_metric",
-}
-# Names in open-instruct's asynchronous PPO, which AsyncPPOTrainer logs, too.
-SEED_NAMES: dict[str, str] = {
-    "training_step": "iterations finished",
-    "objective/loss": "loss/policy_avg + vf_coef x loss/value_avg",
-    "objective/verifiable_correct_rate": "share of responses that a verifier scored above 0",
-    "val/format_scores": "weighted rewards of r1_style_format",
+# The same for open-instruct's asynchronous PPO and AsyncPPOTrainer.
+OPEN_INSTRUCT_NAMES: dict[str, str] = {
     "val/sequence_lengths": "completions/mean_length",
     "val/sequence_lengths_min": "completions/min_length",
     "val/sequence_lengths_max": "completions/max_length",
     "val/num_stop_token_ids": "val/num_eos_tokens",
-    "val/stop_token_rate": "share of terminated responses",
-    "time/training": "seconds of this iteration without waiting for samples",
-    "time/from_scratch": "seconds since training began, in this process",
-}
-# Metrics of every algorithm, and those of a single one.
-OF_ALL_ALGORITHMS = (
-    *("objective/scores", "objective/scores_std", "objective/rlhf_reward"),
-    *("objective/non_score_reward", "objective/kl", "objective/kl2", "objective/kl3"),
-    *("objective/kl_coef", "objective/entropy"),
-    *("policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg"),
-    *("val/ratio", "val/ratio_var", "val/num_eos_tokens", "val/advantage_std"),
-)
-SEED_PREFIXES: dict[str, str] = {
-    "objective/<verifier>_reward": "mean score of a verifier over the responses it scored",
-    "objective/<verifier>_correct_rate": "share of those responses with a score above 0",
+    "objective/verifiable_correct_rate": "log/verifiable_correct_rate",
 }
 PREFIXES: dict[str, str] = {
     "rollout/token_lag/": "share of the trained tokens that were sampled so many iterations ago; "

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from kedge.chat_template import without_none
 from kedge.errors import ConfigError, DataError
 from kedge.models.load import eos_token_ids
 from kedge.ops.cpu.patch import Kernels
@@ -170,7 +171,7 @@ def _label_assistant(
     row: Mapping[str, Any], tokenizer: Any, ends: frozenset[int]
 ) -> dict[str, list[int]]:
     """Token ids of a conversation, and labels that are -100 outside assistant messages."""
-    messages: Any = _without_none(row["messages"])
+    messages: Any = without_none(row["messages"])
     tools = row.get("tools")
     options = {"tools": json.loads(tools) if isinstance(tools, str) else tools, "tokenize": False}
     options |= row.get("chat_template_kwargs") or {}
@@ -208,15 +209,6 @@ def _label_assistant(
             if t <= last:
                 labels[t] = ids[t]
     return {"input_ids": ids, "labels": labels}
-
-
-def _without_none(value: Any) -> Any:
-    """Drop keys that only other rows of the table have."""
-    if isinstance(value, list):
-        return [_without_none(one) for one in value]
-    if isinstance(value, Mapping):
-        return {name: _without_none(one) for name, one in value.items() if one is not None}
-    return value
 
 
 # -- reward models ---------------------------------------------------------------------------------

@@ -107,12 +107,14 @@ def model_card(
     log_history: Sequence[Mapping[str, Any]] = (),
     tags: Iterable[str] = (),
     curves: str | None = None,
+    hyperparameters: Iterable[str] = HYPERPARAMETERS,
+    usage: str = "",
 ) -> str:
     """The text of a model card, titled ``model_name``.
 
-    It shows names with ``command`` and ``links`` of ``run.json`` (``about``), the fields of
-    ``args`` in ``HYPERPARAMETERS``, the first and the last value of each main metric, and
-    ``curves``, an image in the folder of the card.
+    It shows how to load the model (``usage``), names with ``command`` and ``links`` of ``run.json``
+    (``about``), ``hyperparameters`` of ``args``, the first and the last value of each main metric,
+    and ``curves``, an image in the folder of the card.
     """
     from huggingface_hub import ModelCardData
 
@@ -136,8 +138,9 @@ def model_card(
         for name, label in METRICS.items()
         if (values := [row[name] for row in log_history if row.get(name) is not None])
     ]
-    options = [(name, getattr(args, name, None)) for name in HYPERPARAMETERS]
+    options = [(name, getattr(args, name, None)) for name in hyperparameters]
     sections = {
+        "Use": usage,
         "Results": markdown(results),
         "Curves": f"![curves of the run]({curves})" if curves else "",
         "Run": f"The run is on {runs}." if runs else "",

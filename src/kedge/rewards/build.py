@@ -121,13 +121,14 @@ def _build_model(
 
 
 def _items(reward_model: Any, reward_funcs: Any) -> list[Any]:
-    items = [*_as_list(reward_model), *_as_list(reward_funcs)]
+    items = [*as_list(reward_model), *as_list(reward_funcs)]
     if not items:
         raise ConfigError("no reward is configured: pass reward_model or reward_funcs")
     return items
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
+    """The items of a list or tuple, none for None; anything else becomes the only item."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
@@ -162,7 +163,7 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
 def _tokenizers(tokenizers: Any, loaded: list[Any]) -> list[Any]:
     """One tokenizer, or None, for each source."""
     models = [i for i, source in enumerate(loaded) if isinstance(source, nn.Module)]
-    given = _as_list(tokenizers)
+    given = as_list(tokenizers)
     if len(given) == len(loaded):
         return given
     if given and len(given) != len(models):

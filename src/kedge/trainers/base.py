@@ -30,9 +30,10 @@ from kedge.errors import ConfigError, RewardError
 from kedge.loop.loop import Engine
 from kedge.output import lock_output_dir
 from kedge.reporting.base import required_write
+from kedge.rewards.build import as_list
 from kedge.trainers.assembly.run import assemble_run
 from kedge.trainers.assembly.setup import build_eval_sets, pick_tokenizer
-from kedge.trainers.spec import TrainerInputs, TrainerSpec, as_list
+from kedge.trainers.spec import TrainerInputs, TrainerSpec
 
 logger = logging.getLogger(__name__)
 # Trainer attributes that scripts for other libraries read, including options by TRL's names.
@@ -122,8 +123,7 @@ class TrainerShell:
         self.reward_processing_classes = as_list(inputs.reward_processing_classes)
         self.callbacks = run.callbacks
         self.callbacks.log = self.log
-        sources = [*as_list(inputs.reward_model), *as_list(inputs.reward_funcs)]
-        self.reward_funcs = [source for source in sources if source is not None]
+        self.reward_funcs = [*as_list(inputs.reward_model), *as_list(inputs.reward_funcs)]
         self._inputs = inputs
 
     # -- what users call ------------------------------------------------------------------------

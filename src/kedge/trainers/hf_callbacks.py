@@ -28,7 +28,7 @@ from kedge.config.base import OnPolicyConfig
 from kedge.errors import ConfigError, DamagedCheckpointError, install_command
 from kedge.protocols import Tracker
 from kedge.reporting.base import CompositeTracker
-from kedge.trainers.spec import as_list
+from kedge.rewards.build import as_list
 
 if TYPE_CHECKING:
     from kedge.loop.shutdown import GracefulShutdown

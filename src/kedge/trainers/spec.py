@@ -18,21 +18,15 @@ from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import default_of, format_value, status
 from kedge.data.encode import read_table
 from kedge.errors import ConfigError
-from kedge.loop.metrics import TRL_NAMES
+from kedge.loop.metrics import OPEN_INSTRUCT_NAMES, TRL_NAMES
 from kedge.protocols import RolloutEngine
+from kedge.rewards.build import as_list
 
 if TYPE_CHECKING:
     from kedge.loop.loop import Engine
 
 MetricNames = Callable[[Mapping[str, float]], dict[str, float]]
 _ALGORITHM, _VALUE = "algorithm: ", "value model"  # readers of options
-_OPEN_INSTRUCT_NAMES = {
-    "val/sequence_lengths": "completions/mean_length",
-    "val/sequence_lengths_min": "completions/min_length",
-    "val/sequence_lengths_max": "completions/max_length",
-    "val/num_stop_token_ids": "val/num_eos_tokens",
-    "objective/verifiable_correct_rate": "log/verifiable_correct_rate",
-}
 
 
 def shared_kwargs(config: OnPolicyConfig, function: Callable[..., Any]) -> dict[str, Any]:
@@ -240,11 +234,6 @@ def check_verifiers(inputs: TrainerInputs) -> None:
                     verifier.check(rows[verifier.column])
 
 
-def as_list(value: Any) -> list[Any]:
-    """The items of a list or tuple; anything else becomes the only item."""
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
 # Argument -> description of its type, and members that it must have.
 _KINDS = {
     "optimizers[0]": ("a torch.optim.Optimizer instance, not its class", "param_groups", "step"),
@@ -300,7 +289,7 @@ def log_open_instruct_names(args: Any, engine: Engine) -> MetricNames:
         if "episode" not in row:  # evaluation rows
             return {}
         begin = begin or time.perf_counter() - row["time/step"]
-        metrics = {new: row[old] for new, old in _OPEN_INSTRUCT_NAMES.items() if old in row}
+        metrics = {new: row[old] for new, old in OPEN_INSTRUCT_NAMES.items() if old in row}
         for name, value in row.items():
             if name.startswith("log/") and name.endswith(("_reward", "_correct_rate")):
                 metrics[f"objective/{name.removeprefix('log/')}"] = value

@@ -164,11 +164,11 @@ def generate_completions(  # noqa: PLR0913
         episodes: seeds; rows of the dataset are repeated.  None: one per row, or 200.
     """
     from kedge.data import DatasetPrompts
+    from kedge.data.prompts import pad_id
     from kedge.loop.seeds import seed_for
     from kedge.models.load import eos_token_ids, load_policy, load_tokenizer
     from kedge.rewards.texts import Texts
     from kedge.trainers.assembly.environments import environments_to_play
-    from kedge.trainers.assembly.setup import pad_id
     from kedge.types import Sampling
 
     counts = {"num_generations": num_generations, "batch_size": batch_size}
@@ -240,7 +240,7 @@ def _read_rows(texts: Any, seed: int) -> list[dict[str, Any]]:
 
 
 def _engine(kind: str, model: Any, tokenizer: Any, batch_size: int) -> Any:
-    from kedge.trainers.assembly.setup import pad_id
+    from kedge.data.prompts import pad_id
 
     pad = pad_id(tokenizer)
     if kind == "embedded":

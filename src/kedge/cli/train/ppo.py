@@ -305,17 +305,17 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
                 " is configured by flags"
             )
         return None
-    target: Any = {
+    builtin = {
         "reinforce_pp": reinforce_pp,
         "reinforce_pp_baseline": partial(reinforce_pp, baseline=True),
         "remax": remax,
-    }.get(spec := str(spec))
+    }
+    target: Any = builtin.get(spec := str(spec))
     if target is None:
         where, _, name = spec.rpartition(":")
         try:
             target = getattr(load_module(where, "kedge_algorithm"), name)
         except Exception as error:  # the user's file may raise anything
-            builtin = ("reinforce_pp", "reinforce_pp_baseline", "remax")
             raise ConfigError(
                 f"--algorithm {spec} cannot be loaded ({type(error).__name__}: {error}); use"
                 f" {', '.join(builtin)}, file.py:name or module:name{hint(spec, builtin)}"

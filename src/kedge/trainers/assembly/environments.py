@@ -20,8 +20,8 @@ from kedge.environments import (
 from kedge.environments.episode import check_turn_tokens
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
-from kedge.rewards.build import load_module
-from kedge.trainers.spec import TrainerInputs, as_list
+from kedge.rewards.build import as_list, load_module
+from kedge.trainers.spec import TrainerInputs
 from kedge.types import Sampling
 
 _EMPTY = [{"role": "user", "content": ""}]
@@ -113,8 +113,7 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
             environment.close()
     else:
         make = _factory(inputs.environment or args.environment, args)
-    rewards = [] if inputs.reward_funcs is None else as_list(inputs.reward_funcs)
-    models = [] if inputs.reward_model is None else as_list(inputs.reward_model)
+    rewards, models = as_list(inputs.reward_funcs), as_list(inputs.reward_model)
     if not (scored or rewards or models):
         raise ConfigError(
             "no reward is configured: pass reward_funcs, or an environment_factory whose class has"

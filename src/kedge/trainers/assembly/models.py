@@ -56,10 +56,10 @@ from kedge.models.value_head import (
     load_value_head,
     scalar_model,
 )
-from kedge.rewards.build import find_tokenizer
+from kedge.rewards.build import as_list, find_tokenizer
 from kedge.rewards.model import same_tokens
 from kedge.trainers.assembly.setup import Setup, trusts_remote_code
-from kedge.trainers.spec import TrainerInputs, as_list
+from kedge.trainers.spec import TrainerInputs
 
 logger = logging.getLogger(__name__)
 

@@ -33,11 +33,12 @@ from kedge.models.compatibility import vocabulary
 from kedge.models.load import without_weights
 from kedge.protocols import RewardSource, RolloutEngine
 from kedge.rewards import check_sources, reward_source
+from kedge.rewards.build import as_list
 from kedge.trainers.assembly.models import LearnerStage, Models, ModelStage, receives_weights
 from kedge.trainers.assembly.setup import Setup, build_setup, pick_tokenizer, trusts_remote_code
 from kedge.trainers.hf_callbacks import Callbacks, own_callbacks
 from kedge.trainers.run import Run, recording_fingerprint
-from kedge.trainers.spec import TrainerInputs, as_list, shared_kwargs
+from kedge.trainers.spec import TrainerInputs, shared_kwargs
 
 if TYPE_CHECKING:
     from kedge.checkpoint.replay import RolloutReplay
@@ -265,8 +266,7 @@ class RewardStage:
 
     def _reward_models(self, adapter: Any) -> list[Any]:
         """The reward models, the reward adapter last."""
-        models = [*as_list(self.setup.inputs.reward_model), adapter]
-        return [model for model in models if model is not None]
+        return [*as_list(self.setup.inputs.reward_model), *as_list(adapter)]
 
     @property
     def _columns(self) -> list[str] | None:

@@ -17,6 +17,7 @@ from kedge.config.base import OnPolicyConfig, check_end
 from kedge.config.declare import read_mapping
 from kedge.config.rollout_engines import RolloutEngineSpec, find_engine
 from kedge.data import DatasetPrompts
+from kedge.data.prompts import pad_id
 from kedge.errors import ConfigError, DataError
 from kedge.learner.distributed import accelerator_for
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
@@ -193,12 +194,6 @@ def find_tokenizer(processing_class: Any, model: Any, args: OnPolicyConfig) -> A
 def pick_tokenizer(processing_class: Any, tokenizer: Any) -> Any:
     """The given object (perhaps a processor), or for None or a name the loaded tokenizer."""
     return tokenizer if isinstance(processing_class, str | None) else processing_class
-
-
-def pad_id(tokenizer: Any) -> int:
-    """The id that pads responses; masks never depend on it."""
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(int(token) for token in ids if token is not None)
 
 
 def init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
