@@ -74,7 +74,8 @@ def test_episodes_in_flight_are_those_of_whole_batches(limits: dict[str, int]) -
     assert got.episodes.turn.tolist() == want.episodes.turn.tolist()
     assert got.episodes.rewards.tolist() == want.episodes.rewards.tolist()
     assert bool((want.episodes.rewards >= 7.0).any()) or not limits
-    assert got.episodes.columns == want.episodes.columns
+    for name in want.episodes.columns.keys() - {"totals"}:  # these have seconds
+        assert got.episodes.columns[name] == want.episodes.columns[name]
     got_means, want_means = (Metrics(x.episodes.metrics).means() for x in (got, want))
     for name in ("environment/turns", "environment/words"):
         assert got_means[name] == want_means[name]

@@ -164,16 +164,23 @@ def test_turns_of_equal_rewards_have_no_advantage_however_scores_are_shaped(
 
 def test_rows_without_a_prompt_are_those_with_an_empty_message() -> None:
     """Rows that only name their environment, or have other columns for ``reset``."""
+
+    class Leveled(Echo):
+        def reset(self, *, seed: int, options: Any) -> Any:
+            self.turns = 1 + options["level"]
+            return super().reset(seed=seed, options=options)
+
     bare = [{"environment": "echo", "level": i} for i in range(4)]
     filled = [row | {"prompt": [{"role": "user", "content": ""}]} for row in bare]
     scores = []
     for prompts in (bare, filled):
-        trainer = played(environment={"echo": Echo}, train_dataset=prompts, eval_dataset=prompts)
+        parts = {"environment": {"echo": Leveled}, "eval_dataset": prompts[:3]}
+        trainer = played(train_dataset=prompts, per_device_eval_batch_size=2, **parts)
         trainer.train()
         scores.append([row["objective/scores"] for row in rows(trainer)])
         metrics = trainer.evaluate()
         assert "eval_objective/scores" in metrics
-        assert metrics["eval_environment/turns"] == 3
+        assert metrics["eval_environment/turns"] == 2  # of levels 0 to 2, each once
     assert scores[0] == scores[1]
 
 

@@ -271,9 +271,9 @@ def build_rollout(
     *,
     pad_id: int,
     spare: int,
-    metrics: Mapping[str, tuple[float, float]],
+    totals: Sequence[Mapping[str, tuple[float, float]]],
 ) -> Rollout:
-    """Build the rollout of a batch of episodes, one per row of ``prompts``."""
+    """Build the rollout of episodes, one per row of ``prompts``, with the metrics of each."""
     for episode in episodes:
         if not episode.ids:  # no turn was sampled: add one token that is not trained on
             episode.add_observation([pad_id])
@@ -310,8 +310,8 @@ def build_rollout(
             turn=turn,
             rewards=rewards,
             valid=torch.tensor([not e.dropped for e in episodes]) & trained.any(1),
-            metrics=metrics,
             columns={
+                "totals": totals,
                 "observations": [e.observations for e in episodes],
                 "metrics": [dict(e.metrics) for e in episodes],
                 "error": [e.error for e in episodes],
@@ -368,39 +368,35 @@ def stack_rows(
     )
 
 
-def episode_metrics(
+def episode_totals(
     episodes: Sequence[Episode], in_environments: float, in_model: float, hung: int
-) -> dict[str, tuple[float, float]]:
-    """Metrics of a batch of episodes, including its seconds and hanging calls."""
-    count = float(len(episodes))
-    turns = float(sum(episode.turns for episode in episodes))
-    rewards = [episode.rewards for episode in episodes]
-    tokens = sum(len(episode.ids) for episode in episodes)
-    trained = sum(t >= 0 for episode in episodes for t in episode.turn)
-    total = sum(abs(x) for row in rewards for x in row.values())
-    final = sum(abs(row[max(row)]) for row in rewards if row)
-    metrics = {
-        "environment/turns": (turns, count),
-        "environment/seconds": (in_environments, 1.0),
-        "environment/model_seconds": (in_model, 1.0),
-        "environment/errors": (float(sum(bool(e.error) for e in episodes)), count),
-        "environment/hung_calls": (float(hung), 1.0),
-        "environment/cut_observations": (float(sum(e.shortened for e in episodes)), count),
-        "environment/new_contexts": (float(sum(len(e.starts) for e in episodes)), count),
-        "environment/reward_per_turn": (sum(x for row in rewards for x in row.values()), turns),
-        "environment/last_reward_share": (final, total),
-        "environment/loss_tokens": (float(trained), float(tokens)),
+) -> list[dict[str, tuple[float, float]]]:
+    """Metrics of each episode; seconds and hanging calls of the batch are shared equally."""
+    share = 1 / len(episodes)
+    of_batch = {
+        "environment/seconds": (in_environments * share, share),
+        "environment/model_seconds": (in_model * share, share),
+        "environment/hung_calls": (hung * share, share),
     }
-    for ending in ENDINGS:
-        share = float(sum(episode.ending == ending for episode in episodes))
-        metrics[f"environment/ended_{ending}"] = (share, count)
-    for name in sorted({name for episode in episodes for name in episode.metrics}):
-        values = [episode.metrics.get(name, 0.0) for episode in episodes]
-        metrics[f"environment/{name}"] = (sum(values), PER_EPISODE)
-    for name in sorted({str(name) for episode in episodes for name in episode.info}):
-        values = [episode.info[name] for episode in episodes if name in episode.info]
-        metrics.setdefault(f"environment/{name}", (sum(values), float(len(values))))
-    return metrics
+    return [of_batch | _totals_of(episode) for episode in episodes]
+
+
+def _totals_of(episode: Episode) -> dict[str, tuple[float, float]]:
+    rewards, turns = episode.rewards, float(episode.turns)
+    trained = float(sum(t >= 0 for t in episode.turn))
+    final = abs(rewards[max(rewards)]) if rewards else 0.0
+    totals = {
+        "environment/turns": (turns, 1.0),
+        "environment/errors": (float(bool(episode.error)), 1.0),
+        "environment/cut_observations": (float(episode.shortened), 1.0),
+        "environment/new_contexts": (float(len(episode.starts)), 1.0),
+        "environment/reward_per_turn": (sum(rewards.values()), turns),
+        "environment/last_reward_share": (final, sum(map(abs, rewards.values()))),
+        "environment/loss_tokens": (trained, float(len(episode.ids))),
+    }
+    totals |= {f"environment/ended_{x}": (float(episode.ending == x), 1.0) for x in ENDINGS}
+    totals |= {f"environment/{name}": (x, PER_EPISODE) for name, x in episode.metrics.items()}
+    return {f"environment/{name}": (x, 1.0) for name, x in episode.info.items()} | totals
 
 
 class EpisodeReward:
