@@ -55,6 +55,14 @@ def test_it_goes_on_from_a_checkpoint_with_what_was_sampled(tmp_path: Path) -> N
         ),
         ({"sampler_correction": "mask_old"}, "leaves out tokens older than max_lag, which only"),
         ({"rollout_schedule": "random"}, "rollout_schedule='random'"),
+        (
+            {
+                "rollout_engine": ScriptedRollouts([]),
+                "in_flight_weight_updates": True,
+                "sampler_correction": "off",
+            },
+            "in_flight_weight_updates=True needs a rollout engine",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None:
@@ -168,12 +176,3 @@ def test_groups_that_depend_on_scores_complete_one_by_one(
     assert all(row["rollout/lag_max" if in_flight else "rollout/lag"] <= 2 for row in logged)
     if kind == "dynamic sampling":
         assert sum(row["rollout/resampled_groups"] for row in logged) > 0
-
-
-def test_an_engine_without_slots_cannot_get_weights_in_flight() -> None:
-    with pytest.raises(ConfigError, match="in_flight_weight_updates=True needs a rollout engine"):
-        small(
-            rollout_engine=ScriptedRollouts([]),
-            in_flight_weight_updates=True,
-            **(OPTIONS | {"sampler_correction": "off"}),
-        )

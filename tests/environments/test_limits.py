@@ -340,20 +340,10 @@ def test_an_answer_without_a_call() -> None:
     assert shares[1] == row["completions/truncated_ratio"]
 
 
-class Endless:
-    """Answers for as long as the policy has tokens."""
-
-    def reset(self, *, seed: int, options: Mapping[str, Any]) -> Any:
-        return "w5 w6", {}
-
-    def step(self, response: Response) -> Any:
-        return "w7 w8", 0.0, False, False, {}
-
-
 def test_without_a_trainer_the_positions_of_the_policy_end_an_episode() -> None:
     """As in ``kedge generate --environment``, which gives no context."""
     model = tiny_policy("llama", vocab_size=VOCAB, max_positions=48)
-    play = rollouts(Endless, engine(model), max_turn_tokens=5)
+    play = rollouts(lambda: Echo(99), engine(model), max_turn_tokens=5)
     episodes = play.generate(prompts(2), sampling=sampling(max_new_tokens=60), seed=0)
     lengths = episodes.prompts.mask.sum(1) + episodes.response_mask.sum(1)
     assert int(lengths.max()) <= 48

@@ -15,7 +15,7 @@ from kedge.environments import EnvironmentRollouts, Response, ToolEnvironment, t
 from kedge.environments.rollout import FunctionRollouts
 from kedge.environments.tool_calls import parse_any, tool_parser
 from kedge.environments.tools import check_arguments, tool_schema
-from kedge.errors import ConfigError, RolloutError
+from kedge.errors import RolloutError
 from kedge.testing import ScriptedRollouts
 from kedge.types import Metrics, PromptBatch, Sampling, ToolCall
 from tests.environments.families import FAMILIES, tokenizer
@@ -338,16 +338,6 @@ def test_a_dict_of_factories_is_chosen_by_a_column() -> None:
     assert rollout.episodes.rewards.sum() == 2
     with pytest.raises(RolloutError, match="must name one of count, other, got 'chess'"):
         played("qwen2.5", ["x"], make, columns={"environment": ["chess"]})
-
-
-def test_tools_need_schemas() -> None:
-    def bare(x):  # type: ignore[no-untyped-def]
-        return x
-
-    with pytest.raises(ConfigError, match="the tool bare needs type hints and a docstring"):
-        tool_environments([bare])
-    with pytest.raises(ConfigError, match="object must have a method reset"):
-        ToolEnvironment(target=object())
 
 
 def test_a_response_without_a_parser_has_no_calls() -> None:

@@ -97,23 +97,6 @@ def test_a_resumed_run_must_play_the_same_episodes(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("in_flight", [False, True])
-def test_episodes_that_are_done_first(in_flight: bool, tmp_path: Path) -> None:
-    schedule: dict[str, Any] = {
-        "rollout_schedule": "as_completed",
-        "max_lag": 2,
-        "in_flight_weight_updates": in_flight,
-    }
-    correction = "mask_old" if in_flight else "truncate"
-    more = {"sampler_correction": correction, "total_episodes": 24, "output_dir": str(tmp_path)}
-    trainer = played(environment=Echo, **schedule, **more)
-    trainer.train()
-    found = rows(trainer)
-    assert [row["episode"] for row in found] == [4, 8, 12, 16, 20, 24]
-    assert all(row["environment/turns"] > 1 for row in found)
-    assert all(row["rollout/lag_max" if in_flight else "rollout/lag"] <= 2 for row in found)
-
-
 class FirstTurnPays(Echo):
     """Some episodes get 100 in their first turn, all the same in the second."""
 

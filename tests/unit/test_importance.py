@@ -44,19 +44,6 @@ def learner_at(version: int) -> ToyLearner:
     return learner
 
 
-def test_stale_rows_are_anchored_at_their_sampler_or_decoupled_from_it() -> None:
-    learner = learner_at(2)
-    rollout, judged = sample(learner, shift=0.3, version=1)
-    own = learner.logits.detach().log_softmax(0)[rollout.ids]
-    anchored, metrics = with_metrics(rollout, judged, learner, ppo(), 0.0)
-    assert torch.allclose(anchored.old_logprobs, own - 0.3)
-    assert metrics["rollout/stale_gap"] == pytest.approx(0.3, rel=1e-4)
-    assert metrics["rollout/lag"] == 1
-    decoupled, _ = with_metrics(rollout, judged, learner, ppo(), 0.0, Correction(high=2.0))
-    assert torch.allclose(decoupled.old_logprobs, own)
-    assert torch.allclose(decoupled.advantages, math.exp(0.3) * anchored.advantages, rtol=1e-4)
-
-
 @pytest.mark.parametrize("correction", [Correction(), Correction(kind="ratio"), None])
 def test_the_kl_of_stale_tokens_is_the_learner_s(correction: Correction | None) -> None:
     """Every token as often as mu samples it: means over rows are expectations under mu."""
