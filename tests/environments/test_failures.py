@@ -27,8 +27,10 @@ GARBAGE: list[Any] = [
     ([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], 0.0, False, False, {}),
     ({"role": "user"}, 0.0, False, False, {}),
     (["w5"], 0.0, False, False, {}),
-    ("\ud800", 0.0, False, False, {}),
+    ("w5", 1e39, False, False, {}),
+    ("w5", 10**400, False, False, {}),
     ("w5", 0.0, False, False, {"metrics": {"x": "y"}}),
+    ("w5", 0.0, False, False, {"metrics": [1]}),
 ]
 
 
@@ -115,6 +117,18 @@ def test_a_failed_episode_is_dropped_or_scored(kind: str, planned: Any) -> None:
         assert int(scored.sum()) == (on_error == "score")
         assert rollout.episodes.metrics["environment/errors"] == (1.0, 4.0)
         assert int(rollout.terminated.sum()) == (4 if on_error == "score" else 3)
+
+
+@pytest.mark.parametrize("answer", GARBAGE)
+def test_an_answer_of_a_wrong_kind_is_described(answer: Any) -> None:
+    class Wrong(Echo):
+        def step(self, response: Any) -> Any:
+            return answer
+
+    play = rollouts(Wrong, on_env_error="drop", max_turn_tokens=3)
+    episodes = play.generate(prompts(1), sampling=sampling(), seed=0).episodes
+    assert episodes is not None
+    assert episodes.columns["error"][0].startswith("RolloutError: ")
 
 
 def test_a_failing_reset_leaves_an_untrained_row() -> None:

@@ -242,18 +242,19 @@ def test_a_wrong_config_of_an_environment_is_said_as_it_is() -> None:
 
 
 def test_numbers_in_info_are_metrics() -> None:
-    made = ppo(lambda: Once("w9", turns=3), max_turn_tokens=3)
-    made.train()
-    assert rows(made)[-1]["environment/right"] == 6  # the last of 7, 2, 4, 6
-
     class Says(Once):
         def step(self, response: Response) -> Any:
-            return (*super().step(response)[:4], {"metrics": {"right": "yes"}})
+            *answer, info = super().step(response)
+            own = {"turns": 7.0, "seconds": -1.0, "success": 0.5}
+            return *answer, info | {"metrics": own, "errors": 9}
 
-    with pytest.raises(
-        RolloutError, match=r"the metric 'right' of info.* must be a number, got a str"
-    ):
-        ppo(Says).train()
+    made = ppo(lambda: Says("w9", turns=3), max_turn_tokens=3)
+    made.train()
+    row = rows(made)[-1]
+    assert row["environment/right"] == 6  # the last of 7, 2, 4, 6
+    assert row["environment/success"] == 1.5
+    assert (row["environment/turns"], row["environment/errors"]) == (3, 0)  # not the environment's
+    assert row["environment/seconds"] >= 0
 
 
 def test_lengths_and_texts_are_those_of_the_policy(tmp_path: Any) -> None:

@@ -91,6 +91,7 @@ def test_calls_are_read_in_the_format_of_the_template(
         ("[TOOL_CALLS] [{]", "not valid JSON"),
         ("[TOOL_CALLS]f[ARGS]{1}", "not valid JSON"),
         ("<|python_tag|>print(1)", "not valid JSON"),
+        ("[f(x=g())]", "string on line 1: <ast.Call object>"),  # the same in every run
     ],
 )
 def test_a_call_that_cannot_be_read_has_an_error(text: str, problem: str) -> None:
@@ -157,6 +158,7 @@ def test_a_tool_answers_in_the_format_of_the_template(family: str) -> None:
          'Error: the argument \'a\' of calculator must match {"type": "number"}, got "2"', 0),
         ('{"name": "calculator", "arguments": {"a": 1, "b": 2, "operation": "x"}}',
          "Error: KeyError: 'x'", 0),
+        ('{"name": "calculator", "arguments": {"a": "\\ud800", "b": 3}}', 'got "?"', 0),
         ("{1}", "Error: the tool call is not valid JSON", 1),
     ],
 )  # fmt: skip

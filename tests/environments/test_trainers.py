@@ -239,6 +239,7 @@ def bare(x):  # type: ignore[no-untyped-def]
         ({"tools": [calculator]}, "no reward is configured"),
         ({"tools": [bare], "reward_funcs": length_reward}, "the tool bare needs type hints"),
         ({"environment_factory": object}, "object must have a method reset"),
+        ({"tools": [calculator] * 2, "reward_funcs": length_reward}, "two tools are named 'calc"),
         ({"environment": Echo, "stop_token": None, "max_turn_tokens": None}, "turns that end"),
         (
             {"environment": Echo, "min_new_tokens": 20, "max_turn_tokens": 4},

@@ -19,6 +19,7 @@ from kedge.protocols import Step
 from kedge.types import PER_EPISODE, Episodes, PromptBatch, RewardOutput, Rollout, Sampling
 
 _RESERVE = 64  # tokens
+_LARGEST = torch.finfo(torch.float32).max
 # Reasons for the end of an episode: the environment ends it (or cuts it off), an answer without a
 # call, limits of turns, tokens and seconds, failures of the environment and of its reward.
 ENDINGS = (
@@ -127,7 +128,10 @@ class Episode:
         """Add up the numbers in ``info["metrics"]``, and keep the latest in ``info``."""
         if not isinstance(info, Mapping):
             return
-        for name, value in (info.get("metrics") or {}).items():
+        reported = info.get("metrics") or {}
+        if not isinstance(reported, Mapping):
+            raise RolloutError(f"info['metrics'] must be a mapping, got {_describe(reported)}")
+        for name, value in reported.items():
             number = read_number(value, f"the metric {name!r} of info['metrics']")
             self.metrics[name] = self.metrics.get(name, 0.0) + number
         for name, value in info.items():
@@ -248,15 +252,17 @@ def read_reset(result: object) -> tuple[Any, object]:
 
 
 def read_number(value: Any, name: str) -> float:
-    """Check for a finite number; raises RolloutError."""
+    """Check for a number that is finite in float32; raises RolloutError."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
         raise RolloutError(f"{name} must be a number, got {_describe(value)}") from None
-    if not math.isfinite(number):
-        raise RolloutError(f"{name} must be finite, got {number}")
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= _LARGEST:
+        raise RolloutError(f"{name} must be finite in float32, got {number}")
     return number
 
 
@@ -378,7 +384,7 @@ def episode_totals(
         "environment/model_seconds": (in_model * share, share),
         "environment/hung_calls": (hung * share, share),
     }
-    return [of_batch | _totals_of(episode) for episode in episodes]
+    return [_totals_of(episode) | of_batch for episode in episodes]
 
 
 def _totals_of(episode: Episode) -> dict[str, tuple[float, float]]:
@@ -395,8 +401,9 @@ def _totals_of(episode: Episode) -> dict[str, tuple[float, float]]:
         "environment/loss_tokens": (trained, float(len(episode.ids))),
     }
     totals |= {f"environment/ended_{x}": (float(episode.ending == x), 1.0) for x in ENDINGS}
-    totals |= {f"environment/{name}": (x, PER_EPISODE) for name, x in episode.metrics.items()}
-    return {f"environment/{name}": (x, 1.0) for name, x in episode.info.items()} | totals
+    reported = {f"environment/{name}": (x, 1.0) for name, x in episode.info.items()}
+    reported |= {f"environment/{name}": (x, PER_EPISODE) for name, x in episode.metrics.items()}
+    return reported | totals  # a metric of the environment never replaces one of these
 
 
 class EpisodeReward:

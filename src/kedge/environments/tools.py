@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 from kedge.background import in_thread
 from kedge.environments.pool import MakeEnvironment
+from kedge.environments.turn_tokens import valid_text
 from kedge.errors import ConfigError, RewardError
 from kedge.protocols import Observation
 from kedge.types import Response, ToolCall
@@ -53,6 +54,10 @@ class ToolEnvironment:
             schema["function"]["name"]: (function, schema)
             for function, schema in zip((*tools, *methods), self.tools, strict=True)
         }
+        if len(self._functions) < len(self.tools):
+            names = [schema["function"]["name"] for schema in self.tools]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"two tools are named {twice!r}; give each another name")
         self._iterations = 0
 
     @property
@@ -156,8 +161,8 @@ class ToolEnvironment:
         messages = [
             {
                 "role": "tool",
-                "name": call.name or "unknown",
-                "content": str(result),
+                "name": _to_text(call.name or "unknown"),
+                "content": _to_text(result),
                 "tool_call_id": f"{self._iterations:04d}{i:05d}",
             }
             for i, (call, (result, _)) in enumerate(zip(calls, results, strict=True))
@@ -302,6 +307,13 @@ def _methods(target: Any) -> list[Tool]:
         )
     hidden = ("reset", "get_reward")
     return [getattr(target, n) for n in names if n not in hidden and not n.startswith("_")]
+
+
+def _to_text(result: Any) -> str:
+    try:
+        return valid_text(str(result))
+    except Exception as error:
+        return f"Error: the result of type {type(result).__name__} has no text: {error!r}"
 
 
 def _error_text(error: BaseException) -> str:
