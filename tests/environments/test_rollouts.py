@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kedge.environments import EpisodeReward, Response
-from kedge.errors import ConfigError, RewardError, RolloutError
+from kedge.errors import ConfigError, RewardError
 from tests.environments.toys import (
     Echo,
     chat_tokenizer,
@@ -142,16 +142,6 @@ def test_wrong_options_are_refused() -> None:
         rollouts(max_turns=0)
     with pytest.raises(ConfigError, match="'raise', 'drop' or 'score', got 'skip'"):
         rollouts(on_env_error="skip")
-
-
-def test_messages_need_chat_prompts() -> None:
-    class Talks(Echo):
-        def step(self, response: Response) -> Any:
-            return [{"role": "user", "content": "w4"}], 0.0, False, False, {}
-
-    play = rollouts(Talks)
-    with pytest.raises(RolloutError, match="chat messages only if the prompts"):
-        play.generate(prompts(chat=False), sampling=sampling(), seed=0)
 
 
 def test_token_ids_need_no_tokenizer() -> None:

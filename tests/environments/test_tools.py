@@ -342,10 +342,6 @@ def test_a_dict_of_factories_is_chosen_by_a_column() -> None:
         played("qwen2.5", ["x"], make, columns={"environment": ["chess"]})
 
 
-def test_a_response_without_a_parser_has_no_calls() -> None:
-    assert Response("<tool_call>{}</tool_call>").tool_calls == ()
-
-
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [

@@ -110,24 +110,6 @@ def run_of(kind: str, folder: Any, **options: Any) -> Any:
     return make(**plain | own | options)
 
 
-@pytest.mark.parametrize("kind", ["ppo", "rloo", "grpo"])
-def test_runs_ahead_are_corrected_in_every_trainer(kind: str, tmp_path: Any) -> None:
-    made = run_of(
-        kind,
-        tmp_path,
-        max_lag=1,
-        sampler_correction="truncate",
-        sampler_correction_level="sequence",
-        sampler_correction_high=5.0,
-    )
-    made.train()
-    rows = [row for row in made.state.log_history if "rollout/correction_weight" in row]
-    assert [row["rollout/lag"] for row in rows] == [0, 1, 1, 1]
-    assert rows[0]["rollout/correction_weight"] == pytest.approx(1.0, abs=1e-4)
-    assert any(abs(row["rollout/correction_weight"] - 1) > 1e-3 for row in rows[1:])
-    assert all(row["rollout/stale_gap"] > 0 for row in rows[1:])
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "want"),
     [

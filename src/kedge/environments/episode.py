@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -257,10 +256,8 @@ def read_number(value: Any, name: str) -> float:
         if isinstance(value, str | bytes):
             raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise RolloutError(f"{name} must be a number, got {_describe(value)}") from None
-    except OverflowError:
-        number = math.inf
     if not abs(number) <= _LARGEST:
         raise RolloutError(f"{name} must be finite in float32, got {number}")
     return number
@@ -389,7 +386,6 @@ def episode_totals(
 
 def _totals_of(episode: Episode) -> dict[str, tuple[float, float]]:
     rewards, turns = episode.rewards, float(episode.turns)
-    trained = float(sum(t >= 0 for t in episode.turn))
     final = abs(rewards[max(rewards)]) if rewards else 0.0
     totals = {
         "environment/turns": (turns, 1.0),
@@ -398,7 +394,7 @@ def _totals_of(episode: Episode) -> dict[str, tuple[float, float]]:
         "environment/new_contexts": (float(len(episode.starts)), 1.0),
         "environment/reward_per_turn": (sum(rewards.values()), turns),
         "environment/last_reward_share": (final, sum(map(abs, rewards.values()))),
-        "environment/loss_tokens": (trained, float(len(episode.ids))),
+        "environment/loss_tokens": (float(sum(t >= 0 for t in episode.turn)), len(episode.ids)),
     }
     totals |= {f"environment/ended_{x}": (float(episode.ending == x), 1.0) for x in ENDINGS}
     reported = {f"environment/{name}": (x, 1.0) for name, x in episode.info.items()}
