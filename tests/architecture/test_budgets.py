@@ -39,8 +39,8 @@ BUDGETS = {
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 48_063
-TESTS = 41_634
+TOTAL = 48_064
+TESTS = 41_655
 
 
 def count_lines(files: list[Path]) -> int:
