@@ -119,11 +119,14 @@ class Episodes(Record):
     turn: Tensor = rows_field(fill=-1)
     rewards: Tensor  # float32 [B, R]; reward of each turn, at its last token
     valid: Tensor  # bool [B]; False: the environment failed, the row is not trained on
-    # Metrics of episodes: (sum, count).
-    metrics: Mapping[str, tuple[float, float]] = rows_field(total=add_totals, default_factory=dict)
-    # Per row: "observations", the chat messages between two turns; "metrics" of the episode; and
-    # "error", why its environment failed.
-    columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    # Per row: "observations", the chat messages between two turns; "metrics" that the environment
+    # reported; "error", why it failed; "totals", all metrics of the episode as (sum, count).
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        """The metrics of all rows: (sum, count)."""
+        return add_totals(self.columns.get("totals", ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_536,
+    ".": 2_539,
     "algorithms": 1_038,
     "checkpoint": 862,
     "classic": 3_663,
@@ -20,9 +20,9 @@ BUDGETS = {
     "config": 3_005,
     "data": 704,
     "demo": 443,
-    "environments": 3_429,
+    "environments": 3_437,
     "learner": 1_625,
-    "loop": 1_933,
+    "loop": 1_934,
     "math": 773,
     "models": 2_158,
     "ops": 580,
@@ -33,14 +33,14 @@ BUDGETS = {
     "rewards": 1_527,
     "rollout": 608,
     "rollout/embedded": 1_354,
-    "rollout/scheduler": 1_653,
+    "rollout/scheduler": 1_641,
     "rollout/vllm": 2_558,
     "trainers": 3_510,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
 TOTAL = 47_573
-TESTS = 41_651
+TESTS = 41_650
 
 
 def count_lines(files: list[Path]) -> int:

@@ -55,6 +55,14 @@ def test_it_goes_on_from_a_checkpoint_with_what_was_sampled(tmp_path: Path) -> N
         ),
         ({"sampler_correction": "mask_old"}, "leaves out tokens older than max_lag, which only"),
         ({"rollout_schedule": "random"}, "rollout_schedule='random'"),
+        (
+            {
+                "rollout_engine": ScriptedRollouts([]),
+                "in_flight_weight_updates": True,
+                "sampler_correction": "off",
+            },
+            "in_flight_weight_updates=True needs a rollout engine",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None:
@@ -84,7 +92,7 @@ class Paced(EmbeddedEngine):
 def test_in_flight_every_token_trains_with_its_own_weight_or_old_ones_are_left_out(
     correction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights by hand: min(exp(learner - recorded), 2), the learner's by plain transformers."""
+    """Weights and KL by hand: min(exp(learner - recorded), 2), the models by plain transformers."""
     monkeypatch.setattr(generation, "POLL", 1)
     real, seen = updater.make_experience, []
 
@@ -92,8 +100,11 @@ def test_in_flight_every_token_trains_with_its_own_weight_or_old_ones_are_left_o
         made = real(rollout, scores, *rest)
         batch = Batch(None, None, None, rollout, scores, 1.0, rows=[*range(len(rollout))])
         with torch.no_grad():
-            learner = [batch.logprobs(trainer.model, row)[1] for row in range(len(rollout))]
-        seen.append((batch, made[0], learner))
+            both = [
+                [batch.logprobs(model, row)[1] for row in batch.rows]
+                for model in (trainer.model, trainer.ref_model)
+            ]
+        seen.append((batch, made[0], *both))
         return made
 
     monkeypatch.setattr(updater, "make_experience", watched)
@@ -101,29 +112,40 @@ def test_in_flight_every_token_trains_with_its_own_weight_or_old_ones_are_left_o
     trainer = small(
         **{"output_dir": str(tmp_path), "model": policy, "algorithm": rloo()},
         rollout_engine=Paced(policy, pad_id=PAD, shares_weights=False),
-        **{"num_generations": 2, "kl_coef": 0.0, "temperature": 1.0, "learning_rate": 3e-2},
+        **{"num_generations": 2, "kl_coef": 0.05, "temperature": 1.0, "learning_rate": 3e-2},
+        **{"adaptive_kl": True, "kl_target": 2.2, "kl_horizon": 20},
         **{"in_flight_weight_updates": True, "max_lag": 1, "rollout_schedule": "as_completed"},
         **{"response_length": 24, "total_episodes": 48, "sampler_correction": correction},
     )
     trainer.train()
-    oldest = bounded = 0
-    for version, (batch, experience, learner) in enumerate(seen):
-        entropy = 0.0  # of the learner, by importance sampling
-        both = {rows[i]: sum(map(batch.score, rows)) for rows in batch.groups() for i in (0, 1)}
+    oldest = bounded = adapted = 0
+    coef = 0.05
+    for version, (batch, experience, learner, reference) in enumerate(seen):
+        entropy = kl = 0.0  # of the learner, by importance sampling
+        gaps = [a - b for a, b in zip(learner, reference, strict=True)]
+        gain = [batch.score(row) - coef * float(gaps[row].sum()) for row in batch.rows]
+        other = {a: b for pair in batch.groups() for a, b in (pair, pair[::-1])}
         for row in batch.rows:
             length = len(learner[row])
             age = version - batch.rollout.token_versions[row, :length]
             trained = age <= (1 if correction == "mask_old" else 99)
             assert torch.equal(experience.loss_mask[row, :length], trained)
             ratio = (learner[row] - batch.rollout.behavior_logprobs[row, :length].double()).exp()
-            entropy -= float((learner[row] * ratio.clamp(max=10).where(age > 0, 1)).sum())
-            advantage = 2 * batch.score(row) - both[row]  # less the score of the other response
+            weight = ratio.clamp(max=10).where(age > 0, 1)
+            entropy -= float((learner[row] * weight).sum()) / len(batch.rows)
+            kl += float((gaps[row] * weight).sum()) / len(batch.rows)
             found = experience.advantages[row, :length][trained].double()
-            want = (advantage * ratio.clamp(max=2))[trained]
+            want = ((gain[row] - gain[other[row]]) * ratio.clamp(max=2))[trained]
             torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
             oldest, bounded = max(oldest, int(age.max())), bounded + int((ratio > 2).sum())
-        logged = rows(trainer)[version]["objective/entropy"]
-        assert logged == pytest.approx(entropy / len(batch.rows), rel=1e-4)
+        logged = rows(trainer)[version]
+        assert logged["objective/entropy"] == pytest.approx(entropy, rel=1e-4)
+        assert logged["objective/kl"] == pytest.approx(kl, rel=1e-4, abs=1e-5)
+        assert logged["objective/kl_coef"] == pytest.approx(coef, rel=1e-5)
+        error = kl / 2.2 - 1
+        coef *= 1 + min(max(error, -0.2), 0.2) * 4 / 20
+        adapted += abs(error) < 0.2 and kl > 2 * float(sum(x.sum() for x in gaps)) / 4
+    assert adapted  # a step inside the clip, which the plain mean of log(pi / ref) would not take
     assert min(oldest, bounded) > 1
     drops, logged = correction == "mask_old", rows(trainer)
     assert max(row["rollout/lag_max"] for row in logged) == (1 if drops else oldest)
@@ -154,12 +176,3 @@ def test_groups_that_depend_on_scores_complete_one_by_one(
     assert all(row["rollout/lag_max" if in_flight else "rollout/lag"] <= 2 for row in logged)
     if kind == "dynamic sampling":
         assert sum(row["rollout/resampled_groups"] for row in logged) > 0
-
-
-def test_an_engine_without_slots_cannot_get_weights_in_flight() -> None:
-    with pytest.raises(ConfigError, match="in_flight_weight_updates=True needs a rollout engine"):
-        small(
-            rollout_engine=ScriptedRollouts([]),
-            in_flight_weight_updates=True,
-            **(OPTIONS | {"sampler_correction": "off"}),
-        )

@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 
-from kedge import PPOTrainer
+from kedge import PPOTrainer, grpo, rloo
+from kedge.algorithms.base import Algorithm
 from kedge.checkpoint import checkpoint
 from kedge.errors import DataError, RewardError, RolloutError
+from kedge.loop import updater
+from kedge.types import Experience
+from tests.environments.toys import Echo, played
 
 from .small import PROMPTS, length_reward, rows, small
 from .test_resume import assert_same, trainer, whole_run
@@ -217,24 +221,54 @@ def test_a_reward_that_does_not_return_is_named(
     assert caplog.messages.count(said) == 1  # as long as the first call is no news
 
 
-@pytest.mark.parametrize("schedule", ["in_order", "as_completed"])
-def test_a_reward_that_hangs_costs_its_row_and_is_counted(schedule: str) -> None:
-    release, hanging = threading.Event(), set[str]()
+class Paid(Echo):
+    """The same for every turn."""
 
-    def hangs(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        hanging.update(prompts[: not hanging])
-        if hanging & {*prompts}:
+    def step(self, response: Any) -> Any:
+        observation, _, *rest = super().step(response)
+        return observation, 1.0, *rest
+
+
+@pytest.mark.parametrize(
+    ("schedule", "algorithm", "want"),
+    [
+        ("in_order", rloo(), [-3.0, -1.5, 4.5]),  # x - mean of the other two of 1, 2, 6
+        ("as_completed", rloo(credit="turn"), [-3.0, -1.5, 4.5]),
+        ("as_completed", grpo(), [-0.7559, -0.3779, 1.1339]),  # (x - 3) / sqrt(7)
+    ],
+)
+def test_a_reward_that_hangs_costs_its_row_and_is_counted(
+    schedule: str, algorithm: Algorithm, want: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the four episodes of a group: the others are compared with each other."""
+    release, numbers = threading.Event(), dict[str, int]()
+    real, made = updater.make_experience, list[Experience]()
+
+    def hangs(completions: list[Any], **_: Any) -> list[float]:
+        rows = [numbers.setdefault(str(x), len(numbers)) for x in completions]
+        if 1 in rows:
             release.wait(60)
-        return length_reward(completions)
+        return [[1.0, 99.0, 2.0, 6.0][row % 4] for row in rows]
 
-    options = {"max_lag": 1, "rollout_schedule": schedule, "reward_timeout": 0.5}
-    run = small(reward_model=None, reward_funcs=hangs, **options)
-    begin = time.monotonic()
+    def watched(*given: Any) -> Any:
+        experience, terms = real(*given)
+        made.append(experience)
+        return experience, terms
+
+    monkeypatch.setattr(updater, "make_experience", watched)
+    options = {"max_lag": 1, "rollout_schedule": schedule, "reward_timeout": 0.5, "kl_coef": 0.0}
+    options |= {"algorithm": algorithm, "num_generations": 4, "environment": Paid}
+    run = played(reward_funcs=hangs, **options)
     run.train()
-    assert time.monotonic() - begin < 30
     release.set()
     assert [row["rollout/dropped_rows"] for row in rows(run)] == [1, 0]
     assert rows(run)[0]["log/reward_errors/hangs"] == 1
+    assert rows(run)[0]["rewards/hangs"] == 3  # of 1, 2, 6
+    mask, advantages = made[0].loss_mask, made[0].advantages
+    assert mask.any(1).tolist() == [True, False, True, True]
+    for row, value in zip([0, 2, 3], want, strict=True):
+        assert advantages[row][mask[row]] == pytest.approx(value, abs=1e-3)
+    assert not advantages[1].any()
 
 
 def test_groups_do_not_wait_for_each_others_asynchronous_rewards() -> None:

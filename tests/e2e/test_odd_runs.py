@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from kedge.errors import KedgeError
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Rollout, Sampling
 
-from .small import PROMPTS, VOCAB, length_reward, rows, small
+from .small import PROMPTS, VOCAB, rows, small
 
 
 def boom(completions: list[str], **_: Any) -> list[float]:
@@ -48,36 +47,6 @@ def test_an_engine_that_samples_another_distribution_fails_the_preflight() -> No
         KedgeError, match="log-probabilities of rollout engine and learner differ by"
     ):
         trainer.train()
-
-
-@pytest.mark.parametrize(
-    ("options", "scored"),
-    [
-        ({"on_reward_error": "score", "reward_error_score": -3.0}, 4),
-        ({"on_reward_error": "drop"}, 3),
-    ],
-    ids=["score", "drop"],
-)
-def test_a_failing_row_is_scored_or_dropped_and_counted(
-    options: dict[str, Any], scored: int
-) -> None:
-    def fragile(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        if any(p == PROMPTS[0]["prompt"] for p in prompts):
-            raise ValueError("cannot read this one")
-        return length_reward(completions)
-
-    trainer = small(
-        reward_model=None,
-        reward_funcs=fragile,
-        train_dataset=PROMPTS[:4],
-        total_episodes=4,
-        shuffle_dataset=False,
-        **options,
-    )
-    trainer.train()
-    row = rows(trainer)[0]
-    assert row["rollout/dropped_rows"] == 4 - scored
-    assert all(math.isfinite(v) for v in row.values())
 
 
 def test_a_dataset_smaller_than_a_batch_repeats() -> None:

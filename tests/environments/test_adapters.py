@@ -21,7 +21,6 @@ from kedge.environments import NewContext, Response, ToolCall
 from kedge.environments.adapters import Gymnasium, NeMoGym, OpenEnv, TextArena, Verifiers
 from kedge.environments.pool import Calls
 from kedge.errors import ConfigError, DataError, RolloutError
-from kedge.types import Metrics
 from tests.e2e.small import rows
 from tests.environments.toys import call_all, played, prompts, rollouts, sampling
 
@@ -90,16 +89,6 @@ def test_gymnasium_spaces() -> None:
     with pytest.raises(ConfigError, match="parse_action must say"):
         Gymnasium("Pendulum-v1")
     assert Gymnasium("Pendulum-v1", parse_action=lambda text: [float(text)])
-
-
-def test_gymnasium_in_episodes() -> None:
-    needs("gymnasium")
-    rollout = rollouts(lambda: lake(show=lambda _: "w3 w4"), max_turns=2).generate(
-        prompts(), sampling=sampling(), seed=3
-    )
-    assert rollout.episodes is not None
-    metrics = Metrics(rollout.episodes.metrics).means()
-    assert metrics["environment/illegal"] == metrics["environment/turns"]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -27,8 +27,10 @@ GARBAGE: list[Any] = [
     ([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], 0.0, False, False, {}),
     ({"role": "user"}, 0.0, False, False, {}),
     (["w5"], 0.0, False, False, {}),
-    ("\ud800", 0.0, False, False, {}),
+    ("w5", 1e39, False, False, {}),
+    ("w5", 10**400, False, False, {}),
     ("w5", 0.0, False, False, {"metrics": {"x": "y"}}),
+    ("w5", 0.0, False, False, {"metrics": [1]}),
 ]
 
 
@@ -117,12 +119,16 @@ def test_a_failed_episode_is_dropped_or_scored(kind: str, planned: Any) -> None:
         assert int(rollout.terminated.sum()) == (4 if on_error == "score" else 3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_raise_names_the_failure(kind: str, planned: Any) -> None:
-    plan = planned(kind, {6})
-    play = rollouts(lambda: Flaky(plan), timeout=timeout(kind))
-    with pytest.raises(RolloutError, match=r"Flaky.step failed in turn 2 of row \d.*on_env_error"):
-        play.generate(prompts(4), sampling=sampling(), seed=0)
+@pytest.mark.parametrize("answer", GARBAGE)
+def test_an_answer_of_a_wrong_kind_is_described(answer: Any) -> None:
+    class Wrong(Echo):
+        def step(self, response: Any) -> Any:
+            return answer
+
+    play = rollouts(Wrong, on_env_error="drop", max_turn_tokens=3)
+    episodes = play.generate(prompts(1), sampling=sampling(), seed=0).episodes
+    assert episodes is not None
+    assert episodes.columns["error"][0].startswith("RolloutError: ")
 
 
 def test_a_failing_reset_leaves_an_untrained_row() -> None:
@@ -198,7 +204,8 @@ def test_a_raised_failure_costs_its_iteration(kind: str, lag: int, planned: Any)
     plan = planned(kind, {5, 21})
     made, done = flaky(plan, lag, "raise", total_episodes=8), []
     for _ in plan.at:  # training starts again after each failure
-        with pytest.raises(RolloutError):
+        said = r"Flaky.step failed in turn \d of row \d.*on_env_error"
+        with pytest.raises(RolloutError, match=said):
             made.train()
         done.append(made.engine.step)
     made.train()

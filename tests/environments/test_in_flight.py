@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.models.fingerprint import policy_weights
 from kedge.rollout.embedded.decode import CausalDecoder
-from kedge.types import Metrics, Rollout
+from kedge.types import Metrics
 from tests.contract.embedded import drained
-from tests.environments.toys import CHAT, Echo, engine, policy, prompts, rollouts, sampling
+from tests.environments.toys import CHAT, Echo, engine, prompts, rollouts, sampling
 
 
 class Cut(Echo):
@@ -73,7 +72,8 @@ def test_episodes_in_flight_are_those_of_whole_batches(limits: dict[str, int]) -
     assert got.episodes.turn.tolist() == want.episodes.turn.tolist()
     assert got.episodes.rewards.tolist() == want.episodes.rewards.tolist()
     assert bool((want.episodes.rewards >= 7.0).any()) or not limits
-    assert got.episodes.columns == want.episodes.columns
+    for name in want.episodes.columns.keys() - {"totals"}:  # these have seconds
+        assert got.episodes.columns[name] == want.episodes.columns[name]
     got_means, want_means = (Metrics(x.episodes.metrics).means() for x in (got, want))
     for name in ("environment/turns", "environment/words"):
         assert got_means[name] == want_means[name]
@@ -104,40 +104,6 @@ def test_slow_environments_do_not_delay_other_episodes() -> None:
             others_ended.set()
     assert sorted(order[:6]) == [1, 2, 3, 4, 5, 7]
     assert sorted(order[6:]) == [0, 6]
-
-
-def test_groups_are_complete_with_their_last_episode() -> None:
-    played, seeds = rollouts(Slow), set()
-    played.submit(prompts(8, 4), sampling=sampling(), seed=1)
-    while played.unfinished:
-        part = played.advance()
-        if part is not None:
-            assert sorted(part.prompts.group.tolist()) in ([0] * 4, [1] * 4, [0] * 4 + [1] * 4)
-            seeds |= {tuple(row[:1]) for row in part.prompts.ids[:, -4:].tolist()}
-    assert seeds
-
-
-def test_tokens_have_the_version_that_sampled_them() -> None:
-    model = policy()
-    played = rollouts(Echo, engine(model, shares_weights=False), max_turn_tokens=20)
-    played.load_weights(policy_weights(model), 3)
-    played.submit(prompts(4), sampling=sampling(max_new_tokens=100), seed=5)
-    parts: list[Rollout] = []
-    for version in range(4, 40):
-        part = played.advance()
-        parts += [] if part is None else [part]
-        played.load_weights(policy_weights(model), version)
-    rollout = Rollout.cat([*parts, *([drained(played)] if played.unfinished else [])])
-    assert rollout.token_version is not None
-    assert rollout.episodes is not None
-    of_policy = rollout.episodes.turn >= 0
-    assert rollout.token_version[~of_policy].unique().tolist() == [-1]
-    for row, own in zip(rollout.token_version, of_policy, strict=True):
-        versions = row[own].tolist()
-        assert versions == sorted(versions)
-        assert len(set(versions)) > 1
-    first = rollout.token_version.where(of_policy, 99).amin(1)
-    assert rollout.policy_version.tolist() == first.tolist()
 
 
 def test_slow_environments_are_truncated_and_a_slow_engine_truncates_none() -> None:

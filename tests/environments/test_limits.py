@@ -98,6 +98,8 @@ def test_a_final_answer_that_is_cut_off_is_truncated(tmp_path: Any) -> None:
         assert 0 < row["completions/truncated_ratio"] == row["rollout/untrained_rows"] / 8 < 1
         assert row["objective/scores"] == 0.5 - 5.0 * row["completions/truncated_ratio"]
     assert found[0]["objective/scores"] == found[1]["objective/scores"]
+    ended = [found[1][f"environment/ended_{e}"] for e in ("answer", "token_limit")]
+    assert ended == [1 - found[1]["completions/truncated_ratio"], 1 - ended[0]]
 
 
 def test_a_scored_failure_is_not_truncated(tmp_path: Any) -> None:
@@ -242,18 +244,19 @@ def test_a_wrong_config_of_an_environment_is_said_as_it_is() -> None:
 
 
 def test_numbers_in_info_are_metrics() -> None:
-    made = ppo(lambda: Once("w9", turns=3), max_turn_tokens=3)
-    made.train()
-    assert rows(made)[-1]["environment/right"] == 6  # the last of 7, 2, 4, 6
-
     class Says(Once):
         def step(self, response: Response) -> Any:
-            return (*super().step(response)[:4], {"metrics": {"right": "yes"}})
+            *answer, info = super().step(response)
+            own = {"turns": 7.0, "seconds": -1.0, "success": 0.5}
+            return *answer, info | {"metrics": own, "errors": 9}
 
-    with pytest.raises(
-        RolloutError, match=r"the metric 'right' of info.* must be a number, got a str"
-    ):
-        ppo(Says).train()
+    made = ppo(lambda: Says("w9", turns=3), max_turn_tokens=3)
+    made.train()
+    row = rows(made)[-1]
+    assert row["environment/right"] == 6  # the last of 7, 2, 4, 6
+    assert row["environment/success"] == 1.5
+    assert (row["environment/turns"], row["environment/errors"]) == (3, 0)  # not the environment's
+    assert row["environment/seconds"] >= 0
 
 
 def test_lengths_and_texts_are_those_of_the_policy(tmp_path: Any) -> None:
@@ -330,30 +333,10 @@ def test_the_share_of_each_ending(make: Any, options: dict[str, Any], ending: st
     }
 
 
-def test_an_answer_without_a_call() -> None:
-    reward = lambda completions, **_: [1.0] * len(completions)  # noqa: E731
-    trainer = ppo(None, tools=[calculator], reward_funcs=reward, max_turn_tokens=8)
-    trainer.train()
-    row = rows(trainer)[0]
-    shares = [row[f"environment/ended_{e}"] for e in ("answer", "token_limit")]
-    assert sum(shares) == 1.0
-    assert shares[1] == row["completions/truncated_ratio"]
-
-
-class Endless:
-    """Answers for as long as the policy has tokens."""
-
-    def reset(self, *, seed: int, options: Mapping[str, Any]) -> Any:
-        return "w5 w6", {}
-
-    def step(self, response: Response) -> Any:
-        return "w7 w8", 0.0, False, False, {}
-
-
 def test_without_a_trainer_the_positions_of_the_policy_end_an_episode() -> None:
     """As in ``kedge generate --environment``, which gives no context."""
     model = tiny_policy("llama", vocab_size=VOCAB, max_positions=48)
-    play = rollouts(Endless, engine(model), max_turn_tokens=5)
+    play = rollouts(lambda: Echo(99), engine(model), max_turn_tokens=5)
     episodes = play.generate(prompts(2), sampling=sampling(max_new_tokens=60), seed=0)
     lengths = episodes.prompts.mask.sum(1) + episodes.response_mask.sum(1)
     assert int(lengths.max()) <= 48

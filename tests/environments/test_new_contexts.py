@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import DynamicCache
 
 from kedge.environments import NewContext, Response
 from kedge.learner.logprobs import build_request
 from kedge.learner.settings import LearnerSettings
+from kedge.loop import updater
+from kedge.models.compatibility import cache_argument
 from kedge.models.model import CausalParts
+from kedge.rollout.embedded import generation
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
+from kedge.types import Rollout
 from tests.e2e.small import rows
 from tests.environments.toys import VOCAB, Echo, engine, played, policy, prompts, rollouts, sampling
+from tests.unit.text_toys import PAD
 
 
 class Compact(Echo):
@@ -31,28 +42,6 @@ class Compact(Echo):
             ]
             return NewContext(summary), *rest
         return observation, *rest
-
-
-@torch.no_grad()
-def test_the_policy_reads_a_new_context_alone() -> None:
-    rollout = rollouts(Compact, engine(), max_turn_tokens=5).generate(
-        prompts(3), sampling=sampling(max_new_tokens=80), seed=3
-    )
-    assert rollout.context_start is not None
-    assert rollout.context_start.sum(1).tolist() == [1, 1, 1]
-    assert rollout.episodes is not None
-    assert rollout.episodes.metrics["environment/new_contexts"] == (3.0, 3.0)
-    model = policy().eval()
-    for i in range(3):
-        start = int(rollout.context_start[i].int().argmax())
-        length = int(rollout.response_mask[i].sum())
-        ids = rollout.ids[i, start:length]
-        logits = model(ids[None, :-1]).logits[0]
-        want = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        third = rollout.episodes.turn[i, start + 1 : length] == 2
-        assert rollout.behavior_logprobs is not None
-        found = rollout.behavior_logprobs[i, start + 1 : length]
-        torch.testing.assert_close(found[third], want[third], rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -103,6 +92,92 @@ def test_ppo_trains_on_episodes_with_new_contexts(options: dict[str, Any]) -> No
     found = [row for row in rows(trainer) if "rollout/logprob_gap" in row]
     assert found[0]["environment/new_contexts"] == 1.0
     assert found[0]["rollout/logprob_gap"] < 1e-5  # 0.007 if the learner reads one context
+
+
+class Unsteady(Compact):
+    """Answers after some time, so that turns begin at different ones."""
+
+    def step(self, response: Response) -> Any:
+        time.sleep(0.1 * self.random.random())
+        return super().step(response)
+
+
+class Slow(EmbeddedEngine):
+    """Takes its time, so that weights arrive within turns."""
+
+    def advance(self) -> Any:
+        time.sleep(0.01)
+        return super().advance()
+
+
+@torch.no_grad()
+def logprobs_of(models: Sequence[Any], rollout: Rollout, row: int) -> Tensor:
+    """Of each token [R, 2]: by the weights of its version, and by the last of ``models``.
+
+    The weights at the start of a turn read its context; each token follows the keys and values that
+    the versions before it left.
+    """
+    assert rollout.episodes is not None
+    assert rollout.context_start is not None
+    turn, versions = rollout.episodes.turn[row].tolist(), rollout.token_versions[row].tolist()
+    before, begin = rollout.prompts.ids[row][rollout.prompts.mask[row]], 0
+    found = torch.zeros(len(turn), 2)
+    for t, token in enumerate(rollout.ids[row]):
+        if rollout.context_start[row, t]:
+            before, begin = before[:0], t
+        if turn[t] < 0:
+            continue
+        context = torch.cat([before, rollout.ids[row, begin:t]])[None]
+        if not t or turn[t] != turn[t - 1]:
+            cache, read = DynamicCache(), context
+        own = models[versions[t]](read, **{cache_argument(models[0]): cache})
+        last, read = models[-1](context), token[None, None]
+        found[t] = torch.stack([x.logits[0, -1].log_softmax(-1)[token] for x in (own, last)])
+    return found
+
+
+def largest_gaps(models: Sequence[Any], trained: Any) -> tuple[float, float]:
+    """In nats, of engine and learner; and the smaller one if each is taken for the other."""
+    gaps, changed = [], 0
+    for step, (rollout, learner) in enumerate(trained):
+        known = models[: step + 1]
+        want = torch.stack([logprobs_of(known, rollout, i) for i in range(len(rollout))])
+        both = torch.stack([rollout.behavior_logprobs, learner], -1)
+        gaps.append(torch.stack([both - want, both - want.flip(-1)])[:, rollout.loss_mask].abs())
+        turn, version = rollout.episodes.turn, rollout.token_versions
+        assert torch.equal(rollout.policy_version, version.where(rollout.loss_mask, 99).amin(1))
+        changed += int(((turn.diff() == 0) & (turn[:, 1:] >= 0) & (version.diff() > 0)).sum())
+    assert changed  # within a turn
+    own, swapped = torch.cat(gaps, 1).amax(1)
+    return float(own.max()), float(swapped.min())
+
+
+def test_contexts_are_read_with_the_weights_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updated in flight, within turns: by the engine, and by the learner that trains on them."""
+    monkeypatch.setattr(generation, "POLL", 1)
+    real, models, trained = updater.make_experience, list[Any](), list[tuple[Rollout, Tensor]]()
+
+    def watched(rollout: Rollout, *rest: Any) -> Any:
+        made = real(rollout, *rest)
+        models.append(copy.deepcopy(trainer.model).eval())
+        trained.append((rollout, made[0].old_logprobs))
+        return made
+
+    monkeypatch.setattr(updater, "make_experience", watched)
+    model = policy()
+    trainer = played(
+        model=model,
+        rollout_engine=Slow(model, pad_id=PAD, chunk_rows=8, shares_weights=False),
+        environment=lambda: Unsteady(4),
+        **{"response_length": 120, "max_turn_tokens": 10, "total_episodes": 24},
+        **{"rollout_schedule": "as_completed", "in_flight_weight_updates": True, "max_lag": 1},
+        **{"learning_rate": 3e-2, "temperature": 1.0},
+    )
+    trainer.train()
+    assert [row["environment/new_contexts"] for row in rows(trainer)] == [1.0] * 6
+    own, swapped = largest_gaps(models, trained)
+    assert own < 1e-5
+    assert swapped > 0.1
 
 
 class Forgetful(Echo):

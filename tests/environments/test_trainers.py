@@ -97,23 +97,6 @@ def test_a_resumed_run_must_play_the_same_episodes(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("in_flight", [False, True])
-def test_episodes_that_are_done_first(in_flight: bool, tmp_path: Path) -> None:
-    schedule: dict[str, Any] = {
-        "rollout_schedule": "as_completed",
-        "max_lag": 2,
-        "in_flight_weight_updates": in_flight,
-    }
-    correction = "mask_old" if in_flight else "truncate"
-    more = {"sampler_correction": correction, "total_episodes": 24, "output_dir": str(tmp_path)}
-    trainer = played(environment=Echo, **schedule, **more)
-    trainer.train()
-    found = rows(trainer)
-    assert [row["episode"] for row in found] == [4, 8, 12, 16, 20, 24]
-    assert all(row["environment/turns"] > 1 for row in found)
-    assert all(row["rollout/lag_max" if in_flight else "rollout/lag"] <= 2 for row in found)
-
-
 class FirstTurnPays(Echo):
     """Some episodes get 100 in their first turn, all the same in the second."""
 
@@ -164,16 +147,23 @@ def test_turns_of_equal_rewards_have_no_advantage_however_scores_are_shaped(
 
 def test_rows_without_a_prompt_are_those_with_an_empty_message() -> None:
     """Rows that only name their environment, or have other columns for ``reset``."""
+
+    class Leveled(Echo):
+        def reset(self, *, seed: int, options: Any) -> Any:
+            self.turns = 1 + options["level"]
+            return super().reset(seed=seed, options=options)
+
     bare = [{"environment": "echo", "level": i} for i in range(4)]
     filled = [row | {"prompt": [{"role": "user", "content": ""}]} for row in bare]
     scores = []
     for prompts in (bare, filled):
-        trainer = played(environment={"echo": Echo}, train_dataset=prompts, eval_dataset=prompts)
+        parts = {"environment": {"echo": Leveled}, "eval_dataset": prompts[:3]}
+        trainer = played(train_dataset=prompts, per_device_eval_batch_size=2, **parts)
         trainer.train()
         scores.append([row["objective/scores"] for row in rows(trainer)])
         metrics = trainer.evaluate()
         assert "eval_objective/scores" in metrics
-        assert metrics["eval_environment/turns"] == 3
+        assert metrics["eval_environment/turns"] == 2  # of levels 0 to 2, each once
     assert scores[0] == scores[1]
 
 
@@ -249,6 +239,7 @@ def bare(x):  # type: ignore[no-untyped-def]
         ({"tools": [calculator]}, "no reward is configured"),
         ({"tools": [bare], "reward_funcs": length_reward}, "the tool bare needs type hints"),
         ({"environment_factory": object}, "object must have a method reset"),
+        ({"tools": [calculator] * 2, "reward_funcs": length_reward}, "two tools are named 'calc"),
         ({"environment": Echo, "stop_token": None, "max_turn_tokens": None}, "turns that end"),
         (
             {"environment": Echo, "min_new_tokens": 20, "max_turn_tokens": 4},

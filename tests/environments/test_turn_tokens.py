@@ -191,3 +191,5 @@ def test_observations_that_cannot_be_rendered_are_said() -> None:
             between([{"role": "user", "content": content}])
     with pytest.raises(RolloutError, match="must be text, messages or token ids, got b'door'"):
         between(b"door")
+    with pytest.raises(RolloutError, match="chat messages only if the prompts"):
+        tokens.between("text", TALK[:1], last=stop, stopped=True)

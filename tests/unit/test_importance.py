@@ -44,19 +44,6 @@ def learner_at(version: int) -> ToyLearner:
     return learner
 
 
-def test_stale_rows_are_anchored_at_their_sampler_or_decoupled_from_it() -> None:
-    learner = learner_at(2)
-    rollout, judged = sample(learner, shift=0.3, version=1)
-    own = learner.logits.detach().log_softmax(0)[rollout.ids]
-    anchored, metrics = with_metrics(rollout, judged, learner, ppo(), 0.0)
-    assert torch.allclose(anchored.old_logprobs, own - 0.3)
-    assert metrics["rollout/stale_gap"] == pytest.approx(0.3, rel=1e-4)
-    assert metrics["rollout/lag"] == 1
-    decoupled, _ = with_metrics(rollout, judged, learner, ppo(), 0.0, Correction(high=2.0))
-    assert torch.allclose(decoupled.old_logprobs, own)
-    assert torch.allclose(decoupled.advantages, math.exp(0.3) * anchored.advantages, rtol=1e-4)
-
-
 @pytest.mark.parametrize("correction", [Correction(), Correction(kind="ratio"), None])
 def test_the_kl_of_stale_tokens_is_the_learner_s(correction: Correction | None) -> None:
     """Every token as often as mu samples it: means over rows are expectations under mu."""
@@ -121,24 +108,6 @@ def run_of(kind: str, folder: Any, **options: Any) -> Any:
         "learning_rate": 1e-2,
     }
     return make(**plain | own | options)
-
-
-@pytest.mark.parametrize("kind", ["ppo", "rloo", "grpo"])
-def test_runs_ahead_are_corrected_in_every_trainer(kind: str, tmp_path: Any) -> None:
-    made = run_of(
-        kind,
-        tmp_path,
-        max_lag=1,
-        sampler_correction="truncate",
-        sampler_correction_level="sequence",
-        sampler_correction_high=5.0,
-    )
-    made.train()
-    rows = [row for row in made.state.log_history if "rollout/correction_weight" in row]
-    assert [row["rollout/lag"] for row in rows] == [0, 1, 1, 1]
-    assert rows[0]["rollout/correction_weight"] == pytest.approx(1.0, abs=1e-4)
-    assert any(abs(row["rollout/correction_weight"] - 1) > 1e-3 for row in rows[1:])
-    assert all(row["rollout/stale_gap"] > 0 for row in rows[1:])
 
 
 @pytest.mark.parametrize(

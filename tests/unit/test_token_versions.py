@@ -54,7 +54,8 @@ def test_the_version_of_a_row_stands_for_tokens_without_one() -> None:
 
 def test_the_anchor_of_a_stale_token_is_the_policy_that_sampled_it() -> None:
     responses, reward_output, learner = sample()
-    experience, _ = with_metrics(responses, reward_output, learner, ppo(), 0.0)
+    experience, metrics = with_metrics(responses, reward_output, learner, ppo(), 0.0)
+    assert metrics["rollout/stale_gap"] == pytest.approx(0.1, rel=1e-4)
     stale, fresh = CURRENT - 0.1, CURRENT
     anchors = experience.old_logprobs
     close(anchors, [[stale, stale, fresh], [fresh, fresh, anchors[1, 2].item()], [stale] * 3])

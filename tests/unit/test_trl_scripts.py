@@ -227,7 +227,8 @@ def test_a_batch_without_any_reward_teaches_nothing_and_ends_nothing(
             return [None] * len(completions)
         return [float(len(text)) for text in completions]
 
-    trainer = made("grpo", tmp_path, reward_funcs=sometimes, learning_rate=1e-2)
+    adaptive = {"kl_coef": 0.1, "adaptive_kl": True, "kl_horizon": 8}
+    trainer = made("grpo", tmp_path, reward_funcs=sometimes, learning_rate=1e-2, **adaptive)
     trainer.args.logging_steps = 1
     before = {n: p.clone() for n, p in trainer.model.named_parameters()}
 
@@ -246,3 +247,4 @@ def test_a_batch_without_any_reward_teaches_nothing_and_ends_nothing(
     assert [row["rollout/dropped_rows"] for row in rows] == [0, 4, 4]
     assert ["reward" in row for row in rows] == [True, False, False]
     assert caplog.text.count("could be scored; it is skipped") == 2
+    assert trainer.engine.kl.value == pytest.approx(0.1 * (1 - 0.2 * 4 / 8))  # of the first alone

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from kedge.protocols import Step
 from kedge.types import PER_EPISODE, Episodes, PromptBatch, RewardOutput, Rollout, Sampling
 
 _RESERVE = 64  # tokens
+_LARGEST = torch.finfo(torch.float32).max
 # Reasons for the end of an episode: the environment ends it (or cuts it off), an answer without a
 # call, limits of turns, tokens and seconds, failures of the environment and of its reward.
 ENDINGS = (
@@ -127,7 +127,10 @@ class Episode:
         """Add up the numbers in ``info["metrics"]``, and keep the latest in ``info``."""
         if not isinstance(info, Mapping):
             return
-        for name, value in (info.get("metrics") or {}).items():
+        reported = info.get("metrics") or {}
+        if not isinstance(reported, Mapping):
+            raise RolloutError(f"info['metrics'] must be a mapping, got {_describe(reported)}")
+        for name, value in reported.items():
             number = read_number(value, f"the metric {name!r} of info['metrics']")
             self.metrics[name] = self.metrics.get(name, 0.0) + number
         for name, value in info.items():
@@ -248,15 +251,15 @@ def read_reset(result: object) -> tuple[Any, object]:
 
 
 def read_number(value: Any, name: str) -> float:
-    """Check for a finite number; raises RolloutError."""
+    """Check for a number that is finite in float32; raises RolloutError."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise RolloutError(f"{name} must be a number, got {_describe(value)}") from None
-    if not math.isfinite(number):
-        raise RolloutError(f"{name} must be finite, got {number}")
+    if not abs(number) <= _LARGEST:
+        raise RolloutError(f"{name} must be finite in float32, got {number}")
     return number
 
 
@@ -271,9 +274,9 @@ def build_rollout(
     *,
     pad_id: int,
     spare: int,
-    metrics: Mapping[str, tuple[float, float]],
+    totals: Sequence[Mapping[str, tuple[float, float]]],
 ) -> Rollout:
-    """Build the rollout of a batch of episodes, one per row of ``prompts``."""
+    """Build the rollout of episodes, one per row of ``prompts``, with the metrics of each."""
     for episode in episodes:
         if not episode.ids:  # no turn was sampled: add one token that is not trained on
             episode.add_observation([pad_id])
@@ -310,8 +313,8 @@ def build_rollout(
             turn=turn,
             rewards=rewards,
             valid=torch.tensor([not e.dropped for e in episodes]) & trained.any(1),
-            metrics=metrics,
             columns={
+                "totals": totals,
                 "observations": [e.observations for e in episodes],
                 "metrics": [dict(e.metrics) for e in episodes],
                 "error": [e.error for e in episodes],
@@ -368,39 +371,35 @@ def stack_rows(
     )
 
 
-def episode_metrics(
+def episode_totals(
     episodes: Sequence[Episode], in_environments: float, in_model: float, hung: int
-) -> dict[str, tuple[float, float]]:
-    """Metrics of a batch of episodes, including its seconds and hanging calls."""
-    count = float(len(episodes))
-    turns = float(sum(episode.turns for episode in episodes))
-    rewards = [episode.rewards for episode in episodes]
-    tokens = sum(len(episode.ids) for episode in episodes)
-    trained = sum(t >= 0 for episode in episodes for t in episode.turn)
-    total = sum(abs(x) for row in rewards for x in row.values())
-    final = sum(abs(row[max(row)]) for row in rewards if row)
-    metrics = {
-        "environment/turns": (turns, count),
-        "environment/seconds": (in_environments, 1.0),
-        "environment/model_seconds": (in_model, 1.0),
-        "environment/errors": (float(sum(bool(e.error) for e in episodes)), count),
-        "environment/hung_calls": (float(hung), 1.0),
-        "environment/cut_observations": (float(sum(e.shortened for e in episodes)), count),
-        "environment/new_contexts": (float(sum(len(e.starts) for e in episodes)), count),
-        "environment/reward_per_turn": (sum(x for row in rewards for x in row.values()), turns),
-        "environment/last_reward_share": (final, total),
-        "environment/loss_tokens": (float(trained), float(tokens)),
+) -> list[dict[str, tuple[float, float]]]:
+    """Metrics of each episode; seconds and hanging calls of the batch are shared equally."""
+    share = 1 / len(episodes)
+    of_batch = {
+        "environment/seconds": (in_environments * share, share),
+        "environment/model_seconds": (in_model * share, share),
+        "environment/hung_calls": (hung * share, share),
     }
-    for ending in ENDINGS:
-        share = float(sum(episode.ending == ending for episode in episodes))
-        metrics[f"environment/ended_{ending}"] = (share, count)
-    for name in sorted({name for episode in episodes for name in episode.metrics}):
-        values = [episode.metrics.get(name, 0.0) for episode in episodes]
-        metrics[f"environment/{name}"] = (sum(values), PER_EPISODE)
-    for name in sorted({str(name) for episode in episodes for name in episode.info}):
-        values = [episode.info[name] for episode in episodes if name in episode.info]
-        metrics.setdefault(f"environment/{name}", (sum(values), float(len(values))))
-    return metrics
+    return [_totals_of(episode) | of_batch for episode in episodes]
+
+
+def _totals_of(episode: Episode) -> dict[str, tuple[float, float]]:
+    rewards, turns = episode.rewards, float(episode.turns)
+    final = abs(rewards[max(rewards)]) if rewards else 0.0
+    totals = {
+        "environment/turns": (turns, 1.0),
+        "environment/errors": (float(bool(episode.error)), 1.0),
+        "environment/cut_observations": (float(episode.shortened), 1.0),
+        "environment/new_contexts": (float(len(episode.starts)), 1.0),
+        "environment/reward_per_turn": (sum(rewards.values()), turns),
+        "environment/last_reward_share": (final, sum(map(abs, rewards.values()))),
+        "environment/loss_tokens": (float(sum(t >= 0 for t in episode.turn)), len(episode.ids)),
+    }
+    totals |= {f"environment/ended_{x}": (float(episode.ending == x), 1.0) for x in ENDINGS}
+    reported = {f"environment/{name}": (x, 1.0) for name, x in episode.info.items()}
+    reported |= {f"environment/{name}": (x, PER_EPISODE) for name, x in episode.metrics.items()}
+    return reported | totals  # a metric of the environment never replaces one of these
 
 
 class EpisodeReward:

@@ -23,7 +23,7 @@ from kedge.environments.episode import (
     build_rollout,
     check_turn_tokens,
     environment_seed,
-    episode_metrics,
+    episode_totals,
     pad_rows,
     read_number,
     read_reset,
@@ -195,7 +195,7 @@ class EnvironmentRollouts:
             episodes,
             pad_id=self._pad,
             spare=self._spare,
-            metrics=episode_metrics(episodes, *seconds, self._environments.calls.hung),
+            totals=episode_totals(episodes, *seconds, self._environments.calls.hung),
         )
 
     @property

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 from kedge.background import in_thread
 from kedge.environments.pool import MakeEnvironment
+from kedge.environments.turn_tokens import valid_text
 from kedge.errors import ConfigError, RewardError
 from kedge.protocols import Observation
 from kedge.types import Response, ToolCall
@@ -48,11 +49,12 @@ class ToolEnvironment:
         methods = [] if target is None else _methods(target)
         self._in_order = {method.__name__ for method in methods}
         self.tools = [tool_schema(function) for function in (*tools, *methods)]
+        names = [schema["function"]["name"] for schema in self.tools]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"two tools are named {twice[0]!r}; give each another name")
         # Functions and their schemas by name.
-        self._functions = {
-            schema["function"]["name"]: (function, schema)
-            for function, schema in zip((*tools, *methods), self.tools, strict=True)
-        }
+        functions = zip((*tools, *methods), self.tools, strict=True)
+        self._functions = dict(zip(names, functions, strict=True))
         self._iterations = 0
 
     @property
@@ -129,7 +131,8 @@ class ToolEnvironment:
         if problem:
             return f"Error: {problem}", True
         try:
-            return function(**arguments), False
+            result = function(**arguments)
+            return result if inspect.isawaitable(result) else str(result), False
         except (Exception, SystemExit) as error:
             return _error_text(error), True
 
@@ -143,7 +146,7 @@ class ToolEnvironment:
                 return result
             async with one_by_one if call.name in self._in_order else nullcontext():
                 try:
-                    return await result[0], False
+                    return str(await result[0]), False
                 except Exception as error:
                     return _error_text(error), True
 
@@ -156,8 +159,8 @@ class ToolEnvironment:
         messages = [
             {
                 "role": "tool",
-                "name": call.name or "unknown",
-                "content": str(result),
+                "name": valid_text(call.name or "unknown"),
+                "content": valid_text(result),
                 "tool_call_id": f"{self._iterations:04d}{i:05d}",
             }
             for i, (call, (result, _)) in enumerate(zip(calls, results, strict=True))

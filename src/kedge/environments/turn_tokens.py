@@ -263,7 +263,7 @@ class TurnTokens:
                 "an environment returned text, which needs a tokenizer; pass tokenizer= to"
                 " EnvironmentRollouts, or return token ids"
             )
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(valid_text(text), add_special_tokens=False)["input_ids"])
 
 
 def as_messages(observation: Observation) -> list[dict[str, Any]]:
@@ -311,9 +311,14 @@ def _without_middle(whole: Any, mark: Any, length: int) -> Any:
     return whole[: (length + 1) // 2] + mark + whole[len(whole) - length // 2 :]
 
 
+def valid_text(text: str) -> str:
+    """The text with "?" for lone surrogates, which a call's JSON may have and nothing encodes."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def _messages(observation: object) -> list[Mapping[str, Any]]:
     if observation is None or isinstance(observation, str):
-        return [{"role": "user", "content": observation or ""}]
+        return [{"role": "user", "content": valid_text(observation or "")}]
     messages: list[Any] = list(observation) if isinstance(observation, Sequence) else [observation]
     if not messages:
         return _messages(None)
@@ -329,7 +334,7 @@ def _messages(observation: object) -> list[Mapping[str, Any]]:
 def plain_text(content: Any) -> Any:
     """The text of a message; joins its parts, and refuses others, such as images."""
     if content is None or isinstance(content, str):
-        return content
+        return content and valid_text(content)
     parts = content if isinstance(content, Sequence) else [content]
     for part in parts:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):

@@ -79,10 +79,11 @@ def evaluate(
             kl = (kl * rollout.loss_mask).sum(1)
             means.mean("objective/kl", kl, keep)
         if rollout.episodes is not None:
-            episodes = episodes.merge(Metrics(rollout.episodes.metrics))
+            played = rollout.episodes.rows((place < rows).nonzero()[:, 0])
+            episodes = episodes.merge(Metrics(played.metrics))
         samples.append((rollout, reward_output))
     metrics = means.read(learner.all_reduce)
-    if episodes.totals:
+    if any(x.episodes is not None for x, _ in samples):  # on every rank, also one of repeats alone
         metrics |= reduce_metrics(episodes.totals, learner)
     metrics["time/step"] = clock() - begin
     sums, counts = learner.all_reduce(totals).cpu()

@@ -97,8 +97,8 @@ class Updater:
             metrics = self._without_scores(len(rollout))
         self.learner.advance_version()
         batch_size = self.batch_sizes.batch_size
-        if self.step >= self.value_warmup_steps:
-            self.kl.update(metrics.get("objective/kl", 0.0), batch_size)
+        if self.step >= self.value_warmup_steps and "objective/kl" in metrics:
+            self.kl.update(metrics["objective/kl"], batch_size)
         self.step += 1
         moved = metrics.get("grad_norm/policy", 0.0) * metrics.get("lr", 0.0) > 0
         self._moves += moved and self.step > self.value_warmup_steps

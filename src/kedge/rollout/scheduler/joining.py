@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from threading import Lock
 
@@ -125,24 +125,12 @@ class SampleStore:
 
 
 def _take_share(sample: Sample, rows: Tensor) -> Sample:
-    """These rows, with their share of seconds and metrics."""
+    """These rows, with their share of seconds and of the metrics that rewards log."""
     part, share = sample.rows(rows), len(rows) / len(sample)
     times = {name: x if name == SYNC_GAP else x * share for name, x in sample.times.items()}
-    rollout, reward_output = part.rollout, part.reward_output
-    reward_output = replace(reward_output, metrics=_scale(reward_output.metrics, share))
-    if rollout.episodes is not None:
-        metrics = _scale(rollout.episodes.metrics, share)
-        rollout = replace(rollout, episodes=replace(rollout.episodes, metrics=metrics))
-    return replace(part, rollout=rollout, reward_output=reward_output, times=times)
-
-
-def _scale(
-    totals: Mapping[str, tuple[float, float]], share: float
-) -> Mapping[str, tuple[float, float]]:
-    """Scale sums and counts to a share."""
-    if share == 1:
-        return totals
-    return {name: (total * share, count * share) for name, (total, count) in totals.items()}
+    totals = part.reward_output.metrics.items()
+    metrics = {name: (total * share, count * share) for name, (total, count) in totals}
+    return replace(part, reward_output=replace(part.reward_output, metrics=metrics), times=times)
 
 
 def restore_groups(
