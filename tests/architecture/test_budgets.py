@@ -22,7 +22,7 @@ BUDGETS = {
     "demo": 443,
     "environments": 3_440,
     "learner": 1_625,
-    "loop": 1_956,
+    "loop": 1_957,
     "math": 773,
     "models": 2_158,
     "ops": 580,
@@ -39,8 +39,8 @@ BUDGETS = {
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 48_063
-TESTS = 41_634
+TOTAL = 48_064
+TESTS = 41_655
 
 
 def count_lines(files: list[Path]) -> int:

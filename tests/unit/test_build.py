@@ -425,6 +425,16 @@ def averaged(new: PolicyOutput, mb: MicroBatch) -> Loss:
     return Loss(parts={"policy": -(ratio * mb.rows.advantages).mean()})
 
 
+def rounded(new: PolicyOutput, mb: MicroBatch) -> Loss:
+    """A sound loss, and rounding errors that depend on the rows of a pass."""
+    parts = reinforce_pp().loss(new, mb).parts
+    return Loss(parts=parts | {"rounding": torch.tensor(1e-5 * (len(mb.rows) < 4))})
+
+
+def equal_scores(completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
 class Says:
     def __init__(self, found: Any) -> None:
         self.found = found
@@ -472,6 +482,11 @@ CASES: dict[str, tuple[dict[str, Any], type[KedgeError], str]] = {
         PreflightError,
         "loss of mine is .* for 4 rows and .* in two micro-batches.*without a mean",
     ),
+    "a mean, where all scores are equal": (
+        {"algorithm": rule(loss=averaged), "reward_model": None, "reward_funcs": equal_scores},
+        PreflightError,
+        "loss of mine is .* for 4 rows and .* in two micro-batches.*without a mean",
+    ),
     "a loss that overflows": (
         {"algorithm": rule(loss=lambda new, mb: Loss(parts={"policy": new.logprobs.sum() / 0}))},
         PreflightError,
@@ -511,6 +526,12 @@ def test_a_slip_is_named(name: str) -> None:
     calls.clear()
     with pytest.raises(kind, match=words):
         small(**parts).train()
+
+
+def test_rounding_does_not_stop_a_run_whose_first_scores_are_equal() -> None:
+    """In bf16 a group of equal scores leaves the loss of GRPO nothing but rounding errors."""
+    parts = {"reward_model": None, "reward_funcs": equal_scores, "kl_coef": 0.0}
+    small(algorithm=rule(loss=rounded), **parts).train()
 
 
 def test_numbers_at_the_edge_of_their_ranges_train() -> None:
