@@ -40,7 +40,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_323,
 }
 TOTAL = 47_573
-TESTS = 41_650
+TESTS = 41_000
 
 
 def count_lines(files: list[Path]) -> int:

@@ -99,11 +99,6 @@ class TestWhatChangesNothing:
         assert len(lengths.unique()) > 4  # rows end at different times, so compaction happens
         assert len({tuple(row) for row in want.ids.tolist()}) == len(want)
 
-    @pytest.mark.parametrize("chunk_rows", [1, 2, 5, 17])
-    def test_chunk_rows(self, llama, want, chunk_rows):
-        engine = EmbeddedEngine(llama, pad_id=PAD, chunk_rows=chunk_rows)
-        self.same(engine.generate(want.prompts, sampling=self.sampling, seed=4), want)
-
     @pytest.mark.parametrize("fill", [PAD, 5, 63])
     def test_padding(self, llama, want, fill):
         p = want.prompts
@@ -125,11 +120,6 @@ class TestWhatChangesNothing:
 
 
 class TestEnds:
-    def test_all_rows_end_at_the_first_token(self, llama):
-        rollout = sample(llama, max_new_tokens=9, stop_ids=tuple(range(VOCAB)))
-        assert rollout.ids.shape == (6, 1)
-        assert rollout.terminated.all()
-
     @pytest.mark.parametrize(("limit", "slots"), [(9, 2), (1, 1)])
     def test_the_spare_slot(self, llama, limit, slots):
         sampling = Sampling(max_new_tokens=limit, stop_ids=tuple(range(VOCAB)))

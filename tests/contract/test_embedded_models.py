@@ -162,7 +162,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "error", "words"),
         [
-            (lambda p: {"mask": p.mask & (p.row != 1)[:, None]}, RolloutError, "row 1 is empty"),
             (lambda p: {"mask": p.mask.flip(1)}, RolloutError, "left-padded"),
             (
                 lambda p: {"group": torch.tensor([0, 1, 2, 3, 0, 5])},

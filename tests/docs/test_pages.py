@@ -1,10 +1,11 @@
-"""What the pages of docs/ show runs, and what they list exists."""
+"""What the pages of docs/ show runs, what they list exists, and their tables are the code's."""
 
 from __future__ import annotations
 
 import json
 import re
 import runpy
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,27 @@ from urllib.parse import parse_qs
 
 import pytest
 import torch
+import transformers
+from docs.generate import (
+    CONFIGS,
+    OF_ALGORITHM,
+    OF_ALL_ALGORITHMS,
+    described,
+    options_page,
+    renewed,
+)
 from transformers.integrations.integration_utils import rewrite_logs
 
 from kedge import PPOConfig, verifiers
+from kedge.algorithms import BUILTIN, reinforce_pp, remax
 from kedge.classic.stats_recorder import KEYS
+from kedge.config.base import foreign
 from kedge.loop.metrics import NAMES
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from tests.classic_models import gpt2, letters
 from tests.e2e.small import VOCAB, length_reward, rows, small
-from tests.e2e.test_groups import rloo
+from tests.e2e.test_groups import grpo, rloo
 from tests.unit import sandbox_attacks as attacks
 from tests.unit.judge_server import Server, reply
 from tests.unit.text_toys import EOS, word_tokenizer
@@ -288,3 +300,95 @@ def test_every_statistic_of_the_classic_api_is_explained() -> None:
 
 def _part(name: str) -> str:
     return "tokens/{queries,responses}" if name.startswith(("queries", "responses")) else name
+
+
+ALGORITHMS = Path(__file__).parents[2] / "docs" / "algorithms"
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_the_tables_are_those_of_the_code(name: str) -> None:
+    page = (ALGORITHMS / f"{name}.md").read_text(encoding="utf-8")
+    assert renewed(page, name) == page, "python docs/generate.py"
+    assert all(described(BUILTIN[name]).values())
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.usefixtures("demo")
+def test_the_example_runs(name: str) -> None:
+    page = (ALGORITHMS / f"{name}.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["trainer"].state.global_step == 1
+    assert logged(names["trainer"]) <= {*OF_ALL_ALGORITHMS, *OF_ALGORITHM[name], *OF_GROUPS}
+
+
+OF_GROUPS = {"objective/uniform_groups"}  # logged by every rule that gets several responses
+RUNS: dict[str, Callable[[], Any]] = {
+    "ppo": small,
+    "rloo": lambda: rloo(mask_truncated_completions=True),
+    "reinforce_pp": lambda: rloo(algorithm=reinforce_pp(baseline=True, beta=0.1)),
+    "grpo": lambda: grpo(
+        beta=0.1, kl_coef=0.1, dynamic_sampling=1, mask_truncated_completions=True
+    ),
+    "remax": lambda: small(algorithm=remax()),
+}
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_a_run_logs_every_metric_of_the_page(name: str) -> None:
+    trainer = RUNS[name]()
+    trainer.train()
+    assert logged(trainer) == {*OF_ALL_ALGORITHMS, *OF_ALGORITHM[name]}
+
+
+def logged(trainer: Any) -> set[str]:
+    """Names that say something of learning, of the last update."""
+    shared = {
+        "rollout/lag",
+        "rollout/lag_max",
+        "rollout/dropped_rows",
+        "rollout/logprob_gap",
+        "rollout/stale_gap",
+    }
+    shared |= {"rollout/tokens", "clip_ratio/region_mean"}  # the last is TRL's name of another
+    kinds = ("objective/", "clip_ratio/", "policy/", "loss/", "val/", "rollout/")
+    return {name for name in rows(trainer)[-1] if name.startswith(kinds)} - shared
+
+
+def test_the_overview_names_every_page() -> None:
+    overview = (ALGORITHMS / "index.md").read_text(encoding="utf-8")
+    assert all(f"({name}.md)" in overview for name in BUILTIN)
+
+
+OPTIONS_PAGES = Path(__file__).parents[2] / "docs" / "reference"
+
+
+def skip_if_made_with_another_release():
+    page = (OPTIONS_PAGES / "options.md").read_text()
+    made_with = re.search(r"here with transformers (\S+)\.", page)[1]
+    if made_with != transformers.__version__:
+        pytest.skip(f"the page was made with transformers {made_with}")
+
+
+@pytest.mark.parametrize("column", CONFIGS)
+def test_every_name_has_one_cell_in_the_column_of_its_config(column):
+    place = 2 + list(CONFIGS).index(column)
+    rows = [line.split(" | ") for line in options_page().splitlines() if line.startswith("| `")]
+    names = [row[0].strip("|` ") for row in rows if row[place - 1] != "-"]
+    expected = [*(f.name for f in fields(CONFIGS[column])), *foreign(CONFIGS[column])]
+    assert sorted(names) == sorted(expected)
+
+
+def test_what_learning_depends_on_comes_first():
+    page = options_page()
+    names = ["learning_rate", "response_length", "ray_engine", "logging_dir"]
+    found = [page.index(f"| `{name}` |") for name in names]
+    assert found[0] < found[1] < found[2]
+    assert found[1] < found[3]
+
+
+def test_the_page_is_current():
+    written = (OPTIONS_PAGES / "options.md").read_text()
+    skip_if_made_with_another_release()
+    assert written == options_page(), "python docs/generate.py"

@@ -74,7 +74,6 @@ def weights(trainer: Any) -> torch.Tensor:
 
 
 CASES: dict[str, Callable[[], Any]] = {
-    "rloo of an in-memory model with beta": lambda: rloo(beta=0.1, num_iterations=2),
     "rloo with every option": lambda: rloo(
         token_level_kl=True,
         normalize_reward=True,
@@ -86,14 +85,12 @@ CASES: dict[str, Callable[[], Any]] = {
     "reinforce_pp baseline": lambda: rloo(algorithm=reinforce_pp(baseline=True, beta=0.1)),
     "remax": lambda: rloo(algorithm=remax(), num_generations=1),
     "grpo with KL": lambda: grpo(beta=0.1, kl_coef=0.05, num_iterations=2),
-    "grpo with a reward model": lambda: grpo(reward_funcs=neox_reward(vocab=VOCAB)),
     "cispo": lambda: grpo(loss_type="cispo", num_iterations=2),
     "gspo": lambda: grpo(importance_sampling_level="sequence", epsilon=3e-3, num_iterations=2),
     "dapo": lambda: grpo(
         epsilon_high=0.28, overlong_buffer=3, mask_truncated_completions=True, delta=4.0
     ),
     "grpo in parts": lambda: grpo(steps_per_generation=4, per_device_train_batch_size=2),
-    "grpo ahead": lambda: grpo(max_lag=1, sampler_correction="truncate", beta=0.1),
 }
 
 

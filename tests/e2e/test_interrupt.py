@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kedge.checkpoint import checkpoint
-from kedge.rollout.scheduler.scheduler import interrupt, join_at_end
+from kedge.rollout.scheduler.scheduler import interrupt
 from tests import processes
 
 from .small import rows, small
@@ -146,46 +146,6 @@ def test_an_update_that_was_broken_off_is_told_of(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="iteration 2 was interrupted between optimizer steps"):
         made.train()
     assert made.engine.state_consistent
-
-
-def test_what_was_asked_is_done_when_no_one_interrupts() -> None:
-    done: list[int] = []
-    closed = threading.Event()
-
-    def work() -> None:
-        closed.wait()
-        done.extend(range(3))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    with join_at_end([thread], close=closed.set, drop=lambda: done.append(-1)):
-        pass
-    assert done == [0, 1, 2]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_breaks_off_and_drops(error: type[BaseException]) -> None:
-    begun, done = threading.Event(), []
-
-    def loop() -> None:
-        begun.set()
-        with contextlib.suppress(KeyboardInterrupt):
-            for _ in range(10_000):
-                time.sleep(0.01)
-            done.append("finished")
-
-    thread = threading.Thread(target=loop, daemon=True)
-    thread.start()
-
-    def run() -> None:
-        with join_at_end([thread], close=lambda: None, drop=lambda: done.append("dropped")):
-            begun.wait()
-            raise error
-
-    with pytest.raises(error):
-        run()
-    assert done == ["dropped"]
-    assert not thread.is_alive()
 
 
 def test_a_library_that_does_not_come_back_is_left_behind() -> None:

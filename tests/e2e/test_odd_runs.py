@@ -1,4 +1,4 @@
-"""What a run does with bad input that is not an error."""
+"""What a run does with bad input that is not an error, and with what reward functions record."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.errors import KedgeError
+from kedge.errors import KedgeError, RewardError
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Rollout, Sampling
-
-from .small import PROMPTS, VOCAB, rows, small
+from tests.e2e.small import PROMPTS, VOCAB, rows, small
 
 
 def boom(completions: list[str], **_: Any) -> list[float]:
@@ -167,3 +166,67 @@ def test_equal_returns_leave_nothing_to_explain() -> None:
     trainer = small(**equal, kl_coef=0.0, lam_value=1.0, value_learning_rate=0.1)
     trainer.train()
     assert all("val/explained_variance" not in row for row in rows(trainer))
+
+
+CALLS = "log/call"
+
+
+def counting() -> Any:
+    calls = iter(range(1, 100))
+
+    def reward(completions: list[str], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+        log_metric("call", next(calls))
+        log_extra("words", [len(c.split()) for c in completions])
+        return [float(len(c)) for c in completions]
+
+    return reward
+
+
+@pytest.mark.parametrize("options", [{"max_lag": 0}, {"max_lag": 1}, {"max_lag": 3}])
+def test_a_row_of_metrics_has_the_records_of_its_own_batch(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = small(
+        reward_model=None, reward_funcs=[counting()], total_episodes=20, preflight=False, **options
+    )
+    trainer.train()
+    assert [row[CALLS] for row in rows(trainer)] == [1, 2, 3, 4, 5]
+
+
+def test_records_of_groups_that_were_scored_together_are_logged_once(tmp_path: Path) -> None:
+    trainer = small(
+        reward_model=None, reward_funcs=[counting()], total_episodes=20, preflight=False,
+        max_lag=1, rollout_schedule="as_completed",
+    )  # fmt: skip
+    trainer.train()
+    calls = [row[CALLS] for row in rows(trainer) if CALLS in row]  # with the first group taken
+    assert calls
+    assert all(a < b for a, b in itertools.pairwise(calls))
+
+
+def test_extra_columns_reach_the_table_and_checkpoints(tmp_path: Path) -> None:
+    trainer = small(
+        reward_model=None,
+        reward_funcs=[counting()],
+        output_dir=str(tmp_path),
+        num_sample_generations=1,
+        max_lag=1,
+        save_strategy="steps",
+        save_steps=1,
+    )
+    trainer.train()
+    tables = list((tmp_path / "completions").glob("*.jsonl"))
+    assert tables
+    assert all('"words":' in file.read_text().splitlines()[0] for file in tables)
+
+
+def test_a_column_of_another_length_is_refused() -> None:
+    def reward(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
+        log_extra("words", [1])
+        return [float(len(c)) for c in completions]
+
+    with pytest.raises(
+        RewardError,
+        match=r"log_extra\('words', ...\) must get one value per completion: got 1 for 4",
+    ):
+        small(reward_model=None, reward_funcs=[reward]).train()

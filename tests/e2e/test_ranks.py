@@ -1,15 +1,21 @@
-"""A whole run on two ranks, with copied or with sharded weights, gives the numbers of one."""
+"""Whole runs on two ranks, copied or sharded, sharing engines or a policy: the numbers of one."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from kedge.classic import PPOTrainer
+from kedge.errors import ConfigError
+from tests.classic_models import gpt2, samples, trainer
+from tests.e2e.small import PROMPTS, small
 from tests.ranks import leave, run_ranks
 
 ROWS = 4
@@ -35,12 +41,15 @@ def work(folder: str, out: str) -> None:
     leave(rows, out)
 
 
-def launch(folder: Path, world: int, *, file: str = __file__, **env: str) -> list[dict[str, Any]]:
-    """Run a file like this one in ``world`` processes; the rows that the first logged."""
+def launch(
+    folder: Path, world: int, *, file: str = __file__, job: Any = work, **env: str
+) -> list[dict[str, Any]]:
+    """Run a job of this file, or a file like it, in ``world`` processes; what the first wrote."""
     out = folder / "rows.json"
     folder.mkdir(exist_ok=True, parents=True)
+    name = [job.__name__] if file == __file__ else []
     strict = ("-W", "error::UserWarning:torch")
-    run_ranks(world, *strict, file, folder / "run", out, timeout=600, **env)
+    run_ranks(world, *strict, file, folder / "run", out, *name, timeout=600, **env)
     return json.loads(out.read_text())
 
 
@@ -65,5 +74,204 @@ def test_a_sharded_policy_is_sampled_ahead_from_a_whole_copy(tmp_path: Path) -> 
         assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
 
 
+STEPS = 10
+
+
+def train_on_shared_engines(folder: str, out: str) -> None:
+    """What each process does."""
+    from tests.on_ray.jobs import AsDone
+
+    options = {
+        "output_dir": folder,
+        "total_episodes": 2 * ROWS * STEPS,
+        "num_ppo_epochs": 1,
+        "max_lag": 2,
+        "response_length": 16,
+        "in_flight_weight_updates": os.environ["IN_FLIGHT"] == "1",
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "eval_dataset": PROMPTS[:4],
+    }
+    first = AsDone(options, engine="here", end=os.environ["END"])()
+    rows, *second = AsDone(options, engine="here", resume=True)()
+    if os.environ["RANK"] == "0":
+        # Without what came after the checkpoint that it resumed from.
+        pairs = zip(first[1], second[0], strict=True)
+        trained = [a[: STEPS - len(b)] + b for a, b in pairs]
+        scored = [a["scored"] + b["scored"] for a, b in zip(first[2], second[1], strict=True)]
+        Path(out).write_text(json.dumps([[rows, trained, scored]]))
+    leave()
+
+
+def check_shares(rows: list[dict[str, Any]], trained: list[Any], scored: list[int]) -> None:
+    """Every prompt was trained on once, within the bound, and the ranks had equal shares."""
+    assert [row["episode"] for row in rows] == [2 * ROWS * n for n in range(1, STEPS + 1)]
+    ages = {age for rank in trained for x in rank for age in x[4]}
+    assert {0} < ages <= {0, 1, 2}
+    source = small(per_device_train_batch_size=2 * ROWS).engine.source
+    want = [
+        " ".join(map(str, b.ids[i][b.mask[i]].tolist()))
+        for b in map(source.batch, range(STEPS))
+        for i in range(2 * ROWS)
+    ]
+    got = [text for rank in trained for prompts, *_ in rank for text in prompts]
+    assert sorted(got) == sorted(want)
+    texts = {x for rank in trained for a, b, *_ in rank for x in zip(a, b, strict=True)}
+    assert len(texts) == 13  # columns follow their prompts
+    for rank, iterations in enumerate(trained):
+        assert [x[2] for x in iterations] == [list(range(rank * ROWS, (rank + 1) * ROWS))] * STEPS
+    totals = [sum(x[3] for x in iterations) for iterations in trained]
+    assert max(totals) <= 1.1 * min(totals)
+    assert sum(scored) >= 2 * ROWS * STEPS
+    assert min(scored) > 0.2 * sum(scored)  # each rank scores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("in_flight", "end"), [("0", "reward"), ("1", "stop")])
+def test_two_learners_share_three_engines(tmp_path: Path, in_flight: str, end: str) -> None:
+    """They evaluate between iterations, end in the middle of the run and resume."""
+    (found,) = launch(tmp_path, 2, job=train_on_shared_engines, IN_FLIGHT=in_flight, END=end)
+    check_shares(*found)
+
+
+GROUP_ROWS = 16
+
+
+def first_word(completions: list[str], **_: Any) -> list[float]:
+    """Rarely differs between responses to one prompt."""
+    return [float(text.split()[:1] == ["w5"]) for text in completions]
+
+
+def train_on_resampled_groups(folder: str, out: str) -> None:
+    """What each process does."""
+    from kedge import GRPOConfig, GRPOTrainer
+    from kedge.testing import tiny_policy
+    from tests.e2e.small import PROMPTS, QUIET, VOCAB
+    from tests.on_ray.jobs import local_engines
+    from tests.unit.text_toys import word_tokenizer
+
+    shared = os.environ.get("ENGINES") == "shared"
+    made = GRPOTrainer(
+        args=GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=GROUP_ROWS // int(os.environ["WORLD_SIZE"]),
+            num_generations=4,
+            total_episodes=5 * GROUP_ROWS,
+            dynamic_sampling=3,
+            response_length=3,
+            learning_rate=1e-3,
+            adam_epsilon=1e-3,  # Adam would blow rounding up to the size of the learning rate
+            **QUIET,
+            max_lag=int(os.environ.get("MAX_LAG", "0")),
+        ),
+        model=tiny_policy("gpt_neox", vocab_size=VOCAB),
+        processing_class=word_tokenizer(),
+        reward_funcs=[first_word],
+        train_dataset=PROMPTS,
+        **({"rollout_engine": local_engines()} if shared else {}),
+    )
+    asked = []
+    generate = made.engine.rollout_engine.generate
+    made.engine.rollout_engine.generate = lambda *a, **k: (
+        asked.append(len(a[0])),
+        generate(*a, **k),
+    )[1]
+    made.train()
+    keys = ("objective/scores", "loss/policy_avg", "grad_norm", "rollout/resampled_groups")
+    rows = [{k: row[k] for k in keys} for row in made.state.log_history if "grad_norm" in row]
+    rank = os.environ["RANK"]
+    Path(out).with_suffix(f".{rank}").write_text(json.dumps(asked))
+    leave(rows, out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("env", "max_lag"),
+    [({"ENGINES": "shared"}, "1"), ({"ACCELERATE_USE_FSDP": "true"}, "0")],
+    ids=["shared engines", "sharded policy"],
+)
+def test_dynamic_sampling(tmp_path: Path, env: dict[str, str], max_lag: str) -> None:
+    one = launch(tmp_path / "one", 1, job=train_on_resampled_groups, MAX_LAG=max_lag)
+    two = launch(tmp_path / "two", 2, job=train_on_resampled_groups, MAX_LAG=max_lag, **env)
+    assert len(one) == 5
+    assert sum(row["rollout/resampled_groups"] for row in one) > 5
+    assert any(row["grad_norm"] > 0 for row in one)
+    for a, b in zip(one, two, strict=True):
+        names = ("objective/scores", "loss/policy_avg", "grad_norm")
+        assert b["rollout/resampled_groups"] == a["rollout/resampled_groups"]
+        assert [b[n] for n in names] == pytest.approx([a[n] for n in names], rel=1e-3, abs=1e-5)
+    rounds = [json.loads((tmp_path / "two" / f"rows.{rank}").read_text()) for rank in (0, 1)]
+    assert len(rounds[0]) != len(rounds[1])  # else this shows nothing
+
+
+class Own(PPOTrainer):
+    """Advantages that are not whitened: over the rows of one process that would be another mean."""
+
+    gathered = 0
+
+    def compute_advantages(self, values: Tensor, rewards: Tensor, mask: Tensor) -> Any:
+        returns = (rewards * mask).flip(1).cumsum(1).flip(1) * mask
+        return values * mask, (returns - values) * mask, returns
+
+    def gather_stats(self, stats: Any) -> Any:
+        self.gathered += 1
+        return super().gather_stats(stats)
+
+
+def step_in_each_way(folder: str, out: str) -> None:
+    """What each process does: its share of eight samples, three times, by each way of a step."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    share = 8 // world
+    rows = []
+    for kind in (PPOTrainer, Own):
+        found = trainer(
+            gpt2(),
+            kind=kind,
+            sgd=0.05,
+            batch_size=share,
+            mini_batch_size=share // 2 if kind is PPOTrainer else share,
+            ppo_epochs=2,
+            use_score_scaling=True,
+            max_grad_norm=1.0,
+            horizon=100.0,
+            target=0.5,
+        )
+        for i in range(3):
+            mine = [x[rank * share : (rank + 1) * share] for x in samples(seed=i)]
+            stats = found.step(*mine)
+            rows.append({k: float(x) for k, x in stats.items() if getattr(x, "ndim", 0) == 0})
+        total = sum(float(p.detach().double().abs().sum()) for p in found.model.parameters())
+        rows.append({"weights": total, "objective/kl_coef": found.kl_ctl.value})
+        if rank == 0:  # alone
+            found.save_pretrained(Path(out).parent / kind.__name__)
+    assert found.config.global_batch_size == 8
+    assert found.gathered == 3 * (world > 1)
+    with (
+        pytest.raises(ConfigError, match="Skipping overrides train_minibatch")
+        if world > 1
+        else (nullcontext())
+    ):
+        trainer(gpt2(), kind=type("Skipping", (PPOTrainer,), {"train_minibatch": len}))
+    leave(rows, out)
+
+
+# Statistics of an overridden step are means over processes, as in TRL, and not over all rows.
+MEANS = ("objective/kl", "objective/kl_coef", "objective/entropy", "ppo/mean_scores", "weights")
+
+
+@pytest.mark.slow
+def test_classic_steps_of_two_ranks_give_the_numbers_of_one(tmp_path: Path) -> None:
+    one = launch(tmp_path / "one", 1, job=step_in_each_way)
+    two = launch(tmp_path / "two", 2, job=step_in_each_way)
+    assert len(one) == 8
+    for i, (a, b) in enumerate(zip(one, two, strict=True)):
+        assert set(a) == set(b)
+        for name in a if i < 4 else a.keys() & set(MEANS):
+            if not name.startswith("time/"):
+                assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-5), (i, name)
+
+
 if __name__ == "__main__":
-    work(sys.argv[1], sys.argv[2])
+    globals()[sys.argv[3]](*sys.argv[1:3])

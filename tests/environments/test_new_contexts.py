@@ -1,4 +1,7 @@
-"""Environments that replace the conversation: one episode, read as several contexts."""
+"""Environments that replace the conversation: one episode, read as several contexts.
+
+A conversation that stays is read once: later turns read only what is new, and sample the same.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from kedge.learner.settings import LearnerSettings
 from kedge.loop import updater
 from kedge.models.compatibility import cache_argument
 from kedge.models.model import CausalParts
-from kedge.rollout.embedded import generation
+from kedge.rollout.embedded import decode, generation
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from kedge.types import Rollout
@@ -204,3 +207,52 @@ def test_a_context_that_does_not_fit_ends_the_episode() -> None:
     )
     assert rollout.context_start is None
     assert rollout.terminated.tolist() == [False] * 3
+
+
+def sampled_and_read(model: Any, *, keep: bool, rows: int = 6, **options: Any) -> tuple[Any, int]:
+    """An episode batch, and how many tokens the model read."""
+    inner = engine(model, **options)
+    if not keep:
+        inner.keep_prefixes = torch.no_grad  # type: ignore[method-assign]
+    read = [0]
+
+    def count(module: Any, args: Any, kwargs: Any) -> None:
+        read[0] += kwargs["input_ids"].numel()
+
+    hook = model.register_forward_pre_hook(count, with_kwargs=True)
+    play = rollouts(lambda: Echo(5), inner=inner, max_turn_tokens=6, max_turns=5)
+    rollout = play.generate(prompts(rows, group=2), sampling=sampling(max_new_tokens=99), seed=2)
+    hook.remove()
+    return rollout, read[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen2", "gpt2"])
+def test_turns_with_kept_prefixes_are_the_same(family: Any) -> None:
+    model = tiny_policy(family, vocab_size=VOCAB, max_positions=256)
+    kept, few = sampled_and_read(model, keep=True)
+    again, many = sampled_and_read(model, keep=False)
+    assert torch.equal(kept.ids, again.ids)
+    assert torch.equal(kept.response_mask, again.response_mask)
+    gap = (kept.behavior_logprobs - again.behavior_logprobs).abs().max()
+    assert float(gap) < 1e-5
+    assert few < 0.6 * many
+
+
+def test_batches_of_several_chunks_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_policy("llama", vocab_size=VOCAB, max_positions=256)
+    whole, _ = sampled_and_read(model, keep=True)
+    monkeypatch.setattr(decode.CausalDecoder, "resume", None)  # not called
+    chunks, _ = sampled_and_read(model, keep=True, chunk_rows=3)
+    assert torch.equal(whole.ids, chunks.ids)
+
+
+def test_models_with_sliding_windows_read_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_policy(
+        "qwen2", vocab_size=VOCAB, max_positions=256, use_sliding_window=True, sliding_window=8,
+        max_window_layers=0, layer_types=["sliding_attention", "sliding_attention"],
+    )  # fmt: skip
+    monkeypatch.setattr(decode.CausalDecoder, "resume", None)  # not called
+    kept, few = sampled_and_read(model, keep=True)
+    again, many = sampled_and_read(model, keep=False)
+    assert torch.equal(kept.ids, again.ids)
+    assert few == many

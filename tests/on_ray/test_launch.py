@@ -19,7 +19,7 @@ import torch
 
 from kedge.errors import ConfigError, LaunchError
 from kedge.ray import LaunchLimits, launch
-from tests.e2e import test_pool_ranks as pool
+from tests.e2e import test_ranks as ranks
 from tests.on_ray import jobs
 from tests.on_ray.clusters import local, needs_ray
 from tests.on_ray.jobs import Both, Train
@@ -88,16 +88,16 @@ def test_two_learners_and_two_engines_have_the_numbers_of_a_run_without_ray(tmp_
 def test_two_learners_share_three_engines(in_flight, tmp_path):
     options = {
         "output_dir": str(tmp_path),
-        "total_episodes": 8 * pool.STEPS,
+        "total_episodes": 8 * ranks.STEPS,
         "num_ppo_epochs": 1,
         "max_lag": 2,
         "response_length": 16,
         "in_flight_weight_updates": in_flight,
     }
     found, trained, about = on_two(jobs.AsDone(options), engines=3)
-    pool.check(found, trained, [x["scored"] for x in about])
+    ranks.check_shares(found, trained, [x["scored"] for x in about])
     assert [len(x["pids"]) for x in about] == [3, 0]
-    assert [x["copies"] for x in about] == [pool.STEPS + 1, 0]  # gathered and sent once a version
+    assert [x["copies"] for x in about] == [ranks.STEPS + 1, 0]  # gathered and sent once a version
 
 
 def test_weights_cut_over_ranks_train_as_whole_ones(tmp_path):

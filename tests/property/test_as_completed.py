@@ -364,14 +364,6 @@ def test_ranks_that_share_engines_keep_the_bound_and_lose_nothing(
         check(number, slots=number % 4 > 0 or in_flight, in_flight=in_flight, ranks=ranks)
 
 
-@pytest.mark.slow
-def test_many_threads_keep_the_bound_and_lose_nothing() -> None:
-    for number in range(60, 160):
-        check(number)
-        check(number, slots=True)
-        check(number, slots=True, in_flight=True)
-
-
 def thirds(batch: PromptBatch) -> list[torch.Tensor]:
     groups = group_rows(batch)[1]
     return [torch.cat(groups[i : i + 2]) for i in range(0, 6, 2)]

@@ -41,8 +41,6 @@ def folders(tmp_path_factory):
         "def long(completions, n, **others):\n"
         "    assert all(isinstance(i, int) for i in n)\n"
         "    return [len(c.split()) / 5 for c in completions]\n\n\n"
-        "def none(completions, **others):\n"
-        "    return [None] * len(completions)\n\n\n"
         "def broken(completions, **others):\n"
         "    raise KeyError('answer')\n"
     )

@@ -1,11 +1,16 @@
-"""From a trainer's arguments to a run: what is refused first, loaded, and handed to each part."""
+"""From a trainer's arguments to a run: what is refused first, loaded, handed to each part, and said
+of settings that train, but seldom well; what plugged-in parts may hand over.
+"""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -13,22 +18,33 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
-from kedge.algorithms import ppo
-from kedge.config.rollout_engines import RAY_ENGINES, ROLLOUT_ENGINES, RolloutArguments
-from kedge.errors import ConfigError, KedgeError
+from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig
+from kedge.algorithms import Algorithm, ppo, reinforce_pp
+from kedge.config.rollout_engines import (
+    RAY_ENGINES,
+    ROLLOUT_ENGINES,
+    RolloutArguments,
+)
+from kedge.errors import ConfigError, KedgeError, PreflightError, RewardError, RolloutError
 from kedge.models import load
 from kedge.testing import ScriptedRollouts, tiny_policy
 from kedge.trainers import load_trainer
 from kedge.trainers.assembly import setup
 from kedge.trainers.assembly.models import check_reference_workers
+from kedge.trainers.assembly.run import LARGE, advise
 from kedge.trainers.spec import TrainerInputs, shared_kwargs
+from kedge.types import Loss, MicroBatch, PolicyOutput, RewardOutput
 from tests.e2e.small import VOCAB, length_reward, rows, small
 from tests.e2e.test_groups import grpo, rloo
 from tests.unit.text_toys import word_tokenizer
 
 POLICY = tiny_policy("gpt_neox", vocab_size=VOCAB)
+ENDLESS = {
+    "model": tiny_policy("gpt_neox", vocab_size=VOCAB, eos_token_id=None),
+    "processing_class": word_tokenizer(eos=False),
+}
 AS_COMPLETED = {"max_lag": 1, "rollout_schedule": "as_completed"}
 URL = {"rollout_engine": "http://127.0.0.1:1"}
 
@@ -68,6 +84,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         'value_source="reward" needs a reward model',
     ),
     (grpo, {"model_init_kwargs": {"dtype": "float32"}}, "the model is already loaded"),
+    (small, {**ENDLESS, "missing_eos_penalty": 1.0}, "neither the tokenizer nor the model's gener"),
     # reward
     (small, {"reward_model": None}, "pass reward_model or reward_funcs"),
     (small, {"reward_weights": [1.0, 2.0]}, "got 2 for 1 sources"),
@@ -302,3 +319,246 @@ def test_workers_on_ray_take_a_reference_by_name_without_options_for_loading() -
     check()
     with pytest.raises(ConfigError, match="without model_init_kwargs"):
         check(model_init_kwargs={"dtype": "float32"})
+
+
+@dataclass
+class Sized:
+    """A module's parameters, without their memory."""
+
+    trained: int
+    frozen: int = 0
+
+    def parameters(self):
+        sizes = ((self.trained, True), (self.frozen, False))
+        return [
+            nn.Parameter(torch.empty(n, device="meta"), requires_grad=grad) for n, grad in sizes
+        ]
+
+
+def given(config, *, trained=LARGE, frozen=0, batch_size=512, iterations=9, **options):
+    args = config(output_dir=None, use_cpu=True, **options)
+    sizes = SimpleNamespace(batch_size=batch_size, iterations=iterations)
+    return " | ".join(advise(args, Sized(trained, frozen), sizes))
+
+
+def test_the_default_learning_rate_of_ppo_is_high_for_a_large_model():
+    text = given(PPOConfig)
+    assert "learning_rate=5e-05 with num_ppo_epochs=4 is high for 300 million" in text
+    assert "learning_rate=3e-6 (Huang et al. 2024, arXiv:2403.17031); `kedge init`" in text
+    assert "3e-6" in given(RLOOConfig)
+    assert given(PPOConfig, learning_rate=3e-6) == ""
+    assert given(PPOConfig, num_ppo_epochs=1) == ""
+    assert given(PPOConfig, trained=LARGE - 1) == ""
+    assert given(PPOConfig, trained=10**6, frozen=LARGE) == ""  # an adapter
+
+
+def test_a_batch_of_eight_is_small_for_a_large_model():
+    text = given(PPOConfig, learning_rate=3e-6, batch_size=8)
+    assert text.startswith("an iteration has 8 responses")
+    assert "512" in text
+    assert given(PPOConfig, trained=10**6, batch_size=8) == ""
+    assert given(PPOConfig, learning_rate=3e-6, batch_size=17) == ""
+
+
+def test_a_learning_rate_of_one_is_too_high_for_any_model():
+    assert "learning_rate=1 is far too high" in given(PPOConfig, learning_rate=1.0, trained=10)
+    assert given(PPOConfig, learning_rate=1e-2, trained=10) == ""
+
+
+def test_episodes_that_do_not_fill_the_last_batch_are_named():
+    text = given(PPOConfig, total_episodes=4, batch_size=8, trained=10)
+    assert (
+        text == "total_episodes=4 is not a multiple of the 8 responses of an iteration: the"
+        " run has 8"
+    )
+    assert given(PPOConfig, total_episodes=16, batch_size=8, trained=10) == ""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_clip_of_gspo():
+    assert given(GRPOConfig) == ""
+    sequence = {"importance_sampling_level": "sequence", "loss_type": "grpo", "trained": 10}
+    text = given(GRPOConfig, **sequence)
+    assert "epsilon=0.2 with importance_sampling_level='sequence' hardly ever clips" in text
+    assert "epsilon=3e-4, epsilon_high=4e-4" in text
+    assert given(GRPOConfig, **sequence, epsilon=3e-4, epsilon_high=4e-4) == ""
+
+
+def test_a_warmup_of_the_value_that_never_ends():
+    text = given(PPOConfig, value_warmup_steps=9, trained=10)
+    assert text.startswith("value_warmup_steps=9 covers all 9 iterations")
+    assert given(PPOConfig, value_warmup_steps=8, trained=10) == ""
+
+
+def test_a_trainer_says_it_once(caplog, monkeypatch):
+    monkeypatch.setattr("kedge.trainers.assembly.run.LARGE", 1)
+    with caplog.at_level(logging.WARNING):
+        trainer = small(max_steps=2)
+        trainer.train()
+    texts = [r.getMessage() for r in caplog.records if "recommended:" in r.getMessage()]
+    assert [text.split()[0] for text in texts] == ["learning_rate=0.003", "an"]
+    caplog.clear()
+    monkeypatch.undo()
+    small()
+    assert not [r for r in caplog.records if "recommended:" in r.getMessage()]
+
+
+def test_the_first_iteration_is_reported_whatever_is_logged(tmp_path, capsys, caplog):
+    rate = {"learning_rate": 0.3, "num_ppo_epochs": 4, "save_strategy": "steps", "save_steps": 3}
+    options = {"output_dir": str(tmp_path), "total_episodes": 12, "logging_steps": 10} | rate
+    small(**options).train()
+    lines = capsys.readouterr().out.splitlines()
+    assert "kedge: preflight passed; 3 iterations of 4 responses, 4 optimizer steps each" in lines
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/3", "3/3"]
+    (warning,) = [r.getMessage() for r in caplog.records if "first iteration" in r.getMessage()]
+    assert int(warning.split("clipped ")[1].split("%")[0]) >= 25
+    assert "lower learning_rate=0.3, or num_ppo_epochs=4" in warning
+    small(**options).train(resume_from_checkpoint=True)
+    out = capsys.readouterr().out
+    assert "(iteration 3 of 3); nothing is left to train\n" in out
+
+
+def rule(**changes: Any) -> Algorithm:
+    return replace(reinforce_pp(), name="mine", **changes)
+
+
+def credited(change: Callable[[Any], Any]) -> Algorithm:
+    return rule(
+        compute_advantages=lambda e, kl_coef: change(reinforce_pp().compute_advantages(e, kl_coef))
+    )
+
+
+def averaged(new: PolicyOutput, mb: MicroBatch) -> Loss:
+    """The usual slip: a mean, where a weighted sum is asked for."""
+    ratio = ((new.logprobs - mb.rows.old_logprobs) * mb.rows.loss_mask).exp()
+    return Loss(parts={"policy": -(ratio * mb.rows.advantages).mean()})
+
+
+def rounded(new: PolicyOutput, mb: MicroBatch) -> Loss:
+    """A sound loss, and rounding errors that depend on the rows of a pass."""
+    parts = reinforce_pp().loss(new, mb).parts
+    return Loss(parts=parts | {"rounding": torch.tensor(1e-5 * (len(mb.rows) < 4))})
+
+
+def equal_scores(completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+class Says:
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def score(self, rollout: Any) -> Any:
+        return self.found(len(rollout))
+
+
+def judged(scores: int, valid: int) -> Says:
+    return Says(
+        lambda rows: RewardOutput(
+            scores=torch.zeros(rows + scores), valid=torch.ones(rows + valid, dtype=torch.bool)
+        )
+    )
+
+
+calls: list[int] = []
+
+
+def late_nan(rows: int) -> RewardOutput:
+    calls.append(rows)
+    scores = torch.arange(rows).float()
+    scores[1] = torch.nan if len(calls) > 1 else 1.0
+    return RewardOutput(scores=scores, valid=torch.ones(rows, dtype=torch.bool))
+
+
+CASES: dict[str, tuple[dict[str, Any], type[KedgeError], str]] = {
+    "a number per response as advantages": (
+        {"algorithm": credited(lambda c: replace(c, advantages=c.advantages[:, 0]))},
+        ConfigError,
+        r"advantages from compute_advantages of mine must .* shape \(4, \d\), got \(4,\);",
+    ),
+    "returns of one column": (
+        {"algorithm": credited(lambda c: replace(c, returns=c.advantages[:, :1]))},
+        ConfigError,
+        r"returns from compute_advantages of mine must .*, got \(4, 1\)",
+    ),
+    "advantages that are NaN": (
+        {"algorithm": credited(lambda c: replace(c, advantages=c.advantages * torch.nan))},
+        ConfigError,
+        "compute_advantages of mine returned advantages that are not finite",
+    ),
+    "a loss that is a mean": (
+        {"algorithm": rule(loss=averaged)},
+        PreflightError,
+        "loss of mine is .* for 4 rows and .* in two micro-batches.*without a mean",
+    ),
+    "a mean, where all scores are equal": (
+        {"algorithm": rule(loss=averaged), "reward_model": None, "reward_funcs": equal_scores},
+        PreflightError,
+        "loss of mine is .* for 4 rows and .* in two micro-batches.*without a mean",
+    ),
+    "a loss that overflows": (
+        {"algorithm": rule(loss=lambda new, mb: Loss(parts={"policy": new.logprobs.sum() / 0}))},
+        PreflightError,
+        "the loss of mine is -inf for 4 rows .* or divides by zero",
+    ),
+    "scores whose squares overflow": (
+        {"reward_model": None, "reward_funcs": lambda completions: [1e38] * len(completions)},
+        PreflightError,
+        r"got 1e\+38 for row 0. Scale the rewards down",
+    ),
+    "a source that gives a list": (
+        {"reward_model": None, "reward_funcs": Says(lambda rows: [1.0] * rows)},
+        RewardError,
+        "Says.score must return a kedge.types.RewardOutput, got list",
+    ),
+    "scores for other rows": (
+        {"reward_model": None, "reward_funcs": judged(-2, 0)},
+        RewardError,
+        r"scores of shape \(2,\) and valid of shape \(4,\) for 4 responses",
+    ),
+    "a score that is NaN, after the first batch": (
+        {"reward_model": None, "reward_funcs": Says(late_nan)},
+        RewardError,
+        "rewards must be finite, got nan for row 1",
+    ),
+    "responses without a token": (
+        {"rollout_engine": ScriptedRollouts([[[], [], [], []]])},
+        RolloutError,
+        "ScriptedRollouts.generate returned responses without tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_slip_is_named(name: str) -> None:
+    parts, kind, words = CASES[name]
+    calls.clear()
+    with pytest.raises(kind, match=words):
+        small(**parts).train()
+
+
+def test_rounding_does_not_stop_a_run_whose_first_scores_are_equal() -> None:
+    """In bf16 a group of equal scores leaves the loss of GRPO nothing but rounding errors."""
+    parts = {"reward_model": None, "reward_funcs": equal_scores, "kl_coef": 0.0}
+    small(algorithm=rule(loss=rounded), **parts).train()
+
+
+def test_numbers_at_the_edge_of_their_ranges_train() -> None:
+    trainer = small(
+        cliprange=2**64,
+        cliprange_value=math.inf,
+        vf_coef=0,
+        lam_alpha=2**64,
+        gamma=0,
+        lam_value=0,
+        kl_coef=0,
+        adam_beta1=0,
+        adam_beta2=0,
+        max_grad_norm=math.inf,
+        num_train_epochs=0.5,
+        eval_delay=2**53,
+        warmup_steps=2**53,
+        stop_strings=["\N{CHESTNUT}"],
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2

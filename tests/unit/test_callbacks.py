@@ -190,14 +190,6 @@ def test_early_stopping_works(tmp_path):
     assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
 
 
-def test_rotation_spares_the_best(tmp_path):
-    arguments = args(tmp_path, **BEST, save_strategy="steps", save_steps=1, save_total_limit=2)
-    run = Run(arguments, max_steps=6, evals=[1.0, 3.0, 2.0, 2.5, 1.0, 0.5]).train()
-    left = [checkpoint.parse_step(p) for p in checkpoint.checkpoints(tmp_path)]
-    assert left == [2, 6]
-    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
-
-
 def test_save_strategy_best_saves_improvements_alone(tmp_path):
     arguments = args(tmp_path, **(BEST | {"greater_is_better": False}), save_strategy="best")
     run = Run(arguments, max_steps=5, evals=[3.0, math.nan, 4.0, 2.0, 2.0]).train()

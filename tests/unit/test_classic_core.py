@@ -1,6 +1,15 @@
-"""The functions that programs import from ``trl.core``, best-of-n sampling, ChatML."""
+"""The functions that programs import from ``trl.core``, best-of-n sampling, ChatML, TextEnvironment
+and TextHistory; ``kedge.compat``: TRL's names, without hiding what the installed TRL has.
+"""
 
 from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from importlib.metadata import DistributionFinder
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +20,20 @@ from kedge.classic import (
     SUPPORTED_ARCHITECTURES,
     AutoModelForCausalLMWithValueHead,
     BestOfNSampler,
+    PPOConfig,
+    PPOTrainer,
+    TextEnvironment,
+    TextHistory,
     core,
     respond_to_batch,
+    set_seed,
     setup_chat_format,
 )
+from kedge.compat import APIS, NameFinder, install
+from kedge.compat.__main__ import detect_api
+from kedge.environments.games import calculate
 from kedge.errors import ConfigError
+from tests import processes
 from tests.classic_models import gpt2, letters
 
 
@@ -152,3 +170,339 @@ def test_chat_format() -> None:
     assert model.generation_config.pad_token_id == 29
     with pytest.raises(ConfigError, match="format='zephyr' must be \"chatml\""):
         setup_chat_format(model, tokenizer, format="zephyr")
+
+
+def bytes_tokenizer() -> Any:
+    """One token per byte, so that stop strings are several tokens long."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["</s>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")
+
+
+def make_model(tokenizer: Any) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 512}
+    ends = {"eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1}
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes | ends))
+    return AutoModelForCausalLMWithValueHead.from_pretrained(base)
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[Any, Any]:
+    tokenizer = bytes_tokenizer()
+    return make_model(tokenizer), tokenizer
+
+
+class Echo:
+    def __call__(self, text: str) -> str:
+        return text
+
+
+def environment(parts: tuple[Any, Any], **changes: Any) -> TextEnvironment:
+    options: dict[str, Any] = {"tools": [Echo()], "prompt": "Q: "}
+    options |= {"reward_fn": lambda texts: [torch.tensor(float(len(t))) for t in texts]}
+    return TextEnvironment(*parts, **options | changes)
+
+
+class Scripted(TextEnvironment):
+    """Takes the model's turns from a list."""
+
+    turns: list[str]
+
+    def _generate_batched(self, query_tensors: list[Any], *_: Any) -> list[Any]:
+        turn = self.turns.pop(0)
+        return [self._encode(turn) for _ in query_tensors]
+
+
+def scripted(parts: tuple[Any, Any], turns: list[str], **changes: Any) -> TextEnvironment:
+    tools = {"Calculator": calculate}
+    reward = {"reward_fn": lambda texts: [float("Result=10" in text) for text in texts]}
+    world = Scripted(*parts, **{"tools": tools, "prompt": "Q: "} | reward | changes)
+    world.turns = turns
+    return world
+
+
+CALL = "<request><Calculator>13-3<call>"
+
+
+def test_an_episode_with_a_tool(parts: tuple[Any, Any]) -> None:
+    world = scripted(parts, [CALL, "Result=10<submit>", "never"])
+    queries, responses, masks, rewards, (history,) = world.run(["13-3?"])
+    assert history.text == f"Q: 13-3?{CALL}10<response>Result=10<submit>"
+    assert parts[1].decode(queries[0]) == "Q: 13-3?"
+    assert parts[1].decode(responses[0][masks[0] == 1]) == f"{CALL}Result=10<submit>"
+    assert parts[1].decode(responses[0][masks[0] == 0]) == "10<response>"
+    assert rewards == [1.0]
+    assert (history.completed, history.truncated) == (True, False)
+    assert len(world.turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("turn", "answer"),
+    [
+        ("<request><Calculator>1<call>", "Tool error: '1' is not one operation like 17 + 25"),
+        ("<request><Search>1<call>", "Unknown tool Search."),
+        ("<request>1<call>", "Unknown tool call: <request>1<call>"),
+        ("<request><Calculator>1+1<call>", "2"),
+    ],
+)
+def test_what_tools_answer(parts: tuple[Any, Any], turn: str, answer: str) -> None:
+    _, _, _, _, (history,) = scripted(parts, [turn], max_turns=1).run(["?"])
+    assert history.text == f"Q: ?{turn}{answer}<response>"
+    assert not history.completed
+
+
+def test_how_episodes_end(parts: tuple[Any, Any]) -> None:
+    world = environment(parts)
+
+    def check(text: str, **changes: Any) -> tuple[bool, bool]:
+        world.max_length = changes.pop("max_length", None)
+        return world.task_end_check(TextHistory(text, torch.arange(5)), **changes)
+
+    assert check("no call") == (False, True)
+    assert check("no call", model_turn=False) == (False, False)
+    assert check(CALL) == (False, False)
+    assert check("x<submit>", model_turn=False) == (False, True)
+    assert check(f"{CALL}</s>") == (False, True)
+    assert check(CALL, max_length=4) == (True, True)
+    assert check(CALL, max_length=5) == (False, False)
+
+
+@pytest.mark.parametrize(("limit", "length"), [(100, 100), (1001, 1000)])
+def test_long_answers_are_cut(parts: tuple[Any, Any], limit: int, length: int) -> None:
+    world = environment(parts, tools={"long": lambda _: "a" * 1000}, max_tool_reponse=limit)
+    history = world.step(TextHistory("<request><long>x<call>", torch.arange(3)))
+    assert len(history.last_text_segment) == length + len("<response>")
+
+
+def test_tools_are_named(parts: tuple[Any, Any]) -> None:
+    world = environment(parts, tools=[Echo(), calculate])
+    assert list(world.tools) == ["Echo", "calculate"]
+    assert world.parse_tool_call("so <request><Echo>a<b>c<call>") == ("Echo", "a<b>c")
+    assert world.parse_tool_call("<Echo>a<call>") == (None, None)
+
+
+def test_rewards_are_checked(parts: tuple[Any, Any]) -> None:
+    world = environment(parts, reward_fn=lambda texts: [1.0])
+    histories = [TextHistory("a", torch.arange(3)) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"one reward per episode \(2\), got 1"):
+        world.compute_reward(histories)
+    with pytest.raises(ValueError, match="TextEnvironment has no reward_fn"):
+        environment(parts, reward_fn=None).compute_reward(histories)
+    with pytest.raises(ValueError, match="must have text and tokens"):
+        histories[0].append_segment("", torch.arange(3))
+
+
+def test_a_turn_ends_at_a_call(parts: tuple[Any, Any]) -> None:
+    """Rows stop at different places; what the model writes afterwards is left out."""
+    tokenizer = parts[1]
+    greedy = {"do_sample": False, "max_new_tokens": 6}
+    world = environment(parts, generation_kwargs=greedy)
+    prompts = [world._encode("abc"), world._encode("another one")]
+    together = world._generate_batched(prompts)
+    alone = [world._generate_batched([p])[0] for p in prompts]
+    for first, second in zip(together, alone, strict=True):
+        assert torch.equal(first, second)
+    if len(set(together[0].tolist())) == 1:
+        pytest.skip("the random model repeats one token")
+    world.call_token = tokenizer.decode(together[0][1:3])
+    cut = world._generate_batched(prompts)[0]
+    assert len(cut) < len(together[0])
+    assert tokenizer.decode(cut).endswith(world.call_token)
+
+
+def test_the_history_is_shown(parts: tuple[Any, Any], capsys: Any) -> None:
+    history = TextHistory("Hello ", torch.tensor([40, 41]))
+    history.append_segment("there", torch.tensor([42]), system=False)
+    history.show_text(show_legend=True)
+    history.show_tokens(parts[1])
+    shown = capsys.readouterr().out
+    assert "Hello there" in shown
+    assert "Reward: 0.0" in shown
+    assert "Prompt|System|Model|Reward" in shown
+
+
+@pytest.mark.filterwarnings("ignore:no dataset was given")
+def test_step_trains_on_the_models_tokens() -> None:
+    set_seed(0)
+    tokenizer = bytes_tokenizer()
+    model = make_model(tokenizer)
+    trainer = PPOTrainer(PPOConfig(batch_size=4, mini_batch_size=2), model, None, tokenizer)
+    world = scripted((model, tokenizer), [CALL, "Result=10<submit>"])
+    queries, responses, masks, rewards, _ = world.run(["a", "bb", "ccc", "dddd"])
+    scores = [torch.tensor(reward) for reward in rewards]
+    stats = trainer.step(queries, responses, scores, masks)
+    produced = len(CALL) + len("Result=10<submit>")
+    assert stats["tokens/responses_len_mean"] == pytest.approx(len(responses[0]))
+    assert masks[0].sum() == produced
+
+
+OURS = "kedge.math.kl:k1"
+TABLE = {
+    "fake": {"PPOTrainer": OURS, "DPOTrainer": OURS, "lazily": OURS},
+    "fake.core": {"k1": OURS},
+    "fake.missing": {"k1": OURS},
+    "fake.missing.deep": {"k1": OURS},
+}
+LAZY = """
+import sys, types
+class Lazy(types.ModuleType):
+    def __dir__(self): return [*super().__dir__(), "lazily"]
+    def __getattr__(self, name):
+        if name == "lazily": return "theirs"
+        raise AttributeError(f"module {self.__name__} has no attribute {name}")
+module = Lazy(__name__)
+module.__path__, module.__spec__, module.DPOTrainer = __path__, __spec__, "theirs"
+sys.modules[__name__] = module
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports ``fake`` with the names of a table, as ``install`` does for ``trl``."""
+    package = tmp_path / "fake"
+    package.mkdir()
+    (package / "__init__.py").write_text(LAZY)
+    (package / "core.py").write_text("def k1(): return 'theirs'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+
+    def load(replace: bool = False) -> Any:
+        finder = NameFinder(TABLE, "0.11.4", replace=replace, report_version=False)
+        sys.meta_path.insert(0, finder)
+        importlib.invalidate_caches()
+        return importlib.import_module("fake")
+
+    yield load
+    for name in [n for n in sys.modules if n.split(".")[0] == "fake"]:
+        del sys.modules[name]
+
+
+def test_names_are_added_and_none_is_hidden(fake: Any) -> None:
+    from kedge.math.kl import k1
+
+    module = fake()
+    assert module.PPOTrainer is k1
+    assert (module.DPOTrainer, module.lazily) == ("theirs", "theirs")
+    assert importlib.import_module("fake.core").k1() == "theirs"
+    assert importlib.import_module("fake.missing").k1 is k1
+    assert importlib.import_module("fake.missing.deep").__all__ == ["k1"]
+    with pytest.raises(AttributeError, match="has no attribute SFTTrainer"):
+        _ = module.SFTTrainer
+    with pytest.raises(ImportError, match=r"cannot import name 'other' from 'fake\.missing'"):
+        exec("from fake.missing import other")
+
+
+def test_replace_puts_ours_in_their_place(fake: Any) -> None:
+    from kedge.math.kl import k1
+
+    module = fake(replace=True)
+    assert module.PPOTrainer is module.DPOTrainer is module.lazily is k1
+    assert importlib.import_module("fake.core").k1 is k1
+
+
+@pytest.mark.parametrize("api", sorted(APIS))
+def test_every_name_exists(api: str) -> None:
+    targets = {target for names in APIS[api].values() for target in names.values()}
+    for target in targets:
+        module, name = target.split(":")
+        assert getattr(importlib.import_module(module), name) is not None
+    for name in APIS[api]:  # import of a module imports the packages above it
+        assert name == "trl" or name.rpartition(".")[0] in APIS[api]
+
+
+@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("report", [False, True])
+def test_version(installed: bool, report: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = NameFinder({"trl": {}}, "0.9.6", replace=False, report_version=report)
+    monkeypatch.setattr(finder, "_installed", lambda *args: object() if installed else None)
+    versions = [
+        x.version for x in finder.find_distributions(DistributionFinder.Context(name="trl"))
+    ]
+    assert versions == (["0.9.6"] if report or not installed else [])
+    assert not list(finder.find_distributions(DistributionFinder.Context(name="torch")))
+
+
+@pytest.mark.parametrize(
+    ("text", "api"),
+    [
+        ("from trl import AutoModelForCausalLMWithValueHead, PPOTrainer", "trl-0.11"),
+        ("from trl.core import LengthSampler", "trl-0.11"),
+        ("from trl import PPOv2Trainer", "trl-0.11"),
+        ("from trl import PPOConfig, PPOTrainer, ScriptArguments", "trl-1.12"),
+        ("from trl.experimental.ppo import PPOTrainer", "trl-1.12"),
+    ],
+)
+def test_the_api_of_a_script(text: str, api: str) -> None:
+    assert detect_api(text) == api
+
+
+def test_unknown_api() -> None:
+    with pytest.raises(ConfigError, match=r"api='trl-2' must be one of trl-0.11, trl-1.12"):
+        install("trl-2")
+
+
+SCRIPT = """
+import sys
+from importlib.metadata import version
+from trl import PPOConfig, PPOTrainer, AutoModelForCausalLMWithValueHead, __version__
+from trl.core import LengthSampler
+from trl.models.utils import unwrap_model_for_generation
+from transformers import pipeline
+import kedge.classic
+assert PPOTrainer is kedge.classic.PPOTrainer
+assert __version__ == version("trl") == "0.9.6"
+assert sys.argv[1:] == ["--flag", "x"]
+print("ran", __name__)
+"""
+
+
+def test_a_script_runs(tmp_path: Path) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    command = ["-W", "ignore", "-m", "kedge.compat", "run"]
+    done = processes.run(*command, "--report-version", "0.9.6", str(file), "--flag", "x")
+    assert done.stdout == "ran __main__\n", done.stderr
+
+
+def test_scores_of_all_labels_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.pipelines.text_classification import TextClassificationPipeline as Pipeline
+
+    from kedge.compat import older_transformers
+
+    before = Pipeline._sanitize_parameters
+    monkeypatch.setattr(Pipeline, "_sanitize_parameters", before)
+    older_transformers._restore_all_scores(Pipeline)
+    older_transformers._restore_all_scores(Pipeline)  # once is enough
+    pipeline = Pipeline.__new__(Pipeline)
+    _, _, options = pipeline._sanitize_parameters(return_all_scores=True, function_to_apply="none")
+    assert options["top_k"] is None
+    assert "_legacy" not in options  # the labels are not sorted by score
+    assert "top_k" not in pipeline._sanitize_parameters()[2]
+
+
+def test_options_of_ms_swift_reach_the_trainer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kedge.compat.hf_trainer import PPOConfig, to_kedge_config
+
+    given = {
+        **{"data_seed": 7, "ddp_timeout": 99, "load_best_model_at_end": True, "save_steps": 2},
+        **{"metric_for_best_model": "reward", "save_only_model": True, "eval_on_start": True},
+        **{"eval_strategy": "steps", "eval_steps": 2, "torch_compile_mode": "default"},
+        **{"hub_private_repo": True, "greater_is_better": True, "temperature": 0.5},
+    }
+    swift = {"remove_unused_columns": False, "accelerator_config": {"dispatch_batches": False}}
+    args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, **given, **swift)
+    passed = to_kedge_config(args)
+    assert {name: getattr(passed, name) for name in given} == given
+    assert "does not read" not in caplog.text
+    to_kedge_config(PPOConfig(output_dir=str(tmp_path), use_cpu=True, neftune_noise_alpha=1.0))
+    assert "Kedge does not read these options: neftune_noise_alpha" in caplog.text

@@ -19,7 +19,6 @@ from kedge import (
     RLOOTrainer,
 )
 from kedge.cli.tools.generate import generate_completions
-from kedge.errors import ConfigError
 from kedge.loop.preflight import _find_warnings
 from kedge.models.load import eos_token_ids
 from kedge.testing import ConstantReward, tiny_policy
@@ -117,22 +116,6 @@ def test_every_trainer_ends_responses_at_them_by_default(trainer, config, tmp_pa
     last = rollout.ids.gather(1, rollout.response_mask.sum(1, keepdim=True) - 1)[:, 0]
     assert rollout.terminated.all()
     assert all(int(token) in engine.sampling.stop_ids for token in last)
-
-
-def test_an_option_that_needs_an_end_is_refused_before_weights_are_loaded(tmp_path) -> None:
-    folder = saved(tmp_path / "model")
-    for file in Path(folder).glob("*.safetensors"):
-        file.unlink()
-    (tmp_path / "model" / "generation_config.json").write_text("{}")
-    config = PPOConfig(**options(str(tmp_path / "out")), missing_eos_penalty=1.0)
-    with pytest.raises(ConfigError, match="neither the tokenizer nor the model's generation_conf"):
-        PPOTrainer(
-            config,
-            word_tokenizer(eos=False),
-            model=folder,
-            reward_funcs=[words],
-            train_dataset=PROMPTS,
-        )
 
 
 def test_kedge_generate_ends_at_them(tmp_path, caplog) -> None:

@@ -128,16 +128,6 @@ def test_only_value_leaves_the_policy_alone(shared, limit):
     assert found.fingerprint() != print_before
 
 
-def test_shared_backbone_learns_from_both():
-    found = learner(value=random_head(32))
-    recorder = found.optimizer = Recorder([found.policy.model.layers[0].mlp.up_proj.weight])
-    take_step(found)
-    batch = experience(rollout())
-    take_step(found, replace(batch, returns=batch.returns + 1))  # the value's error alone changes
-    first, second = (seen[0] for seen in recorder.seen)
-    assert not torch.allclose(first, second)
-
-
 def test_value_learning_rate_is_its_own():
     found = learner(value_learning_rate=0.0)
     value_before = fingerprint(dict(found.value.named_parameters()))

@@ -1,20 +1,24 @@
-"""Models and optimizers of the learner: heads, loading, memory, grouping by length, precision."""
+"""Models and optimizers of the learner: heads, adapters, loading, memory, grouping by length,
+precision, fingerprints of weights.
+"""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import Adafactor, AutoConfig, AutoModelForSequenceClassification, modeling_utils
 
 from kedge.algorithms import ppo
 from kedge.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from kedge.learner.optim import build_optimizer, parameter_groups
-from kedge.learner.reference import frozen_copy
+from kedge.learner.reference import AdapterReference, FrozenModel, frozen_copy
 from kedge.loop.stages import micro_batches
-from kedge.models.fingerprint import fingerprint
+from kedge.models.fingerprint import checksum, fingerprint, policy_weights
 from kedge.models.model import causal_parts, run_backbone
-from kedge.models.packing import by_length, padding_budget
+from kedge.models.peft import quantization, with_adapter
 from kedge.models.value_head import ScalarHead, load_value, scalar_model
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.learners import (
@@ -126,24 +130,6 @@ def test_no_tensor_holds_the_logits_of_a_batch():
         )
     assert tokens * vocab > 20_000_000
     assert seen.elements <= 1 << 20  # one tile
-
-
-def test_padding_is_worth_less_the_larger_the_model():
-    small = tiny_policy()
-    assert padding_budget(small, small.lm_head) > 1000
-    policy = tiny_policy(hidden_size=512, layers=4, vocab_size=1000)
-    weights = sum(p.numel() for p in policy.parameters())
-    backbone = weights - 2 * 1000 * 512
-    seconds = 8e-3 + 12 * weights / 1e10
-    assert padding_budget(policy, policy.lm_head) == 1 + int(seconds / (6 * backbone / 1e11))
-
-
-def test_rows_are_grouped_by_length():
-    groups = by_length([5, 90, 7, 88, 6], tokens=1000, max_padding=4)
-    assert groups == [[1, 3], [2, 4, 0]]
-    assert by_length([5, 90, 7, 88, 6], tokens=1000, max_padding=0) == [[1], [3], [2], [4], [0]]
-    assert by_length([5, 5, 5], tokens=10, max_padding=99) == [[0, 1], [2]]
-    assert by_length([], tokens=10, max_padding=9) == []
 
 
 def test_rows_padded_at_the_end_are_no_reason_to_ask_for_a_mask(
@@ -295,3 +281,194 @@ def test_scaled_losses_give_the_same_step_and_the_scale_falls_until_it_fits():
         skipped = take_step(scaled, large)["skipped_steps"]
     assert skipped > 3
     assert scaled.scaler.get_scale() == 2.0 ** (127 - skipped)
+
+
+def weights(dtype=torch.float32, n=300_000):
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "a": torch.randn(n, generator=generator).to(dtype),
+        "b": torch.randn(3, 5, generator=generator).to(dtype),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
+@pytest.mark.parametrize("index", [0, 16_383, 262_143, 262_144, 299_999])
+def test_the_smallest_change_of_any_weight_shows(dtype, index):
+    before = weights(dtype)
+    after = weights(dtype)
+    bits = after["a"].view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    bits[index] += 1
+    assert fingerprint(before) == fingerprint(weights(dtype))
+    assert fingerprint(before) != fingerprint(after)
+
+
+def test_order_of_names_does_not_matter():
+    w = weights()
+    assert fingerprint(w) == fingerprint(reversed(w.items()))
+
+
+def test_names_shapes_and_types_do():
+    w = weights()
+    a, b = w.values()
+    other = [
+        {"a": a, "c": b},
+        {"a": a},
+        {"a": a, "b": b.view(5, 3)},
+        {"a": a, "b": b.view(torch.int32)},
+        {"a": a.view(500, 600).t().reshape(-1), "b": b},
+    ]
+    assert len({fingerprint(x) for x in [w, *other]}) == 1 + len(other)
+
+
+def test_layout_in_memory_does_not_matter():
+    w = weights()["a"].view(500, 600)
+    assert fingerprint({"w": w}) == fingerprint({"w": w.t().contiguous().t()})
+
+
+def test_empty_scalar_and_boolean_tensors():
+    odd = {"e": torch.zeros(0), "s": torch.tensor(1.0), "m": torch.tensor([True, False])}
+    flipped = odd | {"m": torch.tensor([False, False])}
+    assert fingerprint(odd) != fingerprint(flipped)
+    assert fingerprint({}) == fingerprint({})
+
+
+def test_policy_weights_are_those_that_train():
+    model = tiny_policy("gpt2")
+    assert set(policy_weights(model)) == {name for name, _ in model.named_parameters()}
+    model.requires_grad_(False)
+    model.transformer.ln_f.weight.requires_grad_(True)
+    assert set(policy_weights(model)) == {"transformer.ln_f.weight"}
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 700, 23_000])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_checksums_of_shards_add_up_to_that_of_the_whole(rows, ranks):
+    whole = torch.randn(rows, 51, generator=torch.Generator().manual_seed(rows))
+    chunk = max(-(-rows // ranks), 1)
+    parts = [checksum(x, i * chunk * 51) for i, x in enumerate(whole.split(chunk))]
+    assert int(sum(parts)) % 2**32 == int(checksum(whole)) % 2**32
+
+
+def test_exchanged_chunks_rows_and_words_show():
+    whole = torch.randn(5_000, 256, generator=torch.Generator().manual_seed(0))
+    orders = [[1, 0, 2, 3, 4], [0, 3, 2, 1, 4]]
+    others = [whole.view(5, 1000, 256)[order].view_as(whole) for order in orders]
+    chunks = whole.view(-1)[: 4 * 2**18].view(4, -1)  # of the checksum
+    others.append(torch.cat([chunks[[1, 0, 2, 3]].flatten(), whole.view(-1)[4 * 2**18 :]]))
+    others += [whole[[0, 2, 1, *range(3, 5_000)]], whole[:, [1, 0, *range(2, 256)]]]
+    sums = {int(checksum(x)) for x in [whole, *others]}
+    assert len(sums) == 1 + len(others)
+
+
+def lora(targets=("q_proj", "v_proj"), **options):
+    return LoraConfig(
+        r=4, target_modules=list(targets), task_type="CAUSAL_LM", lora_dropout=0.3, **options
+    )
+
+
+HEADS = {
+    "attention": lora(),
+    "lora on the head": lora(("q_proj", "lm_head")),
+    "a copy of the head": lora(modules_to_save=["lm_head"]),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
+def test_only_the_adapter_trains_and_the_reference_is_the_base(name):
+    policy = tiny_policy(vocab_size=VOCAB)
+    base = copy.deepcopy(policy)
+    policy = with_adapter(policy, HEADS[name])
+    found = learner(policy=policy, reference=AdapterReference(policy))
+    r = rollout()
+    for _ in range(3):
+        assert take_step(found)["grad_norm/policy"] > 0
+    note = found.compute_logprobs(r, values=False, reference=True, full_kl=True)
+    found.reference = FrozenModel(base)
+    want = found.compute_logprobs(r, values=False, reference=True, full_kl=True)
+    torch.testing.assert_close(note.ref_logprobs, want.ref_logprobs)
+    torch.testing.assert_close(note.full_kl, want.full_kl, atol=1e-6, rtol=1e-4)
+    assert not torch.allclose(note.logprobs, note.ref_logprobs)
+    # what the learner says is what the model says
+    row = 0
+    ids = torch.cat([r.prompts.ids[row][r.prompts.mask[row]], r.ids[row][r.response_mask[row]]])
+    with torch.no_grad():
+        logp = policy(input_ids=ids[None]).logits[0].log_softmax(-1)
+    n = int(r.response_mask[row].sum())
+    want = logp[-n - 1 : -1].gather(1, ids[-n:, None])[:, 0]
+    torch.testing.assert_close(note.logprobs[row, :n], want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
+def test_gradient_of_an_adapter_on_the_head_is_the_models_own():
+    policy = with_adapter(tiny_policy(vocab_size=VOCAB), HEADS["lora on the head"])
+    head = policy.get_base_model().lm_head
+    with torch.no_grad():
+        head.lora_B["default"].weight.normal_()
+    found = learner(policy=policy, reference=None)
+    x = torch.arange(8)[None]
+    weights = [head.lora_A["default"].weight, head.lora_B["default"].weight]
+    want = torch.autograd.grad(policy(input_ids=x).logits.square().sum(), weights)
+    h = found.module.parts
+    z = h.backbone(input_ids=x).last_hidden_state @ h.head().weight.T
+    got = torch.autograd.grad(z.square().sum(), weights)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+def test_reference_adapter_is_put_back_even_after_an_error():
+    policy = get_peft_model(tiny_policy(vocab_size=VOCAB), lora(), adapter_name="ppo")
+    policy.add_adapter("sft", lora(init_lora_weights=False))
+    policy = with_adapter(policy, adapter="ppo")
+    flags = [p.requires_grad for p in policy.parameters()]
+    for name in ("sft", None):
+        reference = AdapterReference(policy, name)
+
+        def fail(reference=reference):
+            with reference.active():
+                raise RuntimeError("on the way")
+
+        with pytest.raises(RuntimeError, match="on the way"):
+            fail()
+        assert policy.active_adapter == "ppo"
+        assert [p.requires_grad for p in policy.parameters()] == flags
+        layer = policy.get_base_model().model.layers[0].self_attn.q_proj
+        assert not layer.disable_adapters
+    found = learner(policy=policy, reference=AdapterReference(policy, "sft"))
+    note = found.compute_logprobs(rollout(), values=False, reference=True, full_kl=False)
+    assert not torch.allclose(note.logprobs, note.ref_logprobs)
+    before = {n: p.clone() for n, p in policy.named_parameters() if ".sft." in n}
+    take_step(found)
+    assert before
+    assert all(torch.equal(p, policy.get_parameter(n)) for n, p in before.items())
+
+
+def test_adapters_of_half_precision_bases_are_float32():
+    policy = with_adapter(tiny_policy(vocab_size=VOCAB).to(torch.bfloat16), lora())
+    assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
+    learner(policy=policy)
+
+
+def test_refusals_name_the_way_out():
+    plain = tiny_policy(vocab_size=VOCAB)
+    with pytest.raises(ConfigError, match="pass peft_config"):
+        with_adapter(plain, adapter="x")
+    policy = with_adapter(plain, lora())
+    with pytest.raises(ConfigError, match="merge_and_unload"):
+        with_adapter(policy, lora())
+    with pytest.raises(ConfigError, match="adapters are default"):
+        with_adapter(policy, adapter="other")
+    soft = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ConfigError, match="virtual tokens"):
+        with_adapter(tiny_policy(vocab_size=VOCAB), soft)
+
+
+def test_dora_on_the_head_is_refused():
+    policy = with_adapter(tiny_policy(vocab_size=VOCAB), lora(("lm_head",), use_dora=True))
+    with pytest.raises(ConfigError, match="must be plain LoRA"):
+        causal_parts(policy)
+
+
+def test_quantization_names_its_package(monkeypatch):
+    monkeypatch.setattr("kedge.models.peft.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install bitsandbytes"):
+        quantization(4)

@@ -1,26 +1,34 @@
-"""Where runs write: folders that cannot be used, and two runs in one folder."""
+"""Where runs write, two runs in one folder, and what a run sets for its process."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers.utils import logging as transformers_logging
 
 from kedge import PPOConfig, output
 from kedge.cli.main import main
 from kedge.cli.tools import generate
 from kedge.errors import ConfigError
+from kedge.loop.shutdown import GracefulShutdown
 from kedge.output import LOCK, RunLock, check_file, check_folder, lock_output_dir
-from kedge.trainers.base import TrainerShell
+from kedge.trainers.base import TrainerShell, configure_process
+from kedge.trainers.hf_callbacks import Callbacks
 
 HOLD = "import sys, time; from kedge.output import RunLock; lock = RunLock(sys.argv[1]);"
 HOLD += "lock.__enter__(); print('held', flush=True); sys.stdin.read()"
@@ -240,3 +248,122 @@ def test_a_folder_that_is_moved_away_is_named(
     with RunLock(tmp_path / "a"):
         (tmp_path / "a").rename(tmp_path / "b")
     assert f"{tmp_path / 'a'} was moved or deleted while the run wrote to it" in caplog.text
+
+
+@pytest.fixture(autouse=True)
+def _put_back():
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def config(tmp_path, **options):
+    return PPOConfig(output_dir=str(tmp_path / "out"), **options)
+
+
+def test_full_determinism_is_asked_of_torch(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")  # set by it; put back afterwards
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    configure_process(config(tmp_path))
+    assert not torch.are_deterministic_algorithms_enabled()
+    configure_process(config(tmp_path, full_determinism=True))
+    assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_each_process_has_its_log_level(tmp_path, monkeypatch):
+    before = transformers_logging.get_verbosity()
+    configure_process(config(tmp_path))
+    assert transformers_logging.get_verbosity() == before
+    configure_process(config(tmp_path, log_level="error"))
+    assert transformers_logging.get_verbosity() == logging.ERROR
+    assert logging.getLogger("kedge").level == logging.ERROR
+    other = config(tmp_path, log_level="debug", log_level_replica="critical")
+    monkeypatch.setattr(other.distributed_state, "local_process_index", 1)
+    monkeypatch.setattr(other.distributed_state, "process_index", 1)
+    configure_process(other)
+    assert logging.getLogger("kedge").level == logging.CRITICAL
+
+
+def test_tensorboard_writes_where_logging_dir_says(tmp_path):
+    where = str(tmp_path / "curves")
+    made = Callbacks(config(tmp_path, report_to="tensorboard", logging_dir=where))
+    found = [c.logging_dir for c in made.handler.callbacks if hasattr(c, "logging_dir")]
+    assert found == [where]
+
+
+def test_an_experiment_that_has_a_name_names_the_run(tmp_path):
+    assert config(tmp_path).run_name is None
+    assert config(tmp_path, exp_name="mine").run_name == "mine"
+    assert config(tmp_path, exp_name="mine", run_name="this").run_name == "this"
+
+
+def test_a_signal_is_recorded_although_nobody_reads_the_screen():
+    read, write = os.pipe()
+    os.close(read)
+    screen = os.dup(2)
+    os.dup2(write, 2)
+    wishes = GracefulShutdown()
+    try:
+        with wishes.install():
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        os.dup2(screen, 2)
+        os.close(screen)
+        os.close(write)
+    assert wishes.requested
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_the_first_signal_is_a_wish_and_the_second_an_order(number, raised, capfd):
+    wishes = GracefulShutdown()
+    before = signal.getsignal(number)
+    with wishes.install():
+        assert not wishes.newly_requested()
+        os.kill(os.getpid(), number)
+        assert [wishes.newly_requested(), wishes.newly_requested()] == [True, False]
+        name = signal.Signals(number).name
+        assert f"kedge: {name}: stopping after this iteration" in capfd.readouterr().err
+        with pytest.raises(raised):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == before
+    with pytest.raises(raised):
+        wishes.reraise()
+    other = signal.SIGTERM if number == signal.SIGINT else signal.SIGINT
+    wishes = GracefulShutdown()
+    with wishes.install():  # what a launcher adds is not a second wish
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), other)
+    with pytest.raises(raised):
+        wishes.reraise()
+
+
+def test_an_actor_ends_with_the_process_that_started_it() -> None:
+    """Ray leaves an actor running whose raylet was killed."""
+    actor = (
+        "import os; from kedge.loop.shutdown import exit_with; parent = os.getppid();"
+        "print(os.getpid(), flush=True); exit_with(parent, every=0.05)"
+    )
+    raylet = (
+        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]);"
+        "time.sleep(60)"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", raylet, actor], stdout=subprocess.PIPE, text=True
+    )
+    assert started.stdout is not None
+    pid = int(started.stdout.readline())
+    started.kill()
+    started.wait()
+    begin = time.monotonic()
+    while Path(f"/proc/{pid}").exists() and not zombie(pid):
+        assert time.monotonic() - begin < 50
+        time.sleep(0.05)
+    started.stdout.close()
+
+
+def zombie(pid: int) -> bool:
+    """Whether a process has ended and nobody has waited for it."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True

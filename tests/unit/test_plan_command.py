@@ -1,14 +1,24 @@
-"""``kedge plan``: sizes, memory, and the checks of training."""
+"""``kedge plan``: batch sizes, each derived once; memory, operations, the checks of training.
+``kedge init``: the files are complete, pass ``kedge plan``, and the program trains.
+"""
 
+from __future__ import annotations
+
+import itertools
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 from benchmarks import policy_versions
+from benchmarks.cost_model import Job, operations
 
+from kedge import AsyncPPOConfig
 from kedge.cli.arguments import parse
 from kedge.cli.main import main
+from kedge.cli.tools.init import RECIPES, SIZES, SOURCES, settings
 from kedge.cli.tools.plan import (
+    ModelDims,
     ModelMemory,
     human,
     optimizer_bytes,
@@ -19,10 +29,13 @@ from kedge.cli.tools.plan import (
     verdict,
     version_parts,
 )
-from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.rollout_engines import assume_all_packages
-from kedge.testing import tiny_reward_model
+from kedge.errors import ConfigError
+from kedge.loop.batch_sizes import compute_batch_sizes
+from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.trainers import load_trainer
+from tests.environments.toys import TEMPLATE
+from tests.unit.text_toys import neox_reward, word_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -298,3 +311,249 @@ def test_units():
     assert sizes == ["-", "512 B", "2.0 KiB", "3.0 MiB", "5.0 GiB"]
     counts = [short(x) for x in (12, 1500, 260_000, 162_322_944)]
     assert counts == ["12", "1.5k", "260.0k", "162.3M"]
+
+
+def test_the_sizes_of_a_run():
+    plan = compute_batch_sizes(
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=3,
+        world_size=2,
+        num_mini_batches=6,
+        num_ppo_epochs=4,
+        num_generations=2,
+        total_episodes=100,
+    )
+    assert plan.local_rows == 12
+    assert plan.batch_size == 24
+    assert (plan.local_prompts, plan.prompts) == (6, 12)
+    assert (plan.local_mini_rows, plan.mini_batch_size) == (2, 4)
+    assert plan.micro_rows == 2  # never more than an optimizer step has
+    assert plan.micro_batches == 1
+    assert plan.iterations == 5  # ceil(100 / 24)
+    assert plan.episodes == 120
+    assert plan.optimizer_steps_per_iteration == 24
+    assert plan.optimizer_steps == 120
+    assert plan.derived() == {
+        "world_size": 2,
+        "num_total_batches": 5,
+        "micro_batch_size": 4,
+        "local_batch_size": 12,
+        "batch_size": 24,
+        "local_mini_batch_size": 2,
+        "mini_batch_size": 4,
+    }
+
+
+def test_micro_batches_cover_a_step_that_they_do_not_divide():
+    plan = compute_batch_sizes(
+        per_device_train_batch_size=5,
+        gradient_accumulation_steps=3,
+        num_mini_batches=1,
+        max_steps=1,
+    )
+    assert (plan.local_mini_rows, plan.micro_rows, plan.micro_batches) == (15, 5, 3)
+    plan = compute_batch_sizes(
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=3,
+        num_mini_batches=2,
+        max_steps=1,
+    )
+    assert (plan.local_mini_rows, plan.micro_rows, plan.micro_batches) == (6, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "iterations"),
+    [
+        ({"total_episodes": 1}, 1),
+        ({"total_episodes": 8}, 1),
+        ({"total_episodes": 9}, 2),
+        ({"max_steps": 3, "dataset_rows": 1000}, 3),
+        ({"max_steps": 3, "total_episodes": 1000}, 3),
+        ({"max_steps": 300, "total_episodes": 17}, 3),
+        ({"num_train_epochs": 3.0, "dataset_rows": 8}, 3),
+        ({"num_train_epochs": 3.0, "dataset_rows": 9}, 4),
+        ({"num_train_epochs": 0.1, "dataset_rows": 240}, 3),
+        ({"num_train_epochs": 1.0, "dataset_rows": 2}, 1),  # smaller than a batch: D7
+        ({"num_train_epochs": 1.0, "dataset_rows": 8, "num_generations": 2}, 2),
+    ],
+)
+def test_when_a_run_ends(options, iterations):
+    assert compute_batch_sizes(per_device_train_batch_size=8, **options).iterations == iterations
+
+
+def test_an_epoch_uses_every_prompt_once():
+    plan = compute_batch_sizes(
+        per_device_train_batch_size=8, num_generations=4, dataset_rows=5, max_steps=1
+    )
+    assert plan.iterations_per_epoch == 2.5
+
+
+BAD = [
+    (
+        {"per_device_train_batch_size": 12, "num_mini_batches": 5, "num_generations": 2},
+        "num_mini_batches=5 does not divide the batch of 12 samples (6 prompts x 2 each); "
+        "nearest that do: 4, 6",
+    ),
+    (
+        {
+            "per_device_train_batch_size": 6,
+            "gradient_accumulation_steps": 2,
+            "world_size": 2,
+            "num_mini_batches": 24,
+        },
+        "num_mini_batches=24 does not divide the batch of 12 samples on each of the 2 ranks "
+        "(12 prompts x 1 each); nearest that do: 12",
+    ),
+    (
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 3},
+        "num_generations=3 does not divide the batch of 8 samples (per_device_train_batch_size=4 "
+        "x gradient_accumulation_steps=2); nearest that do: 2, 4",
+    ),
+    (
+        {"per_device_train_batch_size": 3, "num_generations": 2, "min_group": 2},
+        "num_generations=2 does not divide the batch of 3 samples (per_device_train_batch_size=3 "
+        "x gradient_accumulation_steps=1); nearest that do: 3",
+    ),
+    (
+        {"per_device_train_batch_size": 1, "num_generations": 2, "min_group": 2},
+        "nearest that do: none; raise per_device_train_batch_size",
+    ),
+    (
+        {"per_device_train_batch_size": 8, "min_group": 2},
+        "num_generations=1 must be at least 2: this algorithm compares responses to the same "
+        "prompt",
+    ),
+    (
+        {"per_device_train_batch_size": 8, "num_train_epochs": 0.0, "dataset_rows": 8},
+        "num_train_epochs=0.0 must be above 0",
+    ),
+    ({"per_device_train_batch_size": 8}, "set total_episodes or max_steps"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_sizes_that_do_not_fit(options, message):
+    with pytest.raises(ConfigError) as error:
+        compute_batch_sizes(**options)
+    assert message in str(error.value)
+
+
+SHAPE = ModelDims(hidden=8, layers=2, intermediate=32, cache=16, vocab=100)
+JOB = Job(body=1000, shape=SHAPE, rows=4, prompt=6, response=10, epochs=2)
+
+
+def test_operations_by_hand() -> None:
+    # 64 tokens; each sees 8 others on average: 2 x 1000 + 4 x 2 x 8 x 8 = 2512 operations.
+    forward, head = 64 * 2512, 40 * 2 * 8 * 100
+    sampled = 24 * (2000 + 64 * 3) + 40 * (2000 + 64 * 11)
+    backbones = 2 * 2 * forward
+    assert operations(JOB) == {
+        "generate": {"forward": sampled, "vocabulary": head},
+        "reward": {"forward": forward},
+        "annotate": {"forward": 2 * forward, "vocabulary": head},
+        "train": {
+            "forward": backbones,
+            "input_gradient": backbones,
+            "weight_gradient": backbones,
+            "vocabulary": 2 * 3 * head,
+        },
+    }
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+
+
+def show_settings(recipe, size):
+    """Name, value and comment of the settings that have a source."""
+    rows = [row for section in [*settings(recipe, size).values()][1:4] for row in section.items()]
+    return [(name, f"{v:g}" if isinstance(v, float) else str(v), text) for name, (v, text) in rows]
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    tokenizer = word_tokenizer(chat_template=TEMPLATE)
+    tiny_policy("gpt_neox", vocab_size=32, max_positions=4096).save_pretrained(tmp_path / "m")
+    neox_reward(vocab=32).save_pretrained(tmp_path / "r")
+    for name in ("m", "r"):
+        tokenizer.save_pretrained(tmp_path / name)
+    rows = "".join(f'{{"prompt": "w{i} w4", "ground_truth": "1"}}\n' for i in range(3, 15))
+    (tmp_path / "prompts.jsonl").write_text(rows)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def edit_file(file, **more):
+    """The file with tiny models and other sizes, as a user would edit it."""
+    names = {"model_name_or_path": "m", "reward_model_path": "r", "dataset_name": "prompts.jsonl"}
+    names |= {"bf16": "false"} | more
+    text = file.read_text()
+    for name, value in names.items():
+        text = re.sub(rf"^{name}: .*$", f"{name}: {value}", text, flags=re.MULTILINE)
+    file.write_text(text)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("task", "algorithm"), RECIPES)
+def test_the_file_passes_plan(task, algorithm, size, models, capsys):
+    processes = "1" if size == "135m" else "8"
+    words = ["init", task, "--algorithm", algorithm, "--model_size", size]
+    assert main([*words, "--num_processes", processes]) == 0
+    file = models / f"{task}.yaml"
+    edit_file(file)
+    command = re.findall(r"^# kedge (plan .*)$", file.read_text(), flags=re.MULTILINE)[0]
+    assert (command.split()[-2:] == ["--num_processes", "8"]) == (size != "135m")
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out
+    batch = RECIPES[task, algorithm]["batches"][SIZES.index(size)]
+    assert re.search(rf"batch\s+│ {batch:,} ", printed)
+    assert re.search(r"^gradient_accumulation_steps: [1-9]", file.read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("task", "algorithm"), RECIPES)
+def test_every_number_has_a_source_and_no_name_is_unknown(task, algorithm, models):
+    assert main(["init", task, "--algorithm", algorithm]) == 0
+    values = yaml.safe_load((models / f"{task}.yaml").read_text())
+    assert isinstance(values["learning_rate"], float)  # YAML reads 1e-06 as a string
+    for name, _, comment in show_settings(RECIPES[task, algorithm], "1b"):
+        assert any(source in comment for source in (*SOURCES, "a guess")), name
+
+
+def test_recipes_and_async_ppo_have_todays_values():
+    table = PAGE.split("## Surprising defaults")[1].split("Some defaults")[0]
+    rows = [re.findall("`(.+?)`", line) for line in table.splitlines() if line.startswith("| `")]
+    used = {x: {f"{getattr(AsyncPPOConfig, x):g}"} for x in ("learning_rate", "adam_epsilon")}
+    for recipe, size in itertools.product(RECIPES.values(), SIZES[1:]):
+        for name, shown, _ in show_settings(recipe, size):
+            used.setdefault(name, set()).add(shown)
+    assert len(rows) == 14
+    assert {name: used[name] for name, *_ in rows} == {name: {*values} for name, *values in rows}
+
+
+def test_files_are_not_overwritten_and_the_batch_must_divide(models, capsys):
+    assert main(["init", "environment", "--output", "e.yaml"]) == 0
+    assert main(["init", "environment", "--output", "e.yaml"]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main(["init", "environment", "--output", "e.yaml", "--force"]) == 0
+    assert main(["init", "preference", "--algorithm", "grpo"]) == 2
+    assert "kedge init preference --algorithm grpo must be ppo" in capsys.readouterr().err
+    assert main(["init", "preference", "--num_processes", "3"]) == 2
+    assert "--num_processes must divide 16" in capsys.readouterr().err
+    assert not (models / "preference.yaml").exists()
+
+
+@pytest.mark.slow
+def test_the_environment_trains(models):
+    assert main(["init", "environment", "--output", "e.yaml"]) == 0
+    sizes = {"max_steps": 1, "num_generations": 2, "gradient_accumulation_steps": 1}
+    edit_file(models / "e.yaml", **sizes, response_length=40, max_turn_tokens=4, save_steps=100)
+    assert main(["ppo", "--config", "e.yaml", "--use_cpu", "--num_sample_generations", "0"]) == 0
+    assert (models / "runs" / "environment" / "model.safetensors").is_file()
+
+
+def test_the_page_has_every_setting():
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines()]
+    found = {(row[0], i, row[i], row[-1]) for row in rows if len(row) == 6 for i in range(1, 5)}
+    for recipe, (column, size) in itertools.product(RECIPES.values(), enumerate(SIZES, 1)):
+        for name, shown, comment in show_settings(recipe, size):
+            if name != "gradient_accumulation_steps":
+                assert (f"`{name}`", column, shown, comment) in found, (name, size)

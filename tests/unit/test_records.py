@@ -1,17 +1,29 @@
-"""Records cut, joined and patched: in each place where that is done, nothing is lost."""
+"""Records cut, joined and patched, without loss; what reward functions measured, over ranks; groups
+whose scores do not differ sampled anew, everything else as it was.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from kedge.errors import RolloutError
+from kedge.loop.evaluation import pass_at_k, solve_rates, win_rate
+from kedge.loop.metrics import reduce_metrics
 from kedge.rollout.engines import join_rollouts
-from kedge.rollout.scheduler.collector import resample_uniform_groups
+from kedge.rollout.scheduler.collector import resample_uniform_groups, spare_step
 from kedge.rollout.scheduler.joining import join_groups
+from kedge.testing import tiny_policy
 from kedge.types import Episodes, PromptBatch, RewardOutput, Rollout, Sample
+from tests.e2e.small import rows
+from tests.e2e.test_groups import grpo
 from tests.unit.advantage_inputs import rollout
 
 
@@ -150,3 +162,199 @@ def test_rows_are_copies_in_the_order_asked_for() -> None:
     cut.ids.fill_(0)
     assert rollout.ids.sum().item() == 40
     assert cut.prompts.columns == {"row": [1, 2]}
+
+
+class Rank:
+    """Sums tensors over threads."""
+
+    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, laid: dict) -> None:
+        self.rank, self.world_size, self.barrier, self.laid = rank, world_size, barrier, laid
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.laid[self.rank] = x
+        self.barrier.wait(10)
+        found = sum(self.laid.values())
+        self.barrier.wait(10)
+        return found
+
+
+def over(*said: dict[str, tuple[float, float]]) -> list[dict[str, float]]:
+    shared = threading.Barrier(len(said)), {}
+    with ThreadPoolExecutor(len(said)) as pool:
+        each = [Rank(i, len(said), *shared) for i in range(len(said))]
+        return list(pool.map(reduce_metrics, said, each))  # type: ignore[arg-type]
+
+
+def test_names_of_all_ranks_and_means_over_all_calls() -> None:
+    found = over(
+        {"gsm8k_reward": (3.0, 4.0)}, {"gsm8k_reward": (0.0, 1.0), "größe": (5.0, 2.0)}, {}
+    )
+    assert found == [{"gsm8k_reward": pytest.approx(3 / 5), "größe": 2.5}] * 3
+    assert over({}) == [{}]  # one rank alone, and ranks that say nothing
+    assert over({"a": (1.0, 2.0)}) == [{"a": 0.5}]
+    assert over({}, {}) == [{}, {}]
+
+
+NAN = math.nan
+
+
+def scores(*rows: float) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+def test_pass_at_k_is_the_share_of_draws_that_solve(n: int) -> None:
+    for c in range(n + 1):
+        outcomes = [1] * c + [0] * (n - c)
+        for k in range(1, n + 1):
+            draws = list(itertools.combinations(outcomes, k))
+            want = sum(any(draw) for draw in draws) / len(draws)
+            got = pass_at_k(torch.tensor([n]), torch.tensor([c]), k)
+            assert float(got) == pytest.approx(want, abs=1e-14)
+
+
+def test_pass_at_k_of_many_samples_needs_no_large_number() -> None:
+    got = float(pass_at_k(torch.tensor([10_000]), torch.tensor([3]), 100))
+    assert got == pytest.approx(1 - math.comb(9_997, 100) / math.comb(10_000, 100), rel=1e-12)
+    assert got != pytest.approx(1 - (1 - 3 / 10_000) ** 100, rel=1e-3)  # the biased one
+
+
+def test_pass_at_k_wants_k_samples() -> None:
+    with pytest.raises(ValueError, match="pass@3"):
+        pass_at_k(torch.tensor([4, 2]), torch.tensor([1, 1]), 3)
+
+
+def test_solved_by_hand() -> None:
+    # Two prompts of four: two of four solve the first, none the second.
+    found = solve_rates(scores(1, 0, 0.9, 0.8, 0, 0, 0, 0.1), per_prompt=4, success=0.9)
+    assert found == pytest.approx({"accuracy": 0.25, "pass@2": (1 - 1 / 6) / 2, "pass@4": 0.5})
+    assert solve_rates(scores(1, 0, 1), per_prompt=1, success=1.0) == pytest.approx(
+        {"accuracy": 2 / 3}
+    )
+    assert list(solve_rates(scores(*[1.0] * 6), per_prompt=6, success=1.0)) == [
+        *("accuracy", "pass@2", "pass@4", "pass@6")
+    ]
+
+
+def test_what_could_not_be_scored_counts_neither_way() -> None:
+    found = solve_rates(scores(1, NAN, 0, 0, NAN, NAN), per_prompt=2, success=1.0)
+    assert found == {"accuracy": 0.5, "pass@2": 0.0}  # the first and the third have fewer than two
+    assert win_rate(scores(2, NAN, 1), scores(1, 0, NAN)) == {"win_rate": 1.0}
+    assert win_rate(scores(NAN), scores(1)) == {}
+
+
+def test_win_rate_by_hand() -> None:
+    assert win_rate(scores(2, 1, 0, 5), scores(1, 1, 1, 4)) == {"win_rate": 0.625}
+
+
+def batch(names: list[str], width: int) -> PromptBatch:
+    """Two responses to each named prompt; prompt tokens count the letters of the name."""
+    named = [name for name in names for _ in range(2)]
+    return PromptBatch(
+        ids=torch.tensor([[0] * (width - 1) + [len(name)] for name in named]),
+        mask=torch.tensor([[False] * (width - 1) + [True]] * len(named)),
+        group=torch.arange(len(names)).repeat_interleave(2) + 10,
+        row=torch.arange(len(named)),
+        columns={"name": named},
+    )
+
+
+def answer(prompts: PromptBatch, scores: list[float], width: int) -> Sample:
+    count = len(prompts)
+    mask = torch.ones(count, width, dtype=torch.bool)
+    responses = rollout(
+        mask,
+        prompts=prompts,
+        ids=torch.full((count, width), width),
+        policy_version=torch.full((count,), width),
+        behavior_logprobs=-mask.float(),
+        allowed_tokens=torch.full((count, width, width), 7),
+    )
+    found = torch.tensor(scores)
+    judged = RewardOutput(
+        scores=found, valid=torch.ones(count, dtype=torch.bool), components={"part": found * 2}
+    )
+    return Sample(rollout=responses, reward_output=judged)
+
+
+def test_by_hand() -> None:
+    first = answer(batch(["a", "bb", "ccc"], 1), [0.0, 1.0, 1.0, 1.0, 0.0, 0.0], 2)
+    asked: list[tuple[int, list[int], list[object]]] = []
+
+    def draw(prompts: PromptBatch, turn: int) -> Sample:
+        asked.append((turn, prompts.row.tolist(), list(prompts.columns["name"])))
+        scores = [0.0, 1.0, 1.0, 1.0] if turn == 0 else [1.0, 0.0]
+        return answer(prompts, scores, 3 if turn == 0 else 1)
+
+    sample = resample_uniform_groups(
+        first,
+        prompts=lambda turn: batch([f"{turn}{'x' * i}" for i in range(3)], 2),
+        draw=draw,
+        rounds=5,
+    )
+    # Groups bb and ccc are replaced in the first round, what stands in for ccc in the second.
+    assert asked == [(0, [2, 3, 4, 5], ["0x", "0x", "0xx", "0xx"]), (1, [4, 5], ["1xx", "1xx"])]
+    responses, judged = sample.rollout, sample.reward_output
+    assert sample.times == {"rollout/resampled_groups": 3}
+    assert responses.prompts.columns["name"] == ["a", "a", "0x", "0x", "1xx", "1xx"]
+    assert responses.prompts.ids.tolist() == [[0, 1], [0, 1], [0, 2], [0, 2], [0, 3], [0, 3]]
+    assert responses.prompts.group.tolist() == [10, 10, 11, 11, 12, 12]
+    assert responses.ids.tolist() == [[2, 2, 0]] * 2 + [[3, 3, 3]] * 2 + [[1, 0, 0]] * 2
+    assert responses.loss_mask.sum(1).tolist() == [2, 2, 3, 3, 1, 1]
+    assert responses.allowed_tokens is not None
+    assert responses.allowed_tokens[0, 0].tolist() == [7, 7, -1]
+    assert judged.scores.tolist() == [0, 1, 0, 1, 1, 0]
+    assert judged.components["part"].tolist() == [0, 2, 0, 2, 2, 0]
+
+
+def test_it_gives_up_after_its_rounds_and_asks_for_nothing_without_need() -> None:
+    same = answer(batch(["a"], 1), [1.0, 1.0], 1)
+    turns: list[int] = []
+
+    def draw(prompts: PromptBatch, turn: int) -> Sample:
+        turns.append(turn)
+        return answer(prompts, [0.0, 0.0], 1)
+
+    def replaced(sample: Sample) -> float:
+        others = resample_uniform_groups(
+            sample, prompts=lambda turn: batch(["b"], 1), draw=draw, rounds=2
+        )
+        return others.times["rollout/resampled_groups"]
+
+    named = [spare_step(step, turn, 3) for step in range(100) for turn in range(3)]
+    assert len(set(named)) == 300  # spare prompts are those of no step and of no other round
+    assert min(named) > 10**12
+    assert (replaced(same), turns) == (2, [0, 1])
+    assert (replaced(answer(batch(["a"], 1), [1.0, 0.0], 1)), turns) == (0, [0, 1])
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_run_trains_on_groups_that_differ(tmp_path, lag) -> None:
+    def rare(completions, **columns):
+        return [float("w3" in text.split()) for text in completions]
+
+    def train(rounds: int, folder: str) -> list[dict[str, float]]:
+        torch.manual_seed(0)
+        trainer = grpo(
+            output_dir=str(tmp_path / folder),
+            model=tiny_policy(vocab_size=32),
+            reward_funcs=rare,
+            train_dataset=[{"prompt": f"w{i} w{i + 1}"} for i in range(3, 25)],
+            per_device_train_batch_size=16,
+            max_completion_length=4,
+            total_episodes=None,
+            max_steps=4,
+            learning_rate=1e-3,
+            dynamic_sampling=rounds,
+            max_lag=lag,
+        )
+        trainer.train()
+        return rows(trainer)
+
+    plain, refilled = train(0, "plain"), train(8, "refilled")
+    assert sum(row["objective/uniform_groups"] for row in plain) > 0.5
+    assert sum(row["objective/uniform_groups"] for row in refilled) < 0.3
+    assert sum(row["rollout/resampled_groups"] for row in refilled) > 0
+    again = train(8, "again")
+    keys = ("objective/scores", "loss/policy_avg", "rollout/resampled_groups")
+    assert [[r[k] for k in keys] for r in again] == [[r[k] for k in keys] for r in refilled]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 import transformers as tf
@@ -15,7 +13,6 @@ from kedge.errors import ConfigError, RewardError
 from kedge.models.packing import JoinedInput
 from kedge.models.value_head import scalar_model
 from kedge.rewards import Mixture, RewardFunction, RewardModel, TextCache
-from kedge.rewards.model import join_responses, split_rows
 
 from .text_toys import (
     EOS,
@@ -35,13 +32,6 @@ def by_hand(model, ids, at=-1):
     with torch.no_grad():
         hidden = model.base_model(torch.tensor([ids])).last_hidden_state
         return float(model.score(hidden)[0, at, 0])
-
-
-def test_pad_equal_to_eos_scores_the_eos_and_not_the_token_before():
-    model = neox_reward(pad_token_id=EOS)
-    got = float(RewardModel(model).score(rollout_of(PAIRS[:1], pad=EOS, extra=2)).scores[0])
-    assert got == pytest.approx(by_hand(model, [5, 6, 7, 8, 9, EOS]), abs=1e-5)
-    assert got != pytest.approx(by_hand(model, [5, 6, 7, 8, 9]), abs=1e-2)  # what a pad id says
 
 
 def test_dropout_is_off_and_nothing_has_a_gradient():
@@ -273,28 +263,6 @@ def test_a_rows_reward_depends_on_the_row_alone(name, pairs, extra, pad):
             count = len(pair[1])
             assert torch.equal(batch.token_rewards[row, :count], alone.token_rewards[0, :count])
             assert not batch.token_rewards[row, count:].any()
-
-
-@settings(max_examples=50, deadline=None)
-@given(pairs=ROWS, extra=st.integers(0, 4), pad=st.sampled_from([EOS, 1, 7]))
-def test_packed_rows_hold_every_token_and_nothing_between(pairs, extra, pad):
-    ids, lengths = join_responses(rollout_of(pairs, pad=pad, extra=extra))
-    for row, (prompt, response) in enumerate(pairs):
-        assert ids[row, : int(lengths[row])].tolist() == [*prompt, *response]
-
-
-@settings(max_examples=50, deadline=None)
-@given(lengths=st.lists(st.integers(1, 900), min_size=1, max_size=40), rows=st.integers(1, 9))
-def test_chunks_hold_every_row_once_longest_first(lengths, rows):
-    groups = split_rows(torch.tensor(lengths), rows=rows, tokens=1000)
-    order = [row for group in groups for row in group.tolist()]
-    assert sorted(order) == list(range(len(lengths)))
-    assert [lengths[row] for row in order] == sorted(lengths, reverse=True)
-    assert all(len(group) <= rows for group in groups)
-    for group, after in pairwise(groups):  # cut only where it pays
-        longest = lengths[int(group[0])]
-        next_one = lengths[int(after[0])]
-        assert len(group) == rows or (len(group) * longest >= 1000 and next_one < 0.9 * longest)
 
 
 SMALL = {

@@ -1,9 +1,18 @@
+"""Which token is drawn, what may be drawn, where responses end; decode steps as a graph."""
+
+from __future__ import annotations
+
+import contextlib
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from kedge.errors import ConfigError, RolloutError
+from kedge.rollout.embedded import decode
+from kedge.rollout.embedded.decode import DecodeGraph
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.rollout.embedded.sampling import (
     StopCriteria,
@@ -15,7 +24,8 @@ from kedge.rollout.embedded.sampling import (
     uniforms,
 )
 from kedge.testing import tiny_policy
-from kedge.types import PromptBatch, Sampling
+from kedge.types import PromptBatch, Rollout, Sampling
+from tests.contract.embedded import policy, prompts
 
 NO_STOP = torch.tensor([], dtype=torch.int64)
 
@@ -57,27 +67,6 @@ class TestUniforms:
 
 
 class TestDraw:
-    @pytest.mark.parametrize("vocabulary", [2, 97, 1024, 1025, 1280, 50304])
-    def test_frequencies_are_the_probabilities(self, vocabulary):
-        torch.manual_seed(0)
-        n = 20_000 if vocabulary < 5000 else 2000
-        logits = torch.randn(vocabulary) * 2
-        drawn = torch.cat(
-            [
-                sample_tokens(logits.expand(500, -1), uniforms(3, torch.arange(i, i + 500), 1))[0]
-                for i in range(0, n, 500)
-            ]
-        )
-        # Cells of about equal probability, made of neighboring tokens.
-        cells = min(vocabulary, 40)
-        cell = (logits.double().softmax(-1).cumsum(-1) * cells).long().clamp(max=cells - 1)
-        want = torch.zeros(cells, dtype=torch.float64)
-        want.index_add_(0, cell, logits.double().softmax(-1) * n)
-        seen = torch.bincount(cell[drawn], minlength=cells)
-        used = want > 0
-        statistic = ((seen - want)[used] ** 2 / want[used]).sum()
-        assert statistic < chi_square_limit(max(int(used.sum()), 2))
-
     @pytest.mark.parametrize("vocabulary", [5, 1024, 1300, 151_936])
     def test_the_ends_of_the_unit_interval(self, vocabulary):
         logits = torch.zeros(3, vocabulary)
@@ -321,3 +310,80 @@ def test_stop_strings_of_a_real_tokenizer(shared, stop):
     at = first_stop(ids, (stop,), tokenizer)
     assert stop in tokenizer.decode(ids[: at + 1])
     assert stop not in tokenizer.decode(ids[:at])
+
+
+FAMILIES = ["llama", "qwen2", "gpt2", "gpt_neox"]
+
+
+class Rerun:
+    """Runs the step where a CUDA graph would replay it, into the same tensors each time."""
+
+    def __init__(self, graph: Any, forward: Any) -> None:
+        self.graph, self.forward = graph, forward
+
+    def replay(self) -> None:
+        with self.graph._fixed_slots():
+            results = self.graph._run(self.forward)
+        for kept, new in zip(_tensors(self.graph._result), _tensors(results), strict=True):
+            kept.copy_(new)
+
+
+def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
+    return (result,) if isinstance(result, torch.Tensor) else result
+
+
+@contextlib.contextmanager
+def graphs(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Decode steps are "captured"; yields the batch size of each capture."""
+    captured: list[int] = []
+
+    def capture(graph: Any, tokens: torch.Tensor, forward: Any) -> bool:
+        captured.append(len(tokens))
+        graph._tokens.copy_(tokens[:, None])
+        with graph._fixed_slots():
+            graph._result = graph._run(forward)
+        graph._graph = Rerun(graph, forward)
+        return True
+
+    with patch.context() as p:
+        p.setattr(torch.cuda, "CUDAGraph", object)
+        p.setattr(decode, "can_capture", lambda *_: True)
+        p.setattr(DecodeGraph, "capture", capture)
+        yield captured
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_captured_step_samples_the_same_tokens(
+    family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = EmbeddedEngine(policy(family, max_positions=256), pad_id=0)
+    batch = prompts(copies=2)
+    sampling = Sampling(max_new_tokens=200, stop_ids=(1, 2, 3))
+    plain = engine.generate(batch, sampling=sampling, seed=3)
+    with graphs(monkeypatch) as captured:
+        replayed = engine.generate(batch, sampling=sampling, seed=3)
+    assert len(captured) > 1  # rows were dropped, or the slots were full
+    assert torch.equal(plain.ids, replayed.ids)
+    assert torch.equal(plain.terminated, replayed.terminated)
+    torch.testing.assert_close(plain.behavior_logprobs, replayed.behavior_logprobs)
+
+
+def test_continuous_sampling_with_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for context in (graphs(monkeypatch), contextlib.nullcontext([1])):
+        model = policy("llama", max_positions=256)
+        engine = EmbeddedEngine(model, pad_id=0, shares_weights=False, chunk_rows=5)
+        with context as captured:
+            sampling = Sampling(max_new_tokens=90, stop_ids=(1, 2, 3), min_new_tokens=4)
+            engine.submit(prompts(copies=2), sampling=sampling, seed=3)
+            parts = [engine.advance()]
+            weights = {k: v * 0.9 for k, v in engine.model.state_dict().items()}
+            engine.load_weights(weights, version=1)
+            while engine.unfinished:
+                parts.append(engine.advance())
+        assert captured
+        rollout = Rollout.cat([x for x in parts if x is not None])
+        order = rollout.prompts.row.argsort()
+        results.append([x[order] for x in (rollout.ids, rollout.token_version)])
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])

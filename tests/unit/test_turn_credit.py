@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms import AdvantageInputs, Algorithm, grpo, ppo, rloo
-from kedge.math.turns import (
-    broadcast_turns,
-    number_turns,
-    segment_sum,
-    turn_groups,
-    turn_returns,
-    turn_starts,
-)
+from kedge.math.turns import number_turns
 from kedge.types import Episodes, ModelOutputs, RewardOutput
 from tests.unit.advantage_inputs import rollout
 
@@ -209,17 +202,7 @@ def test_one_turn_per_response(make: Callable[..., Algorithm]) -> None:
         torch.testing.assert_close(by_turn, by_token, rtol=1e-5, atol=1e-5)
 
 
-def test_helpers_by_hand() -> None:
-    turn = torch.tensor([[0, 0, -1, 1, 2, 2], [-1, 0, 0, 0, -1, -1]])
-    x = torch.tensor([[1.0, 2, 4, 8, 16, 32], [1, 2, 4, 8, 16, 32]])
-    assert turn_starts(turn).nonzero().tolist() == [[0, 0], [0, 3], [0, 4], [1, 1]]
-    assert segment_sum(x, turn).tolist() == [[3, 3, 0, 8, 48, 48], [0, 14, 14, 14, 0, 0]]
-    assert broadcast_turns(x, turn).tolist() == [[1, 1, 0, 8, 16, 16], [0, 2, 2, 2, 0, 0]]
-    assert turn_returns(x, turn, gamma=0.5).tolist() == [
-        [3 + 4 + 12, 0, 0, 8 + 24, 48, 0],
-        [0, 14, 0, 0, 0, 0],
-    ]
-    assert turn_groups(turn, torch.tensor([7, 7])).tolist() == [0, 1, 2, 0]
+def test_turns_without_episodes_are_the_runs_of_the_mask() -> None:
     mask = torch.tensor([[True, True, False, True, False], [False, True, True, True, True]])
     assert number_turns(mask).tolist() == [[0, 0, -1, 1, -1], [-1, 0, 0, 0, 0]]
 

@@ -43,7 +43,6 @@ def test_right_and_wrong() -> None:
         "",
         "def add(a, b)\n    return a + b\n",
         "import sys\nsys.exit(0)\n",
-        "raise SystemExit(0)",
         "def add(a, b):\n    raise SystemExit(0)\n",
         "class Any(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Any(7)\n",
         "def add(a, b): return lambda: 3\n",

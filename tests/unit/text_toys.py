@@ -13,12 +13,18 @@ from transformers import (
     BertForSequenceClassification,
     GPTNeoXConfig,
     GPTNeoXForSequenceClassification,
+    LlamaConfig,
     PreTrainedTokenizerFast,
 )
 
 from kedge.types import PromptBatch, Rollout
 
 EOS, PAD = 0, 1
+REWARD = {
+    **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.5},
+    **{"num_labels": 1, "pad_token_id": EOS},
+}
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' ' + m['content'] }}"
     "{% if not loop.last or not continue_final_message %}{{ ' <eos> ' }}{% endif %}{% endfor %}"
@@ -60,34 +66,13 @@ def blank_swallowing_tokenizer() -> PreTrainedTokenizerFast:
 def neox_reward(vocab: int = 32, labels: int = 1, seed: int = 0, **options: Any) -> Any:
     """A causal reward model with large random weights, so that every token matters."""
     torch.manual_seed(seed)
-    config = GPTNeoXConfig(
-        vocab_size=vocab,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.5,
-        num_labels=labels,
-        **{"pad_token_id": EOS} | options,
-    )
-    return GPTNeoXForSequenceClassification(config)
+    shape = REWARD | {"vocab_size": vocab, "num_labels": labels} | options
+    return GPTNeoXForSequenceClassification(GPTNeoXConfig(**shape))
 
 
 def bert_reward(vocab: int = 32, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    config = BertConfig(
-        vocab_size=vocab,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.5,
-        num_labels=1,
-        pad_token_id=EOS,
-    )
-    return BertForSequenceClassification(config)
+    return BertForSequenceClassification(BertConfig(**REWARD | {"vocab_size": vocab}))
 
 
 def rollout_of(
@@ -124,9 +109,6 @@ def rollout_of(
 
 def weightless_model(folder: Path) -> Path:
     """A folder with a tiny model's configuration and tokenizer, and no weights at all."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
-
     LlamaConfig(
         vocab_size=40,
         hidden_size=16,
