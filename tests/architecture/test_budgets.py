@@ -35,11 +35,11 @@ BUDGETS = {
     "rollout/embedded": 1_354,
     "rollout/scheduler": 1_641,
     "rollout/vllm": 2_558,
-    "trainers": 3_510,
+    "trainers": 3_511,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 47_573
+TOTAL = 47_574
 TESTS = 41_000
 
 

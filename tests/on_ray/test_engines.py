@@ -228,7 +228,7 @@ class Fragile(Actor):
 
 def test_requests_of_a_lost_actor_are_sampled_again_but_not_in_the_same_call(monkeypatch):
     """Meanwhile its weights may have become too old: the scheduler loads newer ones first."""
-    for name in ("ray.put", "ray.get"):
+    for name in ("ray.put", "ray.get", "ray.kill"):
         monkeypatch.setattr(name, lambda x: x)
     monkeypatch.setattr("kedge.ray.actor.ControlStore", lambda patience: None)
     monkeypatch.setattr(ray_engine, "Actor", Fragile)

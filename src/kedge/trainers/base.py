@@ -120,10 +120,11 @@ class TrainerShell:
         self.processing_class = pick_tokenizer(inputs.processing_class, run.tokenizer)
         self.train_dataset, self.eval_dataset = inputs.train_dataset, inputs.eval_dataset
         self.accelerator = run.learner.accelerator
-        self.reward_processing_classes = as_list(inputs.reward_processing_classes)
         self.callbacks = run.callbacks
         self.callbacks.log = self.log
         self.reward_funcs = [*as_list(inputs.reward_model), *as_list(inputs.reward_funcs)]
+        given = as_list(inputs.reward_processing_classes)
+        self.reward_processing_classes = given or [None] * len(self.reward_funcs)
         self._inputs = inputs
 
     # -- what users call ------------------------------------------------------------------------
