@@ -40,7 +40,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_323,
 }
 TOTAL = 47_574
-TESTS = 41_000
+TESTS = 41_008
 
 
 def count_lines(files: list[Path]) -> int:

@@ -120,6 +120,14 @@ FIGURES = {
         "docs/results.md": rf"PPO {RATE}, worst seed {RATE}",
         "docs/demo.md": rf"\| PPO \|.*\| {RATE} \| {RATE} \|",
     },
+    "text world, PPO and SAO": {
+        "README.md": rf"\| {RATE}; \[SAO\]\(docs/algorithms/sao.md\) {RATE} \|",
+        "docs/environments.md": rf"(?s)`credit=\"token\"` \| {RATE} .* also .* {RATE} \(71",
+    },
+    "word problems, PPO": {
+        "README.md": rf"\| 52.7% \|.* {RATE} \|",
+        "docs/agents.md": rf"\*\*PPO, tokens\*\* .*\*\*{RATE} \(",
+    },
     "demo, perfect summaries": {
         "README.md": rf"perfect summaries: {RATE}",
         "docs/results.md": rf"perfect summaries {RATE}",
