@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -96,3 +97,5 @@ def test_responses_continue_with_new_weights_and_every_token_has_its_version(
     again = engine.generate(prompts(), sampling=Sampling(max_new_tokens=8), seed=0)
     assert torch.equal(fresh.ids, again.ids)
     assert "Failed to" not in "".join(capfd.readouterr())  # of RotaryEmbedding, and of the cache
+    if in_process:
+        assert all(handler.filters for handler in logging.getLogger("vllm").handlers)

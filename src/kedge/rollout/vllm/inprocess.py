@@ -286,11 +286,12 @@ def _start(folder: str, arguments: dict[str, Any], quiet: Any) -> Any:
         with quiet():
             from vllm import LLM
 
-            for handler in logging.getLogger("vllm").handlers:
+            llm = LLM(folder, **arguments)
+            for handler in logging.getLogger("vllm").handlers:  # LLM may replace them
                 handler.addFilter(
                     lambda record: not any(text in record.getMessage() for text in _HARMLESS)
                 )
-            return LLM(folder, **arguments)
+            return llm
     except ImportError as error:
         raise ConfigError(
             f"rollout_engine='vllm' needs vLLM in this environment: {install_command('vllm')}, or"
