@@ -26,7 +26,8 @@ TIMED = ("time/", "eps", "tokens_per_second", "train_", "step_time", "rollout/re
 
 def words(completions: Sequence[str], **_: Any) -> list[float]:
     """The reward: words of each response.  A file may say that it takes long, once."""
-    long = Path(os.environ["KEDGE_LONG_ITERATION"])
+    # Nodes that were started before the run do not have the variable.
+    long = Path(os.environ.get("KEDGE_LONG_ITERATION", "none"))
     if long.exists():
         seconds = float(long.read_text())
         long.unlink()

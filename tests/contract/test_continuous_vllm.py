@@ -98,4 +98,4 @@ def test_responses_continue_with_new_weights_and_every_token_has_its_version(
     assert torch.equal(fresh.ids, again.ids)
     assert "Failed to" not in "".join(capfd.readouterr())  # of RotaryEmbedding, and of the cache
     if in_process:
-        assert all(handler.filters for handler in logging.getLogger("vllm").handlers)
+        assert any(handler.filters for handler in logging.getLogger("vllm").handlers)

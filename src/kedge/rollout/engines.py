@@ -71,7 +71,7 @@ def build_rollout(
     width = max((x.shape[1] for x in allowed), default=0)
     wide = [nn.functional.pad(x, (0, width - x.shape[1]), value=-1) for x in allowed]
     mask = torch.arange(size) < torch.tensor([len(x.tokens) for x in responses])[:, None]
-    return Rollout(
+    rollout = Rollout(
         prompts=prompts,
         ids=stack([x.tokens for x in responses], pad_id),
         loss_mask=mask,
@@ -81,7 +81,8 @@ def build_rollout(
         token_version=_token_versions(responses, size),
         behavior_logprobs=logprobs,
         allowed_tokens=stack(wide, -1) if wide else None,
-    ).to(prompts.ids.device)
+    )
+    return with_prompts(rollout, prompts)
 
 
 def _token_versions(responses: Sequence[Response], size: int) -> Tensor | None:
