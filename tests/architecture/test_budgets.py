@@ -40,7 +40,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_323,
 }
 TOTAL = 47_576
-TESTS = 41_011
+TESTS = 41_012
 
 
 def count_lines(files: list[Path]) -> int:
