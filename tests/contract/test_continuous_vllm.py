@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.rollout.vllm import InProcess
+from kedge.rollout.vllm import InProcess, inprocess, remote
 from kedge.types import Rollout, Sampling
 
 from .embedded import drained, prompts
@@ -99,3 +99,16 @@ def test_responses_continue_with_new_weights_and_every_token_has_its_version(
     assert "Failed to" not in "".join(capfd.readouterr())  # of RotaryEmbedding, and of the cache
     if in_process:
         assert any(handler.filters for handler in logging.getLogger("vllm").handlers)
+
+
+def test_responses_that_end_during_a_weight_sync_are_returned(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its probe takes 4 steps; whoever samples until nothing is unfinished must get them."""
+    monkeypatch.setattr(inprocess, "_STEPS", 1)
+    monkeypatch.setattr(remote, "_SECONDS", 0.0)
+    engine.submit(prompts(), sampling=Sampling(max_new_tokens=3), seed=0)
+    assert engine.advance() is None
+    engine.load_weights(trained(policy()), 1)
+    assert drained(engine).response_mask.sum(1).tolist() == [3] * 6
+    assert engine.unfinished == 0
