@@ -11,7 +11,7 @@ import torch
 from kedge.rollout.vllm import InProcess, inprocess, remote
 from kedge.types import Rollout, Sampling
 
-from .embedded import drained, prompts
+from .embedded import drained, largest_gap, prompts
 from .engines import needs_vllm, policy, server_of, trained, vllm_of
 from .test_continuous_engine import numbered
 
@@ -25,20 +25,6 @@ def engine(request: Any) -> Any:
     engine.cancel()
     engine.load_weights(trained(policy()), 0)
     return engine
-
-
-@torch.no_grad()
-def largest_gap(models: dict[int, Any], rollout: Rollout, row: int) -> float:
-    """Recorded log-probabilities against each token's own version after the earlier tokens."""
-    cache, read = None, rollout.prompts.ids[row][rollout.prompts.mask[row]]
-    gaps = [0.0]
-    for slot in range(int(rollout.response_mask[row].sum())):
-        model = models[int(rollout.token_versions[row, slot])].eval()
-        out = model(read[None], past_key_values=cache, use_cache=True)
-        cache, read = out.past_key_values, rollout.ids[row, slot][None]
-        own = out.logits[0, -1].float().log_softmax(-1)[read]
-        gaps.append(float((own - rollout.behavior_logprobs[row, slot]).abs()))
-    return max(gaps)
 
 
 @pytest.mark.smoke

@@ -21,9 +21,8 @@ from kedge.rollout.vllm.build import check_server
 from kedge.rollout.vllm.remote import Remote
 from kedge.rollout.vllm.service import build_requests
 from kedge.types import Sampling
-from tests.contract.embedded import prompts
+from tests.contract.embedded import gaps_of_run, kill_after_update, prompts
 from tests.contract.engines import needs_vllm, policy, server_of, trained
-from tests.contract.test_continuous_vllm import largest_gap
 from tests.e2e.small import length_reward, small
 from tests.environments.test_new_contexts import record
 
@@ -85,33 +84,21 @@ def test_a_fault_in_the_middle_of_a_batch_changes_nothing(fault):
 def test_a_server_that_dies_after_an_update_in_flight_samples_with_the_newest_weights(monkeypatch):
     """Its requests of older weights are sampled again; every token has the version it is of."""
     engine = server_of()
-    service, advance, load = engine.service, engine.advance, engine.load_weights
-    restarts, older, lost = service.restarts, set(), []
-
-    def note_requests(weights, version):
-        older.update(service._held)
-        return load(weights, version)
-
-    def kill_once():
-        if not lost and (held := older & {*service._held}):
-            lost.extend(held)
-            kill_the_core(service.pid)
-        return advance()
-
-    monkeypatch.setattr(engine, "load_weights", note_requests)
-    monkeypatch.setattr(engine, "advance", kill_once)
+    service, restarts = engine.service, engine.service.restarts
+    kill = lambda: kill_the_core(service.pid)  # noqa: E731
+    lost = kill_after_update(monkeypatch, engine, lambda: service._held, kill)
     made = small(
-        rollout_engine=engine, model=policy(max_positions=1024), reward_model=None,
-        reward_funcs=[length_reward], response_length=300, total_episodes=24, temperature=1.0,
+        rollout_engine=engine, model=policy(max_positions=1024), reward_model=None, stop_token=None,
+        reward_funcs=[length_reward], response_length=150, total_episodes=20, temperature=1.0,
         rollout_schedule="as_completed", in_flight_weight_updates=True, max_lag=1,
     )  # fmt: skip
     models, trained = record(monkeypatch, made)
     made.train()
     assert service.restarts == restarts + 1
     assert lost
-    everything = [(x, row) for x, _ in trained for row in range(len(x))]
-    assert max(largest_gap(models, *row) for row in everything) < 1e-4
-    assert max(largest_gap([models[0], *models], *row) for row in everything) > 0.1
+    gap, swapped = gaps_of_run(models, trained)
+    assert gap < 1e-4
+    assert swapped > 0.1
 
 
 def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):
