@@ -105,10 +105,10 @@ def largest_gap(models, rollout, row):
 
 
 def gaps_of_run(models, trained):
-    """The largest gap of all rows, and the largest if each token is of the version before."""
+    """The largest gap of all rows, and of one if each token is of the version before."""
     everything = [(rollout, row) for rollout, _ in trained for row in range(len(rollout))]
-    before = [models[0], *models]
-    return [max(largest_gap(of, *row) for row in everything) for of in (models, before)]
+    swapped = largest_gap([models[0], *models], *everything[-1])
+    return max(largest_gap(models, *row) for row in everything), swapped
 
 
 def kill_after_update(monkeypatch, engine, held, kill):

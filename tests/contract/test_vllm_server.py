@@ -89,8 +89,8 @@ def test_a_server_that_dies_after_an_update_in_flight_samples_with_the_newest_we
     lost = kill_after_update(monkeypatch, engine, lambda: service._held, kill)
     made = small(
         rollout_engine=engine, model=policy(max_positions=1024), reward_model=None, stop_token=None,
-        reward_funcs=[length_reward], response_length=150, total_episodes=20, temperature=1.0,
-        rollout_schedule="as_completed", in_flight_weight_updates=True, max_lag=1,
+        reward_funcs=[length_reward], response_length=400, total_episodes=16, temperature=1.0,
+        rollout_schedule="as_completed", in_flight_weight_updates=True, max_lag=1, num_ppo_epochs=1,
     )  # fmt: skip
     models, trained = record(monkeypatch, made)
     made.train()
