@@ -1,7 +1,6 @@
 """Checks of the first batch before the first iteration trains on it.
 
-Each check compares a number that any correct setup satisfies, and names likely causes if it
-fails.
+Each check compares a number that any correct setup satisfies, or names likely causes.
 """
 
 from __future__ import annotations

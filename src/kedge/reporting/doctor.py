@@ -368,9 +368,7 @@ def responses_do_not_end(log: RunLog) -> str | None:
 
 @rule
 def the_score_falls(log: RunLog) -> str | None:
-    """Fix the other findings first; otherwise lower learning_rate or kl_coef, and check the sign of
-    the reward.
-    """
+    """Fix the other findings first; lower learning_rate or kl_coef; check the reward's sign."""
     start, end, noise = score_change(log)
     falls = len(log.rows) >= 2 * MIN_ROWS and end <= start - 6 * noise
     return f"from {start:.3g} to {end:.3g} (noise: {noise:.2g})" if falls else None

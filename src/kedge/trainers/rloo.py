@@ -66,8 +66,7 @@ class RLOOTrainer(TrainerShell):
         arguments: see ``RLOOArguments``.
 
     Raises:
-        ConfigError: invalid or conflicting options, both names of one argument, or positional
-            arguments.
+        ConfigError: invalid or conflicting options or arguments.
         DataError: invalid prompts.
     """
 

@@ -115,10 +115,8 @@ def build_setup(inputs: TrainerInputs) -> Setup:
             )
     for name, size in sizes.derived().items():
         if getattr(args, name) not in (None, size):
-            raise ConfigError(
-                f"{name}={getattr(args, name)} must be {size}, as the other sizes imply; leave it"
-                " unset"
-            )
+            problem = f"{name}={getattr(args, name)} must be {size}, as the other sizes imply"
+            raise ConfigError(f"{problem}; leave it unset")
         setattr(args, name, size)  # only in the trainer's copy
     return Setup(
         inputs=inputs,
