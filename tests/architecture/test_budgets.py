@@ -11,13 +11,13 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_539,
+    ".": 2_545,
     "algorithms": 1_038,
     "checkpoint": 862,
     "classic": 3_663,
     "cli": 3_585,
     "compat": 716,
-    "config": 3_005,
+    "config": 3_006,
     "data": 704,
     "demo": 443,
     "environments": 3_436,
@@ -39,8 +39,8 @@ BUDGETS = {
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 47_622
-TESTS = 41_185
+TOTAL = 47_629
+TESTS = 41_196
 
 
 def count_lines(files: list[Path]) -> int:
