@@ -103,7 +103,12 @@ def test_nothing_is_said_of_a_good_run(file: Path) -> None:
         (steady(environment__tool_calls=2.0, environment__invalid_calls=1.9), "tool calls fail"),
         (steady(environment__tool_calls=2.0, environment__tool_errors=1.9), "tool calls fail"),
         (
-            steady(environment__seconds=3.0, environment__model_seconds=1.0, time__step=6.0),
+            steady(
+                environment__seconds=0.3,
+                environment__model_seconds=0.1,
+                time__step=6.0,
+                episode=10.0,
+            ),
             "environments are slower than the model",
         ),
         # chance: 0.5 / sqrt(64 * 2) = 0.044; the first and last fifth are 0.06 apart
@@ -145,7 +150,8 @@ def test_a_fall_after_noise_was_scaled_up_is_named() -> None:
 def test_runs_that_rise_or_have_one_length_on_purpose() -> None:
     assert rules(RunLog("bare", [{"objective/scores": 1.0}])) == []
     assert rules(scored(1.0, 1.2)) == []
-    slow = {"environment__seconds": 3.0, "environment__model_seconds": 4.0, "time__step": 9.0}
+    slow = {"environment__seconds": 0.3, "environment__model_seconds": 0.4, "time__step": 9.0}
+    slow["episode"] = 10.0
     calls = {"environment__tool_calls": 2.0, "environment__invalid_calls": 0.5}
     assert rules(steady(**slow, **calls)) == []
     some_cut = [0.01 * i for i in range(10)]

@@ -374,12 +374,12 @@ def stack_rows(
 def episode_totals(
     episodes: Sequence[Episode], in_environments: float, in_model: float, hung: int
 ) -> list[dict[str, tuple[float, float]]]:
-    """Metrics of each episode; seconds and hanging calls of the batch are shared equally."""
+    """Metrics of each episode, with an equal share of the seconds of all."""
     share = 1 / len(episodes)
     of_batch = {
-        "environment/seconds": (in_environments * share, share),
-        "environment/model_seconds": (in_model * share, share),
-        "environment/hung_calls": (hung * share, share),
+        "environment/seconds": (in_environments * share, 1.0),
+        "environment/model_seconds": (in_model * share, 1.0),
+        "environment/hung_calls": (float(hung), 1.0),
     }
     return [_totals_of(episode) | of_batch for episode in episodes]
 

@@ -398,9 +398,11 @@ def environments_are_slower_than_the_model(log: RunLog) -> str | None:
     """
     names = ("environment/seconds", "environment/model_seconds", "time/step")
     waiting, model, step = (median(log.series(name) or [math.nan]) for name in names)
-    text = f"{waiting:.2g} s of an iteration of {step:.2g} s wait for environments"
-    slow = waiting > model and waiting >= 0.3 * step
-    return f"{text}, {model:.2g} s for the model" if slow else None
+    steps = max((row.get("step", 1) for row in log.rows), default=1)
+    rows = max(log.series("episode"), default=0) / max(steps, 1)
+    text = f"{waiting * rows:.2g} s of an iteration of {step:.2g} s wait for environments"
+    slow = waiting > model and waiting * rows >= 0.3 * step
+    return f"{text}, {model * rows:.2g} s for the model" if slow else None
 
 
 LIVE = (fewer_responses_end, tokens_too_old_to_train_on)  # checked during a run, too
