@@ -256,7 +256,8 @@ class Run(Hooks):
                 torch.cuda.empty_cache()
         self.callbacks.fire("on_step_end")
         self._act()
-        if report.step == self._first + 1 and state.pending and self.screen is not None:
+        first = self._first + 1 == report.step < self.engine.batch_sizes.iterations
+        if first and state.pending and self.screen is not None:
             self.screen.log(row, step=report.step)  # shows progress before the first logged row
         if report.step == 1 + getattr(self.args, "value_warmup_steps", 0):
             self._warn_of_large_steps(row)
