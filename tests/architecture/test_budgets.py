@@ -27,7 +27,7 @@ BUDGETS = {
     "models": 2_158,
     "ops": 580,
     "ops/cpu": 622,
-    "pretrain": 658,
+    "pretrain": 660,
     "ray": 1_978,
     "reporting": 2_261,
     "rewards": 1_526,
@@ -35,12 +35,12 @@ BUDGETS = {
     "rollout/embedded": 1_354,
     "rollout/scheduler": 1_641,
     "rollout/vllm": 2_559,
-    "trainers": 3_523,
+    "trainers": 3_524,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 47_629
-TESTS = 41_196
+TOTAL = 47_632
+TESTS = 41_198
 
 
 def count_lines(files: list[Path]) -> int:
