@@ -164,6 +164,13 @@ def test_observations_without_room_are_cut(schedule: str, tmp_path: Any) -> None
     ((message,),) = rollout.episodes.columns["observations"][0][:1]
     assert message["content"].count("...(truncated)...") == 1
     assert 80 <= int(rollout.response_mask[0].sum()) <= 100
+    limits = {"max_turn_tokens": 8, "max_observation_tokens": 20, "response_length": 120}
+    limited = ppo(lambda: Once("w9 " * 90, turns=4), **limits, **more)
+    limited.train()  # without the limit the first answer takes all but one turn's tokens
+    (row,) = rows(limited)
+    assert row["environment/turns"] == 4
+    assert row["environment/cut_observations"] == 3
+    assert row["rollout/tokens"] <= 4 * (4 * 8 + 3 * 20)
 
 
 @pytest.mark.parametrize("credit", ["turn", "token"])
