@@ -17,7 +17,7 @@ BUDGETS = {
     "classic": 3_663,
     "cli": 3_574,
     "compat": 716,
-    "config": 3_004,
+    "config": 3_005,
     "data": 704,
     "demo": 443,
     "environments": 3_437,
