@@ -84,13 +84,13 @@ BUGS = {
         "score on the slot before the last": (
             "slots == last_true(mask)[:, None]",
             "slots == last_true(mask)[:, None] - 1",
-        ),
+        )
     },
     ("math/kl.py", MATH): {
         "k3 with the sign of k1": (
             "return (ref - logp).expm1() - (ref - logp)",
             "return (logp - ref).expm1() - (logp - ref)",
-        ),
+        )
     },
     ("algorithms/ppo.py", UPDATE): {
         "KL added to the reward": ("else rewards - kl_coef * kl", "else rewards + kl_coef * kl"),
@@ -100,7 +100,7 @@ BUGS = {
         ),
     },
     ("algorithms/ppo.py", NPLUS): {
-        "value loss over the policy's mask": ("value_mask=value_mask", "value_mask=mask"),
+        "value loss over the policy's mask": ("value_mask=value_mask", "value_mask=mask")
     },
     ("loop/stages.py", NPLUS): {
         "micro-batches weighted one by one": (
@@ -116,49 +116,49 @@ BUGS = {
         "dropped rows keep their loss": (
             "mask = rollout.loss_mask & reward_output.valid[:, None]",
             "mask = rollout.loss_mask",
-        ),
+        )
     },
     ("loop/loop.py", LOOP): {
         "weights never reach the sampler": (
             "            self.scheduler.send(self._weight_update())\n            report",
             "            report",
-        ),
+        )
     },
     ("rollout/scheduler/worker.py", LOOP): {
         "receipts are not read": (
             "if (receipt.version, receipt.fingerprint) != (sent.version, sent.fingerprint):",
             "if False:",
-        ),
+        )
     },
     ("loop/updater.py", LOOP): {
         "a checkpoint forgets the KL coefficient": (
             '        self.kl.load_state_dict(state["kl"])',
             "",
-        ),
+        )
     },
     ("rollout/scheduler/scheduler.py", LOOP): {
         "an exception of the sampler becomes another": (
             "                    raise self._failure\n",
             "                    raise RuntimeError\n",
-        ),
+        )
     },
     ("rollout/scheduler/fifo.py", FAILURES): {
         "a failure loses the responses that were sampled ahead": (
             "self._requeue([] if self.collector.more else rollouts, step)",
             "self._requeue([], step)",
-        ),
+        )
     },
     ("rollout/scheduler/fifo.py", "tests/property/test_staleness.py"): {
         "new weights are loaded before what may start with the old ones": (
             "if worker.update is not None:",
             "if worker.update is not None and not self._updates:",
-        ),
+        )
     },
     ("loop/updater.py", FAILURES): {
         "a state in mid-update is saved": (
             "        self.state_consistent = False\n",
             "        pass\n",
-        ),
+        )
     },
     ("rollout/scheduler/dispatch.py", COMPLETED): {
         "groups that are due may wait for those that were done first": (
@@ -192,37 +192,37 @@ BUGS = {
         "rewards of turns keep their scale when scores are normalized": (
             "dense = factor[:, None] * dense",
             "dense = 1 * dense",
-        ),
+        )
     },
     ("algorithms/reinforce_pp.py", "tests/environments/test_trainers.py -k however"): {
         "the baseline of a turn is that of the whole response": (
             "zeros.masked_scatter(ends, means), ends, gamma=1.0, lam=0.0)",
             "zeros.masked_scatter(ends, means), ends, gamma=0.0, lam=0.0)",
-        ),
+        )
     },
     ("trainers/assembly/models.py", "tests/e2e/test_models_together.py -k reference_of_a"): {
         "the reference of a trained adapter is its base": (
             "return AdapterReference(policy, trained), True",
             "return AdapterReference(policy), False",
-        ),
+        )
     },
     ("loop/stages.py", "tests/reference/test_whole_update.py -k rejected"): {
         "rejected responses stay in the denominator": (
             "for x in (too_old, rejected) if x",
             "for rejected in [None] for x in (too_old,) if x",
-        ),
+        )
     },
     ("types.py", "tests/unit/test_token_versions.py"): {
         "tokens are stale as their row is": (
             "return self.token_version.where(self.token_version >= 0, of_row)",
             "return of_row",
-        ),
+        )
     },
     ("loop/control.py", NPLUS): {
         "adaptive KL without its clip": (
             "min(max(kl / self.target - 1, -0.2), 0.2)",
             "kl / self.target - 1",
-        ),
+        )
     },
     ("math/advantage.py", RULES): {
         "groups by position": (
@@ -252,7 +252,7 @@ BUGS = {
         "rewards clipped before they are normalized": (
             "whole, factor = standardize(whole, valid, all_reduce=e.all_reduce),",
             "whole, factor = standardize(whole if clip is None else whole.clamp(-1, 1), valid),",
-        ),
+        )
     },
     ("math/losses.py", RULES): {
         "clip-higher forgotten": (
@@ -268,19 +268,16 @@ BUGS = {
         "GSPO passes a token's gradient without its weight": (
             "return whole.exp()[:, None] * (log_ratio - fixed).exp()",
             "return (log_ratio - fixed).exp()",
-        ),
+        )
     },
     ("algorithms/grpo.py", RULES): {
-        "KL in the loss without its ratio": (
-            "(kl * ratio if use_bias_correction_kl else kl)",
-            "kl",
-        ),
+        "KL in the loss without its ratio": ("(kl * ratio if use_bias_correction_kl else kl)", "kl")
     },
     ("loop/stages.py", GROUPS): {
         "rows left out by credit are trained on": (
             "mask if outputs.loss_mask is None else mask & outputs.loss_mask",
             "mask",
-        ),
+        )
     },
     ("rollout/scheduler/collector.py", GROUPS): {
         "the greedy baseline of another prompt": (
@@ -293,13 +290,13 @@ BUGS = {
         "early stopping takes the offending step": (
             "return not over_ratio and (self.keep_last or not self.should_stop(metrics))",
             "return not over_ratio",
-        ),
+        )
     },
     ("rollout/embedded/generation.py", "tests/property/test_rollout_properties.py"): {
         "random numbers depend on the place in the batch": (
             "torch.tensor([row.number for row in new], device=self._device)",
             "torch.arange(len(new), device=self._device)",
-        ),
+        )
     },
     ("rollout/scheduler/scheduler.py", REPLACED): {
         "greedy baselines in the order in which they were sampled": (
@@ -315,31 +312,31 @@ BUGS = {
         "all turns of an episode have the random numbers of the first": (
             "turn_seed(first.seed, first.turns),",
             "first.seed,",
-        ),
+        )
     },
     ("ray/placement.py", "tests/unit/test_ray_placement.py"): {
         "every rank takes the first slots of a launch": (
             "first = at.rank * count if each else 0",
             "first = 0",
-        ),
+        )
     },
     ("rollout/vllm/weights.py", "tests/unit/test_weight_transfer.py"): {
         "all engines have the same ranks in the group that receives weights": (
             "offsets = [first + i * self._workers for",
             "offsets = [first for",
-        ),
+        )
     },
     ("rollout/vllm/policy_template.py", "tests/unit/test_weight_transfer.py"): {
         "what engines must report is that of another policy": (
             "if found is None or model is not self.meta_model:",
             "if found is None:",
-        ),
+        )
     },
     ("learner/settings.py", LEARNER): {
-        "temperature forgotten in training": ("temperature=self.temperature", "temperature=1.0"),
+        "temperature forgotten in training": ("temperature=self.temperature", "temperature=1.0")
     },
     ("models/packing.py", GRADIENT + " " + LEARNER): {
-        "value of the state after its token": ("return (after - 1).clamp(min=0)", "return after"),
+        "value of the state after its token": ("return (after - 1).clamp(min=0)", "return after")
     },
     ("classic/samples.py", CLASSIC): {
         "classic scores are scaled by the deviation of nothing": (
@@ -355,25 +352,25 @@ BUGS = {
         "classic moments of batches are averaged": (
             "self.squares += squares + gap**2 * self.count * count / both",
             "self.squares += squares",
-        ),
+        )
     },
     ("classic/samples.py", "tests/golden/test_classic.py"): {
         "statistics stand one token to the right": (
             "starts = [len(q) - 1 for q in queries]",
             "starts = [len(q) for q in queries]",
-        ),
+        )
     },
     ("classic/models.py", CLASSIC): {
         "a decoder reads the token that it shall predict": (
             "ids=torch.cat([begin, target], dim=1)",
             "ids=torch.cat([target, begin], dim=1)",
-        ),
+        )
     },
     ("classic/models.py", "tests/unit/test_classic_models.py"): {
         "shared layers are copies": (
             "        memo[id(weights[name])] = weights[name]  # deepcopy keeps these tensors\n",
             "",
-        ),
+        )
     },
     ("classic/trainer.py", "tests/unit/test_classic_loop.py"): {
         "a classic state forgets where the random numbers stood": (
@@ -389,13 +386,13 @@ BUGS = {
         "mini-batches of an overridden step count the same, however long": (
             "if weighted else",
             "if weighted is None else",
-        ),
+        )
     },
     ("ops/cpu/matmul.py", "tests/unit/test_matmul.py"): {
         "the bias of a linear layer is lost": (
             "_linear_pointwise(x, w, bias,",
             "_linear_pointwise(x, w, None,",
-        ),
+        )
     },
     ("math/turns.py", TURNS): {
         "turns that touch are one": (

@@ -91,7 +91,7 @@ class ContinuousEngine(RolloutEngine, Protocol):
 
     @property
     def unfinished(self) -> int:
-        """Number of its responses that are not complete."""
+        """Number of its responses that are not complete; not 0 until all groups are returned."""
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
         """Add rows: whole groups, whose ids differ from those in the engine."""

@@ -88,3 +88,46 @@ def drained(engine):
         parts += [] if part is None else [part]
     whole = Rollout.cat(parts)
     return whole.rows(whole.prompts.group.argsort(stable=True))
+
+
+@torch.no_grad()
+def largest_gap(models, rollout, row):
+    """Recorded log-probabilities against each token's own version after the earlier tokens."""
+    cache, read = None, rollout.prompts.ids[row][rollout.prompts.mask[row]]
+    gaps = [0.0]
+    for slot in range(int(rollout.response_mask[row].sum())):
+        model = models[int(rollout.token_versions[row, slot])].eval()
+        out = model(read[None], past_key_values=cache, use_cache=True)
+        cache, read = out.past_key_values, rollout.ids[row, slot][None]
+        own = out.logits[0, -1].float().log_softmax(-1)[read]
+        gaps.append(float((own - rollout.behavior_logprobs[row, slot]).abs()))
+    return max(gaps)
+
+
+def gaps_of_run(models, trained):
+    """The largest gap of all rows, and of one if each token is of the version before."""
+    everything = [(rollout, row) for rollout, _ in trained for row in range(len(rollout))]
+    swapped = largest_gap([models[0], *models], *everything[-1])
+    return max(largest_gap(models, *row) for row in everything), swapped
+
+
+def kill_after_update(monkeypatch, engine, held, kill):
+    """Kill the process of an engine once it has requests that are older than its weights.
+
+    ``held`` gives the keys of its requests; returns those that it lost.
+    """
+    older, lost, load, advance = set(), [], engine.load_weights, engine.advance
+
+    def note_requests(weights, version):
+        older.update(held())
+        return load(weights, version)
+
+    def kill_once():
+        if not lost and (left := older & {*held()}):
+            lost.extend(left)
+            kill()
+        return advance()
+
+    monkeypatch.setattr(engine, "load_weights", note_requests)
+    monkeypatch.setattr(engine, "advance", kill_once)
+    return lost

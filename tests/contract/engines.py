@@ -79,7 +79,8 @@ def server_of():
     model = policy(max_positions=1024)  # long enough to receive weights while it samples
     spec = PolicyTemplate.of(model)
     limits = WorkerLimits(heartbeat=0.5, patience=5.0)
-    return VLLMEngine(Server(spec, trained(model), limits=limits), spec, pad_id=PAD)
+    options = {"async_scheduling": False}  # as with weights in flight
+    return VLLMEngine(Server(spec, trained(model), options, limits=limits), spec, pad_id=PAD)
 
 
 def vllm_server():

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.rollout.vllm import InProcess
+from kedge.rollout.vllm import InProcess, inprocess, remote
 from kedge.types import Rollout, Sampling
 
-from .embedded import drained, prompts
+from .embedded import drained, largest_gap, prompts
 from .engines import needs_vllm, policy, server_of, trained, vllm_of
 from .test_continuous_engine import numbered
 
@@ -25,20 +25,6 @@ def engine(request: Any) -> Any:
     engine.cancel()
     engine.load_weights(trained(policy()), 0)
     return engine
-
-
-@torch.no_grad()
-def largest_gap(models: dict[int, Any], rollout: Rollout, row: int) -> float:
-    """Recorded log-probabilities against each token's own version after the earlier tokens."""
-    cache, read = None, rollout.prompts.ids[row][rollout.prompts.mask[row]]
-    gaps = [0.0]
-    for slot in range(int(rollout.response_mask[row].sum())):
-        model = models[int(rollout.token_versions[row, slot])].eval()
-        out = model(read[None], past_key_values=cache, use_cache=True)
-        cache, read = out.past_key_values, rollout.ids[row, slot][None]
-        own = out.logits[0, -1].float().log_softmax(-1)[read]
-        gaps.append(float((own - rollout.behavior_logprobs[row, slot]).abs()))
-    return max(gaps)
 
 
 @pytest.mark.smoke
@@ -99,3 +85,16 @@ def test_responses_continue_with_new_weights_and_every_token_has_its_version(
     assert "Failed to" not in "".join(capfd.readouterr())  # of RotaryEmbedding, and of the cache
     if in_process:
         assert any(handler.filters for handler in logging.getLogger("vllm").handlers)
+
+
+def test_responses_that_end_during_a_weight_sync_are_returned(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its probe takes 4 steps; whoever samples until nothing is unfinished must get them."""
+    monkeypatch.setattr(inprocess, "_STEPS", 1)
+    monkeypatch.setattr(remote, "_SECONDS", 0.0)
+    engine.submit(prompts(), sampling=Sampling(max_new_tokens=3), seed=0)
+    assert engine.advance() is None
+    engine.load_weights(trained(policy()), 1)
+    assert drained(engine).response_mask.sum(1).tolist() == [3] * 6
+    assert engine.unfinished == 0

@@ -77,5 +77,5 @@ def test_the_tool_has_a_schema() -> None:
 def test_the_options_exist() -> None:
     (table,) = re.findall(r"\| option \| limits \|\n\|---\|---\|\n((?:\|.*\n)+)", ENVIRONMENTS)
     named = re.findall(r"`(\w+)`", table)
-    assert len(named) == 6
+    assert len(named) == 7
     assert set(named) <= set(PPOConfig.__dataclass_fields__)

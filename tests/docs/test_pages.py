@@ -14,14 +14,7 @@ from urllib.parse import parse_qs
 import pytest
 import torch
 import transformers
-from docs.generate import (
-    CONFIGS,
-    OF_ALGORITHM,
-    OF_ALL_ALGORITHMS,
-    described,
-    options_page,
-    renewed,
-)
+from docs.generate import CONFIGS, OF_ALGORITHM, OF_ALL_ALGORITHMS, described, options_page, renewed
 from transformers.integrations.integration_utils import rewrite_logs
 
 from kedge import PPOConfig, verifiers

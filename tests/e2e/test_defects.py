@@ -13,10 +13,7 @@ from kedge import PPOConfig, PPOTrainer
 from kedge.loop.seeds import seed_for
 from kedge.testing import tiny_policy
 from tests.unit.callback_runs import Spy
-from tests.unit.text_toys import (
-    neox_reward,
-    word_tokenizer,
-)
+from tests.unit.text_toys import neox_reward, word_tokenizer
 
 from .small import PROMPTS, VOCAB, length_reward, rows, small
 

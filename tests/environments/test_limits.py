@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -163,6 +164,13 @@ def test_observations_without_room_are_cut(schedule: str, tmp_path: Any) -> None
     ((message,),) = rollout.episodes.columns["observations"][0][:1]
     assert message["content"].count("...(truncated)...") == 1
     assert 80 <= int(rollout.response_mask[0].sum()) <= 100
+    limits = {"max_turn_tokens": 8, "max_observation_tokens": 20, "response_length": 120}
+    limited = ppo(lambda: Once("w9 " * 90, turns=4), **limits, **more)
+    limited.train()  # without the limit the first answer takes all but one turn's tokens
+    (row,) = rows(limited)
+    assert row["environment/turns"] == 4
+    assert row["environment/cut_observations"] == 3
+    assert row["rollout/tokens"] <= 4 * (4 * 8 + 3 * 20)
 
 
 @pytest.mark.parametrize("credit", ["turn", "token"])
@@ -241,6 +249,24 @@ def test_a_wrong_config_of_an_environment_is_said_as_it_is() -> None:
     for on_error in ("raise", "drop"):
         with pytest.raises(ConfigError, match=r"^parse_action must say which action"):
             ppo(wrong, on_env_error=on_error).train()
+
+
+@pytest.mark.parametrize("schedule", ["in_order", "as_completed"])
+def test_seconds_of_environments_are_per_episode(schedule: str) -> None:
+    class Slow(Once):
+        def step(self, response: Response) -> Any:
+            time.sleep(0.1)
+            return super().step(response)
+
+    made = ppo(
+        lambda: Slow("w9", turns=3), max_turn_tokens=3, max_lag=1, rollout_schedule=schedule,
+        total_episodes=12,
+    )  # fmt: skip
+    made.train()
+    names = ("environment/seconds", "environment/model_seconds", "time/rollout")
+    waiting, model, sampling = (sum(row[name] for row in rows(made)) for name in names)
+    assert 4 * (waiting + model) == pytest.approx(sampling, rel=0.2)
+    assert 4 * waiting > 0.3
 
 
 def test_numbers_in_info_are_metrics() -> None:

@@ -155,9 +155,8 @@ def largest_gaps(models: Sequence[Any], trained: Any) -> tuple[float, float]:
     return float(own.max()), float(swapped.min())
 
 
-def test_contexts_are_read_with_the_weights_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updated in flight, within turns: by the engine, and by the learner that trains on them."""
-    monkeypatch.setattr(generation, "POLL", 1)
+def record(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> tuple[list[Any], list[Any]]:
+    """The policy before each update, and what is trained on: rollout and log-probabilities."""
     real, models, trained = updater.make_experience, list[Any](), list[tuple[Rollout, Tensor]]()
 
     def watched(rollout: Rollout, *rest: Any) -> Any:
@@ -167,6 +166,12 @@ def test_contexts_are_read_with_the_weights_of_their_time(monkeypatch: pytest.Mo
         return made
 
     monkeypatch.setattr(updater, "make_experience", watched)
+    return models, trained
+
+
+def test_contexts_are_read_with_the_weights_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updated in flight, within turns: by the engine, and by the learner that trains on them."""
+    monkeypatch.setattr(generation, "POLL", 1)
     model = policy()
     trainer = played(
         model=model,
@@ -176,6 +181,7 @@ def test_contexts_are_read_with_the_weights_of_their_time(monkeypatch: pytest.Mo
         **{"rollout_schedule": "as_completed", "in_flight_weight_updates": True, "max_lag": 1},
         **{"learning_rate": 3e-2, "temperature": 1.0},
     )
+    models, trained = record(monkeypatch, trainer)
     trainer.train()
     assert [row["environment/new_contexts"] for row in rows(trainer)] == [1.0] * 6
     own, swapped = largest_gaps(models, trained)

@@ -171,6 +171,11 @@ def test_wrong_calls_are_answered_in_words(call: str, answer: str, invalid: int)
     assert metrics["environment/invalid_calls"] == float(invalid)
 
 
+def test_a_policy_that_never_calls_a_tool_is_seen() -> None:
+    rollout, _ = played("qwen2.5", ["I give up"], tool_environments([calculator]))
+    assert Metrics(rollout.episodes.metrics).means()["environment/tool_calls"] == 0
+
+
 class Lookup:
     """A tool with a state."""
 
@@ -332,6 +337,32 @@ def test_an_episode_cut_off_is_scored_once() -> None:
         assert rollout.episodes.rewards.sum() == 4
         assert int(rollout.episodes.turn.max()) + 1 == turns
         assert bool(rollout.terminated[0]) == (turns == 3)
+
+
+class Down(Counter):
+    """Its server is down: it cannot be called, and cannot say the reward."""
+
+    def increment(self, by: int) -> str:
+        """Add to the counter.
+
+        Args:
+            by: How much.
+        """
+        raise RolloutError("no server")
+
+    async def get_reward(self) -> float:  # type: ignore[override]
+        raise ValueError("no verdict")
+
+
+def test_failures_of_a_server_are_not_trained_on() -> None:
+    make = tool_environments(environment_factory=Down)
+    for turn, *failure in (
+        (INCREMENT, "environment_error", "RolloutError: no server"),
+        ("done", "grader_error", "ValueError: no verdict"),
+    ):
+        episodes = played("qwen2.5", [turn], make, on_env_error="drop")[0].episodes
+        assert not episodes.valid[0]
+        assert [episodes.columns[name][0] for name in ("ending", "error")] == failure
 
 
 def test_a_dict_of_factories_is_chosen_by_a_column() -> None:

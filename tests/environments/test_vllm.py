@@ -2,46 +2,108 @@
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kedge import PPOConfig, PPOTrainer
+from kedge.environments import NewContext
+from kedge.rollout.vllm import inprocess
 from tests.contract.engines import needs_vllm
 from tests.e2e.small import rows
+from tests.environments.test_new_contexts import largest_gaps, record
 
 pytestmark = needs_vllm
+PROMPTS = ("Once upon a time", "Lily had a dog", "Tom and Sam went")
+TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 
 
 class MoreStory:
-    """Rewards the letter e; says a word after each of the first two turns."""
+    """Rewards the letter e; says a word after each turn, the second time in a new context."""
+
+    turns = 3
 
     def reset(self, *, seed: int, options: Any) -> Any:
-        self.turns = 0
+        self.turn, self.random = 0, random.Random(seed)
         return None, {}
 
     def step(self, response: Any) -> Any:
-        self.turns += 1
-        return " Then", response.text.count("e") / 10, self.turns == 3, False, {}
+        self.turn += 1
+        time.sleep(0.2 * self.random.random() * (self.turns > 3))
+        said: Any = " Then"
+        if self.turn == 2 and self.turns > 3:
+            said = NewContext([{"role": "user", "content": "Once there was" + response.text[-20:]}])
+        return said, response.text.count("e") / 10, self.turn == self.turns, False, {}
 
 
-def test_vllm_samples_turns(shared: Path, tmp_path: Path) -> None:
+class LongStory(MoreStory):
+    turns = 4
+
+
+def trainer(shared: Path, folder: Path, **options: Any) -> Any:
     place = shared / "data" / "stories-head32"
-    made = PPOTrainer(
+    tokenizer = AutoTokenizer.from_pretrained(place, padding_side="left")
+    tokenizer.chat_template = TEMPLATE
+    engine = options.pop("engine", None)
+    return PPOTrainer(
         args=PPOConfig(
-            output_dir=str(tmp_path), total_episodes=32, per_device_train_batch_size=16,
-            response_length=40, max_turn_tokens=8, num_ppo_epochs=1, stop_token="eos",
-            num_sample_generations=0, logging_steps=1, rollout_engine="vllm", credit="turn",
-            save_strategy="no",
+            output_dir=str(folder),
+            **{
+                "total_episodes": 32, "per_device_train_batch_size": 16, "response_length": 40,
+                "max_turn_tokens": 8, "num_ppo_epochs": 1, "stop_token": "eos", "credit": "turn",
+                "num_sample_generations": 0, "logging_steps": 1, "save_strategy": "no",
+                "temperature": 1.0,
+                "rollout_engine": "vllm" if engine is None else "embedded", **options,
+            },
         ),
-        processing_class=AutoTokenizer.from_pretrained(place, padding_side="left"),
+        processing_class=tokenizer,
         model=AutoModelForCausalLM.from_pretrained(place),
-        environment=MoreStory,
-        train_dataset=[{"prompt": "Once upon a time"}, {"prompt": "Lily had a dog"}],
+        environment=MoreStory if engine is None else LongStory,
+        rollout_engine=engine,
+        train_dataset=[{"prompt": [{"role": "user", "content": x}]} for x in PROMPTS],
     )  # fmt: skip
-    made.train()
+
+
+@pytest.fixture(scope="module")
+def begun(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run that has not trained, with an engine of its own."""
+    options = {"async_scheduling": False}  # as with in_flight_weight_updates
+    made = trainer(shared, tmp_path_factory.mktemp("run"), vllm_engine_args=options)
+    yield made
     made.engine.rollout_engine.close()
-    for row in rows(made):
+
+
+def test_vllm_samples_turns(begun: Any) -> None:
+    begun.train()
+    for row in rows(begun):
         assert row["environment/turns"] == 3
         assert row["rollout/logprob_gap"] < 1e-4
+
+
+def test_contexts_are_read_with_the_weights_of_their_time(
+    begun: Any, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updated in flight, within turns: by vLLM, and by the learner that trains on them."""
+    monkeypatch.setattr(inprocess, "_STEPS", 1)
+    made = trainer(
+        shared, tmp_path, engine=begun.engine.rollout_engine.engine,
+        **{"rollout_schedule": "as_completed", "in_flight_weight_updates": True, "max_lag": 1},
+        **{"response_length": 100, "max_turn_tokens": 14, "learning_rate": 3e-3},
+        **{"total_episodes": 32, "per_device_train_batch_size": 8},
+    )  # fmt: skip
+    models, trained = record(monkeypatch, made)
+    made.train()
+    assert [row["environment/new_contexts"] for row in rows(made)] == [1.0] * 4
+    changes = []
+    for rollout, learner in trained:  # the row with most changes within turns
+        turn = rollout.episodes.turn
+        within = (turn.diff() == 0) & (turn[:, 1:] >= 0)
+        most = ((rollout.token_versions.diff() > 0) & within).sum(1).argmax()[None]
+        changes.append((rollout.rows(most), learner[most]))
+    own, swapped = largest_gaps(models, changes)
+    assert own < 5e-5
+    assert swapped > 0.1

@@ -24,9 +24,10 @@ from kedge.rollout.engines import ShardedEngine
 from kedge.rollout.liveness import WorkerLimits
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
-from tests.contract.embedded import drained, prompts
+from tests.contract.embedded import drained, gaps_of_run, kill_after_update, prompts
 from tests.contract.engines import build_named
-from tests.e2e.small import VOCAB, rows, small
+from tests.e2e.small import VOCAB, length_reward, rows, small
+from tests.environments.test_new_contexts import record
 from tests.environments.test_trainers import played
 from tests.environments.toys import Echo
 from tests.on_ray.clusters import local, needs_ray
@@ -93,8 +94,7 @@ def test_a_run_has_the_numbers_of_one_without_ray(max_lag, pair):
     assert [row["objective/scores"] for row in want] == pytest.approx(scores, rel=1e-5)
 
 
-@pytest.mark.parametrize("in_flight", [False, True])
-def test_engines_that_die_return_their_prompts(pair, in_flight):
+def test_engines_that_die_return_their_prompts(pair):
     actors = [engine.actor for engine in pair.engines]
     before = sum(actor.restarts for actor in actors)
 
@@ -104,12 +104,33 @@ def test_engines_that_die_return_their_prompts(pair, in_flight):
                 os.kill(actors[state.global_step // 2 - 1].process.pid, signal.SIGKILL)
 
     run = {"max_lag": 2, "total_episodes": 40, "rollout_schedule": "as_completed"}
-    found = numbers(
-        small(rollout_engine=pair, callbacks=[Kill()], in_flight_weight_updates=in_flight, **run)
-    )
+    found = numbers(small(rollout_engine=pair, callbacks=[Kill()], **run))
     assert [row["episode"] for row in found] == [4 * n for n in range(1, 11)]
     assert all(row.get("rollout/lag_max", 0) <= 2 for row in found)
     assert sum(actor.restarts for actor in actors) == before + 2
+
+
+def test_an_engine_that_dies_after_an_update_in_flight_samples_with_the_newest_weights(
+    pair, monkeypatch
+):
+    """Its requests of older weights are sampled again; every token has the version it is of."""
+    engine = pair.engines[0]
+    restarts, pid = engine.actor.restarts, lambda: engine.actor.process.pid
+    kill = lambda: os.kill(pid(), signal.SIGKILL)  # noqa: E731
+    lost = kill_after_update(monkeypatch, engine, lambda: engine._in_flight, kill)
+    made = small(
+        rollout_engine=pair, stop_token=None, reward_model=None, reward_funcs=[length_reward],
+        response_length=120, temperature=1.0, total_episodes=32, learning_rate=3e-2,
+        rollout_schedule="as_completed", in_flight_weight_updates=True, max_lag=1,
+    )  # fmt: skip
+    models, trained = record(monkeypatch, made)
+    made.train()
+    assert engine.actor.restarts == restarts + 1
+    assert lost
+    assert [row["episode"] for row in rows(made)] == [4 * n for n in range(1, 9)]
+    gap, swapped = gaps_of_run(models, trained)
+    assert gap < 1e-5
+    assert swapped > 0.1
 
 
 def test_deaths_at_random_moments_change_no_number(pair):

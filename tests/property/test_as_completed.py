@@ -118,12 +118,7 @@ class Batches:
     def batch(self, step: int) -> PromptBatch:
         row = torch.arange(12)[self.rows]
         mask = torch.ones(len(row), 1, dtype=torch.bool)
-        return PromptBatch(
-            ids=(step * 100 + row)[:, None],
-            mask=mask,
-            group=row // 2,
-            row=row,
-        )
+        return PromptBatch(ids=(step * 100 + row)[:, None], mask=mask, group=row // 2, row=row)
 
 
 class Ranks(RankGroups):

@@ -22,11 +22,7 @@ from torch import nn
 
 from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig
 from kedge.algorithms import Algorithm, ppo, reinforce_pp
-from kedge.config.rollout_engines import (
-    RAY_ENGINES,
-    ROLLOUT_ENGINES,
-    RolloutArguments,
-)
+from kedge.config.rollout_engines import RAY_ENGINES, ROLLOUT_ENGINES, RolloutArguments
 from kedge.errors import ConfigError, KedgeError, PreflightError, RewardError, RolloutError
 from kedge.models import load
 from kedge.testing import ScriptedRollouts, tiny_policy
@@ -348,7 +344,10 @@ def test_the_default_learning_rate_of_ppo_is_high_for_a_large_model():
     assert "3e-6" in given(RLOOConfig)
     assert given(PPOConfig, learning_rate=3e-6) == ""
     assert given(PPOConfig, num_ppo_epochs=1) == ""
-    assert given(PPOConfig, trained=LARGE - 1) == ""
+    text = given(PPOConfig, trained=135_000_000)
+    assert "is high for 135 million trained weights; recommended: learning_rate=1e-5;" in text
+    assert given(PPOConfig, trained=135_000_000, learning_rate=2e-5) == ""
+    assert given(PPOConfig, trained=10**8 - 1) == ""
     assert given(PPOConfig, trained=10**6, frozen=LARGE) == ""  # an adapter
 
 
@@ -413,6 +412,10 @@ def test_the_first_iteration_is_reported_whatever_is_logged(tmp_path, capsys, ca
     (warning,) = [r.getMessage() for r in caplog.records if "first iteration" in r.getMessage()]
     assert int(warning.split("clipped ")[1].split("%")[0]) >= 25
     assert "lower learning_rate=0.3, or num_ppo_epochs=4" in warning
+    unscored = {"total_episodes": 4, "num_ppo_epochs": 1, "reward_model": None}
+    with pytest.raises(RewardError):
+        small(**unscored, reward_funcs=lambda completions, **_: [None] * len(completions)).train()
+    assert "kedge: 1 iteration of 4 responses, 1 optimizer step each\n" in capsys.readouterr().out
     small(**options).train(resume_from_checkpoint=True)
     out = capsys.readouterr().out
     assert "(iteration 3 of 3); nothing is left to train\n" in out

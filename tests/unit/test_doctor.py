@@ -99,16 +99,16 @@ def test_nothing_is_said_of_a_good_run(file: Path) -> None:
             scored(1.0, 2.0, completions__truncated_ratio=[0.02 * i for i in range(10)]),
             "fewer responses end",
         ),
+        (steady(environment__tool_calls=0.0), "tools are never called"),
+        (steady(environment__tool_calls=2.0, environment__invalid_calls=1.9), "tool calls fail"),
+        (steady(environment__tool_calls=2.0, environment__tool_errors=1.9), "tool calls fail"),
         (
-            steady(environment__tool_calls=0.0, environment__invalid_calls=0.0),
-            "tools are never called",
-        ),
-        (
-            steady(environment__tool_calls=2.0, environment__invalid_calls=1.9),
-            "tool calls are never valid",
-        ),
-        (
-            steady(environment__seconds=3.0, environment__model_seconds=1.0, time__step=6.0),
+            steady(
+                environment__seconds=0.3,
+                environment__model_seconds=0.1,
+                time__step=6.0,
+                episode=10.0,
+            ),
             "environments are slower than the model",
         ),
         # chance: 0.5 / sqrt(64 * 2) = 0.044; the first and last fifth are 0.06 apart
@@ -117,6 +117,17 @@ def test_nothing_is_said_of_a_good_run(file: Path) -> None:
 )
 def test_rules_without_a_recorded_run_by_hand(made: RunLog, rule: str) -> None:
     assert rules(made) == [rule]
+
+
+def test_every_rule_is_on_the_page() -> None:
+    text = (RUNS.parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    names = [check.__name__.replace("_", " ") for check in RULES]
+    assert [name for name in names if f"| {name} |" not in text] == []
+
+
+def test_a_limit_of_the_environment_is_not_a_missing_stop_token() -> None:
+    cut = {**CUT, "val__num_eos_tokens": 0.0, "environment__turns": 8.0}
+    assert rules(steady(**cut, environment__ended_truncated=1.0)) == []
 
 
 def test_a_reward_of_one_turn_is_blamed_where_the_score_stays() -> None:
@@ -140,7 +151,8 @@ def test_a_fall_after_noise_was_scaled_up_is_named() -> None:
 def test_runs_that_rise_or_have_one_length_on_purpose() -> None:
     assert rules(RunLog("bare", [{"objective/scores": 1.0}])) == []
     assert rules(scored(1.0, 1.2)) == []
-    slow = {"environment__seconds": 3.0, "environment__model_seconds": 4.0, "time__step": 9.0}
+    slow = {"environment__seconds": 0.3, "environment__model_seconds": 0.4, "time__step": 9.0}
+    slow["episode"] = 10.0
     calls = {"environment__tool_calls": 2.0, "environment__invalid_calls": 0.5}
     assert rules(steady(**slow, **calls)) == []
     some_cut = [0.01 * i for i in range(10)]
@@ -212,9 +224,7 @@ ROW = b'{"objective/scores": 1.0, "step": 1, "episode": 8}'
         *(b"[" * 100_000, ROW[:-1] + b', "x": "\xed\xa0\x80"}', b'{"x": ' + b"1" * 5000 + b"}"),
     ],
 )
-def test_a_damaged_line_costs_no_other(
-    tmp_path: Path, line: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_line_costs_no_other(tmp_path: Path, line: bytes, caplog: Any) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(ROW + b"\n" + line + b"\n" + ROW + b"\n" + line)
     assert len(read_log(tmp_path).rows) == 2
     assert [r.getMessage() for r in caplog.records] == [
@@ -239,10 +249,8 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
 def test_endings_of_episodes_and_a_critic_that_starts_as_noise() -> None:
     cut = {"environment__ended_turn_limit": [0.5] * 10, "environment__ended_done": [0.5] * 10}
     (finding,) = examine(scored(0.5, 1.0, **cut))
-    assert (finding.rule, finding.seen) == (
-        "episodes end before they are done",
-        "50% by turn limit",
-    )
+    assert finding.rule == "episodes end before they are done"
+    assert finding.seen == "50% by turn limit"
     assert rules(scored(0.5, 1.0, environment__ended_grader_error=[0.1] * 10)) != []
     noise = {"val__explained_variance": [-0.4] * 4 + [0.5] * 6, "lr": [1e-5] * 10}
     falling = scored(0.5, 0.4, **noise)
@@ -266,17 +274,11 @@ def test_bands_by_hand() -> None:
     assert (found.x, found.mean) == ([64.0, 128.0], [2.0, 4.0])
     assert (found.low, found.high) == ([1.0, 2.0], [3.0, 6.0])
     assert band([run_of(1.0), run_of(2.0)], "objective/kl") is None
-    assert end_stats([run_of(0.0, 0.0, 0.0, 0.0, 1.0), run_of(0.0, 3.0)], "objective/scores") == (
-        2.0,
-        1.0,
-        3.0,
-    )
+    ends = end_stats([run_of(0.0, 0.0, 0.0, 0.0, 1.0), run_of(0.0, 3.0)], "objective/scores")
+    assert ends == (2.0, 1.0, 3.0)
     assert end_stats([run_of(1.0)], "val/ratio") is None
-    assert end_stats([run_of(0.5, 9.0), run_of(1.5, 9.0)], "objective/scores", at="start") == (
-        1.0,
-        0.5,
-        1.5,
-    )
+    starts = end_stats([run_of(0.5, 9.0), run_of(1.5, 9.0)], "objective/scores", at="start")
+    assert starts == (1.0, 0.5, 1.5)
 
 
 def test_runs_are_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,18 +318,10 @@ def write(folder: Path, name: str, rows: list[dict[str, object]]) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "one"
-    metrics = [
-        {
-            "step": i,
-            "episode": 8 * i,
-            "objective/scores": i / 8,
-            "objective/scores_std": 0.5,
-            "rewards/rules": 1.0,
-            "eval_held_out_objective/kl": 0.25,
-            "val/ratio": None,
-        }
-        for i in range(1, 9)
-    ]
+    fixed = {"objective/scores_std": 0.5, "rewards/rules": 1.0, "val/ratio": None}
+    fixed |= {"eval_held_out_objective/kl": 0.25}
+    row = lambda i: {"step": i, "episode": 8 * i, "objective/scores": i / 8}  # noqa: E731
+    metrics = [row(i) | fixed for i in range(1, 9)]
     write(folder, "metrics.jsonl", [*metrics, {"step": 8, "eval_objective/scores": 0.75}])
     for step in (2, 4):
         row = {"query": "2 + 2", "model response": NASTY if step == 2 else "4", "score": 0.5}
@@ -389,9 +383,7 @@ def test_the_page_is_one_file_that_asks_nothing_of_the_network(run: Path) -> Non
 
 def test_more_responses_than_asked_for_are_left_out_evenly(run: Path) -> None:
     for step in range(10, 14):
-        rows = [
-            {"query": f"q{i}", "model response": "x", "score": 1.0 * i, "n": i} for i in range(10)
-        ]
+        rows = [{"query": f"q{i}", "model response": "x", "score": i, "n": i} for i in range(10)]
         write(run, f"eval_completions/step-{step:06d}.jsonl", rows)
     tables = data(run, most=12)["tables"]
     assert isinstance(tables, dict)
@@ -401,10 +393,8 @@ def test_more_responses_than_asked_for_are_left_out_evenly(run: Path) -> None:
 
 def test_words_by_hand() -> None:
     early = {"step": 1, "rows": [{"tokens": ["a"] * 9 + ["b"], "advantage": [0.0] * 10}]}
-    late = {
-        "step": 2,
-        "rows": [{"tokens": ["a"] * 5 + ["b"] * 5, "advantage": [-1.0] * 5 + [2.0] * 5}],
-    }
+    last = {"tokens": ["a"] * 5 + ["b"] * 5, "advantage": [-1.0] * 5 + [2.0] * 5}
+    late = {"step": 2, "rows": [last]}
     found = vocabulary([early, late])
     assert found["more"] == [["b", 100.0, 500.0]]
     assert found["less"] == [["a", 900.0, 500.0]]
@@ -452,9 +442,7 @@ def test_the_command_for_reports(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert "has no metrics.jsonl" in capsys.readouterr().err
 
 
-def test_what_is_damaged_is_left_out_and_counted(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_damaged_is_left_out_and_counted(run: Path, caplog: Any) -> None:
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\n{"step": 9, "objective/sc')
     row = b'{"query": "half \\ud800", "model response": "x", "score": NaN}'

@@ -249,10 +249,7 @@ ON_GPUS = ["--bf16", "--deepspeed_stage", "3", "--vllm_num_engines", "4"]
         ),
         (
             ON_GPUS,  # half of 2,000 bytes comes from the other machine, over the network
-            [
-                *(*LEARNERS_WAIT, ("broadcast over NCCL", 2000, 300)),
-                ("verification", 4000, 200),
-            ],
+            [*(*LEARNERS_WAIT, ("broadcast over NCCL", 2000, 300)), ("verification", 4000, 200)],
         ),
         (
             [*ON_GPUS, "--rollout_schedule", "as_completed"],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
 import torch
 
 from kedge.errors import ConfigError
 from kedge.rewards import Mixture, RewardFunction, RewardModel, TextCache, reward_source
+from kedge.rewards.build import load_function
 from kedge.testing import ConstantReward
 
 from .text_toys import EOS, neox_reward, rollout_of, word_tokenizer
@@ -190,27 +192,26 @@ def test_a_checkpoint_without_a_head_is_refused(tmp_path):
     [
         ((), {}, "no reward is configured: pass reward_model or reward_funcs"),
         ((None, []), {}, "no reward is configured"),
-        (
-            (None, [two, two]),
-            {"weights": [1.0]},
-            "reward_weights must have one number per reward source .*: got 1 for 2",
-        ),
+        ((None, [two, two]), {"weights": [1.0]}, "one number per reward source .*: got 1 for 2"),
         ((3,), {}, r"a reward must be a model, .* got int \(3\)"),
         ((None, "no_such_module:f"), {}, "cannot import 'no_such_module'"),
         ((None, "no_such_file.py:f"), {}, "file not found: .*no_such_file.py"),
         ((None, "math:no_such"), {}, "'math' has no function 'no_such'; it has .*sqrt"),
         (("./no/such/model",), {}, "reward model './no/such/model' cannot be loaded"),
         ((neox_reward(vocab=20),), {}, "has 20 tokens, but the policy's tokenizer has 32"),
-        (
-            (None, [two, two]),
-            {"tokenizers": [TOKENIZER]},
-            "1 tokenizers for 0 reward models among 2 reward sources",
-        ),
+        ((None, [two, two]), {"tokenizers": [TOKENIZER]}, "1 tokenizers for 0 reward models"),
     ],
 )
 def test_what_the_builder_refuses(args, options, message):
     with pytest.raises(ConfigError, match=message):
         build(*args, **options)
+
+
+def test_a_file_may_import_its_neighbors(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "kedge_neighbor.py").write_text("def one(completions, **_):\n    return [1.0]\n")
+    (tmp_path / "reward.py").write_text("from kedge_neighbor import one\n")
+    assert load_function(f"{tmp_path}/reward.py:one")([""]) == [1.0]
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):

@@ -47,12 +47,11 @@ class EnvironmentArguments:
     max_turn_tokens: int | None = _environment(
         None, "Tokens per turn. Unset: what is left of response_length.", ge=1
     )
+    max_observation_tokens: int | None = _environment(
+        None, "Tokens of an answer to a turn, with the template's; its middle is cut above.", ge=1
+    )
     max_episode_seconds: float | None = _environment(
-        None,
-        "Seconds that the environment of an episode may work, without sampling, before the episode"
-        " is truncated.",
-        gt=0,
-        le=SECONDS,
+        None, "Seconds that an episode's environment may work, all turns.", gt=0, le=SECONDS
     )
     max_tool_calling_iterations: int | None = _environment(
         None, "Turns of an episode whose tool calls are made. Unset: no limit.", ge=1

@@ -97,11 +97,8 @@ class Gymnasium:
     def _show(self, observation: Any) -> Observation:
         if self._show_with is not None:
             return self._show_with(observation)
-        if isinstance(observation, str):
-            return observation
-        if self.environment.render_mode == "ansi":
-            return str(self.environment.render())
-        return str(observation)
+        ansi = not isinstance(observation, str) and self.environment.render_mode == "ansi"
+        return str(self.environment.render() if ansi else observation)
 
 
 def _parser(space: Any, actions: Sequence[str] | None) -> Callable[[str], Any]:
@@ -417,16 +414,10 @@ class NeMoGym:
         return float(result["reward"]), {k: v for k, v in result.items() if k not in known}
 
     def _response(self, output: Items | None = None) -> dict[str, Any]:
-        return {
-            "id": "episode",
-            "object": "response",
-            "created_at": 0,
-            "model": "policy",
-            "output": self._output if output is None else output,
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": self._row[_PARAMS].get("tools") or [],
-        }
+        head = {"id": "episode", "object": "response", "created_at": 0, "model": _MODEL}
+        tools = {"parallel_tool_calls": True, "tool_choice": "auto"}
+        tools |= {"tools": self._row[_PARAMS].get("tools") or []}
+        return head | tools | {"output": self._output if output is None else output}
 
     def _send(self, method: str, path: str, body: Any = None) -> Any:
         reply = self._request(method, path, body)

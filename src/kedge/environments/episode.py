@@ -129,7 +129,7 @@ class Episode:
             return
         reported = info.get("metrics") or {}
         if not isinstance(reported, Mapping):
-            raise RolloutError(f"info['metrics'] must be a mapping, got {_describe(reported)}")
+            raise RolloutError(f"info['metrics'] must be a mapping, got {describe(reported)}")
         for name, value in reported.items():
             number = read_number(value, f"the metric {name!r} of info['metrics']")
             self.metrics[name] = self.metrics.get(name, 0.0) + number
@@ -149,6 +149,7 @@ class TurnLimits:
 
     max_turns: int | None
     max_turn_tokens: int | None
+    max_observation_tokens: int | None
     max_seconds: float | None
     context: int | None = None  # longest prompt plus episode that the models support, in tokens
     keeps_last: bool = False  # keep the observation after the last turn of a truncated episode
@@ -186,10 +187,11 @@ class TurnLimits:
     def observation_limit(self, episode: Episode, length: int) -> int:
         """Tokens to keep of an observation of ``length`` tokens; 0 ends the episode.
 
-        It is cut if it leaves less than the longest turn so far, unless half of the room, or
-        ``max_turn_tokens``, is not less.
+        It is cut above ``max_observation_tokens``, and if it leaves less than the longest turn so
+        far, unless half of the room, or ``max_turn_tokens``, is not less.
         """
         room = self.tokens_left(episode)
+        length = min(length, self.max_observation_tokens or length)
         spare = min(self.max_turn_tokens or room, room // 2)
         if room - length < episode.longest <= spare:
             return room - spare
@@ -236,18 +238,14 @@ def read_step(result: object) -> Step:
     if not isinstance(result, tuple) or len(result) != 5:
         raise RolloutError(
             "step must return (observation, reward, terminated, truncated, info), got"
-            f" {_describe(result)}"
+            f" {describe(result)}"
         )
     observation, reward, terminated, truncated, info = result
+    for name, value in (("terminated", terminated), ("truncated", truncated)):
+        if isinstance(value, str | bytes | Mapping | list | tuple):  # "no" would be true
+            raise RolloutError(f"{name} must be True or False, got {describe(value)}")
     reward = read_number(reward, "a reward")
     return observation, reward, bool(terminated), bool(truncated), info
-
-
-def read_reset(result: object) -> tuple[Any, object]:
-    """Check the result of ``Environment.reset``; raises RolloutError."""
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise RolloutError(f"reset must return (observation, info), got {_describe(result)}")
-    return result[0], result[1]
 
 
 def read_number(value: Any, name: str) -> float:
@@ -257,15 +255,17 @@ def read_number(value: Any, name: str) -> float:
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise RolloutError(f"{name} must be a number, got {_describe(value)}") from None
+        raise RolloutError(f"{name} must be a number, got {describe(value)}") from None
     if not abs(number) <= _LARGEST:
         raise RolloutError(f"{name} must be finite in float32, got {number}")
     return number
 
 
-def _describe(value: object) -> str:
+def describe(value: object) -> str:
+    """The type of a value and the start of its text."""
     text = repr(value)
-    return f"a {type(value).__name__}: {text if len(text) <= 80 else text[:77] + '...'}"
+    kind = "" if value is None else f"a {type(value).__name__}: "
+    return kind + (text if len(text) <= 80 else text[:77] + "...")
 
 
 def build_rollout(
@@ -374,12 +374,12 @@ def stack_rows(
 def episode_totals(
     episodes: Sequence[Episode], in_environments: float, in_model: float, hung: int
 ) -> list[dict[str, tuple[float, float]]]:
-    """Metrics of each episode; seconds and hanging calls of the batch are shared equally."""
+    """Metrics of each episode, with an equal share of the seconds of all."""
     share = 1 / len(episodes)
     of_batch = {
-        "environment/seconds": (in_environments * share, share),
-        "environment/model_seconds": (in_model * share, share),
-        "environment/hung_calls": (hung * share, share),
+        "environment/seconds": (in_environments * share, 1.0),
+        "environment/model_seconds": (in_model * share, 1.0),
+        "environment/hung_calls": (float(hung), 1.0),
     }
     return [_totals_of(episode) | of_batch for episode in episodes]
 

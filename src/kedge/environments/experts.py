@@ -76,10 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = flags.parse_args(argv)
     module, _, name = args.environment.partition(":")
     environment = getattr(importlib.import_module(module), name)
-    seeds = range(args.first_seed, args.first_seed + args.episodes)
     rows = expert_episodes(
         lambda: environment(**args.environment_kwargs),
-        seeds,
+        range(args.first_seed, args.first_seed + args.episodes),
         noise=args.noise,
         max_turns=args.max_turns,
     )

@@ -120,7 +120,8 @@ class RunningCalls:
             taken = time.monotonic() - begin
             if calls.timeout is not None and taken > calls.timeout and future.cancel():
                 del self._running[future]
-                ended[key] = TimeoutError(f"no answer within {calls.timeout:g} seconds"), taken
+                text = f"no answer within environment_timeout={calls.timeout:g} seconds"
+                ended[key] = TimeoutError(text), taken
         self.seconds = {key: taken for key, (_, taken) in ended.items()}
         self._start_waiting()
         return {key: result for key, (result, _) in ended.items()}

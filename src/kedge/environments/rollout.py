@@ -22,11 +22,11 @@ from kedge.environments.episode import (
     TurnLimits,
     build_rollout,
     check_turn_tokens,
+    describe,
     environment_seed,
     episode_totals,
     pad_rows,
     read_number,
-    read_reset,
     read_step,
     stack_rows,
     turn_seed,
@@ -72,6 +72,7 @@ class EnvironmentRollouts:
         tokenizer: the policy's; None if environments exchange token ids only.
         max_turns: turns per episode; None: as many as its tokens allow.
         max_turn_tokens: tokens per turn; None: as many as the episode has left.
+        max_observation_tokens: tokens of an answer to a turn, above which its middle is cut.
         max_seconds: seconds that an episode's environment may take, without sampling, before
             the episode is truncated.
         timeout: maximum seconds of an environment's call; None: no limit.
@@ -103,6 +104,7 @@ class EnvironmentRollouts:
         *,
         max_turns: int | None = None,
         max_turn_tokens: int | None = None,
+        max_observation_tokens: int | None = None,
         max_seconds: float | None = None,
         timeout: float | None = 60.0,
         on_env_error: OnError = "raise",
@@ -118,6 +120,7 @@ class EnvironmentRollouts:
         self._limits = TurnLimits(
             max_turns=max_turns,
             max_turn_tokens=max_turn_tokens,
+            max_observation_tokens=max_observation_tokens,
             max_seconds=max_seconds,
             context=getattr(engine, "max_length", None) if context is None else context,
             keeps_last=keep_last_observation,
@@ -335,8 +338,12 @@ class EnvironmentRollouts:
     def _on_reset(self, episode: Episode, result: Any) -> None:
         """Add the first observation to the prompt."""
         with self._failing(episode, "reset"):
-            observation, info = read_reset(_unwrap(result))
+            result = _unwrap(result)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise RolloutError(f"reset must return (observation, info), got {describe(result)}")
+            observation, info = result
             environment, context = episode.environment, self._limits.context
+            reads_calls = getattr(environment, "reads_calls", False)
 
             def render(observation: Observation) -> list[int]:
                 return self._tokens.prompt(
@@ -345,7 +352,7 @@ class EnvironmentRollouts:
                     observation,
                     tools=getattr(environment, "tools", None),
                     separator=getattr(environment, "separator", "\n\n"),
-                    reads_calls=getattr(environment, "reads_calls", False),
+                    reads_calls=reads_calls,
                 )
 
             ids, most = render(observation), self._limits.prompt_limit(episode.sampling)
@@ -359,6 +366,7 @@ class EnvironmentRollouts:
                     f" room for a turn in the context of {context} tokens"
                 )
             episode.prompt_ids = ids
+            episode.add_metrics({"metrics": {"tool_calls": 0}} if reads_calls else None)
             episode.add_metrics(info)
         self._resetting[episode.group] -= 1
         if not self._resetting[episode.group]:  # together: equal prompts are encoded once
@@ -433,11 +441,15 @@ class EnvironmentRollouts:
                 raise
             what, fix = f"making the environment of row {episode.row} failed", ""
             if environment is not None:
+                method = "final_reward" if getattr(environment, "grading", False) else method
                 what = f"{type(environment).__name__}.{method} failed in turn {episode.turns} of"
                 what += f" row {episode.row}"
-                fix = ", or set on_env_error='drop' or 'score' to train without such episodes"
+                fix = (
+                    ", or set on_env_error: 'drop' leaves out such episodes, 'score' penalizes them"
+                )
             if on_error == "raise":
-                raise RolloutError(f"{what}: {episode.error}; fix the environment{fix}") from error
+                cause = str(error) if isinstance(error, RolloutError) else episode.error
+                raise RolloutError(f"{what}: {cause}; fix the environment{fix}") from error
             logger.warning("%s: %s", what, episode.error)
             # A scored failure is an end, not a truncation: the policy learns from the penalty.
             grader = method == "final_reward" or isinstance(error, RewardError)
@@ -490,15 +502,11 @@ class FunctionRollouts:
     """
 
     shares_weights = True  # the function reads the weights from the trainer
+    logprob_kind: Literal["sampled", "raw", "none"] = "sampled"
 
     def __init__(self, function: RolloutFunc, trainer: Callable[[], Any], *, pad_id: int) -> None:
         self._function, self._trainer, self._pad = function, trainer, pad_id
         self._version = 0
-
-    @property
-    def logprob_kind(self) -> Literal["sampled", "raw", "none"]:
-        """Those that the function returns."""
-        return "sampled"
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
         """Record the version; the function reads the weights itself."""

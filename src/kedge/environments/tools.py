@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from kedge.background import in_thread
 from kedge.environments.pool import MakeEnvironment
 from kedge.environments.turn_tokens import valid_text
-from kedge.errors import ConfigError, RewardError
+from kedge.errors import ConfigError, RolloutError
 from kedge.protocols import Observation
 from kedge.types import Response, ToolCall
 
@@ -25,8 +25,8 @@ class ToolEnvironment:
 
     The chat template shows the functions to the policy; results go back as tool messages.  A call
     that cannot be read, an unknown name, arguments that do not match the schema and an exception
-    become messages to the policy.  An answer that is cut off by a token limit truncates the
-    episode.  The reward is that of ``target.get_reward()`` at the end, 0 without one.
+    become messages to the policy; a ``RolloutError`` fails the episode.  An answer that is cut off
+    by a token limit truncates it.  The reward is that of ``target.get_reward()`` at the end, or 0.
 
     Calls of one turn run at the same time, async ones on the event loop and others in threads;
     those of methods of ``target``, which share its state, one after another.
@@ -55,7 +55,7 @@ class ToolEnvironment:
         # Functions and their schemas by name.
         functions = zip((*tools, *methods), self.tools, strict=True)
         self._functions = dict(zip(names, functions, strict=True))
-        self._iterations = 0
+        self._iterations, self.grading = 0, False  # grading: the final reward is being computed
 
     @property
     def gives_rewards(self) -> bool:
@@ -64,7 +64,7 @@ class ToolEnvironment:
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Any:
         """Begin an episode: reset the target with the columns of the row."""
-        self._iterations = 0
+        self._iterations, self.grading = 0, False
         if self._target is None:
             return None, {}
         columns = dict(options)
@@ -82,10 +82,8 @@ class ToolEnvironment:
             whole = response.terminated
             ending = "answer" if whole else "token_limit"
             info = {"ending": "turn_limit" if calls else ending}
-            try:
-                final = self.final_reward()
-            except Exception as error:  # raised by the target
-                raise RewardError(_error_text(error)) from error
+            self.grading = True
+            final = self.final_reward()
             return _finish(final, lambda reward: (None, reward, whole, not whole, info))
         self._iterations += 1
         results = self._results(calls)
@@ -308,6 +306,8 @@ def _methods(target: Any) -> list[Tool]:
 
 
 def _error_text(error: BaseException) -> str:
+    if isinstance(error, RolloutError):  # not the policy's mistake
+        raise error
     return f"Error: {type(error).__name__}: {error}"
 
 

@@ -90,15 +90,15 @@ NAMES: dict[str, str] = {
     "with vLLM: of the weights that sampled this batch, largest of the engines",
     "rollout/stale_gap": "the same for responses sampled with older weights",
     "environment/turns": "turns of the policy per episode",
-    "environment/seconds": "seconds of sampling spent waiting for environments",
-    "environment/model_seconds": "seconds of sampling spent in the model",
+    "environment/seconds": "seconds of sampling spent waiting for environments, per episode",
+    "environment/model_seconds": "the same spent in the model",
     "environment/errors": "share of episodes whose environment failed",
     "environment/ended_done": "share of episodes that ended because their environment said so; "
     "ended_truncated: it cut them off; ended_answer: an answer without a call; ended_turn_limit, "
     "ended_token_limit, ended_time_limit: limits; ended_environment_error, ended_grader_error: the "
     "environment, or its reward, failed",
     "environment/hung_calls": "calls of environments beyond environment_timeout that have not "
-    "ended; each keeps a thread, at most environment_concurrency",
+    "ended, when an episode is done; each keeps a thread, at most environment_concurrency",
     "environment/cut_observations": "observations per episode whose middle was cut, because they "
     "left no room for a turn",
     "environment/new_contexts": "new contexts per episode (NewContext)",

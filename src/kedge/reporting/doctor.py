@@ -65,7 +65,7 @@ def open_question(log: RunLog) -> str:
 @rule
 def dead_reward(log: RunLog) -> str | None:
     """Read completions with their rewards; usual causes: a verifier that never matches, a missing
-    column, a reward model without a trained head.
+    column, a reward model without a trained head, a task that the initial policy never solves.
     """
     spread = log.series("objective/scores_std")
     spread = spread[: max(1, len(spread) // 2)]  # later, all prompts may be solved
@@ -79,8 +79,8 @@ def dead_reward(log: RunLog) -> str | None:
 
 @rule
 def responses_without_a_score(log: RunLog) -> str | None:
-    """The log shows the first failure; fix the reward function, or score failures with
-    on_reward_error="score".
+    """The log shows the first failure; fix the reward function or environment, or score failures
+    with on_reward_error="score" or on_env_error="score".
     """
     dropped, batch = log.last("rollout/dropped_rows", 1.0), responses_per_batch(log)
     text = f"{dropped:.1f} of {batch:.0f} responses per batch are dropped"
@@ -100,15 +100,15 @@ def tools_are_never_called(log: RunLog) -> str | None:
 
 
 @rule
-def tool_calls_are_never_valid(log: RunLog) -> str | None:
-    """Compare a call in the sample tables with the format of the chat template; raise
-    max_turn_tokens if calls are cut off, or start from a model that knows the format.
+def tool_calls_fail(log: RunLog) -> str | None:
+    """Read the tools' answers in the sample tables. If calls cannot be read, compare them with the
+    chat template, raise max_turn_tokens, or start from a model that knows the format.
     """
-    calls = sum(log.series("environment/tool_calls"))
-    invalid = sum(log.series("environment/invalid_calls"))
-    return (
-        f"{invalid / calls:.0%} of the calls cannot be read" if invalid >= 0.9 * calls > 0 else None
-    )
+    names = ("tool_calls", "tool_errors", "invalid_calls")
+    calls, failed, invalid = (sum(log.series(f"environment/{name}")) for name in names)
+    text = f"{failed / (calls or 1):.0%} of the calls are answered with an error,"
+    text += f" {invalid / (calls or 1):.0%} cannot be read"
+    return text if max(failed, invalid) >= 0.9 * calls > 0 else None
 
 
 @rule
@@ -143,10 +143,11 @@ def nothing_ends(log: RunLog) -> str | None:
     stop token of the model (stop_token_id); stop_token=None declares fixed-length responses.
     """
     cut, ended = log.series("completions/truncated_ratio"), sum(log.series("val/num_eos_tokens"))
-    if not cut or min(cut) < 1.0 or ended or log.fixed_length:
+    episodes = log.series("environment/turns")  # how these end is in environment/ended_...
+    if not cut or min(cut) < 1.0 or ended or log.fixed_length or episodes:
         return None
-    length, turns = log.last("completions/max_length"), log.series("environment/turns")
-    limit = "" if turns or math.isnan(length) else f" at {length:.0f} tokens"
+    length = log.last("completions/max_length")
+    limit = "" if math.isnan(length) else f" at {length:.0f} tokens"
     return f"all responses are truncated by the length limit{limit}"
 
 
@@ -272,8 +273,8 @@ def entropy_collapses(log: RunLog) -> str | None:
 
 @rule
 def the_value_explains_nothing(log: RunLog) -> str | None:
-    """Initialize it from the reward model (value_source), pretrain it (value_warmup_steps), or
-    change value_learning_rate.
+    """Initialize it from the reward model (value_source), pretrain it (kedge value fit,
+    value_warmup_steps), or change value_learning_rate.
     """
     known = log.series("val/explained_variance")
     if len(known) < MIN_ROWS:
@@ -390,14 +391,16 @@ def the_score_did_not_rise(log: RunLog) -> str | None:
 
 @rule
 def environments_are_slower_than_the_model(log: RunLog) -> str | None:
-    """Make step() async or cheaper, raise max_concurrency, or set max_lag=1, so that sampling
-    overlaps with training.
+    """Make step() async or cheaper, raise environment_concurrency, or set max_lag=1, so that
+    sampling overlaps with training.
     """
     names = ("environment/seconds", "environment/model_seconds", "time/step")
     waiting, model, step = (median(log.series(name) or [math.nan]) for name in names)
-    text = f"{waiting:.2g} s of an iteration of {step:.2g} s wait for environments"
-    slow = waiting > model and waiting >= 0.3 * step
-    return f"{text}, {model:.2g} s for the model" if slow else None
+    steps = max((row.get("step", 1) for row in log.rows), default=1)
+    rows = max(log.series("episode"), default=0) / max(steps, 1)
+    text = f"{waiting * rows:.2g} s of an iteration of {step:.2g} s wait for environments"
+    slow = waiting > model and waiting * rows >= 0.3 * step
+    return f"{text}, {model * rows:.2g} s for the model" if slow else None
 
 
 LIVE = (fewer_responses_end, tokens_too_old_to_train_on)  # checked during a run, too

@@ -199,16 +199,15 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def load_module(where: str, prefix: str) -> Any:
-    """Import a module by its dotted name, or a Python file as the module ``prefix_stem``."""
+    """Import a module by its dotted name, or a Python file as ``prefix_stem``, with its folder."""
     if not where.endswith(".py"):
         return importlib.import_module(where)
     path = Path(where).expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"file not found: {path}")
+    sys.path += {str(path.parent)} - {*sys.path}  # it may import its neighbors, as a script may
     name = f"{prefix}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
+    spec: Any = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # so that pickle finds its definitions
     spec.loader.exec_module(module)

@@ -109,8 +109,11 @@ class GroupRequests(Generic[T]):
 
     @property
     def unfinished(self) -> int:
-        """Rows without a result."""
-        return len(self._of_row)
+        """Rows without a result; not 0 while complete groups were not taken.
+
+        A weight sync or a whole batch may complete the last rows, and callers stop at 0.
+        """
+        return len(self._of_row) or len(self._groups)
 
     def add(self, prompts: PromptBatch, sampling: Sampling) -> range:
         """Add whole groups; returns the key of each row, in order."""

@@ -223,13 +223,7 @@ class Run(Hooks):
             with self.best_effort.writing("recorded rollouts", self.recorder.folder):
                 self.recorder.write(step, rollout, reward_output)
         if step == 0 and self.args.preflight:
-            self.check_first_batch(rollout, reward_output)
-            if self.screen is not None:
-                sizes = self.engine.batch_sizes
-                self.screen.note(
-                    f"preflight passed; {sizes.iterations} iterations of {sizes.batch_size}"
-                    f" responses, {sizes.optimizer_steps_per_iteration} optimizer steps each"
-                )
+            self._check_first_batch(rollout, reward_output)
 
     def on_experience(self, step: int, experience: Experience) -> None:
         """Keep the rows of the token log."""
@@ -324,8 +318,7 @@ class Run(Hooks):
                 metrics["memory/peak_gpu"] = torch.cuda.max_memory_allocated() / 2**20
         return metrics
 
-    def check_first_batch(self, rollout: Rollout, reward_output: RewardOutput) -> None:
-        """Run the preflight checks."""
+    def _check_first_batch(self, rollout: Rollout, reward_output: RewardOutput) -> None:
         from kedge.loop.preflight import FULL_PRECISION, LOW_PRECISION, preflight
 
         low = self.learner.low_precision or self.args.tf32
@@ -347,6 +340,13 @@ class Run(Hooks):
         )
         for problem in problems:
             self._warn(f"preflight: {problem}")
+        if self.screen is not None:
+            sizes, passed = self.engine.batch_sizes, reward_output.valid.any()
+            count, steps = sizes.iterations, sizes.optimizer_steps_per_iteration
+            self.screen.note(
+                f"{'preflight passed; ' * bool(passed)}{count} iteration{'s' * (count != 1)} of"
+                f" {sizes.batch_size} responses, {steps} optimizer step{'s' * (steps != 1)} each"
+            )
 
     def end_epoch(self) -> None:
         """End the open pass over the prompts, if there is one.

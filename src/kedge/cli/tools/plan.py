@@ -240,7 +240,7 @@ def size_rows(config: OnPolicyConfig, batches: BatchSizes, facts: dict[str, int]
     response, prompt = config.response_length, [*facts.values()][-1]
     micro = (
         f"samples per forward pass; {batches.micro_rows} per process, "
-        f"{batches.micro_batches} passes per optimizer step"
+        f"{batches.micro_batches} pass{'es' * (batches.micro_batches != 1)} per optimizer step"
     )
     if batches.max_tokens_per_micro_batch is not None:
         micro = f"not used: passes of at most {batches.max_tokens_per_micro_batch:,} tokens"
@@ -250,7 +250,7 @@ def size_rows(config: OnPolicyConfig, batches: BatchSizes, facts: dict[str, int]
         ("processes", batches.world_size, ""),
         *((name, value, "") for name, value in facts.items()),
         ("batch", batches.batch_size, f"samples; {batches.local_rows} per process"),
-        ("prompts per iteration", batches.prompts, f"{batches.group} responses each"),
+        ("prompts per iteration", batches.prompts, f"responses each: {batches.group}"),
         ("mini-batch", batches.mini_batch_size, mini),
         ("micro-batch", batches.micro_batch_size, micro),
         ("optimizer steps per iteration", batches.optimizer_steps_per_iteration, passes),

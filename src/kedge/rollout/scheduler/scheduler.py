@@ -140,8 +140,8 @@ class RolloutScheduler:
         if self._dispatcher.in_flight and not ready:
             raise ConfigError(
                 "in_flight_weight_updates=True needs a rollout engine that gets weights while it"
-                f" holds single requests, but {type(rollouts).__name__} samples partial batches as"
-                " a whole; leave it out"
+                f" holds single requests, but {type(rollouts).__name__} does not (vLLM: not with an"
+                " adapter or vllm_sleep, and servers only from 0.32 on); leave it out"
             )
 
     @contextmanager

@@ -46,13 +46,12 @@ def play_in(
         engine,
         make,
         tokenizer,
-        max_turns=args.max_turns,
-        max_turn_tokens=args.max_turn_tokens,
         max_seconds=args.max_episode_seconds,
         timeout=args.environment_timeout,
         max_concurrency=args.environment_concurrency,
         on_env_error=args.on_env_error,
         env_error_score=args.env_error_score,
+        **{x: getattr(args, x) for x in ("max_turns", "max_turn_tokens", "max_observation_tokens")},
         **options,
     )
 

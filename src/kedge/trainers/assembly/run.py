@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 LARGE = 300_000_000  # weights; smaller models take larger learning rates, and are for experiments
+MEDIUM = 100_000_000  # trained weights; at 135M the default of 5e-5 clips a third of the tokens
 HIGH_RATE = 2e-5
 HIGHEST_RATE = 1e-2  # no transformer trains at a higher learning rate
 SMALL_BATCH = 16  # responses per batch
@@ -198,17 +199,19 @@ def advise(args: OnPolicyConfig, policy: nn.Module, sizes: BatchSizes) -> Iterab
     batch_size = sizes.batch_size
     weights = sum(p.numel() for p in policy.parameters())
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    high = args.learning_rate >= HIGH_RATE and args.num_ppo_epochs > 1
+    rate, large = args.learning_rate, trained >= LARGE  # adapters take larger learning rates
+    high = rate >= HIGH_RATE if large else rate > HIGH_RATE and trained >= MEDIUM
     if args.learning_rate > HIGHEST_RATE:
         yield (
             f"learning_rate={args.learning_rate:g} is far too high for a language model, which"
             " diverges; typical: 1e-6 to 5e-5 for all weights, 1e-4 for adapters"
         )
-    elif high and trained >= LARGE:  # adapters take larger learning rates
+    elif high and args.num_ppo_epochs > 1:
         yield (
             f"learning_rate={args.learning_rate:g} with num_ppo_epochs={args.num_ppo_epochs} is"
             f" high for {trained / 1e6:,.0f} million trained weights; recommended:"
-            f" learning_rate=3e-6 {N_PLUS}; `kedge init` writes today's values of every option"
+            f" learning_rate={f'3e-6 {N_PLUS}' if large else '1e-5'}; `kedge init` writes today's"
+            " values of every option"
         )
     episodes = args.total_episodes
     if episodes is not None and episodes % batch_size and args.max_steps < 1:
