@@ -11,13 +11,13 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_539,
+    ".": 2_545,
     "algorithms": 1_038,
     "checkpoint": 862,
     "classic": 3_663,
-    "cli": 3_576,
+    "cli": 3_586,
     "compat": 716,
-    "config": 3_004,
+    "config": 3_007,
     "data": 704,
     "demo": 443,
     "environments": 3_436,
@@ -27,20 +27,20 @@ BUDGETS = {
     "models": 2_158,
     "ops": 580,
     "ops/cpu": 622,
-    "pretrain": 639,
+    "pretrain": 660,
     "ray": 1_973,
-    "reporting": 2_257,
+    "reporting": 2_258,
     "rewards": 1_526,
     "rollout": 612,
     "rollout/embedded": 1_354,
     "rollout/scheduler": 1_641,
     "rollout/vllm": 2_528,
-    "trainers": 3_513,
+    "trainers": 3_524,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 47_576
-TESTS = 41_012
+TOTAL = 47_595
+TESTS = 41_172
 
 
 def count_lines(files: list[Path]) -> int:

@@ -412,6 +412,8 @@ def test_the_first_iteration_is_reported_whatever_is_logged(tmp_path, capsys, ca
     (warning,) = [r.getMessage() for r in caplog.records if "first iteration" in r.getMessage()]
     assert int(warning.split("clipped ")[1].split("%")[0]) >= 25
     assert "lower learning_rate=0.3, or num_ppo_epochs=4" in warning
+    small(total_episodes=4, logging_steps=10).train()
+    assert capsys.readouterr().out.count("step 1/1 ") == 1
     unscored = {"total_episodes": 4, "num_ppo_epochs": 1, "reward_model": None}
     with pytest.raises(RewardError):
         small(**unscored, reward_funcs=lambda completions, **_: [None] * len(completions)).train()
@@ -548,20 +550,10 @@ def test_rounding_does_not_stop_a_run_whose_first_scores_are_equal() -> None:
 
 def test_numbers_at_the_edge_of_their_ranges_train() -> None:
     trainer = small(
-        cliprange=2**64,
-        cliprange_value=math.inf,
-        vf_coef=0,
-        lam_alpha=2**64,
-        gamma=0,
-        lam_value=0,
-        kl_coef=0,
-        adam_beta1=0,
-        adam_beta2=0,
-        max_grad_norm=math.inf,
-        num_train_epochs=0.5,
-        eval_delay=2**53,
-        warmup_steps=2**53,
-        stop_strings=["\N{CHESTNUT}"],
+        **{"cliprange": 2**64, "cliprange_value": math.inf, "vf_coef": 0, "lam_alpha": 2**64},
+        **{"gamma": 0, "lam_value": 0, "kl_coef": 0, "adam_beta1": 0, "adam_beta2": 0},
+        **{"max_grad_norm": math.inf, "num_train_epochs": 0.5, "eval_delay": 2**53},
+        **{"warmup_steps": 2**53, "stop_strings": ["\N{CHESTNUT}"]},
     )
     trainer.train()
     assert trainer.state.global_step == 2

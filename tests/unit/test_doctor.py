@@ -126,8 +126,7 @@ def test_every_rule_is_on_the_page() -> None:
 
 
 def test_a_limit_of_the_environment_is_not_a_missing_stop_token() -> None:
-    cut = {**CUT, "val__num_eos_tokens": 0.0, "environment__turns": 8.0}
-    assert rules(steady(**cut, environment__ended_truncated=1.0)) == []
+    assert rules(steady(**CUT, val__num_eos_tokens=0.0, environment__turns=8.0)) == []
 
 
 def test_a_reward_of_one_turn_is_blamed_where_the_score_stays() -> None:
@@ -251,6 +250,8 @@ def test_endings_of_episodes_and_a_critic_that_starts_as_noise() -> None:
     (finding,) = examine(scored(0.5, 1.0, **cut))
     assert finding.rule == "episodes end before they are done"
     assert finding.seen == "50% by turn limit"
+    told = sentences(environment__turns=[8.0] * 10, **cut)["Episodes"]
+    assert told.endswith("; how the last ones ended: 50% turn limit, 50% done.")
     assert rules(scored(0.5, 1.0, environment__ended_grader_error=[0.1] * 10)) != []
     noise = {"val__explained_variance": [-0.4] * 4 + [0.5] * 6, "lr": [1e-5] * 10}
     falling = scored(0.5, 0.4, **noise)
