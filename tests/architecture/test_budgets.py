@@ -11,13 +11,13 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_539,
+    ".": 2_545,
     "algorithms": 1_038,
     "checkpoint": 862,
     "classic": 3_663,
-    "cli": 3_574,
+    "cli": 3_585,
     "compat": 716,
-    "config": 3_004,
+    "config": 3_006,
     "data": 704,
     "demo": 443,
     "environments": 3_436,
@@ -27,20 +27,20 @@ BUDGETS = {
     "models": 2_158,
     "ops": 580,
     "ops/cpu": 622,
-    "pretrain": 641,
+    "pretrain": 659,
     "ray": 1_978,
-    "reporting": 2_257,
+    "reporting": 2_261,
     "rewards": 1_526,
-    "rollout": 609,
+    "rollout": 612,
     "rollout/embedded": 1_354,
     "rollout/scheduler": 1_641,
     "rollout/vllm": 2_559,
-    "trainers": 3_513,
+    "trainers": 3_524,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 47_576
-TESTS = 41_012
+TOTAL = 47_629
+TESTS = 41_196
 
 
 def count_lines(files: list[Path]) -> int:

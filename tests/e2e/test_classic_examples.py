@@ -63,12 +63,8 @@ def test_sentiment(tmp_path: Path) -> None:
     torch.manual_seed(0)
     judge = AutoModelForSequenceClassification.from_config(
         LlamaConfig(
-            vocab_size=28,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_labels=2,
+            **{"vocab_size": 28, "hidden_size": 16, "intermediate_size": 32},
+            **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 2},
             pad_token_id=1,
         )
     )

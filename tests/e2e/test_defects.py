@@ -27,12 +27,8 @@ def test_d1_d2_d6_mini_batches_are_optimizer_steps(minibatches: int, accumulatio
     spy = Spy()
     trainer = small(
         per_device_train_batch_size=8 // accumulation,
-        gradient_accumulation_steps=accumulation,
-        num_mini_batches=minibatches,
-        num_ppo_epochs=3,
-        total_episodes=16,
-        learning_rate=1e-9,
-        callbacks=[spy],
+        **{"gradient_accumulation_steps": accumulation, "num_mini_batches": minibatches},
+        **{"num_ppo_epochs": 3, "total_episodes": 16, "learning_rate": 1e-9, "callbacks": [spy]},
     )
     trainer.train()
     assert spy.events.count("on_optimizer_step") == 2 * 3 * minibatches
@@ -82,15 +78,9 @@ def test_d11_the_stop_token_is_trained_when_pad_is_eos() -> None:
         return [1.0 if ids[-1] == 0 else 0.0 for ids in completion_ids]
 
     trainer = small(
-        processing_class=word_tokenizer(pad=False),
-        reward_model=None,
-        reward_funcs=stops,
-        per_device_train_batch_size=32,
-        total_episodes=32 * 14,
-        num_ppo_epochs=4,
-        learning_rate=1e-2,
-        kl_coef=0.0,
-        temperature=1.0,
+        **{"processing_class": word_tokenizer(pad=False), "reward_model": None},
+        **{"reward_funcs": stops, "per_device_train_batch_size": 32, "total_episodes": 32 * 14},
+        **{"num_ppo_epochs": 4, "learning_rate": 1e-2, "kl_coef": 0.0, "temperature": 1.0},
     )
     trainer.train()
     first, last = rows(trainer)[0], rows(trainer)[-1]

@@ -96,16 +96,10 @@ def test_win_rate_against_the_start_survives_a_resume(tmp_path: Path) -> None:
 def test_the_best_by_win_rate_is_kept_and_loaded(tmp_path: Path) -> None:
     made = trainer(
         tmp_path,
-        total_episodes=24,
-        eval_against_start=True,
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        save_total_limit=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_win_rate",
-        greater_is_better=True,
-        num_generations_eval=4,
+        **{"total_episodes": 24, "eval_against_start": True, "eval_steps": 1},
+        **{"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1},
+        **{"load_best_model_at_end": True, "metric_for_best_model": "eval_win_rate"},
+        **{"greater_is_better": True, "num_generations_eval": 4},
     )
     made.train()
     rates = {row["step"]: row["eval_win_rate"] for row in evaluations(made) if row["step"]}
@@ -159,12 +153,8 @@ class Watched(EmbeddedEngine):
 def test_an_evaluation_is_of_the_newest_weights(schedule: str) -> None:
     engine = Watched()
     made = small(
-        rollout_engine=engine,
-        max_lag=1,
-        rollout_schedule=schedule,
-        total_episodes=20,
-        eval_dataset=PROMPTS[:4],
-        eval_strategy="steps",
+        **{"rollout_engine": engine, "max_lag": 1, "rollout_schedule": schedule},
+        **{"total_episodes": 20, "eval_dataset": PROMPTS[:4], "eval_strategy": "steps"},
         eval_steps=1,
     )
     made.train()
@@ -178,14 +168,9 @@ def work(folder: str, out: str) -> None:
         Path(folder),
         per_device_train_batch_size=4 // world,
         per_device_eval_batch_size=4 // world,  # two batches of four for five prompts
-        eval_against_start=True,
-        eval_success_score=1.0,
-        num_generations_eval=4,
-        adam_epsilon=1e-3,
-        save_strategy="steps",
-        save_steps=2,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_win_rate",
+        **{"eval_against_start": True, "eval_success_score": 1.0, "num_generations_eval": 4},
+        **{"adam_epsilon": 1e-3, "save_strategy": "steps", "save_steps": 2},
+        **{"load_best_model_at_end": True, "metric_for_best_model": "eval_win_rate"},
         greater_is_better=True,
     )
     made.train()

@@ -85,14 +85,9 @@ def test_files_beside_a_run_are_missed_with_one_warning_each(
 ) -> None:
     out, rec = tmp_path / "out", tmp_path / "rec"
     made = small(
-        output_dir=str(out),
-        total_episodes=12,
-        eval_dataset=PROMPTS[:4],
-        eval_strategy="steps",
-        eval_steps=1,
-        eval_against_start=True,
-        log_token_rows=2,
-        save_rollouts=str(rec),
+        **{"output_dir": str(out), "total_episodes": 12, "eval_dataset": PROMPTS[:4]},
+        **{"eval_strategy": "steps", "eval_steps": 1, "eval_against_start": True},
+        **{"log_token_rows": 2, "save_rollouts": str(rec)},
     )
     for step in (1, 2, 3):
         full(out / "eval_completions" / f"step-{step:06d}.part")

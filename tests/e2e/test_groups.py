@@ -135,14 +135,8 @@ def test_older_and_newer_names_train_the_same() -> None:
     sizes = {k: v for k, v in SIZES.items() if k != "num_generations"}
     older = RLOOTrainer(
         config=RLOOConfig(
-            output_dir=tempfile.mkdtemp(),
-            rloo_k=4,
-            kl_coef=0.1,
-            cliprange=0.3,
-            num_ppo_epochs=2,
-            response_length=6,
-            temperature=0.9,
-            seed=3,
+            **{"output_dir": tempfile.mkdtemp(), "rloo_k": 4, "kl_coef": 0.1, "cliprange": 0.3},
+            **{"num_ppo_epochs": 2, "response_length": 6, "temperature": 0.9, "seed": 3},
             **sizes,
         ),
         tokenizer=word_tokenizer(),

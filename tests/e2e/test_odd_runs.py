@@ -14,7 +14,8 @@ import torch
 from kedge.errors import KedgeError, RewardError
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Rollout, Sampling
-from tests.e2e.small import PROMPTS, VOCAB, rows, small
+from tests.e2e.small import PROMPTS, VOCAB, length_reward, rows, small
+from tests.unit.text_toys import neox_reward
 
 
 def boom(completions: list[str], **_: Any) -> list[float]:
@@ -148,14 +149,29 @@ def test_fewer_ends_at_a_rising_score_are_named_while_it_happens(
     assert seen[0] < len(cut)
 
 
-@pytest.mark.parametrize(("rate", "warned"), [(0.03, True), (1e-5, False)])
+@pytest.mark.parametrize(
+    ("rate", "warned", "rise"), [(0.03, True, 0), (0.03, True, 1), (1e-5, False, 0)]
+)
 def test_steps_that_mask_much_are_named_when_the_policy_first_moves(
-    rate: float, warned: bool, caplog: pytest.LogCaptureFixture
+    rate: float, warned: bool, rise: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = small(total_episodes=8, value_warmup_steps=1, policy_loss="mask", learning_rate=rate)
+    how = {"value_warmup_steps": 1, "policy_loss": "mask", "warmup_steps": rise}
+    trainer = small(total_episodes=8 + 4 * rise, learning_rate=rate, **how)
     trainer.train()
     assert ("the policy's first iteration masked" in caplog.text) == warned
     assert rows(trainer)[0]["policy/clipfrac_avg"] == 0
+
+
+@pytest.mark.parametrize(("factor", "times"), [(30, 1), (0, 0)])
+def test_a_value_worse_than_the_mean_is_named_once(
+    factor: int, times: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    value = neox_reward(vocab=VOCAB)
+    value.score.weight.data.mul_(factor)
+    scores = {"reward_model": None, "reward_funcs": length_reward, "kl_coef": 0.0, "lam": 1.0}
+    trainer = small(**scores, value_model=value, value_learning_rate=0.0, total_episodes=64)
+    trainer.train()
+    assert caplog.text.count("the value was worse than the mean return") == times
 
 
 def test_equal_returns_leave_nothing_to_explain() -> None:
@@ -206,13 +222,8 @@ def test_records_of_groups_that_were_scored_together_are_logged_once(tmp_path: P
 
 def test_extra_columns_reach_the_table_and_checkpoints(tmp_path: Path) -> None:
     trainer = small(
-        reward_model=None,
-        reward_funcs=[counting()],
-        output_dir=str(tmp_path),
-        num_sample_generations=1,
-        max_lag=1,
-        save_strategy="steps",
-        save_steps=1,
+        **{"reward_model": None, "reward_funcs": [counting()], "output_dir": str(tmp_path)},
+        **{"num_sample_generations": 1, "max_lag": 1, "save_strategy": "steps", "save_steps": 1},
     )
     trainer.train()
     tables = list((tmp_path / "completions").glob("*.jsonl"))

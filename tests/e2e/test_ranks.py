@@ -33,6 +33,8 @@ def work(folder: str, out: str) -> None:
         adam_epsilon=1e-3,  # Adam would blow rounding up to the size of the learning rate
         logging_steps=1,
         max_lag=int(os.environ.get("MAX_LAG", "0")),
+        **{"value_source": "copy", "freeze_value_attention": True, "num_value_epochs": 2},
+        **{"value_learning_rate": 1e-2, "scale_rewards": "running"},
     )
     made.train()
     keys = ("objective/kl", "objective/scores", "loss/policy_avg", "loss/value_avg", "grad_norm")
@@ -157,11 +159,8 @@ def train_on_resampled_groups(folder: str, out: str) -> None:
         args=GRPOConfig(
             output_dir=folder,
             per_device_train_batch_size=GROUP_ROWS // int(os.environ["WORLD_SIZE"]),
-            num_generations=4,
-            total_episodes=5 * GROUP_ROWS,
-            dynamic_sampling=3,
-            response_length=3,
-            learning_rate=1e-3,
+            **{"num_generations": 4, "total_episodes": 5 * GROUP_ROWS, "dynamic_sampling": 3},
+            **{"response_length": 3, "learning_rate": 1e-3},
             adam_epsilon=1e-3,  # Adam would blow rounding up to the size of the learning rate
             **QUIET,
             max_lag=int(os.environ.get("MAX_LAG", "0")),
@@ -228,15 +227,9 @@ def step_in_each_way(folder: str, out: str) -> None:
     for kind in (PPOTrainer, Own):
         found = trainer(
             gpt2(),
-            kind=kind,
-            sgd=0.05,
-            batch_size=share,
-            mini_batch_size=share // 2 if kind is PPOTrainer else share,
-            ppo_epochs=2,
-            use_score_scaling=True,
-            max_grad_norm=1.0,
-            horizon=100.0,
-            target=0.5,
+            **{"kind": kind, "sgd": 0.05, "batch_size": share},
+            **{"mini_batch_size": share // 2 if kind is PPOTrainer else share, "ppo_epochs": 2},
+            **{"use_score_scaling": True, "max_grad_norm": 1.0, "horizon": 100.0, "target": 0.5},
         )
         for i in range(3):
             mine = [x[rank * share : (rank + 1) * share] for x in samples(seed=i)]

@@ -79,18 +79,11 @@ def work(folder: str, out: str) -> None:
     distributed.fully_shard = peaks.around(distributed.fully_shard)  # type: ignore[assignment]
     made = PPOTrainer(
         PPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=2,
-            total_episodes=8,
-            num_mini_batches=1,
-            num_ppo_epochs=1,
-            response_length=4,
+            **{"output_dir": folder, "per_device_train_batch_size": 2, "total_episodes": 8},
+            **{"num_mini_batches": 1, "num_ppo_epochs": 1, "response_length": 4},
             local_rollout_forward_batch_size=int(os.environ["RANK"]) + 1,  # unequal passes
-            save_strategy="no",
-            preflight=False,
-            num_sample_generations=0,
-            use_cpu=True,
-            disable_tqdm=True,
+            **{"save_strategy": "no", "preflight": False, "num_sample_generations": 0},
+            **{"use_cpu": True, "disable_tqdm": True},
         ),
         word_tokenizer(),
         str(models / "policy"),

@@ -9,10 +9,14 @@ import torch
 
 from kedge.cli.tools import value as command
 from kedge.errors import DataError
+from kedge.loop import updater
+from kedge.loop.stages import make_experience
 from kedge.pretrain import value
 from kedge.pretrain.value import check_value, read_episodes
 from kedge.testing import tiny_policy
 from tests.e2e.small import VOCAB, rows, small
+from tests.environments.test_new_contexts import Compact
+from tests.environments.toys import Odd, chat_tokenizer, played
 from tests.unit.text_toys import EOS, word_tokenizer
 
 PROMPTS = [{"prompt": f"w{3 + i // 4}" + " w3" * (i % 4)} for i in range(64)]
@@ -61,14 +65,9 @@ def test_fit_check_and_ppo(recorded, tmp_path, capsys):
 
     def explained(**options):
         trainer = small(
-            model=str(recorded / "policy"),
-            reward_model=None,
-            reward_funcs=by_prompt,
-            train_dataset=PROMPTS,
-            per_device_train_batch_size=12,
-            kl_coef=0.0,
-            lam=1.0,
-            total_episodes=12,
+            **{"model": str(recorded / "policy"), "reward_model": None, "reward_funcs": by_prompt},
+            **{"train_dataset": PROMPTS, "per_device_train_batch_size": 12, "kl_coef": 0.0},
+            **{"lam": 1.0, "total_episodes": 12},
             **options,
         )
         trainer.train()
@@ -86,9 +85,64 @@ def test_rows_of_other_libraries(tmp_path):
     assert episodes.rollout.loss_mask.sum(1).tolist() == [3, 2]  # with its EOS, and cut off
     returns = episodes.reward_output.token_rewards
     assert returns.tolist() == [[0.5, 1.0, 2.0], [1.0, 2.0, 0.0]]
-    file.write_text(json.dumps({"prompt": "w3"}))
-    with pytest.raises(DataError, match="row 1 must have prompt and completion"):
-        read_episodes([str(file)], word_tokenizer())
+    file.write_text(json.dumps(row | {"completion": None, "response": ""}))
+    empty = read_episodes([str(file)], word_tokenizer(), longest=9)
+    assert empty.reward_output.token_rewards.tolist() == [[2.0]]  # its EOS
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"response": None}, "row 1 must have prompt and completion"),
+        ({"reward": float("nan")}, "a number in float32"),
+        ({"reward": 1e39}, "a number in float32"),  # trained to NaN
+        ({"finished": "false"}, "finished, if it is there, True or False"),  # was an end
+        ({"response": " w5" * 8}, "row 1 has 9 tokens, but the model reads 9 at most"),
+        ({"response": "", "finished": False}, "no rows with a response"),
+    ],
+)
+def test_rows_that_cannot_train_are_named(tmp_path, change, problem):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "w3", "response": "\ud800 w5", "reward": 2.0} | change))
+    with pytest.raises(DataError, match=problem):
+        read_episodes([str(file)], word_tokenizer(), longest=9)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"credit": "turn", "gamma": 0.9}, {"gamma": 0.9, "scale_rewards": "running"}]
+)
+def test_targets_and_values_are_those_of_ppo(options, tmp_path, monkeypatch):
+    """Of episodes with new contexts, with lambda 1, in the last iteration."""
+    made, folder = [], str(tmp_path / "rollouts")
+    monkeypatch.setattr(
+        updater, "make_experience", lambda *args: made.append(make_experience(*args)) or made[-1]
+    )
+    how = {"environment": Compact, "response_length": 80, "max_turns": 4, "save_rollouts": folder}
+    how |= {"learning_rate": 0.0, "kl_coef": 0.0, "lam": 1.0, "value_source": "copy"}
+    trainer = played(**how, value_learning_rate=3e-2, **options)
+    trainer.train()
+    scaled = options.pop("scale_rewards", None) == "running"
+    episodes = read_episodes([folder], chat_tokenizer(), scale_rewards=scaled, **options)
+    last, mask = made[-1][0], episodes.rollout.loss_mask
+    found = episodes.reward_output.token_rewards[-len(last) :][mask[-len(last) :]]
+    expected = last.returns[last.value_mask]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # turns: 0.72 by tokens
+    what = {"values": True, "reference": False, "full_kl": False}
+    values = trainer.engine.learner.compute_logprobs(episodes.rollout, **what).values
+    found = value._predict(trainer.engine.learner.value, episodes.rollout)
+    expected = values[:, : mask.shape[1]][mask]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # 0.017 if read as one context
+
+
+def test_failed_episodes_are_left_out_and_sources_mixed(tmp_path):
+    folder, file = tmp_path / "rollouts", tmp_path / "rows.jsonl"
+    trainer = played(environment=Odd, on_env_error="drop", save_rollouts=str(folder))
+    trainer.train()
+    dropped = sum(row["rollout/dropped_rows"] for row in rows(trainer))
+    file.write_text(json.dumps({"prompt": "w3", "response": " w5", "reward": 2.0}))
+    episodes = read_episodes([str(folder), str(file)], chat_tokenizer())
+    assert (len(episodes), dropped) == (8 + 1 - dropped, 2)
+    assert episodes.rollout.loss_mask.any(1).all()
 
 
 def test_the_check_by_hand(monkeypatch, tmp_path):

@@ -271,17 +271,11 @@ def writing(
         plain.learner.world_size = size
         plain.learner.all_reduce = lambda x: ranks.run_on_first(x, lambda xs: [sum(xs)] * size)
     run = kind(
-        source=Batches(rank, size),
-        rollout_engine=samplers[0],
-        reward=parts.get("reward", Judge()),
-        learner=plain.learner,
-        algorithm=parts.get("algorithm", plain.algorithm),
-        kl=plain.kl,
-        batch_sizes=plain.batch_sizes,
-        sampling=plain.sampling,
-        max_lag=lag,
-        partial_batches=pieces,
-        in_flight_weight_updates=in_flight,
+        **{"source": Batches(rank, size), "rollout_engine": samplers[0]},
+        **{"reward": parts.get("reward", Judge()), "learner": plain.learner},
+        **{"algorithm": parts.get("algorithm", plain.algorithm), "kl": plain.kl},
+        **{"batch_sizes": plain.batch_sizes, "sampling": plain.sampling, "max_lag": lag},
+        **{"partial_batches": pieces, "in_flight_weight_updates": in_flight},
     )
     run.log, run.newest = [], []
     return run

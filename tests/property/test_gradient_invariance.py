@@ -53,6 +53,15 @@ def test_micro_batches_padding_order_and_groups_by_length(whole, micro_rows, pad
     assert metrics == pytest.approx(whole[1], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("how", [{"policy_loss": "mask"}, {"kl_cov": 0.3, "response_length": 50}])
+def test_micro_batches_of_other_losses(how):
+    how |= {"cliprange": 0.05, "loss_aggregation": "constant" if "kl_cov" in how else "sequence"}
+    data = batch()
+    data = replace(data, penalized=data.loss_mask & (data.ids % 3 == 0))
+    one, other = (gradient(data, ppo(**how), micro_rows=rows)[0] for rows in (ROWS, 2))
+    assert same(one, other)
+
+
 @QUICK
 @given(dropped=st.integers(0, ROWS - 1))
 def test_rows_without_loss_change_nothing(dropped):

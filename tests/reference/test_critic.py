@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import HfArgumentParser
 
 from kedge import PPOConfig
 from kedge.algorithms import ppo
+from kedge.cli.arguments import parse
 from kedge.config.ppo import RECIPES
 from kedge.errors import ConfigError
 from kedge.learner.reference import frozen_copy
@@ -196,16 +198,6 @@ class TestEntropyBonus:
         assert all(torch.equal(p, before[n]) for n, p in found.policy.named_parameters())
         assert (bonus.coef, "val/ratio" in metrics) == (0.1, False)
 
-    def test_a_resumed_run_has_the_coefficient_of_an_uninterrupted_one(self, tmp_path):
-        how = {"use_adaptive_entropy": True, "entropy_target": 2.0, "entropy_coef": 0.1}
-        how |= {"save_strategy": "steps", "save_steps": 2, "total_episodes": 16}
-        whole = small(**how, output_dir=str(tmp_path / "a"))
-        whole.train()
-        again = small(**how, output_dir=str(tmp_path / "b"))
-        again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-        ends = [rows(t)[-1]["policy/entropy_coef"] for t in (whole, again)]
-        assert ends[0] == ends[1] == pytest.approx(0.1 - 7.5 * 0.005)  # mean of the last two steps
-
     def test_adaptive_by_hand(self):
         bonus = EntropyBonus(coef=0.02, adaptive=True, target=1.0, delta=0.01, high=0.03)
         seen = [bonus.update({"policy/entropy_avg": x}) for x in (0.5, 0.9, 1.1, 1.2, 1.3, 1.4)]
@@ -297,8 +289,27 @@ class TestRecipe:
         again = replace(config, seed=3)
         assert (again.max_lag, again.num_ppo_epochs, again.policy_loss) == (0, 4, "mask")
         assert PPOConfig(**given, credit="turn").lam_alpha is None
+        config = PPOConfig(**given, value_adapter=True, policy_loss="clip")
+        assert (config.value_source, config.freeze_value_attention) == ("auto", False)
+        assert (config.cliprange, config.cliprange_high) == (0.2, None)
         with pytest.raises(ConfigError, match=r"dual_clip=3\.0 has no effect with policy_loss"):
             PPOConfig(**given, dual_clip=3.0)
+
+    def test_parsers_that_pass_every_option_and_files_that_unset_one(self, tmp_path):
+        """An option with the recipe's own value is not a sign of a copied config."""
+        flags = ["--recipe", "sao", "--output_dir", str(tmp_path), "--use_cpu", "True"]
+        (config,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(
+            [*flags, "--max_lag", "1", "--num_ppo_epochs", "1"]
+        )
+        assert {n: getattr(config, n) for n in RECIPES["sao"]} == RECIPES["sao"]
+        file = tmp_path / "sao.yaml"
+        file.write_text("lam_alpha: null\nlam_value: null\nnum_value_epochs: 1\nkl_coef: 0.05\n")
+        more = ["--config", str(file), "--value_model", "runs/critic"]
+        options = parse([*flags, *more], prog="kedge ppo")
+        config = options.config
+        assert options.script.value_model_path == "runs/critic"
+        found = config.lam_alpha, config.lam_value, config.num_value_epochs, config.kl_coef
+        assert (*found, config.value_source) == (None, None, 1, 0.05, "copy")
 
     def test_a_bad_pair(self, tmp_path):
         with pytest.raises(ConfigError, match=r"entropy_coef_min=2\.0 must be at most"):
@@ -339,23 +350,22 @@ class TestRecipe:
         assert all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0])
 
 
-def test_running_reward_scale(tmp_path):
+def test_running_reward_scale():
     """Runs with scores times 1 and 50 train alike; the log has the scores as they are.
 
     The scale of iteration k is the deviation of the scores of iterations 1 to k, in float64.
     """
     seen = {1.0: [], 50.0: []}
 
-    def trainer(factor, **options):
+    def trainer(factor):
         def reward(completions, **_):
             seen[factor].append([factor * x for x in length_reward(completions)])
             return seen[factor][-1]
 
         given = {"reward_model": None, "reward_funcs": [reward], "preflight": False}
-        return small(scale_rewards="running", whiten_advantages=False, **given, **options)
+        return small(scale_rewards="running", whiten_advantages=False, **given)
 
-    saves = {"save_strategy": "steps", "save_steps": 1}
-    runs = {f: trainer(f, output_dir=str(tmp_path / str(f)), **saves) for f in seen}
+    runs = {f: trainer(f) for f in seen}
     for run in runs.values():
         run.train()
     for one, other in zip(rows(runs[1.0]), rows(runs[50.0]), strict=True):
@@ -364,7 +374,3 @@ def test_running_reward_scale(tmp_path):
     scale = runs[1.0].engine.reward_scale
     scores = torch.tensor(seen[1.0][:2], dtype=torch.float64).flatten()
     assert scale.std == pytest.approx(float(scores.std()), rel=1e-12)
-    again = trainer(1.0, output_dir=str(tmp_path / "again"))
-    again.train(resume_from_checkpoint=str(tmp_path / "1.0" / "checkpoint-1"))
-    assert again.engine.reward_scale.state_dict() == scale.state_dict()
-    assert rows(again)[-1]["loss/value_avg"] == rows(runs[1.0])[-1]["loss/value_avg"]

@@ -550,20 +550,10 @@ def test_rounding_does_not_stop_a_run_whose_first_scores_are_equal() -> None:
 
 def test_numbers_at_the_edge_of_their_ranges_train() -> None:
     trainer = small(
-        cliprange=2**64,
-        cliprange_value=math.inf,
-        vf_coef=0,
-        lam_alpha=2**64,
-        gamma=0,
-        lam_value=0,
-        kl_coef=0,
-        adam_beta1=0,
-        adam_beta2=0,
-        max_grad_norm=math.inf,
-        num_train_epochs=0.5,
-        eval_delay=2**53,
-        warmup_steps=2**53,
-        stop_strings=["\N{CHESTNUT}"],
+        **{"cliprange": 2**64, "cliprange_value": math.inf, "vf_coef": 0, "lam_alpha": 2**64},
+        **{"gamma": 0, "lam_value": 0, "kl_coef": 0, "adam_beta1": 0, "adam_beta2": 0},
+        **{"max_grad_norm": math.inf, "num_train_epochs": 0.5, "eval_delay": 2**53},
+        **{"warmup_steps": 2**53, "stop_strings": ["\N{CHESTNUT}"]},
     )
     trainer.train()
     assert trainer.state.global_step == 2

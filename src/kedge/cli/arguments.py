@@ -72,6 +72,7 @@ class ScriptArguments(metaclass=ConfigType):
     )
 
     FOREIGN: ClassVar[Mapping[str, Foreign]] = {
+        "value_model": Alias("value_model_path"),
         "dataset_streaming": Unsupported(
             "a resumed run must see the same prompts", "leave it unset", default=False
         ),
@@ -174,7 +175,7 @@ class Parser(ConfigParser):
 
 
 def nullable(kinds: Iterable[Any]) -> frozenset[str]:
-    """Fields that accept None although it is not their default.
+    """Fields that accept None: it may be the default, but not that of a recipe.
 
     String fields are excluded: ``none`` may be meant as text.
     """
@@ -184,7 +185,7 @@ def nullable(kinds: Iterable[Any]) -> frozenset[str]:
         for f in fields(kind):
             types = set(get_args(hints[f.name]))
             optional = type(None) in types and not types & {bool, str}
-            if optional and f.default not in (None, MISSING):
+            if optional and f.default is not MISSING:
                 names.add(f.name)
     return frozenset(names)
 

@@ -173,11 +173,13 @@ class PPOConfig(OnPolicyConfig):
         names = {getattr(foreign(cls).get(name), "target", name) for name in given}
         if len(given) >= len(own):  # true if an argument parser or `replace` passed every option
             names = {name for name in recipe if getattr(c, name) != default_of(own[name])}
-            if any(getattr(c, name) == recipe[name] for name in names):
+            if 2 * sum(getattr(c, name) == recipe[name] for name in names) > len(recipe):
                 return  # the config was copied and has the recipe's values
+        names |= {"cliprange"} if "policy_loss" in names and c.policy_loss == "clip" else set()
         names |= {"cliprange_high"} if "cliprange" in names else set()
         names |= {"rollout_schedule"} if "max_lag" in names and c.max_lag == 0 else set()
         names |= {"lam_alpha"} if "lam" in names or c.credit == "turn" else set()
+        names |= {"value_source", "freeze_value_attention"} if c.value_adapter else set()
         for name, value in recipe.items():
             if name not in names:
                 setattr(c, name, value)
@@ -186,8 +188,7 @@ class PPOConfig(OnPolicyConfig):
         super()._fill_defaults()
         if isinstance(self.cliprange, list):
             if len(self.cliprange) != 2:
-                shown = ", ".join(f"{x:g}" for x in self.cliprange)
-                raise ConfigError(f"cliprange=[{shown}] must be one number or low, high")
+                raise ConfigError(f"cliprange={self.cliprange} must be one number or low, high")
             self.cliprange, self.cliprange_high = self.cliprange
 
     def _check(self) -> None:

@@ -55,14 +55,8 @@ def train_supervised(
         )
     ends = eos_token_ids(model, tokenizer)
     train, test, config = tokenize_chats(train, test, tokenizer, config, ends=ends)
-    trainer = SFTTrainer(
-        model=model,
-        args=config,
-        train_dataset=train,
-        eval_dataset=test,
-        processing_class=tokenizer,
-        peft_config=peft,
-    )
+    rows = {"train_dataset": train, "eval_dataset": test, "processing_class": tokenizer}
+    trainer = SFTTrainer(model=model, args=config, peft_config=peft, **rows)
     train_with_kernels(trainer)
     trainer.save_model(config.output_dir)
     tokenizer.save_pretrained(config.output_dir)
@@ -226,8 +220,7 @@ def init_head(model: nn.Module, *, seed: int = 0) -> None:
     head = next((head for head in heads if isinstance(head, nn.Linear)), None)
     if head is None:
         raise ConfigError(
-            f"{type(model).__name__} has no score or classifier layer to reinitialize; use"
-            " --no_fresh_head"
+            f"{type(model).__name__} has no score or classifier layer; use --no_fresh_head"
         )
     generator = torch.Generator().manual_seed(seed)
     deviation = 1 / math.sqrt(head.weight.shape[1] + 1)
@@ -266,14 +259,8 @@ def train_reward(
     model.config.pad_token_id = tokenizer.pad_token_id
     if fresh_head:
         init_head(model, seed=config.seed)
-    trainer = RewardTrainer(
-        model=model,
-        args=config,
-        train_dataset=train,
-        eval_dataset=test,
-        processing_class=tokenizer,
-        peft_config=peft,
-    )
+    rows = {"train_dataset": train, "eval_dataset": test, "processing_class": tokenizer}
+    trainer = RewardTrainer(model=model, args=config, peft_config=peft, **rows)
     _score_last_tokens(trainer)
     train_with_kernels(trainer)
     if references is not None:

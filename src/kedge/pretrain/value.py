@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,77 +17,110 @@ from kedge.errors import DataError
 from kedge.loop.seeds import seed_for
 from kedge.math.advantage import rewards_to_go
 from kedge.math.rewards import place_score
-from kedge.math.turns import number_turns
+from kedge.math.turns import number_turns, turn_returns, turn_starts
 from kedge.models.packing import pack
 from kedge.models.value_head import ScalarModel
 from kedge.reporting.log import read_objects
-from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, number_prompts
+from kedge.types import Episodes, PromptBatch, RewardOutput, Rollout, Sample, number_prompts
 
 _COMPLETIONS, _SCORES = ("completion", "response", "output"), ("score", "reward")
 BINS = 10  # bins of positions and of predictions
 ROWS = 16  # rows per forward pass
 
 
-def read_episodes(sources: Sequence[str], tokenizer: Any, *, gamma: float = 1.0) -> Sample:
+def read_episodes(
+    sources: Sequence[str],
+    tokenizer: Any,
+    *,
+    gamma: float = 1.0,
+    credit: Literal["token", "turn"] = "token",
+    scale_rewards: bool = False,
+    longest: int | None = None,
+) -> Sample:
     """Responses with their Monte Carlo returns as ``reward_output.token_rewards``.
 
-        G_t = r_t + gamma G_{t+1} over the policy's tokens
+        G_t = r_t + gamma G_{t+1} over the policy's tokens, or over turns, at their first tokens
+
+    They are those of PPO with ``lam_value=1``, ``gamma`` and ``credit``, without what PPO adds to
+    the score (KL penalty, overlong penalty).  ``scale_rewards`` divides them by the standard
+    deviation of all scores.  Responses without a score are left out.
 
     Sources are folders written with ``save_rollouts``, or .jsonl files of any library, whose rows
     have ``prompt``, one of ``completion``, ``response``, ``output`` (the texts concatenated are the
-    full one), and ``score`` or ``reward``.
+    full one), and ``score`` or ``reward``; a row may have at most ``longest`` tokens.
     """
-    samples: list[Sample] = []
+    recorded: list[tuple[Rollout, RewardOutput]] = []
     for source in sources:
         if not Path(source).is_dir():
-            samples.append(_with_returns(_read_rows(source, tokenizer), gamma))
+            recorded.append(_read_rows(source, tokenizer, longest))
             continue
-        files = sorted(Path(source).glob("step-*.json"))
-        try:
-            ranks = json.loads(files[0].read_text(encoding="utf-8"))["world_size"] if files else 1
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{files[0]} must be a recording of save_rollouts: {error}") from error
+        names = {file.stem.partition("-rank-")[2] for file in Path(source).glob("step-*.json")}
+        ranks = len(names) or 1
         for rank in range(ranks):
             replay = RolloutReplay(source, rank=rank, world_size=ranks)
-            samples += [_with_returns(replay.read(step), gamma) for step in replay.steps]
-    return Sample.cat(samples)
+            recorded += [replay.read(step) for step in replay.steps]
+    scores = torch.cat([reward.scores[reward.valid] for _, reward in recorded])
+    scale = float(scores.double().std()) if scale_rewards and len(scores) > 1 else 1.0
+    episodes = Sample.cat([_with_returns(*one, gamma, credit, scale) for one in recorded])
+    kept = episodes.rollout.loss_mask.any(1).nonzero()[:, 0]
+    if not len(kept):
+        raise DataError(f"none of the {len(episodes)} responses has a score")
+    return episodes.rows(kept)
 
 
-def _with_returns(recorded: tuple[Rollout, RewardOutput], gamma: float) -> Sample:
-    rollout, reward = recorded
+def _with_returns(
+    rollout: Rollout, reward: RewardOutput, gamma: float, credit: str, scale: float
+) -> Sample:
+    reward = reward.divide(scale)
     mask = rollout.loss_mask & reward.valid[:, None]
     rewards = place_score(torch.where(reward.valid, reward.scores, 0.0), mask)
     if reward.token_rewards is not None:
         rewards = rewards + reward.token_rewards * mask
-    returns = rewards_to_go(rewards, mask, gamma=gamma)
+    turn = rollout.episodes.turn if rollout.episodes is not None else number_turns(mask)
+    turn = torch.where(mask, turn, -1)
+    if credit == "turn":
+        mask, returns = turn_starts(turn), turn_returns(rewards, turn, gamma=gamma)
+    else:
+        returns = rewards_to_go(rewards, mask, gamma=gamma)
+    episodes = Episodes(turn=turn, rewards=rewards, valid=reward.valid)
+    kept = replace(rollout, loss_mask=mask, episodes=episodes)
     return Sample(
-        rollout=replace(rollout, loss_mask=mask, behavior_logprobs=None, allowed_tokens=None),
+        rollout=replace(kept, behavior_logprobs=None, allowed_tokens=None),
         reward_output=RewardOutput(scores=reward.scores, valid=reward.valid, token_rewards=returns),
     )
 
 
-def _read_rows(file: str, tokenizer: Any) -> tuple[Rollout, RewardOutput]:
+def _read_rows(file: str, tokenizer: Any, longest: int | None) -> tuple[Rollout, RewardOutput]:
     prompts, responses, scores, ended = [], [], [], []
     for number, row in enumerate(read_objects(Path(file)), 1):
-        prompt = row.get("prompt")
-        completion = next((row[name] for name in _COMPLETIONS if name in row), None)
-        score = next((row[name] for name in _SCORES if name in row), None)
-        texts = isinstance(prompt, str) and isinstance(completion, str) and prompt and completion
-        if not texts or not isinstance(score, int | float) or not math.isfinite(score):
+        prompt, finished = row.get("prompt"), row.get("finished", True)
+        completion = next((row[n] for n in _COMPLETIONS if row.get(n) is not None), None)
+        score = next((row[n] for n in _SCORES if row.get(n) is not None), None)
+        texts = isinstance(prompt, str) and isinstance(completion, str) and prompt
+        finite = isinstance(score, int | float) and abs(score) <= torch.finfo(torch.float32).max
+        if not texts or score is None or not finite or not isinstance(finished, bool):
             raise DataError(
-                f"{file}, row {number} must have prompt and {' or '.join(_COMPLETIONS)} (texts) and"
-                f" {' or '.join(_SCORES)} (a number), got {str(row)[:80]}"
+                f"{file}, row {number} must have prompt and {' or '.join(_COMPLETIONS)} (texts),"
+                f" {' or '.join(_SCORES)} (a number in float32), and finished, if it is there, True"
+                f" or False, got {str(row)[:80]}"
             )
-        before, both = tokenizer(prompt).input_ids, tokenizer(f"{prompt}{completion}").input_ids
+        full = f"{prompt}{completion}".encode(errors="replace").decode()  # half surrogate pairs
+        before, both = tokenizer(full[: len(str(prompt))]).input_ids, tokenizer(full).input_ids
+        if longest is not None and len(both) >= longest:
+            raise DataError(
+                f"{file}, row {number} has {len(both)} tokens, but the model reads {longest} at"
+                " most; cut it off or leave it out"
+            )
         pairs = enumerate(zip(before, both, strict=False))
         start = next((i for i, (a, b) in pairs if a != b), min(len(before), len(both)))
-        ended.append(bool(row.get("finished", True)))
-        end = [tokenizer.eos_token_id] if ended[-1] and tokenizer.eos_token_id is not None else []
-        prompts.append(both[:start])
-        responses.append(both[start:] + end)
-        scores.append(float(score))
+        end = [tokenizer.eos_token_id] if finished and tokenizer.eos_token_id is not None else []
+        if response := both[start:] + end:
+            prompts.append(both[:start])
+            responses.append(response)
+            scores.append(float(score))
+            ended.append(finished)
     if not scores:
-        raise DataError(f"{file} has no rows")
+        raise DataError(f"{file} has no rows with a response")
     ids, mask = _pad(responses, "right")
     prompt_ids, prompt_mask = _pad(prompts, "left")
     numbers = torch.arange(len(scores))
@@ -114,9 +145,8 @@ def _pad(rows: Sequence[Sequence[int]], side: Literal["left", "right"]) -> tuple
 
 def split_prompts(episodes: Sample, held_out: float, seed: int) -> tuple[list[int], list[int]]:
     """Split response numbers into training and evaluation, by prompt if there are several."""
-    prompts = episodes.rollout.prompts
-    number = number_prompts(prompts.ids, prompts.mask)
-    if len(number.unique()) < 2:  # an environment whose tasks all begin alike
+    number = number_prompts(episodes.rollout.prompts.ids, episodes.rollout.prompts.mask)
+    if len(number.unique()) < 2:  # the tasks of an environment may all begin alike
         number = torch.arange(len(number))
     known = number.unique()
     if len(known) < 2:
@@ -137,8 +167,9 @@ def _rows(episodes: Sample, index: Tensor) -> tuple[Rollout, Tensor]:
 
 def _predict(model: ScalarModel, rollout: Rollout) -> Tensor:
     """V before each token of the policy, flat [n], with gradient."""
-    prompts, device = rollout.prompts, next(model.parameters()).device
-    packed = pack(prompts.ids, prompts.mask, rollout.ids, rollout.response_mask)
+    device = next(model.parameters()).device
+    rows = rollout.prompts.ids, rollout.prompts.mask, rollout.ids, rollout.response_mask
+    packed = pack(*rows, rollout.context_start)
     values: Tensor = model(packed.to(device), packed.states(rollout.loss_mask).to(device))
     return values
 
@@ -200,13 +231,13 @@ def check_value(model: ScalarModel, episodes: Sample, index: Sequence[int]) -> d
     columns: dict[str, list[Tensor]] = defaultdict(list)
     for rows in torch.tensor(index).split(ROWS):
         rollout, returns = _rows(episodes, rows)
-        mask = rollout.loss_mask
-        turn = number_turns(mask) if rollout.episodes is None else rollout.episodes.turn
+        mask, played = rollout.loss_mask, rollout.episodes
+        assert played is not None  # set by `read_episodes`
         lengths = mask.sum(1, keepdim=True)
         columns["v"].append(_predict(model, rollout).cpu())
         columns["g"].append(returns)
         columns["tenth"].append(((mask.cumsum(1) - 1) * BINS // lengths.clamp(min=1))[mask])
-        columns["turn"].append(turn[mask])
+        columns["turn"].append(played.turn[mask])
         columns["length"].append(lengths.expand_as(mask)[mask])
         columns["end"].append(rollout.terminated[:, None].expand_as(mask)[mask])
     x = {name: torch.cat(parts) for name, parts in columns.items()}

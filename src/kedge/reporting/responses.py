@@ -175,7 +175,9 @@ class TokenLog:
             "advantage": kept.advantages,
             "reward": kept.rewards,
             "value": kept.old_values,
-            "return": kept.returns,
+            "return": None
+            if kept.returns is None
+            else kept.returns.masked_fill(~kept.value_mask, math.nan),  # no target: null
         }
         version = int(rollout.policy_version[i])
         row: dict[str, Any] = {

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MUCH_CLIPPED, MUCH_MASKED, MOST_RATIO = 0.25, 0.05, 1.2  # limits after one iteration
+MUCH_NOISE = 3  # iterations in a row in which the value is worse than the mean
 TEMPERATURE = 0.01  # arXiv:2403.17031 evaluates nearly greedily
 TABLE_ROWS = 5  # rows per table of a training batch
 VALUE_FOLDER = "value_model"
@@ -205,6 +206,7 @@ class Run(Hooks):
         self._epoch_open = False
         self._first = self._saved = self.state.global_step  # step of the last checkpoint
         self._findings: set[Rule] = set()
+        self._noise = 0.0  # last iterations in which the value was worse than the mean
 
     # -- during training --------------------------------------------------------------------------
 
@@ -259,8 +261,18 @@ class Run(Hooks):
         first = self._first + 1 == report.step < self.engine.batch_sizes.iterations
         if first and state.pending and self.screen is not None:
             self.screen.log(row, step=report.step)  # shows progress before the first logged row
-        if report.step == 1 + getattr(self.args, "value_warmup_steps", 0):
+        delay = getattr(self.args, "value_warmup_steps", 0)  # then the rate rises to its peak
+        if report.step == 1 + delay + self.args.get_warmup_steps(max(1, state.max_steps - delay)):
             self._warn_of_large_steps(row)
+        known = row.get("val/explained_variance", 0.0)
+        noise = known < 0 < row.get("lr", 0.0)
+        self._noise = self._noise + 1 if noise else min(self._noise, 0)
+        if self._noise == MUCH_NOISE:
+            self._noise = -math.inf  # say it once
+            self._warn(
+                f"in {MUCH_NOISE} iterations in a row the value was worse than the mean return:"
+                f" explained variance {known:.2f}; set value_warmup_steps, or use kedge value fit"
+            )
         if math.floor(state.epoch + 1e-9) > before:
             self.end_epoch()
         return self.callbacks.control.should_training_stop
@@ -516,12 +528,11 @@ class Run(Hooks):
         except Exception as other:
             self._warn(f"{since}, and saving a checkpoint failed: {other}")
             return
-        if args.save_only_model:
-            self._warn(f"{since}; the models are in {folder} (save_only_model=True)")
-            return
         self._warn(
-            f"{since}; no completed iteration is lost. Fix the cause and resume from {folder} with"
-            " train(resume_from_checkpoint=True), or --resume_from_checkpoint on the command line"
+            f"{since}; the models are in {folder} (save_only_model=True)"
+            if args.save_only_model
+            else f"{since}; no completed iteration is lost. Fix the cause and resume from {folder}"
+            " with train(resume_from_checkpoint=True), or --resume_from_checkpoint as a flag"
         )
 
     def _save(self) -> Path:
@@ -586,8 +597,7 @@ class Run(Hooks):
     def _fingerprint(self) -> dict[str, Any]:
         """Everything that affects the numerics, as JSON values; compared on resume.
 
-        Options, prompts and the reference's weights, but not sizes that only cut the same batch
-        into other micro-batches.
+        Options, prompts and the reference's weights, but not the sizes of micro-batches.
         """
         engine, sizes = self.engine, self.engine.batch_sizes
         values = resume_values(self.args) | {

@@ -37,7 +37,9 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--learning_rate", type=float, default=1e-5, help="fit: decays to 0")
     parser.add_argument("--freeze_attention", action="store_true", help="train without attention")
     parser.add_argument("--held_out", type=float, default=0.2, help="fit: share to check with")
-    parser.add_argument("--gamma", type=float, default=1.0, help="discount per token")
+    parser.add_argument("--gamma", type=float, default=1.0, help="discount, as in PPO")
+    parser.add_argument("--credit", choices=("token", "turn"), default="token", help="as in PPO")
+    parser.add_argument("--scale_rewards", action="store_true", help="by the scores' deviation")
     parser.add_argument("--plot", help="picture of the check, .png or .svg")
     parser.add_argument("--seed", type=int, default=0, help="fit: of the split and the order")
     flags = parser.parse_args(list(argv))
@@ -46,11 +48,10 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("kedge value fit needs --model (or --value_model) and --output_dir")
     if not fits and not flags.value_model:
         raise ConfigError("kedge value check needs --value_model, a folder that fit or ppo wrote")
-    if not 0 < flags.held_out < 1:
-        raise ConfigError(f"--held_out={flags.held_out} must be between 0 and 1")
-    for name in ("epochs", "batch_size"):
-        if getattr(flags, name) < 1:
-            raise ConfigError(f"--{name}={getattr(flags, name)} must be at least 1")
+    limits = {"held_out": (0.01, 0.99), "gamma": (0, 1), "learning_rate": (0, 1)}
+    for name, (low, high) in (limits | dict.fromkeys(("epochs", "batch_size"), (1, 10**9))).items():
+        if not low <= getattr(flags, name) <= high:
+            raise ConfigError(f"--{name}={getattr(flags, name)} must be from {low} to {high:g}")
     if flags.plot and not installed("matplotlib"):
         raise ConfigError(f"--plot needs matplotlib: {install_command('plots')}")
     return flags
@@ -59,6 +60,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> None:
     """Fit or check."""
     flags = read_flags(argv)
+    from kedge.models.compatibility import check_rows, positions
     from kedge.models.load import load_tokenizer
     from kedge.pretrain.value import check_value, fit_value, read_episodes, split_prompts
 
@@ -68,8 +70,11 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = load_tokenizer(flags.tokenizer or [*own, start][0])
     if not len(tokenizer):
         raise ConfigError(f"{start!r} has no tokenizer; give that of the policy with --tokenizer")
-    episodes = read_episodes(flags.rollouts, tokenizer, gamma=flags.gamma)
-    index, folder, model = list(range(len(episodes))), Path(start), _load(flags)
+    model = _load(flags)
+    how = {n: getattr(flags, n) for n in ("gamma", "credit", "scale_rewards")}
+    episodes = read_episodes(flags.rollouts, tokenizer, longest=positions(model.model), **how)
+    check_rows(episodes.rollout, [model.model])
+    index, folder = list(range(len(episodes))), Path(start)
     if flags.action == "fit":
         train, index = split_prompts(episodes, flags.held_out, flags.seed)
         say(f"kedge: {len(train)} responses to train on, {len(index)} held out\n")
@@ -101,6 +106,12 @@ def _load(flags: argparse.Namespace) -> Any:
     from kedge.models.model import causal_parts, no_dropout
 
     folder = flags.value_model
+    files = (value_head.HEAD_FILE, "adapter_config.json")
+    if flags.action == "fit" and folder and any(Path(folder, name).is_file() for name in files):
+        raise ConfigError(
+            f"--value_model={folder} is a head or an adapter, but fit trains whole models; start"
+            " from the policy with --model"
+        )
     if flags.action == "check" and folder and Path(folder, value_head.HEAD_FILE).is_file():
         policy: Any = load_policy(flags.model or str(Path(folder).parent)).float()
         parts = causal_parts(policy)
@@ -109,7 +120,9 @@ def _load(flags: argparse.Namespace) -> Any:
     elif folder:
         model = value_head.load_value(folder)
     else:
-        policy = load_policy(flags.model).float()
+        policy = load_policy(flags.model)
+        if hasattr(policy, "peft_config"):
+            policy = policy.merge_and_unload()
         model = value_head.copy_as_value(policy, causal_parts(policy))
     if flags.freeze_attention:
         freeze_attention(model.backbone, what="the value model")
@@ -161,7 +174,7 @@ def plot(check: dict[str, Any], file: str) -> None:
             if share is not None:
                 axes.bar(i, max(share, low), color=_BLUE if share > 0 else _RED)
             if share is not None and share < low:  # clip the bar at the edge
-                axes.text(i, low, f" {share:.2g}", ha="center", va="bottom", color="w", rotation=90)
+                axes.text(i, low, f" {share:.2g}", ha="center", va="bottom", c="white", rotation=90)
         axes.axhline(0, color="black", linewidth=0.8, label="mean return (0)")
         if check["by_length"] is not None:
             axes.axhline(check["by_length"], color="gray", ls=":", label="length, known afterwards")

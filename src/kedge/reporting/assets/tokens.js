@@ -20,6 +20,7 @@ const DERIVE = {
 const SORTS = {
   "as sampled": () => 0, "highest score": (a, b) => b.row.score - a.row.score, "lowest score": (a, b) => a.row.score - b.row.score,
   "furthest from the reference": (a, b) => b.kl - a.kl, "most changed by training": (a, b) => b.moved - a.moved, "longest": (a, b) => b.row.length - a.row.length,
+  "value most wrong": (a, b) => b.wrong - a.wrong,
 };
 
 function tokens(data) {
@@ -192,5 +193,6 @@ function measured(row, step, index) {
   return {
     row, step, index, name: `${step}.${index}`, text: row.tokens.join(""), kl: total(DERIVE.kl(row)),
     moved: total((DERIVE.ratio(row) || []).map((x) => Math.abs(x || 0))) / Math.max(1, row.tokens.length),
+    wrong: Math.max(0, ...(DERIVE.error(row) || []).map((x) => Math.abs(x || 0))),
   };
 }
