@@ -145,9 +145,8 @@ def _pad(rows: Sequence[Sequence[int]], side: Literal["left", "right"]) -> tuple
 
 def split_prompts(episodes: Sample, held_out: float, seed: int) -> tuple[list[int], list[int]]:
     """Split response numbers into training and evaluation, by prompt if there are several."""
-    prompts = episodes.rollout.prompts
-    number = number_prompts(prompts.ids, prompts.mask)
-    if len(number.unique()) < 2:  # an environment whose tasks all begin alike
+    number = number_prompts(episodes.rollout.prompts.ids, episodes.rollout.prompts.mask)
+    if len(number.unique()) < 2:  # the tasks of an environment may all begin alike
         number = torch.arange(len(number))
     known = number.unique()
     if len(known) < 2:

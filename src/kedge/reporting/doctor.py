@@ -143,9 +143,8 @@ def nothing_ends(log: RunLog) -> str | None:
     stop token of the model (stop_token_id); stop_token=None declares fixed-length responses.
     """
     cut, ended = log.series("completions/truncated_ratio"), sum(log.series("val/num_eos_tokens"))
-    episodes = log.series("environment/turns")  # how these end is in environment/ended_...
-    if not cut or min(cut) < 1.0 or ended or log.fixed_length or episodes:
-        return None
+    if not cut or min(cut) < 1.0 or ended or log.fixed_length or log.series("environment/turns"):
+        return None  # how episodes end is in environment/ended_...
     length = log.last("completions/max_length")
     limit = "" if math.isnan(length) else f" at {length:.0f} tokens"
     return f"all responses are truncated by the length limit{limit}"
