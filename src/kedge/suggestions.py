@@ -49,7 +49,13 @@ ALIASES = (
     ("model_adapter_name", "adapter_name"),
     ("train_layers", "num_layers_unfrozen", "num_unfrozen_layers", "unfreeze_layers"),
 )
-_CUTOFF = 0.5
+# Arguments of the trainers, which might be taken for options of their config.
+TRAINER_ARGUMENTS = {
+    *("model", "ref_model", "value_model", "reward_model", "processing_class", "peft_config"),
+    *("reward_funcs", "reward_processing_class", "reward_processing_classes", "optimizers"),
+    *("train_dataset", "eval_dataset", "data_collator", "callbacks", "quantization_config"),
+    *("algorithm", "rollout_func", "tools", "environment_factory"),
+}
 
 Class = TypeVar("Class", bound=type)
 
@@ -60,7 +66,7 @@ def hint(name: str, known: Collection[str], *, dashes: str = "") -> str:
         aliases = [alias for alias in names if alias in known]
         if name in names and aliases:
             return f"; it is called {dashes}{aliases[0]} here"
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=_CUTOFF)
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
     return f"; the nearest is {dashes}{close[0]}" if close else ""
 
 

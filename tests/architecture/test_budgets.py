@@ -11,36 +11,36 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_539,
-    "algorithms": 1_029,
+    ".": 2_545,
+    "algorithms": 1_038,
     "checkpoint": 862,
     "classic": 3_663,
-    "cli": 3_574,
+    "cli": 3_586,
     "compat": 716,
-    "config": 3_004,
+    "config": 3_007,
     "data": 704,
     "demo": 443,
     "environments": 3_436,
-    "learner": 1_624,
-    "loop": 1_931,
+    "learner": 1_625,
+    "loop": 1_934,
     "math": 773,
-    "models": 2_156,
+    "models": 2_158,
     "ops": 580,
     "ops/cpu": 622,
-    "pretrain": 658,
-    "ray": 1_978,
-    "reporting": 2_259,
+    "pretrain": 660,
+    "ray": 1_973,
+    "reporting": 2_258,
     "rewards": 1_526,
     "rollout": 612,
     "rollout/embedded": 1_354,
     "rollout/scheduler": 1_641,
-    "rollout/vllm": 2_559,
-    "trainers": 3_511,
+    "rollout/vllm": 2_528,
+    "trainers": 3_524,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 47_576
-TESTS = 41_012
+TOTAL = 47_595
+TESTS = 41_172
 
 
 def count_lines(files: list[Path]) -> int:

@@ -36,7 +36,8 @@ from kedge.config.rollout_engines import assume_all_packages
 from kedge.errors import ConfigError, OptionError
 from kedge.loop.batch_sizes import compute_batch_sizes
 from kedge.rewards import reward_source
-from kedge.suggestions import ALIASES
+from kedge.suggestions import ALIASES, TRAINER_ARGUMENTS
+from kedge.trainers.spec import SharedArguments
 
 PRINTED = json.loads((Path(__file__).parent / "ppo_config_defaults.json").read_text())
 FIELDS = {f.name: f for f in fields(PPOConfig)}
@@ -401,6 +402,16 @@ def test_arguments_of_trainers(trainer: type[Any]) -> None:
     assert said(trainer, "learning_rate") == (
         f"{name} has no argument 'learning_rate'; it is an option of the config"
     )
+
+
+def test_arguments_of_trainers_are_not_options() -> None:
+    trainers = (kedge.PPOTrainer, kedge.RLOOTrainer, kedge.GRPOTrainer)
+    named = {n for t in trainers for n in inspect.signature(t).parameters}
+    named -= {"args", "shared", "arguments", "unnamed"}
+    options = {f.name for f in fields(PPOConfig)}
+    assert (named | {*SharedArguments.__optional_keys__}) - options == TRAINER_ARGUMENTS
+    want = "GRPOConfig has no option 'reward_funcs'; it is an argument of the trainer"
+    assert said(GRPOConfig, "reward_funcs") == want
 
 
 def test_older_arguments_of_trainers() -> None:

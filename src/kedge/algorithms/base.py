@@ -73,7 +73,8 @@ class Algorithm:
 
     Args:
         name: shown in logs and model cards.
-        compute_advantages: ``(inputs, kl_coef) -> AdvantageOutput``, once per iteration.
+        compute_advantages: ``(inputs, kl_coef) -> AdvantageOutput``, called once per iteration
+            without gradient.
         loss: ``(policy output, micro-batch) -> Loss``: a weighted sum, never a mean.
         needs_values: a value model predicts V before each response token.
         needs_reference: the reference policy's log-probabilities are computed.
@@ -206,7 +207,8 @@ def group_advantages(
 
     G is the sum of the rewards of turn k and all later ones (GTPO, Ding et al. 2025,
     arXiv:2511.14846).  All tokens of a response or turn share the advantage.  ``totals`` are
-    float32 [B] per response, ``rewards`` [B, R] per token, of which ``trained`` bool [B, R] train.
+    float32 [B] per response, ``rewards`` float32 [B, R] per token, of which ``trained`` bool [B, R]
+    train.
 
     Returns:
         float32 [B, R], 0 outside the mask.

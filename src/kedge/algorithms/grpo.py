@@ -71,7 +71,8 @@ def grpo(  # noqa: PLR0913
 
     Args:
         epsilon: ratio clip below 1.
-        epsilon_high: ratio clip above 1; None is ``epsilon``; largest weight of "cispo" (5).
+        epsilon_high: ratio clip above 1; None is ``epsilon``.  With "cispo" the largest weight;
+            None is 5.
         delta: largest ratio of a token with negative advantage (two-sided clip), above
             1 + epsilon_high.
         beta: coefficient of the KL in the loss.  The trainer's ``kl_coef`` is that of the KL in the
@@ -82,8 +83,10 @@ def grpo(  # noqa: PLR0913
         scale_rewards: divide by the standard deviation of the group, of the batch, or not at all.
         importance_sampling_level: "sequence" is GSPO: the geometric mean of a response's ratios.
         response_length: limit of a response in tokens, for "dr_grpo" and ``overlong_buffer``.
-        mask_truncated_completions: truncated responses count for baselines alone.
-        drop_uniform_groups: exclude groups of equal scores (without KL) from the loss.
+        mask_truncated_completions: responses truncated by the length limit count for baselines but
+            are not trained on.
+        drop_uniform_groups: exclude groups of equal scores (without KL) from the loss and its
+            weights.
         dynamic_sampling: rounds in which such groups are replaced by other prompts (DAPO).
         overlong_buffer: tokens before ``response_length`` over which the score falls by up to 1.
         credit: compare responses ("token": all tokens share the advantage), or "turn" by turn.

@@ -93,7 +93,8 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         policy_loss: "mask" leaves tokens out whose ratio is outside of both clips, whatever the
             sign of the advantage (SAO, arXiv:2607.07508, with 0.3 and 5).
         loss_aggregation: weights of tokens over one optimizer step and all ranks: "token"
-            1 / tokens, "sequence" 1 / (rows length); policy loss: "constant" 1 / (rows limit).
+            1 / tokens, "sequence" 1 / (rows length); "constant" 1 / (rows response_length), in the
+            policy loss alone.
         response_length: limit of a response in tokens, for "constant" and ``overlong_buffer``.
         cliprange_value: clip of the value around its old prediction.
         vf_coef: coefficient of the value loss.

@@ -26,7 +26,8 @@ def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool =
         L = 1 / B sum_i sum_t -min(rho_t A_t, clip(rho_t) A_t)
 
     Args:
-        cliprange: ratio clip; no effect with one optimizer step per batch, as in the paper.
+        cliprange: ratio clip, epsilon; no effect with one optimizer step per batch, as in
+            the paper.
         kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.
         reference: whether there is a reference policy for the KL penalty.
     """

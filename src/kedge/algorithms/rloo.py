@@ -64,11 +64,13 @@ def rloo(
         kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.
         ratio_level: clip the ratio of responses or tokens; None: "sequence", or "token" with
             ``token_level_kl``.
-        token_level_kl: charge a token with its own and later KL, not with all KL.
+        token_level_kl: charge a token with its own and later KL, not with that of the whole
+            response.
         normalize_reward: normalize scores over the batch (mean 0, deviation 1) before clipping.
         reward_clip_range: clip range of the scores: ``(low, high)``, or c for ``(-c, c)``.
         normalize_advantage: normalize advantages to mean 0 and deviation 1 over the batch.
-        mask_truncated_completions: truncated responses count for baselines alone.
+        mask_truncated_completions: responses truncated by the length limit count for baselines but
+            are not trained on.
         credit: compare responses ("token": all tokens share the advantage), or "turn" by turn.
         reference: whether there is a reference policy for the KL penalty.
 

@@ -37,7 +37,8 @@ def load_prompts(options: Options) -> tuple[Any, Any]:
     if script.dataset_mixer_list:
         if script.dataset_name is not None:
             raise DataError(
-                f"dataset_name={script.dataset_name!r} and dataset_mixer_list: set only one"
+                f"dataset_name={script.dataset_name!r} and dataset_mixer_list are both given: set"
+                " only one"
             )
         train = load_mixture(script.dataset_mixer_list, [script.dataset_train_split], options)
         if evaluates:

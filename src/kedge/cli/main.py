@@ -106,7 +106,8 @@ def load_command(name: str) -> Callable[[list[str]], object]:
 def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, name: str) -> int:
     """Run ``command(argv)``; print an error that the user can fix on one line.
 
-    Returns the exit code: the command's if it is an integer, else 0; 2 for such an error.
+    Returns the exit code: the command's if it returns an integer, else 0; 2 for such an error, 130
+    when interrupted.
     """
     from kedge.errors import KedgeError
     from kedge.redaction import redact_words
@@ -120,13 +121,17 @@ def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, 
     except (KedgeError, OSError) as error:
         if os.environ.get("KEDGE_TRACEBACK", "0") not in ("", "0"):
             raise
-        text = " ".join(str(error).split()) or type(error).__name__  # without control codes
-        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-        print(f"{name}: error: {text}", file=sys.stderr)
+        print(f"{name}: error: {_one_line(error)}", file=sys.stderr)
         for note in getattr(error, "__notes__", ()):  # notes hold the traceback of the user's code
             print(note, file=sys.stderr)
         return 2
     return code if isinstance(code, int) else 0
+
+
+def _one_line(error: BaseException) -> str:
+    """Remove line breaks and terminal control codes from a message."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 if __name__ == "__main__":

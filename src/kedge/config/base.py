@@ -40,7 +40,7 @@ from kedge.config.declare import (
 from kedge.config.rollout_engines import check_rollout
 from kedge.errors import ConfigError, OptionError
 from kedge.redaction import redact
-from kedge.suggestions import hint
+from kedge.suggestions import TRAINER_ARGUMENTS, hint
 
 logger = logging.getLogger(__name__)
 Config = TypeVar("Config", bound="OnPolicyConfig")
@@ -121,9 +121,10 @@ def translate_option(cls: type, name: str, value: Any) -> tuple[str | None, Any]
     if name in own and isinstance(entry, str | None):
         return name, check_option(cls, name, value)
     if entry is None:
-        raise OptionError(
-            f"{cls.__name__} has no option {name!r}{hint(name, {*own, *foreign(cls)})}"
-        )
+        problem = hint(name, {*own, *foreign(cls)})
+        if name in TRAINER_ARGUMENTS:
+            problem = "; it is an argument of the trainer"
+        raise OptionError(f"{cls.__name__} has no option {name!r}{problem}")
     default = default_of(own[name]) if name in own else entry.default
     if isinstance(entry, Alias):
         value = value if same(value, default) else check_option(cls, name, value, entry)

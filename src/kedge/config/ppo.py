@@ -158,7 +158,9 @@ class PPOConfig(OnPolicyConfig):
     )
     value_warmup_steps: int = _value(0, "First iterations that train only the value model.", ge=0)
     num_value_epochs: int = _value(
-        1, "Passes of the value model over the batch for each pass of the policy.", ge=1
+        1,
+        "Passes of the value model over the batch for each pass of the policy; max_kl ends both.",
+        ge=1,
     )
     freeze_value_attention: bool = _value(
         False, "Train the value model without its attention layers (full, linear or recurrent)."

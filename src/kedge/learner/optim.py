@@ -107,7 +107,8 @@ def build_schedule(
 ) -> LRScheduler:
     """The learning-rate schedule of ``args`` over ``iterations``.
 
-    The groups of ``delayed`` weights have rate 0 in the first ``delay`` iterations and begin then.
+    The groups of ``delayed`` weights have rate 0 in the first ``delay`` iterations; their warmup
+    and decay cover the rest.
     """
     whole = _schedule(args, optimizer, iterations)
     if not delay or not isinstance(whole, LambdaLR):

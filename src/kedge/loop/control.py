@@ -107,7 +107,8 @@ class EntropyBonus:
 class StepLimits:
     """Decides about each optimizer step after its backward pass and before it is applied.
 
-    Limits are compared with means over the step's tokens on all ranks, which decide alike.
+    Limits are compared with means over all tokens of the step on all ranks, so that all ranks
+    make the same decision.
     """
 
     max_ratio: float | None = None  # skip steps with a larger mean probability ratio

@@ -1,6 +1,7 @@
 """Checks of the first batch before the first iteration trains on it.
 
-Each check compares a number that any correct setup satisfies, or names likely causes.
+Each check compares a number that any correct setup satisfies, and names likely causes if it
+fails.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from typing import Any
 class GracefulShutdown:
     """Records stop signals: the first requests a shutdown, a second of the same kind exits at once.
 
-    A launcher may send SIGTERM after the Ctrl-C that all its processes got: one request.
+    A launcher may send SIGTERM after the Ctrl-C that all its processes got; both count as one
+    request.
     """
 
     def __init__(self) -> None:

@@ -206,7 +206,8 @@ def group_rows(
 ) -> list[list[int]]:
     """Group the rows of a rollout into forward passes of ``rows`` rows of the longest one's length.
 
-    ``max_padding`` as in ``by_length``; ``by_prompt`` keeps rows of one prompt together.
+    ``max_padding`` as in ``by_length``; ``by_prompt`` keeps rows of one prompt together, to be
+    joined.
     """
     lengths = (rollout.prompts.mask.sum(1) + rollout.response_mask.sum(1)).tolist()
     tokens = rows * max(lengths)

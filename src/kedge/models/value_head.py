@@ -93,7 +93,8 @@ def scalar_model(model: nn.Module) -> ScalarModel:
     """Turn a causal sequence-classification model with one label into a value model.
 
     Raises:
-        ConfigError: the model has no backbone or head, several labels, or is not causal.
+        ConfigError: the model has no backbone or head for single states, several labels, or is
+            not causal.
     """
     name = type(model).__name__
     if isinstance(model, ScalarModel):

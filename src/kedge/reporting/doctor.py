@@ -369,7 +369,9 @@ def responses_do_not_end(log: RunLog) -> str | None:
 
 @rule
 def the_score_falls(log: RunLog) -> str | None:
-    """Fix the other findings first; lower learning_rate or kl_coef; check the reward's sign."""
+    """Fix the other findings first; otherwise lower learning_rate or kl_coef, and check the sign of
+    the reward.
+    """
     start, end, noise = score_change(log)
     falls = len(log.rows) >= 2 * MIN_ROWS and end <= start - 6 * noise
     return f"from {start:.3g} to {end:.3g} (noise: {noise:.2g})" if falls else None
@@ -391,13 +393,10 @@ def the_score_did_not_rise(log: RunLog) -> str | None:
 
 @rule
 def environments_are_slower_than_the_model(log: RunLog) -> str | None:
-    """Make step() async or cheaper, raise environment_concurrency, or set max_lag=1, so that
-    sampling overlaps with training.
-    """
+    """Make step() async or cheaper, raise environment_concurrency, or train meanwhile (max_lag)."""
     names = ("environment/seconds", "environment/model_seconds", "time/step")
     waiting, model, step = (median(log.series(name) or [math.nan]) for name in names)
-    steps = max((row.get("step", 1) for row in log.rows), default=1)
-    rows = max(log.series("episode"), default=0) / max(steps, 1)
+    rows = responses_per_batch(log)
     text = f"{waiting * rows:.2g} s of an iteration of {step:.2g} s wait for environments"
     slow = waiting > model and waiting * rows >= 0.3 * step
     return f"{text}, {model * rows:.2g} s for the model" if slow else None

@@ -27,7 +27,8 @@ class GRPOTrainer(TrainerShell):
         reward_processing_classes: tokenizers of reward models that differ from the policy's.
         ref_model: the reference of the KL terms.  None: if ``beta`` or ``kl_coef`` is above 0, a
             frozen copy of the policy; under a new adapter, the equal base model.
-        shared: ``reward_weights``, ``algorithm``, ``environment``, ...: ``SharedArguments``.
+        shared: ``reward_weights``, ``algorithm``, ``environment``, ``tools`` and others; see
+            ``SharedArguments``.
 
     Raises:
         ConfigError: invalid or conflicting options, before any weight is loaded where possible.

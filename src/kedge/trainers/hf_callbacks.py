@@ -153,7 +153,8 @@ class Callbacks:
     def restore(self, folder: str | Path) -> None:
         """Load ``trainer_state.json`` of a checkpoint; call it before ``begin``.
 
-        With ``restore_callback_states_from_checkpoint``, also those of callbacks.
+        With ``restore_callback_states_from_checkpoint``, callbacks that export their state are
+        restored too.
         """
         file = Path(folder) / STATE_FILE
         try:

@@ -32,7 +32,8 @@ class PPOTrainer(TrainerShell):
         ref_model: the reference of the KL penalty.  None: a frozen copy of the policy; under a
             new adapter, the equal base model.
         reward_model: a sequence-classification model, a folder or name, or a list of them.
-        train_dataset: prompts in a column ``prompt``, ``query`` (texts, messages) or ``input_ids``.
+        train_dataset: prompts in a column ``prompt`` or ``query`` (text or chat messages), or
+            ``input_ids``.
         value_model: the value model.  None: see ``PPOConfig.value_source``.
         data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: the built-in one.
         eval_dataset: evaluation prompts, or a dict of named datasets.
@@ -42,7 +43,8 @@ class PPOTrainer(TrainerShell):
         reward_funcs: Python functions, ``"module:function"`` strings, models, or a list of these,
             next to or instead of ``reward_model``.
         reward_processing_class: tokenizers of reward models that differ from the policy's.
-        shared: ``reward_weights``, ``algorithm``, ``environment``, ...: ``SharedArguments``.
+        shared: ``reward_weights``, ``algorithm``, ``environment``, ``tools`` and others; see
+            ``SharedArguments``.
 
     Raises:
         ConfigError: invalid or conflicting options, before any weight is loaded where possible.

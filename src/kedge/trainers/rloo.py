@@ -66,7 +66,8 @@ class RLOOTrainer(TrainerShell):
         arguments: see ``RLOOArguments``.
 
     Raises:
-        ConfigError: invalid or conflicting options or arguments.
+        ConfigError: invalid or conflicting options, both names of one argument, or positional
+            arguments.
         DataError: invalid prompts.
     """
 

@@ -122,7 +122,8 @@ class SharedArguments(TypedDict, total=False):
             ``get_reward``; or a dict of such functions chosen by the column ``environment``.
         rollout_func: ``f(prompts, trainer)`` that samples by itself; see
             ``kedge.environments.FunctionRollouts``.
-        quantization_config: of transformers, for a policy by name; needs ``peft_config``.
+        quantization_config: transformers' configuration for a policy given by name; needs
+            ``peft_config``.
     """
 
     reward_weights: Sequence[float] | None

@@ -168,7 +168,10 @@ def plan(
     world_size, columns = processes or config.world_size or 1, None
     if script.dataset_name is None and not script.dataset_mixer_list:
         if config.total_episodes is None and config.max_steps <= 0:
-            raise ConfigError("the length of the run is unknown; set --dataset_name or --max_steps")
+            raise ConfigError(
+                "the length of the run is unknown; set --dataset_name, --total_episodes or "
+                "--max_steps"
+            )
         sizes = shared_kwargs(config, compute_batch_sizes) | {"world_size": world_size}
         batches = compute_batch_sizes(**sizes, min_group=algorithm.min_group)
         facts = {"longest prompt, assumed": config.max_prompt_length or PROMPT_GUESS}
@@ -483,7 +486,8 @@ def count_parameters(
 ) -> dict[str, int]:
     """``total``, ``trained``, ``layer`` and ``root`` of a model that is built on ``meta``.
 
-    The head is "causal" or "score", one logit per sequence; an ``adapter`` trains alone.
+    The head is "causal" or "score", one logit per sequence; with an ``adapter`` nothing else
+    trains.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.modeling_layers import GradientCheckpointingLayer

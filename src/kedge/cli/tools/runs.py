@@ -21,7 +21,8 @@ DOCTOR = """\
 Prints what is wrong with runs, the numbers that say so, and what to try.  The exit code is 1 if
 anything was found."""
 REPORT = """\
-RUN is the output_dir of a run, finished or not.  The page needs no other file.
+RUN is the output_dir of a run, finished or not.  The page is self-contained: open it from disk or
+send it.
 example: kedge report runs/one --output one.html"""
 
 

@@ -301,7 +301,8 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
     if spec in (None, "ppo"):
         if kwargs:
             raise ConfigError(
-                f"--algorithm_kwargs {options} needs --algorithm; flags set the default"
+                f"--algorithm_kwargs {options} needs --algorithm; the command's default algorithm"
+                " is configured by flags"
             )
         return None
     builtin = {

@@ -437,7 +437,8 @@ def check_reference_workers(setup: Any) -> None:
     if algorithm.needs_full_kl:
         raise ConfigError(
             f"{option}: reference workers compute log-probabilities of the sampled tokens only, but"
-            " kl_estimator='full' needs the whole vocabulary; set ray_ref_workers=0"
+            " kl_estimator='full' needs the whole vocabulary; set ray_ref_workers=0, or another"
+            " estimator"
         )
     loading = setup.loading if isinstance(inputs.ref_model, str) else {}
     if any(x for name, x in loading.items() if name != "trust_remote_code"):

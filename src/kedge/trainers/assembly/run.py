@@ -232,9 +232,12 @@ def advise(args: OnPolicyConfig, policy: nn.Module, sizes: BatchSizes) -> Iterab
             " since the ratio is a mean over the response; recommended: epsilon=3e-4,"
             " epsilon_high=4e-4 (Zheng et al. 2025, arXiv:2507.18071)"
         )
-    delay = getattr(args, "value_warmup_steps", 0)
-    if delay >= sizes.iterations:
-        yield f"value_warmup_steps={delay} covers all {sizes.iterations} iterations: no policy step"
+    warmup = getattr(args, "value_warmup_steps", 0)
+    if warmup >= sizes.iterations:
+        yield (
+            f"value_warmup_steps={warmup} covers all {sizes.iterations} iterations: the policy will"
+            " not be trained"
+        )
 
 
 class RewardStage:

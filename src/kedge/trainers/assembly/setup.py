@@ -115,8 +115,10 @@ def build_setup(inputs: TrainerInputs) -> Setup:
             )
     for name, size in sizes.derived().items():
         if getattr(args, name) not in (None, size):
-            problem = f"{name}={getattr(args, name)} must be {size}, as the other sizes imply"
-            raise ConfigError(f"{problem}; leave it unset")
+            raise ConfigError(
+                f"{name}={getattr(args, name)} must be {size}, as the other sizes imply; leave it"
+                " unset"
+            )
         setattr(args, name, size)  # only in the trainer's copy
     return Setup(
         inputs=inputs,
