@@ -40,7 +40,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_323,
 }
 TOTAL = 47_592
-TESTS = 41_161
+TESTS = 41_162
 
 
 def count_lines(files: list[Path]) -> int:
