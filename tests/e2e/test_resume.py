@@ -103,7 +103,7 @@ CRITIC |= {"value_warmup_steps": 4, "warmup_steps": 1, "lr_scheduler_type": "cos
 CRITIC |= {"use_adaptive_entropy": True, "entropy_coef": 0.1, "scale_rewards": "running"}
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_lag": 1}, {"train_layers": 1}, CRITIC])
+@pytest.mark.parametrize("changes", [{}, {"max_lag": 2}, {"train_layers": 1}, CRITIC])
 def test_n_plus_n_is_two_n(tmp_path: Path, changes: dict[str, Any]) -> None:
     first = trainer(tmp_path / "cut", StopAt(3), **changes)
     first.train()
