@@ -127,6 +127,7 @@ MASKED = {"num_ppo_epochs": 1, "warmup_steps": 40, "cliprange": 0.8, "cliprange_
 METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "PPO, turns": (PPOTrainer, PPOConfig, VALUE | {"credit": "turn", "gamma": 0.98}),
     "PPO, tokens": (PPOTrainer, PPOConfig, VALUE | BY_TOKENS),
+    "PPO, value model": (PPOTrainer, PPOConfig, VALUE | BY_TOKENS | {"value_source": "copy"}),
     "SAO": (PPOTrainer, PPOConfig, SAO | MASKED),
     "SAO, clipped": (PPOTrainer, PPOConfig, SAO | CLIPPED),
     "RLOO": (RLOOTrainer, RLOOConfig, {"rloo_k": 4}),
@@ -135,7 +136,7 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def train(
-    task: Task, start: Path, output: Path, sizes: Sizes, seed: int, method: str = "PPO, turns"
+    task: Task, start: Path, output: Path, sizes: Sizes, seed: int, method: str = "PPO, value model"
 ) -> None:
     """Train the model in ``start`` by one of ``METHODS``."""
     model, tokenizer = load(start)

@@ -1,4 +1,4 @@
-"""An agent in a text world, on a CPU: expert episodes, supervised start, PPO with turn credit.
+"""An agent in a text world, on a CPU: expert episodes, supervised start, PPO with a value model.
 
 make demo-agent                            about eight minutes on two cores
 python examples/agent/run.py --quick       the same with little training, as a smoke test
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
     before = evaluate(task, folder / "sft", sizes.evaluated, args.seed)
     console.print(f"success on {sizes.evaluated} new worlds: {before['success']:.1%}")
 
-    console.rule("2. PPO, with one advantage per turn")
+    console.rule("2. PPO, with a value model")
     middle = time.perf_counter()
     train(task, folder / "sft", folder / "ppo", sizes, args.seed)
     after = evaluate(task, folder / "ppo", sizes.evaluated, args.seed)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from transformers import Lfm2ForCausalLM
+from transformers import DynamicCache, Lfm2ForCausalLM
 
+from kedge.models.compatibility import cache_argument
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Rollout, Sampling
@@ -93,12 +94,14 @@ def drained(engine):
 @torch.no_grad()
 def largest_gap(models, rollout, row):
     """Recorded log-probabilities against each token's own version after the earlier tokens."""
-    cache, read = None, rollout.prompts.ids[row][rollout.prompts.mask[row]]
+    cache, read = DynamicCache(), rollout.prompts.ids[row][rollout.prompts.mask[row]]
     gaps = [0.0]
     for slot in range(int(rollout.response_mask[row].sum())):
         model = models[int(rollout.token_versions[row, slot])].eval()
-        out = model(read[None], past_key_values=cache, use_cache=True)
-        cache, read = out.past_key_values, rollout.ids[row, slot][None]
+        out, read = (
+            model(read[None], **{cache_argument(model): cache}),
+            rollout.ids[row, slot][None],
+        )
         own = out.logits[0, -1].float().log_softmax(-1)[read]
         gaps.append(float((own - rollout.behavior_logprobs[row, slot]).abs()))
     return max(gaps)

@@ -13,7 +13,7 @@ from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Rollout, Sampling
 
-from .embedded import FAMILIES, PAD, drained, full_logits, logprobs_of, policy, prompts
+from .embedded import FAMILIES, PAD, drained, largest_gap, policy, prompts
 
 SAMPLING = Sampling(max_new_tokens=24, stop_ids=(5, 6, 7, 9))
 WITHOUT_SLOTS = ("bloom", "mistral", "gemma2", "lfm2")  # no positions, windows, recurrent layers
@@ -132,31 +132,21 @@ def test_a_group_that_is_held_is_refused() -> None:
 
 
 def test_responses_continue_with_new_weights_and_every_token_has_its_version() -> None:
-    """By hand: tokens before the update have the log-probabilities of the old weights, later ones
-    those of the new weights, up to the keys and values that the old ones left in the cache."""
+    """Up to the keys and values that the old weights left in the cache."""
     model, other = policy(), policy()
     with torch.no_grad():
         for weight in other.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
     engine = embedded(model, slots=6)
     engine.load_weights(policy_weights(model), 3)
-    sampling = Sampling(max_new_tokens=40)  # all of equal length
-    engine.submit(prompts(), sampling=sampling, seed=0)
+    engine.submit(prompts(), sampling=Sampling(max_new_tokens=40), seed=0)  # all of equal length
     assert engine.advance() is None  # 16 tokens
     engine.load_weights(policy_weights(other), 4)
     rollout = drained(engine)
     assert rollout.policy_version.tolist() == [3] * 6  # of the oldest token
-    assert rollout.token_version is not None
-    assert rollout.token_version.tolist() == [[3] * 16 + [4] * 24] * 6
-    assert rollout.token_versions.tolist() == rollout.token_version.tolist()
-    old, new = (logprobs_of(full_logits(m, rollout), rollout) for m in (model, other))
-    behavior = rollout.behavior_logprobs
-    assert behavior is not None
-    torch.testing.assert_close(behavior[:, :16], old[:, :16], rtol=0, atol=1e-4)
-    late = slice(16, None)
-    to_new = (behavior[:, late] - new[:, late]).abs().mean()
-    to_old = (behavior[:, late] - old[:, late]).abs().mean()
-    assert to_new < 0.5 * to_old
+    assert rollout.token_versions.tolist() == [[3] * 16 + [4] * 24] * 6
+    for models, low, high in (({3: model, 4: other}, 0, 1e-5), ({3: model, 4: model}, 0.1, 99)):
+        assert low <= max(largest_gap(models, rollout, row) for row in range(6)) < high
 
 
 def test_a_fixed_schedule_replays_bitwise() -> None:

@@ -122,7 +122,7 @@ FIGURES = {
     },
     "text world, PPO and SAO": {
         "README.md": rf"\| {RATE}; \[SAO\]\(docs/algorithms/sao.md\) {RATE} \|",
-        "docs/environments.md": rf"(?s)`credit=\"token\"` \| {RATE} .* also .* {RATE} \(71",
+        "docs/environments.md": rf"(?s)the default\) \| \*\*{RATE}\*\* .* also .* {RATE} \(71",
     },
     "word problems, PPO": {
         "README.md": rf"\| 52.7% \|.* {RATE} \|",

@@ -50,9 +50,8 @@ def recorded(tmp_path_factory):
 def test_fit_check_and_ppo(recorded, tmp_path, capsys):
     critic, again = tmp_path / "critic", recorded / "rollouts"
     how = ["--epochs", "40", "--batch_size", "16", "--learning_rate", "3e-3"]
-    command.main(
-        ["fit", str(again), "--model", str(recorded / "policy"), "--output_dir", str(critic), *how]
-    )
+    how += ["--model", str(recorded / "policy"), "--output_dir", str(critic)]
+    command.main(["fit", str(again), *how])
     assert ", 13 held out" in capsys.readouterr().out  # the responses to a fifth of the prompts
     check = json.loads((critic / "value_check.json").read_text())
     assert check["explained_variance"] > 0.6  # before: below 0, since every value is 0
@@ -175,6 +174,7 @@ def test_the_check_by_hand(monkeypatch, tmp_path):
     high = check(lambda returns, r: returns + 0.25 * ~r.terminated[:, None])
     assert high["truncated_bias"] == pytest.approx(0.25)
     assert high["terminated_bias"] == pytest.approx(0.0)
+    assert [len(x) for x in value.split_prompts(episodes, 0.25, 0)] == [9, 3]  # all begin alike
     assert "worse than the mean" in "".join(command.describe(check(lambda g, _: 3 - 3 * g)))
 
 

@@ -32,7 +32,6 @@ GARBAGE: list[Any] = [
     ("w5", float("nan"), False, False, {}),
     ("w5", "1.0", False, False, {}),
     ("w5", 1.0, "no", False, {}),
-    ("w5", 1.0, False, {}, {}),
     (b"w5", 0.0, False, False, {}),
     ([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], 0.0, False, False, {}),
     ({"role": "user"}, 0.0, False, False, {}),

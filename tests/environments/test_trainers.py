@@ -239,16 +239,15 @@ def bare(x):  # type: ignore[no-untyped-def]
         ({"tools": [calculator]}, "no reward is configured"),
         ({"tools": [bare], "reward_funcs": length_reward}, "the tool bare needs type hints"),
         ({"environment_factory": object}, "object must have a method reset"),
+        ({"environment_factory": Echo()}, "must be a class or a function .* got a Echo"),
+        ({"environment_factory": Echo}, "with reset and step is passed as environment="),
         ({"tools": [calculator] * 2, "reward_funcs": length_reward}, "two tools are named 'calc"),
         ({"environment": Echo, "stop_token": None, "max_turn_tokens": None}, "turns that end"),
         (
             {"environment": Echo, "min_new_tokens": 20, "max_turn_tokens": 4},
             "min_new_tokens=20 must be at most max_turn_tokens=4",
         ),
-        (
-            {"environment": {"a": Echo}, "train_dataset": None},
-            "several environments need a train_dataset",
-        ),
+        ({"environment": {"a": Echo}, "train_dataset": None}, "environments need a train_dataset"),
         (
             {"environment": Echo, "train_dataset": None, "total_episodes": None},
             "set max_steps or total_episodes",

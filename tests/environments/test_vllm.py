@@ -23,9 +23,13 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 
 
 class MoreStory:
-    """Rewards the letter e; says a word after each turn, the second time in a new context."""
+    """Rewards the letter e; says a word after each turn, or begins a new context after the second.
 
-    turns = 3
+    Answers of longer stories take time, so that turns begin at different ones.
+    """
+
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
 
     def reset(self, *, seed: int, options: Any) -> Any:
         self.turn, self.random = 0, random.Random(seed)
@@ -33,36 +37,27 @@ class MoreStory:
 
     def step(self, response: Any) -> Any:
         self.turn += 1
-        time.sleep(0.2 * self.random.random() * (self.turns > 3))
         said: Any = " Then"
-        if self.turn == 2 and self.turns > 3:
+        if self.turns > 3:
+            time.sleep(0.2 * self.random.random())
+        if self.turns > 3 and self.turn == 2:
             said = NewContext([{"role": "user", "content": "Once there was" + response.text[-20:]}])
         return said, response.text.count("e") / 10, self.turn == self.turns, False, {}
 
 
-class LongStory(MoreStory):
-    turns = 4
-
-
-def trainer(shared: Path, folder: Path, **options: Any) -> Any:
+def trainer(shared: Path, folder: Path, turns: int, engine: Any = None, **options: Any) -> Any:
     place = shared / "data" / "stories-head32"
     tokenizer = AutoTokenizer.from_pretrained(place, padding_side="left")
     tokenizer.chat_template = TEMPLATE
-    engine = options.pop("engine", None)
     return PPOTrainer(
         args=PPOConfig(
-            output_dir=str(folder),
-            **{
-                "total_episodes": 32, "per_device_train_batch_size": 16, "response_length": 40,
-                "max_turn_tokens": 8, "num_ppo_epochs": 1, "stop_token": "eos", "credit": "turn",
-                "num_sample_generations": 0, "logging_steps": 1, "save_strategy": "no",
-                "temperature": 1.0,
-                "rollout_engine": "vllm" if engine is None else "embedded", **options,
-            },
+            output_dir=str(folder), num_ppo_epochs=1, stop_token="eos", credit="turn",
+            num_sample_generations=0, logging_steps=1, save_strategy="no", temperature=1.0,
+            total_episodes=32, rollout_engine="vllm" if engine is None else "embedded", **options,
         ),
         processing_class=tokenizer,
         model=AutoModelForCausalLM.from_pretrained(place),
-        environment=MoreStory if engine is None else LongStory,
+        environment=lambda: MoreStory(turns),
         rollout_engine=engine,
         train_dataset=[{"prompt": [{"role": "user", "content": x}]} for x in PROMPTS],
     )  # fmt: skip
@@ -72,7 +67,10 @@ def trainer(shared: Path, folder: Path, **options: Any) -> Any:
 def begun(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run that has not trained, with an engine of its own."""
     options = {"async_scheduling": False}  # as with in_flight_weight_updates
-    made = trainer(shared, tmp_path_factory.mktemp("run"), vllm_engine_args=options)
+    made = trainer(
+        shared, tmp_path_factory.mktemp("run"), 3, vllm_engine_args=options, response_length=40,
+        max_turn_tokens=8, per_device_train_batch_size=16,
+    )  # fmt: skip
     yield made
     made.engine.rollout_engine.close()
 
@@ -90,10 +88,9 @@ def test_contexts_are_read_with_the_weights_of_their_time(
     """Updated in flight, within turns: by vLLM, and by the learner that trains on them."""
     monkeypatch.setattr(inprocess, "_STEPS", 1)
     made = trainer(
-        shared, tmp_path, engine=begun.engine.rollout_engine.engine,
-        **{"rollout_schedule": "as_completed", "in_flight_weight_updates": True, "max_lag": 1},
-        **{"response_length": 100, "max_turn_tokens": 14, "learning_rate": 3e-3},
-        **{"total_episodes": 32, "per_device_train_batch_size": 8},
+        shared, tmp_path, 4, begun.engine.rollout_engine.engine, in_flight_weight_updates=True,
+        rollout_schedule="as_completed", max_lag=1, response_length=100, max_turn_tokens=14,
+        learning_rate=3e-3, per_device_train_batch_size=8,
     )  # fmt: skip
     models, trained = record(monkeypatch, made)
     made.train()

@@ -94,22 +94,6 @@ def test_a_run_has_the_numbers_of_one_without_ray(max_lag, pair):
     assert [row["objective/scores"] for row in want] == pytest.approx(scores, rel=1e-5)
 
 
-def test_engines_that_die_return_their_prompts(pair):
-    actors = [engine.actor for engine in pair.engines]
-    before = sum(actor.restarts for actor in actors)
-
-    class Kill(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            if state.global_step in (2, 4):
-                os.kill(actors[state.global_step // 2 - 1].process.pid, signal.SIGKILL)
-
-    run = {"max_lag": 2, "total_episodes": 40, "rollout_schedule": "as_completed"}
-    found = numbers(small(rollout_engine=pair, callbacks=[Kill()], **run))
-    assert [row["episode"] for row in found] == [4 * n for n in range(1, 11)]
-    assert all(row.get("rollout/lag_max", 0) <= 2 for row in found)
-    assert sum(actor.restarts for actor in actors) == before + 2
-
-
 def test_an_engine_that_dies_after_an_update_in_flight_samples_with_the_newest_weights(
     pair, monkeypatch
 ):

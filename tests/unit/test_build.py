@@ -412,6 +412,8 @@ def test_the_first_iteration_is_reported_whatever_is_logged(tmp_path, capsys, ca
     (warning,) = [r.getMessage() for r in caplog.records if "first iteration" in r.getMessage()]
     assert int(warning.split("clipped ")[1].split("%")[0]) >= 25
     assert "lower learning_rate=0.3, or num_ppo_epochs=4" in warning
+    small(total_episodes=4, logging_steps=10).train()
+    assert capsys.readouterr().out.count("step 1/1 ") == 1
     unscored = {"total_episodes": 4, "num_ppo_epochs": 1, "reward_model": None}
     with pytest.raises(RewardError):
         small(**unscored, reward_funcs=lambda completions, **_: [None] * len(completions)).train()

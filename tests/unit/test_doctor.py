@@ -103,11 +103,11 @@ def test_nothing_is_said_of_a_good_run(file: Path) -> None:
         (steady(environment__tool_calls=2.0, environment__invalid_calls=1.9), "tool calls fail"),
         (steady(environment__tool_calls=2.0, environment__tool_errors=1.9), "tool calls fail"),
         (
-            steady(
-                environment__seconds=0.3,
-                environment__model_seconds=0.1,
-                time__step=6.0,
-                episode=10.0,
+            log(
+                environment__seconds=[0.3] * 8,
+                environment__model_seconds=[0.1] * 8,
+                time__step=[6.0] * 8,
+                episode=[10.0 * i for i in range(8)],
             ),
             "environments are slower than the model",
         ),
@@ -121,13 +121,11 @@ def test_rules_without_a_recorded_run_by_hand(made: RunLog, rule: str) -> None:
 
 def test_every_rule_is_on_the_page() -> None:
     text = (RUNS.parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
-    names = [check.__name__.replace("_", " ") for check in RULES]
-    assert [name for name in names if f"| {name} |" not in text] == []
+    assert [r for r in RULES if f"| {r.__name__.replace('_', ' ')} |" not in text] == []
 
 
 def test_a_limit_of_the_environment_is_not_a_missing_stop_token() -> None:
-    cut = {**CUT, "val__num_eos_tokens": 0.0, "environment__turns": 8.0}
-    assert rules(steady(**cut, environment__ended_truncated=1.0)) == []
+    assert rules(steady(**CUT, val__num_eos_tokens=0.0, environment__turns=8.0)) == []
 
 
 def test_a_reward_of_one_turn_is_blamed_where_the_score_stays() -> None:
@@ -152,9 +150,9 @@ def test_runs_that_rise_or_have_one_length_on_purpose() -> None:
     assert rules(RunLog("bare", [{"objective/scores": 1.0}])) == []
     assert rules(scored(1.0, 1.2)) == []
     slow = {"environment__seconds": 0.3, "environment__model_seconds": 0.4, "time__step": 9.0}
-    slow["episode"] = 10.0
     calls = {"environment__tool_calls": 2.0, "environment__invalid_calls": 0.5}
-    assert rules(steady(**slow, **calls)) == []
+    steps = {name: [value] * 8 for name, value in (slow | calls).items()}
+    assert rules(log(**steps, episode=[10.0 * i for i in range(8)])) == []
     some_cut = [0.01 * i for i in range(10)]
     assert rules(scored(1.0, 2.0, completions__truncated_ratio=some_cut)) == []
     cut = {"completions/truncated_ratio": 1.0, "val/num_eos_tokens": 0.0}
@@ -251,6 +249,8 @@ def test_endings_of_episodes_and_a_critic_that_starts_as_noise() -> None:
     (finding,) = examine(scored(0.5, 1.0, **cut))
     assert finding.rule == "episodes end before they are done"
     assert finding.seen == "50% by turn limit"
+    told = sentences(environment__turns=[8.0] * 10, **cut)["Episodes"]
+    assert told.endswith("; how the last ones ended: 50% turn limit, 50% done.")
     assert rules(scored(0.5, 1.0, environment__ended_grader_error=[0.1] * 10)) != []
     noise = {"val__explained_variance": [-0.4] * 4 + [0.5] * 6, "lr": [1e-5] * 10}
     falling = scored(0.5, 0.4, **noise)

@@ -237,15 +237,6 @@ def test_every_row_has_a_seed_of_its_own():
     assert asks[1].prompt == prompts().ids[1, 4:].tolist()
 
 
-def test_requests_ask_for_the_distribution_that_trains():
-    sampling = Sampling(max_new_tokens=9, min_new_tokens=2, temperature=0.7, stop_ids=(5, 6))
-    params = build_sampling_params(sampling, vocabulary=64)
-    assert params["temperature"] == 0.7
-    assert params["stop_token_ids"] == [5, 6]
-    assert (params["max_tokens"], params["min_tokens"]) == (9, 2)
-    assert params["ignore_eos"] is True
-
-
 def test_temperatures_that_vllm_would_change_are_refused():
     with pytest.raises(
         ConfigError, match=r"temperature=0.001 must be 0 .* or at least 0.01 with vLLM"

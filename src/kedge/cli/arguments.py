@@ -18,7 +18,7 @@ from kedge.config.base import ConfigType, OnPolicyConfig
 from kedge.config.compat import REMOVED
 from kedge.config.declare import Alias, Foreign, Unsupported, option, status
 from kedge.config.parser import ConfigParser
-from kedge.config.ppo import PPOv2Config
+from kedge.config.ppo import RECIPES, PPOv2Config
 from kedge.errors import ConfigError
 from kedge.suggestions import hint
 from kedge.trl_scripts import ModelConfig, read_yaml
@@ -179,13 +179,13 @@ def nullable(kinds: Iterable[Any]) -> frozenset[str]:
 
     String fields are excluded: ``none`` may be meant as text.
     """
-    names = set()
+    names, in_recipes = set(), {name for recipe in RECIPES.values() for name in recipe}
     for kind in kinds:
         hints = get_type_hints(kind)
         for f in fields(kind):
             types = set(get_args(hints[f.name]))
             optional = type(None) in types and not types & {bool, str}
-            if optional and f.default is not MISSING:
+            if optional and (f.default not in (None, MISSING) or f.name in in_recipes):
                 names.add(f.name)
     return frozenset(names)
 

@@ -188,7 +188,8 @@ class PPOConfig(OnPolicyConfig):
         super()._fill_defaults()
         if isinstance(self.cliprange, list):
             if len(self.cliprange) != 2:
-                raise ConfigError(f"cliprange={self.cliprange} must be one number or low, high")
+                shown = ", ".join(f"{x:g}" for x in self.cliprange)
+                raise ConfigError(f"cliprange=[{shown}] must be one number or low, high")
             self.cliprange, self.cliprange_high = self.cliprange
 
     def _check(self) -> None:

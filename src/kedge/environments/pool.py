@@ -120,8 +120,7 @@ class RunningCalls:
             taken = time.monotonic() - begin
             if calls.timeout is not None and taken > calls.timeout and future.cancel():
                 del self._running[future]
-                text = f"no answer within environment_timeout={calls.timeout:g} seconds"
-                ended[key] = TimeoutError(text), taken
+                ended[key] = TimeoutError(f"environment_timeout={calls.timeout:g} exceeded"), taken
         self.seconds = {key: taken for key, (_, taken) in ended.items()}
         self._start_waiting()
         return {key: result for key, (result, _) in ended.items()}

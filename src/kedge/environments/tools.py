@@ -184,17 +184,17 @@ def tool_environments(
         environment_factory: makes a target, see ``ToolEnvironment``; or a mapping of names, chosen
             by the column ``environment``.
         max_iterations: turns whose calls are made; None: no limit.
-
-    Raises:
-        ConfigError: a function has no valid schema.
     """
 
     def make(factory: Callable[[], Any] | None) -> ToolEnvironment:
+        if not (factory is None or callable(factory)):
+            raise ConfigError(
+                "environment_factory must be a class or a function that makes an object, since"
+                f" every episode needs one; got a {type(factory).__name__}"
+            )
         target = None if factory is None else factory()
         return ToolEnvironment(tools, target, max_iterations=max_iterations)
 
-    for tool in tools:
-        tool_schema(tool)
     if isinstance(environment_factory, Mapping):
         return {name: partial(make, factory) for name, factory in environment_factory.items()}
     return partial(make, environment_factory)
@@ -207,9 +207,10 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = get_json_schema(_as_function(tool))
     except Exception as error:
+        name = getattr(tool, "__name__", tool)
+        hint = " A class with reset and step is passed as environment=." * (name == "step")
         raise ConfigError(
-            f"the tool {getattr(tool, '__name__', tool)} needs type hints and a docstring"
-            f" with a section Args: {error}"
+            f"the tool {name} needs type hints and a docstring with a section Args: {error}{hint}"
         ) from error
     return schema
 

@@ -144,12 +144,13 @@ def _pad(rows: Sequence[Sequence[int]], side: Literal["left", "right"]) -> tuple
 
 
 def split_prompts(episodes: Sample, held_out: float, seed: int) -> tuple[list[int], list[int]]:
-    """Split response numbers into training and evaluation, without common prompts."""
-    prompts = episodes.rollout.prompts
-    number = number_prompts(prompts.ids, prompts.mask)
+    """Split response numbers into training and evaluation, by prompt if there are several."""
+    number = number_prompts(episodes.rollout.prompts.ids, episodes.rollout.prompts.mask)
+    if len(number.unique()) < 2:  # the tasks of an environment may all begin alike
+        number = torch.arange(len(number))
     known = number.unique()
     if len(known) < 2:
-        raise DataError(f"{len(known)} prompt cannot be split; add prompts to hold out")
+        raise DataError("a single response cannot be split; record more responses")
     generator = torch.Generator().manual_seed(seed_for(seed, "held out", 0))
     order = known[torch.randperm(len(known), generator=generator)]
     kept_out = torch.isin(number, order[: max(1, round(held_out * len(order)))])

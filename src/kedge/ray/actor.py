@@ -49,9 +49,7 @@ class Actor:
         self._revive = revive
         self._control_store = ControlStore(2 * limits.heartbeat)
         self.handle: Any = None
-        self.up = False  # it runs, and its state is restored
         self._start()
-        self.up = True
 
     def call(self, method: str, *args: Any, within: float | None = None, **named: Any) -> Any:
         """Call ``method`` of the object; repeated if the process is lost.
@@ -84,7 +82,6 @@ class Actor:
         """Kill the process; may be called again."""
         import ray
 
-        self.up = False
         if self.handle is not None and ray.is_initialized():
             ray.kill(self.handle)
         self.handle = None
@@ -104,8 +101,6 @@ class Actor:
         except LostActorError as lost:
             logger.warning("%s", lost)
             self.close()  # it may be alive, but must not be called without its state
-        else:
-            self.up = True
         return tries + 1
 
     def _start(self) -> None:

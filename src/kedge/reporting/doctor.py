@@ -143,9 +143,8 @@ def nothing_ends(log: RunLog) -> str | None:
     stop token of the model (stop_token_id); stop_token=None declares fixed-length responses.
     """
     cut, ended = log.series("completions/truncated_ratio"), sum(log.series("val/num_eos_tokens"))
-    episodes = log.series("environment/turns")  # how these end is in environment/ended_...
-    if not cut or min(cut) < 1.0 or ended or log.fixed_length or episodes:
-        return None
+    if not cut or min(cut) < 1.0 or ended or log.fixed_length or log.series("environment/turns"):
+        return None  # how episodes end is in environment/ended_...
     length = log.last("completions/max_length")
     limit = "" if math.isnan(length) else f" at {length:.0f} tokens"
     return f"all responses are truncated by the length limit{limit}"
@@ -393,13 +392,10 @@ def the_score_did_not_rise(log: RunLog) -> str | None:
 
 @rule
 def environments_are_slower_than_the_model(log: RunLog) -> str | None:
-    """Make step() async or cheaper, raise environment_concurrency, or set max_lag=1, so that
-    sampling overlaps with training.
-    """
+    """Make step() async or cheaper, raise environment_concurrency, or train meanwhile (max_lag)."""
     names = ("environment/seconds", "environment/model_seconds", "time/step")
     waiting, model, step = (median(log.series(name) or [math.nan]) for name in names)
-    steps = max((row.get("step", 1) for row in log.rows), default=1)
-    rows = max(log.series("episode"), default=0) / max(steps, 1)
+    rows = responses_per_batch(log)
     text = f"{waiting * rows:.2g} s of an iteration of {step:.2g} s wait for environments"
     slow = waiting > model and waiting * rows >= 0.3 * step
     return f"{text}, {model * rows:.2g} s for the model" if slow else None

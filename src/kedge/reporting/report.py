@@ -105,9 +105,7 @@ def _read_tables(folder: Path, most: int) -> list[Row]:
         step = file.stem.removeprefix("step-")
         if step.isdecimal() and file.is_file():
             tables[int(step)] = read_table(file)
-    share = most
-    if sum(map(len, tables.values())) > most:
-        share = max(1, most // len(tables))
+    share = most if sum(map(len, tables.values())) <= most else max(1, most // len(tables))
     return [{"step": n, "rows": tables[n][:share]} for n in sorted(tables) if tables[n]]
 
 
@@ -174,9 +172,8 @@ def _score(log: RunLog) -> str:
     verdict = "within noise"
     if abs(end - start) >= 2 * noise:
         change = abs(end - start) / log.first("objective/scores_std")
-        verdict = (
-            f"{'up' if end > start else 'down'} by {change:.2g} standard deviations of a score"
-        )
+        way = "up" if end > start else "down"
+        verdict = f"{way} by {change:.2g} standard deviations of a score"
     return _say(
         (start, f"The mean score went from {start:.3g} to {end:.3g}"),
         (noise, f": {verdict} (noise: {noise:.2g})"),
@@ -186,10 +183,13 @@ def _score(log: RunLog) -> str:
 def _episodes(log: RunLog) -> str:
     (turns, late), (before, after) = (_ends(log, f"environment/{n}") for n in ("turns", "success"))
     cut, failed = log.last("completions/truncated_ratio"), log.last("environment/errors")
+    shares = {n[18:]: log.last(n) for n in log.rows[-1] if n.startswith("environment/ended_")}
+    ends = ", ".join(f"{x:.0%} {n.replace('_', ' ')}" for n, x in shares.items() if x >= 0.005)
     told = _say(
         (turns, f"An episode has {turns:.3g} turns at the start, {late:.3g} at the end"),
         (cut, f"; {cut:.1%} are truncated"),
         (failed or math.nan, f", the environments of {failed:.1%} fail"),
+        (turns if ends else math.nan, f"; how the last ones ended: {ends}"),
     )
     won = _say((before + turns, f"Success went from {before:.1%} to {after:.1%}"))
     return f"{won} {told}".strip()
@@ -253,10 +253,9 @@ def _updates(log: RunLog) -> str:
 def _value(log: RunLog) -> str:
     start, end = _ends(log, "val/explained_variance")
     first, last = (f"{x:.0%}" if x >= 0.005 else "none" for x in (start, end))
-    text = (
-        f"The value model explained {first} of the return variance at the start, {last} at the end"
-    )
-    return _say((start, text + " (worse than predicting the mean)" * (end < -0.05)))
+    worse = " (worse than predicting the mean)" * (end < -0.05)
+    text = f"The value model explained {first} of the return variance at the start, {last} at the"
+    return _say((start, f"{text} end{worse}"))
 
 
 def _time(log: RunLog) -> str:

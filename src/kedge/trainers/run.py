@@ -258,7 +258,8 @@ class Run(Hooks):
                 torch.cuda.empty_cache()
         self.callbacks.fire("on_step_end")
         self._act()
-        if report.step == self._first + 1 and state.pending and self.screen is not None:
+        first = self._first + 1 == report.step < self.engine.batch_sizes.iterations
+        if first and state.pending and self.screen is not None:
             self.screen.log(row, step=report.step)  # shows progress before the first logged row
         delay = getattr(self.args, "value_warmup_steps", 0)  # then the rate rises to its peak
         if report.step == 1 + delay + self.args.get_warmup_steps(max(1, state.max_steps - delay)):

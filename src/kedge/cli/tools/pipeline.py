@@ -243,7 +243,8 @@ def _read_entry(
     if command == SCRIPT:
         accepted, program = {*options}, str(options["path"]).replace("${here}", here)
         if not Path(program).is_file():
-            raise ConfigError(f"{where}: {program} does not exist; ${{here}} is this file's folder")
+            problem = f"{where}: the file {program} does not exist"
+            raise ConfigError(f"{problem}; ${{here}} is the folder of the pipeline")
     else:
         flags = ppo.parser(command) if command in TRAINERS else find_module(command).parser()
         accepted = {action.dest for action in flags._actions} - {"help"}

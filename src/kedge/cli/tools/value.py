@@ -34,14 +34,14 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output_dir", help="fit: folder of the value model")
     parser.add_argument("--epochs", type=int, default=2, help="passes over the responses")
     parser.add_argument("--batch_size", type=int, default=32, help="responses per optimizer step")
-    parser.add_argument("--learning_rate", type=float, default=1e-5)
+    parser.add_argument("--learning_rate", type=float, default=1e-5, help="fit: decays to 0")
     parser.add_argument("--freeze_attention", action="store_true", help="train without attention")
     parser.add_argument("--held_out", type=float, default=0.2, help="fit: share to check with")
     parser.add_argument("--gamma", type=float, default=1.0, help="discount, as in PPO")
     parser.add_argument("--credit", choices=("token", "turn"), default="token", help="as in PPO")
     parser.add_argument("--scale_rewards", action="store_true", help="by the scores' deviation")
     parser.add_argument("--plot", help="picture of the check, .png or .svg")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="fit: of the split and the order")
     flags = parser.parse_args(list(argv))
     fits = flags.action == "fit"
     if fits and not ((flags.value_model or flags.model) and flags.output_dir):
@@ -181,11 +181,11 @@ def plot(check: dict[str, Any], file: str) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel=label, ylabel="explained variance", ylim=(low, 1))
         axes.set_xlim(0.4, len(check[name]) + 0.6)
-        axes.legend(frameon=False, fontsize="small", loc="upper left")
+        axes.legend(frameon=False, fontsize="small")
     means = [(v, g) for v, g, _ in check["calibration"]]
     calibration.plot([v for v, _ in means], [g for _, g in means], "o-", color=_BLUE)
     ends = [pick(x for pair in means for x in pair) for pick in (min, max)]
     calibration.plot(ends, ends, color="gray", ls=":", label="right on average")
     calibration.set(xlabel="predicted value, tenths of the tokens", ylabel="mean return")
-    calibration.legend(frameon=False, fontsize="small", loc="upper left")
+    calibration.legend(frameon=False, fontsize="small")
     figure.savefig(file, dpi=130)

@@ -19,12 +19,12 @@ from kedge.protocols import RolloutEngine
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.engines import EngineInputs, ShardedEngine, start_all
 from kedge.rollout.liveness import WorkerLimits
-from kedge.rollout.vllm.engine import VLLMEngine
+from kedge.rollout.vllm.engine import Service, VLLMEngine
 from kedge.rollout.vllm.inprocess import InProcess
 from kedge.rollout.vllm.policy_template import PolicyTemplate, weights_dtype
 from kedge.rollout.vllm.remote import Remote, read_json
 from kedge.rollout.vllm.server import Server
-from kedge.rollout.vllm.service import Service, check_version, scale_out_flags
+from kedge.rollout.vllm.service import check_version, scale_out_flags
 from kedge.rollout.vllm.weights import WeightFiles
 from kedge.types import Sampling
 

@@ -16,16 +16,18 @@ from kedge.errors import RolloutError, SyncError
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
 from kedge.rollout.engines import GroupRequests, build_rollout
+from kedge.rollout.vllm.inprocess import InProcess
 from kedge.rollout.vllm.policy_template import Expected, PolicyTemplate
+from kedge.rollout.vllm.remote import Remote
 from kedge.rollout.vllm.service import (
     GenerationRequest,
     GenerationResult,
-    Service,
     build_requests,
     read_responses,
 )
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
+Service = InProcess | Remote  # one vLLM; calls come from one thread at a time
 FULL_PRECISION, LOW_PRECISION = 1e-3, 5e-2  # allowed mean gaps, nats per token
 _ROUNDING = 2.5  # allowed multiple of the learner's own rounding error in low precision
 _SCORE: dict[str, Any] = {  # return log-probabilities of the prompt
@@ -68,7 +70,7 @@ class VLLMEngine:
         extra_column: bool = False,
         sleeps: bool = False,
     ) -> None:
-        self.service: Service = service
+        self.service = service
         self.spec = spec
         self._pad_id = pad_id
         self._tolerance = tolerance

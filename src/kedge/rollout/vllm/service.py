@@ -1,12 +1,12 @@
-"""One vLLM in any process: its interface, and the way from records to requests and back."""
+"""Requests to a vLLM in any process, and the way from records to requests and back."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from kedge.config.rollout_engines import LOWEST_VLLM
 from kedge.errors import ConfigError, RolloutError
 from kedge.rollout.embedded.sampling import StopStrings
 from kedge.rollout.engines import Response
-from kedge.rollout.vllm.weights import WeightPayload
 from kedge.types import PromptBatch, Sampling
 
 _MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
@@ -45,38 +44,6 @@ class GenerationResult:
     # [tokens, K]; tokens that could have been sampled, then -1; None: all
     allowed: NDArray[np.int32] | None = None
     prompt_logprobs: tuple[float, ...] = ()  # nats, for all prompt tokens but the first; optional
-
-
-class Service(Protocol):
-    """One vLLM.  Calls come from one thread at a time."""
-
-    @property
-    def abilities(self) -> tuple[int, bool]:
-        """Number of concurrent requests, and whether ``load`` may be called while some run."""
-
-    def serve(self, new: Mapping[int, GenerationRequest]) -> Mapping[int, GenerationResult]:
-        """Add requests by key, and sample for a short time; returns results by key."""
-
-    def cancel(self) -> None:
-        """Drop all requests."""
-
-    def load(self, payload: WeightPayload, version: int) -> None:
-        """Load the weights and reset caches of older ones."""
-
-    def version(self) -> int:
-        """Version of the weights that vLLM reports; -1: unknown."""
-
-    def max_length(self) -> int:
-        """Longest prompt and response together, in tokens."""
-
-    def sleep(self) -> None:
-        """Free the KV cache and move the weights to host memory."""
-
-    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Allocate a part of the GPU memory again; both are needed to sample."""
-
-    def close(self) -> None:
-        """Release all resources; may be called again."""
 
 
 def check_version(version: str, where: str) -> None:
