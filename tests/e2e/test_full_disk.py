@@ -146,13 +146,6 @@ def test_models_that_find_no_room_are_named(tmp_path: Path) -> None:
             made.save_model(str(tmp_path / str(size)))
 
 
-@pytest.mark.parametrize("option", ["output_dir", "save_rollouts"])
-def test_a_file_in_the_way_is_found_before_anything_is_loaded(tmp_path: Path, option: str) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=rf"{option}='.*below': .*file is a file; name another"):
-        small(**{option: str(tmp_path / "file" / "below"), "model": "no/such/model"})
-
-
 @pytest.mark.skipif(os.getuid() == 0, reason="this user may write anywhere")
 def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

@@ -104,7 +104,7 @@ CRITIC |= {"scale_rewards": "running"}
 BONUS = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0}
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_lag": 1}, {"train_layers": 1, **BONUS}, CRITIC])
+@pytest.mark.parametrize("changes", [{}, {"max_lag": 2}, {"train_layers": 1, **BONUS}, CRITIC])
 def test_n_plus_n_is_two_n(tmp_path: Path, changes: dict[str, Any]) -> None:
     first = trainer(tmp_path / "cut", StopAt(3), **changes)
     first.train()

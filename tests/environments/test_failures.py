@@ -239,22 +239,6 @@ def test_recorded_episodes_are_replayed(tmp_path: Path) -> None:
     assert rows(two)[-1]["environment/turns"] == rows(one)[-1]["environment/turns"] == 3
 
 
-def test_results_and_exceptions_in_order() -> None:
-    def fail() -> None:
-        raise KeyError("no")
-
-    async def later(x: int) -> int:
-        await asyncio.sleep(0.01)
-        return x
-
-    def returns_coroutine() -> Any:
-        return later(3)
-
-    results = call_all(Calls(timeout=5), [lambda: 1, partial(later, 2), fail, returns_coroutine])
-    assert [results[i] for i in (0, 1, 3)] == [1, 2, 3]
-    assert isinstance(results[2], KeyError)
-
-
 def test_at_most_so_many_at_once() -> None:
     running, lock, three = [0], threading.Lock(), threading.Barrier(3, timeout=60)
 

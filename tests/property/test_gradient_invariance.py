@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kedge.algorithms import ppo
+from kedge.algorithms import grpo, ppo, reinforce_pp, remax, rloo
 from kedge.loop.stages import micro_batches
 from tests.learners import experience, gradient, learner, rollout
 
@@ -53,12 +53,29 @@ def test_micro_batches_padding_order_and_groups_by_length(whole, micro_rows, pad
     assert metrics == pytest.approx(whole[1], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("how", [{"policy_loss": "mask"}, {"kl_cov": 0.3, "response_length": 50}])
-def test_micro_batches_of_other_losses(how):
-    how |= {"cliprange": 0.05, "loss_aggregation": "constant" if "kl_cov" in how else "sequence"}
+OTHERS = [
+    ppo(policy_loss="mask", cliprange=0.05, loss_aggregation="sequence"),
+    ppo(kl_cov=0.3, response_length=50, cliprange=0.05, loss_aggregation="constant"),
+    *(rloo(), rloo(ratio_level="token"), reinforce_pp(ratio_level="sequence", beta=0.1), remax()),
+    *(
+        grpo(loss_type=x, response_length=50, beta=0.1)
+        for x in ("grpo", "dapo", "dr_grpo", "cispo")
+    ),
+    grpo(importance_sampling_level="sequence", beta=0.1, use_bias_correction_kl=True),
+]
+
+
+@pytest.mark.parametrize("algorithm", OTHERS)
+def test_micro_batches_of_other_losses(algorithm):
     data = batch()
-    data = replace(data, penalized=data.loss_mask & (data.ids % 3 == 0))
-    one, other = (gradient(data, ppo(**how), micro_rows=rows)[0] for rows in (ROWS, 2))
+    data = replace(
+        data,
+        penalized=data.loss_mask & (data.ids % 3 == 0),
+        ref_logprobs=data.old_logprobs - 0.1 * data.rewards,
+    )
+    mixed = torch.tensor([3, 5, 0, 2, 1, 4])
+    one, _ = gradient(data, algorithm)
+    other, _ = gradient(data, algorithm, micro_rows=2, order=mixed)
     assert same(one, other)
 
 

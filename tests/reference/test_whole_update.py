@@ -22,7 +22,7 @@ from kedge.loop import updater
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import RewardOutput, Rollout
-from tests.e2e.small import PROMPTS, VOCAB, length_reward, small
+from tests.e2e.small import PROMPTS, VOCAB, length_reward, rows, small
 from tests.unit.text_toys import EOS, PAD, neox_reward, word_tokenizer
 
 RATE = 0.1
@@ -476,6 +476,7 @@ def test_tokens_that_are_too_old_keep_their_value_target_alone(
     old = torch.cat([batch.too_old(row) for row in batch.rows]).double()
     assert 0.3 < float(old.mean()) < 0.7
     assert caplog.text.count("tokens are older than max_lag and do not train") == 1
+    assert rows(trainer)[0]["rollout/too_old_tokens"] == pytest.approx(float(old.mean()))
     check_step("too old", trainer, batch, ppo_loss())
 
 

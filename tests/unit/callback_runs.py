@@ -16,16 +16,10 @@ class Memory:
     """A tracker that keeps everything."""
 
     def __init__(self):
-        self.rows, self.tables, self.closed = [], [], False
+        self.rows = []
 
     def log(self, metrics, *, step):
         self.rows.append({"step": step, **metrics})
-
-    def table(self, name, rows, *, step):
-        self.tables.append((name, step, [dict(row) for row in rows]))
-
-    def close(self):
-        self.closed = True
 
 
 class Spy(TrainerCallback):

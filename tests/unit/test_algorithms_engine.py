@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms import BUILTIN, grpo
-from kedge.algorithms.base import AdvantageInputs, Algorithm
+from kedge.algorithms.base import AdvantageInputs
 from kedge.loop.stages import micro_batches, rows_within
 from kedge.math.masked import one_rank
 from kedge.rollout.scheduler.collector import collect
 from kedge.types import (
     AdvantageOutput,
-    Experience,
-    PolicyOutput,
     PromptBatch,
     RewardOutput,
     Rollout,
@@ -122,74 +120,6 @@ def test_rows_left_out_by_credit_have_no_weight() -> None:
     _, metrics = with_metrics(responses, reward_output, ToyLearner(), algorithm, 0.0)
     assert "objective/uniform_groups" not in metrics
     assert "rollout/untrained_rows" not in metrics
-
-
-RULES: dict[str, Algorithm] = {
-    **{name: make() for name, make in BUILTIN.items()},
-    "rloo token": BUILTIN["rloo"](ratio_level="token"),
-    "reinforce_pp sequence": BUILTIN["reinforce_pp"](ratio_level="sequence", beta=0.1),
-    **{
-        f"grpo {kind}": grpo(loss_type=kind, response_length=5, beta=0.1)  # type: ignore[arg-type]
-        for kind in ("grpo", "dr_grpo", "cispo")
-    },
-    "gspo": grpo(importance_sampling_level="sequence", beta=0.1, use_bias_correction_kl=True),
-}
-
-
-def experience(rows: int = 7) -> Experience:
-    g = torch.Generator().manual_seed(1)
-    mask = prefix([5, 1, 0, 3, 2, 4, 5])
-    noise = torch.randn(4, rows, 5, generator=g) * mask
-    return Experience(
-        prompt_ids=torch.zeros(rows, 1, dtype=torch.int64),
-        prompt_mask=torch.ones(rows, 1, dtype=torch.bool),
-        ids=torch.arange(rows)[:, None].expand(rows, 5),
-        loss_mask=mask,
-        response_mask=mask,
-        value_mask=mask,
-        old_logprobs=(noise[0] * 0.2 - 2) * mask,
-        ref_logprobs=(noise[1] * 0.2 - 2) * mask,
-        rewards=noise[2],
-        advantages=torch.randn(rows, 1, generator=g) * mask,
-        old_values=noise[3] * 0.1,
-        returns=noise[2],
-    )
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_cutting_a_step_changes_no_gradient(name: str) -> None:
-    rule, whole = RULES[name], experience()
-    new = (whole.old_logprobs + 0.1 * whole.rewards).detach()
-
-    def gradient(
-        index: Tensor, micro_rows: int, max_tokens: int | None = None
-    ) -> tuple[Tensor, float]:
-        logp = new.clone().requires_grad_()
-        values = whole.rewards.clone().requires_grad_()
-        total = torch.zeros(())
-        for mb in micro_batches(whole, index, rule, micro_rows, one_rank, max_tokens=max_tokens):
-            at = mb.rows.ids[:, 0]  # the row's number
-            mask = mb.rows.loss_mask
-            found = PolicyOutput(
-                logprobs=logp[at] * mask, entropy=mask.float(), values=values[at] * mask
-            )
-            total = total + rule.loss(found, mb).total
-        total.backward()
-        grads = [x.grad for x in (logp, values) if x.grad is not None]
-        return torch.cat(grads), total.item()
-
-    grad, loss = gradient(torch.arange(7), 7)
-    assert grad.abs().sum() > 0
-    mixed = torch.tensor([3, 6, 0, 2, 5, 1, 4])
-    for index, micro_rows, max_tokens in (
-        (torch.arange(7), 1, None),
-        (mixed, 3, None),
-        (mixed, 7, 12),
-        (mixed, 1, 1),
-    ):
-        again, same = gradient(index, micro_rows, max_tokens)
-        torch.testing.assert_close(again, grad)
-        assert same == pytest.approx(loss, abs=1e-6)
 
 
 def test_micro_batches_hold_at_most_the_budget_of_tokens() -> None:

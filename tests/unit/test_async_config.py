@@ -215,8 +215,6 @@ def test_templates_from_files_and_begin_of_text(tmp_path: Path) -> None:
     apply_template(tokenizer, small(chat_template_name=str(file), add_bos=True))
     said = tokenizer.apply_chat_template([{"role": "user", "content": "u"}], tokenize=False)
     assert said == "w3u!"
-    with pytest.raises(ConfigError, match=r"must be tulu, .* or a file"):
-        apply_template(word_tokenizer(), small(chat_template_name="llama"))
     with pytest.raises(ConfigError, match="needs a tokenizer with a BOS token"):
         apply_template(word_tokenizer(), small(add_bos=True))
 

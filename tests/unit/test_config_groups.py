@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import HfArgumentParser
 
 from kedge import GRPOConfig, RLOOConfig
 from kedge.algorithms import grpo, rloo
@@ -210,12 +209,3 @@ def test_lengths_that_do_not_fit_get_advice_that_does(
         )
     assert str(caught.value).endswith(advice)
     assert "max_prompt_length=1," not in str(caught.value)
-
-
-def test_flags_of_two_releases_are_refused_by_transformers_parser(tmp_path):
-    parser = HfArgumentParser(RLOOConfig)  # which may parse several times
-    flags = ["--output_dir", str(tmp_path), "--max_completion_length", "9"]
-    with pytest.raises(ConfigError, match=r"kl_coef=0\.1 is a name of TRL up to 0.21"):
-        parser.parse_args_into_dataclasses([*flags, "--kl_coef", "0.1"])
-    (config,) = parser.parse_args_into_dataclasses([*flags, "--beta", "0.1"])
-    assert config.kl_coef == 0.1

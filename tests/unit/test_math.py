@@ -55,32 +55,6 @@ def test_whiten_by_hand() -> None:
     assert standardize(x, mask, eps=1.0).tolist() == [[-0.5, 0.0, 0.5, 0.0]]
 
 
-def test_whiten_over_two_ranks_is_whiten_of_the_whole() -> None:
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
-    mask = prefix([5, 2, 0, 3], 5)
-    whole = whiten(x, mask)
-
-    def rank(own: slice, other: slice) -> Tensor:
-        sums: list[Tensor] = []
-
-        def all_reduce(v: Tensor) -> Tensor:  # adds what the other rank sends
-            y, m = x[other], mask[other]
-            if not sums:
-                theirs = torch.stack([torch.where(m, y, 0.0).sum(), m.sum().float()])
-            else:
-                off = torch.where(m, y - sums[0][0] / sums[0][1], 0.0)
-                theirs = torch.stack([(off**2).sum(), m.sum().float()])
-            sums.append(v + theirs)
-            return sums[-1]
-
-        return whiten(x[own], mask[own], all_reduce=all_reduce)
-
-    first, second = slice(0, 2), slice(2, 4)
-    torch.testing.assert_close(torch.cat([rank(first, second), rank(second, first)]), whole)
-    alone = torch.cat([whiten(x[first], mask[first]), whiten(x[second], mask[second])])
-    assert not torch.allclose(alone, whole)
-
-
 def test_last_true_and_extend() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0], [1, 0, 1]], dtype=torch.bool)
     assert last_true(mask).tolist() == [1, 2, -1, 2]

@@ -22,7 +22,7 @@ from kedge.ray.launch import Failure, failure
 from kedge.ray.placement import plan_bundles, reserve
 from kedge.rollout import liveness
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.rollout.engines import ShardedEngine, join_rollouts, slice_rollout, start_all
+from kedge.rollout.engines import ShardedEngine, slice_rollout, start_all
 from kedge.rollout.liveness import WorkerLimits, reporting_silence
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Receipt, Sampling, with_unique_groups
@@ -93,15 +93,6 @@ class TestPlan:
         with pytest.raises(ConfigError, match="got 2 learners and 1 GPUs per engine"):
             plan_bundles(learners=[2], engines=1, gpus=True, single_gpu_mode=True)
 
-    def test_the_plan_as_text(self):
-        plan = plan_bundles(learners=[2], engines=1)
-        assert plan.strategy == "PACK"
-        assert {slot.gpus for slot in plan.slots} == {0}
-        assert plan.text(["10.0.0.1", "10.0.0.2"]).splitlines() == [
-            "  bundle 0: CPU 2  learner 0, 1  on 10.0.0.1",
-            "  bundle 1: CPU 1  engine 0  on 10.0.0.2",
-        ]
-
 
 class TestRoot:
     def test_errors_come_before_deaths_and_deaths_before_what_follows(self):
@@ -160,17 +151,6 @@ class TestRows:
             start += len(part)
             assert torch.equal(got.ids, want.ids)
             assert torch.equal(got.response_mask, want.response_mask)
-
-    def test_shares_of_different_width_are_joined(self):
-        engine, batch = embedded(), prompts()
-        short = Sampling(max_new_tokens=2)
-        halves = [batch.rows(rows) for rows in torch.arange(6).tensor_split(2)]
-        a = engine.generate(halves[0], sampling=short, seed=0)
-        b = engine.generate(halves[1], sampling=SAMPLING, seed=0)
-        found = join_rollouts(batch, [a, b], pad_id=9)
-        assert found.ids.shape == (6, b.ids.shape[1])
-        assert (found.ids[:3, 2:] == 9).all()
-        assert not found.response_mask[:3, 2:].any()
 
 
 class TestSplit:

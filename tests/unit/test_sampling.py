@@ -110,13 +110,6 @@ class TestDraw:
 
 
 class TestRestrict:
-    def test_stop_tokens_are_banned_until_min_new_tokens(self):
-        sampling = Sampling(max_new_tokens=9, min_new_tokens=2, stop_ids=(1,))
-        for t, allowed in ((0, False), (1, False), (2, True)):
-            got = restrict(torch.zeros(1, 3), sampling, t, torch.tensor([1]))
-            assert bool(got[0, 1] == 0) is allowed
-            assert got[0, [0, 2]].tolist() == [0, 0]
-
     @pytest.mark.parametrize(
         ("options", "allowed"),
         [
@@ -246,10 +239,6 @@ class TestStopStrings:
         assert first_stop(ids, ("END",), self.tokenizer, min_new_tokens=4) == 7
         ids = [*b"END.D.END"]  # the second D completes nothing
         assert first_stop(ids, ("END",), self.tokenizer, min_new_tokens=4) == 8
-
-    def test_a_tokenizer_is_needed(self):
-        with pytest.raises(ConfigError, match="tokenizer"):
-            StopStrings(Sampling(max_new_tokens=1, stop_strings=("x",)), None)
 
 
 class TestStopCriteria:

@@ -178,22 +178,6 @@ def reward_adapter(folder, base, **options):
     return model.eval()
 
 
-def test_reward_adapter_scores_as_its_own_model(tmp_path):
-    base = tiny_policy(vocab_size=VOCAB)
-    whole = reward_adapter(tmp_path, base)
-    policy = with_adapter(copy.deepcopy(base), lora())
-    randomize(adapter_parameters(policy, "default").values(), 1)
-    shared = AdapterRewardModel(policy, str(tmp_path))
-    learner(policy=policy, value=None, reference=None, gradient_checkpointing=True)
-    r = rollout()
-    expected = RewardModel(whole).score(r).scores
-    torch.testing.assert_close(RewardModel(shared).score(r).scores, expected)
-    assert expected.std() > 0.01
-    assert policy.active_adapter == "default"
-    assert not any(p.requires_grad for p in adapter_parameters(policy, REWARD_ADAPTER).values())
-    assert all(p.requires_grad for p in adapter_parameters(policy, "default").values())
-
-
 def test_value_starts_from_the_reward_adapter_and_is_saved_as_one(tmp_path):
     base = tiny_policy(vocab_size=VOCAB)
     whole = reward_adapter(tmp_path / "reward", base)
@@ -232,8 +216,6 @@ def test_value_starts_from_the_reward_adapter_and_is_saved_as_one(tmp_path):
 
 def test_refusals_name_the_way_out(tmp_path):
     plain = tiny_policy(vocab_size=VOCAB)
-    with pytest.raises(ConfigError, match="pass peft_config"):
-        value_adapter(plain)
     policy = with_adapter(copy.deepcopy(plain), lora())
     policy.save_pretrained(tmp_path / "policy")
     with pytest.raises(ConfigError, match="must have a score head"):

@@ -61,26 +61,6 @@ def test_the_anchor_of_a_stale_token_is_the_policy_that_sampled_it() -> None:
     close(anchors, [[stale, stale, fresh], [fresh, fresh, anchors[1, 2].item()], [stale] * 3])
 
 
-def test_tokens_above_the_bound_leave_the_loss_and_keep_their_value_target() -> None:
-    responses, reward_output, learner = sample()
-    whole, free = with_metrics(responses, reward_output, learner, ppo(), 0.0)
-    bound, metrics = with_metrics(responses, reward_output, learner, ppo(), 0.0, None, 1)
-    assert bound.loss_mask.tolist() == [
-        [False, True, True],  # the first token is 2 iterations old
-        [True, True, False],
-        [True, True, True],
-    ]
-    assert torch.equal(bound.value_mask, whole.value_mask)
-    assert torch.equal(bound.returns, whole.returns)
-    raw, _ = with_metrics(responses, reward_output, learner, ppo(whiten_advantages=False), 0.0)
-    trained = raw.advantages[bound.loss_mask]
-    expected = (trained - trained.mean()) / trained.std()
-    torch.testing.assert_close(bound.advantages[bound.loss_mask], expected)
-    assert metrics["rollout/too_old_tokens"] == pytest.approx(1 / 8)
-    assert "rollout/too_old_tokens" not in free
-    assert whole.loss_mask.sum() == 8
-
-
 def test_weights_of_responses_are_those_of_the_tokens_that_train() -> None:
     responses, reward_output, learner = sample()
     how = Correction(level="sequence", high=5.0)

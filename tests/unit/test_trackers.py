@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kedge.config.ppo import PPOConfig
 from kedge.errors import ConfigError, RewardError
-from kedge.reporting.base import CompositeTracker, JsonlTracker
+from kedge.reporting.base import JsonlTracker
 from kedge.reporting.log import draw_curves
 from kedge.reporting.report import gather
 from kedge.reporting.responses import IntervalSchedule, completion_rows, token_texts
@@ -30,7 +30,6 @@ from kedge.reporting.trackers import ConsoleTracker, TableLogger, run_links
 from kedge.testing import ConstantReward
 from tests import processes
 from tests.e2e.small import PROMPTS, rows, small
-from tests.unit.callback_runs import Memory
 from tests.unit.text_toys import blank_swallowing_tokenizer, rollout_of, word_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -38,18 +37,6 @@ ROOT = Path(__file__).parents[2]
 
 def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def test_many_passes_everything_to_all():
-    a, b = Memory(), Memory()
-    many = CompositeTracker([a, b])
-    many.log({"lr": 0.5}, step=3)
-    many.table("completions", [{"query": "q", "score": 1.0}], step=3)
-    many.close()
-    for tracker in (a, b):
-        assert tracker.rows == [{"step": 3, "lr": 0.5}]
-        assert tracker.tables == [("completions", 3, [{"query": "q", "score": 1.0}])]
-        assert tracker.closed
 
 
 def test_jsonl_writes_rows_at_once_and_tables_apart(tmp_path):

@@ -104,20 +104,13 @@ def test_engine_arguments_as_flags():
     assert found[3:] == ['--hf-overrides={"a": [1]}']
 
 
-@pytest.mark.parametrize("file", [True, False])
-def test_the_command_line_takes_the_options(tmp_path, monkeypatch, file):
+def test_the_command_line_takes_the_options(tmp_path, monkeypatch):
     from kedge.cli.arguments import parse
 
     monkeypatch.setattr(rollout_engines, "installed", lambda name: True)
     argv = ["--output_dir", str(tmp_path), "--dataset_name", "prompts.jsonl"]
-    if file:
-        (tmp_path / "run.yaml").write_text(
-            "rollout_engine: vllm_server\nvllm_engine_args: {max_model_len: 9}\nworker_timeout: 7\n"
-        )
-        argv += ["--config", str(tmp_path / "run.yaml")]
-    else:
-        argv += ["--rollout_engine", "vllm_server", "--worker_timeout", "7"]
-        argv += ["--vllm_engine_args", '{"max_model_len": 9}']
+    argv += ["--rollout_engine", "vllm_server", "--worker_timeout", "7"]
+    argv += ["--vllm_engine_args", '{"max_model_len": 9}']
     found = parse(argv, prog="kedge ppo").config
     assert (found.rollout_engine, found.worker_timeout) == ("vllm_server", 7.0)
     assert rollout_engines.engine_args(found.vllm_engine_args) == {"max_model_len": 9}
