@@ -15,9 +15,9 @@ BUDGETS = {
     "algorithms": 1_038,
     "checkpoint": 862,
     "classic": 3_663,
-    "cli": 3_586,
+    "cli": 3_589,
     "compat": 716,
-    "config": 3_007,
+    "config": 3_008,
     "data": 704,
     "demo": 443,
     "environments": 3_436,
@@ -35,12 +35,12 @@ BUDGETS = {
     "rollout/embedded": 1_354,
     "rollout/scheduler": 1_641,
     "rollout/vllm": 2_528,
-    "trainers": 3_524,
+    "trainers": 3_528,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 47_592
-TESTS = 41_162
+TOTAL = 47_600
+TESTS = 40_859
 
 
 def count_lines(files: list[Path]) -> int:

@@ -251,6 +251,15 @@ def test_a_wrong_config_of_an_environment_is_said_as_it_is() -> None:
             ppo(wrong, on_env_error=on_error).train()
 
 
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [({}, 21_696), ({"train_layers": 1}, 33), ({"value_source": "policy"}, 33)],
+)
+def test_the_critic_of_episodes_is_a_separate_model(options: dict[str, Any], weights: int) -> None:
+    made = ppo(lambda: Once("w9"), **options)  # a policy of 22,688 weights, 32 wide
+    assert sum(p.numel() for p in made.value_model.parameters()) == weights
+
+
 @pytest.mark.parametrize("schedule", ["in_order", "as_completed"])
 def test_seconds_of_environments_are_per_episode(schedule: str) -> None:
     class Slow(Once):

@@ -146,7 +146,8 @@ class PPOConfig(OnPolicyConfig):
     value_source: Literal["auto", "reward", "policy", "copy"] = _value(
         "auto",
         "Initialization of the value model: the reward model, a head on the policy (policy), or a "
-        "separate model with the policy's weights (copy). auto: the reward model if it fits.",
+        "separate model with the policy's weights (copy). auto: the reward model if it fits; else "
+        "copy in environments, policy with an adapter, train_layers or single responses.",
     )
     value_adapter: bool = _value(
         False,

@@ -591,6 +591,9 @@ class Estimate:
         """The value model, or the adapter or head on the policy."""
         source, count, activations = self.options.script.value_model_path, {}, 0.0
         start = getattr(self.config, "value_source", "policy")
+        frozen = self.adapter is not None or self.config.train_layers is not None
+        if start == "auto" and not self.names.reward and self.config.environment and not frozen:
+            start = "copy"
         if source is None and start != "policy":
             source = self.names.policy if start == "copy" else self.names.reward
         if getattr(self.config, "value_adapter", False):

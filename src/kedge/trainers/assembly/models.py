@@ -202,10 +202,11 @@ class ModelStage:
         return frozen_copy(policy, sharded=sharded), True
 
     def _build_value(self, policy: nn.Module) -> Value:  # noqa: C901, PLR0912
-        """Build the value model: as given, an adapter, the reward model, or a head on the policy.
+        """Build the value model: as given, an adapter, the reward model, a copy, or a head.
 
         With ``value_source="auto"`` a reward model that cannot be a value model is not used: one
         that is not causal, has no per-token head, or has another tokenizer than the policy.
+        Without one, the policy is copied for environments, unless parts of it are frozen.
         """
         inputs, args = self.setup.inputs, self.setup.args
         if self.value_adapter:
@@ -220,7 +221,10 @@ class ModelStage:
             if not args.allow_low_precision_weights:
                 in_float32(value, "value_model")
             return value
-        if self.value_source == "copy":
+        plays = inputs.environment or inputs.tools or inputs.environment_factory or args.environment
+        frozen = has_adapter(policy, inputs) or args.train_layers is not None
+        auto_copies = self.value_source == "auto" and self.reward is None and plays and not frozen
+        if self.value_source == "copy" or auto_copies:
             return copy_as_value(policy, causal_parts(policy))
         if self.reward is not None and self.value_source != "policy":
             try:
