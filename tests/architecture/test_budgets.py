@@ -40,7 +40,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_323,
 }
 TOTAL = 47_595
-TESTS = 41_163
+TESTS = 40_826
 
 
 def count_lines(files: list[Path]) -> int:
