@@ -39,8 +39,8 @@ BUDGETS = {
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 47_595
-TESTS = 40_826
+TOTAL = 47_592
+TESTS = 40_832
 
 
 def count_lines(files: list[Path]) -> int:
