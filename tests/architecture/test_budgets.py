@@ -40,7 +40,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_323,
 }
 TOTAL = 47_600
-TESTS = 40_859
+TESTS = 40_810
 
 
 def count_lines(files: list[Path]) -> int:

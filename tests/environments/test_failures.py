@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,22 +236,6 @@ def test_recorded_episodes_are_replayed(tmp_path: Path) -> None:
     two.train()
     assert_equal(one, two)
     assert rows(two)[-1]["environment/turns"] == rows(one)[-1]["environment/turns"] == 3
-
-
-def test_at_most_so_many_at_once() -> None:
-    running, lock, three = [0], threading.Lock(), threading.Barrier(3, timeout=60)
-
-    def call(i: int) -> int:
-        with lock:
-            running[0] += 1
-            assert running[0] <= 3
-        three.wait()
-        with lock:
-            running[0] -= 1
-        three.wait()
-        return i
-
-    assert call_all(Calls(most=3), [partial(call, i) for i in range(12)]) == list(range(12))
 
 
 def test_a_late_coroutine_is_cancelled() -> None:

@@ -159,13 +159,6 @@ def test_values_are_converted_as_on_construction(changed, tmp_path, cls, option,
         assert {name: getattr(config, name) for name in becomes} == becomes
 
 
-def test_the_checked_copy_leaves_the_config_alone(tmp_path):
-    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
-    config.scale_rewards = True
-    assert config.checked().checked().scale_rewards == "group"
-    assert config.scale_rewards is True
-
-
 def test_copies_remember_what_construction_read(tmp_path):
     config = AsyncPPOConfig(output_dir=str(tmp_path), rollout_engine="embedded")
     for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):

@@ -92,11 +92,19 @@ def test_a_push_creates_repository_and_branch_once_and_uploads(tmp_path):
     ],
 )
 def test_hub_strategy(tmp_path, strategy, places):
-    api = FakeApi()
-    Hub("run", api=api).push_checkpoint(tmp_path / "checkpoint-12", strategy)
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, hub_strategy=strategy)
+    other, api = FakeApi(), FakeApi()
+    for rank, each in ((1, other), (0, api)):
+        callbacks = Callbacks(args, [PushOnSave(Hub("run", api=each))], rank=rank)
+        callbacks.begin(max_steps=12, epochs=1, batch_size=1)
+        assert [name for name, _ in each.calls] == ["create_repo"] * (rank == 0)
+        callbacks.state.global_step = 12
+        callbacks.fire("on_save")
+    assert other.calls == []  # other ranks push nothing
     assert [u["path_in_repo"] for u in uploads(api)] == places
     for upload in uploads(api):
         assert upload["commit_message"] == "Training in progress, checkpoint 12"
+        assert upload["folder_path"] == str(tmp_path / "checkpoint-12")
         model_alone = upload["path_in_repo"] is None
         assert ("state-*" in upload["ignore_patterns"]) == model_alone
         stale = upload["path_in_repo"] == "last-checkpoint"
@@ -257,29 +265,6 @@ def test_save_model_with_arguments_of_the_hub_uploads(tmp_path, monkeypatch):
     assert (upload["commit_message"], upload["run_as_future"]) == ("first", True)
     assert (upload["token"], upload["revision"]) == ("secret", "beta")
     assert upload["folder_path"] == str(tmp_path)
-
-
-# ------------------------------------------------------------------------ while training
-
-
-def pushing(tmp_path, rank=0, **kwargs):
-    args = TrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, **kwargs)
-    api = FakeApi()
-    return Callbacks(args, [PushOnSave(Hub("x", api=api))], rank=rank), api
-
-
-def test_every_save_is_pushed_and_the_repository_made_before(tmp_path):
-    callbacks, api = pushing(tmp_path, hub_strategy="all_checkpoints")
-    callbacks.begin(max_steps=4, epochs=1, batch_size=1)
-    assert [name for name, _ in api.calls] == ["create_repo"]
-    callbacks.state.global_step = 4
-    callbacks.fire("on_save")
-    assert [u["path_in_repo"] for u in uploads(api)] == [None, "checkpoint-4"]
-    assert uploads(api)[0]["folder_path"] == str(tmp_path / "run" / "checkpoint-4")
-    callbacks, api = pushing(tmp_path, rank=1)  # other ranks push nothing
-    callbacks.begin(max_steps=4, epochs=1, batch_size=1)
-    callbacks.fire("on_save")
-    assert api.calls == []
 
 
 # ------------------------------------------------------------------------ tables

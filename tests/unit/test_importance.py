@@ -214,8 +214,6 @@ def test_what_cannot_be_weighed_is_refused(tmp_path: Any) -> None:
     rollout = replace(rollout, behavior_logprobs=None)
     with pytest.raises(RolloutError, match="which records none"):
         with_metrics(rollout, judged, learner, ppo(), 0.0, Correction())
-    with pytest.raises(ConfigError, match="has no effect with sampler_correction='off'"):
-        run_of("rloo", tmp_path, sampler_correction="off", sampler_correction_level="token")
     both = {"sampler_correction": "mask", "vllm_importance_sampling_mode": "token_mask"}
     with pytest.raises(ConfigError, match="both set the importance weights"):
         run_of("grpo", tmp_path, **both)

@@ -244,10 +244,10 @@ def test_temperatures_that_vllm_would_change_are_refused():
         build_sampling_params(Sampling(max_new_tokens=1, temperature=0.001), vocabulary=64)
 
 
-def record(answers, sampling, *, tokenizer=None, extra_column=False):
+def record(answers, sampling, *, tokenizer=None):
     batch = prompts(lengths=(7,) * len(answers))
     responses = read_responses(answers, sampling, tokenizer=tokenizer, vocabulary=64)
-    return build_rollout(batch, responses, sampling, pad_id=9, extra_column=extra_column)
+    return build_rollout(batch, responses, sampling, pad_id=9, extra_column=False)
 
 
 def answer(tokens, stopped=False, version=3):
@@ -266,14 +266,6 @@ def test_answers_become_a_record():
     assert found.terminated.tolist() == [False, True]
     assert found.policy_version.tolist() == [3, 3]
     assert found.behavior_logprobs.tolist() == [[-0.5, -0.5], [-0.5, 0.0]]
-
-
-def test_a_spare_slot_is_left_where_there_is_room():
-    short = [answer([5], stopped=True)]
-    sizes = [
-        record(short, Sampling(max_new_tokens=n), extra_column=True).ids.shape[1] for n in (1, 2, 9)
-    ]
-    assert sizes == [1, 2, 2]
 
 
 def test_a_stop_string_ends_a_response_where_it_is_complete():
