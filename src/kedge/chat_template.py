@@ -20,8 +20,7 @@ def render_chat(
 ) -> str:
     """The text of one conversation; ``where`` names its source in error messages."""
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-        return text
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except ImportError:  # raised by jinja2; the message says what to install
         raise
     except Exception as error:

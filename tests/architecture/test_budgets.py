@@ -11,11 +11,11 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_545,
+    ".": 2_544,
     "algorithms": 1_038,
     "checkpoint": 862,
     "classic": 3_663,
-    "cli": 3_589,
+    "cli": 3_585,
     "compat": 716,
     "config": 3_008,
     "data": 704,
@@ -39,7 +39,7 @@ BUDGETS = {
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 47_600
+TOTAL = 47_595
 TESTS = 40_810
 
 

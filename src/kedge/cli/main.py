@@ -121,17 +121,13 @@ def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, 
     except (KedgeError, OSError) as error:
         if os.environ.get("KEDGE_TRACEBACK", "0") not in ("", "0"):
             raise
-        print(f"{name}: error: {_one_line(error)}", file=sys.stderr)
+        text = " ".join(str(error).split()) or type(error).__name__
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)  # no control codes
+        print(f"{name}: error: {text}", file=sys.stderr)
         for note in getattr(error, "__notes__", ()):  # notes hold the traceback of the user's code
             print(note, file=sys.stderr)
         return 2
     return code if isinstance(code, int) else 0
-
-
-def _one_line(error: BaseException) -> str:
-    """Remove line breaks and terminal control codes from a message."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 if __name__ == "__main__":
