@@ -35,11 +35,11 @@ BUDGETS = {
     "rollout/embedded": 1_354,
     "rollout/scheduler": 1_641,
     "rollout/vllm": 2_528,
-    "trainers": 3_528,
+    "trainers": 3_531,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 47_595
+TOTAL = 47_598
 TESTS = 40_810
 
 

@@ -258,7 +258,7 @@ class Run(Hooks):
                 torch.cuda.empty_cache()
         self.callbacks.fire("on_step_end")
         self._act()
-        first = self._first + 1 == report.step < self.engine.batch_sizes.iterations
+        first = self._first + 1 == report.step < state.max_steps
         if first and state.pending and self.screen is not None:
             self.screen.log(row, step=report.step)  # shows progress before the first logged row
         delay = getattr(self.args, "value_warmup_steps", 0)  # then the rate rises to its peak
@@ -342,7 +342,8 @@ class Run(Hooks):
         for problem in problems:
             self._warn(f"preflight: {problem}")
         if self.screen is not None:
-            sizes, passed = self.engine.batch_sizes, reward_output.valid.any()
+            sizes = self.engine.batch_sizes
+            passed = reward_output.valid.any() and not problems
             count, steps = sizes.iterations, sizes.optimizer_steps_per_iteration
             self.screen.note(
                 f"{'preflight passed; ' * bool(passed)}{count} iteration{'s' * (count != 1)} of"
@@ -532,7 +533,8 @@ class Run(Hooks):
             f"{since}; the models are in {folder} (save_only_model=True)"
             if args.save_only_model
             else f"{since}; no completed iteration is lost. Fix the cause and resume from {folder}"
-            " with train(resume_from_checkpoint=True), or --resume_from_checkpoint as a flag"
+            " with train(resume_from_checkpoint=True), or --resume_from_checkpoint on the command"
+            " line"
         )
 
     def _save(self) -> Path:
@@ -597,7 +599,8 @@ class Run(Hooks):
     def _fingerprint(self) -> dict[str, Any]:
         """Everything that affects the numerics, as JSON values; compared on resume.
 
-        Options, prompts and the reference's weights, but not the sizes of micro-batches.
+        Options, prompts and the reference's weights, but not sizes that only cut the same batch
+        into other micro-batches.
         """
         engine, sizes = self.engine, self.engine.batch_sizes
         values = resume_values(self.args) | {
