@@ -50,11 +50,13 @@ def small(**changes: Any) -> PPOTrainer:
     parts: dict[str, Any] = {
         "args": None,
         "processing_class": word_tokenizer(),
-        "model": tiny_policy("gpt_neox", vocab_size=VOCAB, eos_token_id=EOS),
-        "reward_model": neox_reward(vocab=VOCAB),
         "train_dataset": PROMPTS,
     }
-    parts |= given
+    parts |= given  # vLLM changes the layers of gpt_neox for the whole process
+    if "model" not in parts:
+        parts["model"] = tiny_policy("gpt_neox", vocab_size=VOCAB, eos_token_id=EOS)
+    if "reward_model" not in parts:
+        parts["reward_model"] = neox_reward(vocab=VOCAB)
     if parts["args"] is None:
         parts["args"] = PPOConfig(**options)
     return PPOTrainer(**parts)
