@@ -40,7 +40,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_323,
 }
 TOTAL = 47_598
-TESTS = 40_812
+TESTS = 40_813
 
 
 def count_lines(files: list[Path]) -> int:

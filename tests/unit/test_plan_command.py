@@ -156,6 +156,7 @@ def test_turns_are_planned(tiny, capsys):
     assert "3" in next(row for row in rows if row[1:2] == ["turns"])
     calls = next(row for row in rows if "calls" in row)
     assert "16" in calls  # 4 episodes, a reset and 3 turns each
+    assert next(row for row in rows if row[:1] == ["value"])[1] != "head"  # a separate model
 
 
 @pytest.mark.parametrize(
