@@ -1,7 +1,7 @@
 """Word problems and a calculator: an environment, solved episodes, and a comparison.
 
 python examples/chat_model/problems.py                            solved episodes for kedge sft
-python examples/chat_model/problems.py --methods "PPO, turns"     supervised start, PPO, success
+python examples/chat_model/problems.py --methods "PPO, tokens"    supervised start, PPO, success
 
 ``WordProblems`` is for ``--environment examples/chat_model/problems.py:WordProblems``.  Methods of
 a seed start from the same supervised model and train on the same number of episodes; finished

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import HfArgumentParser
 
-from kedge import PPOConfig
+from kedge import AsyncPPOConfig, PPOConfig
 from kedge.algorithms import ppo
 from kedge.cli.arguments import parse
 from kedge.config.ppo import RECIPES
@@ -298,10 +298,12 @@ class TestRecipe:
     def test_parsers_that_pass_every_option_and_files_that_unset_one(self, tmp_path):
         """An option with the recipe's own value is not a sign of a copied config."""
         flags = ["--recipe", "sao", "--output_dir", str(tmp_path), "--use_cpu", "True"]
-        (config,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(
-            [*flags, "--max_lag", "1", "--num_ppo_epochs", "1"]
-        )
+        parser = HfArgumentParser(PPOConfig)
+        own = ["--max_lag", "1", "--num_ppo_epochs", "1"]
+        (config,) = parser.parse_args_into_dataclasses([*flags, *own])
         assert {n: getattr(config, n) for n in RECIPES["sao"]} == RECIPES["sao"]
+        (config,) = parser.parse_args_into_dataclasses([*flags, "--lam", "0.9"])
+        assert config.lam_alpha is None
         file = tmp_path / "sao.yaml"
         file.write_text("lam_alpha: null\nlam_value: null\nnum_value_epochs: 1\nkl_coef: 0.05\n")
         more = ["--config", str(file), "--value_model", "runs/critic"]
@@ -310,6 +312,37 @@ class TestRecipe:
         assert options.script.value_model_path == "runs/critic"
         found = config.lam_alpha, config.lam_value, config.num_value_epochs, config.kl_coef
         assert (*found, config.value_source) == (None, None, 1, 0.05, "copy")
+
+    def test_agent_in_keywords_parsers_copies_and_asynchronous_configs(self, tmp_path):
+        today = RECIPES["agent"]
+        given = {"output_dir": str(tmp_path), "recipe": "agent", "use_cpu": True}
+        flags = ["--recipe", "agent", "--output_dir", str(tmp_path), "--use_cpu", "True"]
+
+        def parsed(*more, config=PPOConfig):
+            return HfArgumentParser(config).parse_args_into_dataclasses([*flags, *more])[0]
+
+        here = {"rollout_engine": "embedded"}
+        flags += ["--rollout_engine", "embedded"]
+        config = AsyncPPOConfig(**given, **here)
+        configs = [PPOConfig(**given), parsed(), parsed("--dual_clip", "3"), config]
+        configs += [replace(parsed(), seed=3), replace(config, seed=3)]
+        configs += [parse(flags, prog="kedge ppo").config, parsed(config=AsyncPPOConfig)]
+        for config in configs:
+            assert {n: getattr(config, n) for n in today} == today
+        own = {"lam": 0.97, "learning_rate": 2e-6, "lr_scheduler_type": "cosine"}
+        words = [word for name, x in own.items() for word in (f"--{name}", str(x))]
+        for config in PPOConfig(**given, **own), parsed(*words), replace(parsed(*words), seed=3):
+            assert {n: getattr(config, n) for n in today} == today | own
+        # What goes with an option that is set: the other loss, the other bound, sizes, an adapter.
+        for config in PPOConfig(**given, policy_loss="mask"), parsed("--policy_loss", "mask"):
+            assert (config.cliprange, config.cliprange_high, config.dual_clip) == (0.2, None, None)
+        config = PPOConfig(**given, policy_loss="clip", cliprange=0.1, value_adapter=True)
+        assert (config.cliprange, config.cliprange_high, config.dual_clip) == (0.1, None, 3.0)
+        assert config.value_source == "auto"
+        assert PPOConfig(**given, policy_loss="clip").cliprange_high == 0.28
+        config = AsyncPPOConfig(**given, **here, local_mini_batch_size=32)
+        assert (config.num_mini_batches, config.local_mini_batch_size) == (2, 32)
+        assert parse([*flags, "--dual_clip", "none"], prog="kedge ppo").config.dual_clip is None
 
     def test_a_bad_pair(self, tmp_path):
         with pytest.raises(ConfigError, match=r"entropy_coef_min=2\.0 must be at most"):

@@ -82,6 +82,7 @@ def test_every_name_is_there_with_its_default() -> None:
              "per_device_train_batch_size": 2, "local_mini_batch_size": 16},
             {"gradient_accumulation_steps": 16, "num_mini_batches": 2, "num_generations": 4},
         ),
+        ({"num_mini_batches": 4}, {"local_mini_batch_size": 16, "num_mini_batches": 4}),
         ({"local_rollout_batch_size": 16}, {"local_mini_batch_size": 16, "num_mini_batches": 1}),
         ({"save_freq": 80}, {"save_steps": 80}),
         ({"with_tracking": True}, {"report_to": ["wandb"]}),
@@ -100,6 +101,8 @@ def test_other_names_hand_their_values_over(given: dict[str, Any], becomes: dict
     [
         ({"beta": 0.1, "kl_coef": 0.2}, "beta=0.1 is another name of kl_coef"),
         ({"async_mode": False, "max_lag": 2}, "means max_lag=0, but max_lag=2 is set"),
+        ({"num_mini_batches": 5}, "num_mini_batches=5 is set; set only one of them"),
+        ({"local_mini_batch_size": 32, "num_mini_batches": 4}, "num_mini_batches=4 is set"),
         ({"local_mini_batch_size": 48}, "local_mini_batch_size=48 must divide"),
         ({"per_device_train_batch_size": 3}, "must be a multiple of per_device_train_batch_size=3"),
         ({"local_rollout_batch_size": 0}, "must be at least 1"),

@@ -20,8 +20,9 @@ import pytest
 import torch
 from torch import nn
 
-from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig
+from kedge import AsyncPPOConfig, GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig
 from kedge.algorithms import Algorithm, ppo, reinforce_pp
+from kedge.config.ppo import RECIPES
 from kedge.config.rollout_engines import RAY_ENGINES, ROLLOUT_ENGINES, RolloutArguments
 from kedge.errors import ConfigError, KedgeError, PreflightError, RewardError, RolloutError
 from kedge.models import load
@@ -331,10 +332,10 @@ class Sized:
         ]
 
 
-def given(config, *, trained=LARGE, frozen=0, batch_size=512, iterations=9, **options):
+def given(config, *, trained=LARGE, frozen=0, batch_size=512, iterations=9, plays=False, **options):
     args = config(output_dir=None, use_cpu=True, **options)
     sizes = SimpleNamespace(batch_size=batch_size, iterations=iterations)
-    return " | ".join(advise(args, Sized(trained, frozen), sizes))
+    return " | ".join(advise(args, Sized(trained, frozen), sizes, plays=plays))
 
 
 def test_the_default_learning_rate_of_ppo_is_high_for_a_large_model():
@@ -349,6 +350,24 @@ def test_the_default_learning_rate_of_ppo_is_high_for_a_large_model():
     assert given(PPOConfig, trained=135_000_000, learning_rate=2e-5) == ""
     assert given(PPOConfig, trained=10**8 - 1) == ""
     assert given(PPOConfig, trained=10**6, frozen=LARGE) == ""  # an adapter
+
+
+def test_large_models_in_environments_are_told_of_the_recipe():
+    text = given(PPOConfig, plays=True)
+    assert text.startswith("defaults suit single responses rather than episodes; recommended: ")
+    found = re.findall(r"(\w+)=([\w.-]+), ", text)
+    other = RECIPES["agent"].keys() - {"value_source", "cliprange", "gamma"}
+    assert dict(found) == {n: str(RECIPES["agent"][n]) for n in other}
+    assert "kl_coef=0.0, temperature=1.0, which recipe='agent' sets" in text
+    text = given(AsyncPPOConfig, plays=True, rollout_engine="embedded")
+    assert " lam=1.0" in text
+    assert " learning_rate" not in text  # 1e-6 is its default
+    most = {"learning_rate": 3e-5, "kl_coef": 0.01, "temperature": 0.9, "num_ppo_epochs": 2}
+    assert "num_mini_batches=4, value_learning_rate=1e-05" in given(PPOConfig, plays=True, **most)
+    assert "is high for 300 million" in given(PPOConfig, plays=True, lam=0.9, **most)
+    assert given(PPOConfig, plays=True, recipe="agent") == ""
+    assert given(PPOConfig, plays=True, trained=LARGE - 1, num_ppo_epochs=1) == ""
+    assert given(GRPOConfig, plays=True) == ""
 
 
 def test_a_batch_of_eight_is_small_for_a_large_model():

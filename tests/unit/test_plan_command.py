@@ -29,6 +29,7 @@ from kedge.cli.tools.plan import (
     verdict,
     version_parts,
 )
+from kedge.config.ppo import RECIPES as OF_CONFIGS
 from kedge.config.rollout_engines import assume_all_packages
 from kedge.errors import ConfigError
 from kedge.loop.batch_sizes import compute_batch_sizes
@@ -525,6 +526,14 @@ def test_recipes_and_async_ppo_have_todays_values():
             used.setdefault(name, set()).add(shown)
     assert len(rows) == 14
     assert {name: used[name] for name, *_ in rows} == {name: {*values} for name, *values in rows}
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_the_recipe_for_agents_is_what_init_writes(size):
+    written = settings(RECIPES["environment", "ppo"], size)
+    rows = written["Step size"] | written["Sampling"]
+    steps = {n: written["Size of the run"][n] for n in ("num_ppo_epochs", "num_mini_batches")}
+    assert {name: value for name, (value, _) in (steps | rows).items()} == OF_CONFIGS["agent"]
 
 
 def test_files_are_not_overwritten_and_the_batch_must_divide(models, capsys):

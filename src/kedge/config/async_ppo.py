@@ -294,6 +294,9 @@ def _assign(c: Any, name: str, target: str, value: Any, *, unset: Any) -> None:
 def _convert_sizes(c: Any) -> None:
     rows, micro = c.local_rollout_batch_size * c.num_generations, c.per_device_train_batch_size
     mini = min(c.local_mini_batch_size or rows, rows)
+    unset = c.local_mini_batch_size in (None, AsyncPPOConfig.local_mini_batch_size)
+    if unset and c.num_mini_batches > 1 and rows % c.num_mini_batches == 0:
+        mini = rows // c.num_mini_batches
     if rows % mini:
         raise ConfigError(
             f"local_mini_batch_size={mini} must divide the {rows} responses of"

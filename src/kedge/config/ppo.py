@@ -16,9 +16,9 @@ _ppo = partial(option, acts_in="algorithm: kedge.algorithms.ppo", resume=True)
 _value = partial(option, acts_in="value model", resume=True)
 
 
-# Single-rollout asynchronous optimization, Hou et al. 2026 (arXiv:2607.07508); where each value
-# comes from: docs/algorithms/sao.md.
 RECIPES: dict[str, dict[str, Any]] = {
+    # Single-rollout asynchronous optimization, Hou et al. 2026 (arXiv:2607.07508); where each value
+    # comes from: docs/algorithms/sao.md.
     "sao": {
         "num_generations": 1,
         "rollout_schedule": "as_completed",
@@ -38,7 +38,25 @@ RECIPES: dict[str, dict[str, Any]] = {
         "learning_rate": 1e-6,
         "value_learning_rate": 5e-6,
         "temperature": 1.0,
-    }
+    },
+    # What `kedge init environment` writes from 0.5B weights on; sources: docs/recipes.md.
+    "agent": {
+        "num_ppo_epochs": 1,
+        "num_mini_batches": 4,
+        "learning_rate": 1e-6,
+        "value_learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "vf_coef": 1.0,
+        "value_source": "copy",
+        "cliprange": 0.2,
+        "cliprange_high": 0.28,
+        "cliprange_value": 0.5,
+        "dual_clip": 3.0,
+        "gamma": 1.0,
+        "lam": 1.0,
+        "kl_coef": 0.0,
+        "temperature": 1.0,
+    },
 }
 
 
@@ -55,10 +73,10 @@ class PPOConfig(OnPolicyConfig):
     """
 
     exp_name: str = option("ppo_config", "Name of the experiment.")
-    recipe: Literal["sao"] | None = option(
+    recipe: Literal["sao", "agent"] | None = option(
         None,
-        "Values of a published method for the options that are not set: sao, single-rollout "
-        "asynchronous PPO for agents.",
+        "Values for the options that are not set: sao, single-rollout asynchronous PPO for agents; "
+        "agent, today's PPO in environments (docs/recipes.md).",
         acts_in="defaults of other options",
     )
 
@@ -173,11 +191,14 @@ class PPOConfig(OnPolicyConfig):
         own, recipe = fields_of(cls), RECIPES.get(c.recipe, {})
         names = {getattr(foreign(cls).get(name), "target", name) for name in given}
         if len(given) >= len(own):  # true if an argument parser or `replace` passed every option
-            names = {name for name in recipe if getattr(c, name) != default_of(own[name])}
-            if 2 * sum(getattr(c, name) == recipe[name] for name in names) > len(recipe):
+            names = {name for name in own if getattr(c, name) != default_of(own[name])}
+            values = [getattr(c, name) == recipe[name] for name in names & recipe.keys()]
+            if 2 * sum(values) > len(recipe):
                 return  # the config was copied and has the recipe's values
-        names |= {"cliprange"} if "policy_loss" in names and c.policy_loss == "clip" else set()
+        if "policy_loss" in names and c.policy_loss != recipe.get("policy_loss", "clip"):
+            names |= {"cliprange", "dual_clip"}  # the recipe's bounds are those of the other loss
         names |= {"cliprange_high"} if "cliprange" in names else set()
+        names |= {"num_mini_batches"} if "local_mini_batch_size" in names else set()
         names |= {"rollout_schedule"} if "max_lag" in names and c.max_lag == 0 else set()
         names |= {"lam_alpha"} if "lam" in names or c.credit == "turn" else set()
         names |= {"value_source", "freeze_value_attention"} if c.value_adapter else set()

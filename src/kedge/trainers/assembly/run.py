@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from kedge.config.base import OnPolicyConfig
+from kedge.config.base import OnPolicyConfig, fields_of
 from kedge.config.common import EnvironmentArguments
-from kedge.config.declare import read_mapping
+from kedge.config.declare import default_of, read_mapping
+from kedge.config.ppo import RECIPES
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
 from kedge.learner.distributed import sharding_strategy
@@ -94,7 +95,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
     # All checks have passed: from here on weights are loaded and actors are started.
     with without_weights(receives_weights(setup)):
         loaded = models.build()
-    for text in advise(args, loaded.policy, setup.sizes):
+    for text in advise(args, loaded.policy, setup.sizes, plays=make_environment is not None):
         if setup.accelerator.is_main_process:
             logger.warning(text)
     tokenizer = pick_tokenizer(inputs.processing_class, setup.tokenizer)
@@ -191,20 +192,33 @@ def build_engine(
     )
 
 
-def advise(args: OnPolicyConfig, policy: nn.Module, sizes: BatchSizes) -> Iterable[str]:
+def advise(
+    args: OnPolicyConfig, policy: nn.Module, sizes: BatchSizes, *, plays: bool
+) -> Iterable[str]:
     """Warnings about settings that rarely train well, with better values and their source.
 
-    Defaults that come from other libraries stay, so that a moved script trains as before.
+    Defaults that come from other libraries stay, so that a moved script trains as before.  With
+    ``plays`` the policy plays in environments.
     """
     batch_size = sizes.batch_size
     weights = sum(p.numel() for p in policy.parameters())
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     rate, large = args.learning_rate, trained >= LARGE  # adapters take larger learning rates
     high = rate >= HIGH_RATE if large else rate > HIGH_RATE and trained >= MEDIUM
+    today, own = RECIPES["agent"], fields_of(type(args))
+    # value_source="auto" suits environments.
+    names = [n for n in today if n in own and n != "value_source"]
+    unset = [n for n in names if getattr(args, n) == default_of(own[n]) != today[n]]
     if args.learning_rate > HIGHEST_RATE:
         yield (
             f"learning_rate={args.learning_rate:g} is far too high for a language model, which"
             " diverges; typical: 1e-6 to 5e-5 for all weights, 1e-4 for adapters"
+        )
+    elif plays and large and getattr(args, "recipe", "") is None and 2 * len(unset) > len(today):
+        yield (
+            "defaults suit single responses rather than episodes; recommended:"
+            f" {', '.join(f'{n}={today[n]}' for n in unset)}, which recipe='agent' sets where"
+            " options are not set; docs/recipes.md has the sources"
         )
     elif high and args.num_ppo_epochs > 1:
         yield (
