@@ -1,4 +1,4 @@
-"""A second Ctrl-C ends a run at once, whatever is being sampled, and breaks no checkpoint."""
+"""Ctrl-C in a script: the first finishes the iteration and saves, a second one ends at once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,32 @@ from kedge.rollout.scheduler.scheduler import interrupt
 from tests import processes
 
 from .small import rows, small
-from .test_resume import assert_same, trainer, whole_run
+from .test_resume import PROMPTS, assert_same, trainer, whole_run
+
+# A script that gets a signal in the second optimizer step of its third iteration.
+PRESSED = """
+    import os
+    from pathlib import Path
+    from tests.e2e.test_resume import trainer
+
+    made = trainer(Path(os.environ["RUN"]), max_lag=1, save_steps=500)
+    real, count = made.engine.learner.optimizer_step, []
+
+    def pressed(*args, **kwargs):
+        count.append(1)
+        if len(count) == 2 * 4 + 2:
+            os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+        return real(*args, **kwargs)
+
+    made.engine.learner.optimizer_step = pressed
+    made.train()
+    print("trained to the end")
+"""
 
 # From the seventh call on, responses take longer than this test: 60 tokens of half a second.
 ENDLESS = """
     import os, sys, time
     from pathlib import Path
-    from kedge.cli.train.ppo import learn
     from tests.e2e.small import small
 
     pieces = {"rollout_schedule": "as_completed", "num_partial_batches": 2}
@@ -54,7 +73,7 @@ ENDLESS = """
     engine.generate, engine.advance = counted, advanced
     engine.model.register_forward_pre_hook(slow, with_kwargs=True)
     try:
-        learn(made, None)
+        made.train()
     except KeyboardInterrupt:
         sys.exit(130)
 """
@@ -99,9 +118,60 @@ def test_a_second_interrupt_waits_for_no_response(tmp_path: Path, lag: int, piec
     assert not list(tmp_path.glob(".saving-*"))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_script_finishes_its_iteration_and_saves(tmp_path: Path, number: int) -> None:
+    env = os.environ | {"RUN": str(tmp_path), "SIGNAL": str(int(number))}
+    done = processes.run("-c", textwrap.dedent(PRESSED), env=env)
+    assert done.returncode not in (0, -signal.SIGKILL), done.stderr
+    assert "trained to the end" not in done.stdout
+    (saved,) = checkpoint.checkpoints(tmp_path)
+    assert saved.name == "checkpoint-3"
+    hint = f"resume from {saved} with train(resume_from_checkpoint=True)"
+    assert f"kedge: stopped after iteration 3 of 6; {hint}\n" in done.stderr
+    second = trainer(tmp_path, max_lag=1)
+    second.train(resume_from_checkpoint=True)
+    assert_same(second, whole_run(1))
+
+
+def test_the_last_evaluation_loses_nothing(tmp_path: Path) -> None:
+    """All iterations are done, and no step follows that could save."""
+    made = trainer(tmp_path, eval_dataset=PROMPTS, eval_strategy="epoch", save_steps=500)
+    evaluate = made.evaluate
+
+    def pressed() -> Any:
+        if made.state.global_step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate()
+
+    made.evaluate = pressed  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["checkpoint-6"]
+
+
+def test_signals_that_the_program_handles_are_left_to_it() -> None:
+    seen: list[int] = []
+    made = small(total_episodes=8, save_strategy="no")
+    score, before = made.engine.reward.score, signal.getsignal(signal.SIGTERM)
+
+    def pressed(rollout: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return score(rollout)
+
+    made.engine.reward.score = pressed  # type: ignore[method-assign]
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        made.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (made.state.global_step, {*seen}) == (2, {signal.SIGTERM})
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.filterwarnings("ignore:iteration . was interrupted")  # the key may fall into one
+@pytest.mark.parametrize("presses", [1, 2])
 @pytest.mark.parametrize("schedule", ["in_order", "as_completed"])
-def test_a_run_goes_on_after_an_interrupt(tmp_path: Path, schedule: str) -> None:
+def test_a_run_goes_on_after_an_interrupt(tmp_path: Path, schedule: str, presses: int) -> None:
     """In a notebook the process lives on."""
     made = small(output_dir=str(tmp_path), total_episodes=24, max_lag=1, rollout_schedule=schedule)
     score, calls = made.engine.reward.score, []
@@ -110,13 +180,17 @@ def test_a_run_goes_on_after_an_interrupt(tmp_path: Path, schedule: str) -> None
         calls.append(threading.current_thread().name)
         if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)
+            while not made._run.shutdown.requested:
+                time.sleep(0.01)
+            if presses == 2:
+                os.kill(os.getpid(), signal.SIGINT)
         return score(rollout)
 
     made.engine.reward.score = pressed  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         made.train()
     assert made.state.global_step < 6
+    assert len(checkpoint.checkpoints(tmp_path)) == (presses == 1)
     made.train()
     assert made.state.global_step == 6
     assert all(row["rollout/lag"] <= 1 for row in rows(made))

@@ -26,11 +26,15 @@ class GracefulShutdown:
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        """Within this context, SIGINT and SIGTERM only record a request."""
+        """Within this context, SIGINT and SIGTERM only record a request.
+
+        Signals that the program handles itself are left to it.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread can handle signals
             return
-        before = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
+        free = [n for n in (signal.SIGINT, signal.SIGTERM) if not _is_handled(n)]
+        before = {n: signal.signal(n, self._handle) for n in free}
         try:
             yield
         finally:
@@ -68,6 +72,13 @@ class GracefulShutdown:
         if self._number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + self._number)
+
+
+def _is_handled(number: int) -> bool:
+    """Whether the program handles a signal itself; Ray's handler only ends the process."""
+    handler: Any = signal.getsignal(number)
+    own = callable(handler) and handler is not signal.default_int_handler
+    return handler is None or (own and not str(handler.__module__).startswith("ray."))
 
 
 def exit_with(parent: int, *, every: float = 1.0) -> None:

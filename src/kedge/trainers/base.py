@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -28,11 +29,13 @@ from transformers.utils import logging as transformers_logging
 from kedge.config.base import OnPolicyConfig
 from kedge.errors import ConfigError, RewardError
 from kedge.loop.loop import Engine
+from kedge.loop.shutdown import GracefulShutdown
 from kedge.output import lock_output_dir
 from kedge.reporting.base import required_write
 from kedge.rewards.build import as_list
 from kedge.trainers.assembly.run import assemble_run
 from kedge.trainers.assembly.setup import build_eval_sets, pick_tokenizer
+from kedge.trainers.hf_callbacks import launch_context
 from kedge.trainers.spec import TrainerInputs, TrainerSpec
 
 logger = logging.getLogger(__name__)
@@ -133,10 +136,14 @@ class TrainerShell:
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train to the end; ``resume_from_checkpoint`` is True (newest checkpoint) or a folder.
 
-        After a finished run it only warns; after an interrupted one it continues.
+        After a finished run it only warns; after an interrupted one it continues.  In the main
+        thread the first Ctrl-C or SIGTERM takes effect when the iteration is finished and saved, a
+        second one at once; signals that the program handles itself are left to it.
 
         Raises:
             ConfigError: another run is writing to ``output_dir``.
+            KeyboardInterrupt: after Ctrl-C.
+            SystemExit: after SIGTERM.
         """
         resume = resume_from_checkpoint
         if not resume and self.engine.step >= (total := self.engine.batch_sizes.iterations):
@@ -145,13 +152,34 @@ class TrainerShell:
                 " total_episodes, max_steps or num_train_epochs",
                 total,
             )
-        with lock_output_dir(self.args):
+        shutdown = self._run.shutdown = GracefulShutdown()
+        in_launch = launch_context() is not None  # its driver handles signals
+        with lock_output_dir(self.args), nullcontext() if in_launch else shutdown.install():
             if self.args.output_dir and self.accelerator.is_main_process:
                 from kedge.reporting.run_info import write_run_info
 
                 with required_write("output_dir", self.args.output_dir):
                     write_run_info(self._provenance, self.args, device=str(self.accelerator.device))
-            return self._run.train(self.args.resume_from_checkpoint if resume is None else resume)
+            output = self._run.train(self.args.resume_from_checkpoint if resume is None else resume)
+        if shutdown.requested and self.is_world_process_zero():
+            step, args = self.engine.step, self.args
+            saved = Path(args.output_dir or "") / f"checkpoint-{step}"
+            complete = args.output_dir and saved.is_dir() and not args.save_only_model
+            total = self.engine.batch_sizes.iterations
+            how = self.resume_hint(saved if complete else None)
+            sys.stderr.write(f"kedge: stopped after iteration {step} of {total}; {how}\n")
+        shutdown.reraise()
+        return output
+
+    @staticmethod
+    def resume_hint(checkpoint: Path | None) -> str:
+        """How to resume a run that a signal stopped, in words; commands have their own.
+
+        ``checkpoint`` is None if none was saved.
+        """
+        if checkpoint is None:
+            return "no checkpoint was saved to resume from"
+        return f"resume from {checkpoint} with train(resume_from_checkpoint=True)"
 
     @short_errors
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:

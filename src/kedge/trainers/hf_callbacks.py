@@ -31,7 +31,6 @@ from kedge.reporting.base import CompositeTracker
 from kedge.rewards.build import as_list
 
 if TYPE_CHECKING:
-    from kedge.loop.shutdown import GracefulShutdown
     from kedge.ray.context import RankContext
 
 STATE_FILE = "trainer_state.json"
@@ -244,34 +243,32 @@ def own_callbacks(args: OnPolicyConfig) -> list[TrainerCallback]:
         from kedge.reporting.hub import PushOnSave, build_hub
 
         callbacks.append(PushOnSave(build_hub(args)))
-    if "kedge.ray.context" in sys.modules:  # otherwise no launch has set a context
-        from kedge.ray.context import get_context
-
-        if (context := get_context()) is not None:
-            callbacks.append(Reporting(context, main=args.process_index == 0))
+    if (context := launch_context()) is not None:
+        callbacks.append(Reporting(context, main=args.process_index == 0))
     return callbacks
 
 
-class Stopping(TrainerCallback):
-    """Saves and stops on all ranks after a request to shut down."""
+def launch_context() -> RankContext | None:
+    """The context of this rank of a Ray launch; None outside a launch."""
+    if "kedge.ray.context" not in sys.modules:
+        return None  # no launch has set a context
+    from kedge.ray.context import get_context
 
-    def __init__(self, shutdown: GracefulShutdown) -> None:
-        self._requested = lambda: shutdown.requested
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Save and stop if requested."""
-        if self._requested():
-            control.should_training_stop = control.should_save = True
+    return get_context()
 
 
-class Reporting(Stopping):
+class Reporting(TrainerCallback):
     """Sends the rows of rank 0 to the driver of a Ray launch, and stops when the driver asks to."""
 
     def __init__(self, context: RankContext, *, main: bool) -> None:
         self._context, self._main = context, main
-        self._requested = lambda: main and context.stopping()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Save and stop if requested, on all ranks."""
+        if self._main and self._context.stopping():
+            control.should_training_stop = control.should_save = True
 
     def on_log(
         self,

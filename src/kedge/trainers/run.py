@@ -30,6 +30,7 @@ from kedge.errors import CheckpointError, ConfigError, way_out
 from kedge.learner.learner import HFLearner
 from kedge.loop.evaluation import Evaluation, evaluate, solve_rates, win_rate
 from kedge.loop.loop import Engine
+from kedge.loop.shutdown import GracefulShutdown
 from kedge.loop.updater import Hooks, StepReport
 from kedge.reporting.base import BestEffortWriter, required_write
 from kedge.reporting.responses import IntervalSchedule, TokenLog, completion_rows
@@ -89,6 +90,7 @@ class Run(Hooks):
     metric_names: MetricNames
     best_effort: BestEffortWriter = field(default_factory=BestEffortWriter)
     clock: Callable[[], float] = time.perf_counter
+    shutdown: GracefulShutdown = field(default_factory=GracefulShutdown)
     # Set by ``train``:
     screen: ConsoleTracker | None = field(default=None, init=False)  # on rank 0
     schedule: IntervalSchedule | None = field(default=None, init=False)  # for tables of completions
@@ -127,6 +129,9 @@ class Run(Hooks):
         try:
             engine.run(sizes.iterations)
             self.end_epoch()
+            asked = self.learner.all_reduce(torch.tensor([float(self.shutdown.requested)]))
+            if bool(asked) and self._saved < engine.step and self.args.output_dir:
+                self._save()  # the signal came during the last evaluation
             seconds, iterations = time.perf_counter() - begin, engine.step - before
             rate = iterations / max(seconds, 1e-9)
             totals = {  # totals of this call under transformers' names
@@ -257,6 +262,9 @@ class Run(Hooks):
             with capturing:  # a sampling thread may be capturing a decode step
                 torch.cuda.empty_cache()
         self.callbacks.fire("on_step_end")
+        if self.shutdown.requested:
+            control = self.callbacks.control
+            control.should_training_stop = control.should_save = True
         self._act()
         first = self._first + 1 == report.step < state.max_steps
         if first and state.pending and self.screen is not None:

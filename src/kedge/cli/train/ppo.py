@@ -51,7 +51,8 @@ def train(options: Options, **given: Any) -> Any:
     resume = resume_point(config.resume_from_checkpoint)
     with lock_output_dir(config):  # fail before loading for minutes, not after
         trainer = build(options, new_run=not resume, **given)
-        learn(trainer, resume)
+        trainer.resume_hint = resume_line
+        trainer.train(resume_from_checkpoint=resume)
         if evaluates:
             trainer.evaluate()
         trainer.save_model(config.output_dir)
@@ -62,27 +63,6 @@ def train(options: Options, **given: Any) -> Any:
         if trainer.state.is_world_process_zero:
             print(f"kedge: the trained model is in {config.output_dir}")
     return trainer
-
-
-def learn(trainer: Any, resume: str | bool | None) -> None:
-    """Train; after Ctrl-C or SIGTERM, finish the iteration, save a checkpoint and stop."""
-    from kedge.loop.shutdown import GracefulShutdown
-    from kedge.ray.context import get_context
-    from kedge.trainers.hf_callbacks import Stopping
-
-    if get_context() is not None:  # the driver of the launch handles signals
-        trainer.train(resume_from_checkpoint=resume)
-        return
-    shutdown = GracefulShutdown()
-    trainer.add_callback(Stopping(shutdown))
-    with shutdown.install():
-        trainer.train(resume_from_checkpoint=resume)
-    if shutdown.requested:
-        state, args = trainer.state, trainer.args
-        saved = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        line = resume_line(saved if saved.is_dir() and not args.save_only_model else None)
-        note(f"stopped after iteration {state.global_step} of {state.max_steps}; {line}")
-    shutdown.reraise()
 
 
 def build(
