@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from kedge import GRPOConfig, GRPOTrainer
 from kedge.environments import Response
 from kedge.environments.episode import ENDINGS
-from kedge.errors import ConfigError, RolloutError
+from kedge.errors import CheckpointError, ConfigError, RolloutError
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.small import QUIET, rows
 from tests.environments.test_tools import calculator
@@ -258,6 +259,19 @@ def test_a_wrong_config_of_an_environment_is_said_as_it_is() -> None:
 def test_the_critic_of_episodes_is_a_separate_model(options: dict[str, Any], weights: int) -> None:
     made = ppo(lambda: Once("w9"), **options)  # a policy of 22,688 weights, 32 wide
     assert sum(p.numel() for p in made.value_model.parameters()) == weights
+
+
+@pytest.mark.filterwarnings("ignore:.*value_source")  # that the option changed is said, too
+def test_a_checkpoint_with_a_head_as_the_value_names_the_way_out(tmp_path: Path) -> None:
+    kept = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
+    kept |= {"total_episodes": 8}
+    head = {"value_source": "policy", **kept}
+    ppo(lambda: Once("w9"), **head).train()
+    with pytest.raises(CheckpointError, match=r'21; resume with value_source="policy"$'):
+        ppo(lambda: Once("w9"), **kept).train(resume_from_checkpoint=True)
+    made = ppo(lambda: Once("w9"), **head)
+    made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert made.state.global_step == 2
 
 
 @pytest.mark.parametrize("schedule", ["in_order", "as_completed"])

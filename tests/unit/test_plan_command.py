@@ -89,6 +89,10 @@ def test_checkpointing_optimizer_and_adapters_change_the_plan(tiny):
     assert lora[0].trained < lora[0].total
     assert lora[0].optimizer == lora[0].trained * 8
     assert [n.role for n in lora] == ["policy", "value", "reward"]  # the base is the reference
+    critic = [*flags, "--value_source", "copy", "--freeze_value_attention"]
+    whole, frozen = (plan(options(*critic, x))[2][2] for x in ("False", "True"))
+    assert whole.total == frozen.total == whole.trained
+    assert whole.trained - frozen.trained == 2 * (2 * 16 * 16 + 2 * 16 * 8)  # q, o; k, v
 
 
 @pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path`")  # of peft 0.18

@@ -137,9 +137,11 @@ def load_weights(trained: Mapping[str, Sequence[Tensor]], saved: Mapping[str, An
     for name, weights in trained.items():
         stored = saved.get(name, [])
         if len(weights) != len(stored):
+            head = name == "value" and len(stored) == 2  # a weight and a bias
+            how = 'value_source="policy"' if head else "the model that it was written with"
             raise CheckpointError(
                 f"the checkpoint's {name} has {len(stored)} trained weights, this run's has"
-                f" {len(weights)}; resume with the model that it was written with"
+                f" {len(weights)}; resume with {how}"
             )
         for number, (p, q) in enumerate(zip(weights, stored, strict=True)):
             if p.shape != q.shape:

@@ -33,13 +33,14 @@ from kedge.config.rollout_engines import assume_all_packages, find_engine
 from kedge.errors import ConfigError
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.models.compatibility import check_length
-from kedge.models.freezing import train_top_layers
+from kedge.models.freezing import freeze_attention, train_top_layers
 from kedge.models.load import configuration_source, eos_token_ids
 from kedge.models.value_head import ScalarHead
 from kedge.output import check_targets
 from kedge.rewards.build import load_function
 from kedge.rewards.function import Signature, function_name
 from kedge.trainers import TRAINERS, find_trainer, load_trainer
+from kedge.trainers.assembly.models import value_start
 from kedge.trainers.assembly.setup import build_prompts, build_sampling
 from kedge.trainers.spec import shared_kwargs
 from kedge.trl_scripts import get_peft_config
@@ -482,12 +483,17 @@ def read_dims(config: Any) -> ModelDims:
 
 
 def count_parameters(
-    config: Any, *, head: str = "score", adapter: Any = None, train_layers: int | None = None
+    config: Any,
+    *,
+    head: str = "score",
+    adapter: Any = None,
+    train_layers: int | None = None,
+    without_attention: bool = False,
 ) -> dict[str, int]:
     """``total``, ``trained``, ``layer`` and ``root`` of a model that is built on ``meta``.
 
     The head is "causal" or "score", one logit per sequence; with an ``adapter`` nothing else
-    trains.
+    trains, and ``without_attention`` that does not.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -500,8 +506,10 @@ def count_parameters(
             model = AutoModelForSequenceClassification.from_config(config)
         layers = [size_of(m) for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         root = size_of(model) - sum(layers)
+        backbone = getattr(model, model.base_model_prefix)
+        if without_attention:
+            freeze_attention(backbone, what="the value model")
         if train_layers is not None:
-            backbone = getattr(model, model.base_model_prefix)
             if head == "score":  # a value model, which may have fewer than the policy
                 train_layers = min(train_layers, int(config.get_text_config().num_hidden_layers))
             train_top_layers(backbone, train_layers, what="the policy")
@@ -590,10 +598,9 @@ class Estimate:
     def value(self, policy: ModelMemory) -> ModelMemory:
         """The value model, or the adapter or head on the policy."""
         source, count, activations = self.options.script.value_model_path, {}, 0.0
-        start = getattr(self.config, "value_source", "policy")
         frozen = self.adapter is not None or self.config.train_layers is not None
-        if start == "auto" and not self.names.reward and self.config.environment and not frozen:
-            start = "copy"
+        plays, rewarded = self.config.environment, bool(self.names.reward)
+        start = value_start(self.config, plays=plays, rewarded=rewarded, frozen=frozen)
         if source is None and start != "policy":
             source = self.names.policy if start == "copy" else self.names.reward
         if getattr(self.config, "value_adapter", False):
@@ -603,7 +610,11 @@ class Estimate:
             role, own = "value head", size_of(ScalarHead(self.dims.hidden))
         else:
             role, own, config = "value", 0, self.read(source)
-            count = count_parameters(config, train_layers=self.config.train_layers)
+            count = count_parameters(
+                config,
+                train_layers=self.config.train_layers,
+                without_attention=getattr(self.config, "freeze_value_attention", False),
+            )
             activations = self.activations(read_dims(config))
         return ModelMemory(
             role=role,

@@ -206,7 +206,6 @@ class ModelStage:
 
         With ``value_source="auto"`` a reward model that cannot be a value model is not used: one
         that is not causal, has no per-token head, or has another tokenizer than the policy.
-        Without one, the policy is copied for environments, unless parts of it are frozen.
         """
         inputs, args = self.setup.inputs, self.setup.args
         if self.value_adapter:
@@ -223,10 +222,10 @@ class ModelStage:
             return value
         plays = inputs.environment or inputs.tools or inputs.environment_factory or args.environment
         frozen = has_adapter(policy, inputs) or args.train_layers is not None
-        auto_copies = self.value_source == "auto" and self.reward is None and plays and not frozen
-        if self.value_source == "copy" or auto_copies:
+        start = value_start(args, plays=plays, rewarded=self.reward is not None, frozen=frozen)
+        if start == "copy":
             return copy_as_value(policy, causal_parts(policy))
-        if self.reward is not None and self.value_source != "policy":
+        if start == "reward":
             try:
                 self._check_reward()
                 if isinstance(self.reward, str):
@@ -257,6 +256,19 @@ class ModelStage:
             return None
         own = drop_adapters(copy.deepcopy(policy))
         return own.requires_grad_(False).to(setup.accelerator.device)
+
+
+def value_start(args: Any, *, plays: Any, rewarded: bool, frozen: bool) -> str:
+    """What the value model starts from: ``value_source``, where auto is decided.
+
+    With auto that is the reward model of a ``rewarded`` run; else the policy is copied if it
+    ``plays`` in environments, unless an adapter or ``train_layers`` keeps weights ``frozen``.
+    """
+    source: str = getattr(args, "value_source", "policy")
+    if source != "auto":
+        return source
+    alone = "copy" if plays and not frozen else "policy"
+    return "reward" if rewarded else alone
 
 
 def has_adapter(policy: Any, inputs: TrainerInputs) -> bool:
