@@ -22,7 +22,6 @@ class GracefulShutdown:
     def __init__(self) -> None:
         self._number = 0
         self._seen: set[int] = set()
-        self._reported = False
 
     @contextmanager
     def install(self) -> Iterator[None]:
@@ -57,11 +56,6 @@ class GracefulShutdown:
     def requested(self) -> bool:
         """Whether a shutdown was requested."""
         return bool(self._number)
-
-    def newly_requested(self) -> bool:
-        """Whether a shutdown was requested since the last call."""
-        reported, self._reported = self._reported, self.requested
-        return self._reported and not reported
 
     def reraise(self) -> None:
         """Raise what the signal would have raised: KeyboardInterrupt or SystemExit."""

@@ -265,7 +265,7 @@ class _LearnerGroup:
             running = self._begin(job, environment)
             failures: list[Failure] = []
             result: Any = None
-            clock, deadline = RunningTime(), math.inf
+            clock, deadline, told = RunningTime(), math.inf, False
             while running and (now := clock.seconds()) < deadline:
                 done, _ = wait(running, timeout=_POLL, return_when=FIRST_COMPLETED)
                 self._forward()
@@ -275,7 +275,8 @@ class _LearnerGroup:
                     failures += [failure] if failure else []
                 if failures:
                     deadline = min(deadline, now + _DRAIN)
-                elif shutdown.newly_requested():  # no deadline: an iteration may take an hour
+                elif shutdown.requested and not told:  # no deadline: an iteration may take an hour
+                    told = True
                     self._ranks[0].interrupt("stop")
                 elif self._stopping and deadline == math.inf:
                     deadline = now + self._limits.stop

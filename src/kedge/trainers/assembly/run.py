@@ -37,7 +37,7 @@ from kedge.rewards import check_sources, reward_source
 from kedge.rewards.build import as_list
 from kedge.trainers.assembly.models import LearnerStage, Models, ModelStage, receives_weights
 from kedge.trainers.assembly.setup import Setup, build_setup, pick_tokenizer, trusts_remote_code
-from kedge.trainers.hf_callbacks import Callbacks, own_callbacks
+from kedge.trainers.hf_callbacks import Callbacks, launch_context, own_callbacks
 from kedge.trainers.run import Run, recording_fingerprint
 from kedge.trainers.spec import TrainerInputs, shared_kwargs
 
@@ -407,11 +407,7 @@ class RolloutStage:
         """Make an engine on rank 0 that all ranks share."""
         from kedge.rollout.engines import RankGroups, RankSharedEngine
 
-        args, mail = self.setup.args, None
-        if self.spec.actors:
-            from kedge.ray.context import get_context
-
-            mail = get_context()
+        args, mail = self.setup.args, launch_context() if self.spec.actors else None
         groups = RankGroups(args.rollout_timeout + args.worker_start_timeout, mail)
         extra_columns = int(self.setup.algorithm.extra_column)
         return RankSharedEngine(make, groups, extra_columns=extra_columns)
