@@ -261,6 +261,22 @@ def test_the_critic_of_episodes_is_a_separate_model(options: dict[str, Any], wei
     assert sum(p.numel() for p in made.value_model.parameters()) == weights
 
 
+def test_a_large_model_is_told_of_the_recipe_which_a_run_then_has(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kedge.trainers.assembly.run.LARGE", 1)
+    ppo(lambda: Once("w9"))
+    told = [r.getMessage() for r in caplog.records if "recipe='agent'" in r.getMessage()]
+    assert len(told) == 1
+    caplog.clear()
+    made = ppo(lambda: Once("w9"), recipe="agent", total_episodes=8, learning_rate=1e-3)
+    assert "recipe='agent'" not in caplog.text
+    made.train()
+    assert made.engine.learner.optimizer.state_dict()["state"][0]["step"] == 2 * 4
+    assert [row["lr"] for row in rows(made)] == [1e-3, 1e-3]
+    assert [row["objective/kl_coef"] for row in rows(made)] == [0.0, 0.0]
+
+
 @pytest.mark.filterwarnings("ignore:.*value_source")  # that the option changed is said, too
 def test_a_checkpoint_with_a_head_as_the_value_names_the_way_out(tmp_path: Path) -> None:
     kept = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
