@@ -39,8 +39,8 @@ BUDGETS = {
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 47_602
-TESTS = 40_822
+TOTAL = 47_680
+TESTS = 40_994
 
 
 def count_lines(files: list[Path]) -> int:
