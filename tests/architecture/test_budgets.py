@@ -20,7 +20,7 @@ BUDGETS = {
     "config": 3_013,
     "data": 704,
     "demo": 443,
-    "environments": 3_601,
+    "environments": 3_605,
     "learner": 1_625,
     "loop": 1_934,
     "math": 773,

@@ -39,9 +39,7 @@ _FINAL = "<|channel|>final<|message|>"
 _TAIL = 32  # prompt tokens that are compared
 _CUT = "...(truncated)..."  # replaces the middle of an observation that is too long
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # in messages, by template
-_CALL = re.compile(
-    r"to=functions\.|<\|tool_call>|\[TOOL_CALLS\]|<\|start\|>|<\|channel\|>"
-)  # begins a call
+_CALL = re.compile(r"<\|tool_call>|\[TOOL_CALLS\]")  # begins a call
 
 
 class TurnTokens:
@@ -52,7 +50,9 @@ class TurnTokens:
     ) -> None:
         self._tokenizer = tokenizer
         self._options = dict(chat_template_kwargs or {})
-        self._parse = tool_parser(getattr(tokenizer, "chat_template", None))
+        template = getattr(tokenizer, "chat_template", None)
+        self._parse = tool_parser(template)
+        self._has_channels = "<|channel|>analysis" in str(template)  # gpt-oss
         self._checked_tools = False
 
     def response(
@@ -189,23 +189,27 @@ class TurnTokens:
         Its content is what the policy wrote after the reasoning.  Calls are a part of it, unless
         the template renders results only after calls that it has rendered.
         """
-        whole = response.text if response.raw is None else response.raw
-        if "<|channel|>" in whole:  # gpt-oss refuses its marks
-            whole = response.text.replace("<|channel|>", "")
-        message: dict[str, Any] = {"role": "assistant", "content": whole.lstrip("\n")}
-        if response.reasoning:
-            reasoning = response.reasoning.replace("<|channel|>", "")
+        text = response.text if response.raw is None else response.raw
+        reasoning = response.reasoning
+        if self._has_channels:  # the template refuses their mark, and text beside a call
+            text, reasoning = (x.replace("<|channel|>", "") for x in (response.text, reasoning))
+        message: dict[str, Any] = {"role": "assistant", "content": text.lstrip("\n")}
+        if reasoning:
             message |= dict.fromkeys(_REASONING_KEYS, reasoning)
         results = [m for m in after if m["role"] == "tool"]
-        if results and response.tool_calls and not self._calls_are_text:
-            message["content"] = _CALL.split(response.raw or "")[0].strip()
+        if results and not self._calls_are_text:
+            message["content"] = "" if self._has_channels else _CALL.split(text)[0].strip()
+            calls = [
+                {"name": call.name or "unknown", "arguments": {**call.arguments}}
+                for call in response.tool_calls
+            ] or [{"name": results[0].get("name", "unknown"), "arguments": {}}]
             message["tool_calls"] = [
                 {
                     "type": "function",
                     "id": result.get("tool_call_id", "000000000"),
-                    "function": {"name": call.name or "unknown", "arguments": {**call.arguments}},
+                    "function": call,
                 }
-                for call, result in zip(response.tool_calls, results, strict=False)
+                for call, result in zip(calls, results, strict=False)
             ]
         return message
 
