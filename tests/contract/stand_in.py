@@ -17,7 +17,8 @@ class StandIn:
 
     ``faults`` are applied to the next requests for samples, one each: a status, a body, a function
     that changes a choice, or "lost" (never answered, and not counted among its requests).  Paths in
-    ``busy`` are answered with 503 once.
+    ``busy`` are answered with 503 once.  A second request on a connection is lost, as when a server
+    closes an idle connection at the moment of a request.
     """
 
     def __init__(self, model):
@@ -38,6 +39,12 @@ class StandIn:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            requests = 0  # on this connection
+
+            def parse_request(self):
+                self.requests += 1
+                self.close_connection = self.requests > 1
+                return self.requests == 1 and super().parse_request()
 
             def log_message(self, *args):
                 pass

@@ -61,6 +61,8 @@ def test_responses_continue_with_new_weights_and_every_token_has_its_version(
     size = 40 if in_process else engine.max_length - 8  # a server does not wait for the test
     engine.submit(prompts(), sampling=Sampling(max_new_tokens=size), seed=0)
     assert engine.advance() is None  # 16 steps, or 0.1 seconds
+    if not in_process:  # once later requests have ended, a server has begun with these
+        engine.generate(prompts(), sampling=Sampling(max_new_tokens=8), seed=1)
     receipt = engine.load_weights(moved, 4)  # verified on the probe while requests are held
     assert receipt.version == 4
     rollout = drained(engine)

@@ -294,7 +294,9 @@ class NeMoGym:
 
     def __init__(self, url: str) -> None:
         self.tools: list[dict[str, Any]] = []  # JSON schemas, once an episode has begun
-        self._client = httpx.Client(base_url=url, timeout=None)
+        # The server may close an idle connection at the moment of a request, which would be lost.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(base_url=url, timeout=None, limits=limits)
         self._gymnasium: bool | None = None  # the server has /step
         self._row: dict[str, Any] = {}
         self._output: Items = []  # of the episode, in the format of the Responses API

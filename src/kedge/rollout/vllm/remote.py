@@ -39,6 +39,8 @@ _GENERATE = "/inference/v1/generate"
 _SECONDS = 0.1  # seconds that ``serve`` waits for a result
 _OVERLOADED = {429, 502, 503}  # statuses to retry, with exponential backoff
 _PAUSE = 0.5  # seconds
+# A server closes idle connections, vLLM after 5 s, and a request at that moment would be lost.
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+)$", re.M)
 
 
@@ -50,7 +52,7 @@ class _Background:
     """A thread that sends requests to a server and waits for their results."""
 
     def __init__(self, url: str, uds: str | None) -> None:
-        transport = httpx.AsyncHTTPTransport(uds=uds, limits=httpx.Limits(max_connections=None))
+        transport = httpx.AsyncHTTPTransport(uds=uds, limits=_LIMITS)
         self._client = httpx.AsyncClient(base_url=url, transport=transport, timeout=None)
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_report)
@@ -116,7 +118,7 @@ class Remote:
         self._version = 0  # version of the weights
         self._adapter: str | None = None  # vLLM's name for the newest adapter
         self._idle_since = math.inf  # time of the first look without requests
-        transport = httpx.HTTPTransport(uds=uds)
+        transport = httpx.HTTPTransport(uds=uds, limits=_LIMITS)
         self._client = httpx.Client(
             base_url=self.url, transport=transport, timeout=self.limits.patience
         )
