@@ -191,7 +191,7 @@ class TurnTokens:
         """
         text = response.text if response.raw is None else response.raw
         reasoning = response.reasoning
-        if self._has_channels:  # the template refuses their mark, and text beside a call
+        if self._has_channels:  # the template refuses their mark, and text next to a call
             text, reasoning = (x.replace("<|channel|>", "") for x in (response.text, reasoning))
         message: dict[str, Any] = {"role": "assistant", "content": text.lstrip("\n")}
         if reasoning:
