@@ -11,7 +11,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from kedge.environments.tool_calls import parse_any, split_reasoning, tool_parser
+from kedge.environments.tool_calls import (
+    parse_any,
+    reasoning_blocks,
+    split_reasoning,
+    tool_parser,
+)
 from kedge.environments.tools import ToolEnvironment
 from kedge.environments.turn_tokens import TurnTokens
 from kedge.types import Response, Sampling
@@ -119,6 +124,12 @@ def test_results_are_rendered_as_the_template_does(family: str, behind: str) -> 
 )
 def test_reasoning(text: str, opened: bool, reasoning: str, answer: str) -> None:
     assert split_reasoning(text, opened=opened) == (reasoning, answer)
+
+
+def test_all_reasoning_of_a_conversation() -> None:
+    """An end without a beginning counts, since templates cut there; blanks do not."""
+    text = "a</think>b<think>\n c d</think>e[THINK][/THINK]f<|end|><think>g"
+    assert reasoning_blocks(text) == ["", "cd", "", "g"]
 
 
 def test_a_call_within_the_reasoning_is_not_made() -> None:

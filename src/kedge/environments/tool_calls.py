@@ -27,6 +27,13 @@ REASONING = (
     ("<|channel|>analysis<|message|>", "<|end|>"),  # gpt-oss
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
+_BLOCK = re.compile(  # or an end without a beginning; that of gpt-oss ends other messages, too
+    "|".join(
+        [rf"{re.escape(begin)}(.*?)(?:{re.escape(end)}|\Z)" for begin, end in REASONING]
+        + [re.escape(end) for _, end in REASONING if end != "<|end|>"]
+    ),
+    re.DOTALL,
+)
 _DECODER = json.JSONDecoder()
 _PYTHON = {"True": True, "False": False, "None": None}
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
@@ -53,6 +60,12 @@ def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
             reasoning, _, answer = text.partition(end)
             return reasoning.strip(), answer
     return (text.strip(), "") if opened else ("", text)
+
+
+def reasoning_blocks(text: str) -> list[str]:
+    """Each reasoning in a conversation with special tokens, without blanks; perhaps empty."""
+    blocks = ("".join(filter(None, match.groups())) for match in _BLOCK.finditer(text))
+    return ["".join(block.split()) for block in blocks]
 
 
 def tool_parser(chat_template: object) -> Parser:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,12 @@ from typing import Any
 from torch import Tensor
 
 from kedge.chat_template import render_chat
-from kedge.environments.tool_calls import REASONING, split_reasoning, tool_parser
+from kedge.environments.tool_calls import (
+    REASONING,
+    reasoning_blocks,
+    split_reasoning,
+    tool_parser,
+)
 from kedge.errors import ConfigError, DataError, RolloutError
 from kedge.protocols import NewContext, Observation
 from kedge.types import Response, Sampling
@@ -32,6 +38,8 @@ _RESULT = "KEDGE0RESULT"
 _FINAL = "<|channel|>final<|message|>"
 _TAIL = 32  # prompt tokens that are compared
 _CUT = "...(truncated)..."  # replaces the middle of an observation that is too long
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # in messages, by template
+_CALL = re.compile(r"<\|tool_call>|\[TOOL_CALLS\]")  # begins a call
 
 
 class TurnTokens:
@@ -42,7 +50,9 @@ class TurnTokens:
     ) -> None:
         self._tokenizer = tokenizer
         self._options = dict(chat_template_kwargs or {})
-        self._parse = tool_parser(getattr(tokenizer, "chat_template", None))
+        template = getattr(tokenizer, "chat_template", None)
+        self._parse = tool_parser(template)
+        self._has_channels = "<|channel|>analysis" in str(template)  # gpt-oss
         self._checked_tools = False
 
     def response(
@@ -120,26 +130,96 @@ class TurnTokens:
         if _token_ids(observation) is not None or not _is_chat(prompt):
             return self._plain(observation)
         messages = _messages(observation)
-        if any(message["role"] == "tool" for message in messages):
-            if self._tool_role == "call":
-                stop = self._tokenizer.decode([last]) if stopped else ""
-                return self._encode(self._after_call(messages, stop))
-            if self._tool_role == "user":
-                messages = [  # the template knows no tool role
-                    {"role": "user", "content": f"{m.get('name', 'tool')}: {m['content']}"}
-                    if m["role"] == "tool"
-                    else m
-                    for m in messages
-                ]
-        ids = self._encode(self._after_answer(messages))
+        if _has_results(messages) and self._tool_role == "call":
+            stop = self._tokenizer.decode([last]) if stopped else ""
+            return self._encode(self._after_call(messages, stop))
+        ids = self._encode(self._after_answer(self._with_known_roles(messages)))
         return ids[1:] if stopped and ids[:1] == [last] else ids
 
     def context(self, prompt: object, new: NewContext, *, tools: Sequence[Any] | None) -> list[int]:
         """Token ids of a new context; ``prompt`` decides whether this is a chat."""
         if _token_ids(new.messages) is not None or not _is_chat(prompt):
             return self._plain(new.messages)
-        text = self._render(_messages(new.messages), tools=list(tools) if tools else None)
-        return self._encode(text)
+        messages = self._with_known_roles(_messages(new.messages))
+        return self._encode(self._render(messages, tools=list(tools) if tools else None))
+
+    def check_drops_reasoning(self) -> None:
+        """Raise ConfigError if the template renders the reasoning of earlier turns."""
+        question, answer = {"role": "user", "content": "."}, {"role": "assistant", "content": "."}
+        answer |= dict.fromkeys(_REASONING_KEYS, _ANSWER)
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ConfigError(
+                "drop_reasoning needs a tokenizer with a chat template, which renders earlier turns"
+                " without their reasoning"
+            )
+        if _ANSWER in self._render([question, answer, question]):
+            raise ConfigError(
+                "drop_reasoning has no effect, since the chat template renders the reasoning of"
+                " earlier turns; leave it out, or set the template's option in"
+                " chat_template_kwargs, for example {'preserve_thinking': False}"
+            )
+
+    def conversation(
+        self,
+        prompt: object,
+        ids: Sequence[int],
+        observation: Observation = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        separator: str = "",
+    ) -> list[dict[str, Any]]:
+        """The messages of a prompt with the first observation, rendered as ``ids``.
+
+        Raises:
+            ConfigError: the template renders something else.
+        """
+        if _is_chat(prompt) and _token_ids(observation) is None:
+            messages = _with_first(_messages(prompt), observation, separator)
+            if self.context(prompt, NewContext(messages), tools=tools) == ids:
+                return [dict(message) for message in messages]
+        raise ConfigError(
+            "drop_reasoning renders the conversation again, but the chat template does not give the"
+            f" tokens of the prompt {str(prompt)[:80]!r}: it needs chat messages, neither cut by"
+            " max_prompt_length nor ending in a message of the assistant; or leave it out"
+        )
+
+    def answer(self, response: Response, after: Messages) -> dict[str, Any]:
+        """The message of a response, given those ``after`` it, for ``drops_reasoning``.
+
+        Its content is what the policy wrote after the reasoning.  Calls are a part of it, unless
+        the template renders results only after calls that it has rendered.
+        """
+        text = response.text if response.raw is None else response.raw
+        reasoning = response.reasoning
+        if self._has_channels:  # the template refuses their mark, and text next to a call
+            text, reasoning = (x.replace("<|channel|>", "") for x in (response.text, reasoning))
+        message: dict[str, Any] = {"role": "assistant", "content": text.lstrip("\n")}
+        if reasoning:
+            message |= dict.fromkeys(_REASONING_KEYS, reasoning)
+        results = [m for m in after if m["role"] == "tool"]
+        if results and not self._calls_are_text:
+            message["content"] = "" if self._has_channels else _CALL.split(text)[0].strip()
+            calls = [
+                {"name": call.name or "unknown", "arguments": {**call.arguments}}
+                for call in response.tool_calls
+            ] or [{"name": results[0].get("name", "unknown"), "arguments": {}}]
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": result.get("tool_call_id", "000000000"),
+                    "function": call,
+                }
+                for call, result in zip(calls, results, strict=False)
+            ]
+        return message
+
+    def drops_reasoning(
+        self, before: Sequence[int], messages: Messages, *, tools: Sequence[Any] | None
+    ) -> bool:
+        """Whether the template renders a conversation without reasoning that its tokens have."""
+        rendered = self.context([], NewContext(messages), tools=tools)
+        texts = [self._tokenizer.decode(list(ids)) for ids in (before, rendered)]
+        return reasoning_blocks(texts[0]) != reasoning_blocks(texts[1])
 
     def shorten(
         self, observation: Observation, render: Callable[[Observation], list[int]], most: int
@@ -219,6 +299,27 @@ class TurnTokens:
                 " without tools, and describe them and <tool_call> in a system message"
             )
 
+    def _with_known_roles(self, messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The messages, those of tools as the user's if the template has no role for them."""
+        if not _has_results(messages) or self._tool_role != "user":
+            return messages
+        return [
+            {"role": "user", "content": f"{m.get('name', 'tool')}: {m['content']}"}
+            if m["role"] == "tool"
+            else m
+            for m in messages
+        ]
+
+    @cached_property
+    def _calls_are_text(self) -> bool:
+        """Whether the template renders results after calls in the content of an answer."""
+        question, answer = {"role": "user", "content": "."}, {"role": "assistant", "content": "."}
+        result = {"role": "tool", "name": "f", "content": _RESULT, "tool_call_id": "000000000"}
+        messages = self._with_known_roles([question, answer, result, answer, question])
+        with suppress(DataError):
+            return _RESULT in self._render(messages)
+        return False
+
     @cached_property
     def _tool_role(self) -> str:
         """How the template renders tool messages: "plain", only after a "call", or as "user"."""
@@ -273,6 +374,10 @@ def as_messages(observation: Observation) -> list[dict[str, Any]]:
     if _token_ids(observation) is not None:
         return []
     return [dict(message) for message in _messages(observation)]
+
+
+def _has_results(messages: Messages) -> bool:
+    return any(message["role"] == "tool" for message in messages)
 
 
 def _is_chat(prompt: object) -> bool:
