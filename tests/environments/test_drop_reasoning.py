@@ -19,7 +19,8 @@ from kedge.rollout.embedded.generation import DecodeLoop
 from kedge.testing import ScriptedRollouts, tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Rollout, Sampling
 from tests.e2e.small import PROMPTS, rows
-from tests.environments.test_families import FOLDER, find, rendered_call, template
+from tests.environments.test_families import FOLDER, find, template, without_end
+from tests.environments.test_families import rendered as rendered_calls
 from tests.environments.test_new_contexts import logprobs_of, record
 from tests.environments.toys import Echo, played
 
@@ -274,7 +275,9 @@ def test_reasoning_between_calls(family: str) -> None:
     prompt = [{"role": "user", "content": "Question"}]
     opened = tokenizer.decode(rendered(tokenizer, prompt, tools=tools)).endswith("<think>\n")
     before, after = ("" if opened else "<think>\n") + "why\n</think>\n\n", ""
-    call = rendered_call(family).removesuffix("<|im_end|>").removesuffix("<|im_end|>\n")
+    parts = rendered_calls(template(family))
+    assert parts is not None
+    call = without_end(parts[1]).removesuffix("<|im_end|>").removesuffix("<|im_end|>\n")
     if family == "gptoss":
         before = "<|channel|>analysis<|message|>why<|end|><|start|>assistant"
         after = "<|channel|>final<|message|>"
