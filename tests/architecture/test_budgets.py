@@ -11,7 +11,7 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_544,
+    ".": 2_545,
     "algorithms": 1_038,
     "checkpoint": 862,
     "classic": 3_663,
@@ -20,7 +20,7 @@ BUDGETS = {
     "config": 3_037,
     "data": 704,
     "demo": 443,
-    "environments": 3_607,
+    "environments": 3_730,
     "learner": 1_627,
     "loop": 1_939,
     "math": 773,
@@ -39,8 +39,8 @@ BUDGETS = {
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 47_879
-TESTS = 41_347
+TOTAL = 48_003
+TESTS = 41_531
 
 
 def count_lines(files: list[Path]) -> int:
