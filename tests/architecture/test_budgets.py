@@ -11,16 +11,16 @@ SRC = ROOT / "src" / "kedge"
 
 # Raw lines, docstrings included. "." is the modules next to the packages.
 BUDGETS = {
-    ".": 2_544,
+    ".": 2_545,
     "algorithms": 1_038,
     "checkpoint": 862,
     "classic": 3_663,
-    "cli": 3_576,
+    "cli": 3_580,
     "compat": 716,
-    "config": 3_032,
+    "config": 3_037,
     "data": 704,
     "demo": 443,
-    "environments": 3_438,
+    "environments": 3_730,
     "learner": 1_627,
     "loop": 1_939,
     "math": 773,
@@ -35,12 +35,12 @@ BUDGETS = {
     "rollout/embedded": 1_354,
     "rollout/scheduler": 1_641,
     "rollout/vllm": 2_530,
-    "trainers": 3_586,
+    "trainers": 3_607,
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 47_602
-TESTS = 40_822
+TOTAL = 48_003
+TESTS = 41_531
 
 
 def count_lines(files: list[Path]) -> int:

@@ -276,6 +276,7 @@ LIMITS = {
     "response_length": 30,
     "max_turn_tokens": 5,
     "on_env_error": "drop",
+    "drop_reasoning": True,
 }
 
 

@@ -19,7 +19,10 @@ from tests.environments.test_new_contexts import largest_gaps, record
 
 pytestmark = needs_vllm
 PROMPTS = ("Once upon a time", "Lily had a dog", "Tom and Sam went")
-TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+TEMPLATE = (  # turns begin with reasoning that is empty, and that earlier turns do not show
+    "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}<think></think>{% endif %}"
+)
 
 
 class MoreStory:
@@ -68,7 +71,7 @@ def begun(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run that has not trained, with an engine of its own."""
     options = {"async_scheduling": False}  # as with in_flight_weight_updates
     made = trainer(
-        shared, tmp_path_factory.mktemp("run"), 3, vllm_engine_args=options, response_length=40,
+        shared, tmp_path_factory.mktemp("run"), 3, vllm_engine_args=options, response_length=100,
         max_turn_tokens=8, per_device_train_batch_size=16,
     )  # fmt: skip
     yield made
@@ -82,19 +85,25 @@ def test_vllm_samples_turns(begun: Any) -> None:
         assert row["rollout/logprob_gap"] < 1e-4
 
 
+@pytest.mark.parametrize(("drops", "contexts"), [(False, 1.0), (True, 3.0)])
 def test_contexts_are_read_with_the_weights_of_their_time(
-    begun: Any, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drops: bool,
+    contexts: float,
+    begun: Any,
+    shared: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Updated in flight, within turns: by vLLM, and by the learner that trains on them."""
     monkeypatch.setattr(inprocess, "_STEPS", 1)
     made = trainer(
         shared, tmp_path, 4, begun.engine.rollout_engine.engine, in_flight_weight_updates=True,
-        rollout_schedule="as_completed", max_lag=1, response_length=100, max_turn_tokens=14,
-        learning_rate=3e-3, per_device_train_batch_size=8,
+        rollout_schedule="as_completed", max_lag=1, response_length=400, max_turn_tokens=14,
+        learning_rate=3e-3, per_device_train_batch_size=8, drop_reasoning=drops,
     )  # fmt: skip
     models, trained = record(monkeypatch, made)
     made.train()
-    assert [row["environment/new_contexts"] for row in rows(made)] == [1.0] * 4
+    assert [row["environment/new_contexts"] for row in rows(made)] == [contexts] * 4
     changes = []
     for rollout, learner in trained:  # the row with most changes within turns
         turn = rollout.episodes.turn

@@ -50,6 +50,11 @@ class EnvironmentArguments:
     max_observation_tokens: int | None = _environment(
         None, "Tokens of an answer to a turn, with the template's; its middle is cut above.", ge=1
     )
+    drop_reasoning: bool = _environment(
+        False,
+        "Read earlier turns without their reasoning where the chat template renders them so; the "
+        "next turn then begins a new context.",
+    )
     max_episode_seconds: float | None = _environment(
         None, "Seconds that an episode's environment may work, all turns.", gt=0, le=SECONDS
     )

@@ -58,6 +58,7 @@ class Episode:
     metrics: dict[str, float] = field(default_factory=dict)  # summed over the episode
     info: dict[str, float] = field(default_factory=dict)  # latest numbers of the environment's info
     observations: list[list[dict[str, Any]]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)  # so far, with drop_reasoning
     seconds: float = 0.0  # spent in the environment
     limit: int = 0  # token limit of the turn being sampled
     on_result: Callable[[Any], None] | None = None  # receives the result of the environment's call
@@ -79,6 +80,11 @@ class Episode:
     def prompt(self) -> object:
         """The prompt as in the dataset."""
         return self.options.get("prompt")
+
+    @property
+    def contexts(self) -> list[int]:
+        """Positions at which contexts begin that hold a token."""
+        return [start for start in self.starts if start < len(self.ids)]
 
     @property
     def history(self) -> list[int]:
@@ -184,14 +190,15 @@ class TurnLimits:
         turn = self.max_turn_tokens or sampling.max_new_tokens
         return self.context - self.reserve - min(turn, self.context // 2)
 
-    def observation_limit(self, episode: Episode, length: int) -> int:
+    def observation_limit(self, episode: Episode, length: int, *, before: int = 0) -> int:
         """Tokens to keep of an observation of ``length`` tokens; 0 ends the episode.
 
         It is cut above ``max_observation_tokens``, and if it leaves less than the longest turn so
-        far, unless half of the room, or ``max_turn_tokens``, is not less.
+        far, unless half of the room, or ``max_turn_tokens``, is not less.  The first ``before`` of
+        the tokens are a conversation that is read again.
         """
         room = self.tokens_left(episode)
-        length = min(length, self.max_observation_tokens or length)
+        length = min(length, before + (self.max_observation_tokens or length))
         spare = min(self.max_turn_tokens or room, room // 2)
         if room - length < episode.longest <= spare:
             return room - spare
@@ -294,7 +301,7 @@ def build_rollout(
     trained = turn >= 0
     starts = torch.zeros_like(trained)
     for i, episode in enumerate(episodes):
-        starts[i, [start for start in episode.starts if start < len(episode.ids)]] = True
+        starts[i, episode.contexts] = True
     versions = None  # use the versions of the rows
     if any(v not in (-1, e.version) for e in episodes for v in e.versions):
         versions = pad_rows([e.versions for e in episodes], width, torch.int64, -1)
@@ -391,7 +398,7 @@ def _totals_of(episode: Episode) -> dict[str, tuple[float, float]]:
         "environment/turns": (turns, 1.0),
         "environment/errors": (float(bool(episode.error)), 1.0),
         "environment/cut_observations": (float(episode.shortened), 1.0),
-        "environment/new_contexts": (float(len(episode.starts)), 1.0),
+        "environment/new_contexts": (float(len(episode.contexts)), 1.0),
         "environment/reward_per_turn": (sum(rewards.values()), turns),
         "environment/last_reward_share": (final, sum(map(abs, rewards.values()))),
         "environment/loss_tokens": (float(sum(t >= 0 for t in episode.turn)), len(episode.ids)),

@@ -85,6 +85,9 @@ class EnvironmentRollouts:
         pad_id: token id that pads rows; None: the tokenizer's pad or EOS token, or 0.
         extra_column: leave one slot after the longest row.
         context: maximum tokens of prompt and episode; None: the engine's limit.
+        drop_reasoning: if the chat template renders earlier turns without reasoning that the policy
+            has read, the next turn begins a new context: the conversation as the template renders
+            it.
         keep_last_observation: append the observation that follows a truncated episode, untrained,
             so that a value can be read where values are trained.
     """
@@ -114,6 +117,7 @@ class EnvironmentRollouts:
         pad_id: int | None = None,
         extra_column: bool = False,
         context: int | None = None,
+        drop_reasoning: bool = False,
         keep_last_observation: bool = False,
     ) -> None:
         self.engine: Any = engine  # untyped: the request methods are optional in the protocol
@@ -129,6 +133,9 @@ class EnvironmentRollouts:
             make_environment, Calls(timeout=timeout, most=max_concurrency), on_error=on_env_error
         )
         self._tokens = TurnTokens(tokenizer, chat_template_kwargs=chat_template_kwargs)
+        self._drop_reasoning = drop_reasoning
+        if drop_reasoning:
+            self._tokens.check_drops_reasoning()
         ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
         self._pad = next((int(i) for i in (pad_id, *ids) if i is not None), 0)
         self._spare = int(extra_column)
@@ -344,14 +351,16 @@ class EnvironmentRollouts:
             observation, info = result
             environment, context = episode.environment, self._limits.context
             reads_calls = getattr(environment, "reads_calls", False)
+            tools = getattr(environment, "tools", None)
+            separator = getattr(environment, "separator", "\n\n")
 
             def render(observation: Observation) -> list[int]:
                 return self._tokens.prompt(
                     episode.prompt,
                     episode.prompt_ids,
                     observation,
-                    tools=getattr(environment, "tools", None),
-                    separator=getattr(environment, "separator", "\n\n"),
+                    tools=tools,
+                    separator=separator,
                     reads_calls=reads_calls,
                 )
 
@@ -359,11 +368,15 @@ class EnvironmentRollouts:
             if most is not None and len(ids) > most:
                 cut = self._tokens.shorten(observation, render, most)
                 episode.shortened = int(cut is not None)
-                ids = ids if cut is None else cut[0]
+                ids, observation = cut or (ids, observation)
             if context is not None and len(ids) + self._limits.reserve >= context:
                 raise RolloutError(
                     f"the prompt with its first observation has {len(ids)} tokens, which leaves no"
                     f" room for a turn in the context of {context} tokens"
+                )
+            if self._drop_reasoning:
+                episode.messages = self._tokens.conversation(
+                    episode.prompt, ids, observation, tools=tools, separator=separator
                 )
             episode.prompt_ids = ids
             episode.add_metrics({"metrics": {"tool_calls": 0}} if reads_calls else None)
@@ -387,21 +400,13 @@ class EnvironmentRollouts:
         observation, reward, terminated, truncated, info = step
         episode.add_reward(reward)
         episode.add_metrics(info)
-        if isinstance(observation, NewContext):
-            episode.starts.append(len(episode.ids))
-
-        def render(observation: Observation) -> list[int]:
-            if isinstance(observation, NewContext):
-                tools = getattr(episode.environment, "tools", None)
-                return self._tokens.context(episode.prompt, observation, tools=tools)
-            return self._tokens.between(
-                episode.prompt, observation, last=response.ids[-1], stopped=response.terminated
-            )
-
         ids, limit = None, self._limits.reached_limit(episode)
-        if not (terminated or truncated or limit):
+        goes_on = not (terminated or truncated or limit)
+        reads = goes_on or (self._limits.keeps_last and not terminated)
+        render, before = self._renderer(episode, response, observation, reads=reads)
+        if goes_on:
             ids = render(observation)
-            most = self._limits.observation_limit(episode, len(ids))
+            most = self._limits.observation_limit(episode, len(ids), before=before)
             if len(ids) > most:
                 fits = len(ids) < self._limits.tokens_left(episode)
                 cut = self._tokens.shorten(observation, render, most)
@@ -410,6 +415,7 @@ class EnvironmentRollouts:
         if ids is not None:
             episode.add_observation(ids)
             episode.observations.append(as_messages(observation))
+            episode.messages += episode.observations[-1]
             return
         ending = "done" if terminated else "truncated" if truncated else limit or "token_limit"
         if isinstance(info, Mapping) and info.get("ending") in ENDINGS:
@@ -421,6 +427,44 @@ class EnvironmentRollouts:
             if len(ids) > most:
                 ids, _ = self._tokens.shorten(observation, render, most) or ([], None)
             episode.add_observation(ids)
+
+    def _renderer(
+        self, episode: Episode, response: Response, observation: Observation, *, reads: bool
+    ) -> tuple[Callable[[Observation], list[int]], int]:
+        """How to render the answer to a turn, and how many tokens of the conversation it repeats.
+
+        Begins a new context if the observation is one, or if the policy ``reads`` the answer and
+        the template drops reasoning that it has read before.
+        """
+        tools = getattr(episode.environment, "tools", None)
+
+        def render(observation: Observation, *, earlier: Sequence[Any] = ()) -> list[int]:
+            if earlier:
+                observation = NewContext([*earlier, *as_messages(observation)])
+            if isinstance(observation, NewContext):
+                return self._tokens.context(episode.prompt, observation, tools=tools)
+            return self._tokens.between(
+                episode.prompt, observation, last=response.ids[-1], stopped=response.terminated
+            )
+
+        if isinstance(observation, NewContext):
+            episode.starts.append(len(episode.ids))
+            episode.messages = []
+        elif self._drop_reasoning and reads:
+            messages, between = as_messages(observation), render(observation)
+            if not messages:
+                raise ConfigError(
+                    "drop_reasoning renders the conversation again, so an environment must answer"
+                    " with text or chat messages, not with token ids; change it, or leave the"
+                    " option out"
+                )
+            episode.messages.append(self._tokens.answer(response, messages))
+            before = [*episode.history, *between]
+            if self._tokens.drops_reasoning(before, [*episode.messages, *messages], tools=tools):
+                episode.starts.append(len(episode.ids))
+                again = partial(render, earlier=episode.messages.copy())
+                return again, len(again(observation)) - len(between)
+        return render, 0
 
     def _on_final_reward(self, episode: Episode, result: Any) -> None:
         with self._failing(episode, "final_reward"):

@@ -12,6 +12,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,15 +27,27 @@ REASONING = (
     ("<|channel>thought", "<channel|>"),  # Gemma 4
     ("<|channel|>analysis<|message|>", "<|end|>"),  # gpt-oss
     ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<seed:think>", "</seed:think>"),
 )
+_BLOCK = re.compile(  # or an end without a beginning; that of gpt-oss ends other messages, too
+    "|".join(
+        [rf"{re.escape(begin)}(.*?)(?:{re.escape(end)}|\Z)" for begin, end in REASONING]
+        + [re.escape(end) for _, end in REASONING if end != "<|end|>"]
+    ),
+    re.DOTALL,
+)
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of transformers' parser
+_END = "\0"  # marks the end of a response for that parser
 _DECODER = json.JSONDecoder()
+_CUT_OFF = "the tool call is cut off within an argument"
 _PYTHON = {"True": True, "False": False, "None": None}
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _INVOKED = re.compile(
-    r'<(?:[\w:]*:)?parameter name="([^"]+)">(.*?)</(?:[\w:]*:)?parameter>', re.DOTALL
+    r'<(?:[^\s<>]*[:｜])?parameter name="([^"]+)"[^>]*>(.*?)</(?:[^\s<>]*[:｜])?parameter>',
+    re.DOTALL,
 )
 _MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*\{)")
 
@@ -55,6 +68,12 @@ def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
     return (text.strip(), "") if opened else ("", text)
 
 
+def reasoning_blocks(text: str) -> list[str]:
+    """Each reasoning in a conversation with special tokens, without blanks; perhaps empty."""
+    blocks = ("".join(filter(None, match.groups())) for match in _BLOCK.finditer(text))
+    return ["".join(block.split()) for block in blocks]
+
+
 def tool_parser(chat_template: object) -> Parser:
     """The parser for a chat template's format; without a known format, tries all."""
     text = json.dumps(chat_template) if isinstance(chat_template, Mapping) else str(chat_template)
@@ -64,6 +83,55 @@ def tool_parser(chat_template: object) -> Parser:
 def parse_any(text: str) -> Sequence[ToolCall]:
     """Parse calls in the first format found in the text."""
     return _find_parser(text, parse_llama)(text)
+
+
+def read_by_template(tokenizer: Any, prompt: str, text: str) -> tuple[str, str, list[ToolCall]]:
+    """Reasoning, answer and calls in a response, read by the tokenizer's ``response_template``.
+
+    That of transformers returns a call that was cut off as if it were whole, and raises if one call
+    cannot be read; both become errors of the call (``docs/adr/0022-response-templates.md``).
+
+    Args:
+        tokenizer: of transformers, with a ``response_template``.
+        prompt: the text before the response, which may begin the reasoning.
+        text: the response with special tokens and the stop token.
+    """
+    events: list[Mapping[str, Any]] = []
+    problem = ""
+    try:
+        parser = tokenizer.get_response_parser(prefix=prompt)
+        events += parser.feed(text + _END)
+        events += parser.finalize()[1]
+    except Exception as error:  # of the user's patterns, or of a call
+        problem = f"the tool call cannot be read: {error}"
+    texts = dict.fromkeys((*_REASONING_FIELDS, "content", "tool_calls"), "")
+    calls: list[ToolCall] = []
+    for event in events:
+        field, kind = event["field"], event["type"]
+        if kind == "region_chunk":
+            texts[field] = texts.get(field, "") + event["text"]
+        elif field == "tool_calls" and kind == "region_open":
+            texts[field] = ""
+        elif field == "tool_calls":
+            whole = _from_template(event["value"])
+            if any(_END in texts[field] + call.name for call in whole):  # nothing has closed it
+                whole, problem = [], _CUT_OFF
+            calls += whole
+    if problem:
+        calls.append(ToolCall(name="", error=problem))
+    reasoning = "".join(texts[field] for field in _REASONING_FIELDS)
+    answer = texts["content"] if events else text
+    return reasoning.replace(_END, "").strip(), answer.replace(_END, ""), calls
+
+
+def _from_template(value: Any) -> list[ToolCall]:
+    """Calls of transformers' parser, whose formats may leave all arguments as text."""
+    calls = [_from_value(item, "") for item in (value if isinstance(value, list) else [value])]
+    for i, call in enumerate(calls):
+        texts = {key: text for key, text in call.arguments.items() if isinstance(text, str)}
+        typed = {key: _json_or_text(text) for key, text in texts.items()}
+        calls[i] = replace(call, arguments={**call.arguments, **typed}, texts=texts)
+    return calls
 
 
 def _find_parser(text: str, default: Parser) -> Parser:
@@ -85,7 +153,7 @@ def parse_tagged(text: str) -> Sequence[ToolCall]:
 def _from_tag(body: str) -> list[ToolCall]:
     for begin, end in (("<parameter=", "</parameter>"), ("<arg_key>", "</arg_value>")):
         if body.count(begin) > body.count(end):
-            return [ToolCall(name="", error="the tool call is cut off within an argument")]
+            return [ToolCall(name="", error=_CUT_OFF)]
     functions = [(m[1].strip(), _PARAMETER.findall(m[2])) for m in _FUNCTION.finditer(body)]
     if functions:
         return [_from_texts(name, values) for name, values in functions]
@@ -98,23 +166,17 @@ def _from_tag(body: str) -> list[ToolCall]:
 def parse_llama(text: str) -> Sequence[ToolCall]:
     """JSON after ``<|python_tag|>``, or a response that is nothing but JSON or Python calls.
 
-    Without the tag the JSON must have a name and parameters (Llama 3); ``[f(a=1)]`` is Llama 4's.
+    Without the tag the JSON must have a name and parameters (Llama 3; xLAM's is a list of them);
+    ``[f(a=1)]`` is Llama 4's, which may have marks around it.
     """
     tagged = "<|python_tag|>" in text
-    body = text.rpartition("<|python_tag|>")[2].strip()
+    body = re.sub(r"<\|python_(?:start|end)\|>", "", text.rpartition("<|python_tag|>")[2]).strip()
     if not tagged and re.match(r"\[\s*[\w.]+\(", body):
         return _from_python(body)
     arguments = '"parameters"' in body or '"arguments"' in body
-    if not tagged and not (body.startswith("{") and '"name"' in body and arguments):
+    if not tagged and not (re.match(r"\{|\[\s*\{", body) and '"name"' in body and arguments):
         return []
-    calls = []
-    while body:
-        value, error = _first_value(body)
-        calls.append(_from_value(value, error))
-        if error:
-            break
-        body = body[_DECODER.raw_decode(body)[1] :].lstrip(" ;\n")
-    return calls
+    return _json_calls(body)
 
 
 # Readers of the other formats get the groups of a pattern in the table below.
@@ -135,8 +197,8 @@ def _deepseek(head: str, body: str) -> list[ToolCall]:
 
 
 def _gemma(name: str, arguments: str) -> list[ToolCall]:
-    """``{key:value}`` with ``<|"|>`` around texts."""
-    parts = arguments.split('<|"|>')  # strings have odd indices
+    """``{key:value}`` with ``<|"|>`` or ``<escape>`` around texts."""
+    parts = re.split(r'<\|"\|>|<escape>', arguments)  # strings have odd indices
     plain = [re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part) for part in parts[::2]]
     plain = [re.sub(r":None\b", ":null", part) for part in plain]
     texts = [json.dumps(part) for part in parts[1::2]]
@@ -144,7 +206,15 @@ def _gemma(name: str, arguments: str) -> list[ToolCall]:
 
 
 def _invoke(name: str, parameters: str) -> list[ToolCall]:
-    return [_from_texts(name, _INVOKED.findall(parameters))]
+    values = _INVOKED.findall(parameters)
+    if parameters.count("parameter name=") > len(values):
+        return [ToolCall(name="", error=_CUT_OFF)]
+    return [_from_texts(name, values)]
+
+
+def _kimi(call_id: str, name: str, arguments: str) -> list[ToolCall]:
+    """The template prints the id of a call, which has its name, and no other name."""
+    return [replace(call, id=call_id) for call in _call_by_name(name, arguments)]
 
 
 def _call_by_name(name: str, arguments: str) -> list[ToolCall]:
@@ -152,8 +222,17 @@ def _call_by_name(name: str, arguments: str) -> list[ToolCall]:
 
 
 def _json_calls(text: str) -> list[ToolCall]:
-    value, error = _first_value(text)
-    return [_from_value(item, error) for item in (value if isinstance(value, list) else [value])]
+    """Calls in JSON objects one after the other, or in lists of them; other text may follow."""
+    calls: list[ToolCall] = []
+    text = text.strip()
+    while not calls or text.startswith(("{", "[")):
+        value, error = _first_value(text)
+        items = value if isinstance(value, list) else [value]
+        calls += [_from_value(item, error) for item in items]
+        if error or not items:
+            break
+        text = text[_DECODER.raw_decode(text)[1] :].lstrip(" ;\n")
+    return calls
 
 
 def _first_value(text: str) -> tuple[Any, str]:
@@ -237,13 +316,13 @@ _BY_MARKER: dict[str, Parser] = {
     "<｜tool▁call▁begin｜>": _format(
         r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", _deepseek
     ),
+    "<|tool_call_begin|>": _format(  # Kimi K2
+        r"<\|tool_call_begin\|>\s*((?:functions\.)?(.*?)(?::\w*)?)\s*"
+        r"<\|tool_call_argument_begin\|>(.*?)(?:<\|tool_call_end\|>|\Z)",
+        _kimi,
+    ),
     "to=functions.": _HARMONY,  # gpt-oss
     "'functions.'": _HARMONY,
-    "<|tool_call_begin|>": _format(  # Kimi K2
-        r"<\|tool_call_begin\|>\s*(?:functions\.)?(.*?)(?::\w*)?\s*"
-        r"<\|tool_call_argument_begin\|>(.*?)(?:<\|tool_call_end\|>|\Z)",
-        _call_by_name,
-    ),
     "<|tool_call_start|>": _format(  # LFM2
         r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)", _from_python
     ),
@@ -251,11 +330,16 @@ _BY_MARKER: dict[str, Parser] = {
         r"<\|tool_call\|>(.*?)(?:<\|/tool_call\|>|\Z)", _json_calls
     ),
     "<|tool_call>": _format(  # Gemma 4
-        r"<\|tool_call>call:([\w.-]+)(\{.*?\})(?:<tool_call\|>|(?=<\|tool_call>)|\Z)", _gemma
+        r"<\|tool_call>call:([\w.-]+)(\{.*?)(?:<tool_call\|>|(?=<\|tool_call>)|\Z)", _gemma
     ),
-    "invoke name=": _format(  # MiniMax-M2; tags may have a prefix
-        r'<(?:[\w:]*:)?invoke name="([^"]+)">(.*?)</(?:[\w:]*:)?invoke>', _invoke
+    "<start_function_call>": _format(  # FunctionGemma
+        r"<start_function_call>call:([\w.-]+)(\{.*?)(?:<end_function_call>|\Z)", _gemma
     ),
+    "invoke name=": _format(  # MiniMax-M2, DeepSeek V3.2; tags may have a prefix
+        r'<(?:[^\s<>]*[:｜])?invoke name="([^"]+)">(.*?)(?:</(?:[^\s<>]*[:｜])?invoke>|\Z)', _invoke
+    ),
+    "<tool_calls>": _format(r"<tool_calls>(.*?)(?:</tool_calls>|\Z)", _json_calls),  # Hunyuan
+    "<TOOLCALL>": _format(r"<TOOLCALL>(.*?)(?:</TOOLCALL>|\Z)", _json_calls),  # Nemotron Nano v2
     "<tool_call>": parse_tagged,
     "<function=": parse_tagged,
     "[TOOL_CALLS]": _format(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|\Z)", _mistral),

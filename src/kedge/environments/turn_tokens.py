@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
 from torch import Tensor
 
 from kedge.chat_template import render_chat
-from kedge.environments.tool_calls import REASONING, split_reasoning, tool_parser
+from kedge.environments.tool_calls import (
+    REASONING,
+    read_by_template,
+    reasoning_blocks,
+    split_reasoning,
+    tool_parser,
+)
 from kedge.errors import ConfigError, DataError, RolloutError
 from kedge.protocols import NewContext, Observation
-from kedge.types import Response, Sampling
+from kedge.types import Response, Sampling, ToolCall
 
 logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
@@ -32,6 +40,8 @@ _RESULT = "KEDGE0RESULT"
 _FINAL = "<|channel|>final<|message|>"
 _TAIL = 32  # prompt tokens that are compared
 _CUT = "...(truncated)..."  # replaces the middle of an observation that is too long
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # in messages, by template
+_CALL = re.compile(r"<\|tool_call>|\[TOOL_CALLS\]")  # begins a call
 
 
 class TurnTokens:
@@ -42,7 +52,11 @@ class TurnTokens:
     ) -> None:
         self._tokenizer = tokenizer
         self._options = dict(chat_template_kwargs or {})
-        self._parse = tool_parser(getattr(tokenizer, "chat_template", None))
+        template = getattr(tokenizer, "chat_template", None)
+        self._parse = tool_parser(template)
+        self._has_channels = "<|channel|>analysis" in str(template)  # gpt-oss
+        self._by_template = False  # transformers' parser reads the calls
+        self._tools: list[Any] | None = None  # if the template needs them to render results
         self._checked_tools = False
 
     def response(
@@ -54,9 +68,19 @@ class TurnTokens:
         body = ids[:-1] if ids and ids[-1] in sampling.stop_ids else ids
         decode = self._tokenizer.decode
         whole = decode(body)
-        prompt = decode(list(before[-_TAIL:])).rstrip()
-        opened = any(prompt.endswith(mark) for mark, _ in REASONING)
+        prompt = decode(list(before[-_TAIL:]))
+        opened = any(prompt.rstrip().endswith(mark) for mark, _ in REASONING)
         reasoning, answer = split_reasoning(whole, opened=opened)
+        if self._by_template and answer:
+            reasoning, text, calls = read_by_template(self._tokenizer, prompt, decode(ids))
+            return Response(
+                text,
+                ids=tuple(ids),
+                terminated=terminated,
+                raw=answer,
+                parse=lambda _: calls,
+                reasoning=reasoning,
+            )
         begin = 0
         if len(answer) < len(whole):  # find where the answer starts
             skipped = len(whole) - len(answer)
@@ -120,26 +144,96 @@ class TurnTokens:
         if _token_ids(observation) is not None or not _is_chat(prompt):
             return self._plain(observation)
         messages = _messages(observation)
-        if any(message["role"] == "tool" for message in messages):
-            if self._tool_role == "call":
-                stop = self._tokenizer.decode([last]) if stopped else ""
-                return self._encode(self._after_call(messages, stop))
-            if self._tool_role == "user":
-                messages = [  # the template knows no tool role
-                    {"role": "user", "content": f"{m.get('name', 'tool')}: {m['content']}"}
-                    if m["role"] == "tool"
-                    else m
-                    for m in messages
-                ]
-        ids = self._encode(self._after_answer(messages))
+        if _has_results(messages) and self._tool_role == "call":
+            stop = self._tokenizer.decode([last]) if stopped else ""
+            return self._encode(self._after_call(messages, stop))
+        ids = self._encode(self._after_answer(self._with_known_roles(messages)))
         return ids[1:] if stopped and ids[:1] == [last] else ids
 
     def context(self, prompt: object, new: NewContext, *, tools: Sequence[Any] | None) -> list[int]:
         """Token ids of a new context; ``prompt`` decides whether this is a chat."""
         if _token_ids(new.messages) is not None or not _is_chat(prompt):
             return self._plain(new.messages)
-        text = self._render(_messages(new.messages), tools=list(tools) if tools else None)
-        return self._encode(text)
+        messages = self._with_known_roles(_messages(new.messages))
+        return self._encode(self._render(messages, tools=list(tools) if tools else None))
+
+    def check_drops_reasoning(self) -> None:
+        """Raise ConfigError if the template renders the reasoning of earlier turns."""
+        question, answer = {"role": "user", "content": "."}, {"role": "assistant", "content": "."}
+        answer |= dict.fromkeys(_REASONING_KEYS, _ANSWER)
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ConfigError(
+                "drop_reasoning needs a tokenizer with a chat template, which renders earlier turns"
+                " without their reasoning"
+            )
+        if _ANSWER in self._render([question, answer, question]):
+            raise ConfigError(
+                "drop_reasoning has no effect, since the chat template renders the reasoning of"
+                " earlier turns; leave it out, or set the template's option in"
+                " chat_template_kwargs, for example {'preserve_thinking': False}"
+            )
+
+    def conversation(
+        self,
+        prompt: object,
+        ids: Sequence[int],
+        observation: Observation = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        separator: str = "",
+    ) -> list[dict[str, Any]]:
+        """The messages of a prompt with the first observation, rendered as ``ids``.
+
+        Raises:
+            ConfigError: the template renders something else.
+        """
+        if _is_chat(prompt) and _token_ids(observation) is None:
+            messages = _with_first(_messages(prompt), observation, separator)
+            if self.context(prompt, NewContext(messages), tools=tools) == ids:
+                return [dict(message) for message in messages]
+        raise ConfigError(
+            "drop_reasoning renders the conversation again, but the chat template does not give the"
+            f" tokens of the prompt {str(prompt)[:80]!r}: it needs chat messages, neither cut by"
+            " max_prompt_length nor ending in a message of the assistant; or leave it out"
+        )
+
+    def answer(self, response: Response, after: Messages) -> dict[str, Any]:
+        """The message of a response, given those ``after`` it, for ``drops_reasoning``.
+
+        Its content is what the policy wrote after the reasoning.  Calls are a part of it, unless
+        the template renders results only after calls that it has rendered.
+        """
+        text = response.text if response.raw is None else response.raw
+        reasoning = response.reasoning
+        if self._has_channels:  # the template refuses their mark, and text next to a call
+            text, reasoning = (x.replace("<|channel|>", "") for x in (response.text, reasoning))
+        message: dict[str, Any] = {"role": "assistant", "content": text.lstrip("\n")}
+        if reasoning:
+            message |= dict.fromkeys(_REASONING_KEYS, reasoning)
+        results = [m for m in after if m["role"] == "tool"]
+        if results and not self._calls_are_text:
+            message["content"] = "" if self._has_channels else _CALL.split(text)[0].strip()
+            calls = [
+                {"name": call.name or "unknown", "arguments": {**call.arguments}}
+                for call in response.tool_calls
+            ] or [{"name": results[0].get("name", "unknown"), "arguments": {}}]
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": result.get("tool_call_id", "000000000"),
+                    "function": call,
+                }
+                for call, result in zip(calls, results, strict=False)
+            ]
+        return message
+
+    def drops_reasoning(
+        self, before: Sequence[int], messages: Messages, *, tools: Sequence[Any] | None
+    ) -> bool:
+        """Whether the template renders a conversation without reasoning that its tokens have."""
+        rendered = self.context([], NewContext(messages), tools=tools)
+        texts = [self._tokenizer.decode(list(ids)) for ids in (before, rendered)]
+        return reasoning_blocks(texts[0]) != reasoning_blocks(texts[1])
 
     def shorten(
         self, observation: Observation, render: Callable[[Observation], list[int]], most: int
@@ -188,59 +282,118 @@ class TurnTokens:
         return self._encode(observation)
 
     def _check_tools(self, tools: Sequence[Any], text: str, reads_calls: bool) -> None:
-        """Warn of tools that the prompt does not show; refuse a template whose calls are lost."""
+        """Warn of tools that the prompt does not show; refuse a template whose calls are lost.
+
+        Without tools in the prompt the policy may still know them, from supervised training.
+        """
         hidden = [name for name in map(_tool_name, tools) if name not in text]
         if hidden:
             logger.warning(
                 "the chat template does not show the tools %s to the policy: describe them and the"
-                " format of a call in a system message, or use a chat template that renders tools",
+                " format of a call in a system message, or use a chat template that renders tools;"
+                " no change is needed if the policy was trained to call them without",
                 ", ".join(hidden),
             )
         if not reads_calls:
             return
+        without = self._result_texts()
+        self._tools = list(tools)
+        if self._result_texts() == without:
+            self._tools = None
+        question: Messages = [{"role": "user", "content": _ANSWER}]
         name, arguments = _tool_name(tools[0]), {"x": 12, "text": "a b"}
         call: dict[str, Any] = {"type": "function", "id": "000000000"}
-        rendered = ""
+        start, rendered, end = "", "", ""
+        answer = {"role": "assistant", "content": _ANSWER}
         for written in (arguments, json.dumps(arguments)):  # DeepSeek's template needs a string
             calls = [call | {"function": {"name": name, "arguments": written}}]
             turn = {"role": "assistant", "content": "", "tool_calls": calls}
             with suppress(DataError):  # templates without tool calls raise it
-                question: Messages = [{"role": "user", "content": _ANSWER}]
                 start = self._render(question, tools=list(tools))
-                text = self._render([*question, turn], tools=list(tools))
-                whole = text.rpartition(_ANSWER)[2]
-                rendered = text.removeprefix(start) if text.startswith(start) else whole
+                text, whole = (
+                    self._render([*question, last], tools=list(tools), add_generation_prompt=False)
+                    for last in (turn, answer)
+                )
+                end = whole.rpartition(_ANSWER)[2]
+                after = text.rpartition(_ANSWER)[2]
+                rendered = text.removeprefix(start) if text.startswith(start) else after
                 break
-        found = [c for c in self._parse(rendered) if c.name == name and c.arguments == arguments]
-        if name and name in rendered and not found:
+
+        def reads(calls: Sequence[ToolCall]) -> bool:  # types are a matter of the tool's schema
+            strings = [(c.name, {k: str(v) for k, v in c.arguments.items()}) for c in calls]
+            return (name, {k: str(v) for k, v in arguments.items()}) in strings
+
+        if not name or name not in rendered or reads(self._parse(rendered.removesuffix(end))):
+            return
+        if getattr(self._tokenizer, "response_template", None) is not None:
+            self._by_template = reads(read_by_template(self._tokenizer, start, rendered)[2])
+        if not self._by_template:
             raise ConfigError(
                 "the chat template renders a tool call in a format that is not read back:"
-                f" {rendered[:200]!r}; use the template of a family in docs/agents.md, or one"
-                " without tools, and describe them and <tool_call> in a system message"
+                f" {rendered[:200]!r}; use the template of a family in docs/agents.md, one without"
+                " tools (and describe them and <tool_call> in a system message), or a tokenizer"
+                " with a response_template for transformers' parse_response"
             )
+
+    def _with_known_roles(self, messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The messages, those of tools as the user's if the template has no role for them."""
+        if not _has_results(messages) or self._tool_role != "user":
+            return messages
+        return [
+            {"role": "user", "content": f"{m.get('name', 'tool')}: {m['content']}"}
+            if m["role"] == "tool"
+            else m
+            for m in messages
+        ]
+
+    @cached_property
+    def _calls_are_text(self) -> bool:
+        """Whether the template renders results after calls in the content of an answer."""
+        question, answer = {"role": "user", "content": "."}, {"role": "assistant", "content": "."}
+        result = {"role": "tool", "name": "f", "content": _RESULT, "tool_call_id": "000000000"}
+        messages = self._with_known_roles([question, answer, result, answer, question])
+        with suppress(DataError):
+            return _RESULT in self._render(messages)
+        return False
 
     @cached_property
     def _tool_role(self) -> str:
-        """How the template renders tool messages: "plain", only after a "call", or as "user"."""
+        """How the template renders tool messages: "plain", after a "call" only, or as "user"."""
+        texts = self._result_texts()
+        if _RESULT in texts["plain"] and texts["plain"].endswith(texts["call"]):
+            return "plain"
+        return next((role for role in ("call", "plain") if _RESULT in texts[role]), "user")
+
+    def _result_texts(self) -> dict[str, str]:
         probe = {"role": "tool", "name": "f", "content": _RESULT, "tool_call_id": "000000000"}
+        texts = {"plain": "", "call": ""}
         for role, render in (("plain", self._after_answer), ("call", self._after_call)):
             with suppress(Exception):  # templates may raise anything
-                if _RESULT in render([probe]):
-                    return role
-        return "user"
+                texts[role] = render([probe])
+        return texts
 
     def _after_call(self, messages: Messages, stop: str = "") -> str:
         """Text that the template renders after a call, without its stop token."""
-        name = next((str(m["name"]) for m in messages if m.get("name")), "f")
-        call = {"name": name, "arguments": {"x": _ANSWER}}
-        calls = [{"type": "function", "id": "000000000", "function": call}]
+        calls = [
+            {
+                "type": "function",
+                "id": message.get("tool_call_id") or "000000000",
+                "function": {"name": message.get("name") or "f", "arguments": {"x": _ANSWER}},
+            }
+            for message in messages
+            if message["role"] == "tool"
+        ]
         head: Messages = [
             {"role": "user", "content": "."},
             {"role": "assistant", "content": "", "tool_calls": calls},
         ]
-        call_end = self._render(head, add_generation_prompt=False).rpartition(_ANSWER)[2]
+        _, rendered, call_end = self._render(head, add_generation_prompt=False).rpartition(_ANSWER)
+        if not rendered:
+            raise DataError("the chat template does not render tool calls")
         rest = self._render([*head, *messages]).rpartition(_ANSWER)[2]
-        return rest.partition(stop)[2] if stop and stop in call_end else rest.removeprefix(call_end)
+        if stop and stop in call_end:
+            return rest.partition(stop)[2]
+        return rest[len(commonprefix([call_end, rest])) :]  # noqa: RUF071  (not paths)
 
     def _after_answer(self, messages: Messages) -> str:
         """Text that the template renders after the content of an assistant message."""
@@ -254,7 +407,7 @@ class TurnTokens:
         return text.partition(_ANSWER)[2]
 
     def _render(self, messages: Messages, **options: Any) -> str:
-        options = {"add_generation_prompt": True} | options | self._options
+        options = {"add_generation_prompt": True, "tools": self._tools} | options | self._options
         return render_chat(self._tokenizer, messages, where="an episode", **options)
 
     def _encode(self, text: str) -> list[int]:
@@ -273,6 +426,10 @@ def as_messages(observation: Observation) -> list[dict[str, Any]]:
     if _token_ids(observation) is not None:
         return []
     return [dict(message) for message in _messages(observation)]
+
+
+def _has_results(messages: Messages) -> bool:
+    return any(message["role"] == "tool" for message in messages)
 
 
 def _is_chat(prompt: object) -> bool:

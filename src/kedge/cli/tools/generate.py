@@ -11,6 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from transformers.hf_argparser import string_to_bool
+
 from kedge.cli.flags import Flags
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import check_fields
@@ -64,7 +66,9 @@ def parser() -> argparse.ArgumentParser:
         kinds = get_args(hints[field.name]) or (hints[field.name],)
         kind = int if int in kinds else float if float in kinds else str
         text = field.metadata["help"].replace("%", "%%")
-        group.add_argument(f"--{field.name}", type=kind, default=field.default, help=text)
+        boolean = {"type": string_to_bool, "nargs": "?", "const": True}
+        flag: dict[str, Any] = boolean if bool in kinds else {"type": kind}
+        group.add_argument(f"--{field.name}", default=field.default, help=text, **flag)
     return flags
 
 

@@ -18,12 +18,15 @@ from kedge.environments import (
     tool_environments,
 )
 from kedge.environments.episode import check_turn_tokens
+from kedge.environments.turn_tokens import TurnTokens
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
 from kedge.rewards.build import as_list, load_module
+from kedge.trainers.assembly.setup import Setup
 from kedge.trainers.spec import TrainerInputs
 from kedge.types import Sampling
 
+_SAME_NAMES = ("max_turns", "max_turn_tokens", "max_observation_tokens", "drop_reasoning")
 _EMPTY = [{"role": "user", "content": ""}]
 Make = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 
@@ -36,6 +39,22 @@ def check_turns_end(sampling: Sampling, args: EnvironmentArguments) -> None:
             "environments need turns that end, but there is no stop token: set"
             " stop_token='eos', stop_token_ids, stop_strings or max_turn_tokens"
         )
+
+
+def check_conversations(setup: Setup) -> None:
+    """Check that the chat template can render the conversation of an episode again."""
+    prompts, args = setup.prompts, setup.args
+    tokens = TurnTokens(
+        setup.tokenizer, chat_template_kwargs=read_mapping(args.chat_template_kwargs)
+    )
+    tokens.check_drops_reasoning()
+    if prompts.report.truncated:
+        raise ConfigError(
+            "drop_reasoning renders prompts again, but overlong_prompts='truncate' has cut"
+            f" {prompts.report.truncated} of them; raise max_prompt_length, or drop them"
+        )
+    first = prompts.batch(0).rows(slice(0, 1))
+    tokens.conversation(first.columns["prompt"][0], first.ids[0][first.mask[0]].tolist())
 
 
 def play_in(
@@ -51,7 +70,7 @@ def play_in(
         max_concurrency=args.environment_concurrency,
         on_env_error=args.on_env_error,
         env_error_score=args.env_error_score,
-        **{x: getattr(args, x) for x in ("max_turns", "max_turn_tokens", "max_observation_tokens")},
+        **{name: getattr(args, name) for name in _SAME_NAMES},
         **options,
     )
 

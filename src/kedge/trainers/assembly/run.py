@@ -86,6 +86,8 @@ def assemble_run(inputs: TrainerInputs) -> Run:
     setup = build_setup(inputs)
     if make_environment is not None:
         environments.check_turns_end(setup.sampling, args)
+        if args.drop_reasoning:
+            environments.check_conversations(setup)
     models = ModelStage(setup)
     reward = RewardStage(setup)
     learner = LearnerStage(setup)
