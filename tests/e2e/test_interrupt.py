@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import textwrap
@@ -133,23 +134,61 @@ def test_a_script_finishes_its_iteration_and_saves(tmp_path: Path, number: int) 
     assert_same(second, whole_run(1))
 
 
-def test_the_last_evaluation_loses_nothing(tmp_path: Path) -> None:
-    """All iterations are done, and no step follows that could save."""
-    made = trainer(tmp_path, eval_dataset=PROMPTS, eval_strategy="epoch", save_steps=500)
+def evaluates(folder: Path, **changes: Any) -> Any:
+    return trainer(folder, eval_dataset=PROMPTS[:4], eval_strategy="steps", **changes)
+
+
+def press_in_evaluation(made: Any, step: int) -> None:
     evaluate = made.evaluate
 
     def pressed() -> Any:
-        if made.state.global_step == 6:
+        if made.state.global_step == step:
             os.kill(os.getpid(), signal.SIGINT)
         return evaluate()
 
-    made.evaluate = pressed  # type: ignore[method-assign]
+    made.evaluate = pressed
     with pytest.raises(KeyboardInterrupt):
         made.train()
-    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["checkpoint-6"]
 
 
-def test_signals_that_the_program_handles_are_left_to_it() -> None:
+@pytest.mark.parametrize("step", [2, 6])
+def test_an_evaluation_is_finished_and_no_iteration_follows(tmp_path: Path, step: int) -> None:
+    """After the last one, nothing else would save."""
+    press_in_evaluation(evaluates(tmp_path, eval_steps=2, save_steps=500), step)
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == [f"checkpoint-{step}"]
+
+
+def test_the_best_model_is_not_loaded_into_a_run_that_goes_on(tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "objective/kl"}
+    best |= {"greater_is_better": False, "eval_steps": 1, "save_steps": 1, "logging_steps": 1}
+    made, whole = evaluates(tmp_path / "cut", **best), evaluates(tmp_path / "whole", **best)
+    press_in_evaluation(made, 3)
+    assert (made.state.global_step, made.state.best_global_step) == (3, 1)
+    made.train()
+    whole.train()
+    scores = [[row["objective/scores"] for row in rows(run)] for run in (made, whole)]
+    assert scores[0] == scores[1]
+
+
+def test_a_fork_of_the_process_ends_at_a_signal() -> None:
+    """As a reward function does with a worker that takes too long."""
+    codes: list[int | None] = []
+
+    def score(completions: list[str], **_: Any) -> list[float]:
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker.start()
+        worker.terminate()
+        worker.join(20)
+        codes.append(worker.exitcode)
+        worker.kill()
+        return [1.0] * len(completions)
+
+    small(reward_funcs=score, reward_model=None, total_episodes=4).train()
+    assert codes == [-signal.SIGTERM]
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_signals_that_the_program_handles_are_left_to_it(ignored: bool) -> None:
     seen: list[int] = []
     made = small(total_episodes=8, save_strategy="no")
     score, before = made.engine.reward.score, signal.getsignal(signal.SIGTERM)
@@ -159,12 +198,13 @@ def test_signals_that_the_program_handles_are_left_to_it() -> None:
         return score(rollout)
 
     made.engine.reward.score = pressed  # type: ignore[method-assign]
-    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    handler = signal.SIG_IGN if ignored else lambda number, _: seen.append(number)
+    signal.signal(signal.SIGTERM, handler)
     try:
         made.train()
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert (made.state.global_step, {*seen}) == (2, {signal.SIGTERM})
+    assert (made.state.global_step, bool(seen)) == (2, not ignored)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -15,6 +15,7 @@ from kedge.environments import EnvironmentRollouts, Response
 from kedge.environments.tools import ToolEnvironment
 from kedge.errors import ConfigError
 from kedge.loop import updater
+from kedge.protocols import NewContext
 from kedge.rollout.embedded.generation import DecodeLoop
 from kedge.testing import ScriptedRollouts, tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Rollout, Sampling
@@ -244,6 +245,13 @@ class Ids(Talk):
         return [7, 8]
 
 
+class NewIds(Talk):
+    """Goes on with token ids, which no message has."""
+
+    def say(self, text: str) -> Any:
+        return NewContext([7, 8])
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -252,6 +260,7 @@ class Ids(Talk):
         ({"processing_class": letters("qwen3_8")}, "renders the reasoning of earlier turns"),
         ({"max_prompt_length": 30, "overlong_prompts": "truncate"}, "has cut 5 of them"),
         ({"environment": Ids}, "not with token ids"),
+        ({"environment": NewIds}, "not with token ids"),
     ],
 )
 def test_what_cannot_be_rendered_again_is_refused(given: dict[str, Any], text: str) -> None:

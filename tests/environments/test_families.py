@@ -234,6 +234,39 @@ def test_positional_arguments_are_not_made() -> None:
     assert "arguments must have names" in read.error
 
 
+@pytest.mark.parametrize(
+    "value", ["{[]: 1}", "{[1]}", "(" * 5000, "-" * 5000, "'\ud800'", "9" * 5000]
+)
+def test_python_that_raises_is_an_error_for_the_policy(value: str) -> None:
+    (read,) = parse_any(f"[find(number={value})]")
+    assert "is not a list of calls" in read.error
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("<|tool_call_begin|>" + 20_000 * " ", 1),
+        ("to=functions." + 20_000 * "a", 0),
+        ("<tool_call>f" + 600 * "</arg_value>" + 600 * "<arg_key></arg_key><arg_value>", 1),
+        ("[TOOL_CALLS]a" + 20_000 * " ", 1),
+    ],
+    ids=["Kimi K2", "gpt-oss", "GLM", "Mistral"],
+)
+def test_long_degenerate_text_is_read_in_linear_time(text: str, calls: int) -> None:
+    """Else the search takes seconds to hours, in which no other thread runs."""
+    read = parse_any(text)
+    assert len(read) == calls
+
+
+def test_a_call_without_arguments_does_not_swallow_the_next() -> None:
+    """Each has its own error or result."""
+    begin, arguments, end = (f"<|tool_call_{x}|>" for x in ("begin", "argument_begin", "end"))
+    text = f"{begin}functions.find:0{end}{begin}functions.find:1{arguments}{JSON}{end}"
+    first, second = parse_any(text)
+    assert "not valid JSON" in first.error
+    assert (second.name, second.id, second.error) == ("find", "functions.find:1", "")
+
+
 def test_python_words_of_a_template() -> None:
     body = "<parameter=flag>\nTrue\n</parameter><parameter=x>\nNone\n</parameter>"
     (call,) = parse_any(f"<tool_call><function=f>{body}</function></tool_call>")

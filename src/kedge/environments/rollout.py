@@ -447,17 +447,19 @@ class EnvironmentRollouts:
                 episode.prompt, observation, last=response.ids[-1], stopped=response.terminated
             )
 
+        drops = self._drop_reasoning and reads
+        messages = as_messages(observation) if drops else []
+        if drops and not messages:
+            raise ConfigError(
+                "drop_reasoning renders the conversation again, so an environment must answer"
+                " with text or chat messages, not with token ids; change it, or leave the"
+                " option out"
+            )
         if isinstance(observation, NewContext):
             episode.starts.append(len(episode.ids))
             episode.messages = []
-        elif self._drop_reasoning and reads:
-            messages, between = as_messages(observation), render(observation)
-            if not messages:
-                raise ConfigError(
-                    "drop_reasoning renders the conversation again, so an environment must answer"
-                    " with text or chat messages, not with token ids; change it, or leave the"
-                    " option out"
-                )
+        elif drops:
+            between = render(observation)
             episode.messages.append(self._tokens.answer(response, messages))
             before = [*episode.history, *between]
             if self._tokens.drops_reasoning(before, [*episode.messages, *messages], tools=tools):

@@ -22,6 +22,8 @@ class GracefulShutdown:
     def __init__(self) -> None:
         self._number = 0
         self._seen: set[int] = set()
+        self._process = os.getpid()
+        self._before: dict[int, Any] = {}  # handlers that this one replaces
 
     @contextmanager
     def install(self) -> Iterator[None]:
@@ -33,14 +35,18 @@ class GracefulShutdown:
             yield  # only the main thread can handle signals
             return
         free = [n for n in (signal.SIGINT, signal.SIGTERM) if not _is_handled(n)]
-        before = {n: signal.signal(n, self._handle) for n in free}
+        self._before = {n: signal.signal(n, self._handle) for n in free}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in self._before.items():
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:  # a fork, such as a worker that a reward function ends
+            signal.signal(number, self._before[number])
+            os.kill(os.getpid(), number)
+            return
         first = not self._number
         self._number = self._number or number
         if number in self._seen:
@@ -69,10 +75,11 @@ class GracefulShutdown:
 
 
 def _is_handled(number: int) -> bool:
-    """Whether the program handles a signal itself; Ray's handler only ends the process."""
+    """Whether the program handles or ignores a signal; Ray's handler only ends the process."""
     handler: Any = signal.getsignal(number)
-    own = callable(handler) and handler is not signal.default_int_handler
-    return handler is None or (own and not str(handler.__module__).startswith("ray."))
+    if handler in (signal.SIG_DFL, signal.default_int_handler):
+        return False
+    return not str(getattr(handler, "__module__", "")).startswith("ray.")
 
 
 def exit_with(parent: int, *, every: float = 1.0) -> None:

@@ -129,9 +129,9 @@ class Run(Hooks):
         try:
             engine.run(sizes.iterations)
             self.end_epoch()
-            asked = self.learner.all_reduce(torch.tensor([float(self.shutdown.requested)]))
-            if bool(asked) and self._saved < engine.step and self.args.output_dir:
-                self._save()  # the signal came during the last evaluation
+            asked = bool(self.learner.all_reduce(torch.tensor([float(self.shutdown.requested)])))
+            if asked and self._saved < engine.step and self.args.output_dir:
+                self._save()  # the signal came after the last iteration
             seconds, iterations = time.perf_counter() - begin, engine.step - before
             rate = iterations / max(seconds, 1e-9)
             totals = {  # totals of this call under transformers' names
@@ -142,7 +142,8 @@ class Run(Hooks):
             }
             if iterations > 0 or resumed is not None:  # the last row may be missing
                 self.callbacks.log(self.take_pending() | totals)
-            self._load_best()
+            if not asked:  # or a second call would continue from the best weights
+                self._load_best()
             self.callbacks.fire("on_train_end")
         finally:
             self.callbacks.tracker.close()
@@ -262,9 +263,6 @@ class Run(Hooks):
             with capturing:  # a sampling thread may be capturing a decode step
                 torch.cuda.empty_cache()
         self.callbacks.fire("on_step_end")
-        if self.shutdown.requested:
-            control = self.callbacks.control
-            control.should_training_stop = control.should_save = True
         self._act()
         first = self._first + 1 == report.step < state.max_steps
         if first and state.pending and self.screen is not None:
@@ -372,8 +370,7 @@ class Run(Hooks):
     def _act(self) -> None:
         """Log, evaluate and save according to the callbacks' control."""
         callbacks = self.callbacks
-        if self.learner.world_size > 1:
-            share_control(callbacks.control, self.learner.all_reduce)
+        self._share_control()
         if callbacks.control.should_epoch_stop:
             callbacks.control.should_epoch_stop = False
             warnings.warn(
@@ -388,9 +385,19 @@ class Run(Hooks):
             best = callbacks.note_best(self.trainer.evaluate())
             if self.args.save_strategy == "best":
                 callbacks.control.should_save = best
+            self._share_control()  # the evaluation may have taken minutes
         if callbacks.control.should_save and self.args.output_dir:
             self._save()
             callbacks.fire("on_save")
+
+    def _share_control(self) -> None:
+        """Synchronize the callbacks' control over ranks; a signal saves and stops the run."""
+        control = self.callbacks.control
+        if self.shutdown.requested:
+            control.should_training_stop = True
+            control.should_save |= self._saved < self.engine.step
+        if self.learner.world_size > 1:
+            share_control(control, self.learner.all_reduce)
 
     def _warn_of_findings(self) -> None:
         """Warn once of findings of ``kedge doctor`` that are worth stopping for."""
