@@ -258,6 +258,23 @@ def test_long_degenerate_text_is_read_in_linear_time(text: str, calls: int) -> N
     assert len(read) == calls
 
 
+ENDS = {
+    "Kimi K2": "<|tool_call_end|>", "DeepSeek V3.1": "<｜tool▁call▁end｜>",  # noqa: RUF001
+    "MiniMax-M2": "</invoke>", "DeepSeek V3.2": "</｜DSML｜invoke>",  # noqa: RUF001
+    "FunctionGemma": "<end_function_call>", "Qwen3-Coder without tags": "</function>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ENDS)
+def test_a_call_without_its_end_does_not_take_arguments_of_the_next(family: str) -> None:
+    text = OTHERS[family].replace(ENDS[family], "", 1)
+    if ENDS[family].startswith("</"):  # a value may have the words of these marks
+        (call,) = parse_any(text)
+        assert "has no end" in call.error
+    else:
+        assert answers(text, parse_any) == [RIGHT, RIGHT]
+
+
 def test_a_call_without_arguments_does_not_swallow_the_next() -> None:
     """Each has its own error or result."""
     begin, arguments, end = (f"<|tool_call_{x}|>" for x in ("begin", "argument_begin", "end"))
@@ -265,6 +282,12 @@ def test_a_call_without_arguments_does_not_swallow_the_next() -> None:
     first, second = parse_any(text)
     assert "not valid JSON" in first.error
     assert (second.name, second.id, second.error) == ("find", "functions.find:1", "")
+
+
+def test_a_value_may_have_the_words_of_a_mark() -> None:
+    body = '<parameter name="text">write parameter name="x" here</parameter>'
+    (call,) = parse_any(f'<invoke name="f">{body}</invoke>')
+    assert (call.error, call.arguments) == ("", {"text": 'write parameter name="x" here'})
 
 
 def test_python_words_of_a_template() -> None:

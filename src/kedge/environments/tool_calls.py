@@ -39,7 +39,7 @@ _BLOCK = re.compile(  # or an end without a beginning; that of gpt-oss ends othe
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of transformers' parser
 _END = "\0"  # marks the end of a response for that parser
 _DECODER = json.JSONDecoder()
-_CUT_OFF = "the tool call is cut off within an argument"
+_CUT_OFF = "the tool call, or an argument of it, has no end"
 _PYTHON = {"True": True, "False": False, "None": None}
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
@@ -154,9 +154,11 @@ def _from_tag(body: str) -> list[ToolCall]:
     for begin, end in (("<parameter=", "</parameter>"), ("<arg_key>", "</arg_value>")):
         if body.count(begin) > body.count(end):
             return [ToolCall(name="", error=_CUT_OFF)]
-    functions = [(m[1].strip(), _PARAMETER.findall(m[2])) for m in _FUNCTION.finditer(body)]
+    functions = [(m[1].strip(), m[2]) for m in _FUNCTION.finditer(body)]
+    if any("<function=" in _PARAMETER.sub("", inner) for _, inner in functions):
+        return [ToolCall(name="", error=_CUT_OFF)]
     if functions:
-        return [_from_texts(name, values) for name, values in functions]
+        return [_from_texts(name, _PARAMETER.findall(inner)) for name, inner in functions]
     name = body.partition("<arg_key>")[0].strip()
     if name and name[0] not in "{[" and "\n" not in name:
         return [_from_texts(name, _ARGUMENT.findall(body))]
@@ -206,10 +208,10 @@ def _gemma(name: str, arguments: str) -> list[ToolCall]:
 
 
 def _invoke(name: str, parameters: str) -> list[ToolCall]:
-    values = _INVOKED.findall(parameters)
-    if parameters.count("parameter name=") > len(values):
+    rest = _INVOKED.sub("", parameters)
+    if "parameter name=" in rest or "invoke name=" in rest:
         return [ToolCall(name="", error=_CUT_OFF)]
-    return [_from_texts(name, values)]
+    return [_from_texts(name, _INVOKED.findall(parameters))]
 
 
 def _kimi(body: str) -> list[ToolCall]:
@@ -318,10 +320,12 @@ _HARMONY = _format(
 # Markers in a chat template; the first match decides.
 _BY_MARKER: dict[str, Parser] = {
     "<｜tool▁call▁begin｜>": _format(
-        r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", _deepseek
+        r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)"
+        r"(?:<｜tool▁call▁end｜>|(?=<｜tool▁call▁begin｜>)|\Z)",
+        _deepseek,
     ),
     "<|tool_call_begin|>": _format(  # Kimi K2
-        r"<\|tool_call_begin\|>(.*?)(?:<\|tool_call_end\|>|\Z)", _kimi
+        r"<\|tool_call_begin\|>(.*?)(?:<\|tool_call_end\|>|(?=<\|tool_call_begin\|>)|\Z)", _kimi
     ),
     "to=functions.": _HARMONY,  # gpt-oss
     "'functions.'": _HARMONY,
@@ -335,7 +339,9 @@ _BY_MARKER: dict[str, Parser] = {
         r"<\|tool_call>call:([\w.-]+)(\{.*?)(?:<tool_call\|>|(?=<\|tool_call>)|\Z)", _gemma
     ),
     "<start_function_call>": _format(  # FunctionGemma
-        r"<start_function_call>call:([\w.-]+)(\{.*?)(?:<end_function_call>|\Z)", _gemma
+        r"<start_function_call>call:([\w.-]+)(\{.*?)"
+        r"(?:<end_function_call>|(?=<start_function_call>)|\Z)",
+        _gemma,
     ),
     "invoke name=": _format(  # MiniMax-M2, DeepSeek V3.2; tags may have a prefix
         r'<(?:[^\s<>]*[:｜])?invoke name="([^"]+)">(.*?)(?:</(?:[^\s<>]*[:｜])?invoke>|\Z)', _invoke
