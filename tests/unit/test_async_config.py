@@ -101,7 +101,7 @@ def test_other_names_hand_their_values_over(given: dict[str, Any], becomes: dict
     [
         ({"beta": 0.1, "kl_coef": 0.2}, "beta=0.1 is another name of kl_coef"),
         ({"async_mode": False, "max_lag": 2}, "means max_lag=0, but max_lag=2 is set"),
-        ({"num_mini_batches": 5}, "num_mini_batches=5 is set; set only one of them"),
+        ({"num_mini_batches": 5}, "num_mini_batches=5 must divide the 64 responses"),
         ({"local_mini_batch_size": 32, "num_mini_batches": 4}, "num_mini_batches=4 is set"),
         ({"local_mini_batch_size": 48}, "local_mini_batch_size=48 must divide"),
         ({"per_device_train_batch_size": 3}, "must be a multiple of per_device_train_batch_size=3"),

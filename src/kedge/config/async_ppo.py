@@ -295,11 +295,13 @@ def _convert_sizes(c: Any) -> None:
     rows, micro = c.local_rollout_batch_size * c.num_generations, c.per_device_train_batch_size
     mini = min(c.local_mini_batch_size or rows, rows)
     unset = c.local_mini_batch_size in (None, AsyncPPOConfig.local_mini_batch_size)
-    if unset and c.num_mini_batches > 1 and rows % c.num_mini_batches == 0:
-        mini = rows // c.num_mini_batches
-    if rows % mini:
+    name, divisor = "local_mini_batch_size", mini
+    if unset and c.num_mini_batches > 1:
+        name, divisor = "num_mini_batches", c.num_mini_batches
+        mini = rows // divisor
+    if rows % divisor:
         raise ConfigError(
-            f"local_mini_batch_size={mini} must divide the {rows} responses of"
+            f"{name}={divisor} must divide the {rows} responses of"
             f" local_rollout_batch_size={c.local_rollout_batch_size} x"
             f" num_generations={c.num_generations}"
         )
