@@ -36,7 +36,7 @@ _BLOCK = re.compile(  # or an end without a beginning; that of gpt-oss ends othe
     ),
     re.DOTALL,
 )
-_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of transformers' parser
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of messages, by template
 _END = "\0"  # marks the end of a response for that parser
 _DECODER = json.JSONDecoder()
 _CUT_OFF = "the tool call, or an argument of it, has no end"
@@ -104,7 +104,7 @@ def read_by_template(tokenizer: Any, prompt: str, text: str) -> tuple[str, str, 
         events += parser.finalize()[1]
     except Exception as error:  # of the user's patterns, or of a call
         problem = f"the tool call cannot be read: {error}"
-    texts = dict.fromkeys((*_REASONING_FIELDS, "content", "tool_calls"), "")
+    texts = dict.fromkeys((*REASONING_FIELDS, "content", "tool_calls"), "")
     calls: list[ToolCall] = []
     for event in events:
         field, kind = event["field"], event["type"]
@@ -119,7 +119,7 @@ def read_by_template(tokenizer: Any, prompt: str, text: str) -> tuple[str, str, 
             calls += whole
     if problem:
         calls.append(ToolCall(name="", error=problem))
-    reasoning = "".join(texts[field] for field in _REASONING_FIELDS)
+    reasoning = "".join(texts[field] for field in REASONING_FIELDS)
     answer = texts["content"] if events else text
     return reasoning.replace(_END, "").strip(), answer.replace(_END, ""), calls
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from kedge.chat_template import render_chat
 from kedge.environments.tool_calls import (
     REASONING,
+    REASONING_FIELDS,
     read_by_template,
     reasoning_blocks,
     split_reasoning,
@@ -40,7 +41,8 @@ _RESULT = "KEDGE0RESULT"
 _FINAL = "<|channel|>final<|message|>"
 _TAIL = 32  # prompt tokens that are compared
 _CUT = "...(truncated)..."  # replaces the middle of an observation that is too long
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # in messages, by template
+_QUESTION: Mapping[str, Any] = {"role": "user", "content": "."}
+_TOOL_RESULT = {"role": "tool", "name": "f", "content": _RESULT, "tool_call_id": "000000000"}
 _CALL = re.compile(r"<\|tool_call>|\[TOOL_CALLS\]")  # begins a call
 
 
@@ -71,16 +73,6 @@ class TurnTokens:
         prompt = decode(list(before[-_TAIL:]))
         opened = any(prompt.rstrip().endswith(mark) for mark, _ in REASONING)
         reasoning, answer = split_reasoning(whole, opened=opened)
-        if self._by_template and answer:
-            reasoning, text, calls = read_by_template(self._tokenizer, prompt, decode(ids))
-            return Response(
-                text,
-                ids=tuple(ids),
-                terminated=terminated,
-                raw=answer,
-                parse=lambda _: calls,
-                reasoning=reasoning,
-            )
         begin = 0
         if len(answer) < len(whole):  # find where the answer starts
             skipped = len(whole) - len(answer)
@@ -88,7 +80,7 @@ class TurnTokens:
         text = decode(body[begin:], skip_special_tokens=True)
         if _FINAL in answer:  # gpt-oss names the channel in plain text
             text = answer.rpartition(_FINAL)[2]
-        return Response(
+        response = Response(
             text,
             ids=tuple(ids),
             terminated=terminated,
@@ -96,6 +88,10 @@ class TurnTokens:
             parse=self._parse,
             reasoning=reasoning,
         )
+        if self._by_template and answer:
+            reasoning, text, calls = read_by_template(self._tokenizer, prompt, decode(ids))
+            response = replace(response, text=text, reasoning=reasoning, parse=lambda _: calls)
+        return response
 
     def prompt(
         self,
@@ -159,14 +155,13 @@ class TurnTokens:
 
     def check_drops_reasoning(self) -> None:
         """Raise ConfigError if the template renders the reasoning of earlier turns."""
-        question, answer = {"role": "user", "content": "."}, {"role": "assistant", "content": "."}
-        answer |= dict.fromkeys(_REASONING_KEYS, _ANSWER)
+        answer = {"role": "assistant", "content": ".", **dict.fromkeys(REASONING_FIELDS, _ANSWER)}
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError(
                 "drop_reasoning needs a tokenizer with a chat template, which renders earlier turns"
                 " without their reasoning"
             )
-        if _ANSWER in self._render([question, answer, question]):
+        if _ANSWER in self._render([_QUESTION, answer, _QUESTION]):
             raise ConfigError(
                 "drop_reasoning has no effect, since the chat template renders the reasoning of"
                 " earlier turns; leave it out, or set the template's option in"
@@ -209,7 +204,7 @@ class TurnTokens:
             text, reasoning = (x.replace("<|channel|>", "") for x in (response.text, reasoning))
         message: dict[str, Any] = {"role": "assistant", "content": text.lstrip("\n")}
         if reasoning:
-            message |= dict.fromkeys(_REASONING_KEYS, reasoning)
+            message |= dict.fromkeys(REASONING_FIELDS, reasoning)
         results = [m for m in after if m["role"] == "tool"]
         if results and not self._calls_are_text:
             message["content"] = "" if self._has_channels else _CALL.split(text)[0].strip()
@@ -349,9 +344,8 @@ class TurnTokens:
     @cached_property
     def _calls_are_text(self) -> bool:
         """Whether the template renders results after calls in the content of an answer."""
-        question, answer = {"role": "user", "content": "."}, {"role": "assistant", "content": "."}
-        result = {"role": "tool", "name": "f", "content": _RESULT, "tool_call_id": "000000000"}
-        messages = self._with_known_roles([question, answer, result, answer, question])
+        answer = {"role": "assistant", "content": "."}
+        messages = self._with_known_roles([_QUESTION, answer, _TOOL_RESULT, answer, _QUESTION])
         with suppress(DataError):
             return _RESULT in self._render(messages)
         return False
@@ -365,11 +359,10 @@ class TurnTokens:
         return next((role for role in ("call", "plain") if _RESULT in texts[role]), "user")
 
     def _result_texts(self) -> dict[str, str]:
-        probe = {"role": "tool", "name": "f", "content": _RESULT, "tool_call_id": "000000000"}
         texts = {"plain": "", "call": ""}
         for role, render in (("plain", self._after_answer), ("call", self._after_call)):
             with suppress(Exception):  # templates may raise anything
-                texts[role] = render([probe])
+                texts[role] = render([_TOOL_RESULT])
         return texts
 
     def _after_call(self, messages: Messages, stop: str = "") -> str:
@@ -383,10 +376,7 @@ class TurnTokens:
             for message in messages
             if message["role"] == "tool"
         ]
-        head: Messages = [
-            {"role": "user", "content": "."},
-            {"role": "assistant", "content": "", "tool_calls": calls},
-        ]
+        head = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}]
         _, rendered, call_end = self._render(head, add_generation_prompt=False).rpartition(_ANSWER)
         if not rendered:
             raise DataError("the chat template does not render tool calls")
@@ -397,7 +387,7 @@ class TurnTokens:
 
     def _after_answer(self, messages: Messages) -> str:
         """Text that the template renders after the content of an assistant message."""
-        head = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}]
+        head = [_QUESTION, {"role": "assistant", "content": _ANSWER}]
         text = self._render([*head, *messages])
         if text.count(_ANSWER) != 1:
             raise DataError(
