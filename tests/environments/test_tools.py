@@ -56,7 +56,6 @@ LLAMA = JSON.replace("arguments", "parameters")
         ("qwen2.5", JSON, []),
         ("qwen2.5", "the answer is 42", []),
         ("mistral", f"[TOOL_CALLS] [{JSON}, {JSON}]", [ADD, ADD]),
-        ("mistral", '[TOOL_CALLS]calculator[ARGS]{"a": 17, "b": 25}', [ADD]),
         ("mistral", '[TOOL_CALLS]calculator{"a": 17, "b": 25}[TOOL_CALLS]calculator[ARGS]{"a": 1}',
          [ADD, ToolCall(name="calculator", arguments={"a": 1})]),
         ("mistral", JSON, []),
@@ -92,6 +91,10 @@ def test_calls_are_read_in_the_format_of_the_template(
         ("[TOOL_CALLS]f[ARGS]{1}", "not valid JSON"),
         ("<|python_tag|>print(1)", "not valid JSON"),
         ("[f(x=g())]", "string on line 1: <ast.Call object>"),  # the same in every run
+        ("[f(3)]", "arguments must have names"),
+        ("[f(x={[]: 1})]", "unhashable type: 'list'"),
+        ("[f(x=" + "(" * 5_000 + ")]", "not a list of calls"),
+        ("[f(x='\ud800')]", "surrogates not allowed"),
     ],
 )
 def test_a_call_that_cannot_be_read_has_an_error(text: str, problem: str) -> None:
