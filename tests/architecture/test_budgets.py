@@ -39,8 +39,8 @@ BUDGETS = {
     "verifiers": 2_504,
     "verifiers/sandbox": 1_323,
 }
-TOTAL = 48_021
-TESTS = 41_613
+TOTAL = 48_019
+TESTS = 41_625
 
 
 def count_lines(files: list[Path]) -> int:
