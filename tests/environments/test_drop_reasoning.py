@@ -81,11 +81,11 @@ def thinks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeLoop, "_draw", draw)
 
 
-def thinking(**options: Any) -> Any:
-    """A PPO trainer with Qwen 3's template."""
+def thinking(*, family: str = "qwen3", **options: Any) -> Any:
+    """A PPO trainer with a family's template."""
     parts = {
         "model": tiny_policy(vocab_size=64, max_positions=1024, initializer_range=0.2),
-        "processing_class": letters(),
+        "processing_class": letters(family),
         "train_dataset": [{"prompt": prompt} for prompt in CHAT],
         "environment": Talk,
         "drop_reasoning": True,
@@ -257,7 +257,7 @@ class NewIds(Talk):
     [
         ({"train_dataset": PROMPTS}, "it needs chat messages"),
         ({"train_dataset": [{"prompt": [*CHAT[0], message_of("so")]}]}, "it needs chat messages"),
-        ({"processing_class": letters("qwen3_8")}, "renders the reasoning of earlier turns"),
+        ({"family": "qwen3_8"}, "renders the reasoning of earlier turns"),
         ({"max_prompt_length": 30, "overlong_prompts": "truncate"}, "has cut 5 of them"),
         ({"environment": Ids}, "not with token ids"),
         ({"environment": NewIds}, "not with token ids"),
