@@ -31,6 +31,8 @@ class MoreStory:
     Answers of longer stories take time, so that turns begin at different ones.
     """
 
+    ended = 0  # episodes of all instances
+
     def __init__(self, turns: int) -> None:
         self.turns = turns
 
@@ -45,6 +47,7 @@ class MoreStory:
             time.sleep(0.2 * self.random.random())
         if self.turns > 3 and self.turn == 2:
             said = NewContext([{"role": "user", "content": "Once there was" + response.text[-20:]}])
+        MoreStory.ended += self.turn == self.turns
         return said, response.text.count("e") / 10, self.turn == self.turns, False, {}
 
 
@@ -85,6 +88,26 @@ def test_vllm_samples_turns(begun: Any) -> None:
         assert row["rollout/logprob_gap"] < 1e-4
 
 
+def wait_within_turns(monkeypatch: pytest.MonkeyPatch, engine: Any, batch_size: int) -> None:
+    """Once a batch is complete, sample three more tokens and wait for the next weights."""
+    advance, load, state = engine.advance, engine.load_weights, {"batches": 0, "steps": 0}
+
+    def load_weights(*args: Any) -> Any:
+        state.update(batches=state["batches"] + 1, steps=0)
+        return load(*args)
+
+    def step() -> Any:
+        if MoreStory.ended >= batch_size * state["batches"] and engine.unfinished:
+            state["steps"] += 1
+            if state["steps"] > 3:
+                return time.sleep(0.01)
+        return advance()
+
+    monkeypatch.setattr(MoreStory, "ended", 0)
+    monkeypatch.setattr(engine, "load_weights", load_weights)
+    monkeypatch.setattr(engine, "advance", step)
+
+
 @pytest.mark.parametrize(("drops", "contexts"), [(False, 1.0), (True, 3.0)])
 def test_contexts_are_read_with_the_weights_of_their_time(
     drops: bool,
@@ -102,6 +125,7 @@ def test_contexts_are_read_with_the_weights_of_their_time(
         learning_rate=3e-3, per_device_train_batch_size=8, drop_reasoning=drops,
     )  # fmt: skip
     models, trained = record(monkeypatch, made)
+    wait_within_turns(monkeypatch, begun.engine.rollout_engine.engine, batch_size=8)
     made.train()
     assert [row["environment/new_contexts"] for row in rows(made)] == [contexts] * 4
     changes = []
