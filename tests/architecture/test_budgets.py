@@ -40,7 +40,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_323,
 }
 TOTAL = 48_019
-TESTS = 41_650
+TESTS = 41_659
 
 
 def count_lines(files: list[Path]) -> int:

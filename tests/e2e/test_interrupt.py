@@ -175,8 +175,16 @@ def test_a_fork_of_the_process_ends_at_a_signal() -> None:
     codes: list[int | None] = []
 
     def score(completions: list[str], **_: Any) -> list[float]:
-        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        context = multiprocessing.get_context("fork")
+        begun = context.Event()  # Python drops a signal that arrives while it forks
+
+        def work() -> None:
+            begun.set()
+            time.sleep(60)
+
+        worker = context.Process(target=work)
         worker.start()
+        begun.wait()
         worker.terminate()
         worker.join(20)
         codes.append(worker.exitcode)

@@ -67,7 +67,8 @@ class AsDone:
         def reward(completions: list[str], prompts: list[str], **_: Any) -> list[float]:
             scored.append(len(completions))
             ahead = threading.current_thread() is not threading.main_thread()  # not to evaluate
-            if self.end == "reward" and os.environ["RANK"] == "1" and ahead and sum(scored) > 20:
+            late = sum(scored) > 20 and any(Path(self.options["output_dir"]).glob("checkpoint-*"))
+            if self.end == "reward" and os.environ["RANK"] == "1" and ahead and late:
                 raise ZeroDivisionError("no score")
             time.sleep(0.01)
             return [float(len(text.split())) for text in completions]
