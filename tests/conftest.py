@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +64,12 @@ def draw_curves() -> Callable[..., Path | None]:
     draw = log.draw_curves
     log.draw_curves = lambda *_: None  # type: ignore[assignment]
     return draw
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _keyboard() -> None:
+    """Ctrl-C means what it does at a terminal: shells make background jobs deaf to it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -40,7 +40,7 @@ BUDGETS = {
     "verifiers/sandbox": 1_323,
 }
 TOTAL = 48_019
-TESTS = 41_659
+TESTS = 41_657
 
 
 def count_lines(files: list[Path]) -> int:

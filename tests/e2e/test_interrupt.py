@@ -9,7 +9,6 @@ import signal
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +77,6 @@ ENDLESS = """
     except KeyboardInterrupt:
         sys.exit(130)
 """
-
-
-@pytest.fixture(autouse=True)
-def _keyboard() -> Iterator[None]:
-    """Ctrl-C means what it does at a terminal: shells make background jobs deaf to it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def until(ready: Any, process: processes.Process) -> None:
