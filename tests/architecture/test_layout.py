@@ -1,4 +1,4 @@
-"""Words that are not used, and the name under which Kedge is installed."""
+"""The name under which Kedge is installed."""
 
 from __future__ import annotations
 
@@ -9,27 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-COMPARED = "longer|more|less|other|fewer|greater|larger|smaller|better|worse|doubt"
-# Words with another word in their place; (word, what is written instead).
-BANNED = {
-    r"\b[Jj]udgements?\b": "reward output",
-    r"\b[Ss]hipments?\b": "weight update",
-    rf"(?<!here )\b(?:is|are) no (?!{COMPARED})\w+": "is not a ...; must be a ..., got ...",
-    r"\bof (?:its|their|his|her|your|our|my) own\b": "separate, dedicated",
-    r"\bgo(?:es)? on(?! the)\b": "resume, continue",
-    r"\btold of\b": "logged, reported",
-    r"\bmend(?:s|ed)?\b": "fix",
-    r"\banew\b": "again",
-    r"\bnobody\b": "no one",
-    r"\bshall\b": "must, should, is to",
-    r"\bbeside(?!s)\b": "next to, in addition to",
-    r"\blearning rules?\b": "algorithm",
-    r"\b[Oo]ptimis|\b[Hh]onour|\b[Bb]ehaviour|\b[Cc]olour": "American spelling",
-    r"\b[Tt]okenis|\b[Nn]ormalis|\b[Ii]nitialis": "American spelling",
-}
-# Pages whose subject are the words themselves, and other people's words.
-WORDS_ALLOWED = {"CHANGELOG.md"}
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -49,45 +28,6 @@ def prose(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def banned_words(text: str) -> list[tuple[int, str, str]]:
-    """Line, word and what to write instead."""
-    return [
-        (number, match[0], better)
-        for pattern, better in BANNED.items()
-        for number, line in enumerate(text.split("\n"), 1)
-        for match in re.finditer(pattern, line)
-    ]
-
-
-def banned_in_files() -> list[str]:
-    files = tracked(
-        "src/*.py", "docs/*.md", "docs/*.py", "examples/*.py", "examples/*.md", "README.md"
-    )
-    return [
-        f"{name(path)}:{line}: {word!r}, write: {better}"
-        for path in files
-        if path.name not in WORDS_ALLOWED
-        for line, word, better in banned_words(prose(path))
-    ]
-
-
-def test_words() -> None:
-    assert banned_in_files() == []
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("model is no path", 1),
-        ("it is no longer there", 0),
-        ("a process of its own; the run goes on", 2),
-        ("besides", 0),
-    ],
-)
-def test_words_are_noticed(text: str, count: int) -> None:
-    assert len(banned_words(text)) == count
-
-
 # `kedge` on the package index is another project: as a requirement, or as what is installed.
 BARE_NAME = re.compile(
     r"(?<![\w/.-])kedge(?:\[|\s*[=<>~!]=|\s+@\s)"
@@ -101,7 +41,7 @@ def test_no_line_installs_the_other_kedge() -> None:
     assert [
         f"{name(path)}:{number}: {match[0]!r}, write: kedge-rl"
         for path in files
-        if path.name not in (*WORDS_ALLOWED, Path(__file__).name)
+        if path.name not in ("CHANGELOG.md", Path(__file__).name)
         for number, line in enumerate(prose(path).split("\n"), 1)
         for match in BARE_NAME.finditer(line)
     ] == []
