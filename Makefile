@@ -1,5 +1,6 @@
 # make demo   the main job        make setup   the set-up
 # make test   what to run after a change: six minutes on two cores        make test-all   every test
+# make test-isa   the fast tests as a processor without AVX-512 (or without AVX2) computes them
 # make demo-agent   an agent of many turns: a text world, from a careless expert to PPO
 # make headline   the demo with ten seeds, and a table with intervals
 # make docs   the site of docs/, in site/
@@ -22,7 +23,7 @@ VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 OTHERS := .venv-adapters
 
-.PHONY: demo demo-agent headline docs test test-all test-adapters test-compat test-matrix test-gpu vllm-env test-vllm lint fast smoke main \
+.PHONY: demo demo-agent headline docs test test-all test-isa test-adapters test-compat test-matrix test-gpu vllm-env test-vllm lint fast smoke main \
 	setup bench bench-gpu dist clean help
 
 help:
@@ -70,6 +71,13 @@ fast: setup
 
 main: setup
 	$(PYTEST) --durations=15 -m "not vllm and not ray"
+
+# Last bits depend on the instruction set: no test may.
+test-isa: setup
+	if grep -q avx512f /proc/cpuinfo; then isa="avx2 AVX2 AVX2"; else isa="default SSE41 SSE4_2"; fi; set -- $$isa; \
+	echo "ATEN_CPU_CAPABILITY=$$1 ONEDNN_MAX_CPU_ISA=$$2 MKL_ENABLE_INSTRUCTIONS=$$3"; \
+	export ATEN_CPU_CAPABILITY=$$1 ONEDNN_MAX_CPU_ISA=$$2 MKL_ENABLE_INSTRUCTIONS=$$3; \
+	$(PYTEST) -m "not slow and not vllm and not ray"
 
 test-compat: setup
 	$(BIN)/python -m tests.compat.environments .compat/venvs
