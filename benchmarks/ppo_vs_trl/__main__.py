@@ -1,6 +1,7 @@
 """Kedge and TRL 1.12 in turn, each in a process and an environment of its own.
 
     python -m benchmarks.ppo_vs_trl [--cases stories260k pythia-14m pythia-160m] [--rounds 2]
+    python -m benchmarks.ppo_vs_trl --beside 1     next to one program that keeps a processor busy
     python -m benchmarks.ppo_vs_trl --cases qwen-0.5b-lora --rounds 1 [--sides kedge trl]
 
 The first update of each process is warm-up.  Seconds are medians; a ratio is of medians, TRL over
@@ -13,6 +14,7 @@ each trains is in ``TRAINS`` and in the results.  TRL needs about 17 GiB there.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -20,6 +22,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,20 @@ def one(python: str, side: str, case: str, threads: int) -> dict[str, Any]:
     raise RuntimeError(f"{side} on {case} failed:\n{done.stderr[-3000:]}")
 
 
+@contextlib.contextmanager
+def busy(programs: int) -> Iterator[None]:
+    """Context in which so many other programs keep a processor busy each."""
+    spinning = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(programs)
+    ]
+    try:
+        yield
+    finally:
+        for program in spinning:
+            program.kill()
+            program.wait()
+
+
 def compare(case: str, reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians of all sides and their ratios."""
     out: dict[str, Any] = {"case": case, "batch": CASES[case].batch}
@@ -116,6 +133,7 @@ def main() -> None:
     flags.add_argument("--cases", nargs="+", default=small, choices=list(CASES))
     flags.add_argument("--rounds", type=int, default=2)
     flags.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    flags.add_argument("--beside", type=int, default=0, help="other programs that only spin")
     flags.add_argument("--peer", help="python of an environment with trl==1.12.0")
     flags.add_argument("--sides", nargs="+", choices=list(TRAINS), help="default: all of the case")
     flags = flags.parse_args()
@@ -125,15 +143,17 @@ def main() -> None:
         reports = []
         for side in flags.rounds * (flags.sides or sides(case)):
             python = peer if side.startswith("trl") else sys.executable
-            reports.append(one(python, side, case, flags.threads))
-        results.append(compare(case, reports) | {"raw": reports})
+            with busy(flags.beside):
+                reports.append(one(python, side, case, flags.threads))
+        results.append(compare(case, reports) | {"beside": flags.beside, "raw": reports})
         told = {k: round(v, 3) if isinstance(v, float) else v for k, v in results[-1].items()}
         del told["raw"]
         print(json.dumps(told), flush=True)
         RESULTS.parent.mkdir(exist_ok=True)
         results[-1]["machine"] = {"processor": processor(), "threads": flags.threads}
         others = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else []
-        kept = [x for x in others if x["case"] not in {x["case"] for x in results}]
+        new = {(x["case"], x["beside"]) for x in results}
+        kept = [x for x in others if (x["case"], x.get("beside", 0)) not in new]
         RESULTS.write_text(json.dumps({"results": kept + results}, indent=1))
 
 

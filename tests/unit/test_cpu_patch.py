@@ -1,6 +1,7 @@
 """Quicker layers give the numbers of torch's, and models are afterwards as they were."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -148,6 +149,13 @@ def test_generation_by_a_small_model_leaves_torchs_threads_as_they_were():
     engine.generate(rollout().prompts, sampling=Sampling(max_new_tokens=3), seed=0)
     assert used == [1, 1, 1]
     assert torch.get_num_threads() == 2
+
+
+def test_one_idle_team_keeps_barriers_from_spinning():
+    torch.set_num_threads(2)
+    for _ in range(2):
+        Kernels([tiny_policy()])
+    assert [thread.name for thread in threading.enumerate()].count("kedge-idle-team") == 1
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])

@@ -23,6 +23,7 @@ from kedge.ops.cpu.matmul import (
     linear,
     may_run_in_bf16,
 )
+from kedge.ops.cpu.threads import shorten_spins
 from kedge.ops.gpu import fused_forward, rms_norms
 
 Forward = Callable[..., Tensor]
@@ -42,6 +43,8 @@ class Kernels:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         models = list(models)
+        if any(p.device.type == "cpu" for model in models for p in model.parameters()):
+            shorten_spins()
         self._layers = [layer for model in models for layer in _layers(model)]
         self._low = [Bf16Weight(partial(_weight, layer)) for layer in self._layers]
         self._norms = [layer for model in models for layer in rms_norms(model)]
