@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kedge.chat_template import TOOLS, template_options
+from kedge.data.encode import is_chat
 from kedge.environments.episode import (
     ENDINGS,
     Episode,
@@ -252,6 +254,9 @@ class EnvironmentRollouts:
                 sampling=sampling,
                 seed=seed,
             )
+            template = template_options(episode.options) if is_chat(episode.prompt) else {}
+            episode.tools = template.pop(TOOLS, None)
+            episode.tokens = self._tokens.variant(template)
             self._running[episode.key] = episode
             self._groups.setdefault(group, []).append(episode)
             reset = self._environments.reset(episode, environment_seed(seed, groups[i]))
@@ -334,7 +339,7 @@ class EnvironmentRollouts:
         """Give a sampled turn to the environment."""
         before = episode.history
         ids, terminated = episode.add_response(sampled, i)
-        response = self._tokens.response(ids, terminated, episode.sampling, before)
+        response = episode.tokens.response(ids, terminated, episode.sampling, before)
         step = partial(episode.environment.step, response)
         self._call(episode, step, partial(self._on_step, response=response))
 
@@ -351,11 +356,11 @@ class EnvironmentRollouts:
             observation, info = result
             environment, context = episode.environment, self._limits.context
             reads_calls = getattr(environment, "reads_calls", False)
-            tools = getattr(environment, "tools", None)
+            tools = getattr(environment, "tools", None) or episode.tools
             separator = getattr(environment, "separator", "\n\n")
 
             def render(observation: Observation) -> list[int]:
-                return self._tokens.prompt(
+                return episode.tokens.prompt(
                     episode.prompt,
                     episode.prompt_ids,
                     observation,
@@ -366,7 +371,7 @@ class EnvironmentRollouts:
 
             ids, most = render(observation), self._limits.prompt_limit(episode.sampling)
             if most is not None and len(ids) > most:
-                cut = self._tokens.shorten(observation, render, most)
+                cut = episode.tokens.shorten(observation, render, most)
                 episode.shortened = int(cut is not None)
                 ids, observation = cut or (ids, observation)
             if context is not None and len(ids) + self._limits.reserve >= context:
@@ -375,7 +380,7 @@ class EnvironmentRollouts:
                     f" room for a turn in the context of {context} tokens"
                 )
             if self._drop_reasoning:
-                episode.messages = self._tokens.conversation(
+                episode.messages = episode.tokens.conversation(
                     episode.prompt, ids, observation, tools=tools, separator=separator
                 )
             episode.prompt_ids = ids
@@ -409,7 +414,7 @@ class EnvironmentRollouts:
             most = self._limits.observation_limit(episode, len(ids), before=before)
             if len(ids) > most:
                 fits = len(ids) < self._limits.tokens_left(episode)
-                cut = self._tokens.shorten(observation, render, most)
+                cut = episode.tokens.shorten(observation, render, most)
                 episode.shortened += cut is not None
                 ids, observation = cut or (ids if fits else None, observation)
         if ids is not None:
@@ -425,7 +430,7 @@ class EnvironmentRollouts:
         if self._limits.keeps_last and not terminated and follows:
             ids, most = render(observation), self._limits.last_observation_limit(episode)
             if len(ids) > most:
-                ids, _ = self._tokens.shorten(observation, render, most) or ([], None)
+                ids, _ = episode.tokens.shorten(observation, render, most) or ([], None)
             episode.add_observation(ids)
 
     def _renderer(
@@ -436,14 +441,15 @@ class EnvironmentRollouts:
         Begins a new context if the observation is one, or if the policy ``reads`` the answer and
         the template drops reasoning that it has read before.
         """
-        tools = getattr(episode.environment, "tools", None)
+        tokens, tools = episode.tokens, getattr(episode.environment, "tools", None)
+        tools = tools or episode.tools
 
         def render(observation: Observation, *, earlier: Sequence[Any] = ()) -> list[int]:
             if earlier:
                 observation = NewContext([*earlier, *as_messages(observation)])
             if isinstance(observation, NewContext):
-                return self._tokens.context(episode.prompt, observation, tools=tools)
-            return self._tokens.between(
+                return tokens.context(episode.prompt, observation, tools=tools)
+            return tokens.between(
                 episode.prompt, observation, last=response.ids[-1], stopped=response.terminated
             )
 
@@ -460,9 +466,9 @@ class EnvironmentRollouts:
             episode.messages = []
         elif drops:
             between = render(observation)
-            episode.messages.append(self._tokens.answer(response, messages))
+            episode.messages.append(tokens.answer(response, messages))
             before = [*episode.history, *between]
-            if self._tokens.drops_reasoning(before, [*episode.messages, *messages], tools=tools):
+            if tokens.drops_reasoning(before, [*episode.messages, *messages], tools=tools):
                 episode.starts.append(len(episode.ids))
                 again = partial(render, earlier=episode.messages.copy())
                 return again, len(again(observation)) - len(between)

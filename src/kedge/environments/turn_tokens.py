@@ -20,7 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kedge.chat_template import render_chat
+from kedge.chat_template import generation_options, render_chat
+from kedge.environments.episode import describe
 from kedge.environments.tool_calls import (
     REASONING,
     REASONING_FIELDS,
@@ -60,6 +61,17 @@ class TurnTokens:
         self._by_template = False  # transformers' parser reads the calls
         self._tools: list[Any] | None = None  # if the template needs them to render results
         self._checked_tools = False
+        self._variants: dict[str, TurnTokens] = {}  # by chat_template_kwargs of rows
+
+    def variant(self, options: Mapping[str, Any]) -> TurnTokens:
+        """The same with a row's own ``chat_template_kwargs``."""
+        if not options:
+            return self
+        key = json.dumps(options, sort_keys=True, default=str)
+        if key not in self._variants:
+            template = {**self._options, **options}
+            self._variants[key] = TurnTokens(self._tokenizer, chat_template_kwargs=template)
+        return self._variants[key]
 
     def response(
         self, ids: list[int], terminated: bool, sampling: Sampling, before: Sequence[int] = ()
@@ -184,7 +196,8 @@ class TurnTokens:
         """
         if _is_chat(prompt) and _token_ids(observation) is None:
             messages = _with_first(_messages(prompt), observation, separator)
-            if self.context(prompt, NewContext(messages), tools=tools) == ids:
+            answered = messages[-1]["role"] == "assistant"
+            if not answered and self.context(prompt, NewContext(messages), tools=tools) == ids:
                 return [dict(message) for message in messages]
         raise ConfigError(
             "drop_reasoning renders the conversation again, but the chat template does not give the"
@@ -259,7 +272,7 @@ class TurnTokens:
         if isinstance(observation, str):
             return _without_middle(observation, _CUT, length)
         return [
-            {**message, "content": _without_middle(message["content"] or "", _CUT, length)}
+            {**message, "content": _without_middle(message.get("content") or "", _CUT, length)}
             for message in _messages(observation)
         ]
 
@@ -397,7 +410,9 @@ class TurnTokens:
         return text.partition(_ANSWER)[2]
 
     def _render(self, messages: Messages, **options: Any) -> str:
-        options = {"add_generation_prompt": True, "tools": self._tools} | options | self._options
+        if "add_generation_prompt" not in options:
+            options |= generation_options(messages)
+        options = {"tools": self._tools} | options | self._options
         return render_chat(self._tokenizer, messages, where="an episode", **options)
 
     def _encode(self, text: str) -> list[int]:
@@ -448,7 +463,7 @@ def _length(observation: Observation) -> int:
     token_ids = _token_ids(observation)
     if token_ids is not None:
         return len(token_ids)
-    return max((len(message["content"] or "") for message in _messages(observation)), default=0)
+    return max(len(message.get("content") or "") for message in _messages(observation))
 
 
 def _without_middle(whole: Any, mark: Any, length: int) -> Any:
@@ -470,12 +485,19 @@ def _messages(observation: object) -> list[Mapping[str, Any]]:
     if not messages:
         return _messages(None)
     for message in messages:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+        if not (
+            isinstance(message, Mapping)
+            and "role" in message
+            and ("content" in message or message.get("tool_calls"))
+        ):
             raise RolloutError(
-                "a message of an environment must be a mapping with role and content, got"
-                f" {message!r}"
+                "a message must be a mapping with role and content (or tool_calls), got"
+                f" {describe(message)}"
             )
-    return [{**message, "content": plain_text(message["content"])} for message in messages]
+    return [
+        {**message, "content": plain_text(message["content"])} if "content" in message else message
+        for message in messages
+    ]
 
 
 def plain_text(content: Any) -> Any:
@@ -499,11 +521,11 @@ def _with_first(
     if not observation:
         return prompt
     if not isinstance(observation, str):
-        kept = [] if len(prompt) == 1 and not prompt[0]["content"] else prompt
+        kept = [] if len(prompt) == 1 and not prompt[0].get("content") else prompt
         return [*kept, *_messages(observation)]
     if not prompt or prompt[-1]["role"] != "user":
         return [*prompt, {"role": "user", "content": observation}]
-    content = prompt[-1]["content"]
+    content = prompt[-1].get("content")
     joined = f"{content}{separator}{observation}" if content else observation
     return [*prompt[:-1], {**prompt[-1], "content": joined}]
 
