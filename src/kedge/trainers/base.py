@@ -192,6 +192,8 @@ class TrainerShell:
         if eval_dataset is not None:
             tokenizer = self._run.tokenizer
             sets = build_eval_sets(eval_dataset, self.args, tokenizer, self.accelerator)
+            if self._run.check_prompts is not None:
+                self._run.check_prompts([eval_set.source for eval_set in sets])
         if not sets:
             raise ConfigError("evaluate() needs prompts: pass eval_dataset here or to the trainer")
         return self._run.evaluate(sets)
