@@ -37,6 +37,7 @@ class Episode:
     sampling: Sampling
     seed: int  # for sampling the turns
     environment: Any = None
+    round: int | None = None  # of the pool when the environment was taken; None: given back
     tokens: Any = None  # TurnTokens with the row's options of the chat template
     tools: Any = None  # JSON schemas of the row, shown where the environment has none
     prompt_ids: list[int] = field(default_factory=list)  # including the first observation

@@ -7,6 +7,7 @@ import copy
 import itertools
 import logging
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -145,6 +146,7 @@ class EnvironmentRollouts:
         # Sample a turn for all live episodes at once, when all environments have answered.
         self._together = False
         self._forget()
+        weakref.finalize(self, self._environments.close).atexit = False
         self.engines = tuple(self._wrap(part) for part in getattr(engine, "engines", ()))
 
     def _wrap(self, engine: RolloutEngine) -> EnvironmentRollouts:
@@ -168,12 +170,16 @@ class EnvironmentRollouts:
         """Load the weights into the engine."""
         return self.engine.load_weights(weights, version)
 
-    def close(self) -> None:
-        """Close the environments and the engine."""
+    def close_environments(self) -> None:
+        """Drop all episodes and close each environment once; later episodes make others."""
         for part in (self, *self.engines):
             part._drop()
+        self._environments.close()
+
+    def close(self) -> None:
+        """Close the environments and the engine."""
         try:
-            self._environments.close()
+            self.close_environments()
         finally:
             close = getattr(self.engine, "close", None)
             if close is not None:

@@ -96,11 +96,10 @@ class ToolEnvironment:
         get_reward = getattr(self._target, "get_reward", None)
         return 0.0 if get_reward is None else get_reward()
 
-    def close(self) -> None:
+    def close(self) -> Any:
         """Close the target."""
         close = getattr(self._target, "close", None)
-        if close is not None and "close" not in self._functions:
-            close()
+        return None if close is None or "close" in self._functions else close()
 
     def _results(self, calls: Sequence[ToolCall]) -> list[tuple[Any, bool]]:
         """Result of each call (possibly an awaitable), and whether it failed."""

@@ -12,7 +12,8 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,7 @@ class Run(Hooks):
     schedule: IntervalSchedule | None = field(default=None, init=False)  # for tables of completions
     recorder: RolloutRecorder | None = field(default=None, init=False)
     token_log: TokenLog | None = field(default=None, init=False)
+    _playing: int = field(default=0, init=False)
 
     @property
     def state(self) -> RunState:
@@ -422,6 +424,18 @@ class Run(Hooks):
             logger.warning("%s", message)
 
     # -- evaluation and tables of completions ---------------------------------------------------
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """Context in which environments are kept; the outermost one closes them at its end."""
+        self._playing += 1
+        try:
+            yield
+        finally:
+            self._playing -= 1
+            close = getattr(self.engine.rollout_engine, "close_environments", None)
+            if close is not None and not self._playing:
+                close()
 
     @property
     def _printed_rows(self) -> int:

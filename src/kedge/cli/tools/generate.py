@@ -7,6 +7,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -211,14 +212,13 @@ def generate_completions(  # noqa: PLR0913
         max_prompt_length=max_prompt_length,
     )
     count, rows = seeds or len(prompts), []
-    for step in range(-(-count // size)):
-        batch = prompts.batch(step)
-        batch_seed = seed + step if environment is None else seed_for(seed, "play", step)
-        rollout = rollouts.generate(batch, sampling=sampling, seed=batch_seed)
-        texts = Texts(rollout, tokenizer, skip_special_tokens=True)
-        rows += _read_rows(texts, batch_seed)
-    if environment is not None:
-        rollouts.close()
+    with nullcontext() if environment is None else closing(rollouts):
+        for step in range(-(-count // size)):
+            batch = prompts.batch(step)
+            batch_seed = seed + step if environment is None else seed_for(seed, "play", step)
+            rollout = rollouts.generate(batch, sampling=sampling, seed=batch_seed)
+            texts = Texts(rollout, tokenizer, skip_special_tokens=True)
+            rows += _read_rows(texts, batch_seed)
     return rows[: count * num_generations]  # the last batch is padded with rows from the start
 
 

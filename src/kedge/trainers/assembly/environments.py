@@ -20,6 +20,7 @@ from kedge.environments import (
     tool_environments,
 )
 from kedge.environments.episode import check_turn_tokens
+from kedge.environments.pool import Calls, close_all
 from kedge.environments.turn_tokens import TurnTokens
 from kedge.errors import ConfigError, DataError
 from kedge.protocols import PromptSource, RolloutEngine
@@ -156,8 +157,7 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
         # Make one of each kind, to check its tools.
         made = [factory() for factory in (make.values() if isinstance(make, Mapping) else [make])]
         scored = any(environment.gives_rewards for environment in made)
-        for environment in made:
-            environment.close()
+        close_all(made, Calls(timeout=args.environment_timeout))
     else:
         make = _factory(inputs.environment or args.environment, args)
     rewards, models = as_list(inputs.reward_funcs), as_list(inputs.reward_model)
