@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from kedge.chat_template import generation_options, render_chat
+from kedge.data.decode import Decoder
 from kedge.environments.episode import describe
 from kedge.environments.tool_calls import (
     REASONING,
@@ -55,6 +56,7 @@ class TurnTokens:
     ) -> None:
         self._tokenizer = tokenizer
         self._options = dict(chat_template_kwargs or {})
+        self._decode = Decoder(tokenizer)
         template = getattr(tokenizer, "chat_template", None)
         self._parse = tool_parser(template)
         self._has_channels = "<|channel|>analysis" in str(template)  # gpt-oss
@@ -89,7 +91,7 @@ class TurnTokens:
         if len(answer) < len(whole):  # find where the answer starts
             skipped = len(whole) - len(answer)
             begin = bisect_left(range(len(body)), skipped, key=lambda i: len(decode(body[:i])))
-        text = decode(body[begin:], skip_special_tokens=True)
+        text = self._decode([body[begin:]])[0]
         if _FINAL in answer:  # gpt-oss names the channel in plain text
             text = answer.rpartition(_FINAL)[2]
         response = Response(

@@ -142,7 +142,7 @@ def generate_completions(  # noqa: PLR0913
     environment: EnvironmentArguments | None = None,
     episodes: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of a dataset, each with a ``completion`` without special tokens, or episodes.
+    """The rows of a dataset, each with a ``completion`` without end tokens, or episodes.
 
     Prompt and completion concatenated are the full text.  ``finished`` says whether the completion
     ended with an end token.  A column ``completion`` of the dataset becomes ``reference``.
@@ -217,7 +217,7 @@ def generate_completions(  # noqa: PLR0913
             batch = prompts.batch(step)
             batch_seed = seed + step if environment is None else seed_for(seed, "play", step)
             rollout = rollouts.generate(batch, sampling=sampling, seed=batch_seed)
-            texts = Texts(rollout, tokenizer, skip_special_tokens=True)
+            texts = Texts(rollout, tokenizer, ends=sampling.stop_ids)
             rows += _read_rows(texts, batch_seed)
     return rows[: count * num_generations]  # the last batch is padded with rows from the start
 

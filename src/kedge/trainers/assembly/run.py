@@ -301,6 +301,7 @@ class RewardStage:
         setup, inputs, args = self.setup, self.setup.inputs, self.setup.args
         mixture = shared_kwargs(args, reward_source) | {
             "policy_tokenizer": setup.tokenizer,
+            "ends": setup.sampling.stop_ids,
             "weights": self.weights,
             "tokenizers": inputs.reward_processing_classes,
         }
