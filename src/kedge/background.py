@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
+from kedge.errors import describe_error
+
 _lock = threading.Lock()  # several threads may start a loop
 
 
@@ -32,7 +34,10 @@ def on_event_loop(awaitable: Awaitable[Any], name: str) -> Future[Any]:
     """Await on the process's event loop ``name``; cancelling the future cancels a coroutine."""
 
     async def wait() -> Any:
-        return await awaitable
+        try:
+            return await awaitable
+        except (KeyboardInterrupt, SystemExit) as error:  # they would end the loop of all others
+            raise RuntimeError(describe_error(error)) from error
 
     with _lock:
         loop = _event_loop(os.getpid(), name)

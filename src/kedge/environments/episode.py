@@ -207,6 +207,11 @@ class TurnLimits:
             return room - spare
         return length if length < room else 0
 
+    def largest_observation(self, episode: Episode) -> int:
+        """Tokens above which an observation is cut in any case."""
+        most = max(self.tokens_left(episode), 0)
+        return max(most, self.last_observation_limit(episode)) if self.keeps_last else most
+
     def last_observation_limit(self, episode: Episode) -> int:
         """Maximum tokens of the observation after the last turn of a truncated episode."""
         room = max(self.tokens_left(episode), episode.sampling.max_new_tokens // 4)

@@ -36,7 +36,7 @@ from kedge.environments.episode import (
 )
 from kedge.environments.pool import Calls, EnvironmentPool, MakeEnvironment, OnError, RunningCalls
 from kedge.environments.turn_tokens import TurnTokens, as_messages
-from kedge.errors import ConfigError, RewardError, RolloutError
+from kedge.errors import ConfigError, RewardError, RolloutError, describe_error
 from kedge.protocols import NewContext, Observation, RolloutEngine, Step
 from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling
 
@@ -93,6 +93,7 @@ class EnvironmentRollouts:
             it.
         keep_last_observation: append the observation that follows a truncated episode, untrained,
             so that a value can be read where values are trained.
+        vocabulary: number of token ids that the models know; None: those of the tokenizer.
     """
 
     many_turns = True  # ranks may need different numbers of turns
@@ -122,6 +123,7 @@ class EnvironmentRollouts:
         context: int | None = None,
         drop_reasoning: bool = False,
         keep_last_observation: bool = False,
+        vocabulary: int | None = None,
     ) -> None:
         self.engine: Any = engine  # untyped: the request methods are optional in the protocol
         self._limits = TurnLimits(
@@ -135,7 +137,9 @@ class EnvironmentRollouts:
         self._environments = EnvironmentPool(
             make_environment, Calls(timeout=timeout, most=max_concurrency), on_error=on_env_error
         )
-        self._tokens = TurnTokens(tokenizer, chat_template_kwargs=chat_template_kwargs)
+        self._tokens = TurnTokens(
+            tokenizer, chat_template_kwargs=chat_template_kwargs, vocabulary=vocabulary
+        )
         self._drop_reasoning = drop_reasoning
         if drop_reasoning:
             self._tokens.check_drops_reasoning()
@@ -359,7 +363,8 @@ class EnvironmentRollouts:
             result = _unwrap(result)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise RolloutError(f"reset must return (observation, info), got {describe(result)}")
-            observation, info = result
+            most = self._limits.prompt_limit(episode.sampling)
+            observation, info = episode.tokens.read(result[0], most), result[1]
             environment, context = episode.environment, self._limits.context
             reads_calls = getattr(environment, "reads_calls", False)
             tools = getattr(environment, "tools", None) or episode.tools
@@ -375,7 +380,7 @@ class EnvironmentRollouts:
                     reads_calls=reads_calls,
                 )
 
-            ids, most = render(observation), self._limits.prompt_limit(episode.sampling)
+            ids = render(observation)
             if most is not None and len(ids) > most:
                 cut = episode.tokens.shorten(observation, render, most)
                 episode.shortened = int(cut is not None)
@@ -414,6 +419,9 @@ class EnvironmentRollouts:
         ids, limit = None, self._limits.reached_limit(episode)
         goes_on = not (terminated or truncated or limit)
         reads = goes_on or (self._limits.keeps_last and not terminated)
+        if reads:
+            largest = self._limits.largest_observation(episode)
+            observation = episode.tokens.read(observation, largest)
         render, before = self._renderer(episode, response, observation, reads=reads)
         if goes_on:
             ids = render(observation)
@@ -494,7 +502,7 @@ class EnvironmentRollouts:
             yield
         except Exception as error:
             environment, on_error = episode.environment, self._environments.on_error
-            episode.error = f"{type(error).__name__}: {error}"
+            episode.error = describe_error(error)
             if isinstance(error, ConfigError):
                 raise
             what, fix = f"making the environment of row {episode.row} failed", ""
@@ -507,7 +515,9 @@ class EnvironmentRollouts:
                 )
             if on_error == "raise":
                 cause = str(error) if isinstance(error, RolloutError) else episode.error
-                raise RolloutError(f"{what}: {cause}; fix the environment{fix}") from error
+                # A context manager would take an error from StopIteration for that error itself.
+                chained = None if isinstance(error, StopIteration) else error
+                raise RolloutError(f"{what}: {cause}; fix the environment{fix}") from chained
             logger.warning("%s: %s", what, episode.error)
             # A scored failure is an end, not a truncation: the policy learns from the penalty.
             grader = method == "final_reward" or isinstance(error, RewardError)
@@ -526,7 +536,7 @@ class EnvironmentRollouts:
 
         def ended(key: int, error: BaseException | None) -> None:
             episode = running[key]
-            episode.error = episode.error or ("" if error is None else repr(error))
+            episode.error = episode.error or ("" if error is None else describe_error(error))
             self._environments.release(episode)
 
         self._calls.abandon(ended)
@@ -538,7 +548,7 @@ def _unwrap(result: Any) -> Any:
     if isinstance(result, Exception):
         raise result
     if isinstance(result, BaseException):  # SystemExit in an environment's thread
-        raise RolloutError(f"{type(result).__name__}: {result}") from result
+        raise RolloutError(describe_error(result)) from result
     return result
 
 

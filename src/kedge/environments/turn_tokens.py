@@ -18,6 +18,7 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from kedge.chat_template import generation_options, render_chat
@@ -41,6 +42,8 @@ Messages = Sequence[Mapping[str, Any]]
 _ANSWER = "KEDGE0ANSWER"  # placeholder for the response in a rendered conversation
 _RESULT = "KEDGE0RESULT"
 _FINAL = "<|channel|>final<|message|>"
+_CHARACTERS = 16  # per token, more than in any text that is worth reading
+_LARGEST_ID = 2**31 - 1
 _TAIL = 32  # prompt tokens that are compared
 _CUT = "...(truncated)..."  # replaces the middle of an observation that is too long
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "."}
@@ -52,9 +55,15 @@ class TurnTokens:
     """Renders observations for the policy's tokenizer; without one they must be token ids."""
 
     def __init__(
-        self, tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        size = getattr(tokenizer, "__len__", lambda: _LARGEST_ID + 1)()
+        self._vocabulary = size if vocabulary is None else vocabulary
         self._options = dict(chat_template_kwargs or {})
         self._decode = Decoder(tokenizer)
         template = getattr(tokenizer, "chat_template", None)
@@ -72,8 +81,39 @@ class TurnTokens:
         key = json.dumps(options, sort_keys=True, default=str)
         if key not in self._variants:
             template = {**self._options, **options}
-            self._variants[key] = TurnTokens(self._tokenizer, chat_template_kwargs=template)
+            self._variants[key] = TurnTokens(
+                self._tokenizer, chat_template_kwargs=template, vocabulary=self._vocabulary
+            )
         return self._variants[key]
+
+    def read(self, observation: Any, most: int | None) -> Observation:
+        """Check an observation; one of more than ``most`` tokens is cut before it is tokenized.
+
+        Raises:
+            RolloutError: it is neither text, messages, nor token ids of the vocabulary.
+        """
+        if isinstance(observation, NewContext):
+            return replace(observation, messages=self.read(observation.messages, most))
+        if isinstance(observation, Tensor | np.ndarray):
+            if observation.ndim != 1 or "int" not in str(observation.dtype):
+                raise RolloutError(
+                    "token ids must be integers in one dimension, got a"
+                    f" {type(observation).__name__} of {observation.dtype} and shape"
+                    f" {tuple(observation.shape)}"
+                )
+            observation = observation.tolist()
+        token_ids = _token_ids(observation)
+        if token_ids is not None:
+            wrong = [i for i in token_ids if not 0 <= i < self._vocabulary]
+            if wrong:
+                raise RolloutError(
+                    f"an observation holds token {str(wrong[0])[:30]}, but the vocabulary has"
+                    f" {self._vocabulary} tokens"
+                )
+            observation = token_ids
+        if most is None or not observation or _length(observation) <= _CHARACTERS * most:
+            return observation
+        return self._cut(observation, _CHARACTERS * max(most, 1))
 
     def response(
         self, ids: list[int], terminated: bool, sampling: Sampling, before: Sequence[int] = ()
@@ -453,7 +493,11 @@ def _token_ids(observation: Observation) -> list[int] | None:
     if isinstance(observation, Tensor):
         return [int(i) for i in observation.tolist()]
     if isinstance(observation, Sequence) and not isinstance(observation, str) and observation:
-        ids = [i for i in observation if isinstance(i, int)]
+        ids = [
+            int(i)
+            for i in observation
+            if isinstance(i, int | np.integer) and not isinstance(i, bool)
+        ]
         return ids if len(ids) == len(observation) else None
     return None
 

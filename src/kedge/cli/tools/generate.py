@@ -171,6 +171,7 @@ def generate_completions(  # noqa: PLR0913
     from kedge.data import DatasetPrompts
     from kedge.data.prompts import pad_id
     from kedge.loop.seeds import seed_for
+    from kedge.models.compatibility import vocabulary
     from kedge.models.load import eos_token_ids, load_policy, load_tokenizer
     from kedge.rewards.texts import Texts
     from kedge.trainers.assembly.environments import environments_to_play
@@ -193,7 +194,8 @@ def generate_completions(  # noqa: PLR0913
     if environment is not None:
         seeds = episodes or (200 if dataset is None else len(dataset))
         dataset, wrap = environments_to_play(environment, dataset, sampling)
-        rollouts = wrap(rollouts, tokenizer, pad_id=pad_id(tokenizer))
+        options = {"pad_id": pad_id(tokenizer), "vocabulary": vocabulary(model)}
+        rollouts = wrap(rollouts, tokenizer, **options)
     elif not sampling.stop_ids:
         logger.warning(
             "neither the tokenizer nor the generation_config of %r defines an EOS token: every"

@@ -118,6 +118,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
             pad_id=setup.pad_id,
             extra_column=setup.algorithm.extra_column,
             context=loaded.context(args),
+            vocabulary=vocabulary(loaded.policy),
         )
     engine = build_engine(setup, reward_source, hf_learner, rollout_engine, rollout)
     callbacks.watch(hf_learner.optimizer, hf_learner.scheduler)
