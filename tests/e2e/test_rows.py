@@ -208,3 +208,19 @@ def test_an_answer_that_has_begun_stays_open(given: dict[str, Any]) -> None:
     prompts = read_by_trainer(rows, **{"plays": False} | given)["prompts"]
     assert [text.endswith("<|im_start|>assistant\nSo it") for text in prompts] == [True, True]
     assert [text.count('"arguments": {"a": 1, "b": 2}') for text in prompts] == [1, 1]
+
+
+def test_cutting_chats_says_that_the_template_is_cut(caplog: Any) -> None:
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("q", "q" * 300)]
+    caplog.set_level("WARNING", "kedge")
+    for overlong, count in (("truncate", 1), ("drop", 0)):
+        caplog.clear()
+        played(
+            model=tiny_policy("qwen2", vocab_size=448, max_positions=2048),
+            processing_class=tokenizer("qwen2.5"),
+            environment=Recorder,
+            train_dataset=rows,
+            max_prompt_length=250,
+            overlong_prompts=overlong,
+        )
+        assert caplog.text.count("the 1 truncated prompts are chat messages") == count

@@ -215,7 +215,15 @@ def encode_prompts(
     chunks = _chunks(table, [column, *shown], encode, num_proc)
     if prepends_bos:
         chunks = _with_one_bos(chunks, tokenizer.bos_token_id)
-    return _collect(chunks, len(table), max_length, overlong)
+    encoded = _collect(chunks, len(table), max_length, overlong)
+    if encoded.report.truncated and is_chat(first):
+        logger.warning(
+            "the %d truncated prompts are chat messages: what the chat template renders first (a"
+            " system message, the header of a role) is cut off; overlong_prompts='drop' leaves them"
+            " out",
+            encoded.report.truncated,
+        )
+    return encoded
 
 
 def added_tokens(tokenizer: Any) -> tuple[bool, bool]:
