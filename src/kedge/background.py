@@ -10,8 +10,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
-from kedge.errors import describe_error
-
 _lock = threading.Lock()  # several threads may start a loop
 
 
@@ -37,7 +35,7 @@ def on_event_loop(awaitable: Awaitable[Any], name: str) -> Future[Any]:
         try:
             return await awaitable
         except (KeyboardInterrupt, SystemExit) as error:  # they would end the loop of all others
-            raise RuntimeError(describe_error(error)) from error
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     with _lock:
         loop = _event_loop(os.getpid(), name)

@@ -13,7 +13,7 @@ from typing import Any
 
 def exact_columns(
     columns: Mapping[str, Sequence[Any]], features: Mapping[str, Any]
-) -> dict[str, Sequence[Any]]:
+) -> dict[str, Any]:
     """Columns of a ``datasets.Dataset`` with these features, without the keys that Arrow adds."""
     return {
         name: [_exact(value, features.get(name)) for value in values]
