@@ -350,7 +350,7 @@ BAD_ANSWERS: list[tuple[Any, str]] = [
     ([5, -1], "holds token -1, but"),
     ([10**30], "but the vocabulary has 32 tokens"),
     (NewContext([5, 10**6]), "holds token 1000000, but"),
-    (torch.tensor([5.5]), "must be integers in one dimension, got a Tensor of torch.float32"),
+    (torch.tensor([5.5]), "must hold integers in one dimension, got a Tensor of torch.float32"),
     (torch.ones(2, 2).long(), r"in one dimension, .*shape \(2, 2\)"),
     ([True], "a message must be a mapping"),
     (stops, "StopIteration"),

@@ -417,6 +417,9 @@ def test_a_dict_of_factories_is_chosen_by_a_column() -> None:
         ({}, ""),
         ({"completion_ids": [[5]]}, "1 entries of 'completion_ids' for 2 prompts"),
         ({"completion_ids": [[], [5]]}, "no token for prompt 0"),
+        ({"prompt_ids": [[3, 32], [4]]}, "prompt_ids of rollout_func holds token 32, but the voc"),
+        ({"completion_ids": [[5, -1, 0], [7] * 4]}, "completion_ids of rollout_func holds token -"),
+        ({"completion_ids": [[5, 1.5, 0], [7] * 4]}, "ids are integers from 0 to 31"),
         ({"logprobs": [[0.0], [0.0]]}, "1 entries of 'logprobs' for the 3 tokens"),
     ],
 )
@@ -431,7 +434,7 @@ def test_rollout_func(wrong: dict[str, Any], text: str) -> None:
             "game": ["won", "lost"],
         } | wrong
 
-    play = FunctionRollouts(rollout_func, lambda: "the trainer", pad_id=1)
+    play = FunctionRollouts(rollout_func, lambda: "the trainer", pad_id=1, vocabulary=lambda: 32)
     if wrong:
         with pytest.raises(RolloutError, match=text):
             play.generate(prompts(2), sampling=sampling(), seed=0)

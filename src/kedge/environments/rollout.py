@@ -7,7 +7,6 @@ import copy
 import itertools
 import logging
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from kedge.environments.episode import (
     pad_rows,
     read_number,
     read_step,
+    read_token_ids,
     stack_rows,
     turn_seed,
 )
@@ -150,7 +150,6 @@ class EnvironmentRollouts:
         # Sample a turn for all live episodes at once, when all environments have answered.
         self._together = False
         self._forget()
-        weakref.finalize(self, self._environments.close).atexit = False
         self.engines = tuple(self._wrap(part) for part in getattr(engine, "engines", ()))
 
     def _wrap(self, engine: RolloutEngine) -> EnvironmentRollouts:
@@ -567,13 +566,22 @@ class FunctionRollouts:
         function: the function.
         trainer: returns the function's second argument.
         pad_id: token id that pads rows.
+        vocabulary: returns the number of token ids that the policy knows; None: unknown.
     """
 
     shares_weights = True  # the function reads the weights from the trainer
     logprob_kind: Literal["sampled", "raw", "none"] = "sampled"
 
-    def __init__(self, function: RolloutFunc, trainer: Callable[[], Any], *, pad_id: int) -> None:
+    def __init__(
+        self,
+        function: RolloutFunc,
+        trainer: Callable[[], Any],
+        *,
+        pad_id: int,
+        vocabulary: Callable[[], int | None] = lambda: None,
+    ) -> None:
         self._function, self._trainer, self._pad = function, trainer, pad_id
+        self._vocabulary = vocabulary
         self._version = 0
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
@@ -590,11 +598,15 @@ class FunctionRollouts:
         raw = list(prompts.columns.get("prompt", []))
         output = dict(self._function(raw, self._trainer()))
         _check(output, len(prompts))
-        completions = [[int(i) for i in ids] for ids in output.pop("completion_ids")]
+        known = self._vocabulary()
+        before, completions = (
+            [read_token_ids(ids, known, f"{name} of rollout_func") for ids in output.pop(name)]
+            for name in ("prompt_ids", "completion_ids")
+        )
         masks, logprobs = output.pop("env_mask", None), output.pop("logprobs")
         batch = stack_rows(
             prompts,
-            [[int(i) for i in ids] for ids in output.pop("prompt_ids")],
+            before,
             prompts.group,
             self._pad,
         )

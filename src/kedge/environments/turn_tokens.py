@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kedge.chat_template import generation_options, render_chat
 from kedge.data.decode import Decoder
-from kedge.environments.episode import describe
+from kedge.environments.episode import describe, read_token_ids
 from kedge.environments.tool_calls import (
     REASONING,
     REASONING_FIELDS,
@@ -43,7 +43,6 @@ _ANSWER = "KEDGE0ANSWER"  # placeholder for the response in a rendered conversat
 _RESULT = "KEDGE0RESULT"
 _FINAL = "<|channel|>final<|message|>"
 _CHARACTERS = 16  # per token, more than in any text that is worth reading
-_LARGEST_ID = 2**31 - 1
 _TAIL = 32  # prompt tokens that are compared
 _CUT = "...(truncated)..."  # replaces the middle of an observation that is too long
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "."}
@@ -62,7 +61,7 @@ class TurnTokens:
         vocabulary: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        size = getattr(tokenizer, "__len__", lambda: _LARGEST_ID + 1)()
+        size = getattr(tokenizer, "__len__", lambda: None)()
         self._vocabulary = size if vocabulary is None else vocabulary
         self._options = dict(chat_template_kwargs or {})
         self._decode = Decoder(tokenizer)
@@ -94,23 +93,8 @@ class TurnTokens:
         """
         if isinstance(observation, NewContext):
             return replace(observation, messages=self.read(observation.messages, most))
-        if isinstance(observation, Tensor | np.ndarray):
-            if observation.ndim != 1 or "int" not in str(observation.dtype):
-                raise RolloutError(
-                    "token ids must be integers in one dimension, got a"
-                    f" {type(observation).__name__} of {observation.dtype} and shape"
-                    f" {tuple(observation.shape)}"
-                )
-            observation = observation.tolist()
-        token_ids = _token_ids(observation)
-        if token_ids is not None:
-            wrong = [i for i in token_ids if not 0 <= i < self._vocabulary]
-            if wrong:
-                raise RolloutError(
-                    f"an observation holds token {str(wrong[0])[:30]}, but the vocabulary has"
-                    f" {self._vocabulary} tokens"
-                )
-            observation = token_ids
+        if isinstance(observation, Tensor | np.ndarray) or _token_ids(observation) is not None:
+            observation = read_token_ids(observation, self._vocabulary, "an observation")
         if most is None or not observation or _length(observation) <= _CHARACTERS * most:
             return observation
         return self._cut(observation, _CHARACTERS * max(most, 1))

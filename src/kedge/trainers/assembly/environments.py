@@ -23,6 +23,7 @@ from kedge.environments.episode import check_turn_tokens
 from kedge.environments.pool import Calls, close_all
 from kedge.environments.turn_tokens import TurnTokens
 from kedge.errors import ConfigError, DataError
+from kedge.models.compatibility import vocabulary
 from kedge.protocols import PromptSource, RolloutEngine
 from kedge.rewards.build import as_list, load_module
 from kedge.trainers.assembly.setup import Setup
@@ -145,7 +146,12 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
                 f"rollout_func samples with the weights that are being trained, so max_lag must be"
                 f" 0, got {args.max_lag}"
             )
-        engine = FunctionRollouts(inputs.rollout_func, lambda: inputs.trainer, pad_id=0)
+        engine = FunctionRollouts(
+            inputs.rollout_func,
+            lambda: inputs.trainer,
+            pad_id=0,
+            vocabulary=lambda: vocabulary(inputs.trainer.model),
+        )
         return replace(inputs, rollout_engine=engine), None
     scored = True
     if inputs.tools or inputs.environment_factory:
