@@ -34,11 +34,13 @@ ROWS: list[dict[str, Any]] = [
         "prompt": [QUESTION, call("add", a=1, b=2), ADDED],
         "tools": [tool("add", a="integer", b="integer")],
         "facts": {"x": 1},
+        "chat_template_kwargs": None,
     },
     {
         "prompt": [QUESTION, call("find", query="cats"), {"role": "tool", "content": "two"}],
         "tools": [tool("find", query="string")],
         "facts": {"y": [{"z": "z"}, {"w": 1}]},
+        "chat_template_kwargs": {"add_generation_prompt": False},
     },
 ]
 
@@ -119,6 +121,7 @@ def test_rows_are_equal_whichever_way_they_arrive(plays: bool, tmp_path: Path) -
     assert '"arguments": {"a": 1, "b": 2}}' in first
     assert '"properties": {"query": {"type": "string"}}' in second
     assert "null" not in first + second
+    assert [text.endswith("assistant\n") for text in (first, second)] == [True, False]
     assert [facts for _, facts in expected["rewards"]] == [row["facts"] for row in ROWS]
     for way in WAYS:
         found = read_by_trainer(as_given(way, tmp_path, ROWS), plays=plays)
