@@ -32,7 +32,10 @@ def on_event_loop(awaitable: Awaitable[Any], name: str) -> Future[Any]:
     """Await on the process's event loop ``name``; cancelling the future cancels a coroutine."""
 
     async def wait() -> Any:
-        return await awaitable
+        try:
+            return await awaitable
+        except (KeyboardInterrupt, SystemExit) as error:  # they would end the loop of all others
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     with _lock:
         loop = _event_loop(os.getpid(), name)

@@ -98,7 +98,7 @@ class ToolCall:
 class Response:
     """One turn of the policy, as passed to an environment."""
 
-    text: str  # decoded, without special tokens and reasoning
+    text: str  # decoded, without reasoning and tokens that begin, end or fill a text
     ids: tuple[int, ...] = ()  # as sampled, with the stop token
     terminated: bool = True  # False: cut off by a token limit
     raw: str | None = None  # decoded with special tokens, without the stop token; None: the text

@@ -40,12 +40,13 @@ KEDGE_RULES = {
     "rollout/vllm": RECORDS | {"config", "models", "rollout", "rollout/embedded", "background"},
     "checkpoint": RECORDS,
     "loop": RECORDS | {"math", "algorithms", "checkpoint", "rollout/scheduler"},
-    "environments": RECORDS | {"math", "chat_template", "background"},
+    "environments": RECORDS | {"math", "chat_template", "background", "data"},
     "ray": RECORDS
     | {*("config", "learner", "loop", "models", "ops/cpu", "rewards"), "rollout"}
     | {"rollout/embedded", "rollout/vllm"},
     "pretrain": RECORDS
-    | {"models", "ops/cpu", "reporting", "rewards", "checkpoint", "loop", "math", "chat_template"},
+    | {"models", "ops/cpu", "reporting", "rewards", "checkpoint", "loop", "math", "chat_template"}
+    | {"data"},
     "verifiers": {"errors", "http_client", "suggestions", "background"},
     "judges": {"errors", "http_client"},
     "testing": {"types", "errors"},

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 
-from kedge.chat_template import without_none
 from kedge.environments.turn_tokens import plain_text
 from kedge.errors import ConfigError, DataError, RolloutError, install_command
 from kedge.protocols import NewContext, Observation, Reset, Step
@@ -308,7 +307,7 @@ class NeMoGym:
             DataError: the row has no ``responses_create_params``.
             RolloutError: the server did not answer, or with an error.
         """
-        row = without_none({"seed": seed, **options})
+        row = {"seed": seed, **{n: value for n, value in options.items() if value is not None}}
         params = row.get(_PARAMS)
         if not isinstance(params, Mapping) or not params.get("input"):
             raise DataError(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from functools import partial
@@ -18,6 +19,7 @@ from kedge.environments.episode import Episode
 from kedge.errors import ConfigError, RolloutError
 from kedge.protocols import Environment
 
+logger = logging.getLogger(__name__)
 MakeEnvironment = Callable[[], Environment]
 OnError = Literal["raise", "drop", "score"]
 _MOST_FAILED = 0.9  # share of the latest episodes that may fail with on_env_error="drop"
@@ -161,7 +163,9 @@ class EnvironmentPool:
         )
         self._idle: dict[object, list[Any]] = {}  # environments free for a new episode, by name
         self._lock = threading.Lock()
-        self._closed = False
+        self._round = 0  # environments of an earlier round are closed instead of reused
+        self._closing: list[Future[Any]] = []
+        self._unclosed: list[Any] = []  # failed environments for whose close() there was no room
         self._errors: list[str] = []  # of the latest episodes; "" if there was none
 
     def check_errors(self, rows: int) -> None:
@@ -190,36 +194,70 @@ class EnvironmentPool:
         """The call that resets an environment for the episode, an idle or a new one."""
         name = self._name(episode)
         with self._lock:
+            episode.round = self._round
             if idle := self._idle.get(name):
                 episode.environment = idle.pop()
 
         def call() -> Any:
             if episode.environment is None:
-                episode.environment = self._make[name]()
+                made = self._make[name]()
+                with self._lock:
+                    episode.environment = made
+                    late = episode.round is None  # it took too long, and the episode has ended
+                if late:
+                    self.release(episode)
+                    return None
             return episode.environment.reset(seed=seed, options=episode.options)
 
         return call
 
     def release(self, episode: Episode) -> None:
         """Keep the environment for later episodes, or close it if it failed."""
-        environment, episode.environment = episode.environment, None
         with self._lock:
-            if episode.done:
+            environment, episode.environment = episode.environment, None
+            reusable = not episode.error and episode.round == self._round
+            if episode.done and episode.round is not None:
                 self._errors.append(episode.error)
+            episode.round = None
             if environment is None:
                 return
-            if not (episode.error or self._closed):
+            if reusable:
                 self._idle.setdefault(self._name(episode), []).append(environment)
+            elif not hasattr(environment, "close"):
                 return
-        if hasattr(environment, "close") and self.calls.room.acquire(blocking=False):
-            self.calls.start(environment.close)  # may hang again; errors are ignored
+            elif self.calls.room.acquire(blocking=False):  # close() may hang, too
+                self._closing = [future for future in self._closing if not future.done()]
+                self._closing.append(self.calls.start(environment.close))
+            else:
+                self._unclosed.append(environment)
 
     def close(self) -> None:
-        """Close the idle environments."""
+        """Close the idle environments, and those in use as soon as they are released."""
         with self._lock:
-            self._closed = True
-            idle = [x for environments in self._idle.values() for x in environments]
+            self._round += 1
+            idle = [*self._unclosed, *(x for some in self._idle.values() for x in some)]
+            closing, self._closing = self._closing, []
             self._idle.clear()
-        for environment in idle:
-            if hasattr(environment, "close"):
-                environment.close()
+            self._unclosed.clear()
+        close_all(idle, self.calls)
+        wait(closing, timeout=self.calls.timeout)
+
+
+def close_all(environments: Iterable[Any], calls: Calls) -> None:
+    """Close environments at the same time; failures and timeouts are logged."""
+    running = RunningCalls(Calls(timeout=calls.timeout, most=calls.most))  # others may hang
+    for key, environment in enumerate(environments):
+        if hasattr(environment, "close"):
+            running.add(key, environment.close)
+    failures: list[object] = []
+    while len(running):
+        try:
+            results = running.wait(1.0)
+        except RolloutError as error:  # all hang
+            failures.append(error)
+            break
+        failures += [x for x in results.values() if isinstance(x, BaseException)]
+    if failures:
+        logger.warning(
+            "close() of %d environments failed, the last with %r", len(failures), failures[-1]
+        )

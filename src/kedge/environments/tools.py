@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from kedge.background import in_thread
 from kedge.environments.pool import MakeEnvironment
 from kedge.environments.turn_tokens import valid_text
-from kedge.errors import ConfigError, RolloutError
+from kedge.errors import ConfigError, RolloutError, describe_error
 from kedge.protocols import Observation
 from kedge.types import Response, ToolCall
 
@@ -96,11 +96,10 @@ class ToolEnvironment:
         get_reward = getattr(self._target, "get_reward", None)
         return 0.0 if get_reward is None else get_reward()
 
-    def close(self) -> None:
+    def close(self) -> Any:
         """Close the target."""
         close = getattr(self._target, "close", None)
-        if close is not None and "close" not in self._functions:
-            close()
+        return None if close is None or "close" in self._functions else close()
 
     def _results(self, calls: Sequence[ToolCall]) -> list[tuple[Any, bool]]:
         """Result of each call (possibly an awaitable), and whether it failed."""
@@ -145,7 +144,7 @@ class ToolEnvironment:
             async with one_by_one if call.name in self._in_order else nullcontext():
                 try:
                     return str(await result[0]), False
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     return _error_text(error), True
 
         pairs = zip(calls, results, strict=True)
@@ -309,7 +308,7 @@ def _methods(target: Any) -> list[Tool]:
 def _error_text(error: BaseException) -> str:
     if isinstance(error, RolloutError):  # not the policy's mistake
         raise error
-    return f"Error: {type(error).__name__}: {error}"
+    return f"Error: {describe_error(error)}"
 
 
 def _finish(value: Any, finish: Callable[[Any], Any]) -> Any:

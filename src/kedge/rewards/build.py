@@ -29,6 +29,7 @@ def reward_source(
     reward_funcs: Any = None,
     *,
     policy_tokenizer: Any,
+    ends: Collection[int] = (),
     weights: Sequence[float] | None = None,
     tokenizers: Any = None,
     models: Mapping[str, Any] | None = None,
@@ -44,6 +45,7 @@ def reward_source(
         reward_funcs: callables, ``"package.module:function"`` or ``"file.py:function"`` strings,
             objects with a ``score(rollout)`` method, models, names or paths; one or a list.
         policy_tokenizer: tokenizer of the policy.
+        ends: token ids that end responses; their texts leave them out.
         weights: one per source, models first; None: 1 for every source.
         tokenizers: tokenizers of the reward models: one, one per model, or one per source (None:
             the policy's).  A model given by name uses the tokenizer in its folder or repository.
@@ -57,7 +59,7 @@ def reward_source(
     Raises:
         ConfigError: no source, an unsupported kind of source, or lists of different lengths.
     """
-    models, texts = models or {}, TextCache(policy_tokenizer)
+    models, texts = models or {}, TextCache(policy_tokenizer, ends)
     items = _items(reward_model, reward_funcs)
     factors = _weights(weights, len(items))
     loaded = [_load(item, models.get("trust_remote_code", False)) for item in items]

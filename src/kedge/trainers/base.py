@@ -160,7 +160,9 @@ class TrainerShell:
 
                 with required_write("output_dir", self.args.output_dir):
                     write_run_info(self._provenance, self.args, device=str(self.accelerator.device))
-            output = self._run.train(self.args.resume_from_checkpoint if resume is None else resume)
+            with self._run.playing():
+                chosen = self.args.resume_from_checkpoint if resume is None else resume
+                output = self._run.train(chosen)
         if shutdown.requested and self.is_world_process_zero():
             step, args = self.engine.step, self.args
             saved = Path(args.output_dir or "") / f"checkpoint-{step}"
@@ -192,9 +194,12 @@ class TrainerShell:
         if eval_dataset is not None:
             tokenizer = self._run.tokenizer
             sets = build_eval_sets(eval_dataset, self.args, tokenizer, self.accelerator)
+            if self._run.check_prompts is not None:
+                self._run.check_prompts([eval_set.source for eval_set in sets])
         if not sets:
             raise ConfigError("evaluate() needs prompts: pass eval_dataset here or to the trainer")
-        return self._run.evaluate(sets)
+        with self._run.playing():
+            return self._run.evaluate(sets)
 
     @short_errors
     def generate_completions(self, sampling: bool = False) -> list[dict[str, object]]:
@@ -203,7 +208,8 @@ class TrainerShell:
         Args:
             sampling: one batch only.
         """
-        return self._run.generate_completions(sampling=sampling)
+        with self._run.playing():
+            return self._run.generate_completions(sampling=sampling)
 
     def save_model(
         self,

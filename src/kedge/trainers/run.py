@@ -12,7 +12,8 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,7 @@ class Run(Hooks):
     callbacks: Callbacks
     eval_sets: list[EvalSet]
     tokenizer: Any
+    check_prompts: Callable[[list[Any]], None] | None  # of environments; others check none
     fresh_reference: bool  # the reference is the initial policy, so that the KL starts at 0
     metric_names: MetricNames
     best_effort: BestEffortWriter = field(default_factory=BestEffortWriter)
@@ -96,6 +98,7 @@ class Run(Hooks):
     schedule: IntervalSchedule | None = field(default=None, init=False)  # for tables of completions
     recorder: RolloutRecorder | None = field(default=None, init=False)
     token_log: TokenLog | None = field(default=None, init=False)
+    _playing: int = field(default=0, init=False)
 
     @property
     def state(self) -> RunState:
@@ -421,6 +424,18 @@ class Run(Hooks):
             logger.warning("%s", message)
 
     # -- evaluation and tables of completions ---------------------------------------------------
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """Context in which environments are kept; the outermost one closes them at its end."""
+        self._playing += 1
+        try:
+            yield
+        finally:
+            self._playing -= 1
+            close = getattr(self.engine.rollout_engine, "close_environments", None)
+            if close is not None and not self._playing:
+                close()
 
     @property
     def _printed_rows(self) -> int:

@@ -70,7 +70,7 @@ MODES: dict[str, tuple[Level, Kind]] = {
 
 def assemble_run(inputs: TrainerInputs) -> Run:
     """Build everything a run needs; all options are checked before any weights are loaded."""
-    make_environment, args = None, inputs.args
+    make_environment, check_prompts, args = None, None, inputs.args
     if any((inputs.tools, inputs.environment_factory, inputs.rollout_func)) or any(
         x is not None for x in (inputs.environment, args.environment, args.environment_kwargs)
     ):
@@ -86,6 +86,8 @@ def assemble_run(inputs: TrainerInputs) -> Run:
     setup = build_setup(inputs)
     if make_environment is not None:
         environments.check_turns_end(setup.sampling, args)
+        check_prompts = partial(environments.check_columns, setup, make_environment)
+        check_prompts([setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)])
         if args.drop_reasoning:
             environments.check_conversations(setup)
     models = ModelStage(setup)
@@ -116,6 +118,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
             pad_id=setup.pad_id,
             extra_column=setup.algorithm.extra_column,
             context=loaded.context(args),
+            vocabulary=vocabulary(loaded.policy),
         )
     engine = build_engine(setup, reward_source, hf_learner, rollout_engine, rollout)
     callbacks.watch(hf_learner.optimizer, hf_learner.scheduler)
@@ -127,6 +130,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
         callbacks=callbacks,
         eval_sets=setup.eval_sets,
         tokenizer=setup.tokenizer,
+        check_prompts=check_prompts,
         fresh_reference=loaded.fresh_reference,
         metric_names=inputs.spec.metric_names(args, engine),
     )
@@ -298,6 +302,7 @@ class RewardStage:
         setup, inputs, args = self.setup, self.setup.inputs, self.setup.args
         mixture = shared_kwargs(args, reward_source) | {
             "policy_tokenizer": setup.tokenizer,
+            "ends": setup.sampling.stop_ids,
             "weights": self.weights,
             "tokenizers": inputs.reward_processing_classes,
         }
