@@ -204,7 +204,7 @@ def report_damage(folder: Path, file: str = STATE) -> Iterator[None]:
             damage = " is damaged" if isinstance(error, DamagedCheckpointError) else ""
             error.args = (f"{folder}{damage}: {error}", *error.args[1:])
         raise
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         problem = f"{file} cannot be loaded ({type(error).__name__}: {error})"
         raise DamagedCheckpointError(f"{folder} is damaged: {problem}") from error
 

@@ -129,7 +129,7 @@ class Sandbox:
         ``test_*`` and classes of unittest that a test defines are called.  Arguments and results
         must have types of the standard library or be instances of the solution's classes created
         by the tests.  Operators and truth of such an instance are those of the solution's class, so
-        a test of a number should compare with ``==`` or convert first: ``abs(float(f(2)) - 4) < 1``.
+        tests of numbers should compare with ``==`` or convert: ``abs(float(f(2)) - 4) < 1``.
 
         Args:
             code: source of the solution, a module.
