@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from kedge.cli.main import main
 from kedge.errors import ConfigError
 from kedge.redaction import redact, redact_words
 from kedge.reporting import log
+from kedge.reporting.report import gather
 from tests.e2e.small import small
 from tests.environments.toys import Echo, played
 
@@ -149,3 +152,21 @@ def test_a_lock_is_not_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written to"):
         small(output_dir=str(tmp_path / "run")).train()
     assert target.read_text() == "mine"
+
+
+def test_a_screen_that_is_gone_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    trainer = small(output_dir=str(tmp_path))
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_run_that_has_only_evaluated_has_a_report(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_objective/scores": 0.5}\n')
+    assert gather(tmp_path)["series"]["eval_objective/scores"]["y"] == [0.5]
