@@ -344,7 +344,7 @@ class Remote:
             time.sleep(pause)
             pause = min(2 * pause, self.limits.heartbeat)
 
-    def _gone(self, error: httpx.TransportError) -> LostServerError:
+    def _gone(self, error: httpx.RequestError) -> LostServerError:
         return LostServerError(f"{self._name} is gone: {error!r}{self._way_out}")
 
 

@@ -209,7 +209,7 @@ def run_solution(job: dict[str, Any], requests: int, answers: int) -> int:
 
 def run_code(code: str, module: types.ModuleType) -> BaseException | None:
     """Run code in a module; returns the exception, or None on success."""
-    builtins.exit = builtins.quit = sys.exit  # what Python started without `site` lacks
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # what Python started without `site` lacks
     try:
         exec(compile(code, "<solution>", "exec"), module.__dict__)
     except SystemExit as error:
