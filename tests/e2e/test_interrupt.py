@@ -110,7 +110,7 @@ def test_a_second_interrupt_waits_for_no_response(tmp_path: Path, lag: int, piec
     assert not list(tmp_path.glob(".saving-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_script_finishes_its_iteration_and_saves(tmp_path: Path, number: int) -> None:
     env = os.environ | {"RUN": str(tmp_path), "SIGNAL": str(int(number))}
     done = processes.run("-c", textwrap.dedent(PRESSED), env=env)

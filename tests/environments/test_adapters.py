@@ -321,6 +321,17 @@ def test_nemo_gym_with_tools(resources: str) -> None:
         NeMoGym("http://127.0.0.1:9").reset(seed=0, options=gym_row("8"))
 
 
+@pytest.mark.parametrize("answer", [{}, [], None, "<html>"])
+def test_what_is_no_resources_server_is_named(
+    answer: Any, resources: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = Resources.reply
+    monkeypatch.setattr(Resources, "reply", lambda self, *_: reply(self, answer))
+    message = rf"{resources}/openapi.json must answer with a JSON object with paths, got"
+    with pytest.raises(RolloutError, match=message):
+        NeMoGym(resources).reset(seed=0, options=gym_row("8"))
+
+
 def test_nemo_gym_with_a_reward_per_turn_through_the_trainer(
     resources: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

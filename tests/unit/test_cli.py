@@ -222,6 +222,38 @@ def test_mistakes_in_flags(flags, message):
 # -- files ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "run_name: caf\u00e9".encode("latin-1"),
+        b"run_name: 2024-13-45",
+        b"seed: !!int abc",
+        b"seed: !!float x",
+        b"a: " + b"[" * 5000,
+        b"seed: " + b"1" * 6000,
+        b"environment_kwargs: {a: !!binary aGk=}",
+        b"environment_kwargs: {a: !!set {b}}",
+        b"environment_kwargs: &a {x: *a}",
+        b"a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+        + b"".join(
+            b"%c: &%c [%s]\n" % (c, c, b", ".join([b"*%c" % (c - 1)] * 10)) for c in b"bcdefghij"
+        ),
+    ],
+)
+def test_files_that_are_not_what_they_look_like(content, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(str(file))):
+        options(*MODEL, "--output_dir", "x", "--config", str(file))
+
+
+def test_a_date_in_a_file_is_text(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("run_name: 2024-12-24")
+    made = options(*MODEL, "--output_dir", "x", "--config", str(file))
+    assert made.config.run_name == "2024-12-24"
+
+
 def test_a_file_gives_flags_and_the_command_line_wins(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(

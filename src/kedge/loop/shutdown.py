@@ -1,4 +1,4 @@
-"""Graceful shutdown: on SIGINT or SIGTERM, finish the iteration, checkpoint and exit."""
+"""Graceful shutdown: on SIGINT, SIGTERM or SIGHUP, finish the iteration, checkpoint and exit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if hasattr(signal, "SIGHUP"):  # a closed terminal; nohup lets it be ignored, which stays so
+    SIGNALS.append(signal.SIGHUP)
 
 
 class GracefulShutdown:
@@ -27,14 +31,14 @@ class GracefulShutdown:
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        """Within this context, SIGINT and SIGTERM only record a request.
+        """Within this context, SIGINT, SIGTERM and SIGHUP only record a request.
 
         Signals that the program handles itself are left to it.
         """
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread can handle signals
             return
-        free = [n for n in (signal.SIGINT, signal.SIGTERM) if not _is_handled(n)]
+        free = [n for n in SIGNALS if not _is_handled(n)]
         self._before = {n: signal.signal(n, self._handle) for n in free}
         try:
             yield

@@ -6,11 +6,13 @@ import importlib
 import json
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -78,6 +80,25 @@ Prompts, completions and scores during training; `step-000012.jsonl` is after it
 """
 
 
+class _Screen:
+    """Standard output whose reader may leave (a closed terminal, ``| head``), or its disk be full.
+
+    The run goes on unseen: everything is in its files.
+    """
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            sys.stdout.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stdout.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+
 class ConsoleTracker:
     """Prints metrics and tables to the terminal.
 
@@ -100,7 +121,7 @@ class ConsoleTracker:
         table_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.console = console or Console()
+        self.console = console or Console(file=cast("IO[str]", _Screen()))
         self.total, self.start, self.step = total, start, start
         self.tables, self.max_rows, self.max_chars = tables, max_rows, max_chars
         self._every, self._shown = table_seconds, dict[str, float]()  # table -> time last shown

@@ -12,6 +12,7 @@ from typing import Any
 from kedge.cli.flags import Flags
 from kedge.config.rollout_engines import installed
 from kedge.errors import ConfigError, install_command
+from kedge.output import check_model_folder, check_picture
 
 EPILOG = """\
 ROLLOUTS are folders written by --save_rollouts, or .jsonl files of any library with prompt,
@@ -52,8 +53,12 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     for name, (low, high) in (limits | dict.fromkeys(("epochs", "batch_size"), (1, 10**9))).items():
         if not low <= getattr(flags, name) <= high:
             raise ConfigError(f"--{name}={getattr(flags, name)} must be from {low} to {high:g}")
-    if flags.plot and not installed("matplotlib"):
-        raise ConfigError(f"--plot needs matplotlib: {install_command('plots')}")
+    if flags.output_dir:
+        check_model_folder("--output_dir", flags.output_dir, scalar=True)
+    if flags.plot:
+        check_picture("--plot", flags.plot)
+        if not installed("matplotlib"):
+            raise ConfigError(f"--plot needs matplotlib: {install_command('plots')}")
     return flags
 
 

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
         return
     from kedge.pretrain.trl import train_reward
 
-    script, config, model = read_step(flags, argv)
+    script, config, model = read_step(flags, argv, scalar=True)
     peft = get_peft_config(model)
     if peft is not None:
         peft.task_type = "SEQ_CLS"  # trains and saves the score head, too

@@ -49,8 +49,8 @@ def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
 parser = partial(build_parser, "sft", BeforeArguments)
 
 
-def read_step(parser: Parser, argv: Sequence[str]) -> tuple[Any, Any, Any]:
-    """Parse and check the flags of a step before anything is loaded."""
+def read_step(parser: Parser, argv: Sequence[str], *, scalar: bool = False) -> tuple[Any, Any, Any]:
+    """Parse and check the flags of a step before anything is loaded; ``scalar``: a reward model."""
     import torch
 
     defaults: dict[str, Any] = {"report_to": "none", "logging_steps": 10}  # unlike TRL's
@@ -65,7 +65,7 @@ def read_step(parser: Parser, argv: Sequence[str]) -> tuple[Any, Any, Any]:
     if model.lora_dropout and not model.use_peft:
         raise ConfigError("--lora_dropout needs --use_peft; add it")
     config.resume_from_checkpoint = resume_point(config.resume_from_checkpoint)
-    check_targets(config)
+    check_targets(config, scalar=scalar)
     return arguments, config, model
 
 

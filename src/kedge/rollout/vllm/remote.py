@@ -331,7 +331,7 @@ class Remote:
     def _request(self, send: Callable[[], httpx.Response]) -> Any:
         try:
             return read_json(self._send(send))
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.DecodingError) as error:
             raise self._gone(error) from error
 
     def _send(self, send: Callable[[], httpx.Response]) -> httpx.Response:
@@ -344,7 +344,7 @@ class Remote:
             time.sleep(pause)
             pause = min(2 * pause, self.limits.heartbeat)
 
-    def _gone(self, error: httpx.TransportError) -> LostServerError:
+    def _gone(self, error: httpx.RequestError) -> LostServerError:
         return LostServerError(f"{self._name} is gone: {error!r}{self._way_out}")
 
 
@@ -355,7 +355,7 @@ def read_json(response: httpx.Response) -> Any:
         raise LostServerError(f"the vLLM server failed at {path}: {text}")
     if response.status_code >= 400:
         raise RolloutError(f"the vLLM server rejected {path}: {text}")
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         return response.json()
     return None
 
@@ -378,7 +378,7 @@ def _reading(path: str) -> Iterator[None]:
     """Context for reading an answer of vLLM; anything else is an error that names the path."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise RolloutError(
             f"the vLLM server's answer to {path} is not what vLLM returns"
             f" ({type(error).__name__}: {error}); is there a proxy in between?"
@@ -390,15 +390,17 @@ def _parse_choice(choice: dict[str, Any], loaded: int) -> GenerationResult:
         (parse_version(span["version"]), span["end"] - span["start"])
         for span in choice.get("weight_versions") or ()
     ]
-    content = choice["logprobs"]["content"]
+    content, ids = choice["logprobs"]["content"], choice["token_ids"]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ValueError(f"token_ids {str(ids)[:80]}")
     # ``top_logprobs`` begins with the sampled token, even if it is not among the most likely.
     tops = [[(_token_id(x), x["logprob"]) for x in at["top_logprobs"]] for at in content]
     return GenerationResult(
-        tokens=np.array(choice["token_ids"], np.int32),
+        tokens=np.array(ids, np.int32),
         logprobs=np.array([at["logprob"] for at in content], np.float32),
         allowed=allowed_matrix(tops) if max(map(len, tops)) > 1 else None,
         stopped=choice["finish_reason"] == "stop",
-        versions=versions or [(loaded, len(choice["token_ids"]))],
+        versions=versions or [(loaded, len(ids))],
     )
 
 
