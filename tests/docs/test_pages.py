@@ -196,7 +196,7 @@ def test_an_algorithm_of_ones_own_trains() -> None:
 
 def test_judging() -> None:
     names = run("judging.md")
-    assert names["low"] == names["high"] == 1.0
+    assert (names["low"], names["high"]) == (pytest.approx(0.207, abs=1e-3), 1.0)  # of one prompt
 
 
 @pytest.fixture
