@@ -42,6 +42,7 @@ def check_folder(option: str, folder: str | Path) -> None:
         raise ConfigError(f"{shown} must name a folder; use '.' for the current one")
     try:
         path = Path(folder).expanduser().absolute()
+        path.resolve()  # a loop of links
         if b"\0" in os.fsencode(path):
             raise ValueError("it contains a NUL")
         existing = next(parent for parent in (path, *path.parents) if parent.exists())

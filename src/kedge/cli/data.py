@@ -157,9 +157,14 @@ class Splits:
         try:
             return datasets.load_dataset(KINDS[suffix], data_files=files, split="train")
         except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
+            cause, listed = error.__cause__ or error, ", ".join(files)
+            own = {Path(file).name for file in files}
+            if isinstance(cause, OSError) and Path(cause.filename or "").name not in own:
+                raise DataError(
+                    f"{listed} cannot be cached ({cause}); set HF_HOME to a folder of yours"
+                ) from error
             raise DataError(
-                f"{', '.join(files)} has no rows, or is not readable as {KINDS[suffix]}:"
-                f" {error.__cause__ or error}"
+                f"{listed} has no rows, or is not readable as {KINDS[suffix]}: {cause}"
             ) from error
 
 

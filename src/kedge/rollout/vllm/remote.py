@@ -34,6 +34,7 @@ _RESTART = (
     " resume_from_checkpoint=True"
 )
 # Sends a request, and reads its result.
+_PLAIN = {"Accept-Encoding": "identity"}  # a small body may unpack to a huge one
 Send = Callable[[httpx.AsyncClient], Coroutine[Any, Any, GenerationResult]]
 _GENERATE = "/inference/v1/generate"
 _SECONDS = 0.1  # seconds that ``serve`` waits for a result
@@ -53,7 +54,9 @@ class _Background:
 
     def __init__(self, url: str, uds: str | None) -> None:
         transport = httpx.AsyncHTTPTransport(uds=uds, limits=_LIMITS)
-        self._client = httpx.AsyncClient(base_url=url, transport=transport, timeout=None)
+        self._client = httpx.AsyncClient(
+            base_url=url, transport=transport, timeout=None, headers=_PLAIN
+        )
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
@@ -120,7 +123,7 @@ class Remote:
         self._idle_since = math.inf  # time of the first look without requests
         transport = httpx.HTTPTransport(uds=uds, limits=_LIMITS)
         self._client = httpx.Client(
-            base_url=self.url, transport=transport, timeout=self.limits.patience
+            base_url=self.url, transport=transport, timeout=self.limits.patience, headers=_PLAIN
         )
         self._held: dict[int, Future[GenerationResult]] = {}  # requests in flight
         self._heard = 0.0  # time of the last result, or of the first request
