@@ -46,7 +46,7 @@ from kedge.models.freezing import (
 from kedge.models.load import load_policy
 from kedge.models.model import causal_parts, in_float32
 from kedge.models.peft import drop_adapters, with_adapter
-from kedge.models.shared_base import AdapterRewardModel, copy_adapter, value_adapter
+from kedge.models.shared_base import AdapterRewardModel, changes_base, copy_adapter, value_adapter
 from kedge.models.value_head import (
     HEAD_FILE,
     ScalarModel,
@@ -192,9 +192,11 @@ class ModelStage:
             reference = load_policy(inputs.ref_model, **self.loading)
             check_no_shared_weights({"model": policy}, {"ref_model": reference})
             return FrozenModel(reference), False
-        if hasattr(policy, "peft_config") and (adapter or inputs.peft_config is not None):
+        config: Any = inputs.peft_config
+        starts_at_base = config is not None and not changes_base(config)
+        if hasattr(policy, "peft_config") and (adapter or starts_at_base):
             return AdapterReference(policy, adapter), adapter is None
-        if hasattr(policy, "peft_config"):  # a policy with a new adapter equals its base
+        if hasattr(policy, "peft_config"):
             trained = copy_adapter(policy)
             if trained is not None:
                 return AdapterReference(policy, trained), True
