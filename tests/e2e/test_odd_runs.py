@@ -241,3 +241,19 @@ def test_a_column_of_another_length_is_refused() -> None:
         match=r"log_extra\('words', ...\) must get one value per completion: got 1 for 4",
     ):
         small(reward_model=None, reward_funcs=[reward]).train()
+
+
+def test_functions_of_equal_names_are_scored_apart() -> None:
+    def scores(name: str, value: float) -> Any:
+        def function(completions: list[str], **_: Any) -> list[float]:
+            return [value] * len(completions)
+
+        function.__name__ = name
+        return function
+
+    functions = [scores("f", 1.0), scores("f", 1000.0), scores("f_2", 7.0)]
+    trainer = small(reward_model=None, reward_funcs=functions, total_episodes=4)
+    trainer.train()
+    (row,) = rows(trainer)
+    assert [row[f"rewards/{name}"] for name in ("f", "f_3", "f_2")] == [1.0, 1000.0, 7.0]
+    assert row["objective/scores"] == 1008.0
