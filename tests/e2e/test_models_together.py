@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import GenerationConfig
 
 from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, classic
 from kedge.classic import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
@@ -108,6 +109,51 @@ def test_a_policy_that_would_not_train_is_refused(
             small(model=model, **given).train()
 
     with pytest.raises(ConfigError, match=r"the policy \(\w+\) would not train"):
+        run()
+    assert calls == 0
+
+
+# -- what checkpoints hold ------------------------------------------------------------------------
+
+
+def unsaved(kind: str) -> dict[str, Any]:
+    """Arguments of a trainer with one object that transformers will not save."""
+    model, value, tokenizer = policy(), neox_reward(vocab=VOCAB), word_tokenizer()
+    if kind == "generation":  # as the first Llama 2 had it
+        model.generation_config = GenerationConfig(do_sample=False, temperature=0.6, eos_token_id=0)
+    elif kind == "shared":
+        first, second = model.gpt_neox.layers
+        second.mlp.dense_h_to_4h.weight = first.mlp.dense_h_to_4h.weight
+    elif kind == "value":
+        value.config.note = object()
+    else:
+        tokenizer.init_kwargs["note"] = object()
+    return {"model": model, "value_model": value, "processing_class": tokenizer}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("generation", "the GenerationConfig of model cannot be saved.* `temperature`"),
+        ("shared", "model cannot be saved.* shared tensors .*dense_h_to_4h"),
+        ("value", "the GPTNeoXConfig of value_model cannot be saved.* not JSON serializable"),
+        ("tokenizer", "processing_class cannot be saved.* not JSON serializable"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_before_anything_is_sampled(kind: str, words: str) -> None:
+    calls = 0
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        nonlocal calls
+        calls += 1
+        return length_reward(completions)
+
+    def run() -> None:
+        made = small(**unsaved(kind), reward_model=None, reward_funcs=reward)
+        made.train()
+        made.save_model()
+
+    with pytest.raises(ConfigError, match=words):
         run()
     assert calls == 0
 

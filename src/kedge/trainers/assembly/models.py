@@ -32,6 +32,7 @@ from kedge.learner.settings import LearnerSettings
 from kedge.models.compatibility import (
     check_length,
     check_no_shared_weights,
+    check_saving,
     check_vocabulary,
     positions,
     vocabulary,
@@ -320,10 +321,10 @@ def _check_adapter(policy: Any, adapter: str | None) -> None:
 
 
 def check_models(models: Models, setup: Setup) -> None:
-    """Check vocabularies, context lengths, and that frozen and trained models share no weights."""
+    """Check saving, vocabularies, context lengths, and that frozen models share no weights."""
     inputs, args = setup.inputs, setup.args
     all_models = {"the policy": models.policy}
-    trained = {"model": models.policy}
+    trained: dict[str, Any] = {"model": models.policy}
     if isinstance(models.value, ScalarModel):
         all_models["the value model"] = trained["value_model"] = models.value.model
         check_no_shared_weights({"model": models.policy}, {"value_model": models.value.model})
@@ -333,6 +334,7 @@ def check_models(models: Models, setup: Setup) -> None:
     for reward in (*as_list(inputs.reward_model), *as_list(inputs.reward_funcs)):
         if isinstance(reward, nn.Module):
             check_no_shared_weights(trained, {"reward_model": reward})
+    check_saving(trained | {"processing_class": setup.tokenizer})
     known = vocabulary(models.policy)
     if known is not None:
         check_vocabulary(all_models, tokens=min(len(setup.tokenizer), known))
