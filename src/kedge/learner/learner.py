@@ -30,7 +30,13 @@ from kedge.learner.distributed import (
     shard_optimizer_state,
     sharding_strategy,
 )
-from kedge.learner.learner_state import WeightCopier, full_state, load_weights, read_state
+from kedge.learner.learner_state import (
+    WeightCopier,
+    all_finite,
+    full_state,
+    load_weights,
+    read_state,
+)
 from kedge.learner.logprobs import (
     ActorCritic,
     ForwardOutput,
@@ -413,6 +419,12 @@ class HFLearner:
         """Wrap an engine that samples from a sharded policy, so that it gathers weights."""
         gathers = self.sharded and engine.shares_weights
         return GatheredEngine(engine, self.policy) if gathers else engine
+
+    def non_finite_weights(self) -> list[str]:
+        """Names of the trained weights with NaN or infinite numbers, on any rank.  Collective."""
+        named = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+        bad = self.all_reduce(torch.tensor([float(not all_finite(p)) for _, p in named]))
+        return [name for (name, _), flag in zip(named, bad.tolist(), strict=True) if flag]
 
     def save(self, folder: Path, value_folder: Path) -> None:
         """Write policy and value model for ``from_pretrained``.  Collective; rank 0 writes."""
