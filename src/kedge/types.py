@@ -41,6 +41,11 @@ class Sampling:
         """Whether top-k, top-p or min-p excludes tokens of positive probability."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
+    @property
+    def changes_logprobs(self) -> bool:
+        """Whether tokens are drawn from another distribution than the model's softmax."""
+        return self.temperature != 1.0 or self.truncates or self.min_new_tokens > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBatch(Record):

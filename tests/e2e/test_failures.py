@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import TrainerCallback
 
 from kedge import PPOTrainer, grpo, rloo
 from kedge.algorithms.base import Algorithm
 from kedge.checkpoint import checkpoint
-from kedge.errors import DataError, RewardError, RolloutError
+from kedge.errors import CheckpointError, DataError, KedgeError, RewardError, RolloutError
 from kedge.loop import updater
 from kedge.types import Experience
 from tests.environments.toys import Echo, played
@@ -298,3 +300,40 @@ def test_a_replayed_run_goes_on_after_a_failure(tmp_path: Path) -> None:
     second = trainer(tmp_path / "b", **options)
     second.train(resume_from_checkpoint=True)
     assert_same(second, whole_run())
+
+
+class Poison(TrainerCallback):
+    """Makes a weight NaN at the end of iteration 3, before its checkpoint."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            with torch.no_grad():
+                kwargs["model"].get_output_embeddings().weight[5, 0] = float("nan")
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_weights_that_are_not_finite_are_in_no_checkpoint_that_a_run_resumes(
+    tmp_path: Path, lag: int
+) -> None:
+    def made(**options: Any) -> Any:
+        sizes = {"total_episodes": 20, "num_ppo_epochs": 1, "save_steps": 1, "max_lag": lag}
+        return small(
+            output_dir=str(tmp_path), save_strategy="steps", save_total_limit=1, **sizes, **options
+        )
+
+    first = made(callbacks=[Poison()])
+    with pytest.raises(CheckpointError, match=r"1 trained weights.*checkpoint-2 is the last"):
+        first.train()
+    assert saved(tmp_path) == [2]
+    # as a release wrote it that did not look
+    unaware = made(callbacks=[Poison()], save_only_model=False, resume_from_checkpoint=True)
+    unaware.args.save_total_limit = 2
+    unaware.engine.learner.non_finite_weights = list
+    with pytest.raises(KedgeError, match=r"the policy returns nan|NaN or infinite log-prob"):
+        unaware.train()
+    assert saved(tmp_path) == [2, 3]
+    with pytest.raises(CheckpointError, match=r"checkpoint-3 is damaged: weight .* is not finite"):
+        made().train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    with pytest.warns(UserWarning, match=r"checkpoint-3 is damaged.* Resuming from .*checkpoint-2"):
+        result = made().train(resume_from_checkpoint=True)
+    assert result.global_step == 5

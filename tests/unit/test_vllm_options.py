@@ -36,6 +36,11 @@ from kedge.types import Sampling
 from tests.contract.embedded import prompts
 from tests.contract.engines import policy, trained
 
+IN_FLIGHT = {
+    **{"rollout_engine": "vllm", "rollout_schedule": "as_completed"},
+    "in_flight_weight_updates": True,
+}
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -50,6 +55,9 @@ from tests.contract.engines import policy, trained
             "vllm_engine_args='no json' must be a dictionary, a JSON object or None, but is not",
         ),
         ({"rollout_engine": "vllm", "vllm_tolerance": 0.0}, "vllm_tolerance=0.0 must be above 0"),
+        (IN_FLIGHT | {"vllm_engine_args": {"async_scheduling": True}}, "async_scheduling=True"),
+        # vLLM would decide, and switch it on
+        (IN_FLIGHT | {"vllm_engine_args": '{"async_scheduling": null}'}, "async_scheduling=None"),
     ],
 )
 def test_options_that_cannot_work(tmp_path, monkeypatch, options, message):

@@ -30,7 +30,13 @@ from kedge.learner.distributed import (
     shard_optimizer_state,
     sharding_strategy,
 )
-from kedge.learner.learner_state import WeightCopier, full_state, load_weights, read_state
+from kedge.learner.learner_state import (
+    WeightCopier,
+    all_finite,
+    full_state,
+    load_weights,
+    read_state,
+)
 from kedge.learner.logprobs import (
     ActorCritic,
     ForwardOutput,
@@ -49,6 +55,7 @@ from kedge.models.model import (
     check_trainable,
     checkpoint_activations,
     no_dropout,
+    reached_weights,
     rounds_activations,
     set_training,
 )
@@ -107,12 +114,14 @@ class HFLearner:
         self.module = ActorCritic(policy, parts, value, recomputes=settings.gradient_checkpointing)
         self.reference, self.remote = reference, remote
         self._prepare()
+        reached = self._reached_weights(parts)
         if self.sharded:
             self._shard(optimizers[0])
         else:
             self._move()
         self.optimizer = optimizers[0] or optim.build_optimizer(args, self._groups(args))
-        optim.check_optimizer_covers(self.optimizer, self._trained())
+        if optimizers[0] is not None:
+            optim.check_optimizer_covers(self.optimizer, self._trained() | {"policy": reached})
         self.scheduler = optimizers[1] or optim.build_schedule(
             args,
             self.optimizer,
@@ -168,6 +177,21 @@ class HFLearner:
         if self.device.type == "cpu":
             # Recomputed activations would fragment the heap between objects of the graph.
             keep_freed_memory(not (self.module.recomputes or self.sharded))
+
+    def _reached_weights(self, parts: LanguageModelParts) -> list[nn.Parameter]:
+        """The policy's weights that will train; a value model must not train alone."""
+        trainable = {id(p) for p in self._trained()["policy"]}
+        reached = [p for p in reached_weights(self.policy, parts) if id(p) in trainable]
+        if not reached:
+            names = [n for n, p in self.policy.named_parameters() if id(p) in trainable]
+            problem = f"its log-probabilities depend on none of those that have: {names[:3]}"
+            raise ConfigError(
+                f"the policy ({type(self.policy).__name__}) would not train: no weight that it"
+                f" computes with has requires_grad=True"
+                f"{f' ({problem})' if names else ''}; load an adapter with is_trainable=True, or"
+                " call requires_grad_(True) on the weights to train"
+            )
+        return reached
 
     def _move(self) -> None:
         """Move all models to the device, with the weights of rank 0."""
@@ -395,6 +419,12 @@ class HFLearner:
         """Wrap an engine that samples from a sharded policy, so that it gathers weights."""
         gathers = self.sharded and engine.shares_weights
         return GatheredEngine(engine, self.policy) if gathers else engine
+
+    def non_finite_weights(self) -> list[str]:
+        """Names of the trained weights with NaN or infinite numbers, on any rank.  Collective."""
+        named = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+        bad = self.all_reduce(torch.tensor([float(not all_finite(p)) for _, p in named]))
+        return [name for (name, _), flag in zip(named, bad.tolist(), strict=True) if flag]
 
     def save(self, folder: Path, value_folder: Path) -> None:
         """Write policy and value model for ``from_pretrained``.  Collective; rank 0 writes."""

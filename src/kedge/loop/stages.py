@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.errors import ConfigError, RewardError, RolloutError
+from kedge.errors import ConfigError, KedgeError, RewardError, RolloutError
 from kedge.loop.control import EntropyBonus, StepLimits
 from kedge.math.losses import WEIGHTINGS, row_mean
 from kedge.math.ratios import Correction, importance_weights
@@ -25,6 +25,7 @@ from kedge.types import (
     Experience,
     Loss,
     MicroBatch,
+    ModelOutputs,
     PolicyOutput,
     RewardOutput,
     Rollout,
@@ -152,6 +153,7 @@ def make_experience(
         reference=algo.needs_reference,
         full_kl=algo.needs_full_kl,
     )
+    check_finite_outputs(model_outputs, mask)
     logprobs, behavior = model_outputs.logprobs, rollout.behavior_logprobs  # [B, R]
     versions = rollout.token_versions  # [B, R]; -1: unknown
     age = torch.where(versions >= 0, learner.version - versions, 0)
@@ -243,6 +245,24 @@ def _check_scores(reward_output: RewardOutput) -> None:
             " weighted sum may overflow, or a reward function may divide by zero. Set valid=False"
             " for rows that cannot be scored"
         )
+
+
+def check_finite_outputs(model_outputs: ModelOutputs, mask: Tensor) -> None:
+    """Name the model whose output for a token of ``mask`` is NaN or infinite."""
+    outputs = {
+        "the policy": model_outputs.logprobs,
+        "the reference": model_outputs.ref_logprobs,
+        "the value model": model_outputs.values,
+    }
+    for name, x in outputs.items():
+        bad = [] if x is None else (mask & ~x.isfinite()).nonzero().tolist()
+        if x is not None and bad:
+            row, column = bad[0]
+            raise KedgeError(
+                f"{name} returns {float(x[row, column])} for token {column} of row {row}: its"
+                " weights are not finite, or overflow in this precision; lower the learning rate,"
+                " and resume from an earlier checkpoint"
+            )
 
 
 def _check_advantages(advantage_output: AdvantageOutput, algo: Algorithm, mask: Tensor) -> None:

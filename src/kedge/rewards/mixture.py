@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -78,12 +78,12 @@ class Mixture:
     ) -> None:
         if not sources:
             raise ConfigError("a mixture needs at least one reward source")
-        counts: Counter[str] = Counter()
         self._sources: list[tuple[str, RewardSource, float]] = []
-        for name, source, weight in sources:
-            counts[name] += 1
-            unique = name if counts[name] == 1 else f"{name}_{counts[name]}"
-            self._sources.append((unique, source, float(weight)))
+        names = [name for name, _, _ in sources]
+        for i, (name, source, weight) in enumerate(sources):
+            if name in names[:i]:  # f, f, f_2: the second must not take the name of the third
+                names[i] = next(x for n in count(2) if (x := f"{name}_{n}") not in names)
+            self._sources.append((names[i], source, float(weight)))
         self.name = "+".join(name for name, _, _ in self._sources)
         read = [getattr(source, "columns", None) for _, source, _ in sources]
         known = frozenset(name for columns in read for name in columns or ())

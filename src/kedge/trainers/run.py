@@ -603,6 +603,14 @@ class Run(Hooks):
 
         Every rank calls it; rank 0 writes.
         """
+        if bad := self.learner.non_finite_weights():
+            root = self.args.output_dir
+            earlier = checkpoint.checkpoints(root) if root else []
+            last = f"{earlier[-1]} is the last good checkpoint" if earlier else "none was saved yet"
+            raise CheckpointError(
+                f"{len(bad)} trained weights, such as {bad[0]}, are NaN or infinite after iteration"
+                f" {self.engine.step}, so they are not saved; {last}. Lower the learning rate"
+            )
         bars = transformers_logging.is_progress_bar_enabled()
         transformers_logging.disable_progress_bar()  # it would interrupt the run's own bar
         try:

@@ -40,6 +40,7 @@ from kedge.trainers.assembly.setup import Setup, build_setup, pick_tokenizer, tr
 from kedge.trainers.hf_callbacks import Callbacks, launch_context, own_callbacks
 from kedge.trainers.run import Run, recording_fingerprint
 from kedge.trainers.spec import TrainerInputs, shared_kwargs
+from kedge.types import Sampling
 
 if TYPE_CHECKING:
     from kedge.checkpoint.replay import RolloutReplay
@@ -378,6 +379,7 @@ class RolloutStage:
             engine=type(ready).__name__,
             vllm=self.spec.vllm,
             logprobs="sampled" if ready is None else ready.logprob_kind,
+            sampling=setup.sampling,
         )
 
     def build(self, learner: HFLearner, models: Models) -> RolloutEngine:
@@ -454,17 +456,29 @@ class RolloutStage:
             )
 
 
-def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Correction | None:
+def build_correction(
+    args: Any, *, engine: str, vllm: bool, logprobs: str, sampling: Sampling
+) -> Correction | None:
     """The correction that a run uses, or None; logged if it is on by default.
 
     Explicit options act at every lag: ``sampler_correction*``, or TRL's
     ``vllm_importance_sampling_*`` where vLLM samples.  Unset, weights per token truncated at 2 are
     on with vLLM, from ``max_lag=2``, and in flight.  ``engine`` is a name for messages, and
-    ``logprobs`` its ``RolloutEngine.logprob_kind``.
+    ``logprobs`` its ``RolloutEngine.logprob_kind``, with these ``sampling`` parameters.
     """
     asked, correction = _asked_correction(args, vllm=vllm)
     recorded = logprobs != "none"
     in_flight = args.in_flight_weight_updates  # tokens may be older than max_lag
+    needed = correction is not None or args.max_lag > 0 or in_flight
+    if needed and logprobs == "raw" and sampling.changes_logprobs:
+        option = asked[0] if correction is not None else "max_lag"
+        raise ConfigError(
+            f"{option}={getattr(args, option)!r} needs log-probabilities of the distribution that"
+            f" {engine} samples from, but it records those of the model (logprob_kind='raw')"
+            " without temperature, top_k, top_p, min_p and min_new_tokens; record the former"
+            " (logprob_kind='sampled'), set temperature=1 without the others, or set max_lag=0"
+            " without a correction"
+        )
     if not asked and recorded and (vllm or in_flight or args.max_lag >= 2):
         correction = Correction()
         logger.warning(
@@ -478,11 +492,6 @@ def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Co
             "max_lag=%d trains on samples of older weights, but %s records no log-probabilities:"
             " the loss does not correct for stale samples",
             *(args.max_lag, engine),
-        )
-    if correction is not None and correction.kind == "ratio" and logprobs == "raw":
-        raise ConfigError(
-            f"sampler_correction='ratio' needs log-probabilities of the distribution that {engine}"
-            " samples from, but it records those of the model without temperature; leave it unset"
         )
     if correction is not None and not recorded:
         raise ConfigError(
