@@ -138,15 +138,15 @@ def uniform_groups(e: AdvantageInputs, scores: Tensor) -> Tensor:
 
 
 def dense_rewards(e: AdvantageInputs) -> Tensor:
-    """Dense token rewards on the policy's tokens, 0 if there are none.  float32 [B, R]."""
+    """Dense rewards on the policy's tokens, float64 [B, R]; float32 zeros if there are none."""
     dense, mask = e.reward_output.token_rewards, e.rollout.loss_mask
     return torch.zeros(mask.shape, device=mask.device) if dense is None else mask * dense
 
 
 def dense_totals(dense: Tensor) -> Tensor:
-    """Sum of the dense rewards of each row; 0 where they cancel.  [B, R] -> [B]."""
+    """Sum of the dense rewards of each row; 0 where they cancel.  [B, R] -> float32 [B]."""
     totals = dense.sum(1)
-    return torch.where(totals.abs() > 1e-5 * dense.abs().sum(1), totals, 0.0)
+    return torch.where(totals.abs() > 1e-5 * dense.abs().sum(1), totals, 0.0).float()
 
 
 def shaped_rewards(
@@ -160,7 +160,7 @@ def shaped_rewards(
     as ``(c,)``, for ``(-c, c)``.
 
     Returns:
-        Scores float32 [B], 0 where not valid; dense rewards float32 [B, R], 0 if there are none.
+        Scores float32 [B], 0 where not valid; dense rewards as of ``dense_rewards``.
     """
     valid = e.reward_output.valid
     scores, dense = torch.where(valid, e.reward_output.scores, 0.0), dense_rewards(e)
@@ -207,8 +207,8 @@ def group_advantages(
 
     G is the sum of the rewards of turn k and all later ones (GTPO, Ding et al. 2025,
     arXiv:2511.14846).  All tokens of a response or turn share the advantage.  ``totals`` are
-    float32 [B] per response, ``rewards`` float32 [B, R] per token, of which ``trained`` bool [B, R]
-    train.
+    float32 [B] per response, ``rewards`` [B, R] per token, of which ``trained`` bool [B, R] train.
+    Returns of turns are rounded to float32, so that sums of float64 that are equal compare equal.
 
     Returns:
         float32 [B, R], 0 outside the mask.
@@ -217,7 +217,7 @@ def group_advantages(
     if credit == "token":
         return compare(totals, group, e.reward_output.valid, trained.any(1))[:, None] * mask
     turn = turn_numbers(e)
-    starts, returns = turn_starts(turn), turn_returns(rewards, turn)
+    starts, returns = turn_starts(turn), turn_returns(rewards, turn).float()
     groups = turn_groups(turn, group)
     present = torch.ones_like(groups, dtype=torch.bool)
     compared = compare(returns[starts], groups, present, trained_turns(turn, trained)[starts])

@@ -116,12 +116,12 @@ def grpo(  # noqa: PLR0913
             scores = scores + overlong_penalty(mask.sum(1), longest=longest, buffer=overlong_buffer)
         uniform = group_std(scores + dense_totals(dense), group, valid) == 0
         penalty = dense if kl is None else dense - kl_coef * kl
-        totals = scores + penalty.sum(1)
+        totals = (scores + penalty.sum(1)).float()
         rewards = place_score(scores, mask) + penalty
         trained = e.rollout.terminated | (not mask_truncated_completions)
         trained &= ~uniform | (not drop_uniform_groups)
         return AdvantageOutput(
-            rewards=rewards,
+            rewards=rewards.float(),
             advantages=group_advantages(e, totals, rewards, mask, partial(compare, e), credit),
             kl=kl,
             loss_mask=mask & trained[:, None],

@@ -36,7 +36,7 @@ from kedge.math.losses import (
     value_is_clipped,
 )
 from kedge.math.masked import extend, last_true, moments, whiten
-from kedge.math.rewards import overlong_penalty, place_score
+from kedge.math.rewards import move_last, overlong_penalty, place_score
 from kedge.math.turns import broadcast_turns, segment_sum, turn_starts
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
@@ -102,7 +102,8 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         whiten_rewards: scale rewards to unit variance, keeping their mean.
         whiten_advantages: scale advantages, as above; "batch": always to unit variance, as TRL.
         score_position: "last" puts the score on the last real token; "after_last" one slot later
-            where there is room, and scales by "batch", as TRL and arXiv:2403.17031 do.
+            where there is room, with what per-token rewards and environments give to the last
+            token, and scales by "batch", as TRL and arXiv:2403.17031 do.
         bootstrap_truncated: bootstrap truncated responses from the value after their last token;
             with ``credit="turn"`` those that end with an observation.
         lam_value: GAE's lambda of the value targets; None: ``lam``, or 1 with ``lam_alpha``, as in
@@ -155,7 +156,8 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
             improved = learned & ~uniform_groups(e, scores)
         if overlong_buffer:
             scores = scores + overlong_penalty(mask.sum(1), longest=longest, buffer=overlong_buffer)
-        rewards = place_score(scores, value_mask) + dense_rewards(e)
+        rewards = (place_score(scores, mask) + dense_rewards(e)).float()
+        rewards = move_last(rewards, mask, value_mask)
         rewards = rewards if kl is None else rewards - kl_coef * kl
         turn, actions = turn_numbers(e) if credit == "turn" else None, mask
         if turn is not None:

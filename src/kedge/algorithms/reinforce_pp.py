@@ -78,7 +78,7 @@ def reinforce_pp(
         mask = e.rollout.loss_mask
         kl = reference_kl(e, kl_estimator, reference=reference)
         scores, dense = shaped_rewards(e, normalize=normalize_reward, clip=reward_clip_range)
-        rewards = place_score(scores, mask) + dense
+        rewards = (place_score(scores, mask) + dense).float()
         if baseline:
             rewards = rewards + _turn_baselines(e, rewards)
         if kl is not None:

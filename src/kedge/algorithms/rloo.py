@@ -102,14 +102,16 @@ def rloo(
             trained = trained & e.rollout.terminated[:, None]
         if token_level_kl:
             centered = leave_one_out(scores, group, valid)
-            advantages = centered[:, None] * mask + rewards_to_go(penalty, mask, gamma=1.0)
+            advantages = centered[:, None] * mask + rewards_to_go(penalty.float(), mask, gamma=1.0)
             if normalize_advantage:
                 advantages = whiten(advantages, trained, all_reduce=e.all_reduce)
         else:
-            totals = scores + penalty.sum(1)
+            totals = (scores + penalty.sum(1)).float()
             advantages = group_advantages(e, totals, rewards, trained, partial(compare, e), credit)
         loss_mask = trained if mask_truncated_completions else None
-        return AdvantageOutput(rewards=rewards, advantages=advantages, kl=kl, loss_mask=loss_mask)
+        return AdvantageOutput(
+            rewards=rewards.float(), advantages=advantages, kl=kl, loss_mask=loss_mask
+        )
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
         x, share = mb.rows, mb.token_weight

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kedge.background import in_thread, on_event_loop
 from kedge.errors import ConfigError, RewardError
-from kedge.rewards.mixture import Pending
+from kedge.rewards.mixture import Mixture, Pending
 from kedge.rewards.texts import TextCache, Texts, row_name
 from kedge.types import Metrics, RewardOutput, Rollout
 
@@ -91,7 +91,7 @@ class RewardFunction:
 
         With what the function logged, and the number of failed rows as ``reward_errors/<name>``.
         """
-        return self.begin(rollout)()[0]
+        return Mixture([(self.name, self, 1.0)]).score(rollout)
 
     def begin(self, rollout: Rollout) -> Pending:
         """Start an asynchronous function; a synchronous one runs when the result is asked for."""
@@ -202,15 +202,15 @@ class RewardFunction:
         return [read_value(*pair, width) for pair in zip(entries, lengths, strict=True)]
 
     def _to_output(self, rollout: Rollout, values: list[Value]) -> RewardOutput:
-        scores = torch.zeros(len(values))
+        scores = torch.zeros(len(values), dtype=torch.float64)
         component = torch.full((len(values),), torch.nan)
-        dense, mask = torch.zeros(rollout.ids.shape), rollout.loss_mask.cpu()
+        dense, mask = torch.zeros(rollout.ids.shape, dtype=torch.float64), rollout.loss_mask.cpu()
         for row, value in enumerate(values):
             if isinstance(value, float):
                 scores[row] = component[row] = value
             elif isinstance(value, list):
                 component[row] = sum(value)
-                dense[row, mask[row]] = torch.tensor(value)
+                dense[row, mask[row]] = torch.tensor(value, dtype=torch.float64)
         some_dense = any(isinstance(value, list) for value in values)
         return RewardOutput(
             scores=scores,

@@ -1,0 +1,153 @@
+"""What rewards do in a run: per-token rewards, sums, odd values, batches that train nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+
+from kedge import Algorithm, GRPOConfig, GRPOTrainer, ppo, remax
+from kedge.algorithms import AdvantageInputs
+from kedge.types import AdvantageOutput
+from tests.e2e.small import PROMPTS, rows, small
+from tests.e2e.test_groups import grpo
+from tests.environments.test_trainers import tooled
+from tests.environments.toys import played
+
+Seen = list[tuple[AdvantageInputs, AdvantageOutput]]
+
+
+def spied(algorithm: Algorithm) -> tuple[Algorithm, Seen]:
+    """The algorithm, and the list of what goes into and comes out of its advantages."""
+    seen: Seen = []
+
+    def compute(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
+        seen.append((e, algorithm.compute_advantages(e, kl_coef)))
+        return seen[-1][1]
+
+    return replace(algorithm, compute_advantages=compute), seen
+
+
+def one_per_token(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
+    return [[1.0] * len(ids) for ids in completion_ids]
+
+
+def run_ppo(algorithm: Algorithm, **changes: Any) -> tuple[Any, Seen]:
+    algorithm, seen = spied(algorithm)
+    options = {"reward_model": None, "preflight": False, "total_episodes": 8, "num_ppo_epochs": 1}
+    options |= {"per_device_train_batch_size": 8, "kl_coef": 0.0}
+    trainer = small(algorithm=algorithm, **options | changes)
+    trainer.train()
+    return trainer, seen
+
+
+class TestPerTokenRewardsArePartOfTheScore:
+    def test_a_replaced_score_replaces_them(self) -> None:
+        _, seen = run_ppo(
+            ppo(), reward_funcs=one_per_token, non_eos_penalty=True, penalty_reward_value=-1.0
+        )
+        (inputs, outputs), = seen  # fmt: skip
+        totals, ended = outputs.rewards.sum(1), inputs.rollout.terminated
+        assert not ended.all()
+        assert totals[~ended].tolist() == [-1.0] * int((~ended).sum())  # one per token: 6.0
+
+    def test_the_running_scale_divides_by_their_deviation(self) -> None:
+        def by_id(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
+            return [[10.0 * token for token in ids] for ids in completion_ids]
+
+        trainer = small(
+            reward_model=None, reward_funcs=by_id, scale_rewards="running", preflight=False
+        )
+        trainer.train()
+        deviation = rows(trainer)[0]["objective/scores_std"]
+        assert deviation > 100
+        mean = rows(trainer)[0]["objective/scores"] / deviation
+        assert 0 < rows(trainer)[0]["val/return_mean"] < mean  # of hundreds, if not divided
+
+    def test_remax_subtracts_those_of_the_greedy_response(self) -> None:
+        trainer, seen = run_ppo(remax(reference=False), reward_funcs=one_per_token)
+        (inputs, outputs), = seen  # fmt: skip
+        greedy = inputs.reward_output.greedy_scores
+        assert greedy is not None
+        assert rows(trainer)[0]["objective/greedy_scores"] == float(greedy.mean())
+        assert greedy.min() >= 1
+        lengths = inputs.rollout.loss_mask.sum(1)
+        assert outputs.advantages[:, 0].tolist() == (lengths - greedy).tolist()
+
+    def test_metrics_evaluation_and_groups_count_them(self) -> None:
+        trainer = grpo(
+            reward_funcs=one_per_token,
+            eval_dataset=PROMPTS[:4],
+            eval_strategy="steps",
+            eval_steps=1,
+            dynamic_sampling=1,
+        )
+        trainer.train()
+        row = rows(trainer)[0]
+        assert row["objective/scores"] == row["completions/mean_length"]
+        assert row["objective/uniform_groups"] < 1
+        assert row["rollout/resampled_groups"] < 2  # of 2 groups in the round
+        evaluation = next(r for r in trainer.state.log_history if "eval_objective/scores" in r)
+        assert evaluation["eval_objective/scores"] == evaluation["eval_completions/mean_length"]
+
+
+class InParts:
+    """Every other episode gets 0.3 and 0.6 for two turns, the others 0.9 for one."""
+
+    episodes = count()
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.rewards = [0.3, 0.6] if next(self.episodes) % 2 else [0.9]
+        return "go", {}
+
+    def step(self, response: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        reward = self.rewards.pop(0)
+        return "more", reward, not self.rewards, False, {}
+
+
+class TestSumsAreRoundedOnce:
+    def test_of_functions(self) -> None:
+        def first(completions: list[str], **_: Any) -> list[float]:
+            return [0.3 if i % 2 else 0.9 for i in range(len(completions))]
+
+        def second(completions: list[str], **_: Any) -> list[float]:
+            return [0.6 if i % 2 else 0.0 for i in range(len(completions))]
+
+        trainer = grpo(reward_funcs=[first, second], preflight=False)
+        trainer.train()
+        assert [row["objective/uniform_groups"] for row in rows(trainer)] == [1.0, 1.0]  # not 0
+
+    @pytest.mark.parametrize("credit", ["token", "turn"])
+    def test_of_turns(self, credit: str, tmp_path: Any) -> None:
+        trainer = tooled(
+            GRPOTrainer, GRPOConfig, environment=InParts, credit=credit, output_dir=str(tmp_path)
+        )
+        trainer.train()
+        (row,) = rows(trainer)
+        assert row["environment/turns"] == 1.5
+        assert row["objective/uniform_groups"] == 1.0  # not 0
+        assert row["val/advantage_std"] == 0.0
+
+
+class TwoTurns:
+    """A reward of 1 for each of two turns."""
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.turns = 0
+        return "w9", {}
+
+    def step(self, response: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turns += 1
+        return "w10 w11", 1.0, self.turns == 2, False, {}
+
+
+def test_after_last_puts_the_reward_of_the_last_turn_one_slot_later() -> None:
+    algorithm, seen = spied(ppo(score_position="after_last", gamma=0.5, lam=1.0))
+    played(environment=TwoTurns, algorithm=algorithm, kl_coef=0.0).train()
+    inputs, outputs = seen[0]
+    assert outputs.returns is not None
+    for row, mask in zip(outputs.returns, inputs.rollout.loss_mask, strict=True):
+        assert float(row[mask][-1]) == pytest.approx(0.5, abs=1e-5)  # 0.5 * 1, not 0.5 * 2 - 1
