@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from kedge import Algorithm, GRPOConfig, GRPOTrainer, ppo, remax
 from kedge.algorithms import AdvantageInputs
 from kedge.types import AdvantageOutput
 from tests.e2e.small import PROMPTS, rows, small
-from tests.e2e.test_groups import grpo
+from tests.e2e.test_groups import grpo, weights
 from tests.environments.test_trainers import tooled
 from tests.environments.toys import played
 
@@ -33,6 +34,27 @@ def spied(algorithm: Algorithm) -> tuple[Algorithm, Seen]:
 
 def one_per_token(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
     return [[1.0] * len(ids) for ids in completion_ids]
+
+
+class AfterSteps(TrainerCallback):
+    """Calls a function after every iteration."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.call()
+
+
+def ppo_of_groups(**changes: Any) -> Any:
+    """A PPO trainer whose options are those of ``grpo``."""
+    return small(
+        reward_model=None,
+        num_generations=4,
+        per_device_train_batch_size=8,
+        num_ppo_epochs=1,
+        **changes,
+    )
 
 
 def run_ppo(algorithm: Algorithm, **changes: Any) -> tuple[Any, Seen]:
@@ -151,3 +173,23 @@ def test_after_last_puts_the_reward_of_the_last_turn_one_slot_later() -> None:
     assert outputs.returns is not None
     for row, mask in zip(outputs.returns, inputs.rollout.loss_mask, strict=True):
         assert float(row[mask][-1]) == pytest.approx(0.5, abs=1e-5)  # 0.5 * 1, not 0.5 * 2 - 1
+
+
+@pytest.mark.parametrize("make", [grpo, ppo_of_groups], ids=["grpo", "ppo"])
+def test_an_iteration_without_trained_tokens_leaves_the_weights(make: Any) -> None:
+    calls = count()
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        varies = next(calls) < 1
+        return [float(i % 4) if varies else 1.0 for i in range(len(completions))]
+
+    trainer = make(
+        reward_funcs=reward, drop_uniform_groups=True, preflight=False, weight_decay=0.1,
+        total_episodes=24, lr_scheduler_type="constant",
+    )  # fmt: skip
+    before = [weights(trainer)]
+    trainer.add_callback(AfterSteps(lambda: before.append(weights(trainer))))
+    trainer.train()
+    moved = [float((b - a).abs().max()) for a, b in pairwise(before)]
+    assert moved[0] > 1e-4
+    assert moved[1:] == [0.0, 0.0]  # momentum and weight decay moved them by 1e-3
