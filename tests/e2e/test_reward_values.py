@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from transformers import TrainerCallback
 
 from kedge import Algorithm, GRPOConfig, GRPOTrainer, ppo, remax
 from kedge.algorithms import AdvantageInputs
+from kedge.learner.learner import HFLearner
 from kedge.types import AdvantageOutput
-from tests.e2e.small import PROMPTS, rows, small
+from tests.e2e.small import PROMPTS, length_reward, rows, small
 from tests.e2e.test_groups import grpo, weights
 from tests.environments.test_trainers import tooled
 from tests.environments.toys import played
@@ -193,3 +195,28 @@ def test_an_iteration_without_trained_tokens_leaves_the_weights(make: Any) -> No
     moved = [float((b - a).abs().max()) for a, b in pairwise(before)]
     assert moved[0] > 1e-4
     assert moved[1:] == [0.0, 0.0]  # momentum and weight decay moved them by 1e-3
+
+
+def test_the_running_scale_counts_a_failed_iteration_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> Any:
+        return small(
+            reward_model=None, reward_funcs=length_reward, scale_rewards="running",
+            num_ppo_epochs=1, save_strategy="steps", save_steps=100, preflight=False,
+            output_dir=str(tmp_path), total_episodes=16,
+        )  # fmt: skip
+
+    calls, compute = count(1), HFLearner.compute_logprobs
+
+    def fail(*args: Any, **options: Any) -> Any:
+        if next(calls) == 3:
+            raise MemoryError("no memory")
+        return compute(*args, **options)
+
+    monkeypatch.setattr(HFLearner, "compute_logprobs", fail)
+    with pytest.raises(MemoryError):
+        make().train()
+    resumed = make()
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.engine.reward_scale.count == 16  # 4 iterations of 4, not 20

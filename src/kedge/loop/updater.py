@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -124,9 +125,10 @@ class Updater:
     def _learn(self, rollout: Rollout, reward_output: RewardOutput) -> dict[str, float]:
         """Compute the experience of a batch and train on it; returns its metrics."""
         sizes, start, scaled = self.batch_sizes, self.clock(), reward_output
-        if self.reward_scale is not None:
-            self.reward_scale.update(reward_output.scores[reward_output.valid])
-            scaled = reward_output.divide(self.reward_scale.std)
+        moments = copy(self.reward_scale)  # kept once the iteration has not failed
+        if moments is not None:
+            moments.update(reward_output.scores[reward_output.valid])
+            scaled = reward_output.divide(moments.std)
         experience, terms = make_experience(
             rollout,
             scaled,
@@ -144,7 +146,7 @@ class Updater:
         # In low precision, log-probabilities differ between passes of different shapes.
         one_pass = self.learner.low_precision and sizes.optimizer_steps_per_iteration == 1
         direct = self.correction is not None and self.correction.kind == "ratio"
-        return metrics | optimize(
+        metrics |= optimize(
             experience,
             self.learner,
             self.algorithm,
@@ -161,6 +163,8 @@ class Updater:
             value_passes=self.value_passes,
             entropy_bonus=self.entropy_bonus,
         )
+        self.reward_scale = moments
+        return metrics
 
     def _without_scores(self, rows: int) -> dict[str, float]:
         """Metrics of a batch without any valid reward, which is skipped."""
