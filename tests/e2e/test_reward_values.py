@@ -220,3 +220,44 @@ def test_the_running_scale_counts_a_failed_iteration_once(
     resumed = make()
     resumed.train(resume_from_checkpoint=True)
     assert resumed.engine.reward_scale.count == 16  # 4 iterations of 4, not 20
+
+
+class PaysOnce(TwoTurns):
+    """A reward of 1 for one of two turns, the first in every other episode."""
+
+    episodes = count()
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.paid = 1 + next(self.episodes) % 2
+        return super().reset(seed=seed, options=options)
+
+    def step(self, response: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        observation, _, *rest = super().step(response)
+        return (observation, float(self.turns == self.paid), *rest)
+
+
+class TestUniformGroupsAreThoseThatNothingIsComparedIn:
+    @pytest.mark.parametrize(("credit", "untrained"), [("token", 8), ("turn", 0)])
+    def test_equal_sums_of_rewards_at_other_turns(
+        self, credit: str, untrained: int, tmp_path: Path
+    ) -> None:
+        trainer = tooled(
+            GRPOTrainer, GRPOConfig, environment=PaysOnce, credit=credit, drop_uniform_groups=True,
+            output_dir=str(tmp_path), preflight=False,
+        )  # fmt: skip
+        trainer.train()
+        (row,) = rows(trainer)
+        assert row["rollout/untrained_rows"] == untrained  # 8 with turns, whose advantages differ
+        assert row["objective/uniform_groups"] == untrained / 8
+
+    @pytest.mark.parametrize("make", [grpo, ppo_of_groups], ids=["grpo", "ppo"])
+    def test_equal_scores_of_unequal_length_penalty(self, make: Any) -> None:
+        trainer = make(
+            reward_funcs=lambda completions, **_: [1.0] * len(completions), overlong_buffer=6,
+            drop_uniform_groups=True, preflight=False, stop_token_ids=list(range(3, 16)),
+            total_episodes=8,
+        )  # fmt: skip
+        trainer.train()
+        (row,) = rows(trainer)
+        assert row["completions/min_length"] < row["completions/max_length"]
+        assert row["rollout/untrained_rows"] == 0  # GRPO; PPO dropped all 8

@@ -24,9 +24,9 @@ from kedge.algorithms.base import (
     reference_kl,
     trained_turns,
     turn_numbers,
-    uniform_groups,
+    uniform_rows,
 )
-from kedge.math.advantage import gae, length_adaptive_lambda
+from kedge.math.advantage import gae, group_count, length_adaptive_lambda
 from kedge.math.losses import (
     Clip,
     clip_cov_tokens,
@@ -119,7 +119,8 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         clip_cov: this share of the tokens, of those with a covariance from 1 to 5, gets no policy
             gradient (Clip-Cov, arXiv:2505.22617, with 2e-4).
         mask_truncated_completions: responses truncated by the length limit are not trained on.
-        drop_uniform_groups: groups of equal scores train the value model alone.
+        drop_uniform_groups: groups of equal scores, overlong penalty included, or of equal rewards
+            from each turn on (``credit="turn"``), train the value model alone.
         dynamic_sampling: rounds in which such groups are replaced by other prompts (DAPO).
         overlong_buffer: tokens before ``response_length`` over which the score falls by up to 1.
         reference: whether there is a reference policy for the KL penalty.
@@ -143,6 +144,7 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
     by_batch = whiten_advantages == "batch" or score_position == "after_last"
     target_lam = (1.0 if lam_alpha else lam) if lam_value is None else lam_value
     clip = Clip(cliprange, cliprange_high, dual_clip)
+    uniform = partial(uniform_rows, credit=credit, longest=longest, overlong_buffer=overlong_buffer)
     filters = mask_truncated_completions or drop_uniform_groups
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
@@ -153,13 +155,14 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         if mask_truncated_completions:
             learned = improved = e.rollout.terminated
         if drop_uniform_groups:
-            improved = learned & ~uniform_groups(e, scores)
+            several = group_count(e.rollout.prompts.group, e.reward_output.valid) > 1
+            improved = learned & ~(uniform(e.rollout, e.reward_output) & several)
         if overlong_buffer:
             scores = scores + overlong_penalty(mask.sum(1), longest=longest, buffer=overlong_buffer)
-        rewards = (place_score(scores, mask) + dense_rewards(e)).float()
+        rewards = (place_score(scores, mask) + dense_rewards(e.reward_output, mask)).float()
         rewards = move_last(rewards, mask, value_mask)
         rewards = rewards if kl is None else rewards - kl_coef * kl
-        turn, actions = turn_numbers(e) if credit == "turn" else None, mask
+        turn, actions = turn_numbers(e.rollout) if credit == "turn" else None, mask
         if turn is not None:
             actions = value_mask = turn_starts(turn)
             rewards = segment_sum(rewards, turn) * actions
@@ -230,6 +233,7 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         weighting="row_then_token_mean" if loss_aggregation == "sequence" else "token_mean",
         min_group=2 if drop_uniform_groups or dynamic_sampling else 1,
         resample=dynamic_sampling,
+        uniform=uniform,
     )
 
 

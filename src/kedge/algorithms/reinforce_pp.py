@@ -110,7 +110,7 @@ def reinforce_pp(
 
 def _turn_baselines(e: AdvantageInputs, rewards: Tensor) -> Tensor:
     """b_{k+1} - b_k at the last token of each turn k, 0 elsewhere.  float32 [B, R]."""
-    turn = turn_numbers(e)
+    turn = turn_numbers(e.rollout)
     starts, ends = turn_starts(turn), turn_starts(turn.flip(1)).flip(1)
     groups = turn_groups(turn, e.rollout.prompts.group)
     present = torch.ones_like(groups, dtype=torch.bool)

@@ -37,7 +37,7 @@ def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool =
         kl = reference_kl(e, kl_estimator, reference=reference)
         scores, valid = e.reward_output.scores, e.reward_output.valid
         gain = scores - require(e.reward_output.greedy_scores, "greedy")
-        dense = dense_rewards(e) - (0.0 if kl is None else kl_coef * kl)
+        dense = dense_rewards(e.reward_output, mask) - (0.0 if kl is None else kl_coef * kl)
         to_go = rewards_to_go(dense.float(), mask, gamma=1.0)
         return AdvantageOutput(
             rewards=(place_score(scores.where(valid, 0.0), mask) + dense).float(),

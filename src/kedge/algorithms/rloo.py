@@ -22,6 +22,7 @@ from kedge.algorithms.base import (
     policy_terms,
     reference_kl,
     shaped_rewards,
+    uniform_rows,
 )
 from kedge.math.advantage import group_count, leave_one_out, rewards_to_go
 from kedge.math.losses import Clip
@@ -134,6 +135,7 @@ def rloo(
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",
         min_group=2,
+        uniform=partial(uniform_rows, credit=credit),
     )
 
 

@@ -116,6 +116,7 @@ class Terms:
     too_old: Tensor | None  # bool [B, R]
     correction: Correction | None
     weight: Tensor | None  # float32 [B, R]; of the correction
+    uniform: Tensor  # bool [B]; the group of the row has nothing to compare
 
 
 def make_experience(
@@ -221,6 +222,7 @@ def make_experience(
         too_old=too_old,
         correction=correction,
         weight=weight,
+        uniform=algo.uniform(rollout, reward_output),
     )
 
 
