@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count, pairwise
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from kedge import Algorithm, GRPOConfig, GRPOTrainer, ppo, remax
 from kedge.algorithms import AdvantageInputs
+from kedge.errors import RewardError
 from kedge.learner.learner import HFLearner
 from kedge.types import AdvantageOutput
 from tests.e2e.small import PROMPTS, length_reward, rows, small
@@ -261,3 +264,78 @@ class TestUniformGroupsAreThoseThatNothingIsComparedIn:
         (row,) = rows(trainer)
         assert row["completions/min_length"] < row["completions/max_length"]
         assert row["rollout/untrained_rows"] == 0  # GRPO; PPO dropped all 8
+
+
+class Odd:
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+    __repr__ = __str__
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+def exits(error: BaseException) -> Callable[[], object]:
+    def call() -> object:
+        raise error
+
+    return call
+
+
+ODD: dict[str, Callable[[], object]] = {
+    "a number that Python does not print": lambda: 10**5000,
+    "an object that cannot be printed": Odd,
+    "an error that cannot be printed": exits(Mute()),
+    "SystemExit": exits(SystemExit(3)),
+    "GeneratorExit": exits(GeneratorExit()),
+    "CancelledError": exits(CancelledError()),
+    "another BaseException": exits(BaseException("group")),
+}
+
+
+class TestWhateverARewardGivesCostsItsRow:
+    @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+    @pytest.mark.parametrize("name", ODD)
+    def test_it_is_dropped(self, name: str, asynchronous: bool) -> None:
+        def reward(prompts: list[str], **_: Any) -> list[object]:
+            return [ODD[name]() if p == PROMPTS[0]["prompt"] else float(len(p)) for p in prompts]
+
+        async def later(prompts: list[str], **_: Any) -> list[object]:
+            return reward(prompts)
+
+        trainer = small(
+            reward_model=None, reward_funcs=later if asynchronous else reward,
+            train_dataset=PROMPTS[:4], on_reward_error="drop", preflight=False, num_ppo_epochs=1,
+        )  # fmt: skip
+        trainer.train()
+        assert [row["rollout/dropped_rows"] for row in rows(trainer)] == [1, 1]
+
+    def test_ctrl_c_is_none_of_its_errors(self) -> None:
+        def reward(prompts: list[str], **_: Any) -> list[float]:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            small(reward_model=None, reward_funcs=reward, on_reward_error="drop").train()
+
+    def test_gradients_that_it_turns_off_are_on_in_the_step(self) -> None:
+        def reward(completions: list[str], **_: Any) -> list[float]:
+            torch.set_grad_enabled(False)
+            return length_reward(completions)
+
+        try:
+            trainer = small(reward_model=None, reward_funcs=reward, preflight=False)
+            trainer.train()
+        finally:
+            torch.set_grad_enabled(True)
+        assert min(row["grad_norm/policy"] for row in rows(trainer)) > 1e-3
+
+    def test_names_of_metrics_are_texts(self) -> None:
+        def reward(completions: list[str], log_metric: Any) -> list[float]:
+            log_metric(3, 1.0)
+            return [0.0] * len(completions)
+
+        with pytest.raises(RewardError, match=r"log_metric\(.*\) needs a text as its name, got 3 "):
+            small(reward_model=None, reward_funcs=reward).train()
