@@ -185,6 +185,7 @@ class RewardOutput(Record):
         return replace(self, **{n: x / (scale or 1.0) for n, x in rewards.items() if x is not None})
 
 
+REWARD_ERRORS = "reward_errors/"  # metrics of rows for which a reward failed, with its name
 SYNC_GAP = "rollout/sync_gap"
 
 

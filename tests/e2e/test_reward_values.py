@@ -339,3 +339,17 @@ class TestWhateverARewardGivesCostsItsRow:
 
         with pytest.raises(RewardError, match=r"log_metric\(.*\) needs a text as its name, got 3 "):
             small(reward_model=None, reward_funcs=reward).train()
+
+
+@pytest.mark.parametrize("make", [grpo, ppo_of_groups], ids=["grpo", "ppo"])
+def test_rewards_that_are_all_none_train_nothing_and_end_nothing(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(
+        reward_funcs=lambda completions, **_: [None] * len(completions), total_episodes=12 * 8
+    )
+    before = weights(trainer)
+    trainer.train()
+    assert [r["rollout/dropped_rows"] for r in trainer.state.log_history[:-1]] == [8.0] * 12
+    assert torch.equal(weights(trainer), before)
+    assert caplog.text.count("every reward is None") == 1

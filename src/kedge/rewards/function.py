@@ -18,7 +18,7 @@ from kedge.background import in_thread, on_event_loop
 from kedge.errors import ConfigError, RewardError, describe_error
 from kedge.rewards.mixture import Mixture, Pending
 from kedge.rewards.texts import TextCache, Texts, row_name
-from kedge.types import Metrics, RewardOutput, Rollout
+from kedge.types import REWARD_ERRORS, Metrics, RewardOutput, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class RewardFunction:
             problem = self._error(texts, row, invalid[row].problem)
             if self._on_error == "raise" and wrong:
                 raise problem
-            log.metric(f"reward_errors/{self.name}", float(len(invalid)))
+            log.metric(f"{REWARD_ERRORS}{self.name}", float(len(invalid)))
             action = "dropped" if self._on_error != "score" else f"scored {self._error_score}"
             logger.warning("%d rows %s: %s", len(invalid), action, problem)
             if self._on_error == "score":
