@@ -7,6 +7,7 @@ Schulman et al. 2017 (arXiv:1707.06347); for language models Ziegler et al. 2019
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -35,7 +36,7 @@ from kedge.math.losses import (
     kl_cov_tokens,
     value_is_clipped,
 )
-from kedge.math.masked import extend, last_true, moments, whiten
+from kedge.math.masked import extend, gather_values, last_true, moments, whiten
 from kedge.math.rewards import move_last, overlong_penalty, place_score
 from kedge.math.turns import broadcast_turns, segment_sum, turn_starts
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
@@ -183,13 +184,11 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         if turn is not None:
             advantages = broadcast_turns(advantages, turn)
         penalized = None
-        if kl_cov or clip_cov:
-            covariance = covariances(
-                e.model_outputs.logprobs, advantages, tokens, all_reduce=e.all_reduce
-            )
-            penalized = kl_cov_tokens(covariance, share=kl_cov) if kl_cov else None
-            if clip_cov:
-                advantages = advantages * ~clip_cov_tokens(covariance, share=clip_cov)
+        if kl_cov:
+            penalized = _choose(e, advantages, tokens, partial(kl_cov_tokens, share=kl_cov))
+        if clip_cov:
+            clipped = _choose(e, advantages, tokens, partial(clip_cov_tokens, share=clip_cov))
+            advantages = advantages * ~clipped
         return AdvantageOutput(
             rewards=rewards,
             advantages=advantages,
@@ -235,6 +234,17 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         resample=dynamic_sampling,
         uniform=uniform,
     )
+
+
+def _choose(
+    e: AdvantageInputs, advantages: Tensor, tokens: Tensor, choose: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """``choose`` among the covariances of the ``tokens`` of all ranks.  bool [B, R]."""
+    covariance = covariances(e.model_outputs.logprobs, advantages, tokens, all_reduce=e.all_reduce)
+    values, own = gather_values(
+        covariance[tokens], all_reduce=e.all_reduce, rank=e.rank, world_size=e.world_size
+    )
+    return torch.zeros_like(tokens).masked_scatter(tokens, choose(values)[own])
 
 
 def _values_after(e: AdvantageInputs, credit: CreditLevel) -> Tensor:

@@ -179,6 +179,8 @@ def make_experience(
         reward_output=reward_output,
         model_outputs=model_outputs,
         all_reduce=learner.all_reduce,
+        rank=learner.rank,
+        world_size=learner.world_size,
         excluded=reduce(torch.logical_or, excluded) if excluded else None,
     )
     outputs = algo.compute_advantages(inputs, kl_coef)
