@@ -91,8 +91,9 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         lam: GAE's lambda.
         cliprange: ratio clip, epsilon in eq. 7 of arXiv:1707.06347.
         cliprange_high: the clip above 1, if it differs (clip-higher, DAPO, with 0.28).
-        policy_loss: "mask" leaves tokens out whose ratio is outside of both clips, whatever the
-            sign of the advantage (SAO, arXiv:2607.07508, with 0.3 and 5).
+        policy_loss: "mask" gives no gradient to tokens whose ratio is outside of both clips,
+            whatever the sign of the advantage (SAO, arXiv:2607.07508, with 0.3 and 5).  They stay
+            in the denominator of the mean.
         loss_aggregation: weights of tokens over one optimizer step and all ranks: "token"
             1 / tokens, "sequence" 1 / (rows length); "constant" 1 / (rows response_length), in the
             policy loss alone.
