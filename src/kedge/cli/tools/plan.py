@@ -36,6 +36,7 @@ from kedge.models.compatibility import check_length
 from kedge.models.freezing import freeze_attention, train_top_layers
 from kedge.models.load import configuration_source, eos_token_ids
 from kedge.models.value_head import ScalarHead
+from kedge.ops.cpu.matmul import SLOW_BF16, emulates_bf16
 from kedge.output import check_targets
 from kedge.rewards.build import load_function
 from kedge.rewards.function import Signature, function_name
@@ -234,6 +235,8 @@ def show(
         )
         + (f"; {human(process)} of it Python and libraries" if process else "")
     )
+    if config.bf16 and config.device.type == "cpu" and emulates_bf16():
+        console.print(SLOW_BF16)
     ranks, stage = batches.world_size, getattr(config, "deepspeed_stage", None)
     if isinstance(config, AsyncPPOConfig) and ranks > 1 and stage:
         console.print(verdict(models, config, ranks=ranks, stage=stage, rows=batches.micro_rows))
