@@ -28,6 +28,7 @@ _PACKAGES = {
         "init": "write a commented configuration for a task and a model size",
         "doctor": "diagnose a run from its log and suggest fixes",
         "report": "write an HTML report of a run: curves, completions, tokens",
+        "expert": "write episodes of an environment's expert, to train a first policy on",
         "generate": "sample completions of prompts with a model",
         "value": "train a value model on recorded rollouts, and check it before PPO relies on it",
         "judge": "compare two sets of completions: win rate with a confidence interval",
