@@ -581,7 +581,7 @@ def test_wrong_options() -> None:
         next(expert_episodes(TextWorld, [0], noise=2))
     with pytest.raises(ValueError, match="Random has no expert; add a static method"):
         next(expert_episodes(random.Random, [0]))
-    with pytest.raises(ValueError, match="Doubles has no random_action; .* noise=0.5"):
+    with pytest.raises(ValueError, match=r"Doubles has no random_action; .* noise=0.5"):
         next(expert_episodes(Doubles, [0], noise=0.5))
     with pytest.raises(ValueError, match="rooms must be"):
         TextWorld(rooms=(2, 9))
