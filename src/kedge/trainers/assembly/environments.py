@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kedge.background import CallThread
 from kedge.chat_template import TOOLS, template_options
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import read_mapping
@@ -161,8 +162,11 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
             max_iterations=args.max_tool_calling_iterations,
         )
         # Make one of each kind, to check its tools.
-        made = [factory() for factory in (make.values() if isinstance(make, Mapping) else [make])]
-        scored = any(environment.gives_rewards for environment in made)
+        made = []
+        for factory in make.values() if isinstance(make, Mapping) else [make]:
+            thread = CallThread("environment")  # what is made there may have to be closed there
+            made.append((thread.start(factory).result(), thread))
+        scored = any(environment.gives_rewards for environment, _ in made)
         close_all(made, Calls(timeout=args.environment_timeout))
     else:
         make = load_environment(inputs.environment or args.environment, args)
