@@ -156,6 +156,7 @@ def plan(
 ) -> tuple[BatchSizes, dict[str, int], list[ModelMemory]]:
     """Batch sizes, prompt statistics and memory of a run; raises the errors of training."""
     config, script, names = options.config, options.script, model_names(options)
+    names.check()
     is_async, trust = isinstance(config, AsyncPPOConfig), options.model.trust_remote_code
     if is_async:
         tokenizer = async_ppo.load_chat_tokenizer(options, names)
