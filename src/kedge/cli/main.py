@@ -111,11 +111,13 @@ def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, 
     when interrupted.
     """
     from kedge.errors import KedgeError
+    from kedge.loop.shutdown import exit_on_signals
     from kedge.redaction import redact_words
 
     redact_words(argv)  # registers secrets, to blank them in errors
     try:
-        code = command(list(argv))
+        with exit_on_signals():
+            code = command(list(argv))
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
