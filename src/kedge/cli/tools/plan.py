@@ -113,16 +113,27 @@ def main(argv: Sequence[str]) -> None:
         batches, facts, models = plan(options, processes)
     show(options, batches, facts, models)
     if isinstance(options.config, AsyncPPOConfig):
-        speeds = measure_speeds({way: getattr(flags, way) for way in SPEEDS})
-        speed = {way: x * 1e9 for way, (x, _) in speeds.items()}
-        parts = version_parts(options.config, models[0], batches.world_size, speed)
-        rows = [(name, human(size), f"{seconds:.2g} s", who) for name, size, seconds, who in parts]
-        head = ("part", "bytes", "takes", "who waits")
-        print_table("each policy version" if rows else "no policy versions are sent", rows, head)
-        ways = (f"{way} {speed:.3g} ({source})" for way, (speed, source) in speeds.items())
-        print(f"estimated; GB/s: {', '.join(ways)}")
+        given = {way: getattr(flags, way) for way in SPEEDS}
+        show_versions(options.config, models[0], batches.world_size, measure_speeds(given))
     if flags.measure:
         print(f"measured peak: {measure(name, rest, options.config, batches)}")
+
+
+def show_versions(
+    config: AsyncPPOConfig,
+    policy: ModelMemory,
+    ranks: int,
+    speeds: Mapping[str, tuple[float, str]],
+) -> None:
+    """Print what a policy version costs on its way to the engines."""
+    parts = version_parts(config, policy, ranks, {way: x * 1e9 for way, (x, _) in speeds.items()})
+    if not parts:
+        print("no policy versions are sent: the engine reads the weights of the learner")
+        return
+    rows = [(name, human(size), f"{seconds:.2g} s", who) for name, size, seconds, who in parts]
+    print_table("each policy version", rows, ("part", "bytes", "takes", "who waits"))
+    ways = (f"{way} {speed:.3g} ({source})" for way, (speed, source) in speeds.items())
+    print(f"estimated; GB/s: {', '.join(ways)}")
 
 
 def measure(name: str, argv: Sequence[str], config: OnPolicyConfig, batches: BatchSizes) -> str:
