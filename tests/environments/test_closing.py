@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sqlite3
 import threading
 from typing import Any
 
@@ -113,6 +114,46 @@ def test_evaluation_closes_what_it_has_made(kind: Any) -> None:
     trainer.generate_completions()
     assert len(made) >= 2
     assert [environment.closed for environment in made] == [1] * len(made)
+
+
+class Table(Held):
+    """Its connection can be used only in the thread that made it, as everybody writes it."""
+
+    def __init__(self, made: list[Any]) -> None:
+        self.db = sqlite3.connect(":memory:")
+        self.db.execute("create table turns (text)")
+        super().__init__(made)
+
+    def reset(self, **options: Any) -> Any:
+        self.db.execute("delete from turns")
+        return super().reset(**options)
+
+    def step(self, response: Any) -> Any:
+        """Count the turns by SQL; what fails is an observation, as in many agents."""
+        done = super().step(response)
+        try:
+            self.db.execute("insert into turns values (?)", [response.text])
+            (turns,) = self.db.execute("select count(*) from turns").fetchone()
+        except sqlite3.Error as error:
+            return str(error), 0.0, True, False, {}
+        return done[0], float(turns), *done[2:]
+
+    def close(self) -> None:
+        self.db.close()
+        super().close()
+
+
+def test_the_methods_of_an_environment_run_in_one_thread(caplog: Any) -> None:
+    """Counted by SQL; 0 if ``step`` cannot use the connection that ``__init__`` has made."""
+    made: list[Table] = []
+    trainer = played(environment=lambda: Table(made))
+    trainer.train()
+    assert [row["objective/scores"] for row in trainer.state.log_history[:2]] == [
+        1 + 2 + 3,
+        1 + 2 + 3,
+    ]
+    assert [environment.closed for environment in made] == [1] * len(made)
+    assert "close() of" not in caplog.text
 
 
 def test_environments_that_failed_while_all_threads_hung_are_closed_at_the_end() -> None:

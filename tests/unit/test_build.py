@@ -338,6 +338,14 @@ def given(config, *, trained=LARGE, frozen=0, batch_size=512, iterations=9, play
     return " | ".join(advise(args, Sized(trained, frozen), sizes, plays=plays))
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_a_run_in_slow_bf16_says_so(monkeypatch, native):
+    monkeypatch.setattr("kedge.ops.cpu.matmul.multiplies_bf16", lambda: native)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert ("bf16 on this processor" in given(PPOConfig, bf16=True)) == (not native)
+    assert "bf16" not in given(PPOConfig)
+
+
 def test_the_default_learning_rate_of_ppo_is_high_for_a_large_model():
     text = given(PPOConfig)
     assert "learning_rate=5e-05 with num_ppo_epochs=4 is high for 300 million" in text

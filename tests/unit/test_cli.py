@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,8 @@ from kedge.cli.train.ppo import (
     resume_point,
 )
 from kedge.errors import ConfigError, DataError
+from kedge.models.load import _hub_problem
+from kedge.rewards.build import check_sources
 
 MODEL = ["--model_name_or_path", "m"]
 
@@ -426,10 +429,39 @@ def test_datasets_that_cannot_be_read(tmp_path, name, message):
         load_prompts(options(*MODEL, *flags))
 
 
+def test_without_a_network_a_wrong_name_is_named_at_once(rows, tmp_path, monkeypatch):
+    """One request instead of five with pauses, which took 51 s; the thing stands first."""
+    asked = []
+
+    def head(*_, **__):
+        asked.append(1)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("kedge.models.load.get_session", lambda: SimpleNamespace(head=head))
+    _hub_problem.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    Path("r.py").write_text("def ok(completions, **_):\n    return [1.0]\n")
+    none = "cannot be loaded: there is no folder {} here, and the hub cannot be reached"
+    model, data = options("--model_name_or_path", "runs/nope", "--dummy_reward"), "data/nope"
+    for call, message in (
+        (lambda: plan(model), "the model 'runs/nope' " + none.format("runs/nope")),
+        (lambda: check_sources(None, "ok"), "reward model 'ok' " + none.format("ok")),
+        (
+            lambda: check_sources(None, "r.py"),
+            "'r.py' names no function; write r.py:ok (it has ok)",
+        ),
+        (lambda: Splits(data), "the dataset 'data/nope' " + none.format(data)),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            call()
+    assert len(asked) == 1
+    _hub_problem.cache_clear()
+
+
 def test_models_that_are_missing_or_have_no_use_are_named(rows):
     with pytest.raises(ConfigError, match="--model_name_or_path is required"):
         model_names(options("--dataset_name", str(rows)))
-    with pytest.raises(ConfigError, match="cannot load the model '/no/such'"):
+    with pytest.raises(ConfigError, match="the model '/no/such' cannot be loaded"):
         plan(options("--model_name_or_path", "/no/such", "--dummy_reward"))
     grpo = options(*MODEL, "--value_model_path", "v", config=GRPOConfig)
     with pytest.raises(ConfigError, match="--value_model_path v: this algorithm has no value mo"):

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from dataclasses import replace
+from textwrap import dedent
 
 import httpx
 import numpy as np
@@ -234,6 +235,43 @@ def test_a_server_whose_guard_was_killed_is_stopped_with_the_run(tmp_path):
     assert server.is_running()
     process.stop()
     assert psutil.wait_procs([server], timeout=10)[1] == []
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+def test_processes_of_a_server_have_time_to_release_shared_memory(tmp_path, crashes):
+    """The server ends its worker and exits; the worker unlinks 0.5 s later, as vLLM's do."""
+    worker = """
+        import signal, sys, time
+        from pathlib import Path
+        memory = Path(sys.argv[1])
+        def end(*_):
+            time.sleep(0.5)
+            memory.unlink()
+            sys.exit()
+        signal.signal(signal.SIGTERM, end)
+        memory.touch()
+        time.sleep(600)
+    """
+    server = """
+        import signal, subprocess, sys, time
+        worker = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])
+        def end(*_):
+            worker.terminate()
+            sys.exit()
+        signal.signal(signal.SIGTERM, end)
+        time.sleep(600)
+    """
+    psutil, memory = pytest.importorskip("psutil"), tmp_path / "psm"
+    words = [sys.executable, "-c", dedent(server), dedent(worker), str(memory)]
+    process = Process(words, log=tmp_path / "log", eager=False)
+    process.start()
+    while not memory.exists():
+        time.sleep(0.05)
+    if crashes:
+        psutil.Process(process.pid).children()[0].kill()
+    process.stop()
+    assert not memory.exists()
+    assert not process.alive
 
 
 def test_every_row_has_a_seed_of_its_own():

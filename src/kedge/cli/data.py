@@ -92,6 +92,13 @@ class Splits:
             self._open_folder(path)
         elif path.suffix in KINDS or name.startswith((".", "/", "~")):
             raise DataError(f"dataset_name={name!r}: the file or folder does not exist")
+        else:
+            from datasets.config import HF_DATASETS_CACHE
+
+            from kedge.models.load import check_source
+
+            if not Path(HF_DATASETS_CACHE, name.replace("/", "___")).exists():
+                check_source(name, "the dataset", "dataset")
 
     def _open_folder(self, path: Path) -> None:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kedge.background import CallThread
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.math.rewards import place_score
 from kedge.protocols import Step
@@ -39,6 +40,7 @@ class Episode:
     sampling: Sampling
     seed: int  # for sampling the turns
     environment: Any = None
+    thread: CallThread | None = None  # of the environment's methods; None: a new one for each call
     round: int | None = None  # of the pool when the environment was taken; None: given back
     tokens: Any = None  # TurnTokens with the row's options of the chat template
     tools: Any = None  # JSON schemas of the row, shown where the environment has none

@@ -14,13 +14,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
-from kedge.background import in_thread, on_event_loop
+from kedge.background import CallThread, in_thread, on_event_loop
 from kedge.environments.episode import Episode
 from kedge.errors import ConfigError, RolloutError
 from kedge.protocols import Environment
 
 logger = logging.getLogger(__name__)
 MakeEnvironment = Callable[[], Environment]
+Place = tuple[Any, CallThread | None]  # an environment and the thread of its methods
 OnError = Literal["raise", "drop", "score"]
 _MOST_FAILED = 0.9  # share of the latest episodes that may fail with on_env_error="drop"
 _LATEST = 16  # minimum number of latest episodes, otherwise two batches
@@ -45,10 +46,12 @@ class Calls:
         before = -math.inf if self.timeout is None else time.monotonic() - self.timeout
         return sum(begin < before for begin in list(self._threads.values()))
 
-    def start(self, call: Callable[[], Any]) -> Future[tuple[Any, float]]:
+    def start(
+        self, call: Callable[[], Any], thread: CallThread | None = None
+    ) -> Future[tuple[Any, float]]:
         """Run a call in a place of ``room``; the future has its result or exception, and seconds.
 
-        Cancelling the future cancels a coroutine.
+        Cancelling the future cancels a coroutine.  Other calls run in ``thread``, or a new one.
         """
         future: Future[tuple[Any, float]] = Future()
         begin = time.monotonic()
@@ -74,7 +77,7 @@ class Calls:
             future.add_done_callback(lambda _: running.cancel())
         else:
             self._threads[future] = begin
-            running = in_thread(work, "environment")
+            running = in_thread(work, "environment") if thread is None else thread.start(work)
         running.add_done_callback(end)
         return future
 
@@ -84,22 +87,22 @@ class RunningCalls:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._waiting: deque[tuple[int, Callable[[], Any]]] = deque()
+        self._waiting: deque[tuple[int, Callable[[], Any], CallThread | None]] = deque()
         self._running: dict[Future[tuple[Any, float]], tuple[int, float]] = {}  # -> key, start
         self.seconds: dict[int, float] = {}  # of the calls that ``wait`` last returned
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
 
-    def add(self, key: int, call: Callable[[], Any]) -> None:
-        """Start a call, as soon as there is room."""
-        self._waiting.append((key, call))
+    def add(self, key: int, call: Callable[[], Any], thread: CallThread | None = None) -> None:
+        """Start a call, in a thread or a new one, as soon as there is room."""
+        self._waiting.append((key, call, thread))
         self._start_waiting()
 
     def _start_waiting(self) -> None:
         while self._waiting and self._calls.room.acquire(blocking=False):
-            key, call = self._waiting.popleft()
-            self._running[self._calls.start(call)] = key, time.monotonic()
+            key, call, thread = self._waiting.popleft()
+            self._running[self._calls.start(call, thread)] = key, time.monotonic()
 
     def wait(self, seconds: float) -> dict[int, Any]:
         """Results and exceptions by key; waits until there is one, at most ``seconds``.
@@ -134,7 +137,7 @@ class RunningCalls:
             result, _ = future.result()
             ended(key, result if isinstance(result, BaseException) else None)
 
-        for key, _ in self._waiting:
+        for key, *_ in self._waiting:
             ended(key, None)
         for future, (key, _) in self._running.items():
             future.add_done_callback(partial(tell, key))
@@ -144,6 +147,9 @@ class RunningCalls:
 
 class EnvironmentPool:
     """Environments, one for each running episode; several engines may share them.
+
+    The methods of an environment, if ``step`` is not async, run in one thread, which makes it, too:
+    connections to SQLite and others can only be used where they were made.
 
     ``make`` and ``on_error`` are ``make_environment`` and ``on_env_error`` of EnvironmentRollouts.
     """
@@ -161,11 +167,12 @@ class EnvironmentPool:
         self._make: Mapping[Any, MakeEnvironment] = (
             make if isinstance(make, Mapping) else {None: make}
         )
-        self._idle: dict[object, list[Any]] = {}  # environments free for a new episode, by name
+        # Environments free for a new episode, by name, with their threads.
+        self._idle: dict[object, list[Place]] = {}
         self._lock = threading.Lock()
         self._round = 0  # environments of an earlier round are closed instead of reused
         self._closing: list[Future[Any]] = []
-        self._unclosed: list[Any] = []  # failed environments for whose close() there was no room
+        self._unclosed: list[Place] = []  # failed environments for whose close() there was no room
         self._errors: list[str] = []  # of the latest episodes; "" if there was none
 
     def check_errors(self, rows: int) -> None:
@@ -196,13 +203,17 @@ class EnvironmentPool:
         with self._lock:
             episode.round = self._round
             if idle := self._idle.get(name):
-                episode.environment = idle.pop()
+                episode.environment, episode.thread = idle.pop()
+            else:
+                episode.thread = CallThread("environment")
 
         def call() -> Any:
             if episode.environment is None:
                 made = self._make[name]()
                 with self._lock:
                     episode.environment = made
+                    if inspect.iscoroutinefunction(getattr(made, "step", None)):
+                        episode.thread = None
                     late = episode.round is None  # it took too long, and the episode has ended
                 if late:
                     self.release(episode)
@@ -215,6 +226,7 @@ class EnvironmentPool:
         """Keep the environment for later episodes, or close it if it failed."""
         with self._lock:
             environment, episode.environment = episode.environment, None
+            thread, episode.thread = episode.thread, None
             reusable = not episode.error and episode.round == self._round
             if episode.done and episode.round is not None:
                 self._errors.append(episode.error)
@@ -222,14 +234,14 @@ class EnvironmentPool:
             if environment is None:
                 return
             if reusable:
-                self._idle.setdefault(self._name(episode), []).append(environment)
+                self._idle.setdefault(self._name(episode), []).append((environment, thread))
             elif not hasattr(environment, "close"):
                 return
             elif self.calls.room.acquire(blocking=False):  # close() may hang, too
                 self._closing = [future for future in self._closing if not future.done()]
-                self._closing.append(self.calls.start(environment.close))
+                self._closing.append(self.calls.start(environment.close, _free(thread)))
             else:
-                self._unclosed.append(environment)
+                self._unclosed.append((environment, thread))
 
     def close(self) -> None:
         """Close the idle environments, and those in use as soon as they are released."""
@@ -243,12 +255,17 @@ class EnvironmentPool:
         wait(closing, timeout=self.calls.timeout)
 
 
-def close_all(environments: Iterable[Any], calls: Calls) -> None:
-    """Close environments at the same time; failures and timeouts are logged."""
+def _free(thread: CallThread | None) -> CallThread | None:
+    """The thread, unless a call hangs there."""
+    return None if thread is None or thread.busy else thread
+
+
+def close_all(environments: Iterable[Place], calls: Calls) -> None:
+    """Close environments in their threads; failures and timeouts are logged."""
     running = RunningCalls(Calls(timeout=calls.timeout, most=calls.most))  # others may hang
-    for key, environment in enumerate(environments):
+    for key, (environment, thread) in enumerate(environments):
         if hasattr(environment, "close"):
-            running.add(key, environment.close)
+            running.add(key, environment.close, _free(thread))
     failures: list[object] = []
     while len(running):
         try:

@@ -354,7 +354,7 @@ class EnvironmentRollouts:
 
     def _call(self, episode: Episode, call: Callable[[], Any], on_result: Any) -> None:
         episode.on_result = partial(on_result, episode)
-        self._calls.add(episode.key, call)
+        self._calls.add(episode.key, call, episode.thread)
 
     def _on_reset(self, episode: Episode, result: Any) -> None:
         """Add the first observation to the prompt."""

@@ -33,11 +33,18 @@ class SlowCalls:
         self._longest = 0.0
 
     @contextmanager
-    def report(self, name: str, rows: int) -> Iterator[None]:
-        """Context of one call of ``name``."""
+    def report(
+        self, name: str, rows: int, *, unless: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
+        """Context of one call of ``name``; ``unless`` something else was said of it meanwhile."""
         begin, after = time.monotonic(), max(SLOW, 2 * self._longest)
-        text = "%s has not returned after %g s, called with %d responses"
-        timer = threading.Timer(after, logger.warning, (text, name, after, rows))
+
+        def warn() -> None:
+            if not unless():
+                text = "%s has not returned after %g s, called with %d responses"
+                logger.warning(text, name, after, rows)
+
+        timer = threading.Timer(after, warn)
         timer.daemon = True
         timer.start()
         try:

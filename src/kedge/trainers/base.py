@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 from kedge.config.base import OnPolicyConfig
 from kedge.errors import ConfigError, RewardError
 from kedge.loop.loop import Engine
-from kedge.loop.shutdown import GracefulShutdown
+from kedge.loop.shutdown import GracefulShutdown, exit_on_signals
 from kedge.output import lock_output_dir
 from kedge.reporting.base import required_write
 from kedge.rewards.build import as_list
@@ -118,7 +118,9 @@ class TrainerShell:
         checked = self.SPEC.checked_args(args)
         inputs = TrainerInputs(spec=self.SPEC, args=checked, trainer=self, **arguments)
         configure_process(inputs.args)
-        self._run = run = assemble_run(inputs)
+        in_launch = launch_context() is not None  # its driver handles signals
+        with nullcontext() if in_launch else exit_on_signals():  # a server may start for minutes
+            self._run = run = assemble_run(inputs)
         self.args = inputs.args
         self.processing_class = pick_tokenizer(inputs.processing_class, run.tokenizer)
         self.train_dataset, self.eval_dataset = inputs.train_dataset, inputs.eval_dataset

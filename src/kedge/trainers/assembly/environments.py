@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kedge.background import CallThread
 from kedge.chat_template import TOOLS, template_options
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import read_mapping
@@ -114,7 +115,7 @@ def environments_to_play(
     The dataset has prompts or columns for ``reset``; None: the environment gives the prompts.
     """
     check_turns_end(sampling, args)
-    make = _factory(args.environment, args)
+    make = load_environment(args.environment, args)
     if dataset is None and isinstance(make, Mapping):
         raise ConfigError("several environments need prompts with a column 'environment'")
     rows = [{"prompt": _EMPTY}] if dataset is None else add_prompts(dataset)
@@ -161,11 +162,14 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
             max_iterations=args.max_tool_calling_iterations,
         )
         # Make one of each kind, to check its tools.
-        made = [factory() for factory in (make.values() if isinstance(make, Mapping) else [make])]
-        scored = any(environment.gives_rewards for environment in made)
+        made = []
+        for factory in make.values() if isinstance(make, Mapping) else [make]:
+            thread = CallThread("environment")  # what is made there may have to be closed there
+            made.append((thread.start(factory).result(), thread))
+        scored = any(environment.gives_rewards for environment, _ in made)
         close_all(made, Calls(timeout=args.environment_timeout))
     else:
-        make = _factory(inputs.environment or args.environment, args)
+        make = load_environment(inputs.environment or args.environment, args)
     rewards, models = as_list(inputs.reward_funcs), as_list(inputs.reward_model)
     if not (scored or rewards or models):
         raise ConfigError(
@@ -185,7 +189,7 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
     return changed, make
 
 
-def _factory(environment: Any, args: EnvironmentArguments) -> Make:
+def load_environment(environment: Any, args: EnvironmentArguments) -> Make:
     """A function that makes environments, from a class, function, name, or mapping of them."""
     kwargs = read_mapping(args.environment_kwargs)
     if isinstance(environment, Mapping):
