@@ -89,7 +89,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
         if args.drop_reasoning:
             environments.check_conversations(setup)
     models = ModelStage(setup)
-    reward = RewardStage(setup)
+    reward = RewardStage(setup, plays=make_environment is not None)
     learner = LearnerStage(setup)
     rollout = RolloutStage(setup)
     callbacks = build_callbacks(setup)
@@ -116,6 +116,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
             pad_id=setup.pad_id,
             extra_column=setup.algorithm.extra_column,
             context=loaded.context(args),
+            keep_environments=getattr(reward_source, "reads_environments", False),
         )
     engine = build_engine(setup, reward_source, hf_learner, rollout_engine, rollout)
     callbacks.watch(hf_learner.optimizer, hf_learner.scheduler)
@@ -259,9 +260,11 @@ def advise(
 class RewardStage:
     """Reward models, functions and penalties, combined into one reward source."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, *, plays: bool) -> None:
         inputs = setup.inputs
         args, own = setup.args, inputs.reward_weights
+        # Environments live in this process, reward workers do not.
+        self._environments = ["environments"] if plays and not args.ray_reward_workers else []
         self.setup, self.weights = setup, args.reward_weights if own is None else own
         check_sources(
             self._reward_models(args.reward_adapter),
@@ -291,7 +294,9 @@ class RewardStage:
     def _columns(self) -> list[str] | None:
         """Columns that reward functions can read; None if a rollout function adds others."""
         setup = self.setup
-        return None if setup.inputs.rollout_func is not None else setup.prompts.columns
+        if setup.inputs.rollout_func is not None:
+            return None
+        return [*setup.prompts.columns, *self._environments]
 
     def build(self, models: Models, trainer_state: Callable[[], object]) -> RewardSource:
         """Load the reward models, here or in workers."""
