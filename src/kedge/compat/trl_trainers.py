@@ -27,6 +27,19 @@ class PolicyAndValue(nn.Module):
         self.policy, self.value_model = policy, value_model
         self.config: Any = policy.config
 
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether the policy computes activations again in the backward pass."""
+        return bool(getattr(self.policy, "is_gradient_checkpointing", False))
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """As of the policy."""
+        self.policy.gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[operator]
+
+    def gradient_checkpointing_disable(self) -> None:
+        """As of the policy."""
+        self.policy.gradient_checkpointing_disable()  # type: ignore[operator]
+
     def forward(self, **inputs: Any) -> Any:
         """The policy's output."""
         return self.policy(**inputs)

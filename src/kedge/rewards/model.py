@@ -47,6 +47,7 @@ class RewardModel:
         max_length: tokens; longer rows lose their first tokens.  None: a row longer than the model
             supports is an error.
         reward_label: label (index or name) that is the reward, if the model has several.
+        check_labels: require ``reward_label`` for several labels here, not when it first scores.
         autocast: dtype to run in, such as ``torch.bfloat16``; None runs in the weights' dtype.
         name: key of the component in the reward output; default: the model's class.
 
@@ -67,6 +68,7 @@ class RewardModel:
         chunk_rows: int = 64,
         max_length: int | None = None,
         reward_label: int | str | None = None,
+        check_labels: bool = True,
         autocast: torch.dtype | None = None,
         name: str | None = None,
     ) -> None:
@@ -78,7 +80,9 @@ class RewardModel:
         self._shift = float(getattr(self._config, SHIFT, 0.0))
         limit = getattr(self._config, "max_position_embeddings", None)  # -1: none
         self._limit = limit if isinstance(limit, int) and limit > 0 else sys.maxsize
-        self._label = _label(self._config, reward_label, self.name)
+        self._label = None
+        if check_labels or reward_label is not None:
+            self._label = _label(self._config, reward_label, self.name)
         embeddings = getattr(base, "get_input_embeddings", lambda: None)()
         self._vocab: int | None = getattr(embeddings, "num_embeddings", None)
         pad = getattr(self._config, "pad_token_id", None)  # only encoder-decoders read it

@@ -313,6 +313,9 @@ class RewardStage:
             "autocast": setup.dtype,
             "policy_vocab_size": min(tokens, vocabulary(models.policy) or tokens),
         }
+        kinds = type(inputs.trainer).__mro__
+        if any("train" in vars(kind) for kind in kinds if not kind.__module__.startswith("kedge.")):
+            model_options["check_labels"] = False  # its own loop may read another number
         function_options: dict[str, Any] = {
             "on_error": args.on_reward_error,
             "error_score": args.reward_error_score,
