@@ -72,6 +72,7 @@ OF_VERIFIERS = {
 TRL_NOTES = {
     "reward_std": "objective/scores_std, with n - 1 instead of n",
     "kl": "loss/kl_avg; RLOO: objective/kl per token",
+    "policy_loss": "loss without the entropy bonus, where there is one",
     "rewards/<function>/mean": "rewards/<function>",
     "<name>": "log/<name>: logged by a reward function through log_metric",
 }

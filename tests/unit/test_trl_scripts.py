@@ -175,7 +175,8 @@ def made(kind: str, folder: Path, **options: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["rloo", "grpo"])
 def test_a_run_and_its_evaluation_have_trls_names(kind: str, tmp_path: Path) -> None:
-    trainer = made(kind, tmp_path)
+    trainer = made(kind, tmp_path, entropy_coef=0.01)
+    assert trainer.entropy_coef == 0.01
     done = trainer.train()
     rows, last = trainer.state.log_history, trainer.state.log_history[-1]
     assert [row["step"] for row in rows] == [2, 3]  # the last interval is unfinished
@@ -185,6 +186,9 @@ def test_a_run_and_its_evaluation_have_trls_names(kind: str, tmp_path: Path) -> 
         assert row["reward_std"] == pytest.approx(row["objective/scores_std"] * (4 / 3) ** 0.5)
         assert row["reward_std"] == pytest.approx(row["rewards/long/std"])
         assert (row["mine"], row["learning_rate"]) == (3.0, row["lr"])
+        assert row["loss"] == pytest.approx(row["policy_loss"] - 0.01 * row["entropy"])
+        assert row["entropy_coef"] == 0.01
+        assert row.get("val/clipfrac_avg") == (0.0 if kind == "rloo" else None)
     assert rows[1]["num_tokens"] > rows[0]["num_tokens"] > 2 * 4 * 3
     loss = (2 * rows[0]["loss"] + rows[1]["loss"]) / 3
     assert last["train_loss"] == done.training_loss == pytest.approx(loss)

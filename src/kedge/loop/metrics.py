@@ -132,6 +132,7 @@ TRL_NAMES: dict[str, str] = {
     "frac_reward_zero_std": "objective/uniform_groups",
     "kl": "loss/kl_avg",
     "entropy": "policy/entropy_avg",
+    "entropy_coef": "policy/entropy_coef",
     "clip_ratio/region_mean": "policy/clipfrac_avg",
     "completions/clipped_ratio": "completions/truncated_ratio",
     "sampling/importance_sampling_ratio/mean": "rollout/correction_weight",
