@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from kedge import AsyncPPOTrainer, GRPOConfig, GRPOTrainer, PPOTrainer, RLOOConfig, RLOOTrainer
+from kedge.compat import trl_trainers
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
 from tests.classic_models import gpt2, samples
@@ -114,6 +115,19 @@ def test_an_override_that_nothing_calls_is_refused(kind: Any, method: str, way_o
     own = type("Own", (kind,), {method: lambda self, *args, **kwargs: None})
     with pytest.raises(ConfigError, match=f"Own overrides {method}, which .*{way_out}"):
         own()
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_long_prompts_keep_their_last_tokens_in_programs_of_trl(name: str, tmp_path: Path) -> None:
+    config = getattr(trl_trainers, f"{name}Config")(
+        output_dir=str(tmp_path), max_prompt_length=3, per_device_train_batch_size=4,
+        num_generations=2, max_completion_length=4, use_cpu=True, max_steps=1,
+    )  # fmt: skip
+    trainer = getattr(trl_trainers, f"{name}Trainer")(
+        model=tiny_policy(vocab_size=VOCAB), reward_funcs=length_reward, args=config,
+        train_dataset=[{"input_ids": [5, 6, 7, 8, 9]}] * 4, processing_class=word_tokenizer(),
+    )  # fmt: skip
+    assert trainer.engine.source.batch(0).ids.tolist() == [[7, 8, 9]] * 4
 
 
 class Unpaired(RLOOTrainer):

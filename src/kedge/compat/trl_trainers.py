@@ -82,12 +82,32 @@ class GRPOTrainer(_StartsOver, kedge.GRPOTrainer):
     """``kedge.GRPOTrainer``, which starts over in a folder with checkpoints."""
 
 
+def _keep_last_tokens(c: Any) -> None:
+    """Cut prompts above ``max_prompt_length`` as TRL does, instead of dropping them."""
+    if c.overlong_prompts == "drop":
+        c.overlong_prompts = "truncate"
+
+
+class RLOOConfig(kedge.RLOOConfig):
+    """``kedge.RLOOConfig``; long prompts keep their last tokens."""
+
+    @classmethod
+    def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
+        """As in ``kedge.RLOOConfig``."""
+        _keep_last_tokens(c)
+        super().convert(c, given)
+
+
 class GRPOConfig(kedge.GRPOConfig):
-    """``kedge.GRPOConfig`` with TRL's importance weights for vLLM as default."""
+    """``kedge.GRPOConfig`` with TRL's importance weights for vLLM as default.
+
+    Long prompts keep their last tokens.
+    """
 
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
         """As in ``kedge.GRPOConfig``."""
+        _keep_last_tokens(c)
         bounds = (c.sampler_correction_level, c.sampler_correction_high, c.sampler_correction_low)
         if c.use_vllm and c.sampler_correction == "auto" and bounds == (None, None, None):
             c.vllm_importance_sampling_mode = c.vllm_importance_sampling_mode or "sequence_mask"
