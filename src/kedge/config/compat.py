@@ -260,7 +260,7 @@ TRL: dict[str, Foreign] = {
     "keep_sampling_mask": NoEffect(
         "training is always over the tokens that top_k, top_p and min_p allowed", False, (True,)
     ),
-    **unsupported("responses are always sampled with full weights", ds3_gather_for_generation=True),
+    **no_effect("responses are always sampled with full weights", ds3_gather_for_generation=True),
 }
 # Names of RLOOTrainer and GRPOTrainer from TRL 0.22 on.
 TRL_GROUPS: dict[str, Foreign] = {
