@@ -43,6 +43,8 @@ class RewardModel:
             with the policy's vocabulary) passes the policy's token ids on.
         texts: the decoded rollout, shared with other sources; required with ``tokenizer``.
         policy_vocab_size: upper bound of the policy's token ids.
+        equal_vocabulary: size of the policy's embedding, which a model without ``tokenizer`` must
+            have, too; None: a larger one is accepted.
         chunk_rows: most rows scored at a time.
         max_length: tokens; longer rows lose their first tokens.  None: a row longer than the model
             supports is an error.
@@ -65,6 +67,7 @@ class RewardModel:
         *,
         texts: TextCache | None = None,
         policy_vocab_size: int | None = None,
+        equal_vocabulary: int | None = None,
         chunk_rows: int = 64,
         max_length: int | None = None,
         reward_label: int | str | None = None,
@@ -92,6 +95,13 @@ class RewardModel:
         self._own: Retokenizer | None = None
         if tokenizer is not None and not (texts and same_tokens(tokenizer, texts.tokenizer)):
             self._own = self._retokenizer(tokenizer, max_length)
+        unequal = None not in (equal_vocabulary, self._vocab) and equal_vocabulary != self._vocab
+        if tokenizer is None and unequal:
+            raise ConfigError(
+                f"reward model {self.name} has {self._vocab} tokens and the policy"
+                f" {equal_vocabulary}, but the reward model gets the policy's token ids; pass its"
+                " tokenizer (reward_processing_class), or a model with the same vocabulary"
+            )
         known = self._vocab if self._own is None else None  # None: the model reads all tokens
         if known is not None and known < (policy_vocab_size or 0):
             raise ConfigError(

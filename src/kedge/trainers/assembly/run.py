@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig, fields_of
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import default_of, read_mapping
@@ -313,6 +314,8 @@ class RewardStage:
             "autocast": setup.dtype,
             "policy_vocab_size": min(tokens, vocabulary(models.policy) or tokens),
         }
+        if isinstance(args, AsyncPPOConfig):  # as open-instruct's
+            model_options["equal_vocabulary"] = vocabulary(models.policy)
         kinds = type(inputs.trainer).__mro__
         if any("train" in vars(kind) for kind in kinds if not kind.__module__.startswith("kedge.")):
             model_options["check_labels"] = False  # its own loop may read another number
