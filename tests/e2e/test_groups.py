@@ -6,9 +6,11 @@ import math
 import re
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -221,3 +223,47 @@ def test_the_tokenizer_beside_an_in_memory_model_is_found(tmp_path: Path) -> Non
     assert "with GRPO" in text
     assert "2402.03300" in text
     assert "| epsilon | 0.2 |" in text
+
+
+def test_gdpo_normalizes_every_reward_before_the_sum() -> None:
+    """The advantages of a run are those of a float64 computation with NumPy."""
+    calls: list[list[Any]] = []
+
+    def wide(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        calls.append([ids[0] * 10.0 for ids in completion_ids])
+        return calls[-1]
+
+    def some(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+        calls.append([None if ids[0] % 3 == 0 else ids[-1] / 7 for ids in completion_ids])
+        return calls[-1]
+
+    seen: list[torch.Tensor] = []
+    trainer = grpo(
+        reward_funcs=[wide, some], reward_weights=[1.0, 0.5], beta=0.0, total_episodes=8,
+        multi_objective_aggregation="normalize_then_sum", preflight=False,
+    )  # fmt: skip
+    compute = trainer.engine.algorithm.compute_advantages
+
+    def watched(e: Any, kl_coef: float) -> Any:
+        found = compute(e, kl_coef)
+        seen.append((found.advantages * e.rollout.loss_mask).sum(1) / e.rollout.loss_mask.sum(1))
+        return found
+
+    trainer.engine.algorithm = replace(trainer.engine.algorithm, compute_advantages=watched)
+    trainer.train()
+    groups = np.array([[np.nan if x is None else x for x in c] for c in calls[:2]], dtype=float)
+    grouped = groups.reshape(2, 2, 4)  # two groups of four
+    count = (~np.isnan(grouped)).sum(2, keepdims=True)
+    mean = np.nanmean(grouped, 2, keepdims=True)
+    square = np.nansum((grouped - mean) ** 2, 2, keepdims=True) / np.maximum(count - 1, 1)
+    z = np.nan_to_num((grouped - mean) / (np.sqrt(square) + 1e-4)).reshape(2, 8)
+    total = z[0] + 0.5 * z[1]
+    want = (total - total.mean()) / (total.std(ddof=1) + 1e-4)
+    assert np.abs(want).max() > 0.5
+    assert seen[0].numpy() == pytest.approx(want, abs=1e-4)
+
+
+def test_gdpo_refuses_what_it_would_not_compare() -> None:
+    for option in ({"kl_coef": 0.1}, {"missing_eos_penalty": 1.0}, {"credit": "turn"}):
+        with pytest.raises(ConfigError, match="normalize_then_sum"):
+            grpo(multi_objective_aggregation="normalize_then_sum", **option)

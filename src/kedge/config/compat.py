@@ -303,10 +303,6 @@ TRL_GRPO: dict[str, Foreign] = {
     **TRL_GROUPS,
     "vllm_importance_sampling_cap": Alias("vllm_importance_sampling_clip_max"),
     "cast_lm_head_to_fp32": NoEffect("training logits are always float32", False, (True,)),
-    **unsupported(
-        "rewards are weighted and summed before normalization",
-        multi_objective_aggregation="sum_then_normalize",
-    ),
     **unsupported("the loss always covers every token", top_entropy_quantile=1.0),
     "off_policy_mask_threshold": Unsupported(
         "sampler_correction handles off-policy responses", "set sampler_correction instead"

@@ -73,6 +73,7 @@ class TrainerSpec:
         *,
         ref_model: Any = None,
         value_model: Any = None,
+        reward_weights: Sequence[float] | None = None,
     ) -> Algorithm:
         """The trainer's algorithm with the options of the config, or a custom one."""
         if custom is not None:
@@ -80,7 +81,10 @@ class TrainerSpec:
             return custom
         reference = ref_model is not None or args.kl_coef > 0 or args.loss_kl_coef > 0
         try:
-            return self.algorithm(**shared_kwargs(args, self.algorithm), reference=reference)
+            options = shared_kwargs(args, self.algorithm)
+            if "reward_weights" in options and reward_weights is not None:
+                options["reward_weights"] = reward_weights
+            return self.algorithm(**options, reference=reference)
         except ValueError as error:  # contradictory options
             raise ConfigError(str(error)) from error
 
