@@ -45,7 +45,7 @@ OF_ALGORITHM: dict[str, tuple[str, ...]] = {
     ),
     "rloo": (
         *("clip_ratio/low_mean", "clip_ratio/high_mean"),
-        *("objective/uniform_groups", "rollout/untrained_rows"),
+        *("objective/uniform_groups", "rollout/untrained_rows", "val/clipfrac_avg"),
     ),
     "reinforce_pp": ("loss/kl_avg", "objective/uniform_groups"),
     "grpo": (
