@@ -44,11 +44,11 @@ class ScriptArguments:
 class ModelConfig:
     """Model and adapter options of a script.
 
-    ``torch_dtype`` and ``trust_remote_code`` are readable for scripts of older versions, but are
-    not flags: ``trust_remote_code`` is now an option of the configs.
+    ``torch_dtype`` is the name of ``dtype`` in TRL 0.12 to 0.22.  ``trust_remote_code`` is readable
+    for scripts of older versions, but is not a flag: it is now an option of the configs.
 
     Raises:
-        ConfigError: both 8 and 4 bits are requested.
+        ConfigError: both 8 and 4 bits are requested, or two data types.
     """
 
     model_name_or_path: str | None = option(None, "Folder or hub name of the model.")
@@ -74,16 +74,21 @@ class ModelConfig:
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "4-bit number format.")
     use_bnb_nested_quant: bool = option(False, "Also quantize the constants of 4-bit weights.")
     bnb_4bit_quant_storage: str | None = option(None, "Storage type of 4-bit weights.")
+    torch_dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = option(
+        None, "Older name of dtype."
+    )
     trust_remote_code: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        given = {self.dtype, self.torch_dtype or self.dtype} - {ModelConfig.dtype}
+        if len(given) > 1:
+            raise ConfigError(
+                f"torch_dtype={self.torch_dtype!r} is another name of dtype, but"
+                f" dtype={self.dtype!r} is set; set only dtype"
+            )
+        self.dtype = self.torch_dtype = self.torch_dtype or self.dtype
         if self.load_in_8bit and self.load_in_4bit:
             raise ConfigError("load_in_8bit and load_in_4bit are both set; set only one of them")
-
-    @property
-    def torch_dtype(self) -> str | None:
-        """Older name of ``dtype``."""
-        return self.dtype
 
 
 def get_peft_config(model_args: ModelConfig) -> Any:

@@ -117,6 +117,9 @@ class Response:
         return () if self.parse is None else self.parse(text)
 
 
+LEASES = "_leases"  # column of the finished environments, until the rewards are computed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episodes(Record):
     """Results of environments for a rollout, one episode per row."""
@@ -126,7 +129,7 @@ class Episodes(Record):
     rewards: Tensor  # float64 [B, R]; reward of each turn, at its last token
     valid: Tensor  # bool [B]; False: the environment failed, the row is not trained on
     # Per row: "observations", the chat messages between two turns; "metrics" that the environment
-    # reported; "error", why it failed; "totals", all metrics of the episode as (sum, count).
+    # reported; "error", why it failed; "totals", all metrics as (sum, count); LEASES.
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property

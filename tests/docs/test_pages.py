@@ -228,6 +228,8 @@ def test_the_scripts_of_judging(place: Path, capsys: pytest.CaptureFixture[str])
         said = capsys.readouterr().out
         counts = dict(re.findall(r"^(response[01])    (\d+)$", said, flags=re.MULTILINE))
         assert sum(map(int, counts.values())) == 5
+        lines = said.splitlines()
+        assert lines[lines.index("preferred") + 1].startswith("response")
         header, *lines = (place / "tldr.csv").read_text().splitlines()
         assert "preferred" in header
         assert len(lines) == 5
@@ -239,6 +241,8 @@ def test_the_scripts_of_judging(place: Path, capsys: pytest.CaptureFixture[str])
         )
         summary = json.loads((place / "out" / "summary.json").read_text())
         assert summary["wins"] + summary["losses"] == 3
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last == f"Model win rate: {100 * summary['win_rate']:.2f}%"
     finally:
         server.close()
 

@@ -223,6 +223,49 @@ def bare(x):  # type: ignore[no-untyped-def]
     return x
 
 
+NUMBERED = [row | {"number": 7 * i} for i, row in enumerate(TOOL_PROMPTS)]
+
+
+class Numbered(Counter):
+    """Counts its episodes; a reward function reads the score of the finished one."""
+
+    made: list[Any] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.made.append(self)
+
+    def reset(self, prompt: Any = None, number: int = 0, **columns: Any) -> None:  # type: ignore[override]
+        self.value = number
+
+
+def score_of_the_game(environments: list[Numbered], **_: Any) -> list[float]:
+    """TRL's convention of public programs that play in environments."""
+    return [float(environment.value) for environment in environments]
+
+
+@pytest.mark.parametrize("schedule", ["in_order", "as_completed"])
+def test_reward_functions_read_the_finished_environments(schedule: str, tmp_path: Path) -> None:
+    seen: list[tuple[int, float]] = []
+
+    def check(number: list[int], environments: list[Numbered], **_: Any) -> list[float]:
+        seen.extend(zip(number, (e.value for e in environments), strict=True))
+        return [0.0] * len(number)
+
+    Numbered.made.clear()
+    made = tooled(
+        GRPOTrainer, GRPOConfig, output_dir=str(tmp_path), environment_factory=Numbered,
+        train_dataset=NUMBERED,
+        reward_funcs=[score_of_the_game, check], rollout_schedule=schedule,
+        max_lag=int(schedule == "as_completed"),
+    )  # fmt: skip
+    made.train()
+    made.evaluate(NUMBERED)
+    assert len(seen) >= 8
+    assert all(number == value for number, value in seen)
+    if schedule == "in_order":
+        assert len(Numbered.made) == 9  # those of one batch, and the one whose tools were checked
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [

@@ -24,9 +24,10 @@ from kedge.classic import (
     respond_to_batch,
     setup_chat_format,
 )
-from kedge.compat import APIS, NameFinder, install
+from kedge.compat import APIS, NameFinder, install, uninstall
 from kedge.compat.__main__ import detect_api
-from kedge.errors import ConfigError
+from kedge.compat.__main__ import main as compat_main
+from kedge.errors import ConfigError, OptionError
 from tests import processes
 from tests.classic_models import gpt2, letters
 
@@ -262,8 +263,32 @@ def test_version(installed: bool, report: bool, monkeypatch: pytest.MonkeyPatch)
         ("from trl.experimental.ppo import PPOTrainer", "trl-1.12"),
     ],
 )
-def test_the_api_of_a_script(text: str, api: str) -> None:
-    assert detect_api(text) == api
+@pytest.mark.parametrize("place", ["script", "package", "neighbor"])
+def test_the_api_of_a_program(text: str, api: str, place: str, tmp_path: Path) -> None:
+    """Also where the trainer is in a module that the script imports."""
+    (tmp_path / "src" / "training").mkdir(parents=True)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "src" / "training" / "ppo.py").write_text(text)
+    (tmp_path / "scripts" / "helper.py").write_text("from src.training import ppo")
+    script = tmp_path / "scripts" / "train.py"
+    imports = {"package": "from src.training.ppo import main", "neighbor": "import helper, torch"}
+    script.write_text(imports.get(place, text))
+    assert detect_api(script) == api
+
+
+def test_an_option_of_another_release_names_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from trl import PPOConfig\nPPOConfig(model_name='gpt2')")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.argv", [*sys.argv])
+    try:
+        with pytest.raises(OptionError, match="no option 'model_name'"):
+            compat_main(["run", "--replace", str(script)])
+    finally:
+        uninstall()
+    assert "run it with --api trl-0.11 (generate and step" in caplog.text
 
 
 def test_unknown_api() -> None:

@@ -7,6 +7,7 @@ Shao et al. 2024 (arXiv:2402.03300); Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -26,13 +27,14 @@ from kedge.algorithms.base import (
     shaped_rewards,
     uniform_rows,
 )
-from kedge.math.advantage import group_normalize
+from kedge.math.advantage import group_normalize, normalize_then_sum
 from kedge.math.kl import ESTIMATORS
 from kedge.math.losses import Clip, weighted_policy_loss
 from kedge.math.ratios import RatioLevel
 from kedge.math.rewards import overlong_penalty, place_score
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo"]
 
 
@@ -46,6 +48,8 @@ def grpo(  # noqa: PLR0913
     use_bias_correction_kl: bool = False,
     loss_type: LossType = "dapo",
     scale_rewards: Literal["group", "batch", "none"] = "group",
+    multi_objective_aggregation: Aggregation = "sum_then_normalize",
+    reward_weights: Sequence[float] | None = None,
     importance_sampling_level: Literal["token", "sequence"] = "token",
     response_length: int | None = None,
     mask_truncated_completions: bool = False,
@@ -81,6 +85,10 @@ def grpo(  # noqa: PLR0913
         use_bias_correction_kl: multiply the KL in the loss by the ratio (arXiv:2512.02556).
         loss_type: see above.
         scale_rewards: divide by the standard deviation of the group, of the batch, or not at all.
+        multi_objective_aggregation: "normalize_then_sum" is GDPO: every reward is normalized in its
+            group before the weighted sum, which is normalized over the batch.  It compares rewards
+            of whole responses, without penalties.
+        reward_weights: weight of each reward in GDPO; None: 1.
         importance_sampling_level: "sequence" is GSPO: the geometric mean of a response's ratios.
         response_length: limit of a response in tokens, for "dr_grpo" and ``overlong_buffer``.
         mask_truncated_completions: responses truncated by the length limit count for baselines but
@@ -149,7 +157,7 @@ def grpo(  # noqa: PLR0913
             parts["kl"], metrics["loss/kl_avg"] = beta * kl, kl
         return Loss(parts=parts, metrics=metrics)
 
-    return Algorithm(
+    algorithm = Algorithm(
         name="grpo" if level == "token" else "gspo",
         compute_advantages=compute_advantages,
         loss=loss,
@@ -159,3 +167,23 @@ def grpo(  # noqa: PLR0913
         resample=dynamic_sampling,
         uniform=uniform,
     )
+    decoupled = multi_objective_aggregation == "normalize_then_sum"
+    return decouple_rewards(algorithm, reward_weights) if decoupled else algorithm
+
+
+def decouple_rewards(algorithm: Algorithm, weights: Sequence[float] | None = None) -> Algorithm:
+    """The algorithm with the advantages of ``kedge.math.advantage.normalize_then_sum`` (GDPO)."""
+
+    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
+        rewards = [*e.reward_output.components.values()]
+        advantages = normalize_then_sum(
+            rewards,
+            [1.0] * len(rewards) if weights is None else weights,
+            e.rollout.prompts.group,
+            e.reward_output.valid,
+            all_reduce=e.all_reduce,
+        )
+        output = algorithm.compute_advantages(e, kl_coef)
+        return replace(output, advantages=advantages[:, None] * e.rollout.loss_mask)
+
+    return replace(algorithm, compute_advantages=compute_advantages)

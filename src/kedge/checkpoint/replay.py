@@ -48,7 +48,8 @@ def _is_json(name: str, column: Any) -> bool:
     try:
         json.dumps(list(column))
     except (TypeError, ValueError) as e:
-        warnings.warn(f"the dataset column {name!r} is not recorded: {e}", stacklevel=5)
+        if name != types.LEASES:
+            warnings.warn(f"the dataset column {name!r} is not recorded: {e}", stacklevel=5)
         return False
     return True
 

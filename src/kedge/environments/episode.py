@@ -319,8 +319,9 @@ def build_rollout(
     pad_id: int,
     spare: int,
     totals: Sequence[Mapping[str, tuple[float, float]]],
+    columns: Mapping[str, Sequence[Any]],
 ) -> Rollout:
-    """Build the rollout of episodes, one per row of ``prompts``, with the metrics of each."""
+    """Build the rollout of episodes, one per row of ``prompts``, with metrics and columns."""
     for episode in episodes:
         if not episode.ids:  # no turn was sampled: add one token that is not trained on
             episode.add_observation([pad_id])
@@ -363,6 +364,7 @@ def build_rollout(
                 "metrics": [dict(e.metrics) for e in episodes],
                 "error": [e.error for e in episodes],
                 "ending": [e.ending for e in episodes],
+                **columns,
             },
         ),
     )

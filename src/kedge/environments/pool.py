@@ -145,6 +145,30 @@ class RunningCalls:
         self._running.clear()
 
 
+class Lease:
+    """The environment of a finished episode, for reward functions to read before it is reused.
+
+    ``release`` frees it, as does the end of the last rollout that has the lease.  Environments stay
+    in their process: copies for another one are None.
+    """
+
+    def __init__(self, pool: EnvironmentPool, episode: Episode) -> None:
+        self._pool, self._episode = pool, episode
+        self.environment = getattr(episode.environment, "target", episode.environment)
+        self._released = False
+
+    def release(self) -> None:
+        """Return the environment to its pool."""
+        if not self._released:
+            self._released = True
+            self._pool.release(self._episode)
+
+    __del__ = release
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 class EnvironmentPool:
     """Environments, one for each running episode; several engines may share them.
 
@@ -169,7 +193,7 @@ class EnvironmentPool:
         )
         # Environments free for a new episode, by name, with their threads.
         self._idle: dict[object, list[Place]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a lease may end at any time
         self._round = 0  # environments of an earlier round are closed instead of reused
         self._closing: list[Future[Any]] = []
         self._unclosed: list[Place] = []  # failed environments for whose close() there was no room

@@ -34,11 +34,18 @@ from kedge.environments.episode import (
     stack_rows,
     turn_seed,
 )
-from kedge.environments.pool import Calls, EnvironmentPool, MakeEnvironment, OnError, RunningCalls
+from kedge.environments.pool import (
+    Calls,
+    EnvironmentPool,
+    Lease,
+    MakeEnvironment,
+    OnError,
+    RunningCalls,
+)
 from kedge.environments.turn_tokens import TurnTokens, as_messages
 from kedge.errors import ConfigError, RewardError, RolloutError, describe_error
 from kedge.protocols import NewContext, Observation, RolloutEngine, Step
-from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling
+from kedge.types import LEASES, PromptBatch, Receipt, Response, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]  # TRL's rollout_func
@@ -94,6 +101,8 @@ class EnvironmentRollouts:
         keep_last_observation: append the observation that follows a truncated episode, untrained,
             so that a value can be read where values are trained.
         vocabulary: number of token ids that the models know; None: those of the tokenizer.
+        keep_environments: reuse an environment only once the rewards of its rollout are computed;
+            reward functions get it among ``environments``.
     """
 
     many_turns = True  # ranks may need different numbers of turns
@@ -124,6 +133,7 @@ class EnvironmentRollouts:
         drop_reasoning: bool = False,
         keep_last_observation: bool = False,
         vocabulary: int | None = None,
+        keep_environments: bool = False,
     ) -> None:
         self.engine: Any = engine  # untyped: the request methods are optional in the protocol
         self._limits = TurnLimits(
@@ -146,7 +156,7 @@ class EnvironmentRollouts:
         ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
         self._pad = next((int(i) for i in (pad_id, *ids) if i is not None), 0)
         self._spare = int(extra_column)
-        self._error_score = env_error_score
+        self._error_score, self._keep = env_error_score, keep_environments
         # Sample a turn for all live episodes at once, when all environments have answered.
         self._together = False
         self._forget()
@@ -211,12 +221,14 @@ class EnvironmentRollouts:
 
     def _build(self, prompts: PromptBatch, episodes: Sequence[Episode]) -> Rollout:
         seconds, self._seconds = self._seconds, (0.0, 0.0)
+        leases = [Lease(self._environments, episode) for episode in episodes if self._keep]
         return build_rollout(
             prompts,
             episodes,
             pad_id=self._pad,
             spare=self._spare,
             totals=episode_totals(episodes, *seconds, self._environments.calls.hung),
+            columns={LEASES: leases} if leases else {},
         )
 
     @property
@@ -314,7 +326,8 @@ class EnvironmentRollouts:
         """Sample another turn of episodes of a group, or end them."""
         for episode in episodes:
             if episode.done:
-                self._environments.release(episode)
+                if not self._keep:
+                    self._environments.release(episode)
                 del self._running[episode.key]
         live = [episode for episode in episodes if not episode.done]
         if self._together:
@@ -529,7 +542,8 @@ class EnvironmentRollouts:
     def _drop(self) -> None:
         """Drop the episodes; busy environments are reused once they have answered."""
         running = self._running
-        for episode in running.values():
+        kept = [e for group in self._groups.values() for e in group if self._keep and e.done]
+        for episode in (*running.values(), *kept):
             if episode.on_result is None:
                 self._environments.release(episode)
 

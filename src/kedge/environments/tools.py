@@ -45,7 +45,7 @@ class ToolEnvironment:
     def __init__(
         self, tools: Sequence[Tool] = (), target: Any = None, *, max_iterations: int | None = None
     ) -> None:
-        self._target, self._max_iterations = target, max_iterations
+        self.target, self._max_iterations = target, max_iterations
         methods = [] if target is None else _methods(target)
         self._in_order = {method.__name__ for method in methods}
         self.tools = [tool_schema(function) for function in (*tools, *methods)]
@@ -60,15 +60,15 @@ class ToolEnvironment:
     @property
     def gives_rewards(self) -> bool:
         """Whether the target has ``get_reward``."""
-        return hasattr(self._target, "get_reward")
+        return hasattr(self.target, "get_reward")
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Any:
         """Begin an episode: reset the target with the columns of the row."""
         self._iterations, self.grading = 0, False
-        if self._target is None:
+        if self.target is None:
             return None, {}
         columns = dict(options)
-        reset = self._target.reset
+        reset = self.target.reset
         if "seed" not in columns and "seed" in inspect.signature(reset).parameters:
             columns["seed"] = seed
         observation = reset(**columns)
@@ -96,12 +96,12 @@ class ToolEnvironment:
 
     def final_reward(self) -> Any:
         """The reward of an episode that ends now."""
-        get_reward = getattr(self._target, "get_reward", None)
+        get_reward = getattr(self.target, "get_reward", None)
         return 0.0 if get_reward is None else get_reward()
 
     def close(self) -> Any:
         """Close the target."""
-        close = getattr(self._target, "close", None)
+        close = getattr(self.target, "close", None)
         return None if close is None or "close" in self._functions else close()
 
     def _results(self, calls: Sequence[ToolCall]) -> list[tuple[Any, bool]]:

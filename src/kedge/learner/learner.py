@@ -44,7 +44,7 @@ from kedge.learner.logprobs import (
     build_request,
     compute_logprobs,
 )
-from kedge.learner.reference import Reference, RemoteReference
+from kedge.learner.reference import FrozenModel, Reference, RemoteReference
 from kedge.learner.settings import LearnerSettings
 from kedge.models.backbone import BackboneCache, VarlenAttention
 from kedge.models.compatibility import check_rows
@@ -389,6 +389,12 @@ class HFLearner:
         policy = [p for p in self.policy.parameters() if p.requires_grad and id(p) not in other]
         return {"policy": policy, **value}
 
+    def _stored(self) -> dict[str, list[nn.Parameter]]:
+        """The weights that a checkpoint holds: all that change during the run."""
+        moves = self.settings.reference_sync_steps and isinstance(self.reference, FrozenModel)
+        reference = {"reference": [*self.reference.model.parameters()]} if moves else {}
+        return self._trained() | reference
+
     def advance_version(self) -> None:
         """End the iteration: advance policy version and schedule by one, and free the gradients."""
         with warnings.catch_warnings():
@@ -398,6 +404,9 @@ class HFLearner:
         self.optimizer.zero_grad(set_to_none=True)
         self._backbones.clear()
         self.version += 1
+        every = self.settings.reference_sync_steps
+        if every and self.version % every == 0 and isinstance(self.reference, FrozenModel):
+            self.reference.mix(self.policy, self.settings.reference_mixup)
         self._stepped = False
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -442,7 +451,7 @@ class HFLearner:
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume exactly; sharded tensors stay sharded."""
         return {
-            "weights": {name: [p.detach() for p in ps] for name, ps in self._trained().items()},
+            "weights": {name: [p.detach() for p in ps] for name, ps in self._stored().items()},
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -456,8 +465,8 @@ class HFLearner:
         Raises:
             CheckpointError: the state belongs to different models.
         """
-        state = read_state(state, self._trained(), self.optimizer)
-        load_weights(self._trained(), state["weights"])
+        state = read_state(state, self._stored(), self.optimizer)
+        load_weights(self._stored(), state["weights"])
         names = {id(p): name for name, p in self.module.named_parameters()}
         optim.load_optimizer_state(self.optimizer, self.scheduler, state, names=names)
         shard_optimizer_state(self.optimizer)

@@ -18,7 +18,7 @@ from kedge.background import in_thread, on_event_loop
 from kedge.errors import ConfigError, RewardError, describe_error
 from kedge.rewards.mixture import Mixture, Pending
 from kedge.rewards.texts import TextCache, Texts, row_name
-from kedge.types import REWARD_ERRORS, Metrics, RewardOutput, Rollout
+from kedge.types import LEASES, REWARD_ERRORS, Metrics, RewardOutput, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,8 @@ class RewardFunction:
     The function is called once for all rows with those of the following keyword arguments that it
     accepts (all of them if it takes ``**kwargs``): ``prompts`` and ``completions`` (text, or chat
     messages if the dataset has chats), ``prompt_ids`` and ``completion_ids`` (token ids, including
-    the stop token), every other dataset column by its name, ``trainer_state``,
+    the stop token), every other dataset column by its name, ``environments`` (those of the finished
+    episodes, after ``environment_factory`` the objects that it made), ``trainer_state``,
     ``log_metric(name, value, weight=1)`` and ``log_extra(column, values)``.  It returns one entry
     per row: a number, None where it does not apply, or one number per response token.
 
@@ -108,6 +109,7 @@ class RewardFunction:
         self._signature = Signature(function, self.name)
         self.columns = self._signature.columns
         self._on_error, self._error_score, self._timeout = on_error, error_score, timeout
+        self.reads_environments = self.columns is None or "environments" in self.columns
         self.parallel = PARALLEL if is_async(function) else 1
         self._state = trainer_state or (lambda: None)
 
@@ -358,6 +360,10 @@ class Signature:
         reserved = {"prompt", *PER_ROW, *FIXED}  # dataset columns cannot replace these arguments
         columns = texts.rollout.prompts.columns.items()
         values = fixed | {name: list(column) for name, column in columns if name not in reserved}
+        episodes = texts.rollout.episodes
+        leases = [] if episodes is None else episodes.columns.get(LEASES, [])
+        if leases and None not in leases:  # None: they are in another process
+            values["environments"] = [lease.environment for lease in leases]
         offered = [*PER_ROW, *values]
         missing = self._required - set(offered)
         if missing:

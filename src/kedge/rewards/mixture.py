@@ -17,7 +17,7 @@ from kedge.errors import ConfigError, RewardError
 from kedge.math.rewards import place_score
 from kedge.protocols import RewardSource
 from kedge.records import add_totals
-from kedge.types import RewardOutput, Rollout
+from kedge.types import LEASES, RewardOutput, Rollout
 
 logger = logging.getLogger(__name__)
 SLOW = 8.0  # seconds, after which a call is named that has not returned
@@ -100,6 +100,9 @@ class Mixture:
         known = frozenset(name for columns in read for name in columns or ())
         self.columns = None if None in read else known
         self.only_models = all(getattr(s, "only_models", False) for _, s, _ in sources)
+        self.reads_environments = any(
+            getattr(s, "reads_environments", False) for _, s, _ in sources
+        )
         # Batches that it scores at the same time, more than 1 if all sources are asynchronous.
         self.parallel: int = min(getattr(source, "parallel", 1) for _, source, _ in sources)
         self._free = threading.Semaphore(self.parallel)
@@ -147,6 +150,9 @@ class Mixture:
         if dense is not None:
             whole = (scores + dense.sum(1)).float().double()
             scores, dense = whole, dense + place_score(scores - whole, rollout.loss_mask)
+        leases = () if rollout.episodes is None else rollout.episodes.columns.get(LEASES, ())
+        for lease in filter(None, leases):
+            lease.release()
         cut_off = scores - self._subtract if self._replace is None else self._replace
         scores = torch.where(rollout.terminated, scores, cut_off)
         if dense is not None and self._replace is not None:

@@ -14,7 +14,9 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import (
+    DataCollatorWithPadding,
     Trainer,
     TrainerCallback,
     TrainerState,
@@ -39,6 +41,28 @@ from kedge.trainers.hf_callbacks import launch_context
 from kedge.trainers.spec import TrainerInputs, TrainerSpec
 
 logger = logging.getLogger(__name__)
+
+
+def _dataloader(trainer: Any) -> Any:
+    """The rows of the dataset in batches of one rank, for a subclass with its own loop."""
+    collate = trainer._inputs.data_collator or DataCollatorWithPadding(trainer.processing_class)
+    loader = DataLoader(
+        trainer.train_dataset,
+        batch_size=trainer.engine.batch_sizes.local_prompts,
+        shuffle=True,
+        collate_fn=collate,
+        drop_last=True,
+    )
+    return trainer.accelerator.prepare(loader)
+
+
+def _save_weights(trainer: Any, *_: Any, **__: Any) -> None:
+    """Save the models of a subclass with its own loop, which counts its own steps."""
+    trainer.save_model(
+        str(Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}")
+    )
+
+
 # Trainer attributes that scripts for other libraries read, including options by TRL's names.
 _ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = {
     "tokenizer": lambda trainer: trainer.processing_class,
@@ -49,6 +73,14 @@ _ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = {
     "is_deepspeed_enabled": lambda trainer: _has_plugin(trainer, "deepspeed_plugin"),
     "is_fsdp_enabled": lambda trainer: _has_plugin(trainer, "fsdp_plugin"),
     "aux_loss_enabled": lambda trainer: False,  # load-balancing losses do not exist here
+    "entropy_coef": lambda trainer: trainer.engine.entropy_bonus.coef,
+    "ref_policy": lambda trainer: trainer.ref_model,
+    "reward_model": lambda trainer: next(iter(trainer.reward_funcs), None),
+    "stop_token_id": lambda trainer: next(iter(trainer.engine.sampling.stop_ids), None),
+    "train_dataset_len": lambda trainer: len(trainer.train_dataset),
+    "local_seed": lambda trainer: trainer.args.seed + trainer.accelerator.process_index * 100003,
+    "dataloader": _dataloader,
+    "_save_checkpoint": lambda trainer: functools.partial(_save_weights, trainer),
 }
 _OPTIONS = (
     *("beta", "temperature", "top_p", "top_k", "min_p", "max_completion_length"),

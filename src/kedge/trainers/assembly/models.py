@@ -187,6 +187,16 @@ class ModelStage:
         """Build the reference; also returns whether it equals the initial policy."""
         inputs, adapter = self.setup.inputs, self.setup.args.ref_adapter_name
         remote = self.setup.args.ray_ref_workers > 0
+        if getattr(self.setup.args, "sync_ref_model", False):
+            problems = {
+                "there is none; set beta above 0": not self.setup.algorithm.needs_reference,
+                "ray_ref_workers have it; set ray_ref_workers=0": remote,
+                "an adapter shares its base with it": hasattr(policy, "peft_config"),
+            }
+            for problem in [text for text, applies in problems.items() if applies]:
+                raise ConfigError(
+                    f"sync_ref_model=True moves the reference, but {problem}, or leave it out"
+                )
         if remote or not self.setup.algorithm.needs_reference:
             return None, remote and inputs.ref_model is None
         if inputs.ref_model is not None:
@@ -402,6 +412,9 @@ class LearnerStage:
             allow_low_precision_weights=args.allow_low_precision_weights,
             entropy_grad=bool(args.entropy_coef) or args.use_adaptive_entropy,
             cache_trunk=args.cache_trunk,
+            reference_sync_steps=getattr(args, "sync_ref_model", False)
+            and args.ref_model_sync_steps,
+            reference_mixup=getattr(args, "ref_model_mixup_alpha", 0.6),
         )
 
     def _build_remote_reference(

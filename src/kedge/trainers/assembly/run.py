@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig, fields_of
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import default_of, read_mapping
@@ -93,7 +94,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
         if args.drop_reasoning:
             environments.check_conversations(setup)
     models = ModelStage(setup)
-    reward = RewardStage(setup)
+    reward = RewardStage(setup, plays=make_environment is not None)
     learner = LearnerStage(setup)
     rollout = RolloutStage(setup)
     callbacks = build_callbacks(setup)
@@ -121,6 +122,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
             extra_column=setup.algorithm.extra_column,
             context=loaded.context(args),
             vocabulary=vocabulary(loaded.policy),
+            keep_environments=getattr(reward_source, "reads_environments", False),
         )
     engine = build_engine(setup, reward_source, hf_learner, rollout_engine, rollout)
     callbacks.watch(hf_learner.optimizer, hf_learner.scheduler)
@@ -267,9 +269,11 @@ def advise(
 class RewardStage:
     """Reward models, functions and penalties, combined into one reward source."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, *, plays: bool) -> None:
         inputs = setup.inputs
         args, own = setup.args, inputs.reward_weights
+        # Environments live in this process, reward workers do not.
+        self._environments = ["environments"] if plays and not args.ray_reward_workers else []
         self.setup, self.weights = setup, args.reward_weights if own is None else own
         check_sources(
             self._reward_models(args.reward_adapter),
@@ -299,7 +303,9 @@ class RewardStage:
     def _columns(self) -> list[str] | None:
         """Columns that reward functions can read; None if a rollout function adds others."""
         setup = self.setup
-        return None if setup.inputs.rollout_func is not None else setup.prompts.columns
+        if setup.inputs.rollout_func is not None:
+            return None
+        return [*setup.prompts.columns, *self._environments]
 
     def build(self, models: Models, trainer_state: Callable[[], object]) -> RewardSource:
         """Load the reward models, here or in workers."""
@@ -317,6 +323,11 @@ class RewardStage:
             "autocast": setup.dtype,
             "policy_vocab_size": min(tokens, vocabulary(models.policy) or tokens),
         }
+        if isinstance(args, AsyncPPOConfig):  # as open-instruct's
+            model_options["equal_vocabulary"] = vocabulary(models.policy)
+        kinds = type(inputs.trainer).__mro__
+        if any("train" in vars(kind) for kind in kinds if not kind.__module__.startswith("kedge.")):
+            model_options["check_labels"] = False  # its own loop may read another number
         function_options: dict[str, Any] = {
             "on_error": args.on_reward_error,
             "error_score": args.reward_error_score,

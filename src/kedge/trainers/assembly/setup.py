@@ -97,7 +97,11 @@ def build_setup(inputs: TrainerInputs) -> Setup:
     )
     sampling = build_sampling(args, eos_ids)
     algorithm = inputs.spec.build_algorithm(
-        args, inputs.algorithm, ref_model=inputs.ref_model, value_model=inputs.value_model
+        args,
+        inputs.algorithm,
+        ref_model=inputs.ref_model,
+        value_model=inputs.value_model,
+        reward_weights=inputs.reward_weights,
     )
     prompts, sizes = build_prompts(
         inputs.train_dataset,
