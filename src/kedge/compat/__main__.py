@@ -22,7 +22,8 @@ _STEP_MARKS = ("WithValueHead", "trl.core", "PPOv2", ".rloo_trainer", "BestOfNSa
 def detect_api(script: Path) -> str:
     """The API that a script and the local modules that it imports use."""
     folders = [script.resolve().parent, Path.cwd(), script.resolve().parent.parent]
-    texts, waiting = {}, [script]
+    texts: dict[Path, str] = {}
+    waiting = [script]
     while waiting and len(texts) < _MOST_FILES:
         file = waiting.pop(0).resolve()
         if file not in texts:

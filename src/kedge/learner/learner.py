@@ -391,9 +391,10 @@ class HFLearner:
 
     def _stored(self) -> dict[str, list[nn.Parameter]]:
         """The weights that a checkpoint holds: all that change during the run."""
-        moves = self.settings.reference_sync_steps and isinstance(self.reference, FrozenModel)
-        reference = {"reference": [*self.reference.model.parameters()]} if moves else {}
-        return self._trained() | reference
+        stored = self._trained()
+        if self.settings.reference_sync_steps and isinstance(self.reference, FrozenModel):
+            stored["reference"] = [*self.reference.model.parameters()]
+        return stored
 
     def advance_version(self) -> None:
         """End the iteration: advance policy version and schedule by one, and free the gradients."""
