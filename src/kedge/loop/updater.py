@@ -175,6 +175,7 @@ class Updater:
         dropped = float(self.batch_sizes.batch_size)
         metrics = {"rollout/dropped_rows": dropped, "val/num_eos_tokens": 0.0}
         errors = sum(name.startswith(REWARD_ERRORS) for name in reward_output.metrics)
+        errors += not reward_output.components  # a source that tells no None from a failure
         if rollout.episodes is not None:
             errors += int((~rollout.episodes.valid).sum())
         problem = f"none of the {len(rollout)} responses in this batch could be scored"
