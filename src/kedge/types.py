@@ -123,7 +123,7 @@ class Episodes(Record):
 
     # int64 [B, R]; turn number from 0 for the policy's tokens, -1 for others
     turn: Tensor = rows_field(fill=-1)
-    rewards: Tensor  # float32 [B, R]; reward of each turn, at its last token
+    rewards: Tensor  # float64 [B, R]; reward of each turn, at its last token
     valid: Tensor  # bool [B]; False: the environment failed, the row is not trained on
     # Per row: "observations", the chat messages between two turns; "metrics" that the environment
     # reported; "error", why it failed; "totals", all metrics of the episode as (sum, count).
@@ -172,10 +172,11 @@ class Rollout(Record):
 class RewardOutput(Record):
     """The output of a reward source for each response."""
 
-    scores: Tensor  # float32 [B]
+    scores: Tensor  # float32 [B]; the whole reward of the response
     valid: Tensor  # bool [B]; False: not scored, excluded from training
     components: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [B], NaN: n/a
-    # float32 [B, R]; dense rewards, added to the score
+    # float64 [B, R]; added to the score at the last token, from which they move parts of it to
+    # earlier tokens; they sum to 0
     token_rewards: Tensor | None = rows_field(absent="fill", default=None)
     # float32 [B]; score of the greedy response to the same prompt
     greedy_scores: Tensor | None = rows_field(absent="drop", default=None)
@@ -189,6 +190,7 @@ class RewardOutput(Record):
         return replace(self, **{n: x / (scale or 1.0) for n, x in rewards.items() if x is not None})
 
 
+REWARD_ERRORS = "reward_errors/"  # metrics of rows for which a reward failed, with its name
 SYNC_GAP = "rollout/sync_gap"
 
 

@@ -182,12 +182,14 @@ def test_the_error_stays_what_it_was_when_nothing_can_be_saved(
 
 
 def test_a_reward_that_cannot_score_anything_is_asked_again(tmp_path: Path, monkeypatch) -> None:
-    """None of the scores is a number: the responses are kept, the scores are not."""
+    """Every score fails: the responses are kept, the scores are not."""
     monkeypatch.setattr("kedge.loop.updater.MOST_UNSCORED", 1)
     calls = itertools.count()
 
     def out(completions: list[str], **_: Any) -> list[Any]:
-        return [None] * len(completions) if next(calls) >= 3 else length_reward(completions)
+        if next(calls) >= 3:
+            raise ValueError("the server is down")
+        return length_reward(completions)
 
     options: dict[str, Any] = {
         "output_dir": str(tmp_path),
@@ -195,13 +197,14 @@ def test_a_reward_that_cannot_score_anything_is_asked_again(tmp_path: Path, monk
         "save_strategy": "steps",
         "reward_model": None,
         "max_lag": 1,
+        "on_reward_error": "drop",
     }
     with pytest.raises(RewardError, match="could be scored"):
         small(reward_funcs=out, **options).train()
     assert saved(tmp_path) == [3]
     calls = itertools.count(3)
-    with pytest.raises(RewardError, match="check that the reward returns numbers, not only None"):
-        small(reward_model=None, reward_funcs=out).train()
+    with pytest.raises(RewardError, match="see the log for rewards and environments that fail"):
+        small(reward_model=None, reward_funcs=out, on_reward_error="drop").train()
     mended = small(reward_funcs=length_reward, **options)
     mended.train(resume_from_checkpoint=True)
     whole = small(reward_funcs=length_reward, **options | {"output_dir": str(tmp_path / "whole")})

@@ -434,8 +434,7 @@ def test_the_first_iteration_is_reported_whatever_is_logged(tmp_path, capsys, ca
     small(total_episodes=4, logging_steps=10).train()
     assert capsys.readouterr().out.count("step 1/1 ") == 1
     unscored = {"total_episodes": 4, "num_ppo_epochs": 1, "reward_model": None}
-    with pytest.raises(RewardError):
-        small(**unscored, reward_funcs=lambda completions, **_: [None] * len(completions)).train()
+    small(**unscored, reward_funcs=lambda completions, **_: [None] * len(completions)).train()
     assert "kedge: 1 iteration of 4 responses, 1 optimizer step each\n" in capsys.readouterr().out
     small(**options).train(resume_from_checkpoint=True)
     out = capsys.readouterr().out

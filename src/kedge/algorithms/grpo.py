@@ -18,15 +18,15 @@ from kedge.algorithms.base import (
     Algorithm,
     CreditLevel,
     check_loss_kl,
-    dense_totals,
     group_advantages,
     longest_response,
     policy_metrics,
     policy_terms,
     reference_kl,
     shaped_rewards,
+    uniform_rows,
 )
-from kedge.math.advantage import group_normalize, group_std
+from kedge.math.advantage import group_normalize
 from kedge.math.kl import ESTIMATORS
 from kedge.math.losses import Clip, weighted_policy_loss
 from kedge.math.ratios import RatioLevel
@@ -85,8 +85,8 @@ def grpo(  # noqa: PLR0913
         response_length: limit of a response in tokens, for "dr_grpo" and ``overlong_buffer``.
         mask_truncated_completions: responses truncated by the length limit count for baselines but
             are not trained on.
-        drop_uniform_groups: exclude groups of equal scores (without KL) from the loss and its
-            weights.
+        drop_uniform_groups: exclude groups without a difference in what is compared (without KL)
+            from the loss and its weights.
         dynamic_sampling: rounds in which such groups are replaced by other prompts (DAPO).
         overlong_buffer: tokens before ``response_length`` over which the score falls by up to 1.
         credit: compare responses ("token": all tokens share the advantage), or "turn" by turn.
@@ -103,25 +103,26 @@ def grpo(  # noqa: PLR0913
     longest = longest_response(response_length, overlong_buffer, needed_by)
     clip = Clip(epsilon, high, delta)
     top = 5.0 if epsilon_high is None else epsilon_high  # the upper bound in "cispo"
+    uniform = partial(uniform_rows, credit=credit, longest=longest, overlong_buffer=overlong_buffer)
     level: RatioLevel = "token" if importance_sampling_level == "token" else "sequence_mean"
 
     def compare(e: AdvantageInputs, x: Tensor, group: Tensor, valid: Tensor, _: Tensor) -> Tensor:
         return group_normalize(x, group, valid, scale=scale_rewards, all_reduce=e.all_reduce)
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
-        mask, group, valid = e.rollout.loss_mask, e.rollout.prompts.group, e.reward_output.valid
+        mask = e.rollout.loss_mask
         kl = reference_kl(e, "k1", reference=reference)
         scores, dense = shaped_rewards(e)
         if overlong_buffer:
             scores = scores + overlong_penalty(mask.sum(1), longest=longest, buffer=overlong_buffer)
-        uniform = group_std(scores + dense_totals(dense), group, valid) == 0
         penalty = dense if kl is None else dense - kl_coef * kl
-        totals = scores + penalty.sum(1)
+        totals = (scores + penalty.sum(1)).float()
         rewards = place_score(scores, mask) + penalty
         trained = e.rollout.terminated | (not mask_truncated_completions)
-        trained &= ~uniform | (not drop_uniform_groups)
+        if drop_uniform_groups:
+            trained &= ~uniform(e.rollout, e.reward_output)
         return AdvantageOutput(
-            rewards=rewards,
+            rewards=rewards.float(),
             advantages=group_advantages(e, totals, rewards, mask, partial(compare, e), credit),
             kl=kl,
             loss_mask=mask & trained[:, None],
@@ -156,4 +157,5 @@ def grpo(  # noqa: PLR0913
         weighting="row_then_token_mean" if loss_type == "grpo" else "token_mean",
         min_group=2,
         resample=dynamic_sampling,
+        uniform=uniform,
     )

@@ -325,7 +325,7 @@ def build_rollout(
     lengths = torch.tensor([len(e.ids) for e in episodes])
     width = int(lengths.max()) + spare
     turn = pad_rows([e.turn for e in episodes], width, torch.int64, -1)
-    rewards = torch.zeros(turn.shape)
+    rewards = torch.zeros(turn.shape, dtype=torch.float64)
     for i, episode in enumerate(episodes):
         for position, value in episode.rewards.items():
             rewards[i, position] = value
@@ -464,7 +464,7 @@ class EpisodeReward:
                 "EpisodeReward needs episodes of environments; use it with EnvironmentRollouts"
             )
         rewards = rollout.episodes.rewards
-        total = rewards.sum(1)
+        total = rewards.double().sum(1).float()
         return RewardOutput(
             scores=total,
             valid=rollout.episodes.valid,

@@ -75,11 +75,14 @@ class ToolEnvironment:
         return _finish(observation, lambda observation: (observation, {}))
 
     def step(self, response: Response) -> Any:
-        """Make the calls of the response; without any the episode ends."""
+        """Make the calls of the response; without any the episode ends.
+
+        Where the limit of iterations ends it, the episode is truncated, as by any other limit.
+        """
         calls = response.tool_calls
         limit = self._max_iterations
         if not calls or (limit is not None and self._iterations >= limit):
-            whole = response.terminated
+            whole = response.terminated and not calls
             ending = "answer" if whole else "token_limit"
             info = {"ending": "turn_limit" if calls else ending}
             self.grading = True

@@ -271,6 +271,7 @@ class HFLearner:
             out["logprobs"] = sampled
         return ModelOutputs(**out)
 
+    @torch.enable_grad()  # a reward or a callback may have left gradients off
     def optimizer_step(
         self,
         step: Iterable[MicroBatch],

@@ -76,7 +76,7 @@ def _with_returns(
     mask = rollout.loss_mask & reward.valid[:, None]
     rewards = place_score(torch.where(reward.valid, reward.scores, 0.0), mask)
     if reward.token_rewards is not None:
-        rewards = rewards + reward.token_rewards * mask
+        rewards = (rewards + reward.token_rewards * mask).float()
     turn = rollout.episodes.turn if rollout.episodes is not None else number_turns(mask)
     turn = torch.where(mask, turn, -1)
     if credit == "turn":

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kedge.errors import ConfigError, RewardError
+from kedge.math.rewards import place_score
 from kedge.protocols import RewardSource
 from kedge.records import add_totals
 from kedge.types import RewardOutput, Rollout
@@ -51,9 +52,12 @@ class Mixture:
 
         score_i = sum over sources s that apply to row i of  weight_s * score_s,i
 
-    Per-token rewards add up with the same weights.  Every source's own scores are kept in
-    ``components`` under its name, without weight and penalty.  Rows on which a source
-    failed, or to which no source applies, are not valid.
+    Sums are in float64 and rounded once, so that 0.3 + 0.6 equals 0.9.  Per-token rewards add up
+    with the same weights and are part of the score, whatever source they come from:
+    ``token_rewards`` move them from the end of the response, where algorithms place the score, to
+    their tokens.  Every source's own scores are kept in ``components`` under its name, without
+    weight and penalty.  Rows on which a source failed, or to which no source applies, are not
+    valid.
 
     A response counts as ended if generation stopped it at a stop token or stop string
     (``Rollout.terminated``), whatever that token is.
@@ -61,7 +65,7 @@ class Mixture:
     Args:
         sources: (name, source, weight) triples; repeated names get ``_2``, ``_3``, ...
         missing_eos_penalty: subtracted from the score of a cut-off response.
-        non_eos_penalty: replace the score of a cut-off response.
+        non_eos_penalty: replace the score of a cut-off response, per-token rewards included.
         penalty_reward_value: the replacement.
 
     Raises:
@@ -117,13 +121,14 @@ class Mixture:
     ) -> tuple[RewardOutput, Tensor]:
         valid = torch.stack([output.valid for output, _ in outputs]).any(0)
         failed = torch.stack([rows for _, rows in outputs]).any(0)
-        scores = torch.zeros(len(rollout), device=rollout.ids.device)
+        scores = torch.zeros(len(rollout), dtype=torch.float64, device=rollout.ids.device)
         dense = None
         parts: dict[str, Tensor] = {}
         for (name, _, weight), (output, _) in zip(self._sources, outputs, strict=True):
-            scores = scores + weight * torch.where(output.valid, output.scores.float(), 0.0)
+            scores = scores + weight * torch.where(output.valid, output.scores.double(), 0.0)
             if output.token_rewards is not None:
-                added = weight * torch.where(output.valid[:, None], output.token_rewards, 0.0)
+                kept = rollout.loss_mask & output.valid[:, None]
+                added = weight * torch.where(kept, output.token_rewards.double(), 0.0)
                 dense = added if dense is None else dense + added
             components = dict(output.components)
             if len(components) == 1:
@@ -132,10 +137,15 @@ class Mixture:
                 parts |= {f"{name}/{part}": column for part, column in components.items()}
             else:
                 parts[name] = torch.where(output.valid, output.scores.float(), torch.nan)
+        if dense is not None:
+            whole = (scores + dense.sum(1)).float().double()
+            scores, dense = whole, dense + place_score(scores - whole, rollout.loss_mask)
         cut_off = scores - self._subtract if self._replace is None else self._replace
         scores = torch.where(rollout.terminated, scores, cut_off)
+        if dense is not None and self._replace is not None:
+            dense = torch.where(rollout.terminated[:, None], dense, 0.0)
         mixed = RewardOutput(
-            scores=scores,
+            scores=scores.float(),
             valid=valid,
             components=parts,
             token_rewards=dense,
