@@ -263,7 +263,8 @@ def test_reward_functions_read_the_finished_environments(schedule: str, tmp_path
     assert len(seen) >= 8
     assert all(number == value for number, value in seen)
     if schedule == "in_order":
-        assert len(Numbered.made) == 9  # those of one batch, and the one whose tools were checked
+        # Those of a batch of training and of the evaluation, and the one whose tools were checked.
+        assert len(Numbered.made) == 17
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,9 @@ def grpo(  # noqa: PLR0913
     high = epsilon if epsilon_high is None else epsilon_high
     if delta is not None and delta <= 1 + high:
         raise ValueError(f"delta={delta} must be above 1 + epsilon_high = {1 + high:g}")
-    needed_by = "dr_grpo" if loss_type == "dr_grpo" else None
-    longest = longest_response(response_length, overlong_buffer, needed_by)
+    longest = longest_response(
+        response_length, overlong_buffer, "dr_grpo" if loss_type == "dr_grpo" else None
+    )
     clip = Clip(epsilon, high, delta)
     top = 5.0 if epsilon_high is None else epsilon_high  # the upper bound in "cispo"
     uniform = partial(uniform_rows, credit=credit, longest=longest, overlong_buffer=overlong_buffer)

@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakSet
 
 from kedge.background import CallThread, in_thread, on_event_loop
 from kedge.environments.episode import Episode
@@ -156,6 +157,7 @@ class Lease:
         self._pool, self._episode = pool, episode
         self.environment = getattr(episode.environment, "target", episode.environment)
         self._released = False
+        pool.leases.add(self)
 
     def release(self) -> None:
         """Return the environment to its pool."""
@@ -197,6 +199,7 @@ class EnvironmentPool:
         self._round = 0  # environments of an earlier round are closed instead of reused
         self._closing: list[Future[Any]] = []
         self._unclosed: list[Place] = []  # failed environments for whose close() there was no room
+        self.leases: WeakSet[Lease] = WeakSet()
         self._errors: list[str] = []  # of the latest episodes; "" if there was none
 
     def check_errors(self, rows: int) -> None:
@@ -268,7 +271,9 @@ class EnvironmentPool:
                 self._unclosed.append((environment, thread))
 
     def close(self) -> None:
-        """Close the idle environments, and those in use as soon as they are released."""
+        """Close the idle and leased environments, and those in use once they are released."""
+        for lease in list(self.leases):  # of rollouts whose rewards failed
+            lease.release()
         with self._lock:
             self._round += 1
             idle = [*self._unclosed, *(x for some in self._idle.values() for x in some)]
