@@ -165,7 +165,7 @@ class RewardFunction:
             except HungError as cause:
                 return Invalid(str(cause), late=True)
             except Exception as cause:
-                problem = f"raised {_describe(cause)}"
+                problem = f"raised {_describe(cause)}{_texts_hint(cause, texts)}"
                 if self._on_error == "raise":
                     raise self._error(texts, row, problem) from cause
                 return Invalid(problem)
@@ -262,6 +262,14 @@ def read_value(entry: Any, length: int, width: int | None) -> Value:
 def _plain(returned: Any) -> Any:
     """Convert arrays and tensors to lists and numbers; anything else is unchanged."""
     return returned.tolist() if hasattr(returned, "tolist") else returned
+
+
+def _texts_hint(error: Exception, texts: Texts) -> str:
+    """What a function for chats has missed, if it read a text as messages."""
+    reads_messages = isinstance(error, TypeError) and "string ind" in str(error)
+    if reads_messages and isinstance(next(iter(texts.completions), None), str):
+        return " (completions are texts here, not messages, since the prompts are texts)"
+    return ""
 
 
 def _describe(error: Exception) -> str:
