@@ -241,10 +241,10 @@ def _try_lock(handle: int) -> bool:
 
 def share_weights(folder: Path) -> None:
     """Give weights the mode of other files: safetensors writes them for this user alone."""
-    other = next(folder.glob("*.json"), None)
-    for file in folder.glob("*.safetensors") if other else ():
-        with contextlib.suppress(OSError):  # not every file system has modes
-            file.chmod(other.stat().st_mode & 0o777)
+    for other in [*folder.glob("*.json")][:1]:
+        for file in folder.glob("*.safetensors"):
+            with contextlib.suppress(OSError):  # not every file system has modes
+                file.chmod(other.stat().st_mode & 0o777)
 
 
 # -- tables -----------------------------------------------------------------------------------
