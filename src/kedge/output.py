@@ -240,6 +240,14 @@ def _try_lock(handle: int) -> bool:
     return True
 
 
+def share_weights(folder: Path) -> None:
+    """Give weights the mode of other files: safetensors writes them for this user alone."""
+    for other in [*folder.glob("*.json")][:1]:
+        for file in folder.glob("*.safetensors"):
+            with contextlib.suppress(OSError):  # not every file system has modes
+                file.chmod(other.stat().st_mode & 0o777)
+
+
 # -- tables -----------------------------------------------------------------------------------
 
 

@@ -71,6 +71,12 @@ def policy(tmp_path: Path) -> Path:
     return tmp_path / "policy"
 
 
+def test_weights_have_the_mode_of_other_files(policy: Path) -> None:
+    """That of the umask; 0600 before."""
+    modes = [(policy / name).stat().st_mode & 0o777 for name in (MODEL_FILE, "config.json")]
+    assert modes[0] == modes[1]
+
+
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # of transformers
 @pytest.mark.parametrize("command", ["value", "reward"])
 def test_a_scalar_model_does_not_replace_a_policy(

@@ -60,7 +60,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     # data
     (small, {"train_dataset": None}, "train_dataset=None"),
     (small, {"num_mini_batches": 3}, "num_mini_batches=3 does not divide"),
-    (small, {"batch_size": 5}, "batch_size=5 must be 4"),
+    (
+        small,
+        {"batch_size": 5},
+        "5 must be 4, as the other sizes imply (per_device_train_batch_size=",
+    ),
     (small, {"eval_strategy": "steps"}, "eval_strategy='steps' needs an eval_dataset"),
     (small, {"eval_against_start": True}, "eval_against_start=True needs an eval_dataset"),
     (small, {"algorithm": ppo}, "must be a kedge.Algorithm; call the function"),

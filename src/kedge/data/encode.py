@@ -344,8 +344,9 @@ def _tokenize(
     texts: list[str] = []
     for at, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
         if not (is_chat(prompt) if chat else isinstance(prompt, str)):
+            want = "chat messages" if chat or isinstance(prompt, (list, tuple)) else "text"
             raise DataError(
-                f"column {column!r}, row {row}: expected {'chat messages' if chat else 'text'}, got"
+                f"column {column!r}, row {row}: expected {want}, got"
                 f" {type(prompt).__name__} {repr(prompt)[:80]}; every row must hold text, or every"
                 " row a list of {'role': ..., 'content': ...} messages"
             )

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants
-from huggingface_hub.utils import get_session
+from huggingface_hub import constants, get_session
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file

@@ -253,8 +253,9 @@ def train_reward(
     missing = {"chosen", "rejected"} - set(train.column_names)
     if missing:
         raise DataError(
-            f"preferences need columns chosen and rejected; {', '.join(sorted(missing))} is missing"
-            f" (the dataset has {', '.join(train.column_names)})"
+            "preferences need columns chosen and rejected, and prompt unless these include it;"
+            f" {', '.join(sorted(missing))} is missing (the dataset has"
+            f" {', '.join(train.column_names)})"
         )
     model.config.pad_token_id = tokenizer.pad_token_id
     if fresh_head:

@@ -192,7 +192,7 @@ class RewardFunction:
             except HungError as cause:
                 return Invalid(str(cause), late=True)
             except Exception as cause:
-                problem = f"raised {_describe(cause)}"
+                problem = f"raised {_describe(cause)}{_texts_hint(cause, texts)}"
                 if self._on_error == "raise":
                     raise self._error(texts, row, problem) from cause
                 return Invalid(problem)
@@ -308,6 +308,14 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, ExitError) and error.__cause__ is not None:
         error = error.__cause__
     return describe_error(error).removesuffix(": ")
+
+
+def _texts_hint(error: BaseException, texts: Texts) -> str:
+    """What a function for chats has missed, if it read a text as messages."""
+    reads_messages = isinstance(error, TypeError) and "string ind" in str(error)
+    if reads_messages and isinstance(next(iter(texts.completions), None), str):
+        return " (completions are texts here, not messages, since the prompts are texts)"
+    return ""
 
 
 def function_name(function: Callable[..., Any]) -> str:

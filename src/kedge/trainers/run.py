@@ -33,6 +33,7 @@ from kedge.loop.evaluation import Evaluation, evaluate, solve_rates, win_rate
 from kedge.loop.loop import Engine
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.loop.updater import Hooks, StepReport
+from kedge.output import share_weights
 from kedge.reporting.base import BestEffortWriter, required_write
 from kedge.reporting.responses import IntervalSchedule, TokenLog, completion_rows
 from kedge.trainers.assembly.setup import EvalSet
@@ -617,6 +618,9 @@ class Run(Hooks):
             self.learner.save(folder, folder / VALUE_FOLDER)
             if self.state.is_world_process_zero and hasattr(self.tokenizer, "save_pretrained"):
                 self.tokenizer.save_pretrained(folder)
+            if self.state.is_world_process_zero:
+                for models in (folder, folder / VALUE_FOLDER):
+                    share_weights(models)
         except Exception as error:
             # tokenizers raises a bare Exception for file-system errors
             if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):

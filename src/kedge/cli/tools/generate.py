@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
     if flags.prompts is not None:
         from kedge.cli.data import Splits
 
-        rows = Splits(flags.prompts).load(flags.split)
+        rows = Splits(flags.prompts, quiet=True).load(flags.split)
         if flags.limit is not None:
             rows = rows.select(range(min(flags.limit, len(rows))))
     names = inspect.signature(generate_completions).parameters.keys() & vars(flags).keys()

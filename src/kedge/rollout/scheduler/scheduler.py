@@ -140,7 +140,7 @@ class RolloutScheduler:
             raise ConfigError(
                 "in_flight_weight_updates=True needs a rollout engine that gets weights while it"
                 f" holds single requests, but {type(rollouts).__name__} does not (vLLM: not with an"
-                " adapter or vllm_sleep, and servers only from 0.32 on); leave it out"
+                " adapter or vllm_sleep, and only from 0.32 on); leave it out"
             )
 
     @contextmanager

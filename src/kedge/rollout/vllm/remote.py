@@ -177,6 +177,11 @@ class Remote:
             raise
         return {}
 
+    @property
+    def holds_requests(self) -> bool:
+        """Whether requests are in flight."""
+        return bool(self._held)
+
     async def _generate(
         self, request: GenerationRequest, body: dict[str, str], client: httpx.AsyncClient
     ) -> GenerationResult:

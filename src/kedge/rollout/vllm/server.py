@@ -122,6 +122,11 @@ class Server(Remote):
         self._tries = 0 if results else self._tries
         return results
 
+    @property
+    def holds_requests(self) -> bool:
+        """Whether requests are in flight, or to be sent again after a restart."""
+        return bool(self._held or self._unfinished)
+
     def cancel(self) -> None:
         """Drop all requests."""
         super().cancel()
