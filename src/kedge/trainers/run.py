@@ -90,7 +90,7 @@ class Run(Hooks):
     tokenizer: Any
     fresh_reference: bool  # the reference is the initial policy, so that the KL starts at 0
     metric_names: MetricNames
-    check_prompts: Callable[[list[Any]], None] | None = None  # of environments
+    check_prompts: Callable[[list[Any]], None] | None = None  # columns that environments read
     best_effort: BestEffortWriter = field(default_factory=BestEffortWriter)
     clock: Callable[[], float] = time.perf_counter
     shutdown: GracefulShutdown = field(default_factory=GracefulShutdown)
