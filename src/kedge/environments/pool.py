@@ -156,13 +156,13 @@ class Lease:
     def __init__(self, pool: EnvironmentPool, episode: Episode) -> None:
         self._pool, self._episode = pool, episode
         self.environment = getattr(episode.environment, "target", episode.environment)
-        self._released = False
+        self.released = False
         pool.leases.add(self)
 
     def release(self) -> None:
         """Return the environment to its pool."""
-        if not self._released:
-            self._released = True
+        if not self.released:
+            self.released, self.environment = True, None
             self._pool.release(self._episode)
 
     __del__ = release
