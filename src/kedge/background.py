@@ -24,13 +24,15 @@ def in_thread(call: Callable[[], Any], name: str | None = None) -> Future[Any]:
 
 
 class CallThread:
-    """A daemon thread that makes one call after another; it ends when this object is dropped."""
+    """A daemon thread that makes one call after another; it ends when this object is dropped.
+
+    The thread starts with the first call.
+    """
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._last: Future[Any] | None = None
-        threading.Thread(target=_make_calls, args=(self._calls,), name=name, daemon=True).start()
-        weakref.finalize(self, self._calls.put, None)
+        self._name = name
 
     @property
     def busy(self) -> bool:
@@ -39,6 +41,10 @@ class CallThread:
 
     def start(self, call: Callable[[], Any]) -> Future[Any]:
         """Make the call when earlier ones have ended."""
+        if self._last is None:
+            make_calls = functools.partial(_make_calls, self._calls)
+            threading.Thread(target=make_calls, name=self._name, daemon=True).start()
+            weakref.finalize(self, self._calls.put, None)
         self._last = future = Future[Any]()
         future.set_running_or_notify_cancel()  # it cannot be cancelled any more
         self._calls.put(functools.partial(_make_call, call, future))

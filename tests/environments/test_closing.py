@@ -156,6 +156,18 @@ def test_the_methods_of_an_environment_run_in_one_thread(caplog: Any) -> None:
     assert "close() of" not in caplog.text
 
 
+def test_failures_of_closing_failed_environments_are_counted(caplog: Any) -> None:
+    """Of three, all of which failed before the pool is closed."""
+    pool = EnvironmentPool(lambda: Held([], "close fails"), Calls(timeout=5.0), on_error="drop")
+    for key in range(3):
+        episode = Episode(key=key, group=0, prompts=prompts(1), sampling=sampling(), seed=0)
+        pool.reset(episode, 0)()
+        episode.error = "the door is locked"
+        pool.release(episode)
+    pool.close()
+    assert "close() of 3 environments failed, the last with OSError: gone" in caplog.text
+
+
 def test_environments_that_failed_while_all_threads_hung_are_closed_at_the_end() -> None:
     made: list[Held] = []
     pool = EnvironmentPool(lambda: Held(made), Calls(timeout=1.0, most=1), on_error="drop")

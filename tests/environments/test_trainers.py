@@ -8,12 +8,13 @@ from statistics import mean
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, reinforce_pp, rloo
 from kedge.cli.main import main
 from kedge.environments import EnvironmentRollouts
 from kedge.environments.success import measure_success
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, RewardError
 from kedge.loop import updater
 from kedge.math.intervals import share_interval
 from kedge.reporting.report import gather
@@ -50,8 +51,8 @@ def tooled(trainer: Any, config: Any, **options: Any) -> Any:
     }
     config = config(
         output_dir=options.pop("output_dir"), per_device_train_batch_size=8, num_generations=4,
-        max_steps=1, stop_token="eos", max_completion_length=60, max_turn_tokens=20,
-        **QUIET, **options,
+        max_steps=options.pop("steps", 1), stop_token="eos", max_completion_length=60,
+        max_turn_tokens=20, **QUIET | options,
     )  # fmt: skip
     return trainer(args=config, **parts | trained)
 
@@ -265,6 +266,61 @@ def test_reward_functions_read_the_finished_environments(schedule: str, tmp_path
     if schedule == "in_order":
         # Those of a batch of training and of the evaluation, and the one whose tools were checked.
         assert len(Numbered.made) == 17
+
+
+class Closing(Echo):
+    """Has the number of its row until it is closed."""
+
+    def reset(self, *, seed: int, options: Any) -> Any:
+        self.value = options["number"]
+        return super().reset(seed=seed, options=options)
+
+    def close(self) -> None:
+        self.value = -1
+
+
+class Tracker(TrainerCallback):
+    """Fails after the first iteration, when two more batches are sampled."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            raise ConnectionError("the tracker is down")
+
+
+@pytest.mark.parametrize(("lag", "resume"), [(0, True), (2, False)])
+def test_responses_are_sampled_again_when_their_environments_are_gone(
+    lag: int, resume: bool, tmp_path: Path
+) -> None:
+    """Every score read in the second call is the number of the row; 3 batches are left."""
+    seen: list[tuple[int, int]] = []
+    broken = resume
+
+    def check(number: list[int], environments: list[Closing], **_: Any) -> list[float]:
+        seen.extend(zip(number, (e.value for e in environments), strict=True))
+        if broken and len(seen) > 8:
+            raise RuntimeError("a fault of the second batch")
+        return [float(e.value) for e in environments]
+
+    def made() -> Any:
+        return tooled(
+            GRPOTrainer, GRPOConfig, output_dir=str(tmp_path), environment=Closing,
+            train_dataset=NUMBERED, reward_funcs=check, max_lag=lag, steps=4,
+            save_strategy="steps", save_steps=100,
+        )  # fmt: skip
+
+    first = made()
+    if not resume:
+        first.add_callback(Tracker())
+    with pytest.raises(RewardError if resume else ConnectionError):
+        first.train()
+    seen.clear()
+    broken = False
+    if resume:
+        first = made()
+    first.train(resume_from_checkpoint=True if resume else None)
+    assert first.engine.step == 4
+    assert len(seen) == 3 * 8
+    assert all(number == value for number, value in seen)
 
 
 @pytest.mark.parametrize(

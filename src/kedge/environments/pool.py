@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from kedge.background import CallThread, in_thread, on_event_loop
 from kedge.environments.episode import Episode
-from kedge.errors import ConfigError, RolloutError
+from kedge.errors import ConfigError, RolloutError, describe_error
 from kedge.protocols import Environment
 
 logger = logging.getLogger(__name__)
@@ -156,13 +156,13 @@ class Lease:
     def __init__(self, pool: EnvironmentPool, episode: Episode) -> None:
         self._pool, self._episode = pool, episode
         self.environment = getattr(episode.environment, "target", episode.environment)
-        self._released = False
+        self.released = False
         pool.leases.add(self)
 
     def release(self) -> None:
         """Return the environment to its pool."""
-        if not self._released:
-            self._released = True
+        if not self.released:
+            self.released, self.environment = True, None
             self._pool.release(self._episode)
 
     __del__ = release
@@ -198,6 +198,7 @@ class EnvironmentPool:
         self._lock = threading.RLock()  # a lease may end at any time
         self._round = 0  # environments of an earlier round are closed instead of reused
         self._closing: list[Future[Any]] = []
+        self._failures: list[str] = []  # of close() of failed environments
         self._unclosed: list[Place] = []  # failed environments for whose close() there was no room
         self.leases: WeakSet[Lease] = WeakSet()
         self._errors: list[str] = []  # of the latest episodes; "" if there was none
@@ -265,7 +266,9 @@ class EnvironmentPool:
             elif not hasattr(environment, "close"):
                 return
             elif self.calls.room.acquire(blocking=False):  # close() may hang, too
-                self._closing = [future for future in self._closing if not future.done()]
+                ended = [future for future in self._closing if future.done()]
+                self._closing = [future for future in self._closing if future not in ended]
+                self._failures += _failures(ended)
                 self._closing.append(self.calls.start(environment.close, _free(thread)))
             else:
                 self._unclosed.append((environment, thread))
@@ -278,10 +281,10 @@ class EnvironmentPool:
             self._round += 1
             idle = [*self._unclosed, *(x for some in self._idle.values() for x in some)]
             closing, self._closing = self._closing, []
+            failures, self._failures = self._failures, []
             self._idle.clear()
             self._unclosed.clear()
-        close_all(idle, self.calls)
-        wait(closing, timeout=self.calls.timeout)
+        close_all(idle, self.calls, closing, failures)
 
 
 def _free(thread: CallThread | None) -> CallThread | None:
@@ -289,21 +292,38 @@ def _free(thread: CallThread | None) -> CallThread | None:
     return None if thread is None or thread.busy else thread
 
 
-def close_all(environments: Iterable[Place], calls: Calls) -> None:
-    """Close environments in their threads; failures and timeouts are logged."""
+def _failures(calls: Iterable[Future[tuple[Any, float]]]) -> list[str]:
+    """The errors of calls that have ended."""
+    results = [call.result()[0] for call in calls]
+    return [describe_error(x) for x in results if isinstance(x, BaseException)]
+
+
+def close_all(
+    environments: Iterable[Place],
+    calls: Calls,
+    closing: Iterable[Future[tuple[Any, float]]] = (),
+    failed: Iterable[str] = (),
+) -> None:
+    """Close environments in their threads; failures and timeouts are logged.
+
+    With those of calls of ``close`` that have started, and of others that have failed.
+    """
     running = RunningCalls(Calls(timeout=calls.timeout, most=calls.most))  # others may hang
     for key, (environment, thread) in enumerate(environments):
         if hasattr(environment, "close"):
             running.add(key, environment.close, _free(thread))
-    failures: list[object] = []
+    failures = [*failed]
     while len(running):
         try:
             results = running.wait(1.0)
         except RolloutError as error:  # all hang
-            failures.append(error)
+            failures += [str(error)] * len(running)
             break
-        failures += [x for x in results.values() if isinstance(x, BaseException)]
+        failures += [describe_error(x) for x in results.values() if isinstance(x, BaseException)]
+    ended, hanging = wait(closing, timeout=calls.timeout)
+    failures += _failures(ended)
+    failures += [f"no end within {calls.timeout} seconds"] * len(hanging)
     if failures:
         logger.warning(
-            "close() of %d environments failed, the last with %r", len(failures), failures[-1]
+            "close() of %d environments failed, the last with %s", len(failures), failures[-1]
         )

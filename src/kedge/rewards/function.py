@@ -372,6 +372,13 @@ class Signature:
         leases = [] if episodes is None else episodes.columns.get(LEASES, [])
         if leases and None not in leases:  # None: they are in another process
             values["environments"] = [lease.environment for lease in leases]
+            released = [row for row, lease in enumerate(leases) if lease.released]
+            if released and (self._all or "environments" in self._named):
+                row = row_name(texts.rollout, released[0], texts.prompts[released[0]])
+                raise RewardError(
+                    f"reward function {self._name} would read the environment of {row}, which was"
+                    " released and may play another episode by now: sample the rollout again"
+                )
         offered = [*PER_ROW, *values]
         missing = self._required - set(offered)
         if missing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from itertools import takewhile
 
 from kedge.errors import CheckpointError
 from kedge.protocols import RolloutEngine
@@ -97,7 +98,7 @@ class FifoScheduler(RolloutScheduler):
             return [*self._waiting()]
 
     def _recover(self, step: int) -> None:
-        """Keep the responses sampled ahead, to be scored again.
+        """Keep the responses sampled ahead, to be scored again if ``_requeue`` finds that they can.
 
         Those after the first failed one were not sampled, since the order must be reproducible;
         none are kept if scores decide what is sampled next.
@@ -109,7 +110,11 @@ class FifoScheduler(RolloutScheduler):
         self._requeue([], step)
 
     def _requeue(self, batches: Sequence[Sample | Rollout], step: int) -> None:
-        """Queue these batches from ``step`` on, scored or to be scored."""
+        """Queue these batches from ``step`` on, scored or to be scored.
+
+        Those from the first one on that can be scored no more are sampled again, with their seeds.
+        """
+        batches = [*takewhile(lambda x: not self._without_environments(x), batches)]
         self._scored.clear()
         self._sampled.clear()
         self._scoring.clear()
@@ -122,6 +127,11 @@ class FifoScheduler(RolloutScheduler):
                 self._dispatcher.complete([number], step)
             else:
                 self._sampled.append(SampledNumbers(rollout=batch, numbers=[number], step=step))
+
+    def _without_environments(self, batch: Sample | Rollout) -> bool:
+        """Whether rewards would need environments that are closed or reused by now."""
+        reads = getattr(self.collector.reward, "reads_environments", False)
+        return isinstance(batch, Rollout) and batch.episodes is not None and reads
 
     def restore(self, samples: Sequence[PendingSample], step: int) -> None:
         """Use these samples for the next iterations, as after a resume.
