@@ -115,6 +115,8 @@ class HFLearner:
         self.reference, self.remote = reference, remote
         self._prepare()
         reached = self._reached_weights(parts)
+        if optimizers[0] is None:
+            reached = []  # a list would keep whole models that are sharded next
         if self.sharded:
             self._shard(optimizers[0])
         else:
