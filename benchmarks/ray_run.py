@@ -126,9 +126,9 @@ class Run:
 
 
 def leftovers() -> set[str]:
-    """Files and folders of Kedge in shared memory and in the temporary folder."""
+    """Files and folders of Kedge and vLLM in shared memory and in the temporary folder."""
     places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-    kinds = ("kedge-weights-*", "kedge-lora-*", "kedge-vllm-*")
+    kinds = ("kedge-weights-*", "kedge-lora-*", "kedge-vllm-*", "psm_*", "sem.mp-*", "vllm_dist_*")
     return {str(path) for place in places for kind in kinds for path in place.glob(kind)}
 
 

@@ -52,7 +52,13 @@ def the_number(completions: list[str], **_: Any) -> list[float]:
 
 def run(engine: str) -> tuple[list[dict[str, torch.Tensor]], list[Rollout]]:
     """Weights by version, and the rollouts of twelve iterations."""
-    folder, weights = tempfile.mkdtemp(), Weights()
+    with tempfile.TemporaryDirectory() as folder:
+        return run_in(folder, engine)
+
+
+def run_in(folder: str, engine: str) -> tuple[list[dict[str, torch.Tensor]], list[Rollout]]:
+    """The same, with the run in a folder."""
+    weights = Weights()
     options: dict[str, Any] = {
         "output_dir": folder,
         "save_rollouts": f"{folder}/rollouts",

@@ -45,7 +45,7 @@ OF_ALGORITHM: dict[str, tuple[str, ...]] = {
     ),
     "rloo": (
         *("clip_ratio/low_mean", "clip_ratio/high_mean"),
-        *("objective/uniform_groups", "rollout/untrained_rows"),
+        *("objective/uniform_groups", "rollout/untrained_rows", "val/clipfrac_avg"),
     ),
     "reinforce_pp": ("loss/kl_avg", "objective/uniform_groups"),
     "grpo": (
@@ -72,6 +72,7 @@ OF_VERIFIERS = {
 TRL_NOTES = {
     "reward_std": "objective/scores_std, with n - 1 instead of n",
     "kl": "loss/kl_avg; RLOO: objective/kl per token",
+    "policy_loss": "loss without the entropy bonus, where there is one",
     "rewards/<function>/mean": "rewards/<function>",
     "<name>": "log/<name>: logged by a reward function through log_metric",
 }

@@ -242,7 +242,7 @@ BUGS = {
     },
     ("algorithms/rloo.py", RULES): {
         "KL per token charged to the whole response": (
-            "rewards_to_go(penalty, mask, gamma=1.0)",
+            "rewards_to_go(penalty.float(), mask, gamma=1.0)",
             "penalty.sum(1, keepdim=True) * mask",
         ),
         "advantages normalized per rank": (

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kedge.errors import DataError
 
+TOOLS, OPTIONS = "tools", "chat_template_kwargs"  # columns for the template
 
-def without_none(value: Any) -> Any:
-    """``value`` without the None that datasets fill in where rows have different keys."""
-    if isinstance(value, Mapping):
-        return {k: without_none(v) for k, v in value.items() if v is not None}
-    return [without_none(v) for v in value] if isinstance(value, list) else value
+
+def template_options(row: Mapping[str, Any], *, where: str = "") -> dict[str, Any]:
+    """What a row passes to the chat template: its ``tools`` and ``chat_template_kwargs``.
+
+    Raises:
+        DataError: they are not JSON schemas and a dict, or JSON text of them.
+    """
+    tools, options = (_read_json(row.get(name)) for name in (TOOLS, OPTIONS))
+    if tools and not (isinstance(tools, list) and all(isinstance(t, Mapping) for t in tools)):
+        _refuse(TOOLS, "a list of JSON schemas", tools, where)
+    if options and not isinstance(options, Mapping):
+        _refuse(OPTIONS, "a dict", options, where)
+    return ({TOOLS: tools} if tools else {}) | dict(options or {})
+
+
+def _read_json(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) and value.strip() else value or None
+    except (ValueError, RecursionError):
+        return value
+
+
+def _refuse(column: str, wanted: str, value: Any, where: str) -> None:
+    place = f"column {column!r}" + (where and f", {where}")
+    raise DataError(
+        f"{place}: the chat template reads this column, so it must hold {wanted}, or JSON text of"
+        f" it, got {str(value)[:80]!r}; fix it, or rename the column"
+    )
+
+
+def generation_options(messages: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """How a conversation ends: with the header of an answer, or open if the answer has begun."""
+    answered = bool(messages) and messages[-1]["role"] == "assistant"
+    return {"add_generation_prompt": not answered, "continue_final_message": answered}
 
 
 def render_chat(

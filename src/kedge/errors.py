@@ -8,6 +8,14 @@ import re
 from kedge.redaction import clean
 
 
+def describe_error(error: BaseException) -> str:
+    """The type and message of an exception, whose ``__str__`` may fail, too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__} (its message cannot be printed)"
+
+
 class KedgeError(Exception):
     """Base of all errors that Kedge raises on purpose; its message holds no secret."""
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import random
 import re
 import sqlite3
 import threading
@@ -24,12 +23,12 @@ import numpy as np
 
 from kedge.errors import JudgeError
 from kedge.http_client import Reply, excerpt, post, retry_request
+from kedge.math.intervals import share_interval
 
 Prefer = Literal["first", "second", "tie", "invalid"]
 Preference = Callable[[list[str], list[str], list[str]], Sequence[float | None]]
 Score = Callable[[list[str], list[str]], Sequence[float | None]]
 Outcome = Literal["win", "loss", "tie", "invalid"]
-RESAMPLES = 2000
 # Points of an outcome; an invalid answer has none.
 WORTH: dict[str, float] = {"win": 1.0, "tie": 0.5, "loss": 0.0}
 TEMPLATE = """\
@@ -406,9 +405,14 @@ class Match:
         """Share of wins among the valid answers; a tie counts half."""
         return fmean(self._worths())
 
-    def interval(self, *, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-        """Bootstrap interval of the win rate over prompts (Efron 1979), percentile method."""
-        return interval([self._worths()], level=level, seed=seed)
+    def interval(self, *, level: float = 0.95) -> tuple[float, float]:
+        """Interval of the win rate over prompts; a prompt may have several answers."""
+        self._worths()  # an error if there is no valid answer
+        groups: dict[str, list[float]] = {}
+        for row in self.rows:
+            if (worth := WORTH.get(row.outcome)) is not None:
+                groups.setdefault(row.prompt, []).append(worth)
+        return share_interval(list(groups.values()), level=level)
 
     @property
     def length_controlled(self) -> float | None:
@@ -497,25 +501,6 @@ def match(
             outcome = answer.prefer
         rows.append(Row(prompt=p, ours=a, theirs=b, swapped=swap, outcome=outcome, answer=answer))
     return Match(judge.name, rows)
-
-
-def interval(
-    runs: Sequence[Sequence[float]], *, level: float = 0.95, seed: int = 0
-) -> tuple[float, float]:
-    """Bootstrap interval of the mean over runs of each run's mean, percentile method.
-
-    Runs are drawn with replacement, then rows within each drawn run (the two-level bootstrap of
-    Davison and Hinkley 1997, section 3.8), so that the interval covers the variation between
-    seeds and between prompts.  With one run it is the bootstrap over rows.
-    """
-    draw = random.Random(seed)
-    means = []
-    for _ in range(RESAMPLES):
-        drawn = draw.choices(runs, k=len(runs)) if len(runs) > 1 else runs
-        means.append(fmean([fmean(draw.choices(rows, k=len(rows))) for rows in drawn]))
-    means.sort()
-    tail, last = (1 - level) / 2, len(means) - 1
-    return means[round(tail * last)], means[round((1 - tail) * last)]
 
 
 def rank(

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 LOCK = "_kedge.lock"  # hub uploads skip "_*"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # no locks there
+PICTURES = (".png", ".svg", ".pdf")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -41,6 +42,7 @@ def check_folder(option: str, folder: str | Path) -> None:
         raise ConfigError(f"{shown} must name a folder; use '.' for the current one")
     try:
         path = Path(folder).expanduser().absolute()
+        path.resolve()  # a loop of links
         if b"\0" in os.fsencode(path):
             raise ValueError("it contains a NUL")
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -65,11 +67,41 @@ def check_file(option: str, file: str | Path) -> None:
         )
 
 
-def check_targets(args: Any) -> None:
-    """Check that the output folders of a trainer's arguments can be created and written to."""
+def check_picture(option: str, file: str | Path) -> None:
+    """Check that the file of an option can be written as a picture."""
+    check_file(option, file)
+    if Path(file).suffix not in PICTURES:
+        raise ConfigError(f"{option}={str(file)!r} must end in {', '.join(PICTURES)}")
+
+
+def check_model_folder(option: str, folder: str | Path, *, scalar: bool = False) -> None:
+    """Check a folder of a model to be saved: it must not hold a model of another kind.
+
+    ``scalar``: a reward or value model is saved, otherwise a language model.
+    """
+    check_folder(option, folder)
+    try:
+        config = json.loads((Path(folder).expanduser() / "config.json").read_text("utf-8"))
+        (held,) = config["architectures"]
+        other = ("Classification" in held) != scalar
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return  # nothing that could be loaded
+    if other:
+        raise ConfigError(
+            f"{option}={str(folder)!r} holds another model ({held}), which would be overwritten;"
+            " name another folder"
+        )
+
+
+def check_targets(args: Any, *, scalar: bool = False) -> None:
+    """Check that the output folders of a trainer's arguments can be created and written to.
+
+    ``scalar``: the trained model is a reward model.
+    """
+    if args.output_dir:
+        check_model_folder("output_dir", args.output_dir, scalar=scalar)
     reports = args.report_to if isinstance(args.report_to, list) else [args.report_to]
     targets = {
-        "output_dir": args.output_dir,
         "save_rollouts": getattr(args, "save_rollouts", None),
         "logging_dir": (
             getattr(args, "logging_dir", None) if {"tensorboard", "all"} & set(reports) else None
@@ -148,7 +180,9 @@ class RunLock:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             while True:
-                handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
+                # Not through a link, which another user may have put into a shared folder.
+                flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+                handle = os.open(self.file, flags, 0o666)
                 try:
                     if not _try_lock(handle):
                         owner = os.pread(handle, 4096, 0).decode(errors="replace")
@@ -204,6 +238,14 @@ def _try_lock(handle: int) -> bool:
             raise
         logger.warning("no locks here (%s): a second run in the folder is not noticed", error)
     return True
+
+
+def share_weights(folder: Path) -> None:
+    """Give weights the mode of other files: safetensors writes them for this user alone."""
+    for other in [*folder.glob("*.json")][:1]:
+        for file in folder.glob("*.safetensors"):
+            with contextlib.suppress(OSError):  # not every file system has modes
+                file.chmod(other.stat().st_mode & 0o777)
 
 
 # -- tables -----------------------------------------------------------------------------------

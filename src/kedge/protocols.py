@@ -63,7 +63,11 @@ class RolloutEngine(Protocol):
 
     @property
     def logprob_kind(self) -> Literal["sampled", "raw", "none"]:
-        """Whether ``behavior_logprobs`` are of the sampling or raw distribution, or absent."""
+        """Whether ``behavior_logprobs`` are of the sampling or raw distribution, or absent.
+
+        "raw" is the model's, without temperature, truncation and ``min_new_tokens``; where these
+        change it, the loop ignores them, and trainers refuse lag and corrections.
+        """
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row, which depends only on (weights, prompt, row, seed)."""
@@ -71,7 +75,8 @@ class RolloutEngine(Protocol):
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
         """Sample with these weights from now on.  ``weights`` is empty if ``shares_weights``.
 
-        Returns None if the engine has no weights at all (scripted responses).
+        Returns the version and the fingerprint of the weights that it has now; None only if it
+        shares weights or records no log-probabilities (scripted responses).
         """
 
 

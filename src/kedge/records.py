@@ -171,16 +171,22 @@ def _move(x: Any, device: torch.device | str) -> Any:
     return x
 
 
+def keep_field(f: Field[Any], values: Sequence[Any], names: Sequence[str]) -> bool:
+    """Whether records have the field once they are joined, by its ``values``, None where absent.
+
+    Raises:
+        RolloutError: only some records have a field that has no default.
+    """
+    absent = f.metadata.get("absent", "error") if any(x is None for x in values) else "fill"
+    if absent == "error":
+        raise _missing_field_error(f.name, values, names)
+    return absent != "drop"
+
+
 def _join(f: Field[Any], values: list[Any], sizes: list[int], names: Sequence[str]) -> Any:
     first = next((x for x in values if x is not None), None)
-    if first is None:
+    if first is None or not keep_field(f, values, names):
         return None
-    if any(x is None for x in values):
-        absent = f.metadata.get("absent", "error")
-        if absent == "drop":
-            return None
-        if absent == "error":
-            raise _missing_field_error(f.name, values, names)
     if isinstance(first, Record):
         return type(first).cat(values, names=names)
     if isinstance(first, Tensor):
@@ -231,7 +237,7 @@ def add_totals(
     return sums
 
 
-def _missing_field_error(name: str, values: list[Any], names: Sequence[str]) -> RolloutError:
+def _missing_field_error(name: str, values: Sequence[Any], names: Sequence[str]) -> RolloutError:
     origins = names or [f"part {i} of {len(values)}" for i in range(len(values))]
     without = next(n for n, x in zip(origins, values, strict=True) if x is None)
     having = next(n for n, x in zip(origins, values, strict=True) if x is not None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 BLANK = "..."
@@ -14,45 +16,75 @@ _NAME = re.compile(
     r"|(?:api|access|secret|private)[_-]?key|authorization|credentials?)|token",
     re.IGNORECASE,
 )
-_LOGIN = re.compile(r"(\w://)[^/\s@'\"]*:[^/\s@'\"]*@")
+# Names in mappings and URLs that the user makes up, where `key` and `pass` are not options of ours.
+_FREE_NAME = re.compile(
+    r"(?:.*[_.-])?(?:key|token|pass|pwd|passphrase|password|passwd|secret|auth|authorization"
+    r"|bearer|cookie|sig|signature|credentials?)",
+    re.IGNORECASE,
+)
+# Mappings that the user makes up.
+_FREE = re.compile(r".*(?:kwargs|_args|headers)", re.IGNORECASE)
+_LOGIN = re.compile(r"(\w://)[^/\s@'\"]+@")
 _QUERY = re.compile(r"([?&]([\w.-]+)=)([^&\s#'\"]+)")
-_FIELD = re.compile(r"""(["']?)([\w.-]+)\1\s*[:=]\s*["']?([^\s"',}&]+)""")
+_FIELD = re.compile(r"""(["']?)([\w.-]+)\1\s*[:=]\s*(?:"([^"]*)"|'([^']*)'|([^\s"',}&]+))""")
+# What services issue, under whatever name, and the word after `Bearer`.
+_ISSUED = re.compile(
+    r"\b(?:(?:sk-|hf_|ghp_|github_pat_|glpat-|xox[abp]-|AKIA)[\w-]{12,}|(?<=bearer )[^\s\"']{8,})",
+    re.IGNORECASE,
+)
 
 _known: set[str] = set()
 
 
-def is_secret(name: object) -> bool:
-    """Whether a field, flag or key of this name holds a secret."""
-    return isinstance(name, str) and _NAME.fullmatch(name.lstrip("-")) is not None
+def is_secret(name: object, *, free: bool = False) -> bool:
+    """Whether a field, flag or key of this name holds a secret; ``free``: the user's own name."""
+    pattern = _FREE_NAME if free else _NAME
+    return isinstance(name, str) and pattern.fullmatch(name.lstrip("-")) is not None
 
 
-def remember(value: object) -> None:
-    """Remember a secret, to blank it from now on."""
+def remember(value: object, name: str | None = None) -> None:
+    """Remember a secret, to blank it from now on.
+
+    Under a ``name`` that only might be a secret's, a plain word such as ``difficulty`` is none.
+    """
+    if isinstance(value, str) and name is not None and not is_secret(name) and value.isalpha():
+        return
     if isinstance(value, str) and len(value) >= SHORTEST and len(set(value)) >= FEWEST:
         _known.add(value)
 
 
-def redact(value: Any) -> Any:
-    """Blank secrets in plain data: values of secret fields, in URLs, and remembered ones."""
+def redact(value: Any, blank: Callable[[Any], str] = lambda _: BLANK, *, free: bool = False) -> Any:
+    """Blank secrets in plain data: values of secret fields, in URLs, issued and remembered ones.
+
+    ``blank`` writes what stands in place of the value of a secret field.
+    """
     if isinstance(value, str):
-        text = _LOGIN.sub(rf"\1{BLANK}@", value)
-        text = _QUERY.sub(
-            lambda m: m[1] + BLANK if is_secret(m[2]) or m[2] == "key" else m[0], text
-        )
+        text = _ISSUED.sub(BLANK, _LOGIN.sub(rf"\1{BLANK}@", value))
+        text = _QUERY.sub(lambda m: m[1] + BLANK if is_secret(m[2], free=True) else m[0], text)
         for secret in _known:
             text = text.replace(secret, BLANK)
         return text
     if isinstance(value, Mapping):
-        for name, item in value.items():
-            if is_secret(name):
-                remember(item)
+        hidden = {name for name, item in value.items() if item and is_secret(name, free=free)}
+        for name in hidden:
+            remember(value[name], name)
         return {
-            name: BLANK if item and is_secret(name) else redact(item)
+            name: blank(item)
+            if name in hidden
+            else redact(item, blank, free=free or _FREE.fullmatch(str(name)) is not None)
             for name, item in value.items()
         }
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(redact, value)) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)(redact(item, blank, free=free) for item in value)
     return value
+
+
+def digest(value: Any) -> str:
+    """What stands for a secret where two runs are compared; of a digest, itself."""
+    if isinstance(value, str) and value.startswith("sha256:"):
+        return value
+    text = json.dumps(value, sort_keys=True, default=str)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def redact_words(words: Iterable[str]) -> list[str]:
@@ -75,10 +107,12 @@ def redact_words(words: Iterable[str]) -> list[str]:
 
 
 def _blank_field(match: re.Match[str]) -> str:
-    if not is_secret(match[2]):
+    if not is_secret(match[2], free=True):
         return match[0]
-    remember(match[3])
-    return match[0][: match.start(3) - match.start()] + BLANK
+    group = match.lastindex or 0  # of three ways to write a value
+    remember(match[group], match[2])
+    start, end = (x - match.start() for x in match.span(group))
+    return match[0][:start] + BLANK + match[0][end:]
 
 
 def clean(message: object) -> object:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,8 @@ from transformers import BitsAndBytesConfig
 from kedge.config.declare import option
 from kedge.config.parser import ConfigParser
 from kedge.errors import ConfigError, install_command
+
+MOST_YAML_VALUES = 100_000
 
 
 @dataclass
@@ -41,11 +44,11 @@ class ScriptArguments:
 class ModelConfig:
     """Model and adapter options of a script.
 
-    ``torch_dtype`` and ``trust_remote_code`` are readable for scripts of older versions, but are
-    not flags: ``trust_remote_code`` is now an option of the configs.
+    ``torch_dtype`` is the name of ``dtype`` in TRL 0.12 to 0.22.  ``trust_remote_code`` is readable
+    for scripts of older versions, but is not a flag: it is now an option of the configs.
 
     Raises:
-        ConfigError: both 8 and 4 bits are requested.
+        ConfigError: both 8 and 4 bits are requested, or two data types.
     """
 
     model_name_or_path: str | None = option(None, "Folder or hub name of the model.")
@@ -71,16 +74,21 @@ class ModelConfig:
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "4-bit number format.")
     use_bnb_nested_quant: bool = option(False, "Also quantize the constants of 4-bit weights.")
     bnb_4bit_quant_storage: str | None = option(None, "Storage type of 4-bit weights.")
+    torch_dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = option(
+        None, "Older name of dtype."
+    )
     trust_remote_code: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        given = {self.dtype, self.torch_dtype or self.dtype} - {ModelConfig.dtype}
+        if len(given) > 1:
+            raise ConfigError(
+                f"torch_dtype={self.torch_dtype!r} is another name of dtype, but"
+                f" dtype={self.dtype!r} is set; set only dtype"
+            )
+        self.dtype = self.torch_dtype = self.torch_dtype or self.dtype
         if self.load_in_8bit and self.load_in_4bit:
             raise ConfigError("load_in_8bit and load_in_4bit are both set; set only one of them")
-
-    @property
-    def torch_dtype(self) -> str | None:
-        """Older name of ``dtype``."""
-        return self.dtype
 
 
 def get_peft_config(model_args: ModelConfig) -> Any:
@@ -177,7 +185,10 @@ class TrlParser(ConfigParser):
         env = values.pop("env", None) or {}
         if not isinstance(env, dict):
             raise ConfigError(f"env in the YAML file must map names to values, got {env!r}")
-        os.environ.update({name: str(value) for name, value in env.items()})
+        try:
+            os.environ.update({str(name): str(value) for name, value in env.items()})
+        except ValueError as error:  # a NUL, or a name with "="
+            raise ConfigError(f"env={env!r} in the YAML file: {error}") from error
         known = {action.dest for action in self._actions}
         unknown = [name for name in values if name not in known]
         if unknown and strict:
@@ -201,8 +212,33 @@ def read_yaml(name: str, flag: str = "--config ") -> dict[str, Any]:
         raise ConfigError(f"{flag}{name}: there is no such file")
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        # Not UTF-8, a date of month 13, !!int abc, 5,000 brackets, 6,000 digits.
         raise ConfigError(f"{flag}{name} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{flag}{name} must map names to values, got {type(values).__name__}")
-    return values
+    left = [MOST_YAML_VALUES]
+    try:
+        return {key: _plain(value, f"{flag}{name}: {key}", left) for key, value in values.items()}
+    except RecursionError as error:
+        raise ConfigError(f"{flag}{name} has an alias within what it stands for") from error
+
+
+def _plain(value: Any, where: str, left: list[int]) -> Any:
+    """Copy text, numbers, lists and mappings; ``left`` values may follow.
+
+    Aliases can nest, so that a few lines stand for millions of values, or for endlessly many.
+    """
+    left[0] -= 1
+    if left[0] < 0:
+        raise ConfigError(f"{where} has more than {MOST_YAML_VALUES} values; are there aliases?")
+    if isinstance(value, dict):
+        return {key: _plain(x, f"{where}.{key}", left) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_plain(x, where, left) for x in value]
+    if isinstance(value, date):
+        return str(value)
+    if not (value is None or isinstance(value, str | int | float)):
+        kind = type(value).__name__
+        raise ConfigError(f"{where} must be text, a number, a list or a mapping, got a {kind}")
+    return value

@@ -41,6 +41,11 @@ class Sampling:
         """Whether top-k, top-p or min-p excludes tokens of positive probability."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
+    @property
+    def changes_logprobs(self) -> bool:
+        """Whether tokens are drawn from another distribution than the model's softmax."""
+        return self.temperature != 1.0 or self.truncates or self.min_new_tokens > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBatch(Record):
@@ -98,7 +103,7 @@ class ToolCall:
 class Response:
     """One turn of the policy, as passed to an environment."""
 
-    text: str  # decoded, without special tokens and reasoning
+    text: str  # decoded, without reasoning and tokens that begin, end or fill a text
     ids: tuple[int, ...] = ()  # as sampled, with the stop token
     terminated: bool = True  # False: cut off by a token limit
     raw: str | None = None  # decoded with special tokens, without the stop token; None: the text
@@ -112,16 +117,19 @@ class Response:
         return () if self.parse is None else self.parse(text)
 
 
+LEASES = "_leases"  # column of the finished environments, until the rewards are computed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episodes(Record):
     """Results of environments for a rollout, one episode per row."""
 
     # int64 [B, R]; turn number from 0 for the policy's tokens, -1 for others
     turn: Tensor = rows_field(fill=-1)
-    rewards: Tensor  # float32 [B, R]; reward of each turn, at its last token
+    rewards: Tensor  # float64 [B, R]; reward of each turn, at its last token
     valid: Tensor  # bool [B]; False: the environment failed, the row is not trained on
     # Per row: "observations", the chat messages between two turns; "metrics" that the environment
-    # reported; "error", why it failed; "totals", all metrics of the episode as (sum, count).
+    # reported; "error", why it failed; "totals", all metrics as (sum, count); LEASES.
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
@@ -167,10 +175,11 @@ class Rollout(Record):
 class RewardOutput(Record):
     """The output of a reward source for each response."""
 
-    scores: Tensor  # float32 [B]
+    scores: Tensor  # float32 [B]; the whole reward of the response
     valid: Tensor  # bool [B]; False: not scored, excluded from training
     components: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [B], NaN: n/a
-    # float32 [B, R]; dense rewards, added to the score
+    # float64 [B, R]; added to the score at the last token, from which they move parts of it to
+    # earlier tokens; they sum to 0
     token_rewards: Tensor | None = rows_field(absent="fill", default=None)
     # float32 [B]; score of the greedy response to the same prompt
     greedy_scores: Tensor | None = rows_field(absent="drop", default=None)
@@ -184,6 +193,7 @@ class RewardOutput(Record):
         return replace(self, **{n: x / (scale or 1.0) for n, x in rewards.items() if x is not None})
 
 
+REWARD_ERRORS = "reward_errors/"  # metrics of rows for which a reward failed, with its name
 SYNC_GAP = "rollout/sync_gap"
 
 

@@ -27,7 +27,7 @@ KEDGE_RULES = {
     "background": set(),
     "math": set(),
     "ops": {"math", "ops/cpu"},
-    "ops/cpu": {"ops"},
+    "ops/cpu": {"ops", "background"},
     "algorithms": {"types", "math"},
     "config": {"errors", "suggestions", "types", "redaction"},
     "data": RECORDS | {"chat_template"},
@@ -38,16 +38,17 @@ KEDGE_RULES = {
     "rollout/embedded": RECORDS | {"config", "ops/cpu", "models", "rollout"},
     "rollout/scheduler": RECORDS | {"math", "algorithms", "loop", "rollout"},
     "rollout/vllm": RECORDS | {"config", "models", "rollout", "rollout/embedded", "background"},
-    "checkpoint": RECORDS,
+    "checkpoint": RECORDS | {"redaction"},
     "loop": RECORDS | {"math", "algorithms", "checkpoint", "rollout/scheduler"},
-    "environments": RECORDS | {"math", "chat_template", "background"},
+    "environments": RECORDS | {"math", "chat_template", "background", "data"},
     "ray": RECORDS
     | {*("config", "learner", "loop", "models", "ops/cpu", "rewards"), "rollout"}
     | {"rollout/embedded", "rollout/vllm"},
     "pretrain": RECORDS
-    | {"models", "ops/cpu", "reporting", "rewards", "checkpoint", "loop", "math", "chat_template"},
+    | {"models", "ops/cpu", "reporting", "rewards", "checkpoint", "loop", "math", "chat_template"}
+    | {"data"},
     "verifiers": {"errors", "http_client", "suggestions", "background"},
-    "judges": {"errors", "http_client"},
+    "judges": {"errors", "http_client", "math"},
     "testing": {"types", "errors"},
     "classic": RECORDS
     | {*("math", "algorithms", "loop", "checkpoint", "models", "learner", "reporting")}

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # Raw lines, docstrings included.
-TOTALS = {"src": 48_700, "tests": 42_500}
+TOTALS = {"src": 49_700, "tests": 44_000}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

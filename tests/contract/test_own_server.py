@@ -80,6 +80,10 @@ FAULTS = {
         change(token_ids=[1, 2, 99_999, 1, 2, 3]),
         r"token ids from 1 to 99999, but the policy has 32 tokens",
     ),
+    "no choice": ((200, {"choices": [[]]}), "is not what vLLM returns"),
+    "5,000 brackets": ((200, "[" * 5000), "is not what vLLM returns"),
+    "a token of no vocabulary": (change(token_ids=[1, 2, 10**30, 1, 2, 3]), "Overflow|too large"),
+    "half a token": (change(token_ids=[1, 2, 1.5, 1, 2, 3]), r"token_ids \[1, 2, 1.5"),
     "overloaded for ever": ([(503, "overloaded")] * 99, "failed at /inference/v1/generate: over"),
 }
 

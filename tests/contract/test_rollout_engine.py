@@ -103,7 +103,10 @@ class TestRolloutEngine:
 
     def test_the_version_is_the_one_last_loaded(self, engine):
         receipt = engine.load_weights(weights_of(engine), 7)
-        assert receipt is None or receipt.version == 7
+        if receipt is None:
+            assert engine.shares_weights or engine.logprob_kind == "none"
+        else:
+            assert receipt.version == 7
         rollout = engine.generate(prompts(), sampling=self.sampling, seed=0)
         assert rollout.policy_version.tolist() == [7] * 6
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kedge import PPOConfig
+from kedge.cli.main import main
 from kedge.environments import Response, ToolEnvironment
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
@@ -19,6 +20,33 @@ EXAMPLE, FUNCTION, *_ = re.findall(r"```python\n(.*?)```", ENVIRONMENTS, flags=r
 
 def test_a_game_by_hand() -> None:
     exec(GAME, {})
+
+
+def test_an_expert_plays_the_page_s_own_environment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Named as for training; a step gets a ``Response``; mistakes have one line."""
+    expert = """
+    @staticmethod
+    def expert(messages):
+        low, high = 1, 9
+        for guess, answer in zip(messages[1::2], messages[2::2]):
+            if answer["content"] == "higher":
+                low = int(guess["content"]) + 1
+            else:
+                high = int(guess["content"]) - 1
+        return str((low + high) // 2)
+"""
+    file, out = tmp_path / "guess.py", tmp_path / "episodes.jsonl"
+    file.write_text(EXAMPLE.split("trainer =")[0].rstrip() + "\n" + expert)
+    words = ["expert", f"{file}:GuessTheNumber", "--episodes", "20", "--output", str(out)]
+    assert main(words) == 0
+    assert "20 episodes of mean reward 1 are in" in capsys.readouterr().out
+    assert len(out.read_text().splitlines()) == 20
+    assert main([*words, "--noise", "0.2"]) == 2
+    assert "GuessTheNumber has no random_action; add" in capsys.readouterr().err
+    assert main(["expert", f"{file}:Nothing", "--output", str(out)]) == 2
+    assert "does not define 'Nothing'" in capsys.readouterr().err
 
 
 def test_gymnasium() -> None:

@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
 OF_COMMANDS = {  # options of the command line alone
     *("model_name_or_path", "dataset_name", "reward_funcs", "algorithm", "config_file"),
-    *("use_peft", "lora_r", "dataset_mixer_list"),
+    *("use_peft", "lora_r", "lora_alpha", "dataset_mixer_list"),
     *("apply_verifiable_reward", "verification_reward", "reward_model_multiplier"),
     "add_r1_style_format_reward",
 }

@@ -15,7 +15,7 @@ from docs.generate import OPEN_INSTRUCT_METRICS
 from kedge import AsyncPPOConfig, AsyncPPOTrainer, PPOConfig
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
-from tests.unit.text_toys import word_tokenizer
+from tests.unit.text_toys import neox_reward, word_tokenizer
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["<|user|>", "<|assistant|>", *"0123456789", *(f"w{i}" for i in range(15, 32))]
@@ -106,7 +106,12 @@ def test_the_debug_script_runs(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "value_model" / "config.json").is_file()
 
 
+def lengths(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(c)) for c in completions]
+
+
 def trainer(tmp_path: Path, **options: Any) -> AsyncPPOTrainer:
+    reward = options.pop("reward", {"reward_funcs": lengths})
     base: dict[str, Any] = {
         "output_dir": str(tmp_path),
         "rollout_engine": "embedded",
@@ -120,7 +125,7 @@ def trainer(tmp_path: Path, **options: Any) -> AsyncPPOTrainer:
         AsyncPPOConfig(**(base | options)),
         word_tokenizer(WORDS),
         tiny_policy(vocab_size=32),
-        reward_funcs=[lambda completions, **_: [float(len(c)) for c in completions]],
+        **reward,
         train_dataset=[{"prompt": f"w{i} 1 2"} for i in range(15, 25)],
     )
 
@@ -132,6 +137,14 @@ def test_one_apart_by_default_and_in_turn_by_choice(tmp_path: Path) -> None:
         rows = [row for row in made.state.log_history if "objective/scores" in row]
         assert [row["rollout/lag"] for row in rows] == lags
         assert all(row["objective/loss"] != 0 for row in rows)
+
+
+def test_a_reward_model_with_another_vocabulary_needs_its_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has 48 tokens and the policy 32, but the reward model"):
+        trainer(tmp_path, reward={"reward_model": neox_reward(48)})
+    same = {"reward_model": neox_reward(48), "reward_processing_class": word_tokenizer(WORDS)}
+    trainer(tmp_path / "same", reward=same)
+    trainer(tmp_path / "equal", reward={"reward_model": neox_reward(32)})
 
 
 def test_another_config_is_refused() -> None:

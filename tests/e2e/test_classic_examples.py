@@ -33,7 +33,7 @@ def script(name: str) -> Any:
 
 def test_all_are_short() -> None:
     sizes = {p.stem: len(p.read_text().splitlines()) for p in EXAMPLES.glob("*.py")}
-    assert set(sizes) == {"sentiment", "multi_adapter", "rule", "seq2seq", "tools"}
+    assert set(sizes) == {"sentiment", "multi_adapter", "rule", "seq2seq"}
     assert max(sizes.values()) < 100
 
 
@@ -88,15 +88,6 @@ def test_rule(tmp_path: Path) -> None:
     args = module.ScriptArguments(max_steps=2, max_new_tokens=5, output_dir=str(tmp_path / "out"))
     means = module.main(args, small(model_name=str(base(tmp_path / "base"))))
     assert all(0 < x <= 1 for x in means)
-
-
-def test_tools(tmp_path: Path) -> None:
-    module = script("tools")
-    assert module.correct(["x Result= 4<submit>", "Result=5<submit>", "4"], [4, 4, 4]) == [1, 0, 0]
-    args = module.ScriptArguments(max_steps=2, max_new_tokens=5, output_dir=str(tmp_path / "out"))
-    means = module.main(args, small(model_name=str(base(tmp_path / "base"))))
-    assert means == [0, 0]
-    assert (tmp_path / "out" / "value_head.safetensors").exists()
 
 
 def test_seq2seq(tmp_path: Path) -> None:

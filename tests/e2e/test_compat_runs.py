@@ -50,6 +50,10 @@ print("ran", type(trainer).__module__)
 """
 PPO = """
 from trl import PPOConfig, PPOTrainer
+from trl.experimental.utils import create_reference_model, first_true_indices, get_reward
+from trl.experimental.ppo.ppo_trainer import (OnlineTrainerState, batch_generation, forward,
+    exact_div, generate, get_reward, masked_mean, masked_var, masked_whiten, print_rich_table,
+    truncate_response)
 from trl.trainer.utils import (OnlineTrainerState, batch_generation, disable_dropout_in_model,
     exact_div, first_true_indices, forward, generate, get_reward, prepare_deepspeed,
     print_rich_table, truncate_response)
@@ -63,6 +67,9 @@ trainer.train()
 policy = trainer.accelerator.unwrap_model(trainer.model).policy
 assert policy is MODEL
 assert trainer.model.value_model is trainer.value_model
+assert trainer.model.is_gradient_checkpointing == MODEL.is_gradient_checkpointing
+assert trainer.stop_token_id == word_tokenizer().eos_token_id
+assert trainer.reward_model is reward
 
 ids = torch.tensor([[1, 5, 6, 9, 2, 7], [5, 6, 7, 8, 9, 10]])
 assert first_true_indices(ids == 9).tolist() == [3, 4]

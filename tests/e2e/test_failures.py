@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import TrainerCallback
 
 from kedge import PPOTrainer, grpo, rloo
 from kedge.algorithms.base import Algorithm
 from kedge.checkpoint import checkpoint
-from kedge.errors import DataError, RewardError, RolloutError
+from kedge.errors import CheckpointError, DataError, KedgeError, RewardError, RolloutError
 from kedge.loop import updater
 from kedge.types import Experience
 from tests.environments.toys import Echo, played
@@ -180,12 +182,14 @@ def test_the_error_stays_what_it_was_when_nothing_can_be_saved(
 
 
 def test_a_reward_that_cannot_score_anything_is_asked_again(tmp_path: Path, monkeypatch) -> None:
-    """None of the scores is a number: the responses are kept, the scores are not."""
+    """Every score fails: the responses are kept, the scores are not."""
     monkeypatch.setattr("kedge.loop.updater.MOST_UNSCORED", 1)
     calls = itertools.count()
 
     def out(completions: list[str], **_: Any) -> list[Any]:
-        return [None] * len(completions) if next(calls) >= 3 else length_reward(completions)
+        if next(calls) >= 3:
+            raise ValueError("the server is down")
+        return length_reward(completions)
 
     options: dict[str, Any] = {
         "output_dir": str(tmp_path),
@@ -193,13 +197,14 @@ def test_a_reward_that_cannot_score_anything_is_asked_again(tmp_path: Path, monk
         "save_strategy": "steps",
         "reward_model": None,
         "max_lag": 1,
+        "on_reward_error": "drop",
     }
     with pytest.raises(RewardError, match="could be scored"):
         small(reward_funcs=out, **options).train()
     assert saved(tmp_path) == [3]
     calls = itertools.count(3)
-    with pytest.raises(RewardError, match="check that the reward returns numbers, not only None"):
-        small(reward_model=None, reward_funcs=out).train()
+    with pytest.raises(RewardError, match="see the log for rewards and environments that fail"):
+        small(reward_model=None, reward_funcs=out, on_reward_error="drop").train()
     mended = small(reward_funcs=length_reward, **options)
     mended.train(resume_from_checkpoint=True)
     whole = small(reward_funcs=length_reward, **options | {"output_dir": str(tmp_path / "whole")})
@@ -298,3 +303,40 @@ def test_a_replayed_run_goes_on_after_a_failure(tmp_path: Path) -> None:
     second = trainer(tmp_path / "b", **options)
     second.train(resume_from_checkpoint=True)
     assert_same(second, whole_run())
+
+
+class Poison(TrainerCallback):
+    """Makes a weight NaN at the end of iteration 3, before its checkpoint."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            with torch.no_grad():
+                kwargs["model"].get_output_embeddings().weight[5, 0] = float("nan")
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_weights_that_are_not_finite_are_in_no_checkpoint_that_a_run_resumes(
+    tmp_path: Path, lag: int
+) -> None:
+    def made(**options: Any) -> Any:
+        sizes = {"total_episodes": 20, "num_ppo_epochs": 1, "save_steps": 1, "max_lag": lag}
+        return small(
+            output_dir=str(tmp_path), save_strategy="steps", save_total_limit=1, **sizes, **options
+        )
+
+    first = made(callbacks=[Poison()])
+    with pytest.raises(CheckpointError, match=r"1 trained weights.*checkpoint-2 is the last"):
+        first.train()
+    assert saved(tmp_path) == [2]
+    # as a release wrote it that did not look
+    unaware = made(callbacks=[Poison()], save_only_model=False, resume_from_checkpoint=True)
+    unaware.args.save_total_limit = 2
+    unaware.engine.learner.non_finite_weights = list
+    with pytest.raises(KedgeError, match=r"the policy returns nan|NaN or infinite log-prob"):
+        unaware.train()
+    assert saved(tmp_path) == [2, 3]
+    with pytest.raises(CheckpointError, match=r"checkpoint-3 is damaged: weight .* is not finite"):
+        made().train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    with pytest.warns(UserWarning, match=r"checkpoint-3 is damaged.* Resuming from .*checkpoint-2"):
+        result = made().train(resume_from_checkpoint=True)
+    assert result.global_step == 5

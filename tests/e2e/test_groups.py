@@ -6,11 +6,14 @@ import math
 import re
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from peft import LoraConfig
 
 from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, ppo, reinforce_pp, remax
 from kedge.errors import ConfigError
@@ -28,6 +31,7 @@ SIZES = {
 }
 TRAINER = (
     "quantization_config",
+    "peft_config",
     *("processing_class", "args", "model", "reward_funcs", "algorithm", "ref_model"),
     *("train_dataset", "eval_dataset", "rollout_engine"),
 )
@@ -221,3 +225,85 @@ def test_the_tokenizer_beside_an_in_memory_model_is_found(tmp_path: Path) -> Non
     assert "with GRPO" in text
     assert "2402.03300" in text
     assert "| epsilon | 0.2 |" in text
+
+
+def test_gdpo_normalizes_every_reward_before_the_sum() -> None:
+    """The advantages of a run are those of a float64 computation with NumPy."""
+    calls: list[list[Any]] = []
+
+    def wide(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        calls.append([ids[0] * 10.0 for ids in completion_ids])
+        return calls[-1]
+
+    def some(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+        calls.append([None if ids[0] % 3 == 0 else ids[-1] / 7 for ids in completion_ids])
+        return calls[-1]
+
+    seen: list[torch.Tensor] = []
+    trainer = grpo(
+        reward_funcs=[wide, some], reward_weights=[1.0, 0.5], beta=0.0, total_episodes=8,
+        multi_objective_aggregation="normalize_then_sum", preflight=False,
+    )  # fmt: skip
+    compute = trainer.engine.algorithm.compute_advantages
+
+    def watched(e: Any, kl_coef: float) -> Any:
+        found = compute(e, kl_coef)
+        seen.append((found.advantages * e.rollout.loss_mask).sum(1) / e.rollout.loss_mask.sum(1))
+        return found
+
+    trainer.engine.algorithm = replace(trainer.engine.algorithm, compute_advantages=watched)
+    trainer.train()
+    groups = np.array([[np.nan if x is None else x for x in c] for c in calls[:2]], dtype=float)
+    grouped = groups.reshape(2, 2, 4)  # two groups of four
+    count = (~np.isnan(grouped)).sum(2, keepdims=True)
+    mean = np.nanmean(grouped, 2, keepdims=True)
+    square = np.nansum((grouped - mean) ** 2, 2, keepdims=True) / np.maximum(count - 1, 1)
+    z = np.nan_to_num((grouped - mean) / (np.sqrt(square) + 1e-4)).reshape(2, 8)
+    total = z[0] + 0.5 * z[1]
+    want = (total - total.mean()) / (total.std(ddof=1) + 1e-4)
+    assert np.abs(want).max() > 0.5
+    assert seen[0].numpy() == pytest.approx(want, abs=1e-4)
+
+
+def test_gdpo_refuses_what_it_would_not_compare() -> None:
+    for option in ({"kl_coef": 0.1}, {"missing_eos_penalty": 1.0}, {"credit": "turn"}):
+        with pytest.raises(ConfigError, match="normalize_then_sum"):
+            grpo(multi_objective_aggregation="normalize_then_sum", **option)
+
+
+@pytest.mark.parametrize("make_trainer", [grpo, rloo])
+def test_the_reference_moves_towards_the_policy(make_trainer: Any, tmp_path: Path) -> None:
+    """Every second iteration, as computed in float64, also in a resumed run."""
+    options: dict[str, Any] = {
+        "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25,
+        "beta": 0.1, "total_episodes": 40, "output_dir": str(tmp_path), "save_strategy": "steps",
+        "save_steps": 3,
+    }  # fmt: skip
+    trainer = make_trainer(**options)
+    policy, reference = trainer.model, trainer.ref_model
+    want = [p.detach().double() for p in reference.parameters()]
+    mean_before = [p.detach().double() for p in policy.parameters()]
+    advance = trainer.engine.learner.advance_version
+
+    def watched() -> None:
+        weights = [p.detach().double() for p in policy.parameters()]
+        if trainer.engine.learner.version % 2:  # the iteration that ends is the second, fourth ...
+            want[:] = [0.75 * q + 0.25 * p for q, p in zip(want, weights, strict=True)]
+        advance()
+
+    trainer.engine.learner.advance_version = watched
+    trainer.train()
+    assert trainer.engine.step == 5
+    for own, expected, start in zip(reference.parameters(), want, mean_before, strict=True):
+        assert own.detach().double().numpy() == pytest.approx(expected.numpy(), abs=1e-6)
+        assert not torch.equal(own.detach().double(), start)
+    again = make_trainer(**options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for one, other in zip(again.ref_model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(one, other)
+    for wrong, text in (
+        ({"beta": 0.0}, "set beta above 0"),
+        ({"peft_config": LoraConfig(task_type="CAUSAL_LM")}, "an adapter shares its base"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            make_trainer(**options | {"output_dir": tempfile.mkdtemp()} | wrong)

@@ -41,6 +41,23 @@ PRESSED = """
     print("trained to the end")
 """
 
+# Gets SIGTERM while its trainer is built, as while a server starts.
+STARTING = """
+    import os, signal
+    from kedge.rollout.vllm.weights import WeightFolder
+    from tests.e2e.small import small
+
+    class Slow:
+        def reset(self, **columns):
+            return ""
+
+        def __init__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    folder = WeightFolder(os.environ["RUN"])
+    small(environment_factory=Slow)
+"""
+
 # From the seventh call on, responses take longer than this test: 60 tokens of half a second.
 ENDLESS = """
     import os, sys, time
@@ -110,7 +127,7 @@ def test_a_second_interrupt_waits_for_no_response(tmp_path: Path, lag: int, piec
     assert not list(tmp_path.glob(".saving-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_script_finishes_its_iteration_and_saves(tmp_path: Path, number: int) -> None:
     env = os.environ | {"RUN": str(tmp_path), "SIGNAL": str(int(number))}
     done = processes.run("-c", textwrap.dedent(PRESSED), env=env)
@@ -123,6 +140,14 @@ def test_a_script_finishes_its_iteration_and_saves(tmp_path: Path, number: int) 
     second = trainer(tmp_path, max_lag=1)
     second.train(resume_from_checkpoint=True)
     assert_same(second, whole_run(1))
+
+
+def test_a_signal_while_a_trainer_is_built_runs_the_finalizers(tmp_path: Path) -> None:
+    """Before, the process ended by the signal (-15), and the folder of weights stayed."""
+    env = os.environ | {"RUN": str(tmp_path)}
+    done = processes.run("-c", textwrap.dedent(STARTING), env=env)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def evaluates(folder: Path, **changes: Any) -> Any:

@@ -12,11 +12,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import GenerationConfig
 
-from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, classic
+from kedge.classic import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 from kedge.errors import ConfigError, DataError, KedgeError
 from kedge.models.value_head import ScalarHead
 from kedge.testing import tiny_policy, tiny_reward_model
+from tests.classic_models import gpt2, letters, samples, t5
 from tests.e2e.small import PROMPTS, VOCAB, length_reward, rows, small
 from tests.e2e.test_groups import make
 from tests.unit.text_toys import EOS, bert_reward, neox_reward, word_tokenizer
@@ -58,6 +61,101 @@ def test_layers_that_do_not_train_may_be_shared() -> None:
     trainer = small(model=model, ref_model=reference)
     trainer.train()
     assert rows(trainer)[0]["objective/kl"] == pytest.approx(0.0, abs=1e-5)
+
+
+def frozen_adapter(base: Any, folder: Path, *, load: bool = False) -> Any:
+    """A classic model with an adapter as PEFT loads it, frozen; or as its folder is loaded."""
+    encodes = base.config.is_encoder_decoder
+    kind = AutoModelForSeq2SeqLMWithValueHead if encodes else AutoModelForCausalLMWithValueHead
+    base.save_pretrained(folder / "base")
+    base.name_or_path = str(folder / "base")
+    config = LoraConfig(r=2, target_modules=["q", "v"] if encodes else ["c_attn"])
+    get_peft_model(copy.deepcopy(base), config).save_pretrained(folder / "adapter")
+    loaded = str(folder / "adapter")
+    return kind.from_pretrained(loaded if load else PeftModel.from_pretrained(base, loaded))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*", "ignore:no dataset was given")
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("trainer", ["value model", "head", "grpo", "causal", "folder", "seq2seq"])
+def test_a_policy_that_would_not_train_is_refused(
+    trainer: str, unused: bool, tmp_path: Path
+) -> None:
+    """Also where a value model or head would, or a weight that the policy does not compute with."""
+    calls = 0
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        nonlocal calls
+        calls += 1
+        return length_reward(completions)
+
+    def run() -> None:
+        model: Any = policy().requires_grad_(False)
+        if trainer in ("causal", "folder", "seq2seq"):
+            base = t5() if trainer == "seq2seq" else gpt2()
+            wrapped = frozen_adapter(base, tmp_path, load=trainer == "folder")
+            model = wrapped.pretrained_model
+        model.unused = nn.Linear(4, 4).requires_grad_(unused)
+        if trainer in ("causal", "folder", "seq2seq"):
+            step = classic.PPOTrainer(
+                classic.PPOConfig(batch_size=8, mini_batch_size=4), wrapped, None, letters(28)
+            )
+            step.step(*samples())
+        elif trainer == "grpo":
+            make(GRPOTrainer, GRPOConfig, model=model, reward_funcs=reward).train()
+        else:
+            value = neox_reward(vocab=VOCAB) if trainer == "value model" else None
+            given = {"value_model": value, "reward_model": None, "reward_funcs": reward}
+            small(model=model, **given).train()
+
+    with pytest.raises(ConfigError, match=r"the policy \(\w+\) would not train"):
+        run()
+    assert calls == 0
+
+
+# -- what checkpoints hold ------------------------------------------------------------------------
+
+
+def unsaved(kind: str) -> dict[str, Any]:
+    """Arguments of a trainer with one object that transformers will not save."""
+    model, value, tokenizer = policy(), neox_reward(vocab=VOCAB), word_tokenizer()
+    if kind == "generation":  # as the first Llama 2 had it
+        model.generation_config = GenerationConfig(do_sample=False, temperature=0.6, eos_token_id=0)
+    elif kind == "shared":
+        first, second = model.gpt_neox.layers
+        second.mlp.dense_h_to_4h.weight = first.mlp.dense_h_to_4h.weight
+    elif kind == "value":
+        value.config.note = object()
+    else:
+        tokenizer.init_kwargs["note"] = object()
+    return {"model": model, "value_model": value, "processing_class": tokenizer}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("generation", "the GenerationConfig of model cannot be saved.* `temperature`"),
+        ("shared", "model cannot be saved.* shared tensors .*dense_h_to_4h"),
+        ("value", "the GPTNeoXConfig of value_model cannot be saved.* not JSON serializable"),
+        ("tokenizer", "processing_class cannot be saved.* not JSON serializable"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_before_anything_is_sampled(kind: str, words: str) -> None:
+    calls = 0
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        nonlocal calls
+        calls += 1
+        return length_reward(completions)
+
+    def run() -> None:
+        made = small(**unsaved(kind), reward_model=None, reward_funcs=reward)
+        made.train()
+        made.save_model()
+
+    with pytest.raises(ConfigError, match=words):
+        run()
+    assert calls == 0
 
 
 # -- tokens and lengths ---------------------------------------------------------------------------

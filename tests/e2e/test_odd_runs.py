@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.errors import KedgeError, RewardError
+from kedge.errors import ConfigError, KedgeError, RewardError, SyncError
+from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import PromptBatch, Rollout, Sampling
 from tests.e2e.small import PROMPTS, VOCAB, length_reward, rows, small
@@ -47,6 +48,58 @@ def test_an_engine_that_samples_another_distribution_fails_the_preflight() -> No
         KedgeError, match="log-probabilities of rollout engine and learner differ by"
     ):
         trainer.train()
+
+
+class Raw(EmbeddedEngine):
+    """Records log-probabilities of the model, which the temperature does not change."""
+
+    logprob_kind = "raw"
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        rollout = super().generate(prompts, sampling=sampling, seed=seed)
+        shift = 0.0 if sampling.temperature == 1.0 else 0.5  # about what 0.5 changes here
+        assert rollout.behavior_logprobs is not None
+        return replace(rollout, behavior_logprobs=rollout.behavior_logprobs - shift)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_raw_log_probabilities_are_compared_where_they_are_those_of_sampling(lag: int) -> None:
+    def run(**options: Any) -> list[dict[str, Any]]:
+        model = tiny_policy("gpt_neox", vocab_size=VOCAB)
+        engine = Raw(model, pad_id=1, shares_weights=False)
+        options = {"learning_rate": 0.0, "total_episodes": 12, "max_lag": lag} | options
+        trainer = small(model=model, rollout_engine=engine, **options)
+        trainer.train()
+        return rows(trainer)
+
+    log = run(temperature=1.0)
+    assert [row["val/ratio"] for row in log] == pytest.approx([1.0] * 3, abs=1e-5)
+    assert log[0]["rollout/logprob_gap"] < 1e-5
+    for options in ({"sampler_correction": "truncate"}, {"sampler_correction": "ratio"}, {}):
+        if options or lag:
+            with pytest.raises(ConfigError, match="needs log-probabilities of the distribution"):
+                run(temperature=0.5, **options)
+        else:
+            log = run(temperature=0.5)
+            assert [row["val/ratio"] for row in log] == pytest.approx([1.0] * 3, abs=1e-5)
+            assert not any("rollout/logprob_gap" in row for row in log)  # it would be 0.5
+
+
+class Mute(EmbeddedEngine):
+    """Keeps its first weights, and reports nothing."""
+
+    def load_weights(self, weights: Any, version: int) -> Any:
+        self._version = version
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_engine_that_may_have_old_weights_must_report_them(lag: int) -> None:
+    model = tiny_policy("gpt_neox", vocab_size=VOCAB)
+    engine = Mute(model, pad_id=1, shares_weights=False)
+    trainer = small(model=model, rollout_engine=engine, max_lag=lag)
+    with pytest.raises(SyncError, match="must return a"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_a_dataset_smaller_than_a_batch_repeats() -> None:
@@ -241,3 +294,19 @@ def test_a_column_of_another_length_is_refused() -> None:
         match=r"log_extra\('words', ...\) must get one value per completion: got 1 for 4",
     ):
         small(reward_model=None, reward_funcs=[reward]).train()
+
+
+def test_functions_of_equal_names_are_scored_apart() -> None:
+    def scores(name: str, value: float) -> Any:
+        def function(completions: list[str], **_: Any) -> list[float]:
+            return [value] * len(completions)
+
+        function.__name__ = name
+        return function
+
+    functions = [scores("f", 1.0), scores("f", 1000.0), scores("f_2", 7.0)]
+    trainer = small(reward_model=None, reward_funcs=functions, total_episodes=4)
+    trainer.train()
+    (row,) = rows(trainer)
+    assert [row[f"rewards/{name}"] for name in ("f", "f_3", "f_2")] == [1.0, 1000.0, 7.0]
+    assert row["objective/scores"] == 1008.0

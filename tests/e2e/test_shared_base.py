@@ -17,6 +17,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
 SIZES = {"vocab_size": 32, "hidden_size": 8, "layers": 1, "heads": 2}
 OPTIONS = {"total_episodes": 16, "per_device_train_batch_size": 4, "response_length": 4}
 
+PISSA = LoraConfig(**LORA.to_dict() | {"init_lora_weights": "pissa"})
+
 
 @pytest.fixture
 def reward(tmp_path):
@@ -101,6 +103,23 @@ def test_reward_adapter_in_other_trainers_and_next_to_functions(tmp_path, reward
     assert any("rewards/length_reward" in key for row in run.state.log_history for key in row)
 
 
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_that_starts_in_the_base_leaves_the_policy_what_it_was(tmp_path, init):
+    plain, ids = policy(), torch.arange(3, 30)[None]
+    config = LoraConfig(**LORA.to_dict() | {"init_lora_weights": init})
+    with torch.no_grad():
+        expected = plain(input_ids=ids).logits.log_softmax(-1)
+    changes = {"learning_rate": 0.0, "kl_coef": 0.1, "reward_adapter": None}
+    inputs = {"reward_funcs": [length_reward], "peft_config": config}
+    run = trainer(tmp_path / "run", None, **changes, inputs=inputs)
+    run.train()  # the preflight compares the policy with its reference
+    with torch.no_grad():
+        logprobs = run.model(input_ids=ids).logits.log_softmax(-1)
+    assert float((logprobs - expected).abs().mean()) < 1e-6  # 1.7e-2 if the base changed twice
+    kl = [row["objective/kl"] for row in run.state.log_history if "objective/kl" in row]
+    assert max(map(abs, kl)) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
@@ -112,6 +131,7 @@ def test_reward_adapter_in_other_trainers_and_next_to_functions(tmp_path, reward
             "leave one of them out",
         ),
         ({"value_adapter": False, "value_source": "reward"}, "needs a reward model"),
+        ({"inputs": {"peft_config": PISSA}}, "changed the base that the adapter"),
     ],
 )
 def test_what_cannot_share_a_base_is_refused(tmp_path, reward, flags, match):

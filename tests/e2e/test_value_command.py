@@ -108,6 +108,19 @@ def test_rows_that_cannot_train_are_named(tmp_path, change, problem):
         read_episodes([str(file)], word_tokenizer(), longest=9)
 
 
+def test_scores_that_a_value_model_cannot_hold_are_named(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"w{i}", "response": " w5", "reward": 3e38 * (-1) ** i} for i in range(9)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    policy = tiny_policy("gpt_neox", vocab_size=VOCAB)
+    policy.save_pretrained(tmp_path / "policy")
+    word_tokenizer().save_pretrained(tmp_path / "policy")
+    words = ["fit", str(file), "--model", str(tmp_path / "policy")]
+    with pytest.raises(DataError, match=r"scores up to 3e\+38 are too large"):
+        command.main([*words, "--output_dir", str(tmp_path / "value")])
+    assert not (tmp_path / "value").exists()
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"credit": "turn", "gamma": 0.9}, {"gamma": 0.9, "scale_rewards": "running"}]
 )

@@ -20,7 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.environments import NewContext, Response, ToolCall, experts
+from kedge.cli.main import main
+from kedge.environments import NewContext, Response, ToolCall, ToolEnvironment
 from kedge.environments.adapters import Gymnasium, NeMoGym, OpenEnv, TextArena, Verifiers
 from kedge.environments.experts import expert_episodes
 from kedge.environments.games import Calculator, GuessNumber, TextWorld, calculate
@@ -321,6 +322,17 @@ def test_nemo_gym_with_tools(resources: str) -> None:
         NeMoGym("http://127.0.0.1:9").reset(seed=0, options=gym_row("8"))
 
 
+@pytest.mark.parametrize("answer", [{}, [], None, "<html>"])
+def test_what_is_no_resources_server_is_named(
+    answer: Any, resources: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = Resources.reply
+    monkeypatch.setattr(Resources, "reply", lambda self, *_: reply(self, answer))
+    message = rf"{resources}/openapi.json must answer with a JSON object with paths, got"
+    with pytest.raises(RolloutError, match=message):
+        NeMoGym(resources).reset(seed=0, options=gym_row("8"))
+
+
 def test_nemo_gym_with_a_reward_per_turn_through_the_trainer(
     resources: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -519,9 +531,49 @@ def test_noise_replaces_turns(noise: float, low: float, high: float) -> None:
 def test_episodes_are_written(tmp_path: Path) -> None:
     file = tmp_path / "new" / "episodes.jsonl"
     options = ["--episodes", "3", "--first_seed", "7", "--environment_kwargs", '{"rules": false}']
-    experts.main(["kedge.environments.games:TextWorld", *options, "--output", str(file)])
+    assert main(["expert", "kedge.environments.games:TextWorld", *options, f"--output={file}"]) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert rows == [play(TextWorld, seed, rules=False) for seed in (7, 8, 9)]
+
+
+def double(number: int) -> int:
+    """Double a number.
+
+    Args:
+        number: The number.
+    """
+    return 2 * number
+
+
+class Doubles(ToolEnvironment):
+    """Tools, async methods, and an expert that calls a tool."""
+
+    def __init__(self) -> None:
+        super().__init__([double])
+
+    async def reset(self, *, seed: int, options: Any) -> Any:  # type: ignore[override]
+        super().reset(seed=seed, options=options)
+        return f"Twice {seed}?", {}
+
+    async def step(self, response: Response) -> Any:
+        if response.tool_calls:
+            return super().step(response)
+        return None, float(response.text == "14"), True, False, {}
+
+    @staticmethod
+    def expert(messages: Any) -> Any:
+        if messages[-1]["role"] == "tool":
+            return messages[-1]["content"]
+        number = int(messages[0]["content"][6:-1])
+        return {"tool_calls": [{"name": "double", "arguments": {"number": number}}]}
+
+
+def test_an_expert_calls_tools() -> None:
+    (row,) = expert_episodes(Doubles, [7])
+    assert row["reward"] == 1
+    assert [m["role"] for m in row["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert row["messages"][1]["tool_calls"][0]["name"] == "double"
+    assert row["tools"][0]["function"]["name"] == "double"
 
 
 def test_wrong_options() -> None:
@@ -529,6 +581,8 @@ def test_wrong_options() -> None:
         next(expert_episodes(TextWorld, [0], noise=2))
     with pytest.raises(ValueError, match="Random has no expert; add a static method"):
         next(expert_episodes(random.Random, [0]))
+    with pytest.raises(ValueError, match=r"Doubles has no random_action; .* noise=0.5"):
+        next(expert_episodes(Doubles, [0], noise=0.5))
     with pytest.raises(ValueError, match="rooms must be"):
         TextWorld(rooms=(2, 9))
     with pytest.raises(ValueError, match="terms must be"):

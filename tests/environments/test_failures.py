@@ -5,6 +5,7 @@ or with "raise" the iteration they fall in.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import subprocess
@@ -21,8 +22,17 @@ import torch
 from kedge import background
 from kedge.environments.pool import Calls, RunningCalls
 from kedge.errors import RolloutError
+from kedge.protocols import NewContext
 from tests.e2e.small import rows
-from tests.environments.toys import Echo, call_all, played, prompts, rollouts, sampling
+from tests.environments.toys import (
+    Echo,
+    call_all,
+    chat_tokenizer,
+    played,
+    prompts,
+    rollouts,
+    sampling,
+)
 
 KINDS = ["exception", "hang", "garbage", "kill"]
 GARBAGE: list[Any] = [
@@ -312,3 +322,104 @@ def test_seconds_of_a_call_end_with_the_call_not_when_it_is_asked_for() -> None:
     time.sleep(0.05)
     running.wait(1.0)
     assert running.seconds[0] <= ended - begin
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise TypeError("no message")
+
+
+def stops(_: Any) -> Any:
+    return next(iter(()))
+
+
+def exits(_: Any) -> Any:
+    raise SystemExit(3)
+
+
+def cannot_be_printed(_: Any) -> Any:
+    raise Unprintable
+
+
+async def exits_async(_: Any) -> Any:
+    raise SystemExit(3)
+
+
+BAD_ANSWERS: list[tuple[Any, str]] = [
+    ([10**6], "holds token 1000000, but the vocabulary has 32 tokens"),
+    ([5, -1], "holds token -1, but"),
+    ([10**30], "but the vocabulary has 32 tokens"),
+    (NewContext([5, 10**6]), "holds token 1000000, but"),
+    (torch.tensor([5.5]), "must hold integers in one dimension, got a Tensor of torch.float32"),
+    (torch.ones(2, 2).long(), r"in one dimension, .*shape \(2, 2\)"),
+    ([True], "a message must be a mapping"),
+    (stops, "StopIteration"),
+    (exits, "SystemExit: 3"),
+    (exits_async, "SystemExit: 3"),
+    (cannot_be_printed, "Unprintable .its message cannot be printed."),
+]
+
+
+class AnswersBadly(Echo):
+    """Its second environment answers badly, once: in ``reset``, or in its second step."""
+
+    def __init__(self, made: list[Any], answer: Any, method: str) -> None:
+        super().__init__()
+        made.append(self)
+        self.answer, self.bad = answer, len(made) == 2 and method
+
+    def bad_answer(self) -> Any:
+        return self.answer(self) if callable(self.answer) else self.answer
+
+    def reset(self, *, seed: int, options: Any) -> Any:
+        usual = super().reset(seed=seed, options=options)
+        if self.bad != "reset":
+            return usual
+        self.bad, bad = "", self.bad_answer()
+        return bad if inspect.isawaitable(bad) else (bad, {})
+
+    def step(self, response: Any) -> Any:
+        usual = super().step(response)
+        if self.bad != "step":
+            return usual
+        self.bad, bad = "", self.bad_answer()
+        return bad if inspect.isawaitable(bad) else (bad, *usual[1:])
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+@pytest.mark.parametrize(("answer", "text"), BAD_ANSWERS)
+def test_whatever_an_environment_answers_costs_its_episode(
+    answer: Any, text: str, method: str
+) -> None:
+    if method == "reset" and isinstance(answer, NewContext):
+        text = "a message must be a mapping|holds token"
+    made: list[Any] = []
+    trainer = played(environment=lambda: AnswersBadly(made, answer, method), on_env_error="drop")
+    trainer.train()
+    assert rows(trainer)[0]["environment/errors"] == 0.25
+    assert trainer.engine.step == 2
+    made = []
+    trainer = played(environment=lambda: AnswersBadly(made, answer, method))
+    with pytest.raises(RolloutError, match=rf"AnswersBadly.{method} failed .*(?:{text})"):
+        trainer.train()
+
+
+def test_a_long_observation_is_cut_before_it_is_tokenized(monkeypatch: Any) -> None:
+    words = chat_tokenizer()
+    longest = 0
+
+    def encode(text: Any, **options: Any) -> Any:
+        nonlocal longest
+        longest = max(longest, *(len(t) for t in ([text] if isinstance(text, str) else text)))
+        return call(words, text, **options)
+
+    class Long(Echo):
+        def step(self, response: Any) -> Any:
+            return "w7 " * 400_000, *super().step(response)[1:]
+
+    call = type(words).__call__
+    monkeypatch.setattr(type(words), "__call__", lambda _, text, **kw: encode(text, **kw))
+    trainer = played(environment=Long, processing_class=words)
+    trainer.train()
+    assert longest < 1000  # 40 tokens an episode; the observation has 1.2 million characters
+    assert rows(trainer)[0]["environment/turns"] > 1

@@ -25,6 +25,7 @@ def work(folder: str, out: str) -> None:
     from accelerate.utils import gather_object
 
     from kedge import PPOConfig, PPOTrainer
+    from kedge.environments import NewContext
     from kedge.testing import tiny_policy
     from tests.e2e.small import QUIET, VOCAB
     from tests.environments.toys import Echo, chat_tokenizer
@@ -42,8 +43,10 @@ def work(folder: str, out: str) -> None:
             _, reward, done, *_ = super().step(response)
             numbers = {"success": float(done and reward > 0.2), "tokens": len(response.ids)}
             seed, self.number = self.number, 0
-            return self.word, reward, done, False, {"metrics": {**numbers, "seed": seed}}
+            word = NewContext([{"role": "user", "content": self.word}]) if cut else self.word
+            return word, reward, done, False, {"metrics": {**numbers, "seed": seed}}
 
+    cut = os.environ.get("CONTEXTS") == "new"
     engines = os.environ.get("ENGINES", "own")
     pool = engines == "pool"
     made = PPOTrainer(
@@ -52,7 +55,7 @@ def work(folder: str, out: str) -> None:
             per_device_train_batch_size=ROWS // int(os.environ["WORLD_SIZE"]),
             **{"total_episodes": (8 if pool else 3) * ROWS, "response_length": 50},
             **{"max_turn_tokens": 3, "stop_token": "eos", "credit": "turn", "learning_rate": 1e-3},
-            adam_epsilon=1e-3,
+            **{"adam_epsilon": 1e-3, "num_mini_batches": 2 if cut else 1},
             **QUIET,
             **{"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 1},
             shuffle_dataset=False,
@@ -94,6 +97,16 @@ def test_ranks_that_share_an_engine(tmp_path: Path, max_lag: str) -> None:
     one, _ = launch(tmp_path / "one", 1, file=__file__, MAX_LAG=max_lag)
     two, _ = launch(tmp_path / "two", 2, file=__file__, MAX_LAG=max_lag, ENGINES="shared")
     assert len(one) == 3
+    for a, b in zip(one, two, strict=True):
+        assert a["environment/turns"] == b["environment/turns"] == 2.5
+        assert b == {name: pytest.approx(x, rel=1e-3, abs=1e-5) for name, x in a.items()}
+
+
+@pytest.mark.slow
+def test_new_contexts_on_one_rank_alone(tmp_path: Path) -> None:
+    """Mini-batches are drawn from the rows of both ranks, of which one has no new context."""
+    one, _ = launch(tmp_path / "one", 1, file=__file__, CONTEXTS="new")
+    two, _ = launch(tmp_path / "two", 2, file=__file__, CONTEXTS="new")
     for a, b in zip(one, two, strict=True):
         assert a["environment/turns"] == b["environment/turns"] == 2.5
         assert b == {name: pytest.approx(x, rel=1e-3, abs=1e-5) for name, x in a.items()}

@@ -51,7 +51,7 @@ def test_the_reward_source_gives_returns_and_moves_rewards_to_their_turns() -> N
     rollout = rollouts(max_turn_tokens=6).generate(prompts(), sampling=sampling(), seed=3)
     output = EpisodeReward().score(rollout)
     assert rollout.episodes is not None
-    assert torch.allclose(output.scores, rollout.episodes.rewards.sum(1))
+    assert torch.equal(output.scores, rollout.episodes.rewards.sum(1).float())
     assert output.token_rewards is not None
     assert output.token_rewards.sum(1).abs().max() < 1e-6
     placed = output.token_rewards.clone()

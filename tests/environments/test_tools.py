@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import time
 from functools import partial
 from typing import Any, Literal
 
@@ -100,6 +101,40 @@ def test_calls_are_read_in_the_format_of_the_template(
 def test_a_call_that_cannot_be_read_has_an_error(text: str, problem: str) -> None:
     (call,) = parse_any(text)
     assert problem in call.error
+
+
+@pytest.mark.parametrize("head", ["", "<function=a>" + "</parameter>" * 2000])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *("to=functions.a ", "<function=", "<function=a>", "<parameter=a>", "<parameter=", "{} "),
+        *("<｜tool▁call▁begin｜>", '<parameter name="a"', '<invoke name="a">', "[TOOL_CALLS]"),  # noqa: RUF001
+    ],
+)
+def test_time_to_read_calls_is_linear_in_the_text(unit: str, head: str) -> None:
+    def seconds(characters: int) -> float:
+        text = head + unit * (characters // len(unit))
+        begin = time.thread_time()
+        for parse in (parse_any, *map(tool_parser, (unit, "<tool_call>", "to=functions."))):
+            parse(text)
+        return time.thread_time() - begin
+
+    seconds(10_000)
+    small = min(seconds(40_000) for _ in range(3))
+    assert seconds(160_000) < 10 * max(small, 0.02)  # of 4 for linear, of 16 for quadratic time
+
+
+@pytest.mark.parametrize("arguments", ['""', "null", '" "', "{}"])
+def test_calls_without_arguments_run(arguments: str) -> None:
+    def now() -> str:
+        """The time."""
+        return "noon"
+
+    call = f'<tool_call>{{"name": "now", "arguments": {arguments}}}</tool_call>'
+    rollout, read = played("qwen2.5", [call, "it is noon"], tool_environments([now]))
+    assert "noon" in read[1][len(read[0]) + len(call) :]
+    metrics = Metrics(rollout.episodes.metrics).means()
+    assert metrics["environment/invalid_calls"] == metrics["environment/tool_errors"] == 0.0
 
 
 def played(
@@ -339,7 +374,8 @@ def test_an_episode_cut_off_is_scored_once() -> None:
         )
         assert rollout.episodes.rewards.sum() == 4
         assert int(rollout.episodes.turn.max()) + 1 == turns
-        assert bool(rollout.terminated[0]) == (turns == 3)
+        assert rollout.terminated.tolist() == [False]  # by either limit
+        assert rollout.episodes.metrics["environment/ended_turn_limit"] == (1.0, 1.0)
 
 
 class Down(Counter):
@@ -382,6 +418,9 @@ def test_a_dict_of_factories_is_chosen_by_a_column() -> None:
         ({}, ""),
         ({"completion_ids": [[5]]}, "1 entries of 'completion_ids' for 2 prompts"),
         ({"completion_ids": [[], [5]]}, "no token for prompt 0"),
+        ({"prompt_ids": [[3, 32], [4]]}, "prompt_ids of rollout_func holds token 32, but the voc"),
+        ({"completion_ids": [[5, -1, 0], [7] * 4]}, "completion_ids of rollout_func holds token -"),
+        ({"completion_ids": [[5, 1.5, 0], [7] * 4]}, "ids are integers from 0 to 31"),
         ({"logprobs": [[0.0], [0.0]]}, "1 entries of 'logprobs' for the 3 tokens"),
     ],
 )
@@ -396,7 +435,7 @@ def test_rollout_func(wrong: dict[str, Any], text: str) -> None:
             "game": ["won", "lost"],
         } | wrong
 
-    play = FunctionRollouts(rollout_func, lambda: "the trainer", pad_id=1)
+    play = FunctionRollouts(rollout_func, lambda: "the trainer", pad_id=1, vocabulary=lambda: 32)
     if wrong:
         with pytest.raises(RolloutError, match=text):
             play.generate(prompts(2), sampling=sampling(), seed=0)

@@ -172,7 +172,7 @@ def test_first_observations() -> None:
     assert tokens.prompt("text", ids, "room 1") == ids + encoded(tok, "\n\nroom 1")
     with pytest.raises(DataError, match="tools need prompts of chat messages"):
         tokens.prompt("text", ids, None, tools=[{}])
-    with pytest.raises(RolloutError, match="mapping with role and content, got 'hello'"):
+    with pytest.raises(RolloutError, match=r"or tool_calls., got a str: 'hello'"):
         tokens.prompt(prompt, ids, ["hello"])
 
 

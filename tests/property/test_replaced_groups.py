@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kedge.algorithms.base import uniform_rows
 from kedge.rollout.scheduler.collector import spare_step
 from kedge.types import RewardOutput, Rollout, Sample, group_rows
 
@@ -64,7 +65,11 @@ def number_of(prompt: int) -> tuple[int, int]:
 @pytest.mark.parametrize(("resample", "greedy"), [(ROUNDS, False), (0, True), (ROUNDS, True)])
 def test_groups_are_replaced_within_the_bound(resample: int, greedy: bool, in_flight: bool) -> None:
     algorithm = SimpleNamespace(
-        needs_greedy=greedy, resample=resample, min_group=1, name="group by group"
+        needs_greedy=greedy,
+        resample=resample,
+        min_group=1,
+        name="group by group",
+        uniform=uniform_rows,
     )
     replaced = 0
     for number in range(12):

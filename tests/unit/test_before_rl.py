@@ -246,7 +246,7 @@ def test_mistakes_are_found_before_anything_is_loaded(
 def test_missing_columns_are_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", *flags(place, "pairs", "out")]) == 2
     assert "columns prompt and completion" in capsys.readouterr().err
-    assert main(["reward", *flags(place, "sft", "out", "--reference_column", "none")]) == 2
+    assert main(["reward", *flags(place, "sft", "out")]) == 2
     assert "chosen, rejected is missing" in capsys.readouterr().err
     assert main(["reward", *flags(place, "pairs", "out", "--reference_column", "gold")]) == 2
     assert "--reference_column gold does not exist" in capsys.readouterr().err

@@ -5,6 +5,7 @@ recorded samples come back equal, and drive a run in the place of a sampler.
 import datetime
 import json
 import math
+import re
 import struct
 import subprocess
 import textwrap
@@ -454,6 +455,34 @@ def test_another_tokenizer_is_refused(tmp_path):
         RolloutReplay(tmp_path, settings=about)
     with pytest.raises(CheckpointError, match="tokenizer: 'abc' recorded, 'xyz' now"):
         RolloutReplay(tmp_path, settings=about | {"tokenizer": "xyz"})
+
+
+def body(head, name):
+    """The fields of a record of a recording."""
+    return head["sample"]["dict"][name]["dict"]
+
+
+DAMAGE = {
+    "no about": lambda head: head.pop("about"),
+    "no sample": lambda head: head.pop("sample"),
+    "a number": lambda head: head.update(sample=3),
+    "a list as a name": lambda head: body(head, "rollout").update(__record__=[1]),
+    "another record": lambda head: body(head, "rollout").update(__record__="Response"),
+    "a text as scores": lambda head: body(head, "reward_output").update(scores="x"),
+    "ids of another shape": lambda head: body(head, "rollout").update(
+        ids=body(head, "rollout")["terminated"]
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_malformed_recording_is_named(damage, tmp_path):
+    file = RolloutRecorder(tmp_path).write(0, *sample())
+    head = json.loads(file.read_text())
+    DAMAGE[damage](head)
+    file.write_text(json.dumps(head))
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
+        RolloutReplay(tmp_path)
 
 
 def test_ranks_record_apart(tmp_path):

@@ -41,6 +41,8 @@ def test_sizes() -> None:
     config = PPOConfig(batch_size=12, mini_batch_size=2, gradient_accumulation_steps=3, steps=100)
     assert config.backward_batch_size == 6
     assert config.total_ppo_epochs == 9  # ceil(100 / 12)
+    assert PPOConfig(batch_size=1).mini_batch_size == 1  # unset: at most a batch
+    assert PPOConfig(batch_size=256).mini_batch_size == 128
     with pytest.raises(ValueError, match=r"batch_size=8 must be a multiple of mini_batch_size=3 x"):
         PPOConfig(batch_size=8, mini_batch_size=3)
 

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,8 @@ from kedge.cli.train.ppo import (
     resume_point,
 )
 from kedge.errors import ConfigError, DataError
+from kedge.models.load import _hub_problem
+from kedge.rewards.build import check_sources
 
 MODEL = ["--model_name_or_path", "m"]
 
@@ -222,6 +225,38 @@ def test_mistakes_in_flags(flags, message):
 # -- files ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "run_name: caf\u00e9".encode("latin-1"),
+        b"run_name: 2024-13-45",
+        b"seed: !!int abc",
+        b"seed: !!float x",
+        b"a: " + b"[" * 5000,
+        b"seed: " + b"1" * 6000,
+        b"environment_kwargs: {a: !!binary aGk=}",
+        b"environment_kwargs: {a: !!set {b}}",
+        b"environment_kwargs: &a {x: *a}",
+        b"a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+        + b"".join(
+            b"%c: &%c [%s]\n" % (c, c, b", ".join([b"*%c" % (c - 1)] * 10)) for c in b"bcdefghij"
+        ),
+    ],
+)
+def test_files_that_are_not_what_they_look_like(content, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(str(file))):
+        options(*MODEL, "--output_dir", "x", "--config", str(file))
+
+
+def test_a_date_in_a_file_is_text(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("run_name: 2024-12-24")
+    made = options(*MODEL, "--output_dir", "x", "--config", str(file))
+    assert made.config.run_name == "2024-12-24"
+
+
 def test_a_file_gives_flags_and_the_command_line_wins(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
@@ -394,10 +429,39 @@ def test_datasets_that_cannot_be_read(tmp_path, name, message):
         load_prompts(options(*MODEL, *flags))
 
 
+def test_without_a_network_a_wrong_name_is_named_at_once(rows, tmp_path, monkeypatch):
+    """One request instead of five with pauses, which took 51 s; the thing stands first."""
+    asked = []
+
+    def head(*_, **__):
+        asked.append(1)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("kedge.models.load.get_session", lambda: SimpleNamespace(head=head))
+    _hub_problem.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    Path("r.py").write_text("def ok(completions, **_):\n    return [1.0]\n")
+    none = "cannot be loaded: there is no folder {} here, and the hub cannot be reached"
+    model, data = options("--model_name_or_path", "runs/nope", "--dummy_reward"), "data/nope"
+    for call, message in (
+        (lambda: plan(model), "the model 'runs/nope' " + none.format("runs/nope")),
+        (lambda: check_sources(None, "ok"), "reward model 'ok' " + none.format("ok")),
+        (
+            lambda: check_sources(None, "r.py"),
+            "'r.py' names no function; write r.py:ok (it has ok)",
+        ),
+        (lambda: Splits(data), "the dataset 'data/nope' " + none.format(data)),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            call()
+    assert len(asked) == 1
+    _hub_problem.cache_clear()
+
+
 def test_models_that_are_missing_or_have_no_use_are_named(rows):
     with pytest.raises(ConfigError, match="--model_name_or_path is required"):
         model_names(options("--dataset_name", str(rows)))
-    with pytest.raises(ConfigError, match="cannot load the model '/no/such'"):
+    with pytest.raises(ConfigError, match="the model '/no/such' cannot be loaded"):
         plan(options("--model_name_or_path", "/no/such", "--dummy_reward"))
     grpo = options(*MODEL, "--value_model_path", "v", config=GRPOConfig)
     with pytest.raises(ConfigError, match="--value_model_path v: this algorithm has no value mo"):

@@ -141,7 +141,7 @@ def test_an_adapter(folders, tmp_path):
     ("more", "message"),
     [
         (["--reward_funcs", "{0}/rewards.py:broken"], "broken"),
-        (["--sft_model_path", "{0}/nothing"], "cannot load the model '{0}/nothing'"),
+        (["--sft_model_path", "{0}/nothing"], "the model '{0}/nothing' cannot be loaded"),
     ],
 )
 def test_mistakes_are_one_line(folders, tmp_path, capfd, more, message):

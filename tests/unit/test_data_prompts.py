@@ -209,6 +209,11 @@ class Unreadable(torch.utils.data.Dataset):
         ({"prompt": ["w3"], "n": [1, 2]}, {}, "columns must have the same length"),
         ([{"prompt": "w3"}, {"prompt": None}], {}, "row 1: expected text, got NoneType None"),
         ([{"prompt": 3}], {}, "row 0: expected text, got int 3"),
+        (
+            [{"prompt": [{"from": "human", "value": "w3"}]}],
+            {},
+            "row 0: expected chat messages, got",
+        ),
         ([{"prompt": "w3"}, {"prompt": ""}], {}, r"row 1 of the dataset is an empty prompt"),
         ([{"prompt": CHAT}], {}, "holds chat messages, but the tokenizer has no chat template"),
         ([{"input_ids": [3, -1]}], {}, r"row 0: expected a list of token ids .*got list \[3, -1"),

@@ -148,7 +148,8 @@ UNBOUNDED = {
 
 def correction_of(args: Any) -> Correction | None:
     vllm = find_engine(args).vllm
-    return build_correction(args, engine="it", vllm=vllm, logprobs="sampled")
+    sampling = Sampling(max_new_tokens=4)
+    return build_correction(args, engine="it", vllm=vllm, logprobs="sampled", sampling=sampling)
 
 
 @pytest.mark.parametrize(

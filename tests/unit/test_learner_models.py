@@ -13,7 +13,6 @@ from transformers import Adafactor, AutoConfig, AutoModelForSequenceClassificati
 
 from kedge.algorithms import ppo
 from kedge.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from kedge.learner.optim import build_optimizer, parameter_groups
 from kedge.learner.reference import AdapterReference, FrozenModel
 from kedge.loop.stages import micro_batches
 from kedge.models.fingerprint import checksum, fingerprint, policy_weights
@@ -174,12 +173,6 @@ def test_an_optimizer_whose_package_is_missing_is_named():
 def test_a_backend_that_torch_does_not_know_is_named():
     with pytest.raises(ConfigError, match="torch_compile_backend='x' with torch_compile_mode=None"):
         learner(args=arguments(torch_compile=True, torch_compile_backend="x"))
-
-
-def test_nothing_to_train_is_refused():
-    frozen = torch.nn.Linear(1, 1).requires_grad_(False)
-    with pytest.raises(ConfigError, match="at least one weight must have requires_grad"):
-        build_optimizer(arguments(), parameter_groups({"policy": (frozen, 0.1)}, 0.0))
 
 
 def test_an_optimizer_and_schedule_of_your_own():

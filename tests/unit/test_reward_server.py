@@ -228,6 +228,7 @@ def test_what_the_server_refuses() -> None:
         assert request(url, good, "/score/length/") == (200, {"rewards": [1.0]})
         assert request(url, good)[0] == 404
         assert request(url, good, "/score/none")[0] == 404
+        assert request(url, good, "/score/length", "GET")[0] == 405
         assert request(url, good, "/other", "GET")[0] == 404
         assert request(url, b"", "/health", "GET") == (
             200,

@@ -115,8 +115,8 @@ def test_none_means_not_applicable():
 
 def test_one_number_per_token_is_a_dense_reward():
     judged = make(lambda prompts: [[0.5, 0.0, 2.0], torch.tensor([-1.0])]).score(rollout_of(PAIRS))
-    assert judged.token_rewards.tolist() == [[0.5, 0.0, 2.0], [-1.0, 0.0, 0.0]]
-    assert judged.scores.tolist() == [0.0, 0.0]  # nothing beside the per-token rewards
+    assert judged.token_rewards.tolist() == [[0.5, 0.0, -0.5], [0.0, 0.0, 0.0]]
+    assert judged.scores.tolist() == [2.5, -1.0]
     assert judged.components["lambda"].tolist() == [2.5, -1.0]
     assert judged.valid.all()
 
@@ -124,7 +124,8 @@ def test_one_number_per_token_is_a_dense_reward():
 def test_a_padded_matrix_of_token_rewards_is_cut_to_each_response():
     rewards = torch.tensor([[1.0, 2.0, 3.0], [4.0, 99.0, 99.0]])
     judged = make(lambda prompts: rewards).score(rollout_of(PAIRS))
-    assert judged.token_rewards.tolist() == [[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]]
+    assert judged.token_rewards.tolist() == [[1.0, 2.0, -3.0], [0.0, 0.0, 0.0]]
+    assert judged.scores.tolist() == [6.0, 4.0]
 
 
 def raises_on_w7(prompts):
@@ -253,7 +254,8 @@ def test_dense_rewards_survive_a_failing_neighbor():
 
     judged = make(reward, on_error="drop").score(rollout_of(PAIRS))
     assert judged.valid.tolist() == [True, False]
-    assert judged.token_rewards.tolist() == [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
+    assert judged.token_rewards.tolist() == [[1.0, 1.0, -2.0], [0.0, 0.0, 0.0]]
+    assert judged.scores.tolist() == [3.0, 0.0]
 
 
 async def slow(completions, answer):

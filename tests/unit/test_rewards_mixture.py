@@ -60,8 +60,9 @@ def test_per_token_rewards_add_up_with_their_weights():
     judged = Mixture([("d", dense, 2.0), ("e", dense, 1.0), ("s", gives(1, 1, 1), 1.0)]).score(
         rollout_of(PAIRS)
     )
-    assert judged.token_rewards.tolist() == [[3.0, 0.0, 6.0], [0.0, 0.0, 0.0], [9.0, 0.0, 0.0]]
-    assert judged.scores.tolist() == [1.0, 1.0, 1.0]
+    # They are part of the score at the last token, which gives back what stands on others.
+    assert judged.token_rewards.tolist() == [[3.0, 0.0, -3.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    assert judged.scores.tolist() == [10.0, 1.0, 10.0]
     assert judged.components["d"][0] == 3.0
 
 

@@ -224,6 +224,9 @@ def test_refusals_name_the_way_out(tmp_path):
     with pytest.raises(ConfigError, match="cannot be loaded"):
         AdapterRewardModel(policy, str(tmp_path / "nothing"))
     reward_adapter(tmp_path / "reward", plain)
+    reward_adapter(tmp_path / "pissa", plain, init_lora_weights="pissa")
+    with pytest.raises(ConfigError, match="changes the base that it would share"):
+        AdapterRewardModel(policy, str(tmp_path / "pissa"))
     other = with_adapter(tiny_policy(vocab_size=VOCAB, layers=3), lora())
     with pytest.raises(ConfigError, match="belongs to another base model"):
         AdapterRewardModel(other, str(tmp_path / "reward"))

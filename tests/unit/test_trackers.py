@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import struct
 import sys
 from dataclasses import replace
@@ -131,6 +132,15 @@ def test_on_a_terminal_a_bar_moves_with_every_update():
     text = out.getvalue()
     shown.log({"eval_time/step": 1.0}, step=3)
     assert out.getvalue() == text  # a line that says nothing is not printed
+
+
+def test_the_time_left_is_that_of_the_median_iteration():
+    """Neither 94 s of starting engines nor an iteration of 39 minutes while stopped count."""
+    shown, out, clock = screen()
+    for step, seconds, taken in ((1, 94, 2), (2, 2, 2), (3, 2340, 2340), (4, 2, 2)):
+        clock.now += seconds
+        shown.log({"objective/scores": 1.0, "time/step": float(taken)}, step=step)
+    assert re.findall(r"(\S+) left", out.getvalue()) == ["0:00:18", "0:00:16", "0:00:14", "0:00:12"]
 
 
 def test_tables_come_at_most_every_half_minute_and_after_training():

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from transformers import HfArgumentParser, TrainerCallback
+from transformers.hf_argparser import string_to_bool
 
 import kedge
 from kedge import (
@@ -52,7 +53,7 @@ def test_names_and_defaults_are_trls(name: str) -> None:
     trl = pytest.importorskip("trl")
     theirs = {f.name: f.default for f in fields(getattr(trl, name))}
     ours = {f.name: f.default for f in fields(getattr(kedge, name)) if f.init}
-    assert ours == theirs
+    assert ours == theirs | ({"torch_dtype": None} if name == "ModelConfig" else {})
 
 
 def test_adapters_and_quantization() -> None:
@@ -88,6 +89,33 @@ def test_a_file_gives_defaults_that_flags_override(tmp_path: Path, monkeypatch: 
         file.write_text(wrong)
         with pytest.raises(ConfigError, match=r"run\.yaml (must map names|is not valid YAML)"):
             again(["--config", str(file)])
+
+
+BARE = ("bf16", "tf32", "disable_tqdm", "log_completions", "normalize_advantage", "push_to_hub")
+
+
+@pytest.mark.parametrize("config", [PPOConfig, RLOOConfig, GRPOConfig])
+def test_a_command_line_of_trl_0_12_to_0_22_parses(config: Any, tmp_path: Path) -> None:
+    """``--torch_dtype``, and options that are True or False without a value."""
+    names = [name for name in BARE if hasattr(config, name) and name != "tf32"]
+    parser = TrlParser((ScriptArguments, config, ModelConfig))
+    flags = f"--output_dir {tmp_path} --use_cpu --torch_dtype bfloat16"
+    for name in names:
+        flags += f" --{name}"
+    *_, training, model = parser.parse_args_and_config(flags.split())
+    assert (model.dtype, model.torch_dtype) == ("bfloat16", "bfloat16")
+    assert [getattr(training, name) for name in names] == [True] * len(names)
+    bare = [action for action in parser._actions if action.type is string_to_bool]
+    assert len(bare) > 20
+    assert all((action.nargs, action.const) == ("?", True) for action in bare)
+    file = tmp_path / "run.yaml"
+    file.write_text("torch_dtype: bfloat16\n")
+    *_, model = TrlParser((config, ModelConfig)).parse_args_and_config(
+        ["--config", str(file), "--output_dir", str(tmp_path), "--use_cpu"]
+    )
+    assert model.dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="torch_dtype='float16' is another name of dtype, but"):
+        ModelConfig(dtype="bfloat16", torch_dtype="float16")
 
 
 def test_a_file_may_use_other_names_with_our_parser_alone(tmp_path: Path) -> None:
@@ -147,7 +175,8 @@ def made(kind: str, folder: Path, **options: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["rloo", "grpo"])
 def test_a_run_and_its_evaluation_have_trls_names(kind: str, tmp_path: Path) -> None:
-    trainer = made(kind, tmp_path)
+    trainer = made(kind, tmp_path, entropy_coef=0.01)
+    assert trainer.entropy_coef == 0.01
     done = trainer.train()
     rows, last = trainer.state.log_history, trainer.state.log_history[-1]
     assert [row["step"] for row in rows] == [2, 3]  # the last interval is unfinished
@@ -157,6 +186,9 @@ def test_a_run_and_its_evaluation_have_trls_names(kind: str, tmp_path: Path) -> 
         assert row["reward_std"] == pytest.approx(row["objective/scores_std"] * (4 / 3) ** 0.5)
         assert row["reward_std"] == pytest.approx(row["rewards/long/std"])
         assert (row["mine"], row["learning_rate"]) == (3.0, row["lr"])
+        assert row["loss"] == pytest.approx(row["policy_loss"] - 0.01 * row["entropy"])
+        assert row["entropy_coef"] == 0.01
+        assert row.get("val/clipfrac_avg") == (0.0 if kind == "rloo" else None)
     assert rows[1]["num_tokens"] > rows[0]["num_tokens"] > 2 * 4 * 3
     loss = (2 * rows[0]["loss"] + rows[1]["loss"]) / 3
     assert last["train_loss"] == done.training_loss == pytest.approx(loss)
@@ -246,5 +278,5 @@ def test_a_batch_without_any_reward_teaches_nothing_and_ends_nothing(
     rows = trainer.state.log_history[:3]
     assert [row["rollout/dropped_rows"] for row in rows] == [0, 4, 4]
     assert ["reward" in row for row in rows] == [True, False, False]
-    assert caplog.text.count("could be scored; it is skipped") == 2
+    assert caplog.text.count("could be scored: every reward is None") == 1
     assert trainer.engine.kl.value == pytest.approx(0.1 * (1 - 0.2 * 4 / 8))  # of the first alone

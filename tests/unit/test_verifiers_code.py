@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kedge.errors import ConfigError, RewardError
-from kedge.verifiers import Sandbox, code_verifier
-from kedge.verifiers.programs import _warn_untestable, extract_code
+from kedge.verifiers import Sandbox, code_verifier, programs
+from kedge.verifiers.programs import extract_code
 from tests.unit.sandbox_attacks import ISOLATION
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the sandbox needs fork")
@@ -295,7 +295,7 @@ def test_what_the_processes_cannot_carry_is_counted(caplog: pytest.LogCaptureFix
         ("async def f(): return 3", "import asyncio\nassert asyncio.run(f()) == 3"),
         ("def f(): return 3", "import a_package_that_is_absent\nassert f() == 3"),
     ]
-    _warn_untestable.cache_clear()
+    programs._warned.clear()
     seen: dict[str, float] = {}
     scores = code_verifier(sandbox=ISOLATION, name="carried")(
         [program for program, _ in pairs],

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from dataclasses import replace
+from textwrap import dedent
 
 import httpx
 import numpy as np
@@ -36,6 +37,11 @@ from kedge.types import Sampling
 from tests.contract.embedded import prompts
 from tests.contract.engines import policy, trained
 
+IN_FLIGHT = {
+    **{"rollout_engine": "vllm", "rollout_schedule": "as_completed"},
+    "in_flight_weight_updates": True,
+}
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -50,6 +56,9 @@ from tests.contract.engines import policy, trained
             "vllm_engine_args='no json' must be a dictionary, a JSON object or None, but is not",
         ),
         ({"rollout_engine": "vllm", "vllm_tolerance": 0.0}, "vllm_tolerance=0.0 must be above 0"),
+        (IN_FLIGHT | {"vllm_engine_args": {"async_scheduling": True}}, "async_scheduling=True"),
+        # vLLM would decide, and switch it on
+        (IN_FLIGHT | {"vllm_engine_args": '{"async_scheduling": null}'}, "async_scheduling=None"),
     ],
 )
 def test_options_that_cannot_work(tmp_path, monkeypatch, options, message):
@@ -226,6 +235,43 @@ def test_a_server_whose_guard_was_killed_is_stopped_with_the_run(tmp_path):
     assert server.is_running()
     process.stop()
     assert psutil.wait_procs([server], timeout=10)[1] == []
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+def test_processes_of_a_server_have_time_to_release_shared_memory(tmp_path, crashes):
+    """The server ends its worker and exits; the worker unlinks 0.5 s later, as vLLM's do."""
+    worker = """
+        import signal, sys, time
+        from pathlib import Path
+        memory = Path(sys.argv[1])
+        def end(*_):
+            time.sleep(0.5)
+            memory.unlink()
+            sys.exit()
+        signal.signal(signal.SIGTERM, end)
+        memory.touch()
+        time.sleep(600)
+    """
+    server = """
+        import signal, subprocess, sys, time
+        worker = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])
+        def end(*_):
+            worker.terminate()
+            sys.exit()
+        signal.signal(signal.SIGTERM, end)
+        time.sleep(600)
+    """
+    psutil, memory = pytest.importorskip("psutil"), tmp_path / "psm"
+    words = [sys.executable, "-c", dedent(server), dedent(worker), str(memory)]
+    process = Process(words, log=tmp_path / "log", eager=False)
+    process.start()
+    while not memory.exists():
+        time.sleep(0.05)
+    if crashes:
+        psutil.Process(process.pid).children()[0].kill()
+    process.stop()
+    assert not memory.exists()
+    assert not process.alive
 
 
 def test_every_row_has_a_seed_of_its_own():

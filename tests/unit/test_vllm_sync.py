@@ -507,3 +507,14 @@ def test_the_same_tensors_in_a_later_sync_are_written_again(tmp_path):
     found = [store(later) for _ in range(2)]
     assert found[0] is found[1]
     assert load_file(found[0].path / "model.safetensors")["w"].tolist() == [1.0, 1.0]
+
+
+def test_requests_that_vllm_has_lost_are_an_error():
+    """Asking again would spin at a full core for ever."""
+    model = policy()
+    spec = PolicyTemplate.of(model)
+    service = Ours(spec, trained(model), "")
+    engine = VLLMEngine(service, spec, pad_id=0)
+    service.serve, service.holds_requests = (lambda new: {}), False
+    with pytest.raises(RolloutError, match="vLLM has lost 6 of 6 requests"):
+        engine.generate(prompts(), sampling=Sampling(max_new_tokens=3), seed=0)

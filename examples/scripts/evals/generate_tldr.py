@@ -11,6 +11,7 @@ is set and no other is given.  Without a judge the script only generates.
 import argparse
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 from kedge.cli.data import Splits
@@ -50,8 +51,9 @@ def main(argv: list[str]) -> None:
         labels = {"win": "response1", "loss": "response0"}
         for row, judged in zip(summaries, result.rows, strict=True):
             row["preferred"] = labels.get(judged.outcome, judged.outcome)
-        for name in sorted({row["preferred"] for row in summaries}):
-            print(f"{name}    {sum(row['preferred'] == name for row in summaries)}")
+        print("preferred")
+        for name, count in Counter(row["preferred"] for row in summaries).most_common():
+            print(f"{name}    {count}")
         low, high = result.interval()
         print(f"win rate {result.win_rate:.1%} ({low:.1%} .. {high:.1%})")
     write(output, summaries)

@@ -8,6 +8,7 @@ and cached replies are in --output_dir, so an interrupted run pays for nothing t
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -41,6 +42,8 @@ def main(argv: list[str]) -> None:
             *("--output_dir", args.output_dir, *more),
         ]
     )
+    summary = json.loads((Path(args.output_dir) / "summary.json").read_text(encoding="utf-8"))
+    print(f"Model win rate: {summary['win_rate']:.2%}")
 
 
 if __name__ == "__main__":

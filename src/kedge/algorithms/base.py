@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kedge.math.advantage import group_count, group_std
+from kedge.math.advantage import group_mean, group_std
 from kedge.math.kl import ESTIMATORS
 from kedge.math.losses import (
     Clip,
@@ -20,6 +20,7 @@ from kedge.math.losses import (
 )
 from kedge.math.masked import AllReduce, moments, one_rank, standardize
 from kedge.math.ratios import RatioLevel, ratios
+from kedge.math.rewards import overlong_penalty, place_score
 from kedge.math.turns import (
     broadcast_turns,
     number_turns,
@@ -59,12 +60,57 @@ class AdvantageInputs:
     model_outputs: ModelOutputs
     all_reduce: AllReduce = field(default=one_rank)
     excluded: Tensor | None = None  # bool [B, R]; tokens too old, or rejected by the correction
+    rank: int = 0
+    world_size: int = 1
 
     @property
     def trained(self) -> Tensor:
         """Tokens that are trained on, bool [B, R]."""
         mask = self.rollout.loss_mask
         return mask if self.excluded is None else mask & ~self.excluded
+
+
+def uniform_rows(
+    rollout: Rollout,
+    reward_output: RewardOutput,
+    *,
+    credit: CreditLevel = "token",
+    longest: int = 1,
+    overlong_buffer: int = 0,
+) -> Tensor:
+    """Rows of groups without a difference in what advantages compare, the KL left out.  bool [B].
+
+    They compare scores, overlong penalty included, or with ``credit="turn"`` the sums of rewards
+    from each turn on.  A valid row that is alone in its group differs from none.
+    """
+    group, valid = rollout.prompts.group, reward_output.valid
+    mask = rollout.loss_mask & valid[:, None]
+    scores, dense = (
+        torch.where(valid, reward_output.scores, 0.0),
+        dense_rewards(reward_output, mask),
+    )
+    if overlong_buffer:
+        scores = scores + overlong_penalty(mask.sum(1), longest=longest, buffer=overlong_buffer)
+    if credit == "token":
+        return ~(group_std(scores + dense_totals(dense), group, valid) > 0)
+    turn = turn_numbers(replace(rollout, loss_mask=mask))
+    starts, returns = turn_starts(turn), turn_returns(place_score(scores, mask) + dense, turn)
+    present = torch.ones_like(returns[starts], dtype=torch.bool)
+    spread = group_std(returns[starts].float(), turn_groups(turn, group), present)
+    differs = torch.zeros_like(returns).masked_scatter(starts, (spread > 0).to(returns.dtype))
+    return group_mean(differs.sum(1), group, valid) == 0
+
+
+def dense_rewards(reward_output: RewardOutput, mask: Tensor) -> Tensor:
+    """Dense rewards where ``mask``, float64 [B, R]; float32 zeros if there are none."""
+    dense = reward_output.token_rewards
+    return torch.zeros(mask.shape, device=mask.device) if dense is None else mask * dense
+
+
+def turn_numbers(rollout: Rollout) -> Tensor:
+    """The turn number of each trained token, from the episodes or by runs of the loss mask."""
+    mask, episodes = rollout.loss_mask, rollout.episodes
+    return number_turns(mask) if episodes is None else torch.where(mask, episodes.turn, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +129,8 @@ class Algorithm:
         min_group: smallest number of responses per prompt that the algorithm supports.
         extra_column: scores are placed one slot after the last token, if there is room.
         needs_greedy: the greedy response to each prompt is sampled and scored, too.
-        resample: rounds in which groups of equal scores are replaced by other prompts (DAPO).
+        resample: rounds in which ``uniform`` groups are replaced by other prompts (DAPO).
+        uniform: ``(rollout, reward output) -> bool [B]``: rows whose group has nothing to compare.
     """
 
     name: str
@@ -97,6 +144,7 @@ class Algorithm:
     extra_column: bool = False
     needs_greedy: bool = False
     resample: int = 0
+    uniform: Callable[[Rollout, RewardOutput], Tensor] = uniform_rows
 
 
 def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tensor | None:
@@ -130,23 +178,10 @@ def longest_response(
     return response_length
 
 
-def uniform_groups(e: AdvantageInputs, scores: Tensor) -> Tensor:
-    """Rows whose group, of two rows or more, has equal scores with dense rewards.  bool [B]."""
-    group, valid = e.rollout.prompts.group, e.reward_output.valid
-    whole = torch.where(valid, scores, 0.0) + dense_totals(dense_rewards(e))
-    return (group_std(whole, group, valid) == 0) & (group_count(group, valid) > 1)
-
-
-def dense_rewards(e: AdvantageInputs) -> Tensor:
-    """Dense token rewards on the policy's tokens, 0 if there are none.  float32 [B, R]."""
-    dense, mask = e.reward_output.token_rewards, e.rollout.loss_mask
-    return torch.zeros(mask.shape, device=mask.device) if dense is None else mask * dense
-
-
 def dense_totals(dense: Tensor) -> Tensor:
-    """Sum of the dense rewards of each row; 0 where they cancel.  [B, R] -> [B]."""
+    """Sum of the dense rewards of each row; 0 where they cancel.  [B, R] -> float32 [B]."""
     totals = dense.sum(1)
-    return torch.where(totals.abs() > 1e-5 * dense.abs().sum(1), totals, 0.0)
+    return torch.where(totals.abs() > 1e-5 * dense.abs().sum(1), totals, 0.0).float()
 
 
 def shaped_rewards(
@@ -160,10 +195,11 @@ def shaped_rewards(
     as ``(c,)``, for ``(-c, c)``.
 
     Returns:
-        Scores float32 [B], 0 where not valid; dense rewards float32 [B, R], 0 if there are none.
+        Scores float32 [B], 0 where not valid; dense rewards as of ``dense_rewards``.
     """
     valid = e.reward_output.valid
-    scores, dense = torch.where(valid, e.reward_output.scores, 0.0), dense_rewards(e)
+    scores = torch.where(valid, e.reward_output.scores, 0.0)
+    dense = dense_rewards(e.reward_output, e.rollout.loss_mask)
     if not normalize and clip is None:
         return scores, dense
     whole = scores + dense_totals(dense)
@@ -179,12 +215,6 @@ def shaped_rewards(
         whole = clipped
     dense = factor[:, None] * dense
     return torch.where(valid, whole - dense_totals(dense), 0.0), dense
-
-
-def turn_numbers(e: AdvantageInputs) -> Tensor:
-    """The turn number of each trained token, from the episodes or by runs of the loss mask."""
-    mask, episodes = e.rollout.loss_mask, e.rollout.episodes
-    return number_turns(mask) if episodes is None else torch.where(mask, episodes.turn, -1)
 
 
 def trained_turns(turn: Tensor, trained: Tensor) -> Tensor:
@@ -207,8 +237,8 @@ def group_advantages(
 
     G is the sum of the rewards of turn k and all later ones (GTPO, Ding et al. 2025,
     arXiv:2511.14846).  All tokens of a response or turn share the advantage.  ``totals`` are
-    float32 [B] per response, ``rewards`` float32 [B, R] per token, of which ``trained`` bool [B, R]
-    train.
+    float32 [B] per response, ``rewards`` [B, R] per token, of which ``trained`` bool [B, R] train.
+    Returns of turns are rounded to float32, so that sums of float64 that are equal compare equal.
 
     Returns:
         float32 [B, R], 0 outside the mask.
@@ -216,8 +246,8 @@ def group_advantages(
     mask, group = e.rollout.loss_mask, e.rollout.prompts.group
     if credit == "token":
         return compare(totals, group, e.reward_output.valid, trained.any(1))[:, None] * mask
-    turn = turn_numbers(e)
-    starts, returns = turn_starts(turn), turn_returns(rewards, turn)
+    turn = turn_numbers(e.rollout)
+    starts, returns = turn_starts(turn), turn_returns(rewards, turn).float()
     groups = turn_groups(turn, group)
     present = torch.ones_like(groups, dtype=torch.bool)
     compared = compare(returns[starts], groups, present, trained_turns(turn, trained)[starts])

@@ -7,6 +7,7 @@ Schulman et al. 2017 (arXiv:1707.06347); for language models Ziegler et al. 2019
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -24,9 +25,9 @@ from kedge.algorithms.base import (
     reference_kl,
     trained_turns,
     turn_numbers,
-    uniform_groups,
+    uniform_rows,
 )
-from kedge.math.advantage import gae, length_adaptive_lambda
+from kedge.math.advantage import gae, group_count, length_adaptive_lambda
 from kedge.math.losses import (
     Clip,
     clip_cov_tokens,
@@ -35,8 +36,8 @@ from kedge.math.losses import (
     kl_cov_tokens,
     value_is_clipped,
 )
-from kedge.math.masked import extend, last_true, moments, whiten
-from kedge.math.rewards import overlong_penalty, place_score
+from kedge.math.masked import extend, gather_values, last_true, moments, whiten
+from kedge.math.rewards import move_last, overlong_penalty, place_score
 from kedge.math.turns import broadcast_turns, segment_sum, turn_starts
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
@@ -90,8 +91,9 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         lam: GAE's lambda.
         cliprange: ratio clip, epsilon in eq. 7 of arXiv:1707.06347.
         cliprange_high: the clip above 1, if it differs (clip-higher, DAPO, with 0.28).
-        policy_loss: "mask" leaves tokens out whose ratio is outside of both clips, whatever the
-            sign of the advantage (SAO, arXiv:2607.07508, with 0.3 and 5).
+        policy_loss: "mask" gives no gradient to tokens whose ratio is outside of both clips,
+            whatever the sign of the advantage (SAO, arXiv:2607.07508, with 0.3 and 5).  They stay
+            in the denominator of the mean.
         loss_aggregation: weights of tokens over one optimizer step and all ranks: "token"
             1 / tokens, "sequence" 1 / (rows length); "constant" 1 / (rows response_length), in the
             policy loss alone.
@@ -102,7 +104,8 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         whiten_rewards: scale rewards to unit variance, keeping their mean.
         whiten_advantages: scale advantages, as above; "batch": always to unit variance, as TRL.
         score_position: "last" puts the score on the last real token; "after_last" one slot later
-            where there is room, and scales by "batch", as TRL and arXiv:2403.17031 do.
+            where there is room, with what per-token rewards and environments give to the last
+            token, and scales by "batch", as TRL and arXiv:2403.17031 do.
         bootstrap_truncated: bootstrap truncated responses from the value after their last token;
             with ``credit="turn"`` those that end with an observation.
         lam_value: GAE's lambda of the value targets; None: ``lam``, or 1 with ``lam_alpha``, as in
@@ -118,7 +121,8 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         clip_cov: this share of the tokens, of those with a covariance from 1 to 5, gets no policy
             gradient (Clip-Cov, arXiv:2505.22617, with 2e-4).
         mask_truncated_completions: responses truncated by the length limit are not trained on.
-        drop_uniform_groups: groups of equal scores train the value model alone.
+        drop_uniform_groups: groups of equal scores, overlong penalty included, or of equal rewards
+            from each turn on (``credit="turn"``), train the value model alone.
         dynamic_sampling: rounds in which such groups are replaced by other prompts (DAPO).
         overlong_buffer: tokens before ``response_length`` over which the score falls by up to 1.
         reference: whether there is a reference policy for the KL penalty.
@@ -142,6 +146,7 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
     by_batch = whiten_advantages == "batch" or score_position == "after_last"
     target_lam = (1.0 if lam_alpha else lam) if lam_value is None else lam_value
     clip = Clip(cliprange, cliprange_high, dual_clip)
+    uniform = partial(uniform_rows, credit=credit, longest=longest, overlong_buffer=overlong_buffer)
     filters = mask_truncated_completions or drop_uniform_groups
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
@@ -152,12 +157,14 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         if mask_truncated_completions:
             learned = improved = e.rollout.terminated
         if drop_uniform_groups:
-            improved = learned & ~uniform_groups(e, scores)
+            several = group_count(e.rollout.prompts.group, e.reward_output.valid) > 1
+            improved = learned & ~(uniform(e.rollout, e.reward_output) & several)
         if overlong_buffer:
             scores = scores + overlong_penalty(mask.sum(1), longest=longest, buffer=overlong_buffer)
-        rewards = place_score(scores, value_mask) + dense_rewards(e)
+        rewards = (place_score(scores, mask) + dense_rewards(e.reward_output, mask)).float()
+        rewards = move_last(rewards, mask, value_mask)
         rewards = rewards if kl is None else rewards - kl_coef * kl
-        turn, actions = turn_numbers(e) if credit == "turn" else None, mask
+        turn, actions = turn_numbers(e.rollout) if credit == "turn" else None, mask
         if turn is not None:
             actions = value_mask = turn_starts(turn)
             rewards = segment_sum(rewards, turn) * actions
@@ -178,13 +185,11 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         if turn is not None:
             advantages = broadcast_turns(advantages, turn)
         penalized = None
-        if kl_cov or clip_cov:
-            covariance = covariances(
-                e.model_outputs.logprobs, advantages, tokens, all_reduce=e.all_reduce
-            )
-            penalized = kl_cov_tokens(covariance, share=kl_cov) if kl_cov else None
-            if clip_cov:
-                advantages = advantages * ~clip_cov_tokens(covariance, share=clip_cov)
+        if kl_cov:
+            penalized = _choose(e, advantages, tokens, partial(kl_cov_tokens, share=kl_cov))
+        if clip_cov:
+            clipped = _choose(e, advantages, tokens, partial(clip_cov_tokens, share=clip_cov))
+            advantages = advantages * ~clipped
         return AdvantageOutput(
             rewards=rewards,
             advantages=advantages,
@@ -228,7 +233,19 @@ def ppo(  # noqa: C901, PLR0913, PLR0915
         weighting="row_then_token_mean" if loss_aggregation == "sequence" else "token_mean",
         min_group=2 if drop_uniform_groups or dynamic_sampling else 1,
         resample=dynamic_sampling,
+        uniform=uniform,
     )
+
+
+def _choose(
+    e: AdvantageInputs, advantages: Tensor, tokens: Tensor, choose: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """``choose`` among the covariances of the ``tokens`` of all ranks.  bool [B, R]."""
+    covariance = covariances(e.model_outputs.logprobs, advantages, tokens, all_reduce=e.all_reduce)
+    values, own = gather_values(
+        covariance[tokens], all_reduce=e.all_reduce, rank=e.rank, world_size=e.world_size
+    )
+    return torch.zeros_like(tokens).masked_scatter(tokens, choose(values)[own])
 
 
 def _values_after(e: AdvantageInputs, credit: CreditLevel) -> Tensor:

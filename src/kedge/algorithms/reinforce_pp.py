@@ -78,7 +78,7 @@ def reinforce_pp(
         mask = e.rollout.loss_mask
         kl = reference_kl(e, kl_estimator, reference=reference)
         scores, dense = shaped_rewards(e, normalize=normalize_reward, clip=reward_clip_range)
-        rewards = place_score(scores, mask) + dense
+        rewards = (place_score(scores, mask) + dense).float()
         if baseline:
             rewards = rewards + _turn_baselines(e, rewards)
         if kl is not None:
@@ -110,7 +110,7 @@ def reinforce_pp(
 
 def _turn_baselines(e: AdvantageInputs, rewards: Tensor) -> Tensor:
     """b_{k+1} - b_k at the last token of each turn k, 0 elsewhere.  float32 [B, R]."""
-    turn = turn_numbers(e)
+    turn = turn_numbers(e.rollout)
     starts, ends = turn_starts(turn), turn_starts(turn.flip(1)).flip(1)
     groups = turn_groups(turn, e.rollout.prompts.group)
     present = torch.ones_like(groups, dtype=torch.bool)

@@ -37,10 +37,10 @@ def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool =
         kl = reference_kl(e, kl_estimator, reference=reference)
         scores, valid = e.reward_output.scores, e.reward_output.valid
         gain = scores - require(e.reward_output.greedy_scores, "greedy")
-        token_rewards = dense_rewards(e) - (0.0 if kl is None else kl_coef * kl)
-        to_go = rewards_to_go(token_rewards, mask, gamma=1.0)
+        dense = dense_rewards(e.reward_output, mask) - (0.0 if kl is None else kl_coef * kl)
+        to_go = rewards_to_go(dense.float(), mask, gamma=1.0)
         return AdvantageOutput(
-            rewards=place_score(scores.where(valid, 0.0), mask) + token_rewards,
+            rewards=(place_score(scores.where(valid, 0.0), mask) + dense).float(),
             advantages=gain.where(valid, 0.0)[:, None] * mask + to_go,
             kl=kl,
         )

@@ -22,6 +22,7 @@ from kedge.algorithms.base import (
     policy_terms,
     reference_kl,
     shaped_rewards,
+    uniform_rows,
 )
 from kedge.math.advantage import group_count, leave_one_out, rewards_to_go
 from kedge.math.losses import Clip
@@ -102,14 +103,16 @@ def rloo(
             trained = trained & e.rollout.terminated[:, None]
         if token_level_kl:
             centered = leave_one_out(scores, group, valid)
-            advantages = centered[:, None] * mask + rewards_to_go(penalty, mask, gamma=1.0)
+            advantages = centered[:, None] * mask + rewards_to_go(penalty.float(), mask, gamma=1.0)
             if normalize_advantage:
                 advantages = whiten(advantages, trained, all_reduce=e.all_reduce)
         else:
-            totals = scores + penalty.sum(1)
+            totals = (scores + penalty.sum(1)).float()
             advantages = group_advantages(e, totals, rewards, trained, partial(compare, e), credit)
         loss_mask = trained if mask_truncated_completions else None
-        return AdvantageOutput(rewards=rewards, advantages=advantages, kl=kl, loss_mask=loss_mask)
+        return AdvantageOutput(
+            rewards=rewards.float(), advantages=advantages, kl=kl, loss_mask=loss_mask
+        )
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
         x, share = mb.rows, mb.token_weight
@@ -132,6 +135,7 @@ def rloo(
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",
         min_group=2,
+        uniform=partial(uniform_rows, credit=credit),
     )
 
 

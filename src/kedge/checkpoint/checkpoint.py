@@ -41,6 +41,7 @@ from kedge.checkpoint.serialization import (
     write_tensors,
 )
 from kedge.errors import CheckpointError, DamagedCheckpointError, KedgeError, way_out
+from kedge.redaction import digest, redact
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -109,7 +110,7 @@ def save(
             write_json(temporary / f"rank-{rank:05d}.json", encoded)
         if write_models is not None:
             write_models(temporary)
-        head = {"step": step, "world_size": world_size, "settings": dict(settings or {})}
+        head = {"step": step, "world_size": world_size, "settings": redact(settings or {}, digest)}
         _write_state(temporary, dict(parts), head, rank)
         wait()
         if rank == 0:
@@ -203,7 +204,7 @@ def report_damage(folder: Path, file: str = STATE) -> Iterator[None]:
             damage = " is damaged" if isinstance(error, DamagedCheckpointError) else ""
             error.args = (f"{folder}{damage}: {error}", *error.args[1:])
         raise
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         problem = f"{file} cannot be loaded ({type(error).__name__}: {error})"
         raise DamagedCheckpointError(f"{folder} is damaged: {problem}") from error
 
@@ -278,7 +279,8 @@ def _check_ranks(folder: Path, saved: int, now: int) -> None:
 
 
 def _check_settings(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    before, after = _flatten(saved), _flatten(now)
+    # Files of earlier releases may hold what is a digest now.
+    before, after = (_flatten(redact(settings, digest)) for settings in (saved, now))
     changed = [
         _HASHES.get(name, f"{name}: {old} in the checkpoint, {new} now")
         for name in sorted({*before, *after})

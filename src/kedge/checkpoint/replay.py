@@ -14,9 +14,11 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from kedge import types
+from kedge.checkpoint.checkpoint import report_damage
 from kedge.checkpoint.serialization import join, read_tensors, split, write_tensors
 from kedge.errors import CheckpointError, RolloutError
 from kedge.types import PromptBatch, RewardOutput, Rollout, Sampling
@@ -46,7 +48,8 @@ def _is_json(name: str, column: Any) -> bool:
     try:
         json.dumps(list(column))
     except (TypeError, ValueError) as e:
-        warnings.warn(f"the dataset column {name!r} is not recorded: {e}", stacklevel=5)
+        if name != types.LEASES:
+            warnings.warn(f"the dataset column {name!r} is not recorded: {e}", stacklevel=5)
         return False
     return True
 
@@ -148,19 +151,23 @@ class RolloutReplay:
     def read(self, step: int) -> tuple[Rollout, RewardOutput]:
         """The batch of iteration ``step``."""
         file = self.folder / f"step-{step:06d}{self._suffix}.json"
-        if not file.exists():
+        if not file.is_file():
             steps = self.steps
             raise CheckpointError(
                 f"iteration {step} is not recorded in {self.folder}, which has {len(steps)}, "
                 f"{steps[0]} to {steps[-1]}; set max_steps={steps[-1] + 1}, or record more"
             )
-        try:
+        with report_damage(self.folder, file.name):
             head = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
-            raise CheckpointError(f"{file} is damaged: {e}") from e
-        if not isinstance(head, dict) or head.get("format") != FORMAT:
-            raise CheckpointError(f"{file} is not a recording of format {FORMAT}")
-        saved = head["about"]
+            if not isinstance(head, dict) or head.get("format") != FORMAT:
+                raise CheckpointError(f"{file} is not a recording of format {FORMAT}")
+            self._check_settings(head["about"])
+            sample = unpack(join(head["sample"], read_tensors(file.with_suffix(".safetensors"))))
+            rollout, reward_output = sample["rollout"], sample["reward_output"]
+            _check(rollout, reward_output)
+        return rollout, reward_output
+
+    def _check_settings(self, saved: Mapping[str, Any]) -> None:
         wrong = [
             f"{name}: {saved[name]!r} recorded, {now!r} now"
             for name, now in self._settings.items()
@@ -170,8 +177,6 @@ class RolloutReplay:
             raise CheckpointError(
                 f"{self.folder} was recorded by a run with other settings: {'; '.join(wrong)}"
             )
-        sample = unpack(join(head["sample"], read_tensors(file.with_suffix(".safetensors"))))
-        return sample["rollout"], sample["reward_output"]
 
     def batch(self, step: int) -> PromptBatch:
         """The recorded prompts of iteration ``step``."""
@@ -201,6 +206,32 @@ class RolloutReplay:
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Does nothing."""
+
+
+def _check(rollout: Any, reward_output: Any) -> None:
+    """Check types, shapes and kinds of numbers: a recording may come from elsewhere."""
+    if not (isinstance(rollout, Rollout) and isinstance(reward_output, RewardOutput)):
+        raise TypeError("it must hold a Rollout and a RewardOutput")
+    rows, prompts = len(rollout.terminated), rollout.prompts
+    wide, tokens = (rows, rollout.ids.shape[-1]), (rows, prompts.ids.shape[-1])
+    expected = {
+        "ids": (rollout.ids, wide, torch.int64),
+        "loss_mask": (rollout.loss_mask, wide, torch.bool),
+        "response_mask": (rollout.response_mask, wide, torch.bool),
+        "terminated": (rollout.terminated, (rows,), torch.bool),
+        "policy_version": (rollout.policy_version, (rows,), torch.int64),
+        "prompts.ids": (prompts.ids, tokens, torch.int64),
+        "prompts.mask": (prompts.mask, tokens, torch.bool),
+        "scores": (reward_output.scores, (rows,), torch.float32),
+        "valid": (reward_output.valid, (rows,), torch.bool),
+        "behavior_logprobs": (rollout.behavior_logprobs, wide, torch.float32),
+        "token_rewards": (reward_output.token_rewards, wide, torch.float32),
+    }
+    for name, (x, shape, dtype) in expected.items():
+        if x is not None and (x.shape != shape or x.dtype != dtype):
+            raise ValueError(
+                f"{name} must be {dtype} of shape {shape}, got {x.dtype} of {tuple(x.shape)}"
+            )
 
 
 def _suffix(rank: int, world_size: int) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 from kedge.classic import core
 from kedge.classic.config import AdaptiveKLController, FixedKLController, PPOConfig
 from kedge.classic.core import LengthSampler, respond_to_batch, set_seed
-from kedge.classic.environment import TextEnvironment, TextHistory
 from kedge.classic.models import (
     SUPPORTED_ARCHITECTURES,
     AutoModelForCausalLMWithValueHead,
@@ -35,8 +34,6 @@ __all__ = [
     "PPOTrainer",
     "PreTrainedModelWrapper",
     "RunningMoments",
-    "TextEnvironment",
-    "TextHistory",
     "ValueHead",
     "core",
     "create_reference_model",

@@ -146,11 +146,7 @@ def make_learner(
 ) -> HFLearner:
     """The learner for the model; moves both models to the accelerator's device."""
     model.to(accelerator.device)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise ConfigError(
-            "the model has no trainable weight; load an adapter with is_trainable=True"
-        )
+    trained = [p for p in model.parameters() if p.requires_grad] or model.parameters()
     optimizer = optimizer or torch.optim.Adam(trained, lr=config.learning_rate)
     # Optimizer, schedule and accelerator are given; these are the learner's other options.
     args: Any = SimpleNamespace(torch_compile=False, ddp_bucket_cap_mb=None)

@@ -71,7 +71,8 @@ class PPOConfig:
         vf_coef: weight of the value loss.
         batch_size: samples of one call of ``step``.
         forward_batch_size: deprecated name of ``mini_batch_size``.
-        mini_batch_size: samples per forward and backward pass (micro-batch).
+        mini_batch_size: samples per forward and backward pass (micro-batch); the default is at
+            most ``batch_size``.
         gradient_accumulation_steps: passes per optimizer step.
         world_size: set by the trainer: number of processes.
         ppo_epochs: passes over each batch.
@@ -158,6 +159,8 @@ class PPOConfig:
         if self.forward_batch_size is not None:
             _deprecated("forward_batch_size", "mini_batch_size")
             self.mini_batch_size = self.forward_batch_size
+        elif self.mini_batch_size == type(self).mini_batch_size:  # unset
+            self.mini_batch_size = min(self.mini_batch_size, self.batch_size)
         if self.optimize_cuda_cache is not None:
             _deprecated("optimize_cuda_cache", "optimize_device_cache")
             self.optimize_device_cache = self.optimize_cuda_cache

@@ -92,6 +92,13 @@ class Splits:
             self._open_folder(path)
         elif path.suffix in KINDS or name.startswith((".", "/", "~")):
             raise DataError(f"dataset_name={name!r}: the file or folder does not exist")
+        else:
+            from datasets.config import HF_DATASETS_CACHE
+
+            from kedge.models.load import check_source
+
+            if not Path(HF_DATASETS_CACHE, name.replace("/", "___")).exists():
+                check_source(name, "the dataset", "dataset")
 
     def _open_folder(self, path: Path) -> None:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
@@ -157,9 +164,14 @@ class Splits:
         try:
             return datasets.load_dataset(KINDS[suffix], data_files=files, split="train")
         except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
+            cause, listed = error.__cause__ or error, ", ".join(files)
+            own = {Path(file).name for file in files}
+            if isinstance(cause, OSError) and Path(cause.filename or "").name not in own:
+                raise DataError(
+                    f"{listed} cannot be cached ({cause}); set HF_HOME to a folder of yours"
+                ) from error
             raise DataError(
-                f"{', '.join(files)} has no rows, or is not readable as {KINDS[suffix]}:"
-                f" {error.__cause__ or error}"
+                f"{listed} has no rows, or is not readable as {KINDS[suffix]}: {cause}"
             ) from error
 
 

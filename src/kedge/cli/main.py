@@ -28,6 +28,7 @@ _PACKAGES = {
         "init": "write a commented configuration for a task and a model size",
         "doctor": "diagnose a run from its log and suggest fixes",
         "report": "write an HTML report of a run: curves, completions, tokens",
+        "expert": "write episodes of an environment's expert, to train a first policy on",
         "generate": "sample completions of prompts with a model",
         "value": "train a value model on recorded rollouts, and check it before PPO relies on it",
         "judge": "compare two sets of completions: win rate with a confidence interval",
@@ -110,11 +111,13 @@ def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, 
     when interrupted.
     """
     from kedge.errors import KedgeError
+    from kedge.loop.shutdown import exit_on_signals
     from kedge.redaction import redact_words
 
     redact_words(argv)  # registers secrets, to blank them in errors
     try:
-        code = command(list(argv))
+        with exit_on_signals():
+            code = command(list(argv))
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130

@@ -27,6 +27,19 @@ class PolicyAndValue(nn.Module):
         self.policy, self.value_model = policy, value_model
         self.config: Any = policy.config
 
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether the policy computes activations again in the backward pass."""
+        return bool(getattr(self.policy, "is_gradient_checkpointing", False))
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """As of the policy."""
+        self.policy.gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[operator]
+
+    def gradient_checkpointing_disable(self) -> None:
+        """As of the policy."""
+        self.policy.gradient_checkpointing_disable()  # type: ignore[operator]
+
     def forward(self, **inputs: Any) -> Any:
         """The policy's output."""
         return self.policy(**inputs)
@@ -69,12 +82,32 @@ class GRPOTrainer(_StartsOver, kedge.GRPOTrainer):
     """``kedge.GRPOTrainer``, which starts over in a folder with checkpoints."""
 
 
+def _keep_last_tokens(c: Any) -> None:
+    """Cut prompts above ``max_prompt_length`` as TRL does, instead of dropping them."""
+    if c.overlong_prompts == "drop":
+        c.overlong_prompts = "truncate"
+
+
+class RLOOConfig(kedge.RLOOConfig):
+    """``kedge.RLOOConfig``; long prompts keep their last tokens."""
+
+    @classmethod
+    def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
+        """As in ``kedge.RLOOConfig``."""
+        _keep_last_tokens(c)
+        super().convert(c, given)
+
+
 class GRPOConfig(kedge.GRPOConfig):
-    """``kedge.GRPOConfig`` with TRL's importance weights for vLLM as default."""
+    """``kedge.GRPOConfig`` with TRL's importance weights for vLLM as default.
+
+    Long prompts keep their last tokens.
+    """
 
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
         """As in ``kedge.GRPOConfig``."""
+        _keep_last_tokens(c)
         bounds = (c.sampler_correction_level, c.sampler_correction_high, c.sampler_correction_low)
         if c.use_vllm and c.sampler_correction == "auto" and bounds == (None, None, None):
             c.vllm_importance_sampling_mode = c.vllm_importance_sampling_mode or "sequence_mask"

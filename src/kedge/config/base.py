@@ -192,7 +192,12 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         self._resolve_precision()
         self._fill_defaults()
         self._check()
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        processes = os.environ.get("WORLD_SIZE", "1")
+        if not processes.isdigit():
+            raise ConfigError(
+                f"the environment variable WORLD_SIZE={processes!r} must be a number; unset it"
+            )
+        launched = int(processes)
         if launched > 1 and not _has_gpu():
             self.use_cpu = True  # otherwise the ranks do not form a process group
         # TrainingArguments fills in DeepSpeed's settings from this value.

@@ -260,7 +260,7 @@ TRL: dict[str, Foreign] = {
     "keep_sampling_mask": NoEffect(
         "training is always over the tokens that top_k, top_p and min_p allowed", False, (True,)
     ),
-    **unsupported("responses are always sampled with full weights", ds3_gather_for_generation=True),
+    **no_effect("responses are always sampled with full weights", ds3_gather_for_generation=True),
 }
 # Names of RLOOTrainer and GRPOTrainer from TRL 0.22 on.
 TRL_GROUPS: dict[str, Foreign] = {
@@ -273,12 +273,6 @@ TRL_GROUPS: dict[str, Foreign] = {
         "sampling would use another distribution than training",
         repetition_penalty=1.0,
         vllm_structured_outputs_regex=None,
-    ),
-    **unsupported(
-        "the reference is always frozen",
-        sync_ref_model=False,
-        ref_model_mixup_alpha=0.6,
-        ref_model_sync_steps=512,
     ),
     **no_effect("rows are packed without padding", pad_to_multiple_of="auto"),
     **no_effect(
@@ -303,10 +297,6 @@ TRL_GRPO: dict[str, Foreign] = {
     **TRL_GROUPS,
     "vllm_importance_sampling_cap": Alias("vllm_importance_sampling_clip_max"),
     "cast_lm_head_to_fp32": NoEffect("training logits are always float32", False, (True,)),
-    **unsupported(
-        "rewards are weighted and summed before normalization",
-        multi_objective_aggregation="sum_then_normalize",
-    ),
     **unsupported("the loss always covers every token", top_entropy_quantile=1.0),
     "off_policy_mask_threshold": Unsupported(
         "sampler_correction handles off-policy responses", "set sampler_correction instead"
@@ -320,6 +310,7 @@ TRL_GRPO: dict[str, Foreign] = {
 
 _batch = partial(option, acts_in=_BATCH)
 _loading = partial(option, acts_in="loading of models and tokenizers given by name")
+_reference = partial(option, acts_in="reference: moves towards the policy", resume=True)
 _tables = partial(option, acts_in="tables of completions")
 _vllm = partial(
     option, acts_in="rollout engine: converted to rollout_engine and its options", resume=True
@@ -362,6 +353,13 @@ class NewerArguments:
         acts_in="sampling: converted to stop_strings",
         resume=True,
     )
+    sync_ref_model: bool = _reference(
+        False, "Move the reference towards the policy every ref_model_sync_steps iterations."
+    )
+    ref_model_mixup_alpha: float = _reference(
+        0.6, "Share of the policy in the new reference; the rest is the old one.", gt=0, le=1
+    )
+    ref_model_sync_steps: int = _reference(512, "See sync_ref_model.", ge=1)
     use_vllm: bool = _vllm(False, "Sample with vLLM; see vllm_mode.")
     vllm_mode: Literal["colocate", "server"] = _vllm(
         "colocate", "colocate: vLLM in this process; server: a running vLLM server."

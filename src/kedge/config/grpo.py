@@ -73,6 +73,10 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
         "Divide advantages by the standard deviation of the scores of the group or the batch.",
         accepts=Literal["group", "batch", "none"] | bool,
     )
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = _grpo(
+        "sum_then_normalize",
+        "With several rewards: normalize their weighted sum, or each of them in its group (GDPO).",
+    )
     importance_sampling_level: Literal["token", "sequence"] = _grpo(
         "token", "Ratio per token, or per sequence (GSPO): the geometric mean over the response."
     )
@@ -143,6 +147,20 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
                 f"overlong_buffer={self.overlong_buffer} must be at most"
                 f" max_completion_length={self.response_length}"
             )
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            others = {
+                "kl_coef": self.kl_coef,
+                "missing_eos_penalty": self.missing_eos_penalty,
+                "non_eos_penalty": self.non_eos_penalty,
+                "overlong_buffer": self.overlong_buffer,
+                "credit": self.credit if self.credit == "turn" else None,
+            }
+            if unread := [name for name, value in others.items() if value]:
+                raise ConfigError(
+                    f"{unread[0]}={others[unread[0]]!r} acts on the sum of the rewards, but with"
+                    " multi_objective_aggregation='normalize_then_sum' each is compared; use beta"
+                    " for the KL and a reward function for the penalty"
+                )
         if self.loss_type == "cispo" and self.delta is not None:
             raise ConfigError(
                 f"delta={self.delta} has no effect with loss_type='cispo'; leave delta unset"

@@ -33,9 +33,13 @@ class ConfigParser(HfArgumentParser):
                     self.add_argument(
                         *flags(name), **_argument(entry, target, shown=name not in TRANSFORMERS4)
                     )
-        for action in list(self._actions):  # --no_x for every flag --x that takes True or False
+        for action in list(self._actions):  # every flag --x that takes True or False
+            if action.type is not string_to_bool:
+                continue
+            if action.nargs is None:  # --x alone is True, also where the default is None
+                action.nargs, action.const = "?", True
             names = [f for f in flags(f"no_{action.dest}") if f not in self._option_string_actions]
-            if names and action.type is string_to_bool:
+            if names:
                 self.add_argument(
                     *names,
                     action="store_false",

@@ -254,7 +254,13 @@ def check_rollout(config: Any) -> None:
         raise ConfigError(
             f"weight_sync_folder={format_value(folder)} is not a folder; create it, or leave it out"
         )
-    engine_args(config.vllm_engine_args)
+    args = engine_args(config.vllm_engine_args)
+    if config.in_flight_weight_updates and args.get("async_scheduling", False) is not False:
+        raise ConfigError(
+            f"vllm_engine_args: with async_scheduling={args['async_scheduling']!r} a token in"
+            " flight would count as sampled with the next weights; leave it out, since"
+            " in_flight_weight_updates=True switches it off"
+        )
 
 
 def _check_vllm(config: Any, spec: RolloutEngineSpec) -> None:

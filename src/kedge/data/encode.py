@@ -14,7 +14,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kedge.chat_template import render_chat
+from kedge.chat_template import (
+    OPTIONS,
+    TOOLS,
+    generation_options,
+    render_chat,
+    template_options,
+)
+from kedge.data.rows import exact_columns
 from kedge.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -61,11 +68,12 @@ class ArrowTable:
             return {}
         try:
             index = rows if isinstance(rows, range) else list(rows)  # a range is read as a slice
-            return dict(self.dataset.select_columns(list(names))[index])
+            columns = self.dataset.select_columns(list(names))[index]
         except Exception as error:  # for example a damaged file or a lost disk
             raise DataError(
                 f"rows of the dataset cannot be read: {type(error).__name__}: {error}"
             ) from error
+        return exact_columns(columns, self.dataset.features)
 
 
 Table = ColumnTable | ArrowTable
@@ -112,7 +120,8 @@ def _read_rows(dataset: Any) -> ColumnTable:
             )
         rows.append(row)
     names = dict.fromkeys(name for row in rows for name in row)
-    return ColumnTable({name: [row.get(name) for row in rows] for name in names})
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return ColumnTable(exact_columns(columns, getattr(dataset, "features", None) or {}))
 
 
 def _read_columns(columns: Mapping[str, Any]) -> ColumnTable:
@@ -128,7 +137,8 @@ def _read_columns(columns: Mapping[str, Any]) -> ColumnTable:
                 f"column {name!r} must be a list, got {type(values).__name__}; a dict maps"
                 " column names to lists (pass a single row as [row])"
             )
-    return ColumnTable(lists)
+    features = {name: getattr(x, "features", None) for name, x in columns.items()}
+    return ColumnTable(exact_columns(lists, features))  # a datasets.Column has features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,10 +211,19 @@ def encode_prompts(
         template=dict(chat_template_kwargs),
         drop_eos=appends_eos,
     )
-    chunks = _chunks(table, [column], encode, num_proc)
+    shown = [name for name in (TOOLS, OPTIONS) if name in table.names and is_chat(first)]
+    chunks = _chunks(table, [column, *shown], encode, num_proc)
     if prepends_bos:
         chunks = _with_one_bos(chunks, tokenizer.bos_token_id)
-    return _collect(chunks, len(table), max_length, overlong)
+    encoded = _collect(chunks, len(table), max_length, overlong)
+    if encoded.report.truncated and is_chat(first):
+        logger.warning(
+            "the %d truncated prompts are chat messages: what the chat template renders first (a"
+            " system message, the header of a role) is cut off; overlong_prompts='drop' leaves them"
+            " out",
+            encoded.report.truncated,
+        )
+    return encoded
 
 
 def added_tokens(tokenizer: Any) -> tuple[bool, bool]:
@@ -238,7 +257,7 @@ def _chunks(
 ) -> Iterable[list[list[int]]]:
     if isinstance(table, ArrowTable) and num_proc is not None and num_proc > 1:
         done = table.dataset.select_columns(names).map(
-            encode,
+            partial(_encode_exact, encode=encode, features=table.dataset.features),
             batched=True,
             with_indices=True,
             num_proc=min(num_proc, len(table)),
@@ -250,6 +269,12 @@ def _chunks(
     for start in range(0, len(table), CHUNK):
         rows = range(start, min(start + CHUNK, len(table)))
         yield encode(table.take(rows, names), rows)["input_ids"]
+
+
+def _encode_exact(
+    columns: Mapping[str, list[Any]], rows: Sequence[int], *, encode: Encode, features: Any
+) -> dict[str, Any]:
+    return encode(exact_columns(columns, features), rows)
 
 
 def _collect(
@@ -317,24 +342,25 @@ def _tokenize(
     prompts = columns[column]
     chat = is_chat(prompts[0])
     texts: list[str] = []
-    for row, prompt in zip(rows, prompts, strict=True):
+    for at, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
         if not (is_chat(prompt) if chat else isinstance(prompt, str)):
+            want = "chat messages" if chat or isinstance(prompt, (list, tuple)) else "text"
             raise DataError(
-                f"column {column!r}, row {row}: expected {'chat messages' if chat else 'text'}, got"
+                f"column {column!r}, row {row}: expected {want}, got"
                 f" {type(prompt).__name__} {repr(prompt)[:80]}; every row must hold text, or every"
                 " row a list of {'role': ..., 'content': ...} messages"
             )
         text = prompt
         if chat:
-            answered = prompt[-1]["role"] == "assistant"  # the assistant has begun its response
-            options = {"add_generation_prompt": not answered, "continue_final_message": answered}
-            where = f"column {column!r}, row {row}"
-            text = render_chat(tokenizer, prompt, where=where, **(options | template))
-        at = None if text.isascii() else LONE_SURROGATE.search(text)
-        if at is not None:  # the tokenizer fails on any Unicode surrogate
+            shown = {n: columns[n][at] for n in (TOOLS, OPTIONS) if n in columns}
+            options = generation_options(prompt) | template
+            options |= template_options(shown, where=f"row {row}")
+            text = render_chat(tokenizer, prompt, where=f"column {column!r}, row {row}", **options)
+        lone = None if text.isascii() else LONE_SURROGATE.search(text)
+        if lone is not None:  # the tokenizer fails on any Unicode surrogate
             raise DataError(
-                f"column {column!r}, row {row}: character {at.start()} is the lone surrogate"
-                f" {at.group()!r}, which UTF-8 cannot encode; fix it, for example with"
+                f"column {column!r}, row {row}: character {lone.start()} is the lone surrogate"
+                f" {lone.group()!r}, which UTF-8 cannot encode; fix it, for example with"
                 " text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
             )
         texts.append(text)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kedge.data.encode import EncodedPrompts, PromptReport, encode_prompts, read_table
+from kedge.data.encode import CHUNK, EncodedPrompts, PromptReport, encode_prompts, read_table
 from kedge.errors import ConfigError, DataError
 from kedge.types import PromptBatch
 
@@ -148,6 +148,14 @@ class DatasetPrompts:
             f" vocabulary has {known} tokens; use the tokenizer that belongs to the model, or after"
             " adding tokens call model.resize_token_embeddings(len(tokenizer))"
         )
+
+    def values(self, column: str) -> Iterator[tuple[int, Any]]:
+        """The number of each row of the dataset, and its value in a column; None without one."""
+        for start in range(0, len(self._table), CHUNK):
+            rows = range(start, min(start + CHUNK, len(self._table)))
+            names = [column] if column in self._table.names else []
+            found = self._table.take(rows, names).get(column, [None] * len(rows))
+            yield from zip(rows, found, strict=True)
 
     def fingerprint(self) -> str:
         """A short hash of every prompt's tokens, in order."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 
-from kedge.chat_template import without_none
 from kedge.environments.turn_tokens import plain_text
 from kedge.errors import ConfigError, DataError, RolloutError, install_command
 from kedge.protocols import NewContext, Observation, Reset, Step
@@ -27,6 +26,7 @@ _LOCK = threading.Lock()
 _NOT_SHOWN = ("done", "reward", "metadata")  # fields of OpenEnv's observations
 _PARAMS = "responses_create_params"  # NeMo Gym's column
 _MODEL = "policy"
+_SILENCE = 600.0  # seconds until a server that does not answer counts as gone
 
 
 def import_package(name: str, extra: str) -> Any:
@@ -296,7 +296,12 @@ class NeMoGym:
         self.tools: list[dict[str, Any]] = []  # JSON schemas, once an episode has begun
         # The server may close an idle connection at the moment of a request, which would be lost.
         limits = httpx.Limits(max_keepalive_connections=0)
-        self._client = httpx.Client(base_url=url, timeout=None, limits=limits)
+        self._client = httpx.Client(
+            base_url=url,
+            timeout=_SILENCE,
+            limits=limits,
+            headers={"Accept-Encoding": "identity"},  # a small body may unpack to a huge one
+        )
         self._gymnasium: bool | None = None  # the server has /step
         self._row: dict[str, Any] = {}
         self._output: Items = []  # of the episode, in the format of the Responses API
@@ -308,7 +313,7 @@ class NeMoGym:
             DataError: the row has no ``responses_create_params``.
             RolloutError: the server did not answer, or with an error.
         """
-        row = without_none({"seed": seed, **options})
+        row = {"seed": seed, **{n: value for n, value in options.items() if value is not None}}
         params = row.get(_PARAMS)
         if not isinstance(params, Mapping) or not params.get("input"):
             raise DataError(
@@ -323,7 +328,7 @@ class NeMoGym:
         ]
         self._client.cookies.clear()
         if self._gymnasium is None:
-            self._gymnasium = "/step" in self._send("GET", "/openapi.json")["paths"]
+            self._gymnasium = "/step" in self._send("GET", "/openapi.json", key="paths")["paths"]
         begun = self._send("POST", "/reset" if self._gymnasium else "/seed_session", row)
         messages = params["input"]
         if isinstance(messages, str):
@@ -411,7 +416,8 @@ class NeMoGym:
         return {"role": "tool", "name": name, "content": result, "tool_call_id": call_id}
 
     def _verify(self) -> tuple[float, Mapping[str, Any]]:
-        result = self._send("POST", "/verify", self._row | {"response": self._response()})
+        body = self._row | {"response": self._response()}
+        result = self._send("POST", "/verify", body, key="reward")
         known = {"reward", "response", *self._row}
         return float(result["reward"]), {k: v for k, v in result.items() if k not in known}
 
@@ -421,16 +427,26 @@ class NeMoGym:
         tools |= {"tools": self._row[_PARAMS].get("tools") or []}
         return head | tools | {"output": self._output if output is None else output}
 
-    def _send(self, method: str, path: str, body: Any = None) -> Any:
+    def _send(self, method: str, path: str, body: Any = None, *, key: str = "") -> Any:
+        """The JSON object that the server answers, with a ``key`` if one is named."""
         reply = self._request(method, path, body)
         if reply.is_error:
             raise RolloutError(f"{reply.url} answered {reply.status_code}: {reply.text[:200]!r}")
-        return reply.json()
+        try:
+            content = reply.json()
+        except (ValueError, RecursionError):
+            content = None
+        if not isinstance(content, dict) or (key and content.get(key) is None):
+            raise RolloutError(
+                f"{reply.url} must answer with a JSON object{f' with {key}' if key else ''}, got"
+                f" {reply.text[:200]!r}; is it a resources server of NeMo Gym?"
+            )
+        return content
 
     def _request(self, method: str, path: str, body: Any) -> httpx.Response:
         try:
             return self._client.request(method, path, json=body)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.DecodingError) as error:
             raise RolloutError(
                 f"{self._client.base_url} did not answer ({type(error).__name__}: {error}); start"
                 " the resources server, or correct its address"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kedge.background import CallThread
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.math.rewards import place_score
 from kedge.protocols import Step
 from kedge.types import PER_EPISODE, Episodes, PromptBatch, RewardOutput, Rollout, Sampling
 
 _RESERVE = 64  # tokens
+_LARGEST_ID = 2**31 - 1
 _LARGEST = torch.finfo(torch.float32).max
 # Reasons for the end of an episode: the environment ends it (or cuts it off), an answer without a
 # call, limits of turns, tokens and seconds, failures of the environment and of its reward.
@@ -37,6 +40,10 @@ class Episode:
     sampling: Sampling
     seed: int  # for sampling the turns
     environment: Any = None
+    thread: CallThread | None = None  # of the environment's methods; None: a new one for each call
+    round: int | None = None  # of the pool when the environment was taken; None: given back
+    tokens: Any = None  # TurnTokens with the row's options of the chat template
+    tools: Any = None  # JSON schemas of the row, shown where the environment has none
     prompt_ids: list[int] = field(default_factory=list)  # including the first observation
     ids: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # positions at which new contexts begin
@@ -204,6 +211,11 @@ class TurnLimits:
             return room - spare
         return length if length < room else 0
 
+    def largest_observation(self, episode: Episode) -> int:
+        """Tokens above which an observation is cut in any case."""
+        most = max(self.tokens_left(episode), 0)
+        return max(most, self.last_observation_limit(episode)) if self.keeps_last else most
+
     def last_observation_limit(self, episode: Episode) -> int:
         """Maximum tokens of the observation after the last turn of a truncated episode."""
         room = max(self.tokens_left(episode), episode.sampling.max_new_tokens // 4)
@@ -268,6 +280,31 @@ def read_number(value: Any, name: str) -> float:
     return number
 
 
+def read_token_ids(values: Any, vocabulary: int | None, name: str) -> list[int]:
+    """Check for token ids below ``vocabulary`` (None: any that fit); raises RolloutError."""
+    size = _LARGEST_ID + 1 if vocabulary is None else vocabulary
+    if isinstance(values, Tensor | np.ndarray):
+        if values.ndim != 1 or "int" not in str(values.dtype):
+            raise RolloutError(
+                f"{name} must hold integers in one dimension, got a {type(values).__name__} of"
+                f" {values.dtype} and shape {tuple(values.shape)}"
+            )
+        values = values.tolist()
+    ids = []
+    for value in values:
+        try:
+            token = -1 if isinstance(value, bool) else index(value)
+        except TypeError:
+            token = -1
+        if not 0 <= token < size:
+            raise RolloutError(
+                f"{name} holds token {str(value)[:30]}, but the vocabulary has {size} tokens: ids"
+                f" are integers from 0 to {size - 1}"
+            )
+        ids.append(token)
+    return ids
+
+
 def describe(value: object) -> str:
     """The type of a value and the start of its text."""
     text = repr(value)
@@ -282,15 +319,16 @@ def build_rollout(
     pad_id: int,
     spare: int,
     totals: Sequence[Mapping[str, tuple[float, float]]],
+    columns: Mapping[str, Sequence[Any]],
 ) -> Rollout:
-    """Build the rollout of episodes, one per row of ``prompts``, with the metrics of each."""
+    """Build the rollout of episodes, one per row of ``prompts``, with metrics and columns."""
     for episode in episodes:
         if not episode.ids:  # no turn was sampled: add one token that is not trained on
             episode.add_observation([pad_id])
     lengths = torch.tensor([len(e.ids) for e in episodes])
     width = int(lengths.max()) + spare
     turn = pad_rows([e.turn for e in episodes], width, torch.int64, -1)
-    rewards = torch.zeros(turn.shape)
+    rewards = torch.zeros(turn.shape, dtype=torch.float64)
     for i, episode in enumerate(episodes):
         for position, value in episode.rewards.items():
             rewards[i, position] = value
@@ -326,6 +364,7 @@ def build_rollout(
                 "metrics": [dict(e.metrics) for e in episodes],
                 "error": [e.error for e in episodes],
                 "ending": [e.ending for e in episodes],
+                **columns,
             },
         ),
     )
@@ -429,7 +468,7 @@ class EpisodeReward:
                 "EpisodeReward needs episodes of environments; use it with EnvironmentRollouts"
             )
         rewards = rollout.episodes.rewards
-        total = rewards.sum(1)
+        total = rewards.double().sum(1).float()
         return RewardOutput(
             scores=total,
             valid=rollout.episodes.valid,

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakSet
 
-from kedge.background import in_thread, on_event_loop
+from kedge.background import CallThread, in_thread, on_event_loop
 from kedge.environments.episode import Episode
 from kedge.errors import ConfigError, RolloutError
 from kedge.protocols import Environment
 
+logger = logging.getLogger(__name__)
 MakeEnvironment = Callable[[], Environment]
+Place = tuple[Any, CallThread | None]  # an environment and the thread of its methods
 OnError = Literal["raise", "drop", "score"]
 _MOST_FAILED = 0.9  # share of the latest episodes that may fail with on_env_error="drop"
 _LATEST = 16  # minimum number of latest episodes, otherwise two batches
@@ -43,10 +47,12 @@ class Calls:
         before = -math.inf if self.timeout is None else time.monotonic() - self.timeout
         return sum(begin < before for begin in list(self._threads.values()))
 
-    def start(self, call: Callable[[], Any]) -> Future[tuple[Any, float]]:
+    def start(
+        self, call: Callable[[], Any], thread: CallThread | None = None
+    ) -> Future[tuple[Any, float]]:
         """Run a call in a place of ``room``; the future has its result or exception, and seconds.
 
-        Cancelling the future cancels a coroutine.
+        Cancelling the future cancels a coroutine.  Other calls run in ``thread``, or a new one.
         """
         future: Future[tuple[Any, float]] = Future()
         begin = time.monotonic()
@@ -72,7 +78,7 @@ class Calls:
             future.add_done_callback(lambda _: running.cancel())
         else:
             self._threads[future] = begin
-            running = in_thread(work, "environment")
+            running = in_thread(work, "environment") if thread is None else thread.start(work)
         running.add_done_callback(end)
         return future
 
@@ -82,22 +88,22 @@ class RunningCalls:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._waiting: deque[tuple[int, Callable[[], Any]]] = deque()
+        self._waiting: deque[tuple[int, Callable[[], Any], CallThread | None]] = deque()
         self._running: dict[Future[tuple[Any, float]], tuple[int, float]] = {}  # -> key, start
         self.seconds: dict[int, float] = {}  # of the calls that ``wait`` last returned
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
 
-    def add(self, key: int, call: Callable[[], Any]) -> None:
-        """Start a call, as soon as there is room."""
-        self._waiting.append((key, call))
+    def add(self, key: int, call: Callable[[], Any], thread: CallThread | None = None) -> None:
+        """Start a call, in a thread or a new one, as soon as there is room."""
+        self._waiting.append((key, call, thread))
         self._start_waiting()
 
     def _start_waiting(self) -> None:
         while self._waiting and self._calls.room.acquire(blocking=False):
-            key, call = self._waiting.popleft()
-            self._running[self._calls.start(call)] = key, time.monotonic()
+            key, call, thread = self._waiting.popleft()
+            self._running[self._calls.start(call, thread)] = key, time.monotonic()
 
     def wait(self, seconds: float) -> dict[int, Any]:
         """Results and exceptions by key; waits until there is one, at most ``seconds``.
@@ -132,7 +138,7 @@ class RunningCalls:
             result, _ = future.result()
             ended(key, result if isinstance(result, BaseException) else None)
 
-        for key, _ in self._waiting:
+        for key, *_ in self._waiting:
             ended(key, None)
         for future, (key, _) in self._running.items():
             future.add_done_callback(partial(tell, key))
@@ -140,8 +146,36 @@ class RunningCalls:
         self._running.clear()
 
 
+class Lease:
+    """The environment of a finished episode, for reward functions to read before it is reused.
+
+    ``release`` frees it, as does the end of the last rollout that has the lease.  Environments stay
+    in their process: copies for another one are None.
+    """
+
+    def __init__(self, pool: EnvironmentPool, episode: Episode) -> None:
+        self._pool, self._episode = pool, episode
+        self.environment = getattr(episode.environment, "target", episode.environment)
+        self._released = False
+        pool.leases.add(self)
+
+    def release(self) -> None:
+        """Return the environment to its pool."""
+        if not self._released:
+            self._released = True
+            self._pool.release(self._episode)
+
+    __del__ = release
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 class EnvironmentPool:
     """Environments, one for each running episode; several engines may share them.
+
+    The methods of an environment, if ``step`` is not async, run in one thread, which makes it, too:
+    connections to SQLite and others can only be used where they were made.
 
     ``make`` and ``on_error`` are ``make_environment`` and ``on_env_error`` of EnvironmentRollouts.
     """
@@ -159,9 +193,13 @@ class EnvironmentPool:
         self._make: Mapping[Any, MakeEnvironment] = (
             make if isinstance(make, Mapping) else {None: make}
         )
-        self._idle: dict[object, list[Any]] = {}  # environments free for a new episode, by name
-        self._lock = threading.Lock()
-        self._closed = False
+        # Environments free for a new episode, by name, with their threads.
+        self._idle: dict[object, list[Place]] = {}
+        self._lock = threading.RLock()  # a lease may end at any time
+        self._round = 0  # environments of an earlier round are closed instead of reused
+        self._closing: list[Future[Any]] = []
+        self._unclosed: list[Place] = []  # failed environments for whose close() there was no room
+        self.leases: WeakSet[Lease] = WeakSet()
         self._errors: list[str] = []  # of the latest episodes; "" if there was none
 
     def check_errors(self, rows: int) -> None:
@@ -190,36 +228,82 @@ class EnvironmentPool:
         """The call that resets an environment for the episode, an idle or a new one."""
         name = self._name(episode)
         with self._lock:
+            episode.round = self._round
             if idle := self._idle.get(name):
-                episode.environment = idle.pop()
+                episode.environment, episode.thread = idle.pop()
+            else:
+                episode.thread = CallThread("environment")
 
         def call() -> Any:
             if episode.environment is None:
-                episode.environment = self._make[name]()
+                made = self._make[name]()
+                with self._lock:
+                    episode.environment = made
+                    if inspect.iscoroutinefunction(getattr(made, "step", None)):
+                        episode.thread = None
+                    late = episode.round is None  # it took too long, and the episode has ended
+                if late:
+                    self.release(episode)
+                    return None
             return episode.environment.reset(seed=seed, options=episode.options)
 
         return call
 
     def release(self, episode: Episode) -> None:
         """Keep the environment for later episodes, or close it if it failed."""
-        environment, episode.environment = episode.environment, None
         with self._lock:
-            if episode.done:
+            environment, episode.environment = episode.environment, None
+            thread, episode.thread = episode.thread, None
+            reusable = not episode.error and episode.round == self._round
+            if episode.done and episode.round is not None:
                 self._errors.append(episode.error)
+            episode.round = None
             if environment is None:
                 return
-            if not (episode.error or self._closed):
-                self._idle.setdefault(self._name(episode), []).append(environment)
+            if reusable:
+                self._idle.setdefault(self._name(episode), []).append((environment, thread))
+            elif not hasattr(environment, "close"):
                 return
-        if hasattr(environment, "close") and self.calls.room.acquire(blocking=False):
-            self.calls.start(environment.close)  # may hang again; errors are ignored
+            elif self.calls.room.acquire(blocking=False):  # close() may hang, too
+                self._closing = [future for future in self._closing if not future.done()]
+                self._closing.append(self.calls.start(environment.close, _free(thread)))
+            else:
+                self._unclosed.append((environment, thread))
 
     def close(self) -> None:
-        """Close the idle environments."""
+        """Close the idle and leased environments, and those in use once they are released."""
+        for lease in list(self.leases):  # of rollouts whose rewards failed
+            lease.release()
         with self._lock:
-            self._closed = True
-            idle = [x for environments in self._idle.values() for x in environments]
+            self._round += 1
+            idle = [*self._unclosed, *(x for some in self._idle.values() for x in some)]
+            closing, self._closing = self._closing, []
             self._idle.clear()
-        for environment in idle:
-            if hasattr(environment, "close"):
-                environment.close()
+            self._unclosed.clear()
+        close_all(idle, self.calls)
+        wait(closing, timeout=self.calls.timeout)
+
+
+def _free(thread: CallThread | None) -> CallThread | None:
+    """The thread, unless a call hangs there."""
+    return None if thread is None or thread.busy else thread
+
+
+def close_all(environments: Iterable[Place], calls: Calls) -> None:
+    """Close environments in their threads; failures and timeouts are logged."""
+    running = RunningCalls(Calls(timeout=calls.timeout, most=calls.most))  # others may hang
+    for key, (environment, thread) in enumerate(environments):
+        if hasattr(environment, "close"):
+            running.add(key, environment.close, _free(thread))
+    failures: list[object] = []
+    while len(running):
+        try:
+            results = running.wait(1.0)
+        except RolloutError as error:  # all hang
+            failures.append(error)
+            break
+        failures += [x for x in results.values() if isinstance(x, BaseException)]
+    if failures:
+        logger.warning(
+            "close() of %d environments failed, the last with %r", len(failures), failures[-1]
+        )

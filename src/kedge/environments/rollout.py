@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kedge.chat_template import TOOLS, template_options
+from kedge.data.encode import is_chat
 from kedge.environments.episode import (
     ENDINGS,
     Episode,
@@ -28,14 +30,22 @@ from kedge.environments.episode import (
     pad_rows,
     read_number,
     read_step,
+    read_token_ids,
     stack_rows,
     turn_seed,
 )
-from kedge.environments.pool import Calls, EnvironmentPool, MakeEnvironment, OnError, RunningCalls
+from kedge.environments.pool import (
+    Calls,
+    EnvironmentPool,
+    Lease,
+    MakeEnvironment,
+    OnError,
+    RunningCalls,
+)
 from kedge.environments.turn_tokens import TurnTokens, as_messages
-from kedge.errors import ConfigError, RewardError, RolloutError
+from kedge.errors import ConfigError, RewardError, RolloutError, describe_error
 from kedge.protocols import NewContext, Observation, RolloutEngine, Step
-from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling
+from kedge.types import LEASES, PromptBatch, Receipt, Response, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]  # TRL's rollout_func
@@ -90,6 +100,9 @@ class EnvironmentRollouts:
             it.
         keep_last_observation: append the observation that follows a truncated episode, untrained,
             so that a value can be read where values are trained.
+        vocabulary: number of token ids that the models know; None: those of the tokenizer.
+        keep_environments: reuse an environment only once the rewards of its rollout are computed;
+            reward functions get it among ``environments``.
     """
 
     many_turns = True  # ranks may need different numbers of turns
@@ -119,6 +132,8 @@ class EnvironmentRollouts:
         context: int | None = None,
         drop_reasoning: bool = False,
         keep_last_observation: bool = False,
+        vocabulary: int | None = None,
+        keep_environments: bool = False,
     ) -> None:
         self.engine: Any = engine  # untyped: the request methods are optional in the protocol
         self._limits = TurnLimits(
@@ -132,14 +147,16 @@ class EnvironmentRollouts:
         self._environments = EnvironmentPool(
             make_environment, Calls(timeout=timeout, most=max_concurrency), on_error=on_env_error
         )
-        self._tokens = TurnTokens(tokenizer, chat_template_kwargs=chat_template_kwargs)
+        self._tokens = TurnTokens(
+            tokenizer, chat_template_kwargs=chat_template_kwargs, vocabulary=vocabulary
+        )
         self._drop_reasoning = drop_reasoning
         if drop_reasoning:
             self._tokens.check_drops_reasoning()
         ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
         self._pad = next((int(i) for i in (pad_id, *ids) if i is not None), 0)
         self._spare = int(extra_column)
-        self._error_score = env_error_score
+        self._error_score, self._keep = env_error_score, keep_environments
         # Sample a turn for all live episodes at once, when all environments have answered.
         self._together = False
         self._forget()
@@ -166,12 +183,16 @@ class EnvironmentRollouts:
         """Load the weights into the engine."""
         return self.engine.load_weights(weights, version)
 
-    def close(self) -> None:
-        """Close the environments and the engine."""
+    def close_environments(self) -> None:
+        """Drop all episodes and close each environment once; later episodes make others."""
         for part in (self, *self.engines):
             part._drop()
+        self._environments.close()
+
+    def close(self) -> None:
+        """Close the environments and the engine."""
         try:
-            self._environments.close()
+            self.close_environments()
         finally:
             close = getattr(self.engine, "close", None)
             if close is not None:
@@ -200,12 +221,14 @@ class EnvironmentRollouts:
 
     def _build(self, prompts: PromptBatch, episodes: Sequence[Episode]) -> Rollout:
         seconds, self._seconds = self._seconds, (0.0, 0.0)
+        leases = [Lease(self._environments, episode) for episode in episodes if self._keep]
         return build_rollout(
             prompts,
             episodes,
             pad_id=self._pad,
             spare=self._spare,
             totals=episode_totals(episodes, *seconds, self._environments.calls.hung),
+            columns={LEASES: leases} if leases else {},
         )
 
     @property
@@ -252,6 +275,9 @@ class EnvironmentRollouts:
                 sampling=sampling,
                 seed=seed,
             )
+            template = template_options(episode.options) if is_chat(episode.prompt) else {}
+            episode.tools = template.pop(TOOLS, None)
+            episode.tokens = self._tokens.variant(template)
             self._running[episode.key] = episode
             self._groups.setdefault(group, []).append(episode)
             reset = self._environments.reset(episode, environment_seed(seed, groups[i]))
@@ -300,7 +326,8 @@ class EnvironmentRollouts:
         """Sample another turn of episodes of a group, or end them."""
         for episode in episodes:
             if episode.done:
-                self._environments.release(episode)
+                if not self._keep:
+                    self._environments.release(episode)
                 del self._running[episode.key]
         live = [episode for episode in episodes if not episode.done]
         if self._together:
@@ -334,13 +361,13 @@ class EnvironmentRollouts:
         """Give a sampled turn to the environment."""
         before = episode.history
         ids, terminated = episode.add_response(sampled, i)
-        response = self._tokens.response(ids, terminated, episode.sampling, before)
+        response = episode.tokens.response(ids, terminated, episode.sampling, before)
         step = partial(episode.environment.step, response)
         self._call(episode, step, partial(self._on_step, response=response))
 
     def _call(self, episode: Episode, call: Callable[[], Any], on_result: Any) -> None:
         episode.on_result = partial(on_result, episode)
-        self._calls.add(episode.key, call)
+        self._calls.add(episode.key, call, episode.thread)
 
     def _on_reset(self, episode: Episode, result: Any) -> None:
         """Add the first observation to the prompt."""
@@ -348,14 +375,15 @@ class EnvironmentRollouts:
             result = _unwrap(result)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise RolloutError(f"reset must return (observation, info), got {describe(result)}")
-            observation, info = result
+            most = self._limits.prompt_limit(episode.sampling)
+            observation, info = episode.tokens.read(result[0], most), result[1]
             environment, context = episode.environment, self._limits.context
             reads_calls = getattr(environment, "reads_calls", False)
-            tools = getattr(environment, "tools", None)
+            tools = getattr(environment, "tools", None) or episode.tools
             separator = getattr(environment, "separator", "\n\n")
 
             def render(observation: Observation) -> list[int]:
-                return self._tokens.prompt(
+                return episode.tokens.prompt(
                     episode.prompt,
                     episode.prompt_ids,
                     observation,
@@ -364,9 +392,9 @@ class EnvironmentRollouts:
                     reads_calls=reads_calls,
                 )
 
-            ids, most = render(observation), self._limits.prompt_limit(episode.sampling)
+            ids = render(observation)
             if most is not None and len(ids) > most:
-                cut = self._tokens.shorten(observation, render, most)
+                cut = episode.tokens.shorten(observation, render, most)
                 episode.shortened = int(cut is not None)
                 ids, observation = cut or (ids, observation)
             if context is not None and len(ids) + self._limits.reserve >= context:
@@ -375,7 +403,7 @@ class EnvironmentRollouts:
                     f" room for a turn in the context of {context} tokens"
                 )
             if self._drop_reasoning:
-                episode.messages = self._tokens.conversation(
+                episode.messages = episode.tokens.conversation(
                     episode.prompt, ids, observation, tools=tools, separator=separator
                 )
             episode.prompt_ids = ids
@@ -403,13 +431,16 @@ class EnvironmentRollouts:
         ids, limit = None, self._limits.reached_limit(episode)
         goes_on = not (terminated or truncated or limit)
         reads = goes_on or (self._limits.keeps_last and not terminated)
+        if reads:
+            largest = self._limits.largest_observation(episode)
+            observation = episode.tokens.read(observation, largest)
         render, before = self._renderer(episode, response, observation, reads=reads)
         if goes_on:
             ids = render(observation)
             most = self._limits.observation_limit(episode, len(ids), before=before)
             if len(ids) > most:
                 fits = len(ids) < self._limits.tokens_left(episode)
-                cut = self._tokens.shorten(observation, render, most)
+                cut = episode.tokens.shorten(observation, render, most)
                 episode.shortened += cut is not None
                 ids, observation = cut or (ids if fits else None, observation)
         if ids is not None:
@@ -425,7 +456,7 @@ class EnvironmentRollouts:
         if self._limits.keeps_last and not terminated and follows:
             ids, most = render(observation), self._limits.last_observation_limit(episode)
             if len(ids) > most:
-                ids, _ = self._tokens.shorten(observation, render, most) or ([], None)
+                ids, _ = episode.tokens.shorten(observation, render, most) or ([], None)
             episode.add_observation(ids)
 
     def _renderer(
@@ -436,14 +467,15 @@ class EnvironmentRollouts:
         Begins a new context if the observation is one, or if the policy ``reads`` the answer and
         the template drops reasoning that it has read before.
         """
-        tools = getattr(episode.environment, "tools", None)
+        tokens, tools = episode.tokens, getattr(episode.environment, "tools", None)
+        tools = tools or episode.tools
 
         def render(observation: Observation, *, earlier: Sequence[Any] = ()) -> list[int]:
             if earlier:
                 observation = NewContext([*earlier, *as_messages(observation)])
             if isinstance(observation, NewContext):
-                return self._tokens.context(episode.prompt, observation, tools=tools)
-            return self._tokens.between(
+                return tokens.context(episode.prompt, observation, tools=tools)
+            return tokens.between(
                 episode.prompt, observation, last=response.ids[-1], stopped=response.terminated
             )
 
@@ -460,9 +492,9 @@ class EnvironmentRollouts:
             episode.messages = []
         elif drops:
             between = render(observation)
-            episode.messages.append(self._tokens.answer(response, messages))
+            episode.messages.append(tokens.answer(response, messages))
             before = [*episode.history, *between]
-            if self._tokens.drops_reasoning(before, [*episode.messages, *messages], tools=tools):
+            if tokens.drops_reasoning(before, [*episode.messages, *messages], tools=tools):
                 episode.starts.append(len(episode.ids))
                 again = partial(render, earlier=episode.messages.copy())
                 return again, len(again(observation)) - len(between)
@@ -482,7 +514,7 @@ class EnvironmentRollouts:
             yield
         except Exception as error:
             environment, on_error = episode.environment, self._environments.on_error
-            episode.error = f"{type(error).__name__}: {error}"
+            episode.error = describe_error(error)
             if isinstance(error, ConfigError):
                 raise
             what, fix = f"making the environment of row {episode.row} failed", ""
@@ -495,7 +527,9 @@ class EnvironmentRollouts:
                 )
             if on_error == "raise":
                 cause = str(error) if isinstance(error, RolloutError) else episode.error
-                raise RolloutError(f"{what}: {cause}; fix the environment{fix}") from error
+                # A context manager would take an error from StopIteration for that error itself.
+                chained = None if isinstance(error, StopIteration) else error
+                raise RolloutError(f"{what}: {cause}; fix the environment{fix}") from chained
             logger.warning("%s: %s", what, episode.error)
             # A scored failure is an end, not a truncation: the policy learns from the penalty.
             grader = method == "final_reward" or isinstance(error, RewardError)
@@ -508,13 +542,14 @@ class EnvironmentRollouts:
     def _drop(self) -> None:
         """Drop the episodes; busy environments are reused once they have answered."""
         running = self._running
-        for episode in running.values():
+        kept = [e for group in self._groups.values() for e in group if self._keep and e.done]
+        for episode in (*running.values(), *kept):
             if episode.on_result is None:
                 self._environments.release(episode)
 
         def ended(key: int, error: BaseException | None) -> None:
             episode = running[key]
-            episode.error = episode.error or ("" if error is None else repr(error))
+            episode.error = episode.error or ("" if error is None else describe_error(error))
             self._environments.release(episode)
 
         self._calls.abandon(ended)
@@ -526,7 +561,7 @@ def _unwrap(result: Any) -> Any:
     if isinstance(result, Exception):
         raise result
     if isinstance(result, BaseException):  # SystemExit in an environment's thread
-        raise RolloutError(f"{type(result).__name__}: {result}") from result
+        raise RolloutError(describe_error(result)) from result
     return result
 
 
@@ -545,13 +580,22 @@ class FunctionRollouts:
         function: the function.
         trainer: returns the function's second argument.
         pad_id: token id that pads rows.
+        vocabulary: returns the number of token ids that the policy knows; None: unknown.
     """
 
     shares_weights = True  # the function reads the weights from the trainer
     logprob_kind: Literal["sampled", "raw", "none"] = "sampled"
 
-    def __init__(self, function: RolloutFunc, trainer: Callable[[], Any], *, pad_id: int) -> None:
+    def __init__(
+        self,
+        function: RolloutFunc,
+        trainer: Callable[[], Any],
+        *,
+        pad_id: int,
+        vocabulary: Callable[[], int | None] = lambda: None,
+    ) -> None:
         self._function, self._trainer, self._pad = function, trainer, pad_id
+        self._vocabulary = vocabulary
         self._version = 0
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
@@ -568,11 +612,15 @@ class FunctionRollouts:
         raw = list(prompts.columns.get("prompt", []))
         output = dict(self._function(raw, self._trainer()))
         _check(output, len(prompts))
-        completions = [[int(i) for i in ids] for ids in output.pop("completion_ids")]
+        known = self._vocabulary()
+        before, completions = (
+            [read_token_ids(ids, known, f"{name} of rollout_func") for ids in output.pop(name)]
+            for name in ("prompt_ids", "completion_ids")
+        )
         masks, logprobs = output.pop("env_mask", None), output.pop("logprobs")
         batch = stack_rows(
             prompts,
-            [[int(i) for i in ids] for ids in output.pop("prompt_ids")],
+            before,
             prompts.group,
             self._pad,
         )

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from kedge.errors import DataError
+from kedge.math.intervals import share_interval
 
 
 def measure_success(
@@ -30,13 +31,13 @@ def measure_success(
         raise DataError(f"all {len(episodes)} episodes failed: {episodes[0]['error']}")
     names = sorted({name for row in sound for name in row["metrics"]})
     own = "success" in names
-    won = sum(
-        row["metrics"].get("success", 0) > 0 if own else row["score"] >= success_score
-        for row in sound
-    )
-    low, high = wilson(won, len(sound))
+    tasks: dict[Any, list[float]] = {}  # several episodes of a seed may have the same outcome
+    for number, row in enumerate(sound):
+        won = row["metrics"].get("success", 0) > 0 if own else row["score"] >= success_score
+        tasks.setdefault(row.get("seed", -number), []).append(float(won))
+    low, high = share_interval(list(tasks.values()))
     return {
-        "success": won / len(sound),
+        "success": fmean(x for task in tasks.values() for x in task),
         "low": low,
         "high": high,
         "criterion": "metric success" if own else f"score of at least {success_score:g}",
@@ -60,11 +61,3 @@ def describe(result: Mapping[str, Any]) -> str:
         **{name: f"{x:.4g}" for name, x in result["metrics"].items() if name != "success"},
     }
     return "".join(f"  {name:<12} {text}\n" for name, text in lines.items())
-
-
-def wilson(successes: int, count: int) -> tuple[float, float]:
-    """The 95% confidence interval of a share (Wilson 1927)."""
-    z, share = 1.96, successes / count
-    middle = share + z * z / (2 * count)
-    half = z * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
-    return (middle - half) / (1 + z * z / count), (middle + half) / (1 + z * z / count)

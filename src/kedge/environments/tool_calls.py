@@ -42,13 +42,21 @@ _DECODER = json.JSONDecoder()
 _CUT_OFF = "the tool call, or an argument of it, has no end"
 _PYTHON = {"True": True, "False": False, "None": None}
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+# The time of a pattern is linear in the text: a name excludes "<", where the next mark may begin,
+# and values are looked for up to the last end.
+_FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _INVOKED = re.compile(
-    r'<(?:[^\s<>]*[:｜])?parameter name="([^"]+)"[^>]*>(.*?)</(?:[^\s<>]*[:｜])?parameter>',
+    r'<(?:[^\s<>]*[:｜])?parameter name="([^"]+)"[^<>]*>(.*?)</(?:[^\s<>]*[:｜])?parameter>',
     re.DOTALL,
 )
+_ENDS = {
+    _PARAMETER: re.compile("</parameter>"),
+    _ARGUMENT: re.compile("</arg_value>"),
+    _INVOKED: re.compile(r"</(?:[^\s<>]*[:｜])?parameter>"),
+}
+_BETWEEN_CALLS = re.compile(r"[ ;\n]*")
 _MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)(?:\s*\[CALL_ID\]\w*)?(?:\s*\[ARGS\])?(?=\s*\{)")
 
 
@@ -155,14 +163,21 @@ def _from_tag(body: str) -> list[ToolCall]:
         if body.count(begin) > body.count(end):
             return [ToolCall(name="", error=_CUT_OFF)]
     functions = [(m[1].strip(), m[2]) for m in _FUNCTION.finditer(body)]
-    if any("<function=" in _PARAMETER.sub("", inner) for _, inner in functions):
+    read = [(name, *_parameters(_PARAMETER, inner)) for name, inner in functions]
+    if any("<function=" in rest for _, _, rest in read):
         return [ToolCall(name="", error=_CUT_OFF)]
     if functions:
-        return [_from_texts(name, _PARAMETER.findall(inner)) for name, inner in functions]
+        return [_from_texts(name, values) for name, values, _ in read]
     name = body.partition("<arg_key>")[0].strip()
     if name and name[0] not in "{[" and "\n" not in name:
-        return [_from_texts(name, _ARGUMENT.findall(body))]
+        return [_from_texts(name, _parameters(_ARGUMENT, body)[0])]
     return [_from_value(*_first_value(body))]
+
+
+def _parameters(pattern: re.Pattern[str], text: str) -> tuple[list[tuple[str, str]], str]:
+    """Keys and values in a text, and the rest of it."""
+    last = max((match.end() for match in _ENDS[pattern].finditer(text)), default=0)
+    return pattern.findall(text, 0, last), pattern.sub("", text[:last]) + text[last:]
 
 
 def parse_llama(text: str) -> Sequence[ToolCall]:
@@ -208,10 +223,10 @@ def _gemma(name: str, arguments: str) -> list[ToolCall]:
 
 
 def _invoke(name: str, parameters: str) -> list[ToolCall]:
-    rest = _INVOKED.sub("", parameters)
+    values, rest = _parameters(_INVOKED, parameters)
     if "parameter name=" in rest or "invoke name=" in rest:
         return [ToolCall(name="", error=_CUT_OFF)]
-    return [_from_texts(name, _INVOKED.findall(parameters))]
+    return [_from_texts(name, values)]
 
 
 def _kimi(body: str) -> list[ToolCall]:
@@ -229,23 +244,29 @@ def _call_by_name(name: str, arguments: str) -> list[ToolCall]:
 def _json_calls(text: str) -> list[ToolCall]:
     """Calls in JSON objects one after the other, or in lists of them; other text may follow."""
     calls: list[ToolCall] = []
-    text = text.strip()
-    while not calls or text.startswith(("{", "[")):
-        value, error = _first_value(text)
+    text, begin = text.strip(), 0
+    while not calls or text.startswith(("{", "["), begin):
+        value, error, end = _next_value(text, begin)
         items = value if isinstance(value, list) else [value]
         calls += [_from_value(item, error) for item in items]
         if error or not items:
             break
-        text = text[_DECODER.raw_decode(text)[1] :].lstrip(" ;\n")
+        begin = _BETWEEN_CALLS.match(text, end).end()  # type: ignore[union-attr]  # matches ""
     return calls
 
 
 def _first_value(text: str) -> tuple[Any, str]:
     """Parse the JSON value at the start of the text; may return an error."""
+    return _next_value(text.strip(), 0)[:2]
+
+
+def _next_value(text: str, begin: int) -> tuple[Any, str, int]:
+    """Parse the JSON value at a position; returns it, an error, and the position of its end."""
     try:
-        return _DECODER.raw_decode(text.strip())[0], ""
+        value, end = _DECODER.raw_decode(text, begin)
     except (ValueError, RecursionError) as error:
-        return None, f"the tool call is not valid JSON: {error}"
+        return None, f"the tool call is not valid JSON: {error}", begin
+    return value, "", end
 
 
 def _from_value(value: Any, error: str) -> ToolCall:
@@ -259,6 +280,8 @@ def _from_value(value: Any, error: str) -> ToolCall:
 
 
 def _call(name: str, arguments: Any, error: str) -> ToolCall:
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}  # clients write both for a function without parameters
     if isinstance(arguments, str):  # JSON text, as in OpenAI's format
         arguments, error = _first_value(arguments)
     if not error and not isinstance(arguments, Mapping):
@@ -314,13 +337,14 @@ def _format(pattern: str, read: Callable[..., Iterable[ToolCall]]) -> Parser:
 
 
 _HARMONY = _format(
-    r"to=functions\.([\w.-]+)(?![\w.-])[^{]*?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|\Z)",
+    r"to=functions\.([\w.-]+)(?![\w.-])(?:(?!to=functions\.)[^{])*?<\|message\|>"
+    r"(.*?)(?:<\|call\|>|<\|end\|>|\Z)",
     _call_by_name,
 )
 # Markers in a chat template; the first match decides.
 _BY_MARKER: dict[str, Parser] = {
     "<｜tool▁call▁begin｜>": _format(
-        r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)"
+        r"<｜tool▁call▁begin｜>((?:(?!<｜tool▁call▁begin｜>).)*?)<｜tool▁sep｜>(.*?)"
         r"(?:<｜tool▁call▁end｜>|(?=<｜tool▁call▁begin｜>)|\Z)",
         _deepseek,
     ),

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from kedge.background import in_thread
 from kedge.environments.pool import MakeEnvironment
 from kedge.environments.turn_tokens import valid_text
-from kedge.errors import ConfigError, RolloutError
+from kedge.errors import ConfigError, RolloutError, describe_error
 from kedge.protocols import Observation
 from kedge.types import Response, ToolCall
 
@@ -45,7 +45,7 @@ class ToolEnvironment:
     def __init__(
         self, tools: Sequence[Tool] = (), target: Any = None, *, max_iterations: int | None = None
     ) -> None:
-        self._target, self._max_iterations = target, max_iterations
+        self.target, self._max_iterations = target, max_iterations
         methods = [] if target is None else _methods(target)
         self._in_order = {method.__name__ for method in methods}
         self.tools = [tool_schema(function) for function in (*tools, *methods)]
@@ -60,26 +60,29 @@ class ToolEnvironment:
     @property
     def gives_rewards(self) -> bool:
         """Whether the target has ``get_reward``."""
-        return hasattr(self._target, "get_reward")
+        return hasattr(self.target, "get_reward")
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Any:
         """Begin an episode: reset the target with the columns of the row."""
         self._iterations, self.grading = 0, False
-        if self._target is None:
+        if self.target is None:
             return None, {}
         columns = dict(options)
-        reset = self._target.reset
+        reset = self.target.reset
         if "seed" not in columns and "seed" in inspect.signature(reset).parameters:
             columns["seed"] = seed
         observation = reset(**columns)
         return _finish(observation, lambda observation: (observation, {}))
 
     def step(self, response: Response) -> Any:
-        """Make the calls of the response; without any the episode ends."""
+        """Make the calls of the response; without any the episode ends.
+
+        Where the limit of iterations ends it, the episode is truncated, as by any other limit.
+        """
         calls = response.tool_calls
         limit = self._max_iterations
         if not calls or (limit is not None and self._iterations >= limit):
-            whole = response.terminated
+            whole = response.terminated and not calls
             ending = "answer" if whole else "token_limit"
             info = {"ending": "turn_limit" if calls else ending}
             self.grading = True
@@ -93,14 +96,13 @@ class ToolEnvironment:
 
     def final_reward(self) -> Any:
         """The reward of an episode that ends now."""
-        get_reward = getattr(self._target, "get_reward", None)
+        get_reward = getattr(self.target, "get_reward", None)
         return 0.0 if get_reward is None else get_reward()
 
-    def close(self) -> None:
+    def close(self) -> Any:
         """Close the target."""
-        close = getattr(self._target, "close", None)
-        if close is not None and "close" not in self._functions:
-            close()
+        close = getattr(self.target, "close", None)
+        return None if close is None or "close" in self._functions else close()
 
     def _results(self, calls: Sequence[ToolCall]) -> list[tuple[Any, bool]]:
         """Result of each call (possibly an awaitable), and whether it failed."""
@@ -145,7 +147,7 @@ class ToolEnvironment:
             async with one_by_one if call.name in self._in_order else nullcontext():
                 try:
                     return str(await result[0]), False
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     return _error_text(error), True
 
         pairs = zip(calls, results, strict=True)
@@ -309,7 +311,7 @@ def _methods(target: Any) -> list[Tool]:
 def _error_text(error: BaseException) -> str:
     if isinstance(error, RolloutError):  # not the policy's mistake
         raise error
-    return f"Error: {type(error).__name__}: {error}"
+    return f"Error: {describe_error(error)}"
 
 
 def _finish(value: Any, finish: Callable[[Any], Any]) -> Any:

@@ -18,9 +18,12 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from kedge.chat_template import render_chat
+from kedge.chat_template import generation_options, render_chat
+from kedge.data.decode import Decoder
+from kedge.environments.episode import describe, read_token_ids
 from kedge.environments.tool_calls import (
     REASONING,
     REASONING_FIELDS,
@@ -39,6 +42,7 @@ Messages = Sequence[Mapping[str, Any]]
 _ANSWER = "KEDGE0ANSWER"  # placeholder for the response in a rendered conversation
 _RESULT = "KEDGE0RESULT"
 _FINAL = "<|channel|>final<|message|>"
+_CHARACTERS = 16  # per token, more than in any text that is worth reading
 _TAIL = 32  # prompt tokens that are compared
 _CUT = "...(truncated)..."  # replaces the middle of an observation that is too long
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "."}
@@ -50,16 +54,50 @@ class TurnTokens:
     """Renders observations for the policy's tokenizer; without one they must be token ids."""
 
     def __init__(
-        self, tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        size = getattr(tokenizer, "__len__", lambda: None)()
+        self._vocabulary = size if vocabulary is None else vocabulary
         self._options = dict(chat_template_kwargs or {})
+        self._decode = Decoder(tokenizer)
         template = getattr(tokenizer, "chat_template", None)
         self._parse = tool_parser(template)
         self._has_channels = "<|channel|>analysis" in str(template)  # gpt-oss
         self._by_template = False  # transformers' parser reads the calls
         self._tools: list[Any] | None = None  # if the template needs them to render results
         self._checked_tools = False
+        self._variants: dict[str, TurnTokens] = {}  # by chat_template_kwargs of rows
+
+    def variant(self, options: Mapping[str, Any]) -> TurnTokens:
+        """The same with a row's own ``chat_template_kwargs``."""
+        if not options:
+            return self
+        key = json.dumps(options, sort_keys=True, default=str)
+        if key not in self._variants:
+            template = {**self._options, **options}
+            self._variants[key] = TurnTokens(
+                self._tokenizer, chat_template_kwargs=template, vocabulary=self._vocabulary
+            )
+        return self._variants[key]
+
+    def read(self, observation: Any, most: int | None) -> Observation:
+        """Check an observation; one of more than ``most`` tokens is cut before it is tokenized.
+
+        Raises:
+            RolloutError: it is neither text, messages, nor token ids of the vocabulary.
+        """
+        if isinstance(observation, NewContext):
+            return replace(observation, messages=self.read(observation.messages, most))
+        if isinstance(observation, Tensor | np.ndarray) or _token_ids(observation) is not None:
+            observation = read_token_ids(observation, self._vocabulary, "an observation")
+        if most is None or not observation or _length(observation) <= _CHARACTERS * most:
+            return observation
+        return self._cut(observation, _CHARACTERS * max(most, 1))
 
     def response(
         self, ids: list[int], terminated: bool, sampling: Sampling, before: Sequence[int] = ()
@@ -77,7 +115,7 @@ class TurnTokens:
         if len(answer) < len(whole):  # find where the answer starts
             skipped = len(whole) - len(answer)
             begin = bisect_left(range(len(body)), skipped, key=lambda i: len(decode(body[:i])))
-        text = decode(body[begin:], skip_special_tokens=True)
+        text = self._decode([body[begin:]])[0]
         if _FINAL in answer:  # gpt-oss names the channel in plain text
             text = answer.rpartition(_FINAL)[2]
         response = Response(
@@ -184,7 +222,8 @@ class TurnTokens:
         """
         if _is_chat(prompt) and _token_ids(observation) is None:
             messages = _with_first(_messages(prompt), observation, separator)
-            if self.context(prompt, NewContext(messages), tools=tools) == ids:
+            answered = messages[-1]["role"] == "assistant"
+            if not answered and self.context(prompt, NewContext(messages), tools=tools) == ids:
                 return [dict(message) for message in messages]
         raise ConfigError(
             "drop_reasoning renders the conversation again, but the chat template does not give the"
@@ -259,7 +298,7 @@ class TurnTokens:
         if isinstance(observation, str):
             return _without_middle(observation, _CUT, length)
         return [
-            {**message, "content": _without_middle(message["content"] or "", _CUT, length)}
+            {**message, "content": _without_middle(message.get("content") or "", _CUT, length)}
             for message in _messages(observation)
         ]
 
@@ -397,7 +436,9 @@ class TurnTokens:
         return text.partition(_ANSWER)[2]
 
     def _render(self, messages: Messages, **options: Any) -> str:
-        options = {"add_generation_prompt": True, "tools": self._tools} | options | self._options
+        if "add_generation_prompt" not in options:
+            options |= generation_options(messages)
+        options = {"tools": self._tools} | options | self._options
         return render_chat(self._tokenizer, messages, where="an episode", **options)
 
     def _encode(self, text: str) -> list[int]:
@@ -436,7 +477,11 @@ def _token_ids(observation: Observation) -> list[int] | None:
     if isinstance(observation, Tensor):
         return [int(i) for i in observation.tolist()]
     if isinstance(observation, Sequence) and not isinstance(observation, str) and observation:
-        ids = [i for i in observation if isinstance(i, int)]
+        ids = [
+            int(i)
+            for i in observation
+            if isinstance(i, int | np.integer) and not isinstance(i, bool)
+        ]
         return ids if len(ids) == len(observation) else None
     return None
 
@@ -448,7 +493,7 @@ def _length(observation: Observation) -> int:
     token_ids = _token_ids(observation)
     if token_ids is not None:
         return len(token_ids)
-    return max((len(message["content"] or "") for message in _messages(observation)), default=0)
+    return max(len(message.get("content") or "") for message in _messages(observation))
 
 
 def _without_middle(whole: Any, mark: Any, length: int) -> Any:
@@ -470,12 +515,19 @@ def _messages(observation: object) -> list[Mapping[str, Any]]:
     if not messages:
         return _messages(None)
     for message in messages:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+        if not (
+            isinstance(message, Mapping)
+            and "role" in message
+            and ("content" in message or message.get("tool_calls"))
+        ):
             raise RolloutError(
-                "a message of an environment must be a mapping with role and content, got"
-                f" {message!r}"
+                "a message must be a mapping with role and content (or tool_calls), got"
+                f" {describe(message)}"
             )
-    return [{**message, "content": plain_text(message["content"])} for message in messages]
+    return [
+        {**message, "content": plain_text(message["content"])} if "content" in message else message
+        for message in messages
+    ]
 
 
 def plain_text(content: Any) -> Any:
@@ -499,11 +551,11 @@ def _with_first(
     if not observation:
         return prompt
     if not isinstance(observation, str):
-        kept = [] if len(prompt) == 1 and not prompt[0]["content"] else prompt
+        kept = [] if len(prompt) == 1 and not prompt[0].get("content") else prompt
         return [*kept, *_messages(observation)]
     if not prompt or prompt[-1]["role"] != "user":
         return [*prompt, {"role": "user", "content": observation}]
-    content = prompt[-1]["content"]
+    content = prompt[-1].get("content")
     joined = f"{content}{separator}{observation}" if content else observation
     return [*prompt[:-1], {**prompt[-1], "content": joined}]
 

@@ -34,7 +34,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kedge.errors import ConfigError, KedgeError, SyncError
 from kedge.protocols import RolloutEngine
-from kedge.records import widen_field
+from kedge.records import keep_field, widen_field
 from kedge.types import Experience, PromptBatch, Receipt, Rollout, Sampling
 
 _SENT_AS = {torch.bool: torch.uint8, torch.int64: torch.int32}  # the integers are token ids
@@ -70,21 +70,39 @@ def raise_on_all_ranks(error: Exception | None) -> None:
 
 
 def all_gather_rows(local: Experience, device: torch.device, ranks: int) -> Experience:
-    """Gather the rows of all ranks in rank order, padded to the widest; equally many per rank."""
+    """Gather the rows of all ranks in rank order, padded to the widest; equally many per rank.
+
+    Fields that only some ranks have are filled or refused as in ``Record.cat``, on all ranks alike.
+
+    Raises:
+        RolloutError: only some ranks have a field that has no default.
+    """
     if ranks == 1:
         return local
-    pooled = {}
+    own = {f.name: getattr(local, f.name) for f in fields(local)}
+    shapes: list[Any] = [None] * ranks
+    dist.all_gather_object(
+        shapes, {n: None if x is None else (x.dtype, x.shape[1:]) for n, x in own.items()}
+    )
+    pooled: dict[str, Any] = {}
     for f in fields(local):
-        x = getattr(local, f.name)
-        if x is None:
+        each = [shape[f.name] for shape in shapes]
+        present = [shape for shape in each if shape is not None]
+        if not present or not keep_field(f, each, [f"rank {rank}" for rank in range(ranks)]):
+            pooled[f.name] = None
             continue
-        sizes = torch.tensor(x.shape[1:], device=device)
-        dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
-        padded = widen_field(f, x.to(_SENT_AS.get(x.dtype, x.dtype)), sizes.tolist())
+        dtype, widths = present[0][0], [widths for _, widths in present]
+        wide = [max(sizes) for sizes in zip(*widths, strict=True)]
+        if like := f.metadata.get("wide_as"):
+            wide[0] = max(shape[like][1][0] for shape in shapes)
+        x = own[f.name]
+        if x is None:
+            x = torch.full((len(local), *wide), f.metadata.get("fill", 0), dtype=dtype)
+        padded = widen_field(f, x.to(_SENT_AS.get(dtype, dtype)), wide)
         padded = padded.to(device).contiguous()
         parts = [torch.empty_like(padded) for _ in range(ranks)]
         dist.all_gather(parts, padded)
-        pooled[f.name] = torch.cat(parts).to(device=x.device, dtype=x.dtype)
+        pooled[f.name] = torch.cat(parts).to(device=local.ids.device, dtype=dtype)
     return replace(local, **pooled)
 
 

@@ -30,7 +30,13 @@ from kedge.learner.distributed import (
     shard_optimizer_state,
     sharding_strategy,
 )
-from kedge.learner.learner_state import WeightCopier, full_state, load_weights, read_state
+from kedge.learner.learner_state import (
+    WeightCopier,
+    all_finite,
+    full_state,
+    load_weights,
+    read_state,
+)
 from kedge.learner.logprobs import (
     ActorCritic,
     ForwardOutput,
@@ -38,7 +44,7 @@ from kedge.learner.logprobs import (
     build_request,
     compute_logprobs,
 )
-from kedge.learner.reference import Reference, RemoteReference
+from kedge.learner.reference import FrozenModel, Reference, RemoteReference
 from kedge.learner.settings import LearnerSettings
 from kedge.models.backbone import BackboneCache, VarlenAttention
 from kedge.models.compatibility import check_rows
@@ -49,6 +55,7 @@ from kedge.models.model import (
     check_trainable,
     checkpoint_activations,
     no_dropout,
+    reached_weights,
     rounds_activations,
     set_training,
 )
@@ -107,12 +114,14 @@ class HFLearner:
         self.module = ActorCritic(policy, parts, value, recomputes=settings.gradient_checkpointing)
         self.reference, self.remote = reference, remote
         self._prepare()
+        reached = self._reached_weights(parts)
         if self.sharded:
             self._shard(optimizers[0])
         else:
             self._move()
         self.optimizer = optimizers[0] or optim.build_optimizer(args, self._groups(args))
-        optim.check_optimizer_covers(self.optimizer, self._trained())
+        if optimizers[0] is not None:
+            optim.check_optimizer_covers(self.optimizer, self._trained() | {"policy": reached})
         self.scheduler = optimizers[1] or optim.build_schedule(
             args,
             self.optimizer,
@@ -168,6 +177,21 @@ class HFLearner:
         if self.device.type == "cpu":
             # Recomputed activations would fragment the heap between objects of the graph.
             keep_freed_memory(not (self.module.recomputes or self.sharded))
+
+    def _reached_weights(self, parts: LanguageModelParts) -> list[nn.Parameter]:
+        """The policy's weights that will train; a value model must not train alone."""
+        trainable = {id(p) for p in self._trained()["policy"]}
+        reached = [p for p in reached_weights(self.policy, parts) if id(p) in trainable]
+        if not reached:
+            names = [n for n, p in self.policy.named_parameters() if id(p) in trainable]
+            problem = f"its log-probabilities depend on none of those that have: {names[:3]}"
+            raise ConfigError(
+                f"the policy ({type(self.policy).__name__}) would not train: no weight that it"
+                f" computes with has requires_grad=True"
+                f"{f' ({problem})' if names else ''}; load an adapter with is_trainable=True, or"
+                " call requires_grad_(True) on the weights to train"
+            )
+        return reached
 
     def _move(self) -> None:
         """Move all models to the device, with the weights of rank 0."""
@@ -247,6 +271,7 @@ class HFLearner:
             out["logprobs"] = sampled
         return ModelOutputs(**out)
 
+    @torch.enable_grad()  # a reward or a callback may have left gradients off
     def optimizer_step(
         self,
         step: Iterable[MicroBatch],
@@ -364,6 +389,13 @@ class HFLearner:
         policy = [p for p in self.policy.parameters() if p.requires_grad and id(p) not in other]
         return {"policy": policy, **value}
 
+    def _stored(self) -> dict[str, list[nn.Parameter]]:
+        """The weights that a checkpoint holds: all that change during the run."""
+        stored = self._trained()
+        if self.settings.reference_sync_steps and isinstance(self.reference, FrozenModel):
+            stored["reference"] = [*self.reference.model.parameters()]
+        return stored
+
     def advance_version(self) -> None:
         """End the iteration: advance policy version and schedule by one, and free the gradients."""
         with warnings.catch_warnings():
@@ -373,6 +405,9 @@ class HFLearner:
         self.optimizer.zero_grad(set_to_none=True)
         self._backbones.clear()
         self.version += 1
+        every = self.settings.reference_sync_steps
+        if every and self.version % every == 0 and isinstance(self.reference, FrozenModel):
+            self.reference.mix(self.policy, self.settings.reference_mixup)
         self._stepped = False
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -396,6 +431,12 @@ class HFLearner:
         gathers = self.sharded and engine.shares_weights
         return GatheredEngine(engine, self.policy) if gathers else engine
 
+    def non_finite_weights(self) -> list[str]:
+        """Names of the trained weights with NaN or infinite numbers, on any rank.  Collective."""
+        named = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+        bad = self.all_reduce(torch.tensor([float(not all_finite(p)) for _, p in named]))
+        return [name for (name, _), flag in zip(named, bad.tolist(), strict=True) if flag]
+
     def save(self, folder: Path, value_folder: Path) -> None:
         """Write policy and value model for ``from_pretrained``.  Collective; rank 0 writes."""
         policy, value, main = self.policy, self.value, self.accelerator.is_main_process
@@ -411,7 +452,7 @@ class HFLearner:
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume exactly; sharded tensors stay sharded."""
         return {
-            "weights": {name: [p.detach() for p in ps] for name, ps in self._trained().items()},
+            "weights": {name: [p.detach() for p in ps] for name, ps in self._stored().items()},
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -425,8 +466,8 @@ class HFLearner:
         Raises:
             CheckpointError: the state belongs to different models.
         """
-        state = read_state(state, self._trained(), self.optimizer)
-        load_weights(self._trained(), state["weights"])
+        state = read_state(state, self._stored(), self.optimizer)
+        load_weights(self._stored(), state["weights"])
         names = {id(p): name for name, p in self.module.named_parameters()}
         optim.load_optimizer_state(self.optimizer, self.scheduler, state, names=names)
         shard_optimizer_state(self.optimizer)

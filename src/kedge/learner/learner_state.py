@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from kedge.errors import CheckpointError
+from kedge.errors import CheckpointError, DamagedCheckpointError
 from kedge.learner.distributed import raise_on_all_ranks, shard_like
 from kedge.models.fingerprint import FingerprintSums, WeightsCopy, full_tensor, policy_weights
 from kedge.types import StoredTensor
@@ -131,6 +131,12 @@ def full_state(model: nn.Module) -> dict[str, Tensor] | None:
     return full_tensors or None
 
 
+def all_finite(x: Tensor) -> bool:
+    """Whether a tensor, or this rank's shard of it, has neither NaN nor infinite numbers."""
+    local = x.to_local() if isinstance(x, DTensor) else x
+    return not local.numel() or bool(torch.stack(local.detach().aminmax()).isfinite().all())
+
+
 @torch.no_grad()
 def load_weights(trained: Mapping[str, Sequence[Tensor]], saved: Mapping[str, Any]) -> None:
     """Load saved weights into each model, sharded or not."""
@@ -149,6 +155,8 @@ def load_weights(trained: Mapping[str, Sequence[Tensor]], saved: Mapping[str, An
                     f"weight {number} of the checkpoint's {name} has shape {tuple(q.shape)}, this"
                     f" run's has {tuple(p.shape)}; resume with the model that it was written with"
                 )
+            if not all_finite(q):
+                raise DamagedCheckpointError(f"weight {number} of its {name} is not finite")
         for p, q in zip(weights, stored, strict=True):
             p.copy_(shard_like(q, p))
 

@@ -59,8 +59,6 @@ def learning_rates(optimizer: Optimizer) -> dict[str, float]:
 
 def build_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> Optimizer:
     """Build the optimizer ``args.optim`` over these groups."""
-    if not groups:
-        raise ConfigError("at least one weight must have requires_grad=True to train")
     name = str(getattr(args.optim, "value", args.optim))
     what = f"optim={name!r} with optim_args={args.optim_args!r} cannot be built"
     if args.optim_args and name in _WITHOUT_ARGS:
@@ -86,7 +84,7 @@ def build_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> Op
 def check_optimizer_covers(
     optimizer: Optimizer, trained: Mapping[str, Sequence[nn.Parameter]]
 ) -> None:
-    """Reject an optimizer without any weight of one of the trained models (by name)."""
+    """Reject an optimizer without any of the weights that one of the models (by name) trains."""
     in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, params in trained.items():
         if params and not any(id(p) in in_optimizer for p in params):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from kedge.models.fingerprint import fingerprint, policy_weights
@@ -43,8 +44,16 @@ class FrozenModel:
         self.parts = build_parts(self.model)
         self._fingerprint: str | None = None
 
+    @torch.no_grad()
+    def mix(self, policy: nn.Module, alpha: float) -> None:
+        """Set every weight to alpha x that of the policy + (1 - alpha) x the weight."""
+        self.fingerprint()  # of the initial weights, which a resumed run must have, too
+        for own, new in zip(self.model.parameters(), policy.parameters(), strict=True):
+            if own is not new:  # weights that never train are shared
+                own.mul_(1 - alpha).add_(new.to(own.dtype), alpha=alpha)
+
     def fingerprint(self) -> str:
-        """A short hash of all weights, computed once because they never change."""
+        """A short hash of the initial weights, computed once."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(policy_weights(self.model))
         return self._fingerprint

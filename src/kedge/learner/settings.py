@@ -45,3 +45,6 @@ class LearnerSettings:
             banned=banned,
             allowed_tokens=None if allowed_tokens is None else allowed_tokens[tokens],
         )
+
+    reference_sync_steps: int = 0  # iterations between moves of the reference; 0: never
+    reference_mixup: float = 0.6  # share of the policy in the new reference

@@ -10,7 +10,7 @@ from torch import Tensor
 from kedge.algorithms.base import AdvantageInputs
 from kedge.loop.metrics import MetricAccumulator, reduce_metrics
 from kedge.loop.stages import Terms
-from kedge.math.advantage import group_count, group_std
+from kedge.math.advantage import group_count
 from kedge.math.kl import k2, k3
 from kedge.math.ratios import Correction, importance_weights
 from kedge.protocols import AllReduce, Learner
@@ -22,7 +22,7 @@ def batch_metrics(experience: Experience, terms: Terms, learner: Learner) -> dic
     inputs, rollout, all_reduce = terms.inputs, terms.inputs.rollout, learner.all_reduce
     means = MetricAccumulator()
     _add_staleness(means, terms, learner.version)
-    _add_rewards(means, inputs)
+    _add_rewards(means, inputs, terms.uniform)
     _add_training_data(means, terms)
     metrics = means.read(all_reduce) | _lengths(rollout, inputs.reward_output.valid, all_reduce)
     penalty = metrics.get("objective/non_score_reward", 0.0)
@@ -62,7 +62,7 @@ def _add_staleness(means: MetricAccumulator, terms: Terms, version: int) -> None
     means.mean("rollout/lag", lag, rollout.policy_version >= 0)
 
 
-def _add_rewards(means: MetricAccumulator, e: AdvantageInputs) -> None:
+def _add_rewards(means: MetricAccumulator, e: AdvantageInputs, uniform: Tensor) -> None:
     """Add scores, groups and counts of responses and tokens."""
     scores, valid, group = e.reward_output.scores, e.reward_output.valid, e.rollout.prompts.group
     means.mean("objective/scores", scores, valid, std="objective/scores_std")
@@ -71,8 +71,7 @@ def _add_rewards(means: MetricAccumulator, e: AdvantageInputs) -> None:
     for name, part in e.reward_output.components.items():
         keep, std = valid & ~part.isnan(), f"rewards/{name}/std"
         means.mean(f"rewards/{name}", part, keep, std=std, unbiased=True)
-    spread = group_std(scores, group, valid)
-    means.mean("objective/uniform_groups", spread == 0, valid & (group_count(group, valid) > 1))
+    means.mean("objective/uniform_groups", uniform, valid & (group_count(group, valid) > 1))
     means.sum("val/num_eos_tokens", e.rollout.terminated & valid)
     means.sum("rollout/dropped_rows", ~valid)
     means.sum("rollout/tokens", e.rollout.prompts.mask)

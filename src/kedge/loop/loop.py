@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -88,6 +88,10 @@ class Engine(Updater):
             self.hooks.on_step_begin(self.step)
             begin = self.clock()
             sample = self._next_sample()
+            if self.rollout_engine.logprob_kind == "raw" and self.sampling.changes_logprobs:
+                # They are of another distribution than the learner's, and compare with nothing.
+                rollout = replace(sample.rollout, behavior_logprobs=None)
+                sample = replace(sample, rollout=rollout)
             metrics = self.train_on(sample, begin=begin)
             self.scheduler.send(self._weight_update())
             report = StepReport(

@@ -54,7 +54,7 @@ NAMES: dict[str, str] = {
     "loss/kl_avg": "KL in the loss without its coefficient beta, mean over optimizer steps",
     "loss/kl_cov_avg": "penalty of kl_cov without its coefficient, mean over optimizer steps",
     "loss/value_avg": "value loss without vf_coef, mean over optimizer steps",
-    "val/clipfrac_avg": "share of tokens whose clipped value loss is the larger one",
+    "val/clipfrac_avg": "share of tokens whose clipped value loss is the larger one; RLOO: 0",
     "val/ratio": "probability ratio to the same policy as in policy/approxkl_avg, mean over "
     "tokens (RLOO: responses) and optimizer steps",
     "val/ratio_var": "variance of the mean ratio over the optimizer steps of an iteration",
@@ -132,6 +132,7 @@ TRL_NAMES: dict[str, str] = {
     "frac_reward_zero_std": "objective/uniform_groups",
     "kl": "loss/kl_avg",
     "entropy": "policy/entropy_avg",
+    "entropy_coef": "policy/entropy_coef",
     "clip_ratio/region_mean": "policy/clipfrac_avg",
     "completions/clipped_ratio": "completions/truncated_ratio",
     "sampling/importance_sampling_ratio/mean": "rollout/correction_weight",

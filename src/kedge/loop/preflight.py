@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kedge.algorithms.base import Algorithm
 from kedge.errors import PreflightError
-from kedge.loop.stages import make_experience, micro_batches
+from kedge.loop.stages import check_finite_outputs, make_experience, micro_batches
 from kedge.protocols import Learner, RewardSource, RolloutEngine
-from kedge.types import Experience, ModelOutputs, RewardOutput, Rollout, Sampling
+from kedge.types import Experience, RewardOutput, Rollout, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def preflight(
     )
     model_outputs = compute(replace(rollout, behavior_logprobs=None))
     mask = rollout.loss_mask & reward_output.valid[:, None]
-    _check_finite_outputs(model_outputs, mask)
+    check_finite_outputs(model_outputs, mask)
     if rollout.behavior_logprobs is not None and engine.logprob_kind == "sampled":
         _check_gap(
             rollout.behavior_logprobs,
@@ -154,22 +154,6 @@ def _check_stop_token(rollout: Rollout) -> None:
             " never learn to stop. The rollout engine's loss_mask must include the stop token, even"
             " if it equals the pad token"
         )
-
-
-def _check_finite_outputs(model_outputs: ModelOutputs, mask: Tensor) -> None:
-    outputs = {
-        "the policy": model_outputs.logprobs,
-        "the reference": model_outputs.ref_logprobs,
-        "the value model": model_outputs.values,
-    }
-    for name, x in outputs.items():
-        bad = [] if x is None else (mask & ~x.isfinite()).nonzero().tolist()
-        if x is not None and bad:
-            row, column = bad[0]
-            raise PreflightError(
-                f"preflight: {name} returns {float(x[row, column])} for token {column} of row"
-                f" {row}: its weights are not finite, or overflow in this precision"
-            )
 
 
 def _check_loss_is_additive(learner: Learner, algorithm: Algorithm, sample: Experience) -> None:

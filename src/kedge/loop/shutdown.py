@@ -1,4 +1,4 @@
-"""Graceful shutdown: on SIGINT or SIGTERM, finish the iteration, checkpoint and exit."""
+"""Graceful shutdown: on SIGINT, SIGTERM or SIGHUP, finish the iteration, checkpoint and exit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if hasattr(signal, "SIGHUP"):  # a closed terminal; nohup lets it be ignored, which stays so
+    SIGNALS.append(signal.SIGHUP)
 
 
 class GracefulShutdown:
@@ -27,14 +31,14 @@ class GracefulShutdown:
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        """Within this context, SIGINT and SIGTERM only record a request.
+        """Within this context, SIGINT, SIGTERM and SIGHUP only record a request.
 
         Signals that the program handles itself are left to it.
         """
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread can handle signals
             return
-        free = [n for n in (signal.SIGINT, signal.SIGTERM) if not _is_handled(n)]
+        free = [n for n in SIGNALS if not _is_handled(n)]
         self._before = {n: signal.signal(n, self._handle) for n in free}
         try:
             yield
@@ -74,10 +78,42 @@ class GracefulShutdown:
         raise SystemExit(128 + self._number)
 
 
+class _Exit:
+    """A handler that exits as a program does by itself, in the process that made it alone."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        raise SystemExit(128 + number)
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Within this context SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt.
+
+    Otherwise they end Python at once, and servers, temporary folders and shared memory stay.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    free = [n for n in SIGNALS if n != signal.SIGINT and not _is_handled(n)]
+    before = {number: signal.signal(number, _Exit()) for number in free}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _is_handled(number: int) -> bool:
     """Whether the program handles or ignores a signal; Ray's handler only ends the process."""
     handler: Any = signal.getsignal(number)
-    if handler in (signal.SIG_DFL, signal.default_int_handler):
+    if handler in (signal.SIG_DFL, signal.default_int_handler) or isinstance(handler, _Exit):
         return False
     return not str(getattr(handler, "__module__", "")).startswith("ray.")
 

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.errors import ConfigError, RewardError, RolloutError
+from kedge.errors import ConfigError, KedgeError, RewardError, RolloutError
 from kedge.loop.control import EntropyBonus, StepLimits
 from kedge.math.losses import WEIGHTINGS, row_mean
 from kedge.math.ratios import Correction, importance_weights
-from kedge.protocols import AllReduce, Learner
+from kedge.protocols import AllReduce, Learner, ShouldApply, always
 from kedge.types import (
     AdvantageOutput,
     Experience,
     Loss,
     MicroBatch,
+    ModelOutputs,
     PolicyOutput,
     RewardOutput,
     Rollout,
@@ -116,6 +117,7 @@ class Terms:
     too_old: Tensor | None  # bool [B, R]
     correction: Correction | None
     weight: Tensor | None  # float32 [B, R]; of the correction
+    uniform: Tensor  # bool [B]; the group of the row has nothing to compare
 
 
 def make_experience(
@@ -152,6 +154,7 @@ def make_experience(
         reference=algo.needs_reference,
         full_kl=algo.needs_full_kl,
     )
+    check_finite_outputs(model_outputs, mask)
     logprobs, behavior = model_outputs.logprobs, rollout.behavior_logprobs  # [B, R]
     versions = rollout.token_versions  # [B, R]; -1: unknown
     age = torch.where(versions >= 0, learner.version - versions, 0)
@@ -178,6 +181,8 @@ def make_experience(
         reward_output=reward_output,
         model_outputs=model_outputs,
         all_reduce=learner.all_reduce,
+        rank=learner.rank,
+        world_size=learner.world_size,
         excluded=reduce(torch.logical_or, excluded) if excluded else None,
     )
     outputs = algo.compute_advantages(inputs, kl_coef)
@@ -221,6 +226,7 @@ def make_experience(
         too_old=too_old,
         correction=correction,
         weight=weight,
+        uniform=algo.uniform(rollout, reward_output),
     )
 
 
@@ -243,6 +249,24 @@ def _check_scores(reward_output: RewardOutput) -> None:
             " weighted sum may overflow, or a reward function may divide by zero. Set valid=False"
             " for rows that cannot be scored"
         )
+
+
+def check_finite_outputs(model_outputs: ModelOutputs, mask: Tensor) -> None:
+    """Name the model whose output for a token of ``mask`` is NaN or infinite."""
+    outputs = {
+        "the policy": model_outputs.logprobs,
+        "the reference": model_outputs.ref_logprobs,
+        "the value model": model_outputs.values,
+    }
+    for name, x in outputs.items():
+        bad = [] if x is None else (mask & ~x.isfinite()).nonzero().tolist()
+        if x is not None and bad:
+            row, column = bad[0]
+            raise KedgeError(
+                f"{name} returns {float(x[row, column])} for token {column} of row {row}: its"
+                " weights are not finite, or overflow in this precision; lower the learning rate,"
+                " and resume from an earlier checkpoint"
+            )
 
 
 def _check_advantages(advantage_output: AdvantageOutput, algo: Algorithm, mask: Tensor) -> None:
@@ -302,10 +326,13 @@ def optimize(  # noqa: C901, PLR0913
             mb = replace(mb, rows=replace(mb.rows, old_logprobs=new.logprobs.detach()))
         return algo.loss(new, mb)
 
-    def should_apply(metrics: Mapping[str, float]) -> bool:
-        apply = limits.should_apply(metrics)
-        if apply:
-            before_step()
+    def apply_if(trains: bool, should_apply: ShouldApply) -> ShouldApply:
+        def apply(metrics: Mapping[str, float]) -> bool:
+            applies = trains and should_apply(metrics)
+            if applies:
+                before_step()
+            return applies
+
         return apply
 
     for number in range(epochs * value_passes):
@@ -321,21 +348,30 @@ def optimize(  # noqa: C901, PLR0913
                 max_tokens=max_tokens,
                 by_prompt=learner.shares_prompts,
             )
+            # Where nothing trains, momentum and weight decay must not move weights, nor entropy 0
+            # its control: without a gradient there is no step.
+            masks = experience.loss_mask, experience.value_mask
+            tokens, values = learner.all_reduce(
+                torch.stack([mask[index[share]].sum().float() for mask in masks])
+            ).tolist()
+            empty = not tokens
+            of_value = algo.needs_values and bool(values)
             if value_pass:
-                learner.optimizer_step(step, loss, only_value=True, skip_policy=True)
+                apply = apply_if(of_value, always)
+                learner.optimizer_step(
+                    step, loss, only_value=True, skip_policy=True, should_apply=apply
+                )
                 after_step()
                 continue
-            # If no token trains, momentum must not move the policy, nor entropy 0 its control.
-            tokens = learner.all_reduce(experience.loss_mask[index[share]].sum().float())
-            empty = not float(tokens)
+            only = only_value or (empty and algo.needs_values)
             metrics = learner.optimizer_step(
                 step,
                 bonus.add_to(loss),
-                only_value=only_value or (empty and algo.needs_values),
-                should_apply=should_apply,
+                only_value=only,
+                should_apply=apply_if(of_value if only else not empty, limits.should_apply),
             )
             if empty:
-                metrics = {n: x for n, x in metrics.items() if n not in _OF_TOKENS}
+                metrics = _NO_STEP | {n: x for n, x in metrics.items() if n not in _OF_TOKENS}
             elif not only_value:
                 metrics |= bonus.update(metrics)
             history.append(metrics)
@@ -345,6 +381,7 @@ def optimize(  # noqa: C901, PLR0913
     return _mean_over_steps(history)
 
 
+_NO_STEP = {"grad_norm": 0.0, "grad_norm/policy": 0.0}
 _OF_TOKENS = ("val/ratio", "policy/entropy_avg", "policy/approxkl_avg", "policy/policykl_avg")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from kedge.math.ratios import Correction
 from kedge.math.running import RunningMoments
 from kedge.protocols import KLController, Learner
 from kedge.rollout.scheduler.collector import REPLACED
-from kedge.types import Experience, RewardOutput, Rollout, Sample
+from kedge.types import REWARD_ERRORS, Experience, RewardOutput, Rollout, Sample
 
 logger = logging.getLogger(__name__)
 MOST_UNSCORED = 10  # consecutive batches without any score; then training stops
@@ -82,7 +83,8 @@ class Updater:
     step: int = 0  # iterations finished
     # False in the middle of an iteration
     state_consistent: bool = field(default=True, init=False)
-    _unscored: int = field(default=0, init=False)  # consecutive batches without any score
+    _unscored: int = field(default=0, init=False)  # consecutive batches whose scores all failed
+    _warned: bool = field(default=False, init=False)  # of a batch whose rewards are all None
     _moves: int = field(default=0, init=False)  # iterations that trained the policy
 
     def train_on(self, sample: Sample, *, begin: float | None = None) -> dict[str, float]:
@@ -94,7 +96,7 @@ class Updater:
             self._unscored = 0
             metrics = self._learn(rollout, reward_output)
         else:
-            metrics = self._without_scores(len(rollout))
+            metrics = self._without_scores(rollout, reward_output)
         self.learner.advance_version()
         batch_size = self.batch_sizes.batch_size
         if self.step >= self.value_warmup_steps and "objective/kl" in metrics:
@@ -124,9 +126,10 @@ class Updater:
     def _learn(self, rollout: Rollout, reward_output: RewardOutput) -> dict[str, float]:
         """Compute the experience of a batch and train on it; returns its metrics."""
         sizes, start, scaled = self.batch_sizes, self.clock(), reward_output
-        if self.reward_scale is not None:
-            self.reward_scale.update(reward_output.scores[reward_output.valid])
-            scaled = reward_output.divide(self.reward_scale.std)
+        moments = copy(self.reward_scale)  # kept once the iteration has not failed
+        if moments is not None:
+            moments.update(reward_output.scores[reward_output.valid])
+            scaled = reward_output.divide(moments.std)
         experience, terms = make_experience(
             rollout,
             scaled,
@@ -144,7 +147,7 @@ class Updater:
         # In low precision, log-probabilities differ between passes of different shapes.
         one_pass = self.learner.low_precision and sizes.optimizer_steps_per_iteration == 1
         direct = self.correction is not None and self.correction.kind == "ratio"
-        return metrics | optimize(
+        metrics |= optimize(
             experience,
             self.learner,
             self.algorithm,
@@ -161,24 +164,40 @@ class Updater:
             value_passes=self.value_passes,
             entropy_bonus=self.entropy_bonus,
         )
+        self.reward_scale = moments
+        return metrics
 
-    def _without_scores(self, rows: int) -> dict[str, float]:
-        """Metrics of a batch without any valid reward, which is skipped."""
+    def _without_scores(self, rollout: Rollout, reward_output: RewardOutput) -> dict[str, float]:
+        """Metrics of a batch without any valid reward, which is skipped.
+
+        A reward that fails ends the run, in the first batch or after several; None does not.
+        """
+        dropped = float(self.batch_sizes.batch_size)
+        metrics = {"rollout/dropped_rows": dropped, "val/num_eos_tokens": 0.0}
+        errors = sum(name.startswith(REWARD_ERRORS) for name in reward_output.metrics)
+        errors += not reward_output.components  # a source that tells no None from a failure
+        if rollout.episodes is not None:
+            errors += int((~rollout.episodes.valid).sum())
+        problem = f"none of the {len(rollout)} responses in this batch could be scored"
+        if not float(self.learner.all_reduce(torch.tensor(float(errors)))):
+            if not self._warned:
+                logger.warning(
+                    "%s: every reward is None. Such batches train nothing, and are counted in"
+                    " rollout/dropped_rows; this is logged once",
+                    problem,
+                )
+            self._warned = True
+            return metrics
         self._unscored += 1
-        problem = f"none of the {rows} responses in this batch could be scored"
         if not self.step:
-            raise RewardError(
-                f"{problem}; check that the reward returns numbers, not only None, and the log for"
-                " environments that fail"
-            )
+            raise RewardError(f"{problem}; see the log for rewards and environments that fail")
         if self._unscored >= MOST_UNSCORED:
             raise RewardError(
                 f"{problem}, nor in the {MOST_UNSCORED - 1} batches before it; see the log for the"
                 ' first failure, or set on_reward_error="raise" to stop there'
             )
         logger.warning("%s; it is skipped", problem)
-        dropped = float(self.batch_sizes.batch_size)
-        return {"rollout/dropped_rows": dropped, "val/num_eos_tokens": 0.0}
+        return metrics
 
     def _mark_inconsistent(self) -> None:
         """Record that weights are in the middle of an iteration."""

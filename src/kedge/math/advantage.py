@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kedge.math.masked import AllReduce, moments
+from kedge.math.masked import AllReduce, moments, standardize
 
 
 def gae(
@@ -161,3 +162,38 @@ def group_normalize(
         _, std = moments(scores, valid, all_reduce=all_reduce)
         return centered / (std + eps)
     return centered
+
+
+def normalize_then_sum(
+    rewards: Sequence[Tensor],
+    weights: Sequence[float],
+    group: Tensor,
+    valid: Tensor,
+    *,
+    all_reduce: AllReduce,
+    eps: float = 1e-4,
+) -> Tensor:
+    """Several rewards, each normalized in its group, summed, and normalized over the batch.
+
+        z_i = sum_k w_k (r_{k,i} - mean_group r_k) / (std_group r_k + eps)
+        A_i = (z_i - mean z) / (std z + eps)
+
+    GDPO, Liu et al. 2026 (arXiv:2601.05242).
+
+    Args:
+        rewards: float32 [B] for each of K rewards, NaN where one does not apply.
+        weights: K numbers.
+        group: int64 [B].
+        valid: bool [B].
+        all_reduce: sums a tensor over ranks.
+        eps: added to the standard deviations.
+
+    Returns:
+        float32 [B], 0 where not valid.
+    """
+    total = torch.zeros_like(group, dtype=torch.float32)
+    for reward, weight in zip(rewards, weights, strict=True):
+        applies = valid & ~reward.isnan()
+        z = group_normalize(reward, group, applies, scale="group", all_reduce=all_reduce, eps=eps)
+        total = total + weight * z
+    return standardize(total, valid, all_reduce=all_reduce, eps=eps)

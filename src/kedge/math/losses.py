@@ -127,30 +127,29 @@ def covariances(
 
 
 def kl_cov_tokens(covariance: Tensor, *, share: float) -> Tensor:
-    """The ``share`` of the tokens with the largest covariance, at least one.  bool [B, R].
+    """The ``share`` of the tokens with the largest covariance, at least one.  bool [n].
 
-    KL-Cov, arXiv:2505.22617, with 0.002; each rank selects among its own tokens.
+    KL-Cov, arXiv:2505.22617, with 0.002.  ``covariance`` float32 [n] of the tokens of all ranks.
     """
-    known = int(covariance.isfinite().sum())
-    chosen = torch.zeros(covariance.numel(), dtype=torch.bool, device=covariance.device)
-    chosen[covariance.flatten().topk(min(known, max(1, round(share * known)))).indices] = True
-    return chosen.view_as(covariance)
+    chosen = torch.zeros_like(covariance, dtype=torch.bool)
+    count = min(len(covariance), max(1, round(share * len(covariance))))
+    chosen[covariance.topk(count).indices] = True
+    return chosen
 
 
 def clip_cov_tokens(
     covariance: Tensor, *, share: float, low: float = 1.0, high: float = 5.0
 ) -> Tensor:
-    """A ``share`` of the tokens, chosen among covariances from ``low`` to ``high``.  bool [B, R].
+    """A ``share`` of the tokens, chosen among covariances from ``low`` to ``high``.  bool [n].
 
     Clip-Cov, arXiv:2505.22617, with 2e-4, draws them at random; here they are evenly
-    spaced among these, so that runs are reproducible.
+    spaced among these, so that runs are reproducible.  ``covariance`` as in ``kl_cov_tokens``.
     """
-    known = int(covariance.isfinite().sum())
-    places = ((covariance >= low) & (covariance <= high)).flatten().nonzero()[:, 0]
-    count = min(len(places), max(1, round(share * known)))
-    chosen = torch.zeros(covariance.numel(), dtype=torch.bool, device=covariance.device)
+    places = ((covariance >= low) & (covariance <= high)).nonzero()[:, 0]
+    count = min(len(places), max(1, round(share * len(covariance))))
+    chosen = torch.zeros_like(covariance, dtype=torch.bool)
     chosen[places[torch.arange(count, device=places.device) * len(places) // max(count, 1)]] = True
-    return chosen.view_as(covariance)
+    return chosen
 
 
 def weighted_policy_loss(

@@ -22,6 +22,14 @@ def place_score(scores: Tensor, mask: Tensor) -> Tensor:
     return torch.where(slots == last_true(mask)[:, None], scores[:, None], 0.0)
 
 
+def move_last(x: Tensor, mask: Tensor, to: Tensor) -> Tensor:
+    """``x`` [B, R] with what is at each row's last True of ``mask`` moved to that of ``to``."""
+    if to is mask:
+        return x
+    last = x.gather(1, last_true(mask)[:, None].clamp(min=0))[:, 0]
+    return x - place_score(last, mask) + place_score(last, to)
+
+
 def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int) -> Tensor:
     """0 up to ``longest - buffer`` tokens, then linearly down to -1 at ``longest``.
 

@@ -1,12 +1,15 @@
-"""Compatibility checks: vocabulary, context length, no weights shared with frozen models."""
+"""Compatibility checks: vocabulary, context length, weights shared with frozen models, saving."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel, modeling_utils
 
 from kedge.errors import ConfigError, DataError, RolloutError
 from kedge.types import Rollout
@@ -88,6 +91,42 @@ def check_no_shared_weights(
                 f"{name} and {shared} share weights, so {name} would change while {shared} trains;"
                 f" load {name} a second time, or pass copy.deepcopy of it"
             )
+
+
+def check_saving(objects: Mapping[str, Any]) -> None:
+    """Refuse a model or tokenizer (by name) that the first checkpoint could not write.
+
+    Everything but weights is saved to a temporary folder.
+    """
+    for name, each in objects.items():
+        parts: list[Any] = [each]
+        if isinstance(each, nn.Module):
+            generates = getattr(each, "can_generate", bool)()
+            parts = [each.config, *([each.generation_config] if generates else [])]
+        if hasattr(each, "peft_config"):  # the adapter is saved without its base
+            parts = list(each.peft_config.values())
+        for part in (part for part in parts if hasattr(part, "save_pretrained")):
+            what = name if part is each else f"the {type(part).__name__} of {name}"
+            with _name_refusal(what), TemporaryDirectory() as folder:
+                part.save_pretrained(folder)
+        separate = getattr(modeling_utils, "remove_tied_weights_from_state_dict", None)
+        whole = isinstance(each, PreTrainedModel) and not hasattr(each, "hf_quantizer")
+        if whole and separate is not None:
+            with _name_refusal(name):  # weights that are shared and not declared as tied
+                separate(dict(each.state_dict()), each)
+
+
+@contextmanager
+def _name_refusal(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or "(os error " in str(error):  # of the temporary folder
+            return
+        raise ConfigError(
+            f"{what} cannot be saved, so the first checkpoint would fail:"
+            f" {' '.join(str(error).split())}. Correct what this names before training"
+        ) from error
 
 
 def check_rows(rollout: Rollout, models: Iterable[nn.Module]) -> None:

@@ -6,11 +6,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, get_session
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -36,12 +38,35 @@ def without_weights(active: bool) -> Iterator[None]:
         _WITHOUT_WEIGHTS.reset(token)
 
 
-def check_folder(source: str, what: str) -> None:
-    """Reject a path that does not exist, before it is looked up on the hub."""
+def check_source(source: str, what: str, kind: str = "model") -> None:
+    """Reject a name that is neither a folder nor on the hub at once, not after retries.
+
+    ``kind`` is "model" or "dataset", ``what`` names it in messages.
+    """
     path = Path(source).expanduser()
-    if source.startswith(("/", ".", "~")) and not path.is_dir():
-        why = "it is a file" if path.exists() else "there is no such folder"
-        raise ConfigError(f"{what} {source!r} cannot be loaded: {why}")
+    if path.is_dir():
+        return
+    shown = f"{what} {source!r} cannot be loaded: "
+    if path.exists():
+        raise ConfigError(f"{shown}it is a file")
+    if source.startswith(("/", ".", "~")) or source.count("/") > 1:  # no name of the hub
+        raise ConfigError(f"{shown}there is no such folder")
+    cached = Path(constants.HF_HUB_CACHE, f"{kind}s--{source.replace('/', '--')}")
+    if not cached.exists() and (problem := _hub_problem()):
+        raise ConfigError(
+            f"{shown}there is no folder {source} here, and the hub cannot be reached ({problem})"
+        )
+
+
+@cache
+def _hub_problem() -> str:
+    """Why there is no connection to the hub, asked once; "" if there is one."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:  # classes of requests, httpx or others, by version
+        if any("Connect" in each.__name__ for each in type(error).__mro__):
+            return str(error)
+    return ""
 
 
 def load_policy(
@@ -62,7 +87,7 @@ def load_policy(
     """
     if isinstance(source, nn.Module):
         return source  # type: ignore[return-value]
-    check_folder(source, "the model")
+    check_source(source, "the model")
     options = {
         "dtype": dtype,
         "use_safetensors": True,
@@ -83,7 +108,7 @@ def load_tokenizer(
     name: str, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> Any:
     """Load a tokenizer from a folder or the hub; pads on the left."""
-    check_folder(name, "the tokenizer")
+    check_source(name, "the tokenizer")
     with _name_errors(f"the tokenizer {name!r}"):
         kwargs = {} if revision is None else {"revision": revision}
         return AutoTokenizer.from_pretrained(

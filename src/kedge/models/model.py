@@ -173,6 +173,29 @@ def _verify(model: nn.Module, parts: CausalParts, name: str) -> None:
         raise ConfigError(f"{name} is not causal: later tokens change earlier states ({ahead:.3g})")
 
 
+def reached_weights(model: nn.Module, parts: LanguageModelParts) -> list[nn.Parameter]:
+    """The trainable weights on which the log-probabilities of a model depend.
+
+    They are read from the graph of a forward pass over a few tokens.
+    """
+    head = parts.head()
+    if head.weight.is_meta:  # rank 0 has the weights
+        return [p for p in model.parameters() if p.requires_grad]
+    ids = torch.arange(min(16, head.weight.shape[0]))[None]
+    real = torch.ones_like(ids, dtype=torch.bool)
+    with eval_mode(model), torch.enable_grad():
+        hidden = parts.read(parts.pack(ids, real, ids, real).to(head.weight.device))
+        nodes: list[Any] = [parts.head().logits(hidden.flatten(0, 1)).grad_fn]
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            nodes += [below for below, _ in node.next_functions]
+    leaves = {id(node.variable) for node in seen if hasattr(node, "variable")}
+    return [p for p in model.parameters() if p.requires_grad and id(p) in leaves]
+
+
 def rounds_activations(model: nn.Module) -> bool:
     """Whether the model uses LLM.int8, which rounds columns depending on all tokens of a batch."""
     return bool(getattr(model, "is_loaded_in_8bit", False))

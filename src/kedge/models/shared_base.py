@@ -36,6 +36,7 @@ from kedge.rewards.model import SHIFT, adapter_shift, save_adapter_shift
 
 logger = logging.getLogger(__name__)
 
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # beginnings of init_lora_weights
 _SCORE = ("score.weight", "score.modules_to_save.weight", "classifier.weight")
 _SAVED_SCORE = "base_model.model.score.weight"
 
@@ -126,6 +127,7 @@ def value_adapter(policy: Any, source: str | None = None) -> AdapterValue:
     else:
         config = copy.deepcopy(policy.peft_config[policy.active_adapter])
         config.modules_to_save = None
+        config.init_lora_weights = True  # others may change the base under the policy
         with _keep_flags(policy):
             policy.add_adapter(VALUE_ADAPTER, config)
         weight = policy.get_input_embeddings().weight
@@ -211,6 +213,11 @@ def check_adapted(policy: nn.Module, option: str) -> None:
         )
 
 
+def changes_base(config: Any) -> bool:
+    """Whether PEFT changes the weights of the base when it adds an adapter with these settings."""
+    return str(getattr(config, "init_lora_weights", True)).lower().startswith(_CHANGE_BASE)
+
+
 def load_adapter(policy: Any, source: str | Path, name: str) -> Tensor:
     """Load an adapter, frozen, next to the policy's own; returns its score head [labels, H]."""
     from peft import PeftConfig
@@ -221,9 +228,13 @@ def load_adapter(policy: Any, source: str | Path, name: str) -> Tensor:
     try:
         weights = load_peft_weights(source, device="cpu")
         config = PeftConfig.from_pretrained(source)
+    except Exception as error:  # readers of damaged files may raise anything
+        raise ConfigError(f"the adapter {source!r} cannot be loaded: {error}") from error
+    _check_same_base(policy, config, source, name)
+    try:
         with _keep_flags(policy), without_notices():
             result = policy.load_adapter(source, name, torch_device=str(device))
-    except Exception as error:  # readers of damaged files may raise anything
+    except Exception as error:
         raise ConfigError(f"the adapter {source!r} cannot be loaded: {error}") from error
     heads = [x for key, x in weights.items() if key.endswith(_SCORE)]
     if len(heads) != 1:
@@ -247,6 +258,23 @@ def load_adapter(policy: Any, source: str | Path, name: str) -> Tensor:
             *(source, base, own),
         )
     return heads[0].float()
+
+
+def _check_same_base(policy: Any, config: Any, source: str, name: str) -> None:
+    """Refuse an adapter if it, or the policy's own, belongs to a base with changed weights."""
+    own = policy.peft_config[policy.active_adapter]
+    if changes_base(config):
+        raise ConfigError(
+            f"the adapter {source!r} has init_lora_weights={config.init_lora_weights!r}, which"
+            " changes the base that it would share with the policy; convert it to plain LoRA with"
+            " PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
+    if changes_base(own) and name != VALUE_ADAPTER:  # a value adapter may be from such a run
+        raise ConfigError(
+            f"the policy's adapter has init_lora_weights={own.init_lora_weights!r}, which changed"
+            f" the base that the adapter {source!r} was trained on; pass the reward as a separate"
+            " model (reward_model), or set init_lora_weights=True"
+        )
 
 
 @contextmanager

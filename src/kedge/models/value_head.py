@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from kedge.errors import ConfigError
 from kedge.models.backbone import read_backbone
-from kedge.models.load import check_folder, load_whole
+from kedge.models.load import check_source, load_whole
 from kedge.models.model import (
     CausalParts,
     eval_mode,
@@ -137,7 +137,7 @@ def load_value(source: str | nn.Module) -> ScalarModel:
     """A value model from a sequence-classification model, its hub name, or its folder."""
     if isinstance(source, nn.Module):
         return scalar_model(source)
-    check_folder(source, "the value model")
+    check_source(source, "the value model")
     what, kind = f"the value model {source!r}", AutoModelForSequenceClassification
     arguments: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False}
     arguments |= {"num_labels": 1, "dtype": torch.float32}

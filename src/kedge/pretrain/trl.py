@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from kedge.chat_template import without_none
+from kedge.chat_template import template_options
+from kedge.data.rows import exact_dataset
 from kedge.errors import ConfigError, DataError
 from kedge.models.load import eos_token_ids
 from kedge.ops.cpu.patch import Kernels
@@ -54,6 +55,7 @@ def train_supervised(
             "the tokenizer must have an end-of-text token to end completions; set eos_token"
         )
     ends = eos_token_ids(model, tokenizer)
+    train, test = exact_dataset(train), test and exact_dataset(test)
     train, test, config = tokenize_chats(train, test, tokenizer, config, ends=ends)
     rows = {"train_dataset": train, "eval_dataset": test, "processing_class": tokenizer}
     trainer = SFTTrainer(model=model, args=config, peft_config=peft, **rows)
@@ -165,10 +167,8 @@ def _label_assistant(
     row: Mapping[str, Any], tokenizer: Any, ends: frozenset[int]
 ) -> dict[str, list[int]]:
     """Token ids of a conversation, and labels that are -100 outside assistant messages."""
-    messages: Any = without_none(row["messages"])
-    tools = row.get("tools")
-    options = {"tools": json.loads(tools) if isinstance(tools, str) else tools, "tokenize": False}
-    options |= row.get("chat_template_kwargs") or {}
+    messages: Any = row["messages"]
+    options = {"tokenize": False, **template_options(row)}
     text = tokenizer.apply_chat_template(messages, **options)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, labels = encoded["input_ids"], [-100] * len(encoded["input_ids"])
@@ -253,12 +253,14 @@ def train_reward(
     missing = {"chosen", "rejected"} - set(train.column_names)
     if missing:
         raise DataError(
-            f"preferences need columns chosen and rejected; {', '.join(sorted(missing))} is missing"
-            f" (the dataset has {', '.join(train.column_names)})"
+            "preferences need columns chosen and rejected, and prompt unless these include it;"
+            f" {', '.join(sorted(missing))} is missing (the dataset has"
+            f" {', '.join(train.column_names)})"
         )
     model.config.pad_token_id = tokenizer.pad_token_id
     if fresh_head:
         init_head(model, seed=config.seed)
+    train, test = exact_dataset(train), test and exact_dataset(test)
     rows = {"train_dataset": train, "eval_dataset": test, "processing_class": tokenizer}
     trainer = RewardTrainer(model=model, args=config, peft_config=peft, **rows)
     _score_last_tokens(trainer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -75,7 +76,7 @@ def _with_returns(
     mask = rollout.loss_mask & reward.valid[:, None]
     rewards = place_score(torch.where(reward.valid, reward.scores, 0.0), mask)
     if reward.token_rewards is not None:
-        rewards = rewards + reward.token_rewards * mask
+        rewards = (rewards + reward.token_rewards * mask).float()
     turn = rollout.episodes.turn if rollout.episodes is not None else number_turns(mask)
     turn = torch.where(mask, turn, -1)
     if credit == "turn":
@@ -209,7 +210,13 @@ def fit_value(
                 part = 0.5 * error.square().sum() / count
                 part.backward()
                 loss += float(part.detach())
-            nn.utils.clip_grad_norm_(weights, 1.0)
+            norm = nn.utils.clip_grad_norm_(weights, 1.0)
+            if not math.isfinite(loss + float(norm)):
+                largest = float(episodes.reward_output.scores.abs().max())
+                raise DataError(
+                    f"the value loss is {loss:g} and its gradient {float(norm):g}: scores up to"
+                    f" {largest:.3g} are too large for a value model; use --scale_rewards"
+                )
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             schedule.step()

@@ -164,7 +164,7 @@ def leave() -> None:
 
 _DIED = (
     "it was killed (perhaps out of memory) or crashed; Ray's logs on that node, in"
-    " /tmp/ray/session_latest/logs, may say more"
+    " session_latest/logs of its temporary folder (/tmp/ray by default), may say more"
 )
 
 

@@ -91,7 +91,11 @@ class RayRewards:
         """The output of a worker that is free."""
         worker = self._free.get()
         try:
-            with self._slow.report(worker.name, len(rollout)):
+            before = worker.restarts  # a restart has been logged
+            slow = self._slow.report(
+                worker.name, len(rollout), unless=lambda: worker.restarts > before
+            )
+            with slow:
                 output, notes = worker.call("score", rollout, state)
         finally:
             self._free.put(worker)

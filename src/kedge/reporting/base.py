@@ -40,7 +40,8 @@ class JsonlTracker:
             if not {*map(_with_sorted_keys, old)} <= {*map(_with_sorted_keys, lines)}:
                 self.file.rename(_unused_name(self.file))
         for tables in {file.parent for file in self.folder.glob("*/step-*.jsonl")}:
-            if not lines and not tables.suffix:
+            ours = tables.name == "tokens" or tables.name.endswith("completions")
+            if not lines and ours:  # a folder of another name is the user's
                 tables.rename(_unused_name(tables))
         write_whole(self.file, "".join(lines))
         self._unwritten: list[str] = []  # rows that failed to be written so far
@@ -78,7 +79,9 @@ def write_whole(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     try:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+        part.unlink(missing_ok=True)  # also a link, which must not be written through
+        with part.open("x", encoding="utf-8", errors="backslashreplace") as out:
+            out.write(text)
         part.replace(file)
     except OSError:
         with suppress(OSError):
@@ -121,18 +124,21 @@ class BestEffortWriter:
 
     @contextmanager
     def writing(self, what: str, where: str | Path) -> Iterator[None]:
-        """Context in which a failed write of a kind of file, ``what``, is only logged."""
+        """Context in which a failure to write a kind of file, ``what``, is only logged.
+
+        Whatever it raises: a picture, a table or a tracker must not cost the weights.
+        """
         try:
             yield
-        except (OSError, CheckpointError) as error:
-            cause = error.__cause__ if isinstance(error, CheckpointError) else error
-            if not isinstance(cause, OSError | SafetensorError):
-                raise  # not a failed write
+        except Exception as error:
+            cause = (isinstance(error, CheckpointError) and error.__cause__) or error
             if what not in self._reported:
                 self._reported.add(what)
+                written = isinstance(cause, OSError | SafetensorError)
                 logger.warning(
-                    "cannot write %s to %s (%s); training continues without it. Fix: %s",
-                    *(what, where, cause, way_out(cause)),
+                    "cannot write %s to %s (%s); training continues without it%s",
+                    *(what, where, cause if written else f"{type(cause).__name__}: {cause}"),
+                    f". Fix: {way_out(cause)}" if written else "",
                 )
 
 

@@ -262,8 +262,9 @@ def the_policy_runs_away_from_the_reference(log: RunLog) -> str | None:
 
 @rule
 def entropy_collapses(log: RunLog) -> str | None:
-    """Lower learning_rate, raise kl_coef, or clip higher above 1 (epsilon_high) so that rare tokens
-    can gain probability; check for identical answers to all prompts.
+    """Lower learning_rate, raise kl_coef, or clip higher above 1 (cliprange_high in PPO,
+    epsilon_high in GRPO) so that rare tokens can gain probability; check for identical answers to
+    all prompts.
     """
     start, end = log.first("policy/entropy_avg"), log.last("policy/entropy_avg")
     collapsed = len(log.rows) >= MIN_ROWS and start >= 0.05 and end <= 0.1 * start
@@ -272,8 +273,8 @@ def entropy_collapses(log: RunLog) -> str | None:
 
 @rule
 def the_value_explains_nothing(log: RunLog) -> str | None:
-    """Initialize it from the reward model (value_source), pretrain it (kedge value fit,
-    value_warmup_steps), or change value_learning_rate.
+    """Initialize it from the reward model if there is one (value_source), pretrain it (kedge value
+    fit, value_warmup_steps), or change value_learning_rate.
     """
     known = log.series("val/explained_variance")
     if len(known) < MIN_ROWS:
@@ -304,8 +305,8 @@ def the_first_iterations_were_noise(log: RunLog) -> str | None:
 
 @rule
 def groups_of_equal_scores(log: RunLog) -> str | None:
-    """Choose prompts that are solved sometimes but not always, raise num_generations, or resample
-    such groups (dynamic_sampling).
+    """Choose prompts that are solved sometimes but not always, raise num_generations (unless the
+    policy gives a prompt the same answer each time), or resample such groups (dynamic_sampling).
     """
     share = log.first("objective/uniform_groups", 0.5)  # later, prompts may be solved
     text = f"{share:.0%} of responses are in a group with equal scores and have advantage 0"

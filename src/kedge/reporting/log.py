@@ -30,7 +30,7 @@ class RunLog:
     rows: Sequence[dict[str, float]]
     fixed_length: bool = False  # there is no stop token or stop string
     bf16: bool = False
-    masked: bool = False  # tokens outside of the bounds leave the loss (``policy_loss="mask"``)
+    masked: bool = False  # tokens outside of the bounds have no gradient (``policy_loss="mask"``)
 
     def series(self, metric: str) -> list[float]:
         """The finite values of a metric, in order; empty if it was never logged."""

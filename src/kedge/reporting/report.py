@@ -183,7 +183,9 @@ def _score(log: RunLog) -> str:
 def _episodes(log: RunLog) -> str:
     (turns, late), (before, after) = (_ends(log, f"environment/{n}") for n in ("turns", "success"))
     cut, failed = log.last("completions/truncated_ratio"), log.last("environment/errors")
-    shares = {n[18:]: log.last(n) for n in log.rows[-1] if n.startswith("environment/ended_")}
+    shares = {
+        n[18:]: log.last(n) for n in (log.rows or [{}])[-1] if n.startswith("environment/ended_")
+    }
     ends = ", ".join(f"{x:.0%} {n.replace('_', ' ')}" for n, x in shares.items() if x >= 0.005)
     told = _say(
         (turns, f"An episode has {turns:.3g} turns at the start, {late:.3g} at the end"),

@@ -6,11 +6,14 @@ import importlib
 import json
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -78,6 +81,25 @@ Prompts, completions and scores during training; `step-000012.jsonl` is after it
 """
 
 
+class _Screen:
+    """Standard output whose reader may leave (a closed terminal, ``| head``), or its disk be full.
+
+    The run goes on unseen: everything is in its files.
+    """
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            sys.stdout.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stdout.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+
 class ConsoleTracker:
     """Prints metrics and tables to the terminal.
 
@@ -100,11 +122,12 @@ class ConsoleTracker:
         table_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.console = console or Console()
+        self.console = console or Console(file=cast("IO[str]", _Screen()))
         self.total, self.start, self.step = total, start, start
         self.tables, self.max_rows, self.max_chars = tables, max_rows, max_chars
         self._every, self._shown = table_seconds, dict[str, float]()  # table -> time last shown
-        self._clock, self._begin, self._closed = clock, clock(), False
+        self._clock, self._moved, self._closed = clock, clock(), False  # time of the last step
+        self._seconds: list[float] = []  # of each iteration
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         if bar and self.console.is_terminal:
@@ -124,14 +147,14 @@ class ConsoleTracker:
 
     def advance(self, step: int, metrics: Mapping[str, float]) -> None:
         """Advance the bar to iteration ``step``; called every iteration, logged or not."""
-        self.step = step
+        self._move(step, metrics)
         if self._bar is not None and self._task is not None:
             now = "  ".join(f"{SHOWN[k]} {metrics[k]:.4g}" for k in BAR if k in metrics)
             self._bar.update(self._task, completed=step, now=now, left=self._time_left())
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Print one line of the main metrics, above the bar if there is one."""
-        self.step = max(self.step, step)
+        self._move(step, metrics)
         shown = [f"{label} {metrics[k]:.4g}" for k, label in SHOWN.items() if k in metrics]
         for name, value in metrics.items():
             match = _EVALUATION.fullmatch(name)
@@ -172,11 +195,22 @@ class ConsoleTracker:
         if self._bar is not None:
             self._bar.stop()
 
+    def _move(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Time the iterations up to ``step``; the first one without the start of engines."""
+        if step <= self.step:
+            return
+        now = self._clock()
+        seconds = (now - self._moved) / (step - self.step)
+        if not self._seconds:
+            seconds = min(seconds, metrics.get("time/step", seconds))
+        self._seconds.append(seconds)
+        self._moved, self.step = now, step
+
     def _time_left(self) -> str:
-        done = self.step - self.start
-        if done <= 0:
+        """The median iteration for each that is left: one that was stopped for hours is one."""
+        if not self._seconds:
             return ""
-        seconds = (self._clock() - self._begin) / done * (self.total - self.step)
+        seconds = median(self._seconds) * (self.total - self.step)
         return f"{timedelta(seconds=round(seconds))} left"
 
     def _cell(self, value: object, *, end: bool) -> Text:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import logging
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 from kedge.errors import ConfigError
-from kedge.models.load import check_folder, configuration_source, load_tokenizer, load_whole
+from kedge.models.load import check_source, configuration_source, load_tokenizer, load_whole
 from kedge.rewards.function import RewardFunction, Signature, function_name
 from kedge.rewards.mixture import Mixture
 from kedge.rewards.model import RewardModel
@@ -29,6 +31,7 @@ def reward_source(
     reward_funcs: Any = None,
     *,
     policy_tokenizer: Any,
+    ends: Collection[int] = (),
     weights: Sequence[float] | None = None,
     tokenizers: Any = None,
     models: Mapping[str, Any] | None = None,
@@ -44,6 +47,7 @@ def reward_source(
         reward_funcs: callables, ``"package.module:function"`` or ``"file.py:function"`` strings,
             objects with a ``score(rollout)`` method, models, names or paths; one or a list.
         policy_tokenizer: tokenizer of the policy.
+        ends: token ids that end responses; their texts leave them out.
         weights: one per source, models first; None: 1 for every source.
         tokenizers: tokenizers of the reward models: one, one per model, or one per source (None:
             the policy's).  A model given by name uses the tokenizer in its folder or repository.
@@ -57,7 +61,7 @@ def reward_source(
     Raises:
         ConfigError: no source, an unsupported kind of source, or lists of different lengths.
     """
-    models, texts = models or {}, TextCache(policy_tokenizer)
+    models, texts = models or {}, TextCache(policy_tokenizer, ends)
     items = _items(reward_model, reward_funcs)
     factors = _weights(weights, len(items))
     loaded = [_load(item, models.get("trust_remote_code", False)) for item in items]
@@ -94,6 +98,7 @@ def check_sources(
     _weights(weights, len(items))
     for item in items:
         if isinstance(item, (str, Path)) and not names_function(str(item)):
+            check_name(str(item))
             continue  # a reward model
         source = _load(item, trust_remote_code=False)
         is_function = not isinstance(source, nn.Module) and not hasattr(source, "score")
@@ -224,6 +229,26 @@ def names_function(spec: str) -> bool:
     )
 
 
+def check_name(name: str) -> None:
+    """Check that ``name`` can be that of a reward model, before anything is loaded."""
+    path = Path(name).expanduser()
+    if path.suffix == ".py" and not path.is_dir():
+        functions: list[str] = []
+        if path.is_file():
+            with suppress(SyntaxError, ValueError):  # reported when it is imported
+                body = ast.parse(path.read_bytes()).body
+                functions = [x.name for x in body if isinstance(x, ast.FunctionDef)]
+        public = [x for x in functions if not x.startswith("_")]
+        has = f"it has {', '.join(public)}" if path.is_file() else "there is no such file"
+        raise ConfigError(
+            f"reward {name!r} names no function; write {name}:{(*public, 'function')[0]} ({has})"
+        )
+    try:
+        check_source(name, "reward model")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; a function is named file.py:function") from error
+
+
 def load_model(name: str, *, trust_remote_code: bool = False, new_head: bool = False) -> Any:
     """A sequence-classification model from a folder or the hub, in float32.
 
@@ -231,7 +256,7 @@ def load_model(name: str, *, trust_remote_code: bool = False, new_head: bool = F
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    check_folder(name, "reward model")
+    check_name(name)
     try:
         base, _ = configuration_source(name)
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)

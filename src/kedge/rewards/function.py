@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kedge.background import in_thread, on_event_loop
-from kedge.errors import ConfigError, RewardError
-from kedge.rewards.mixture import Pending
+from kedge.errors import ConfigError, RewardError, describe_error
+from kedge.rewards.mixture import Mixture, Pending
 from kedge.rewards.texts import TextCache, Texts, row_name
-from kedge.types import Metrics, RewardOutput, Rollout
+from kedge.types import LEASES, REWARD_ERRORS, Metrics, RewardOutput, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,36 @@ PER_ROW = ("prompts", "completions", "prompt_ids", "completion_ids")
 FIXED = ("trainer_state", "log_metric", "log_extra")
 LARGEST = 3.4e38  # scores are float32; a larger number would become infinite
 PARALLEL = 16  # batches that an asynchronous function scores at the same time
-_await = functools.partial(on_event_loop, name="rewards")
 
 
 class HungError(Exception):
     """A call did not return in time."""
+
+
+class ExitError(Exception):
+    """A call raised its cause, which is not an ``Exception``: a ``SystemExit``, for instance."""
+
+
+def _result(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of a call; whatever it raises except KeyboardInterrupt is an ``Exception``."""
+    try:
+        return call(*args, **kwargs)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ExitError from error
+
+
+def _await(awaitable: Awaitable[Any]) -> Future[Any]:
+    """Await on the event loop of rewards, which a ``SystemExit`` would end."""
+
+    async def wait() -> Any:
+        try:
+            return await awaitable
+        except SystemExit as error:
+            raise ExitError from error
+
+    return on_event_loop(wait(), name="rewards")
 
 
 class RewardFunction:
@@ -40,7 +65,8 @@ class RewardFunction:
     The function is called once for all rows with those of the following keyword arguments that it
     accepts (all of them if it takes ``**kwargs``): ``prompts`` and ``completions`` (text, or chat
     messages if the dataset has chats), ``prompt_ids`` and ``completion_ids`` (token ids, including
-    the stop token), every other dataset column by its name, ``trainer_state``,
+    the stop token), every other dataset column by its name, ``environments`` (those of the finished
+    episodes, after ``environment_factory`` the objects that it made), ``trainer_state``,
     ``log_metric(name, value, weight=1)`` and ``log_extra(column, values)``.  It returns one entry
     per row: a number, None where it does not apply, or one number per response token.
 
@@ -83,6 +109,7 @@ class RewardFunction:
         self._signature = Signature(function, self.name)
         self.columns = self._signature.columns
         self._on_error, self._error_score, self._timeout = on_error, error_score, timeout
+        self.reads_environments = self.columns is None or "environments" in self.columns
         self.parallel = PARALLEL if is_async(function) else 1
         self._state = trainer_state or (lambda: None)
 
@@ -91,7 +118,7 @@ class RewardFunction:
 
         With what the function logged, and the number of failed rows as ``reward_errors/<name>``.
         """
-        return self.begin(rollout)()[0]
+        return Mixture([(self.name, self, 1.0)]).score(rollout)
 
     def begin(self, rollout: Rollout) -> Pending:
         """Start an asynchronous function; a synchronous one runs when the result is asked for."""
@@ -122,7 +149,7 @@ class RewardFunction:
             problem = self._error(texts, row, invalid[row].problem)
             if self._on_error == "raise" and wrong:
                 raise problem
-            log.metric(f"reward_errors/{self.name}", float(len(invalid)))
+            log.metric(f"{REWARD_ERRORS}{self.name}", float(len(invalid)))
             action = "dropped" if self._on_error != "score" else f"scored {self._error_score}"
             logger.warning("%d rows %s: %s", len(invalid), action, problem)
             if self._on_error == "score":
@@ -135,8 +162,8 @@ class RewardFunction:
         return output, failed.to(texts.rollout.ids.device)
 
     def _call(self, kwargs: dict[str, Any]) -> Any:
-        returned = self._function(**kwargs)
-        return _await(returned).result() if inspect.isawaitable(returned) else returned
+        returned = _result(self._function, **kwargs)
+        return _result(_await(returned).result) if inspect.isawaitable(returned) else returned
 
     def _wait(self, calls: Sequence[Future[Any]]) -> list[Callable[[], Any]]:
         """What returns the results of calls, or raises; of those that hang, a ``HungError``."""
@@ -144,7 +171,7 @@ class RewardFunction:
 
         def result(call: Future[Any]) -> Any:
             if call not in late:
-                return call.result()
+                return _result(call.result)
             call.cancel()
             raise HungError(f"did not return within {self._timeout:g} s (reward_timeout)")
 
@@ -165,7 +192,7 @@ class RewardFunction:
             except HungError as cause:
                 return Invalid(str(cause), late=True)
             except Exception as cause:
-                problem = f"raised {_describe(cause)}"
+                problem = f"raised {_describe(cause)}{_texts_hint(cause, texts)}"
                 if self._on_error == "raise":
                     raise self._error(texts, row, problem) from cause
                 return Invalid(problem)
@@ -202,15 +229,15 @@ class RewardFunction:
         return [read_value(*pair, width) for pair in zip(entries, lengths, strict=True)]
 
     def _to_output(self, rollout: Rollout, values: list[Value]) -> RewardOutput:
-        scores = torch.zeros(len(values))
+        scores = torch.zeros(len(values), dtype=torch.float64)
         component = torch.full((len(values),), torch.nan)
-        dense, mask = torch.zeros(rollout.ids.shape), rollout.loss_mask.cpu()
+        dense, mask = torch.zeros(rollout.ids.shape, dtype=torch.float64), rollout.loss_mask.cpu()
         for row, value in enumerate(values):
             if isinstance(value, float):
                 scores[row] = component[row] = value
             elif isinstance(value, list):
                 component[row] = sum(value)
-                dense[row, mask[row]] = torch.tensor(value)
+                dense[row, mask[row]] = torch.tensor(value, dtype=torch.float64)
         some_dense = any(isinstance(value, list) for value in values)
         return RewardOutput(
             scores=scores,
@@ -240,6 +267,14 @@ Value = float | list[float] | Invalid | None  # score, score per token, or None:
 
 def read_value(entry: Any, length: int, width: int | None) -> Value:
     """Read one entry, for a response of ``length`` tokens; ``width``: its length if padded."""
+    try:
+        return _read_numbers(entry, length, width)
+    except Exception as error:  # an object may raise when it is compared or printed
+        kind = type(entry).__name__
+        return Invalid(f"returned a {kind} that raises {describe_error(error)}; return a number")
+
+
+def _read_numbers(entry: Any, length: int, width: int | None) -> Value:
     plain = _plain(entry)
     if plain is None:
         return None
@@ -252,8 +287,12 @@ def read_value(entry: Any, length: int, width: int | None) -> Value:
     for number in numbers:
         if not (isinstance(number, Real) and -LARGEST <= number <= LARGEST):  # type: ignore[operator]
             kind = f"{'the per-token reward ' * per_token}{type(number).__name__}"
+            try:
+                value = str(number)[:80]
+            except ValueError:  # Python prints no integer of more than 4,300 digits
+                value = "of thousands of digits"
             return Invalid(
-                f"returned {kind} {str(number)[:80]}, which is not a finite float32; return None"
+                f"returned {kind} {value}, which is not a finite float32; return None"
                 " where the reward does not apply"
             )
     return [float(number) for number in numbers] if per_token else float(plain)
@@ -264,8 +303,19 @@ def _plain(returned: Any) -> Any:
     return returned.tolist() if hasattr(returned, "tolist") else returned
 
 
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def _describe(error: BaseException) -> str:
+    """As ``describe_error``, without a colon where there is no message."""
+    if isinstance(error, ExitError) and error.__cause__ is not None:
+        error = error.__cause__
+    return describe_error(error).removesuffix(": ")
+
+
+def _texts_hint(error: BaseException, texts: Texts) -> str:
+    """What a function for chats has missed, if it read a text as messages."""
+    reads_messages = isinstance(error, TypeError) and "string ind" in str(error)
+    if reads_messages and isinstance(next(iter(texts.completions), None), str):
+        return " (completions are texts here, not messages, since the prompts are texts)"
+    return ""
 
 
 def function_name(function: Callable[..., Any]) -> str:
@@ -318,6 +368,10 @@ class Signature:
         reserved = {"prompt", *PER_ROW, *FIXED}  # dataset columns cannot replace these arguments
         columns = texts.rollout.prompts.columns.items()
         values = fixed | {name: list(column) for name, column in columns if name not in reserved}
+        episodes = texts.rollout.episodes
+        leases = [] if episodes is None else episodes.columns.get(LEASES, [])
+        if leases and None not in leases:  # None: they are in another process
+            values["environments"] = [lease.environment for lease in leases]
         offered = [*PER_ROW, *values]
         missing = self._required - set(offered)
         if missing:
@@ -346,11 +400,21 @@ class RewardLog:
 
     def metric(self, name: str, value: float, weight: float = 1.0) -> None:
         """Add one observation of ``name``, or the mean of ``weight`` of them; logs the mean."""
+        if not isinstance(name, str):
+            raise RewardError(
+                f"log_metric(name, value) needs a text as its name, got {name!r} of type"
+                f" {type(name).__name__}"
+            )
         sums = {name: (float(value) * weight, float(weight))}
         self.metrics = self.metrics.merge(Metrics(sums))
 
     def extra(self, column: str, values: Sequence[object]) -> None:
         """Set a column of the completions table, one value per row."""
+        if not isinstance(column, str):
+            raise RewardError(
+                f"log_extra(column, values) needs a text as its column, got {column!r} of type"
+                f" {type(column).__name__}"
+            )
         self._extras[column] = list(values)
 
     def extras(self, rows: int) -> dict[str, list[object]]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from kedge.errors import ConfigError, RewardError
+from kedge.math.rewards import place_score
 from kedge.protocols import RewardSource
 from kedge.records import add_totals
-from kedge.types import RewardOutput, Rollout
+from kedge.types import LEASES, RewardOutput, Rollout
 
 logger = logging.getLogger(__name__)
 SLOW = 8.0  # seconds, after which a call is named that has not returned
@@ -32,11 +33,18 @@ class SlowCalls:
         self._longest = 0.0
 
     @contextmanager
-    def report(self, name: str, rows: int) -> Iterator[None]:
-        """Context of one call of ``name``."""
+    def report(
+        self, name: str, rows: int, *, unless: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
+        """Context of one call of ``name``; ``unless`` something else was said of it meanwhile."""
         begin, after = time.monotonic(), max(SLOW, 2 * self._longest)
-        text = "%s has not returned after %g s, called with %d responses"
-        timer = threading.Timer(after, logger.warning, (text, name, after, rows))
+
+        def warn() -> None:
+            if not unless():
+                text = "%s has not returned after %g s, called with %d responses"
+                logger.warning(text, name, after, rows)
+
+        timer = threading.Timer(after, warn)
         timer.daemon = True
         timer.start()
         try:
@@ -51,9 +59,12 @@ class Mixture:
 
         score_i = sum over sources s that apply to row i of  weight_s * score_s,i
 
-    Per-token rewards add up with the same weights.  Every source's own scores are kept in
-    ``components`` under its name, without weight and penalty.  Rows on which a source
-    failed, or to which no source applies, are not valid.
+    Sums are in float64 and rounded once, so that 0.3 + 0.6 equals 0.9.  Per-token rewards add up
+    with the same weights and are part of the score, whatever source they come from:
+    ``token_rewards`` move them from the end of the response, where algorithms place the score, to
+    their tokens.  Every source's own scores are kept in ``components`` under its name, without
+    weight and penalty.  Rows on which a source failed, or to which no source applies, are not
+    valid.
 
     A response counts as ended if generation stopped it at a stop token or stop string
     (``Rollout.terminated``), whatever that token is.
@@ -61,7 +72,7 @@ class Mixture:
     Args:
         sources: (name, source, weight) triples; repeated names get ``_2``, ``_3``, ...
         missing_eos_penalty: subtracted from the score of a cut-off response.
-        non_eos_penalty: replace the score of a cut-off response.
+        non_eos_penalty: replace the score of a cut-off response, per-token rewards included.
         penalty_reward_value: the replacement.
 
     Raises:
@@ -78,17 +89,20 @@ class Mixture:
     ) -> None:
         if not sources:
             raise ConfigError("a mixture needs at least one reward source")
-        counts: Counter[str] = Counter()
         self._sources: list[tuple[str, RewardSource, float]] = []
-        for name, source, weight in sources:
-            counts[name] += 1
-            unique = name if counts[name] == 1 else f"{name}_{counts[name]}"
-            self._sources.append((unique, source, float(weight)))
+        names = [name for name, _, _ in sources]
+        for i, (name, source, weight) in enumerate(sources):
+            if name in names[:i]:  # f, f, f_2: the second must not take the name of the third
+                names[i] = next(x for n in count(2) if (x := f"{name}_{n}") not in names)
+            self._sources.append((names[i], source, float(weight)))
         self.name = "+".join(name for name, _, _ in self._sources)
         read = [getattr(source, "columns", None) for _, source, _ in sources]
         known = frozenset(name for columns in read for name in columns or ())
         self.columns = None if None in read else known
         self.only_models = all(getattr(s, "only_models", False) for _, s, _ in sources)
+        self.reads_environments = any(
+            getattr(s, "reads_environments", False) for _, s, _ in sources
+        )
         # Batches that it scores at the same time, more than 1 if all sources are asynchronous.
         self.parallel: int = min(getattr(source, "parallel", 1) for _, source, _ in sources)
         self._free = threading.Semaphore(self.parallel)
@@ -117,13 +131,14 @@ class Mixture:
     ) -> tuple[RewardOutput, Tensor]:
         valid = torch.stack([output.valid for output, _ in outputs]).any(0)
         failed = torch.stack([rows for _, rows in outputs]).any(0)
-        scores = torch.zeros(len(rollout), device=rollout.ids.device)
+        scores = torch.zeros(len(rollout), dtype=torch.float64, device=rollout.ids.device)
         dense = None
         parts: dict[str, Tensor] = {}
         for (name, _, weight), (output, _) in zip(self._sources, outputs, strict=True):
-            scores = scores + weight * torch.where(output.valid, output.scores.float(), 0.0)
+            scores = scores + weight * torch.where(output.valid, output.scores.double(), 0.0)
             if output.token_rewards is not None:
-                added = weight * torch.where(output.valid[:, None], output.token_rewards, 0.0)
+                kept = rollout.loss_mask & output.valid[:, None]
+                added = weight * torch.where(kept, output.token_rewards.double(), 0.0)
                 dense = added if dense is None else dense + added
             components = dict(output.components)
             if len(components) == 1:
@@ -132,10 +147,18 @@ class Mixture:
                 parts |= {f"{name}/{part}": column for part, column in components.items()}
             else:
                 parts[name] = torch.where(output.valid, output.scores.float(), torch.nan)
+        if dense is not None:
+            whole = (scores + dense.sum(1)).float().double()
+            scores, dense = whole, dense + place_score(scores - whole, rollout.loss_mask)
+        leases = () if rollout.episodes is None else rollout.episodes.columns.get(LEASES, ())
+        for lease in filter(None, leases):
+            lease.release()
         cut_off = scores - self._subtract if self._replace is None else self._replace
         scores = torch.where(rollout.terminated, scores, cut_off)
+        if dense is not None and self._replace is not None:
+            dense = torch.where(rollout.terminated[:, None], dense, 0.0)
         mixed = RewardOutput(
-            scores=scores,
+            scores=scores.float(),
             valid=valid,
             components=parts,
             token_rewards=dense,

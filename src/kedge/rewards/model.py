@@ -43,10 +43,13 @@ class RewardModel:
             with the policy's vocabulary) passes the policy's token ids on.
         texts: the decoded rollout, shared with other sources; required with ``tokenizer``.
         policy_vocab_size: upper bound of the policy's token ids.
+        equal_vocabulary: size of the policy's embedding, which a model without ``tokenizer`` must
+            have, too; None: a larger one is accepted.
         chunk_rows: most rows scored at a time.
         max_length: tokens; longer rows lose their first tokens.  None: a row longer than the model
             supports is an error.
         reward_label: label (index or name) that is the reward, if the model has several.
+        check_labels: require ``reward_label`` for several labels here, not when it first scores.
         autocast: dtype to run in, such as ``torch.bfloat16``; None runs in the weights' dtype.
         name: key of the component in the reward output; default: the model's class.
 
@@ -64,9 +67,11 @@ class RewardModel:
         *,
         texts: TextCache | None = None,
         policy_vocab_size: int | None = None,
+        equal_vocabulary: int | None = None,
         chunk_rows: int = 64,
         max_length: int | None = None,
         reward_label: int | str | None = None,
+        check_labels: bool = True,
         autocast: torch.dtype | None = None,
         name: str | None = None,
     ) -> None:
@@ -78,7 +83,9 @@ class RewardModel:
         self._shift = float(getattr(self._config, SHIFT, 0.0))
         limit = getattr(self._config, "max_position_embeddings", None)  # -1: none
         self._limit = limit if isinstance(limit, int) and limit > 0 else sys.maxsize
-        self._label = _label(self._config, reward_label, self.name)
+        self._label = None
+        if check_labels or reward_label is not None:
+            self._label = _label(self._config, reward_label, self.name)
         embeddings = getattr(base, "get_input_embeddings", lambda: None)()
         self._vocab: int | None = getattr(embeddings, "num_embeddings", None)
         pad = getattr(self._config, "pad_token_id", None)  # only encoder-decoders read it
@@ -88,6 +95,13 @@ class RewardModel:
         self._own: Retokenizer | None = None
         if tokenizer is not None and not (texts and same_tokens(tokenizer, texts.tokenizer)):
             self._own = self._retokenizer(tokenizer, max_length)
+        unequal = None not in (equal_vocabulary, self._vocab) and equal_vocabulary != self._vocab
+        if tokenizer is None and unequal:
+            raise ConfigError(
+                f"reward model {self.name} has {self._vocab} tokens and the policy"
+                f" {equal_vocabulary}, but the reward model gets the policy's token ids; pass its"
+                " tokenizer (reward_processing_class), or a model with the same vocabulary"
+            )
         known = self._vocab if self._own is None else None  # None: the model reads all tokens
         if known is not None and known < (policy_vocab_size or 0):
             raise ConfigError(

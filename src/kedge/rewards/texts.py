@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
 
+from kedge.data.decode import Decoder
 from kedge.data.encode import is_chat
 from kedge.math.turns import number_turns
 from kedge.types import Rollout
@@ -23,12 +24,10 @@ class Texts:
     is the text of the whole row: Llama-style decoders strip the space before a first word.
     """
 
-    def __init__(
-        self, rollout: Rollout, tokenizer: Any, *, skip_special_tokens: bool = True
-    ) -> None:
+    def __init__(self, rollout: Rollout, tokenizer: Any, *, ends: Collection[int] = ()) -> None:
         self.rollout = rollout
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._decode = Decoder(tokenizer, ends, clean_up_tokenization_spaces=False)
 
     @cached_property
     def prompt_ids(self) -> list[list[int]]:
@@ -52,7 +51,9 @@ class Texts:
     @cached_property
     def prompt_texts(self) -> list[str]:
         """The decoded prompts, as the policy saw them."""
-        return self._decode(self.prompt_ids)
+        return self._tokenizer.batch_decode(
+            self.prompt_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     @cached_property
     def episode_texts(self) -> list[str]:
@@ -124,28 +125,25 @@ class Texts:
             messages += [{"role": "assistant", "content": text}, *between]
         return messages
 
-    def _decode(self, rows: list[list[int]]) -> list[str]:
-        return self._tokenizer.batch_decode(
-            rows, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
-        )
-
 
 class TextCache:
     """The texts of the latest rollout, shared by every reward source that reads text.
 
     Args:
         tokenizer: tokenizer of the policy.
+        ends: token ids that end responses, which texts leave out.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, ends: Collection[int] = ()) -> None:
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's tokenizer
+        self._ends = ends
         self._latest: Texts | None = None
 
     def of(self, rollout: Rollout) -> Texts:
         """The texts of ``rollout``."""
         latest = self._latest
         if latest is None or latest.rollout is not rollout:
-            latest = self._latest = Texts(rollout, self.tokenizer)
+            latest = self._latest = Texts(rollout, self.tokenizer, ends=self._ends)
         return latest
 
 

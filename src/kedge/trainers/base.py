@@ -14,7 +14,9 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import (
+    DataCollatorWithPadding,
     Trainer,
     TrainerCallback,
     TrainerState,
@@ -29,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from kedge.config.base import OnPolicyConfig
 from kedge.errors import ConfigError, RewardError
 from kedge.loop.loop import Engine
-from kedge.loop.shutdown import GracefulShutdown
+from kedge.loop.shutdown import GracefulShutdown, exit_on_signals
 from kedge.output import lock_output_dir
 from kedge.reporting.base import required_write
 from kedge.rewards.build import as_list
@@ -39,6 +41,28 @@ from kedge.trainers.hf_callbacks import launch_context
 from kedge.trainers.spec import TrainerInputs, TrainerSpec
 
 logger = logging.getLogger(__name__)
+
+
+def _dataloader(trainer: Any) -> Any:
+    """The rows of the dataset in batches of one rank, for a subclass with its own loop."""
+    collate = trainer._inputs.data_collator or DataCollatorWithPadding(trainer.processing_class)
+    loader = DataLoader(
+        trainer.train_dataset,
+        batch_size=trainer.engine.batch_sizes.local_prompts,
+        shuffle=True,
+        collate_fn=collate,
+        drop_last=True,
+    )
+    return trainer.accelerator.prepare(loader)
+
+
+def _save_weights(trainer: Any, *_: Any, **__: Any) -> None:
+    """Save the models of a subclass with its own loop, which counts its own steps."""
+    trainer.save_model(
+        str(Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}")
+    )
+
+
 # Trainer attributes that scripts for other libraries read, including options by TRL's names.
 _ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = {
     "tokenizer": lambda trainer: trainer.processing_class,
@@ -49,6 +73,14 @@ _ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = {
     "is_deepspeed_enabled": lambda trainer: _has_plugin(trainer, "deepspeed_plugin"),
     "is_fsdp_enabled": lambda trainer: _has_plugin(trainer, "fsdp_plugin"),
     "aux_loss_enabled": lambda trainer: False,  # load-balancing losses do not exist here
+    "entropy_coef": lambda trainer: trainer.engine.entropy_bonus.coef,
+    "ref_policy": lambda trainer: trainer.ref_model,
+    "reward_model": lambda trainer: next(iter(trainer.reward_funcs), None),
+    "stop_token_id": lambda trainer: next(iter(trainer.engine.sampling.stop_ids), None),
+    "train_dataset_len": lambda trainer: len(trainer.train_dataset),
+    "local_seed": lambda trainer: trainer.args.seed + trainer.accelerator.process_index * 100003,
+    "dataloader": _dataloader,
+    "_save_checkpoint": lambda trainer: functools.partial(_save_weights, trainer),
 }
 _OPTIONS = (
     *("beta", "temperature", "top_p", "top_k", "min_p", "max_completion_length"),
@@ -118,7 +150,9 @@ class TrainerShell:
         checked = self.SPEC.checked_args(args)
         inputs = TrainerInputs(spec=self.SPEC, args=checked, trainer=self, **arguments)
         configure_process(inputs.args)
-        self._run = run = assemble_run(inputs)
+        in_launch = launch_context() is not None  # its driver handles signals
+        with nullcontext() if in_launch else exit_on_signals():  # a server may start for minutes
+            self._run = run = assemble_run(inputs)
         self.args = inputs.args
         self.processing_class = pick_tokenizer(inputs.processing_class, run.tokenizer)
         self.train_dataset, self.eval_dataset = inputs.train_dataset, inputs.eval_dataset
@@ -160,7 +194,9 @@ class TrainerShell:
 
                 with required_write("output_dir", self.args.output_dir):
                     write_run_info(self._provenance, self.args, device=str(self.accelerator.device))
-            output = self._run.train(self.args.resume_from_checkpoint if resume is None else resume)
+            with self._run.playing():
+                chosen = self.args.resume_from_checkpoint if resume is None else resume
+                output = self._run.train(chosen)
         if shutdown.requested and self.is_world_process_zero():
             step, args = self.engine.step, self.args
             saved = Path(args.output_dir or "") / f"checkpoint-{step}"
@@ -192,9 +228,12 @@ class TrainerShell:
         if eval_dataset is not None:
             tokenizer = self._run.tokenizer
             sets = build_eval_sets(eval_dataset, self.args, tokenizer, self.accelerator)
+            if self._run.check_prompts is not None:
+                self._run.check_prompts([eval_set.source for eval_set in sets])
         if not sets:
             raise ConfigError("evaluate() needs prompts: pass eval_dataset here or to the trainer")
-        return self._run.evaluate(sets)
+        with self._run.playing():
+            return self._run.evaluate(sets)
 
     @short_errors
     def generate_completions(self, sampling: bool = False) -> list[dict[str, object]]:
@@ -203,7 +242,8 @@ class TrainerShell:
         Args:
             sampling: one batch only.
         """
-        return self._run.generate_completions(sampling=sampling)
+        with self._run.playing():
+            return self._run.generate_completions(sampling=sampling)
 
     def save_model(
         self,

@@ -12,7 +12,8 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from kedge.loop.evaluation import Evaluation, evaluate, solve_rates, win_rate
 from kedge.loop.loop import Engine
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.loop.updater import Hooks, StepReport
+from kedge.output import share_weights
 from kedge.reporting.base import BestEffortWriter, required_write
 from kedge.reporting.responses import IntervalSchedule, TokenLog, completion_rows
 from kedge.trainers.assembly.setup import EvalSet
@@ -86,6 +88,7 @@ class Run(Hooks):
     callbacks: Callbacks
     eval_sets: list[EvalSet]
     tokenizer: Any
+    check_prompts: Callable[[list[Any]], None] | None  # of environments; others check none
     fresh_reference: bool  # the reference is the initial policy, so that the KL starts at 0
     metric_names: MetricNames
     best_effort: BestEffortWriter = field(default_factory=BestEffortWriter)
@@ -96,6 +99,7 @@ class Run(Hooks):
     schedule: IntervalSchedule | None = field(default=None, init=False)  # for tables of completions
     recorder: RolloutRecorder | None = field(default=None, init=False)
     token_log: TokenLog | None = field(default=None, init=False)
+    _playing: int = field(default=0, init=False)
 
     @property
     def state(self) -> RunState:
@@ -422,6 +426,18 @@ class Run(Hooks):
 
     # -- evaluation and tables of completions ---------------------------------------------------
 
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """Context in which environments are kept; the outermost one closes them at its end."""
+        self._playing += 1
+        try:
+            yield
+        finally:
+            self._playing -= 1
+            close = getattr(self.engine.rollout_engine, "close_environments", None)
+            if close is not None and not self._playing:
+                close()
+
     @property
     def _printed_rows(self) -> int:
         """Rows of a table of completions that are shown on screen."""
@@ -588,12 +604,23 @@ class Run(Hooks):
 
         Every rank calls it; rank 0 writes.
         """
+        if bad := self.learner.non_finite_weights():
+            root = self.args.output_dir
+            earlier = checkpoint.checkpoints(root) if root else []
+            last = f"{earlier[-1]} is the last good checkpoint" if earlier else "none was saved yet"
+            raise CheckpointError(
+                f"{len(bad)} trained weights, such as {bad[0]}, are NaN or infinite after iteration"
+                f" {self.engine.step}, so they are not saved; {last}. Lower the learning rate"
+            )
         bars = transformers_logging.is_progress_bar_enabled()
         transformers_logging.disable_progress_bar()  # it would interrupt the run's own bar
         try:
             self.learner.save(folder, folder / VALUE_FOLDER)
             if self.state.is_world_process_zero and hasattr(self.tokenizer, "save_pretrained"):
                 self.tokenizer.save_pretrained(folder)
+            if self.state.is_world_process_zero:
+                for models in (folder, folder / VALUE_FOLDER):
+                    share_weights(models)
         except Exception as error:
             # tokenizers raises a bare Exception for file-system errors
             if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):

@@ -73,6 +73,7 @@ class TrainerSpec:
         *,
         ref_model: Any = None,
         value_model: Any = None,
+        reward_weights: Sequence[float] | None = None,
     ) -> Algorithm:
         """The trainer's algorithm with the options of the config, or a custom one."""
         if custom is not None:
@@ -80,7 +81,10 @@ class TrainerSpec:
             return custom
         reference = ref_model is not None or args.kl_coef > 0 or args.loss_kl_coef > 0
         try:
-            return self.algorithm(**shared_kwargs(args, self.algorithm), reference=reference)
+            options = shared_kwargs(args, self.algorithm)
+            if "reward_weights" in options and reward_weights is not None:
+                options["reward_weights"] = reward_weights
+            return self.algorithm(**options, reference=reference)
         except ValueError as error:  # contradictory options
             raise ConfigError(str(error)) from error
 
@@ -256,14 +260,18 @@ _KINDS = {
 def log_trl_names(args: Any, engine: Engine) -> MetricNames:
     """Add TRL's names, in training and evaluation."""
     token_kl = engine.algorithm.name != "rloo"
-    return partial(trl_names, rows=engine.batch_sizes.batch_size, token_kl=token_kl)
+    rows = engine.batch_sizes.batch_size
+    return partial(trl_names, rows=rows, token_kl=token_kl, beta=args.loss_kl_coef)
 
 
-def trl_names(row: Mapping[str, float], *, rows: int, token_kl: bool = True) -> dict[str, float]:
+def trl_names(
+    row: Mapping[str, float], *, rows: int, token_kl: bool = True, beta: float = 0.0
+) -> dict[str, float]:
     """The metrics of an iteration, or of an evaluation without its prefix, under TRL's names.
 
     TRL's standard deviations divide by ``rows`` - 1, the responses of a batch.  Its ``kl`` is the
-    KL in the loss, or without ``token_kl`` that in the reward, per token.
+    KL in the loss, or without ``token_kl`` that in the reward, per token.  Its ``policy_loss`` is
+    the loss without the entropy bonus; the clip fraction of values, 0 without any, is RLOO's.
     """
     metrics = {theirs: row[ours] for theirs, ours in TRL_NAMES.items() if ours in row}
     for name, value in row.items():
@@ -277,6 +285,10 @@ def trl_names(row: Mapping[str, float], *, rows: int, token_kl: bool = True) -> 
     length = row.get("completions/mean_length", 0.0)
     if not token_kl and "objective/kl" in row and length:
         metrics["kl"] = row["objective/kl"] / length
+    if not token_kl and "loss/policy_avg" in row:
+        metrics["val/clipfrac_avg"] = 0.0
+    if "entropy_coef" in metrics:
+        metrics["policy_loss"] = row["loss/policy_avg"] + beta * row.get("loss/kl_avg", 0.0)
     return {name: value for name, value in metrics.items() if name not in row}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ _PYTHON = ("", "python", "py", "python3")
 _TILDES = re.compile(r"^([ \t]*)~~~", re.MULTILINE)
 _DEFINED = re.compile(r"\b(?:def|class)[ \t]+(\w+)")
 _NAME = re.compile(r"\b[^\W\d]\w*")
+_warned: list[str] = []  # the first test that could not be run
 
 
 def code_verifier(
@@ -126,16 +126,20 @@ def _check(text: str, truth: Any, *, sandbox: Sandbox, share: bool) -> float:
         return sum(passed) / len(passed)
     if stopped and not all(passed):
         if stopped == "untestable":
-            _warn_untestable(error)
+            warn_untestable(error)
         raise Unanswered(stopped)
     return float(all(passed))
 
 
-@functools.cache
-def _warn_untestable(reason: str) -> None:
+def warn_untestable(reason: str) -> None:
+    """Warn once; the reason may hold text of the policy."""
+    if _warned:
+        return
+    _warned.append(reason)
     logger.warning(
-        "tests cannot be run in the sandbox (%s): their rows score 0 and are counted in untestable",
-        reason,
+        "tests cannot be run in the sandbox (the first: %s): their rows score 0 and are counted in"
+        " untestable",
+        ascii(reason[:200]),
     )
 
 

@@ -135,6 +135,9 @@ class RewardServer:
     async def _score(self, request: Request) -> JSONResponse:
         self._admit(request)
         function = self._function(request.url.path.rstrip("/"))
+        if request.method != "POST":
+            known = ", ".join(self.functions)
+            raise HTTPException(405, f"send a POST request with JSON; rewards: {known}")
         body = await self._read_body(request)
         completions, columns = body.get("completions"), body.get("columns", {})
         if not isinstance(completions, list) or not isinstance(columns, dict):

@@ -7,6 +7,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
     if flags.prompts is not None:
         from kedge.cli.data import Splits
 
-        rows = Splits(flags.prompts).load(flags.split)
+        rows = Splits(flags.prompts, quiet=True).load(flags.split)
         if flags.limit is not None:
             rows = rows.select(range(min(flags.limit, len(rows))))
     names = inspect.signature(generate_completions).parameters.keys() & vars(flags).keys()
@@ -141,7 +142,7 @@ def generate_completions(  # noqa: PLR0913
     environment: EnvironmentArguments | None = None,
     episodes: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of a dataset, each with a ``completion`` without special tokens, or episodes.
+    """The rows of a dataset, each with a ``completion`` without end tokens, or episodes.
 
     Prompt and completion concatenated are the full text.  ``finished`` says whether the completion
     ended with an end token.  A column ``completion`` of the dataset becomes ``reference``.
@@ -170,6 +171,7 @@ def generate_completions(  # noqa: PLR0913
     from kedge.data import DatasetPrompts
     from kedge.data.prompts import pad_id
     from kedge.loop.seeds import seed_for
+    from kedge.models.compatibility import vocabulary
     from kedge.models.load import eos_token_ids, load_policy, load_tokenizer
     from kedge.rewards.texts import Texts
     from kedge.trainers.assembly.environments import environments_to_play
@@ -192,7 +194,8 @@ def generate_completions(  # noqa: PLR0913
     if environment is not None:
         seeds = episodes or (200 if dataset is None else len(dataset))
         dataset, wrap = environments_to_play(environment, dataset, sampling)
-        rollouts = wrap(rollouts, tokenizer, pad_id=pad_id(tokenizer))
+        options = {"pad_id": pad_id(tokenizer), "vocabulary": vocabulary(model)}
+        rollouts = wrap(rollouts, tokenizer, **options)
     elif not sampling.stop_ids:
         logger.warning(
             "neither the tokenizer nor the generation_config of %r defines an EOS token: every"
@@ -211,14 +214,13 @@ def generate_completions(  # noqa: PLR0913
         max_prompt_length=max_prompt_length,
     )
     count, rows = seeds or len(prompts), []
-    for step in range(-(-count // size)):
-        batch = prompts.batch(step)
-        batch_seed = seed + step if environment is None else seed_for(seed, "play", step)
-        rollout = rollouts.generate(batch, sampling=sampling, seed=batch_seed)
-        texts = Texts(rollout, tokenizer, skip_special_tokens=True)
-        rows += _read_rows(texts, batch_seed)
-    if environment is not None:
-        rollouts.close()
+    with nullcontext() if environment is None else closing(rollouts):
+        for step in range(-(-count // size)):
+            batch = prompts.batch(step)
+            batch_seed = seed + step if environment is None else seed_for(seed, "play", step)
+            rollout = rollouts.generate(batch, sampling=sampling, seed=batch_seed)
+            texts = Texts(rollout, tokenizer, ends=sampling.stop_ids)
+            rows += _read_rows(texts, batch_seed)
     return rows[: count * num_generations]  # the last batch is padded with rows from the start
 
 

@@ -76,7 +76,15 @@ def settings(recipe: Recipe, size: str) -> dict[str, dict[str, tuple[Any, str]]]
 
 def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
     """The YAML: one option per line, with the source of its value."""
-    sections, batch = settings(recipe, size), recipe["batches"][SIZES.index(size)]
+    small, batch = size == SIZES[0], recipe["batches"][SIZES.index(size)]
+    sections: dict[str, dict[str, tuple[Any, str]]] = {}
+    for title, rows in settings(recipe, size).items():
+        sections[title] = {}
+        for name, (value, text) in rows.items():
+            large, _, own = text.partition(f"; {SIZES[0].upper()}: ")
+            sections[title][name] = value, own if small and own else large
+    if small and not _multiplies_bf16():
+        del sections["Memory"]["bf16"]  # several times slower on a CPU; a GPU has it by default
     comments = " ".join(text for rows in sections.values() for _, text in rows.values())
     head = [f"{recipe['title']}, {size} weights", *commands(recipe, processes, file)]
     head += [f"{name}: {text}" for name, text in SOURCES.items() if name in comments]
@@ -99,6 +107,12 @@ def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
             text = f"{name}: {shown.replace('STEM', str(file.with_suffix('')))}"
             lines.append(f"{text:<40}  # {comment}" if comment else text)
     return "\n".join(lines) + "\n"
+
+
+def _multiplies_bf16() -> bool:
+    from kedge.ops.cpu.matmul import multiplies_bf16  # imports torch
+
+    return multiplies_bf16()
 
 
 def commands(recipe: Recipe, processes: int, file: Path) -> list[str]:

@@ -19,7 +19,8 @@ from kedge.cli.flags import Flags, print_table
 from kedge.cli.main import find_module, load_command
 from kedge.cli.train import ppo
 from kedge.errors import ConfigError, KedgeError
-from kedge.judges import WORTH, interval
+from kedge.judges import WORTH
+from kedge.math.intervals import share_interval
 from kedge.reporting.base import write_whole
 from kedge.reporting.log import read_objects
 from kedge.suggestions import hint
@@ -350,7 +351,7 @@ def results(runs: Sequence[Sequence[Stage]]) -> list[dict[str, Any]]:
             summaries.append(json.loads((stage.place / "summary.json").read_text()))
             lines = read_objects(stage.place / "judgments.jsonl")
             outcomes.append([WORTH[x["outcome"]] for x in lines if x["outcome"] in WORTH])
-        low, high = interval(outcomes)
+        low, high = share_interval(outcomes if len(outcomes) > 1 else [[x] for x in outcomes[0]])
         rates = [one["win_rate"] for one in summaries]
         controlled = [one["length_controlled_win_rate"] for one in summaries]
         rows.append(

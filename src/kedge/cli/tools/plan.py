@@ -36,6 +36,7 @@ from kedge.models.compatibility import check_length
 from kedge.models.freezing import freeze_attention, train_top_layers
 from kedge.models.load import configuration_source, eos_token_ids
 from kedge.models.value_head import ScalarHead
+from kedge.ops.cpu.matmul import SLOW_BF16, emulates_bf16
 from kedge.output import check_targets
 from kedge.rewards.build import load_function
 from kedge.rewards.function import Signature, function_name
@@ -112,16 +113,27 @@ def main(argv: Sequence[str]) -> None:
         batches, facts, models = plan(options, processes)
     show(options, batches, facts, models)
     if isinstance(options.config, AsyncPPOConfig):
-        speeds = measure_speeds({way: getattr(flags, way) for way in SPEEDS})
-        speed = {way: x * 1e9 for way, (x, _) in speeds.items()}
-        parts = version_parts(options.config, models[0], batches.world_size, speed)
-        rows = [(name, human(size), f"{seconds:.2g} s", who) for name, size, seconds, who in parts]
-        head = ("part", "bytes", "takes", "who waits")
-        print_table("each policy version" if rows else "no policy versions are sent", rows, head)
-        ways = (f"{way} {speed:.3g} ({source})" for way, (speed, source) in speeds.items())
-        print(f"estimated; GB/s: {', '.join(ways)}")
+        given = {way: getattr(flags, way) for way in SPEEDS}
+        show_versions(options.config, models[0], batches.world_size, measure_speeds(given))
     if flags.measure:
         print(f"measured peak: {measure(name, rest, options.config, batches)}")
+
+
+def show_versions(
+    config: AsyncPPOConfig,
+    policy: ModelMemory,
+    ranks: int,
+    speeds: Mapping[str, tuple[float, str]],
+) -> None:
+    """Print what a policy version costs on its way to the engines."""
+    parts = version_parts(config, policy, ranks, {way: x * 1e9 for way, (x, _) in speeds.items()})
+    if not parts:
+        print("no policy versions are sent: the engine reads the weights of the learner")
+        return
+    rows = [(name, human(size), f"{seconds:.2g} s", who) for name, size, seconds, who in parts]
+    print_table("each policy version", rows, ("part", "bytes", "takes", "who waits"))
+    ways = (f"{way} {speed:.3g} ({source})" for way, (speed, source) in speeds.items())
+    print(f"estimated; GB/s: {', '.join(ways)}")
 
 
 def measure(name: str, argv: Sequence[str], config: OnPolicyConfig, batches: BatchSizes) -> str:
@@ -155,6 +167,7 @@ def plan(
 ) -> tuple[BatchSizes, dict[str, int], list[ModelMemory]]:
     """Batch sizes, prompt statistics and memory of a run; raises the errors of training."""
     config, script, names = options.config, options.script, model_names(options)
+    names.check()
     is_async, trust = isinstance(config, AsyncPPOConfig), options.model.trust_remote_code
     if is_async:
         tokenizer = async_ppo.load_chat_tokenizer(options, names)
@@ -234,6 +247,8 @@ def show(
         )
         + (f"; {human(process)} of it Python and libraries" if process else "")
     )
+    if config.bf16 and config.device.type == "cpu" and emulates_bf16():
+        console.print(SLOW_BF16)
     ranks, stage = batches.world_size, getattr(config, "deepspeed_stage", None)
     if isinstance(config, AsyncPPOConfig) and ranks > 1 and stage:
         console.print(verdict(models, config, ranks=ranks, stage=stage, rows=batches.micro_rows))

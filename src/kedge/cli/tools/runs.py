@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kedge.cli.flags import Flags, print_table
 from kedge.errors import ConfigError, install_command
+from kedge.output import check_file, check_picture
 from kedge.reporting.doctor import examine, open_question
 from kedge.reporting.log import AXES, Band, RunLog, band, draw_panels, end_stats, log_file, read_log
 from kedge.reporting.report import gather, page
@@ -40,6 +41,7 @@ def compare(argv: list[str]) -> int:
     flags.add_argument("--axis", choices=[*AXES], default="episode", help="x axis")
     flags.add_argument("--output", default="compare.png", help="file of the figure")
     chosen = flags.parse_args(argv)
+    check_picture("--output", chosen.output)
     kinds = dict(read_runs(word) for word in chosen.runs)
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f"kedge compare needs matplotlib: {install_command('plots')}")
@@ -119,8 +121,9 @@ def report(argv: list[str]) -> int:
     if chosen.responses < 1:
         raise ConfigError(f"--responses {chosen.responses} must be 1 or more")
     place = log_file(chosen.run).parent
-    data = gather(chosen.run, most=chosen.responses)
     file = Path(chosen.output) if chosen.output else place / "report.html"
+    check_file("--output", file)
+    data = gather(chosen.run, most=chosen.responses)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(page(data), encoding="utf-8")
     print(f"kedge: the report is in {file} ({file.stat().st_size / 2**20:.1f} MiB)")

@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
         max_mb=options.max_mb,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    names = [server.url] if len(functions) == 1 else [f"{server.url}/{name}" for name in functions]
+    names = [f"{server.url}/{name}" for name in functions]
     guarded = "with a token" if token else "without a token, localhost only"
     print(f"kedge: serving {', '.join(names)} ({guarded})", flush=True)
     server.serve_forever()

@@ -12,6 +12,7 @@ from typing import Any
 from kedge.cli.flags import Flags
 from kedge.config.rollout_engines import installed
 from kedge.errors import ConfigError, install_command
+from kedge.output import check_model_folder, check_picture, share_weights
 
 EPILOG = """\
 ROLLOUTS are folders written by --save_rollouts, or .jsonl files of any library with prompt,
@@ -20,6 +21,7 @@ of the responses that it held out.
 example: kedge ppo ... --save_rollouts runs/a/rollouts
          kedge value fit runs/a/rollouts --model runs/sft --output_dir runs/critic
          kedge value check runs/b/rollouts --value_model runs/critic --plot critic.png"""
+FEWEST = 100  # tokens in a tenth of the responses, below which its explained variance is noise
 _BLUE, _RED = "#3b6ea5", "#b5483a"
 
 
@@ -28,7 +30,10 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     parser = Flags("kedge value", "Train and check a value model on recorded rollouts.", EPILOG)
     parser.add_argument("action", choices=("fit", "check"))
     parser.add_argument("rollouts", nargs="+", help="folders of save_rollouts, or .jsonl files")
-    parser.add_argument("--model", help="policy: fit starts from it, check reads a head on it")
+    parser.add_argument(
+        "--model",
+        help="policy: fit starts from it; check: under a head",
+    )
     parser.add_argument("--value_model", help="check: folder; fit: one to train on")
     parser.add_argument("--tokenizer", help="folder or hub name; that of the model by default")
     parser.add_argument("--output_dir", help="fit: folder of the value model")
@@ -52,8 +57,12 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     for name, (low, high) in (limits | dict.fromkeys(("epochs", "batch_size"), (1, 10**9))).items():
         if not low <= getattr(flags, name) <= high:
             raise ConfigError(f"--{name}={getattr(flags, name)} must be from {low} to {high:g}")
-    if flags.plot and not installed("matplotlib"):
-        raise ConfigError(f"--plot needs matplotlib: {install_command('plots')}")
+    if flags.output_dir:
+        check_model_folder("--output_dir", flags.output_dir, scalar=True)
+    if flags.plot:
+        check_picture("--plot", flags.plot)
+        if not installed("matplotlib"):
+            raise ConfigError(f"--plot needs matplotlib: {install_command('plots')}")
     return flags
 
 
@@ -87,6 +96,7 @@ def main(argv: Sequence[str]) -> None:
         folder = Path(flags.output_dir)
         model.model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        share_weights(folder)
         say(f"kedge: the value model is in {folder}; explained variance before {before}\n")
     check = check_value(model, episodes, index)
     say("\n".join(describe(check)) + "\n")
@@ -135,7 +145,8 @@ def describe(measures: dict[str, Any]) -> list[str]:
     explained, turns = measures["explained_variance"], measures["by_turn"]
     rows = [("", "explained", "tokens"), ("all tokens", _number(explained), measures["tokens"])]
     for i, (share, tokens) in enumerate(measures["by_position"]):
-        rows.append((f"{10 * i} to {10 * (i + 1)}% of the response", _number(share), tokens))
+        shown = _number(share if tokens >= FEWEST else None)
+        rows.append((f"{10 * i} to {10 * (i + 1)}% of the response", shown, tokens))
     rows += [(f"turn {i}", _number(x), n) for i, (x, n) in enumerate(turns, 1) if len(turns) > 1]
     rows.append(("the mean return knows", "0", ""))
     rows.append(("the length would know", _number(measures["by_length"]), ""))

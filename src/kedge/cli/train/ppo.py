@@ -85,6 +85,7 @@ def build(
 
     script, config, model = options.script, options.config, options.model
     names = model_names(options)
+    names.check()
     algorithm = load_algorithm(script.algorithm, script.algorithm_kwargs)
     if new_run and config.output_dir:  # fail before loading for minutes, not after
         earlier_run(Path(config.output_dir), overwrite=config.overwrite_output_dir)
@@ -134,6 +135,13 @@ class ModelPaths:
     tokenizer: str
     reward: str | None
 
+    def check(self) -> None:
+        """Check that each can be found, before anything is loaded."""
+        from kedge.models.load import check_source
+
+        for name in filter(None, (self.policy, self.tokenizer, self.reward)):
+            check_source(name, "the model")
+
 
 def model_names(options: Options) -> ModelPaths:
     """Find the folders or hub names of policy, tokenizer and reward model.
@@ -156,10 +164,6 @@ def model_names(options: Options) -> ModelPaths:
         raise ConfigError("--model_name_or_path is required: a folder or a hub name")
     tokenizer = config.base_model if "base_model" in given else main_name or policy
     reward = find_reward(options, policy)
-    for name in filter(None, (policy, tokenizer, reward, value_name)):
-        outside_hub = name.startswith((".", "/", "~")) or name.count("/") > 1
-        if outside_hub and not Path(name).expanduser().is_dir():
-            raise ConfigError(f"cannot load the model {name!r}: the folder does not exist")
     return ModelPaths(policy=policy, tokenizer=tokenizer, reward=reward)
 
 

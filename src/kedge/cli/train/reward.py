@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from kedge.cli.data import Splits
@@ -12,7 +13,7 @@ from kedge.cli.train.ppo import load_options, load_tokenizer
 from kedge.cli.train.sft import BeforeArguments, build_parser, load_rows, read_step
 from kedge.config.declare import option
 from kedge.errors import ConfigError, DataError
-from kedge.output import lock_output_dir
+from kedge.output import lock_output_dir, share_weights
 from kedge.trl_scripts import get_peft_config
 
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
         return
     from kedge.pretrain.trl import train_reward
 
-    script, config, model = read_step(flags, argv)
+    script, config, model = read_step(flags, argv, scalar=True)
     peft = get_peft_config(model)
     if peft is not None:
         peft.task_type = "SEQ_CLS"  # trains and saves the score head, too
@@ -63,6 +64,7 @@ def main(argv: Sequence[str]) -> None:
             fresh_head=script.fresh_head,
             peft=peft,
         )
+    share_weights(Path(config.output_dir))
     print(f"kedge: the reward model is in {config.output_dir}")
 
 
@@ -98,8 +100,8 @@ def load_scorer(name: str, options: Any) -> Any:
 def load_references(rows: Any, script: RewardArguments) -> list[str] | None:
     """Prompt and reference answer of the first rows, joined into one text per row."""
     name = script.reference_column
-    if name in (None, "none"):
-        return None
+    if name in (None, "none") or {"chosen", "rejected"} - {*rows.column_names}:
+        return None  # what is missing is said for both
     if name not in rows.column_names:
         raise DataError(
             f"--reference_column {name} does not exist; columns: {', '.join(rows.column_names)}"

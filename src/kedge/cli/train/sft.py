@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from kedge.cli.arguments import Parser, read
@@ -12,8 +16,11 @@ from kedge.cli.data import Splits
 from kedge.cli.train.ppo import load_policy, load_tokenizer, resume_point
 from kedge.config.declare import check_fields, option
 from kedge.errors import ConfigError, install_command
-from kedge.output import check_targets, lock_output_dir
+from kedge.ops.cpu.matmul import SLOW_BF16, emulates_bf16
+from kedge.output import check_targets, lock_output_dir, share_weights
 from kedge.trl_scripts import get_peft_config
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -49,11 +56,14 @@ def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
 parser = partial(build_parser, "sft", BeforeArguments)
 
 
-def read_step(parser: Parser, argv: Sequence[str]) -> tuple[Any, Any, Any]:
-    """Parse and check the flags of a step before anything is loaded."""
+def read_step(parser: Parser, argv: Sequence[str], *, scalar: bool = False) -> tuple[Any, Any, Any]:
+    """Parse and check the flags of a step before anything is loaded; ``scalar``: a reward model."""
     import torch
 
+    # TRL's configurations use names that transformers has renamed.
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
     defaults: dict[str, Any] = {"report_to": "none", "logging_steps": 10}  # unlike TRL's
+    defaults["disable_tqdm"] = not sys.stderr.isatty()  # a bar writes a line of 30 kB into a log
     if not torch.cuda.is_available():
         defaults |= {"bf16": False, "dataloader_pin_memory": False}
         if not torch.backends.mps.is_available():
@@ -64,8 +74,10 @@ def read_step(parser: Parser, argv: Sequence[str]) -> tuple[Any, Any, Any]:
             raise ConfigError(f"{parser.prog}: --{name} is required")
     if model.lora_dropout and not model.use_peft:
         raise ConfigError("--lora_dropout needs --use_peft; add it")
+    if config.bf16 and config.use_cpu and emulates_bf16():
+        logger.warning(SLOW_BF16)
     config.resume_from_checkpoint = resume_point(config.resume_from_checkpoint)
-    check_targets(config)
+    check_targets(config, scalar=scalar)
     return arguments, config, model
 
 
@@ -89,4 +101,5 @@ def main(argv: Sequence[str]) -> None:
         policy = load_policy(model.model_name_or_path, model)
         tokenizer = load_tokenizer(model.model_name_or_path, model)
         train_supervised(policy, tokenizer, config, train, test, peft=get_peft_config(model))
+    share_weights(Path(config.output_dir))
     print(f"kedge: the supervised model is in {config.output_dir}")

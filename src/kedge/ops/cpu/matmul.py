@@ -191,6 +191,16 @@ def multiplies_bf16() -> bool:
     return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
+SLOW_BF16 = (
+    "bf16 on this processor is several times slower than float32; leave --bf16 out (bf16=False)"
+)
+
+
+def emulates_bf16() -> bool:
+    """Whether products in bfloat16 are slow here: on x86 without instructions for them."""
+    return platform.machine().lower() in ("x86_64", "amd64") and not multiplies_bf16()
+
+
 def may_run_in_bf16(weight: Tensor) -> bool:
     """Whether products with a weight use native bfloat16 under autocast."""
     low = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"

@@ -16,10 +16,9 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from kedge.algorithms.base import Algorithm
+from kedge.algorithms.base import Algorithm, uniform_rows
 from kedge.errors import RolloutError
 from kedge.loop.seeds import seed_for
-from kedge.math.advantage import group_std
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
 from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling, group_rows
 
@@ -99,27 +98,22 @@ def spare_step(step: int, turn: int, rounds: int) -> int:
     return _FIRST + step * rounds + turn
 
 
-def uniform_rows(sample: Sample) -> Tensor:
-    """The rows int64 [n] of groups whose scores are all equal."""
-    scores, valid = sample.reward_output.scores, sample.reward_output.valid
-    return (~(group_std(scores, sample.rollout.prompts.group, valid) > 0)).nonzero()[:, 0]
-
-
 def resample_uniform_groups(
     sample: Sample,
     *,
     prompts: Callable[[int], PromptBatch],
     draw: Callable[[PromptBatch, int], Sample],
     rounds: int,
+    uniform: Callable[[Rollout, RewardOutput], Tensor] = uniform_rows,
 ) -> Sample:
-    """Replace the groups of a batch whose scores are all equal; their number joins its ``times``.
+    """Replace the groups that ``uniform`` names; their number joins the ``times`` of the batch.
 
     ``prompts`` gives other prompts with the same groups and rows for each of at most ``rounds``
     rounds; ``draw`` samples and scores some of them.
     """
     replaced = 0
     for turn in range(rounds):
-        index = uniform_rows(sample)
+        index = uniform(sample.rollout, sample.reward_output).nonzero()[:, 0]
         if not len(index):
             break
         replaced += len(sample.rollout.prompts.group[index].unique())
@@ -185,6 +179,7 @@ class RolloutCollector:
                     prompts=lambda turn: self._prompts(spare_step(step, turn, rounds), rows),
                     draw=lambda fresh, turn: collect_batch(fresh, f"rollout again {turn}"),
                     rounds=rounds,
+                    uniform=self.algorithm.uniform,
                 )
         return sample
 

@@ -36,7 +36,6 @@ from kedge.rollout.scheduler.collector import (
     PendingSample,
     RewardPool,
     RolloutCollector,
-    uniform_rows,
 )
 from kedge.rollout.scheduler.dispatch import Dispatcher, deal
 from kedge.rollout.scheduler.joining import (
@@ -141,7 +140,7 @@ class RolloutScheduler:
             raise ConfigError(
                 "in_flight_weight_updates=True needs a rollout engine that gets weights while it"
                 f" holds single requests, but {type(rollouts).__name__} does not (vLLM: not with an"
-                " adapter or vllm_sleep, and servers only from 0.32 on); leave it out"
+                " adapter or vllm_sleep, and only from 0.32 on); leave it out"
             )
 
     @contextmanager
@@ -364,8 +363,9 @@ class RolloutScheduler:
         rounds = self.collector.algorithm.resample
         if not rounds or not self._workers[0].slots:
             return []
-        uniform = sample.rollout.prompts.group[uniform_rows(sample)].unique().tolist()
-        return [number for number in uniform if self._prompts.turn(number) < rounds]
+        uniform = self.collector.algorithm.uniform(sample.rollout, sample.reward_output)
+        groups = sample.rollout.prompts.group[uniform].unique().tolist()
+        return [number for number in groups if self._prompts.turn(number) < rounds]
 
     def _take(self, step: int) -> list[list[Sample]] | None:
         """The parts of the sample of ``step`` for each rank, or None to wait."""

@@ -44,6 +44,19 @@ def list_engines(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
     return tuple(getattr(rollouts, "engines", ())) or (rollouts,)
 
 
+def _check_needs_no_receipt(engine: RolloutEngine) -> None:
+    """Refuse None from an engine with separate weights: it may sample from old ones unseen."""
+    if engine.shares_weights or engine.logprob_kind == "none":  # "none": perhaps without weights
+        return
+    name = type(engine).__name__
+    raise SyncError(
+        f"{name}.load_weights must return a kedge.types.Receipt, got None: with"
+        f" shares_weights=False and logprob_kind={engine.logprob_kind!r} it has separate weights,"
+        " and could sample from old ones unseen. Return Receipt(version=version, fingerprint=...),"
+        " with kedge.models.fingerprint.fingerprint() of all weights of the policy that it holds"
+    )
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineWorker:
     """An engine that samples groups.  Its methods are called from one thread at a time."""
@@ -95,7 +108,9 @@ class EngineWorker:
         text = f"{type(self.engine).__name__} loads and verifies version {new.version}"
         with starting(text) if first else nullcontext():
             receipt: Receipt | None = self.engine.load_weights(new.weights, new.version)
-        if receipt is not None:  # otherwise an engine without weights
+        if receipt is None:
+            _check_needs_no_receipt(self.engine)
+        else:
             moved = self.update is not None and new.moves > self.update.moves
             self._verify(receipt, new, moved=moved)
             self._fingerprint = receipt.fingerprint

@@ -114,8 +114,13 @@ class VLLMEngine:
         new = {next(self._keys): request for request in requests}
         keys, results = list(new), dict[int, GenerationResult]()
         while not results.keys() >= set(keys):  # others may be left over from a failed call
-            results |= self._put_held(self.service.serve(new))
-            new = {}
+            answers, new = self.service.serve(new), {}
+            if not answers and not self.service.holds_requests:  # it would be asked for ever
+                raise RolloutError(
+                    f"vLLM has lost {len(set(keys) - {*results})} of {len(keys)} requests; resume"
+                    " the run from its latest checkpoint"
+                )
+            results |= self._put_held(answers)
         return [results[key] for key in keys]
 
     def _put_held(self, results: Mapping[int, GenerationResult]) -> dict[int, GenerationResult]:

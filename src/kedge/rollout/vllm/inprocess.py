@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,12 @@ from torch import distributed as dist
 from kedge.errors import ConfigError, RolloutError, SyncError, install_command
 from kedge.rollout.liveness import starting
 from kedge.rollout.vllm.policy_template import PolicyTemplate
-from kedge.rollout.vllm.service import GenerationRequest, GenerationResult, allowed_matrix
+from kedge.rollout.vllm.service import (
+    GenerationRequest,
+    GenerationResult,
+    allowed_matrix,
+    parse_version,
+)
 from kedge.rollout.vllm.weights import WeightFolder, WeightPayload, max_lora_rank, shared_memory
 
 _SHARED_GPU = 0.3  # fraction of GPU memory if the learner uses it, too; vLLM's default is most
@@ -79,11 +84,9 @@ class InProcess:
             folder.delete()  # all is read, and nothing is left if this process is killed
         _restore_call(spec.meta_model)
         self._adapter: Any = None  # vllm.lora.request.LoRARequest
-        self._loads = 0
         self._version = 0
         self._count = 0  # number of requests so far
-        # by vLLM's request id: key, and the versions of the weights with the first token of each
-        self._held: dict[str, tuple[int, list[tuple[int, int]]]] = {}
+        self._held: dict[str, int] = {}  # vLLM's request id -> key
         self.load(spec.payload(weights), 0)
 
     @contextlib.contextmanager
@@ -107,9 +110,15 @@ class InProcess:
                     break
                 for out in self._llm.llm_engine.step():
                     if out.finished:
-                        key, starts = self._held.pop(out.request_id)
-                        results[key] = _result(out, starts)
+                        results[self._held.pop(out.request_id)] = _result(out, self._version)
+                if self._held and not self._llm.llm_engine.has_unfinished_requests():
+                    raise RolloutError(f"vLLM has lost {len(self._held)} requests; resume the run")
         return results
+
+    @property
+    def holds_requests(self) -> bool:
+        """Whether requests are in flight."""
+        return bool(self._held)
 
     def _add(self, key: int, request: GenerationRequest) -> None:
         from vllm import SamplingParams
@@ -126,7 +135,7 @@ class InProcess:
             self._llm.llm_engine.add_request(name, prompt, params, lora_request=self._adapter)
         except ValueError as error:
             raise RolloutError(f"vLLM rejected a prompt: {error}") from error
-        self._held[name] = key, [(self._version, 0)]
+        self._held[name] = key
 
     def cancel(self) -> None:
         """Drop all requests."""
@@ -168,35 +177,42 @@ class InProcess:
         if not self._llm.reset_prefix_cache() and not self._held:
             raise SyncError("vLLM did not reset its prefix cache: requests are still running")
         self._version = version
-        for state in self._llm.llm_engine.output_processor.request_states.values():
-            _, starts = self._held[state.external_req_id]
-            starts.append((version, state.detokenizer.num_output_tokens()))
+        if self._reports_versions:
+            self._llm.llm_engine.set_weight_version(str(version))
+
+    @property
+    def _reports_versions(self) -> bool:
+        """Whether vLLM reports the version of each token, as it does from 0.32 on."""
+        return hasattr(self._llm.llm_engine, "set_weight_version")
 
     def _add_adapter(self, payload: WeightPayload) -> Any:
         from vllm.lora.request import LoRARequest
 
-        self._loads += 1
         folder = WeightFolder()
         try:
             payload.write(folder.path)
-            lora = LoRARequest(f"adapter-{self._loads}", self._loads, str(folder.path))
-            if self._adapter is not None:
-                self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
-            if not self._llm.llm_engine.add_lora(lora):
+            name = ("adapter", 1, str(folder.path))
+            if not self._llm.llm_engine.add_lora(LoRARequest(*name, load_inplace=True)):
                 raise RuntimeError("the adapter was not added")
         finally:
             folder.delete()  # it is read
-        return lora
+        return LoRARequest(*name)  # with ``load_inplace``, every step would read the file
 
     def version(self) -> int:
-        """Version of the weights that were loaded last."""
-        return self._version
+        """Weights version that vLLM reports; before vLLM 0.32, the version loaded last."""
+        if not self._reports_versions:
+            return self._version
+        return parse_version(self._llm.llm_engine.get_weight_version())
 
     @property
     def abilities(self) -> tuple[int, bool]:
-        """Number of concurrent requests, and whether ``load`` may be called while some run."""
+        """Number of concurrent requests, and whether ``load`` may be called while some run.
+
+        With an adapter it may not: vLLM 0.32 on CPUs cannot score the probe of a weight sync in one
+        step with other requests (``bgmv_shrink`` gets the wrong number of rows).
+        """
         slots = int(self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
-        return slots, self._adapter is None
+        return slots, self._adapter is None and self._reports_versions
 
     def max_length(self) -> int:
         """Longest prompt and response together, in tokens."""
@@ -315,11 +331,11 @@ def _restore_call(meta_model: torch.nn.Module) -> None:
             kind.do_not_compile = True  # type: ignore[attr-defined]
 
 
-def _result(request: Any, starts: Sequence[tuple[int, int]]) -> GenerationResult:
-    """Convert a ``vllm.RequestOutput``; ``starts``: versions, and the first token of each."""
+def _result(request: Any, loaded: int) -> GenerationResult:
+    """Convert a ``vllm.RequestOutput``; before 0.32 its version is that of ``loaded`` weights."""
     output = request.outputs[0]
-    ends = [*(first for _, first in starts[1:]), len(output.token_ids)]
-    counts = [(v, end - first) for (v, first), end in zip(starts, ends, strict=True)]
+    spans = getattr(output, "weight_versions", None) or ()
+    versions = [(parse_version(span.version), span.end - span.start) for span in spans]
     flat = output.logprobs  # per position: the sampled token, then the most likely ones
     allowed = None
     if len(flat.logprobs) > len(flat.start_indices):
@@ -333,7 +349,7 @@ def _result(request: Any, starts: Sequence[tuple[int, int]]) -> GenerationResult
         logprobs=np.array(flat.logprobs, np.float32)[np.array(flat.start_indices, np.int64)],
         allowed=allowed,
         stopped=output.finish_reason == "stop",
-        versions=[(version, count) for version, count in counts if count],
+        versions=versions or [(loaded, len(output.token_ids))],
         prompt_logprobs=tuple(
             at[token].logprob for at, token in zip(scored[1:], tokens[1:], strict=True)
         ),

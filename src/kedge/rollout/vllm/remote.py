@@ -34,6 +34,7 @@ _RESTART = (
     " resume_from_checkpoint=True"
 )
 # Sends a request, and reads its result.
+_PLAIN = {"Accept-Encoding": "identity"}  # a small body may unpack to a huge one
 Send = Callable[[httpx.AsyncClient], Coroutine[Any, Any, GenerationResult]]
 _GENERATE = "/inference/v1/generate"
 _SECONDS = 0.1  # seconds that ``serve`` waits for a result
@@ -53,7 +54,9 @@ class _Background:
 
     def __init__(self, url: str, uds: str | None) -> None:
         transport = httpx.AsyncHTTPTransport(uds=uds, limits=_LIMITS)
-        self._client = httpx.AsyncClient(base_url=url, transport=transport, timeout=None)
+        self._client = httpx.AsyncClient(
+            base_url=url, transport=transport, timeout=None, headers=_PLAIN
+        )
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
@@ -120,7 +123,7 @@ class Remote:
         self._idle_since = math.inf  # time of the first look without requests
         transport = httpx.HTTPTransport(uds=uds, limits=_LIMITS)
         self._client = httpx.Client(
-            base_url=self.url, transport=transport, timeout=self.limits.patience
+            base_url=self.url, transport=transport, timeout=self.limits.patience, headers=_PLAIN
         )
         self._held: dict[int, Future[GenerationResult]] = {}  # requests in flight
         self._heard = 0.0  # time of the last result, or of the first request
@@ -173,6 +176,11 @@ class Remote:
             self.cancel()
             raise
         return {}
+
+    @property
+    def holds_requests(self) -> bool:
+        """Whether requests are in flight."""
+        return bool(self._held)
 
     async def _generate(
         self, request: GenerationRequest, body: dict[str, str], client: httpx.AsyncClient
@@ -331,7 +339,7 @@ class Remote:
     def _request(self, send: Callable[[], httpx.Response]) -> Any:
         try:
             return read_json(self._send(send))
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.DecodingError) as error:
             raise self._gone(error) from error
 
     def _send(self, send: Callable[[], httpx.Response]) -> httpx.Response:
@@ -344,7 +352,7 @@ class Remote:
             time.sleep(pause)
             pause = min(2 * pause, self.limits.heartbeat)
 
-    def _gone(self, error: httpx.TransportError) -> LostServerError:
+    def _gone(self, error: httpx.RequestError) -> LostServerError:
         return LostServerError(f"{self._name} is gone: {error!r}{self._way_out}")
 
 
@@ -355,7 +363,7 @@ def read_json(response: httpx.Response) -> Any:
         raise LostServerError(f"the vLLM server failed at {path}: {text}")
     if response.status_code >= 400:
         raise RolloutError(f"the vLLM server rejected {path}: {text}")
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         return response.json()
     return None
 
@@ -378,7 +386,7 @@ def _reading(path: str) -> Iterator[None]:
     """Context for reading an answer of vLLM; anything else is an error that names the path."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise RolloutError(
             f"the vLLM server's answer to {path} is not what vLLM returns"
             f" ({type(error).__name__}: {error}); is there a proxy in between?"
@@ -390,15 +398,17 @@ def _parse_choice(choice: dict[str, Any], loaded: int) -> GenerationResult:
         (parse_version(span["version"]), span["end"] - span["start"])
         for span in choice.get("weight_versions") or ()
     ]
-    content = choice["logprobs"]["content"]
+    content, ids = choice["logprobs"]["content"], choice["token_ids"]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ValueError(f"token_ids {str(ids)[:80]}")
     # ``top_logprobs`` begins with the sampled token, even if it is not among the most likely.
     tops = [[(_token_id(x), x["logprob"]) for x in at["top_logprobs"]] for at in content]
     return GenerationResult(
-        tokens=np.array(choice["token_ids"], np.int32),
+        tokens=np.array(ids, np.int32),
         logprobs=np.array([at["logprob"] for at in content], np.float32),
         allowed=allowed_matrix(tops) if max(map(len, tops)) > 1 else None,
         stopped=choice["finish_reason"] == "stop",
-        versions=versions or [(loaded, len(choice["token_ids"]))],
+        versions=versions or [(loaded, len(ids))],
     )
 
 

@@ -122,6 +122,11 @@ class Server(Remote):
         self._tries = 0 if results else self._tries
         return results
 
+    @property
+    def holds_requests(self) -> bool:
+        """Whether requests are in flight, or to be sent again after a restart."""
+        return bool(self._held or self._unfinished)
+
     def cancel(self) -> None:
         """Drop all requests."""
         super().cancel()
@@ -166,7 +171,7 @@ class Server(Remote):
             ) from error
         logger.warning("%s; restarting it with version %d", error, self._version)
         self.restarts += 1
-        self._process.kill()
+        self._process.stop()
         super().cancel()  # ``serve`` sends the requests again
         with self._without_restarts():
             self._start()
@@ -191,7 +196,7 @@ class Server(Remote):
                 if late or not self._process.alive:
                     outcome = f"was not ready within {self.limits.start:g} s" if late else "exited"
                     log = self._process.log_tail()
-                    self._process.kill()
+                    self._process.stop()
                     raise ConfigError(
                         f"the vLLM server {outcome}; check worker_start_timeout, vllm_engine_args"
                         f" and vllm_python. End of its log:\n{log}"
@@ -269,22 +274,13 @@ class Process:
         if self._finalizer is not None:
             self._finalizer()
 
-    def kill(self) -> None:
-        """Kill the command immediately."""
-        if self._running is not None:
-            _kill(self._running)
-
 
 def _terminate(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE + 5)
-    _kill(process)  # kills what is left of the group if the guard itself was killed
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
+        process.wait(2 * _GRACE + 5)
+    with contextlib.suppress(ProcessLookupError):  # what is left if the guard itself was killed
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

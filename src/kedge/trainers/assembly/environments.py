@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kedge.background import CallThread
+from kedge.chat_template import TOOLS, template_options
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import read_mapping
+from kedge.data import DatasetPrompts
 from kedge.data.encode import SOURCES, read_table
 from kedge.environments import (
     EnvironmentRollouts,
@@ -18,9 +21,11 @@ from kedge.environments import (
     tool_environments,
 )
 from kedge.environments.episode import check_turn_tokens
+from kedge.environments.pool import Calls, close_all
 from kedge.environments.turn_tokens import TurnTokens
-from kedge.errors import ConfigError
-from kedge.protocols import RolloutEngine
+from kedge.errors import ConfigError, DataError
+from kedge.models.compatibility import vocabulary
+from kedge.protocols import PromptSource, RolloutEngine
 from kedge.rewards.build import as_list, load_module
 from kedge.trainers.assembly.setup import Setup
 from kedge.trainers.spec import TrainerInputs
@@ -54,7 +59,34 @@ def check_conversations(setup: Setup) -> None:
             f" {prompts.report.truncated} of them; raise max_prompt_length, or drop them"
         )
     first = prompts.batch(0).rows(slice(0, 1))
-    tokens.conversation(first.columns["prompt"][0], first.ids[0][first.mask[0]].tolist())
+    template = template_options({name: values[0] for name, values in first.columns.items()})
+    tools, ids = template.pop(TOOLS, None), first.ids[0][first.mask[0]].tolist()
+    tokens.variant(template).conversation(first.columns["prompt"][0], ids, tools=tools)
+
+
+def check_columns(setup: Setup, make: Make, prompts: Iterable[PromptSource]) -> None:
+    """Check the columns that choose environments and show tools, in every row.
+
+    Raises:
+        DataError: naming the row.
+    """
+    given = setup.inputs.tools or setup.inputs.environment_factory
+    for source in prompts:
+        if not isinstance(source, DatasetPrompts):
+            continue
+        for row, tools in source.values(TOOLS) if given and TOOLS in source.columns else ():
+            if tools:
+                raise DataError(
+                    f"column {TOOLS!r}, row {row}: the policy would read these tools, but can call"
+                    " those of tools= and environment_factory= alone; remove or rename the column"
+                )
+        known = [*make] if isinstance(make, Mapping) else []
+        for row, name in source.values("environment") if known else ():
+            if name not in known:
+                raise DataError(
+                    f"column 'environment', row {row}: must name one of"
+                    f" {', '.join(map(str, known))}, got {name!r}; fix the row"
+                )
 
 
 def play_in(
@@ -83,7 +115,7 @@ def environments_to_play(
     The dataset has prompts or columns for ``reset``; None: the environment gives the prompts.
     """
     check_turns_end(sampling, args)
-    make = _factory(args.environment, args)
+    make = load_environment(args.environment, args)
     if dataset is None and isinstance(make, Mapping):
         raise ConfigError("several environments need prompts with a column 'environment'")
     rows = [{"prompt": _EMPTY}] if dataset is None else add_prompts(dataset)
@@ -115,7 +147,12 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
                 f"rollout_func samples with the weights that are being trained, so max_lag must be"
                 f" 0, got {args.max_lag}"
             )
-        engine = FunctionRollouts(inputs.rollout_func, lambda: inputs.trainer, pad_id=0)
+        engine = FunctionRollouts(
+            inputs.rollout_func,
+            lambda: inputs.trainer,
+            pad_id=0,
+            vocabulary=lambda: vocabulary(inputs.trainer.model),
+        )
         return replace(inputs, rollout_engine=engine), None
     scored = True
     if inputs.tools or inputs.environment_factory:
@@ -125,12 +162,14 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
             max_iterations=args.max_tool_calling_iterations,
         )
         # Make one of each kind, to check its tools.
-        made = [factory() for factory in (make.values() if isinstance(make, Mapping) else [make])]
-        scored = any(environment.gives_rewards for environment in made)
-        for environment in made:
-            environment.close()
+        made = []
+        for factory in make.values() if isinstance(make, Mapping) else [make]:
+            thread = CallThread("environment")  # what is made there may have to be closed there
+            made.append((thread.start(factory).result(), thread))
+        scored = any(environment.gives_rewards for environment, _ in made)
+        close_all(made, Calls(timeout=args.environment_timeout))
     else:
-        make = _factory(inputs.environment or args.environment, args)
+        make = load_environment(inputs.environment or args.environment, args)
     rewards, models = as_list(inputs.reward_funcs), as_list(inputs.reward_model)
     if not (scored or rewards or models):
         raise ConfigError(
@@ -150,7 +189,7 @@ def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Make | None
     return changed, make
 
 
-def _factory(environment: Any, args: EnvironmentArguments) -> Make:
+def load_environment(environment: Any, args: EnvironmentArguments) -> Make:
     """A function that makes environments, from a class, function, name, or mapping of them."""
     kwargs = read_mapping(args.environment_kwargs)
     if isinstance(environment, Mapping):

@@ -32,6 +32,7 @@ from kedge.learner.settings import LearnerSettings
 from kedge.models.compatibility import (
     check_length,
     check_no_shared_weights,
+    check_saving,
     check_vocabulary,
     positions,
     vocabulary,
@@ -46,7 +47,7 @@ from kedge.models.freezing import (
 from kedge.models.load import load_policy
 from kedge.models.model import causal_parts, in_float32
 from kedge.models.peft import drop_adapters, with_adapter
-from kedge.models.shared_base import AdapterRewardModel, copy_adapter, value_adapter
+from kedge.models.shared_base import AdapterRewardModel, changes_base, copy_adapter, value_adapter
 from kedge.models.value_head import (
     HEAD_FILE,
     ScalarModel,
@@ -186,15 +187,27 @@ class ModelStage:
         """Build the reference; also returns whether it equals the initial policy."""
         inputs, adapter = self.setup.inputs, self.setup.args.ref_adapter_name
         remote = self.setup.args.ray_ref_workers > 0
+        if getattr(self.setup.args, "sync_ref_model", False):
+            problems = {
+                "there is none; set beta above 0": not self.setup.algorithm.needs_reference,
+                "ray_ref_workers have it; set ray_ref_workers=0": remote,
+                "an adapter shares its base with it": hasattr(policy, "peft_config"),
+            }
+            for problem in [text for text, applies in problems.items() if applies]:
+                raise ConfigError(
+                    f"sync_ref_model=True moves the reference, but {problem}, or leave it out"
+                )
         if remote or not self.setup.algorithm.needs_reference:
             return None, remote and inputs.ref_model is None
         if inputs.ref_model is not None:
             reference = load_policy(inputs.ref_model, **self.loading)
             check_no_shared_weights({"model": policy}, {"ref_model": reference})
             return FrozenModel(reference), False
-        if hasattr(policy, "peft_config") and (adapter or inputs.peft_config is not None):
+        config: Any = inputs.peft_config
+        starts_at_base = config is not None and not changes_base(config)
+        if hasattr(policy, "peft_config") and (adapter or starts_at_base):
             return AdapterReference(policy, adapter), adapter is None
-        if hasattr(policy, "peft_config"):  # a policy with a new adapter equals its base
+        if hasattr(policy, "peft_config"):
             trained = copy_adapter(policy)
             if trained is not None:
                 return AdapterReference(policy, trained), True
@@ -318,10 +331,10 @@ def _check_adapter(policy: Any, adapter: str | None) -> None:
 
 
 def check_models(models: Models, setup: Setup) -> None:
-    """Check vocabularies, context lengths, and that frozen and trained models share no weights."""
+    """Check saving, vocabularies, context lengths, and that frozen models share no weights."""
     inputs, args = setup.inputs, setup.args
     all_models = {"the policy": models.policy}
-    trained = {"model": models.policy}
+    trained: dict[str, Any] = {"model": models.policy}
     if isinstance(models.value, ScalarModel):
         all_models["the value model"] = trained["value_model"] = models.value.model
         check_no_shared_weights({"model": models.policy}, {"value_model": models.value.model})
@@ -331,6 +344,7 @@ def check_models(models: Models, setup: Setup) -> None:
     for reward in (*as_list(inputs.reward_model), *as_list(inputs.reward_funcs)):
         if isinstance(reward, nn.Module):
             check_no_shared_weights(trained, {"reward_model": reward})
+    check_saving(trained | {"processing_class": setup.tokenizer})
     known = vocabulary(models.policy)
     if known is not None:
         check_vocabulary(all_models, tokens=min(len(setup.tokenizer), known))
@@ -398,6 +412,9 @@ class LearnerStage:
             allow_low_precision_weights=args.allow_low_precision_weights,
             entropy_grad=bool(args.entropy_coef) or args.use_adaptive_entropy,
             cache_trunk=args.cache_trunk,
+            reference_sync_steps=getattr(args, "sync_ref_model", False)
+            and args.ref_model_sync_steps,
+            reference_mixup=getattr(args, "ref_model_mixup_alpha", 0.6),
         )
 
     def _build_remote_reference(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig, fields_of
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import default_of, read_mapping
@@ -32,6 +33,7 @@ from kedge.math.ratios import Correction
 from kedge.math.running import RunningMoments
 from kedge.models.compatibility import vocabulary
 from kedge.models.load import without_weights
+from kedge.ops.cpu.matmul import SLOW_BF16, emulates_bf16
 from kedge.protocols import RewardSource, RolloutEngine
 from kedge.rewards import check_sources, reward_source
 from kedge.rewards.build import as_list
@@ -40,6 +42,7 @@ from kedge.trainers.assembly.setup import Setup, build_setup, pick_tokenizer, tr
 from kedge.trainers.hf_callbacks import Callbacks, launch_context, own_callbacks
 from kedge.trainers.run import Run, recording_fingerprint
 from kedge.trainers.spec import TrainerInputs, shared_kwargs
+from kedge.types import Sampling
 
 if TYPE_CHECKING:
     from kedge.checkpoint.replay import RolloutReplay
@@ -70,7 +73,7 @@ MODES: dict[str, tuple[Level, Kind]] = {
 
 def assemble_run(inputs: TrainerInputs) -> Run:
     """Build everything a run needs; all options are checked before any weights are loaded."""
-    make_environment, args = None, inputs.args
+    make_environment, check_prompts, args = None, None, inputs.args
     if any((inputs.tools, inputs.environment_factory, inputs.rollout_func)) or any(
         x is not None for x in (inputs.environment, args.environment, args.environment_kwargs)
     ):
@@ -86,10 +89,12 @@ def assemble_run(inputs: TrainerInputs) -> Run:
     setup = build_setup(inputs)
     if make_environment is not None:
         environments.check_turns_end(setup.sampling, args)
+        check_prompts = partial(environments.check_columns, setup, make_environment)
+        check_prompts([setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)])
         if args.drop_reasoning:
             environments.check_conversations(setup)
     models = ModelStage(setup)
-    reward = RewardStage(setup)
+    reward = RewardStage(setup, plays=make_environment is not None)
     learner = LearnerStage(setup)
     rollout = RolloutStage(setup)
     callbacks = build_callbacks(setup)
@@ -116,6 +121,8 @@ def assemble_run(inputs: TrainerInputs) -> Run:
             pad_id=setup.pad_id,
             extra_column=setup.algorithm.extra_column,
             context=loaded.context(args),
+            vocabulary=vocabulary(loaded.policy),
+            keep_environments=getattr(reward_source, "reads_environments", False),
         )
     engine = build_engine(setup, reward_source, hf_learner, rollout_engine, rollout)
     callbacks.watch(hf_learner.optimizer, hf_learner.scheduler)
@@ -127,6 +134,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
         callbacks=callbacks,
         eval_sets=setup.eval_sets,
         tokenizer=setup.tokenizer,
+        check_prompts=check_prompts,
         fresh_reference=loaded.fresh_reference,
         metric_names=inputs.spec.metric_names(args, engine),
     )
@@ -202,6 +210,8 @@ def advise(
     Defaults that come from other libraries stay, so that a moved script trains as before.  With
     ``plays`` the policy plays in environments.
     """
+    if args.bf16 and args.device.type == "cpu" and emulates_bf16():
+        yield SLOW_BF16
     batch_size = sizes.batch_size
     weights = sum(p.numel() for p in policy.parameters())
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
@@ -259,9 +269,11 @@ def advise(
 class RewardStage:
     """Reward models, functions and penalties, combined into one reward source."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, *, plays: bool) -> None:
         inputs = setup.inputs
         args, own = setup.args, inputs.reward_weights
+        # Environments live in this process, reward workers do not.
+        self._environments = ["environments"] if plays and not args.ray_reward_workers else []
         self.setup, self.weights = setup, args.reward_weights if own is None else own
         check_sources(
             self._reward_models(args.reward_adapter),
@@ -291,13 +303,16 @@ class RewardStage:
     def _columns(self) -> list[str] | None:
         """Columns that reward functions can read; None if a rollout function adds others."""
         setup = self.setup
-        return None if setup.inputs.rollout_func is not None else setup.prompts.columns
+        if setup.inputs.rollout_func is not None:
+            return None
+        return [*setup.prompts.columns, *self._environments]
 
     def build(self, models: Models, trainer_state: Callable[[], object]) -> RewardSource:
         """Load the reward models, here or in workers."""
         setup, inputs, args = self.setup, self.setup.inputs, self.setup.args
         mixture = shared_kwargs(args, reward_source) | {
             "policy_tokenizer": setup.tokenizer,
+            "ends": setup.sampling.stop_ids,
             "weights": self.weights,
             "tokenizers": inputs.reward_processing_classes,
         }
@@ -308,6 +323,11 @@ class RewardStage:
             "autocast": setup.dtype,
             "policy_vocab_size": min(tokens, vocabulary(models.policy) or tokens),
         }
+        if isinstance(args, AsyncPPOConfig):  # as open-instruct's
+            model_options["equal_vocabulary"] = vocabulary(models.policy)
+        kinds = type(inputs.trainer).__mro__
+        if any("train" in vars(kind) for kind in kinds if not kind.__module__.startswith("kedge.")):
+            model_options["check_labels"] = False  # its own loop may read another number
         function_options: dict[str, Any] = {
             "on_error": args.on_reward_error,
             "error_score": args.reward_error_score,
@@ -373,6 +393,7 @@ class RolloutStage:
             engine=type(ready).__name__,
             vllm=self.spec.vllm,
             logprobs="sampled" if ready is None else ready.logprob_kind,
+            sampling=setup.sampling,
         )
 
     def build(self, learner: HFLearner, models: Models) -> RolloutEngine:
@@ -449,17 +470,29 @@ class RolloutStage:
             )
 
 
-def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Correction | None:
+def build_correction(
+    args: Any, *, engine: str, vllm: bool, logprobs: str, sampling: Sampling
+) -> Correction | None:
     """The correction that a run uses, or None; logged if it is on by default.
 
     Explicit options act at every lag: ``sampler_correction*``, or TRL's
     ``vllm_importance_sampling_*`` where vLLM samples.  Unset, weights per token truncated at 2 are
     on with vLLM, from ``max_lag=2``, and in flight.  ``engine`` is a name for messages, and
-    ``logprobs`` its ``RolloutEngine.logprob_kind``.
+    ``logprobs`` its ``RolloutEngine.logprob_kind``, with these ``sampling`` parameters.
     """
     asked, correction = _asked_correction(args, vllm=vllm)
     recorded = logprobs != "none"
     in_flight = args.in_flight_weight_updates  # tokens may be older than max_lag
+    needed = correction is not None or args.max_lag > 0 or in_flight
+    if needed and logprobs == "raw" and sampling.changes_logprobs:
+        option = asked[0] if correction is not None else "max_lag"
+        raise ConfigError(
+            f"{option}={getattr(args, option)!r} needs log-probabilities of the distribution that"
+            f" {engine} samples from, but it records those of the model (logprob_kind='raw')"
+            " without temperature, top_k, top_p, min_p and min_new_tokens; record the former"
+            " (logprob_kind='sampled'), set temperature=1 without the others, or set max_lag=0"
+            " without a correction"
+        )
     if not asked and recorded and (vllm or in_flight or args.max_lag >= 2):
         correction = Correction()
         logger.warning(
@@ -473,11 +506,6 @@ def build_correction(args: Any, *, engine: str, vllm: bool, logprobs: str) -> Co
             "max_lag=%d trains on samples of older weights, but %s records no log-probabilities:"
             " the loss does not correct for stale samples",
             *(args.max_lag, engine),
-        )
-    if correction is not None and correction.kind == "ratio" and logprobs == "raw":
-        raise ConfigError(
-            f"sampler_correction='ratio' needs log-probabilities of the distribution that {engine}"
-            " samples from, but it records those of the model without temperature; leave it unset"
         )
     if correction is not None and not recorded:
         raise ConfigError(

@@ -97,7 +97,11 @@ def build_setup(inputs: TrainerInputs) -> Setup:
     )
     sampling = build_sampling(args, eos_ids)
     algorithm = inputs.spec.build_algorithm(
-        args, inputs.algorithm, ref_model=inputs.ref_model, value_model=inputs.value_model
+        args,
+        inputs.algorithm,
+        ref_model=inputs.ref_model,
+        value_model=inputs.value_model,
+        reward_weights=inputs.reward_weights,
     )
     prompts, sizes = build_prompts(
         inputs.train_dataset,
@@ -116,8 +120,10 @@ def build_setup(inputs: TrainerInputs) -> Setup:
     for name, size in sizes.derived().items():
         if getattr(args, name) not in (None, size):
             raise ConfigError(
-                f"{name}={getattr(args, name)} must be {size}, as the other sizes imply; leave it"
-                " unset"
+                f"{name}={getattr(args, name)} must be {size}, as the other sizes imply"
+                f" (per_device_train_batch_size={args.per_device_train_batch_size},"
+                f" gradient_accumulation_steps={args.gradient_accumulation_steps}, ...); change"
+                " those and leave it unset"
             )
         setattr(args, name, size)  # only in the trainer's copy
     return Setup(

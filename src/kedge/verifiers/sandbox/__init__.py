@@ -128,7 +128,8 @@ class Sandbox:
         ``solution``), and ``entry_point`` as ``candidate``.  ``check(candidate)``, functions
         ``test_*`` and classes of unittest that a test defines are called.  Arguments and results
         must have types of the standard library or be instances of the solution's classes created
-        by the tests; those support no arithmetic and compare by identity.
+        by the tests.  Operators and truth of such an instance are those of the solution's class, so
+        tests of numbers should compare with ``==`` or convert: ``abs(float(f(2)) - 4) < 1``.
 
         Args:
             code: source of the solution, a module.

@@ -209,6 +209,7 @@ def run_solution(job: dict[str, Any], requests: int, answers: int) -> int:
 
 def run_code(code: str, module: types.ModuleType) -> BaseException | None:
     """Run code in a module; returns the exception, or None on success."""
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # what Python started without `site` lacks
     try:
         exec(compile(code, "<solution>", "exec"), module.__dict__)
     except SystemExit as error:
@@ -249,13 +250,16 @@ def run_tests(checks: dict[str, Any], requests: int, answers: int) -> None:
             return
         remote.untestable = ""
         problem = run_test(body, space, remote)
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        used = remote.calls > 0 or bool(first["values"].keys() & names)
+        if problem is None and not used and first["errors"].keys() & names:
+            problem = "the solution defines an exception where the test expects a function"
         line: dict[str, Any] = {"test": number, "passed": problem is None}
         if problem is not None:
             line |= {"error": problem} | ({"untestable": True} if remote.untestable else {})
         report(line)
         if problem == DIED:
             return
-        used = remote.calls > 0 or first["values"].keys() & set(body.co_names)
         idle = idle and problem is None and not used
     if idle:
         report({"broken": NO_CALL})
