@@ -68,8 +68,9 @@ def draw_curves() -> Callable[..., Path | None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _keyboard() -> None:
-    """Ctrl-C means what it does at a terminal: shells make background jobs deaf to it."""
+    """Ctrl-C and SIGHUP mean what they do at a terminal: background jobs are deaf to them."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -29,7 +29,8 @@ _QUERY = re.compile(r"([?&]([\w.-]+)=)([^&\s#'\"]+)")
 _FIELD = re.compile(r"""(["']?)([\w.-]+)\1\s*[:=]\s*(?:"([^"]*)"|'([^']*)'|([^\s"',}&]+))""")
 # What services issue, under whatever name, and the word after `Bearer`.
 _ISSUED = re.compile(
-    r"\b(?:(?:sk-|hf_|ghp_|github_pat_|glpat-|xox[abp]-|AKIA)[\w-]{12,}|(?<=bearer )[^\s\"']{8,})",
+    r"\b(?:sk-(?=\S*\d)[\w-]{16,}|(?:hf_|ghp_)[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+    r"|(?:glpat-|xox[abp]-)[\w-]{12,}|AKIA[A-Z0-9]{12,})|(?<=bearer )[^\s\"']{8,}",
     re.IGNORECASE,
 )
 
@@ -71,12 +72,26 @@ def redact(value: Any, blank: Callable[[Any], str] = lambda _: BLANK, *, free: b
         return {
             name: blank(item)
             if name in hidden
-            else redact(item, blank, free=free or _FREE.fullmatch(str(name)) is not None)
+            else redact(
+                _parsed(item) if _FREE.fullmatch(str(name)) else item,
+                blank,
+                free=free or _FREE.fullmatch(str(name)) is not None,
+            )
             for name, item in value.items()
         }
     if type(value) in (list, tuple):
         return type(value)(redact(item, blank, free=free) for item in value)
     return value
+
+
+def _parsed(item: Any) -> Any:
+    """The mapping that JSON text stands for, as the option it is given for reads it."""
+    if not (isinstance(item, str) and item.lstrip().startswith("{")):
+        return item
+    try:
+        return json.loads(item)
+    except (ValueError, RecursionError):
+        return item
 
 
 def digest(value: Any) -> str:

@@ -80,7 +80,7 @@ class ModelConfig:
     trust_remote_code: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        given = {self.dtype, self.torch_dtype or self.dtype} - {ModelConfig.dtype}
+        given = {self.dtype, self.torch_dtype or self.dtype} - {type(self).dtype}
         if len(given) > 1:
             raise ConfigError(
                 f"torch_dtype={self.torch_dtype!r} is another name of dtype, but"

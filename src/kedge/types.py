@@ -129,7 +129,8 @@ class Episodes(Record):
     rewards: Tensor  # float64 [B, R]; reward of each turn, at its last token
     valid: Tensor  # bool [B]; False: the environment failed, the row is not trained on
     # Per row: "observations", the chat messages between two turns; "metrics" that the environment
-    # reported; "error", why it failed; "totals", all metrics as (sum, count); LEASES.
+    # reported; "error", why it failed; "totals", all metrics as (sum, count); LEASES, the
+    # environments themselves until they are scored.
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
@@ -179,7 +180,7 @@ class RewardOutput(Record):
     valid: Tensor  # bool [B]; False: not scored, excluded from training
     components: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [B], NaN: n/a
     # float64 [B, R]; added to the score at the last token, from which they move parts of it to
-    # earlier tokens; they sum to 0
+    # earlier tokens; those of a trainer's mixture sum to 0, a source's own need not
     token_rewards: Tensor | None = rows_field(absent="fill", default=None)
     # float32 [B]; score of the greedy response to the same prompt
     greedy_scores: Tensor | None = rows_field(absent="drop", default=None)

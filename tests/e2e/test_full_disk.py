@@ -24,9 +24,29 @@ FULL = Path("/dev/full")  # every write to it fails with ENOSPC
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full on this system")
 
 
+NO_ROOM: set[Path] = set()  # files that are opened as /dev/full
+
+
+@pytest.fixture(autouse=True)
+def _no_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    opened = Path.open
+
+    def open_full(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if self in NO_ROOM:
+            return opened(FULL, "w", **options)
+        return opened(self, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_full)
+    yield
+    NO_ROOM.clear()
+
+
 def full(file: Path) -> None:
     """Whatever is written to this file finds no room."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".part":
+        NO_ROOM.add(file)
+        return
     file.unlink(missing_ok=True)
     file.symlink_to(FULL)
 

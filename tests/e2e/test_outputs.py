@@ -35,8 +35,10 @@ class Keyed(Echo):
         super().__init__()
 
 
-def test_no_file_of_a_run_holds_a_key_of_an_environment(tmp_path: Path) -> None:
-    options = {"environment": Keyed, "environment_kwargs": CANARIES, "save_strategy": "steps"}
+@pytest.mark.parametrize("form", [dict, json.dumps])
+def test_no_file_of_a_run_holds_a_key_of_an_environment(form: Any, tmp_path: Path) -> None:
+    options = {"environment": Keyed, "environment_kwargs": form(CANARIES)}
+    options |= {"save_strategy": "steps"}
     played(output_dir=str(tmp_path), save_steps=1, report_to="none", **options).train()
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert len(files) > 10

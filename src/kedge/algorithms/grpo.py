@@ -176,7 +176,13 @@ def decouple_rewards(algorithm: Algorithm, weights: Sequence[float] | None = Non
     """The algorithm with the advantages of ``kedge.math.advantage.normalize_then_sum`` (GDPO)."""
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
-        rewards = [*e.reward_output.components.values()]
+        parts = e.reward_output.components
+        rewards, split = [*parts.values()], [name for name in parts if "/" in name]
+        if split or len(rewards) != len(weights or rewards):
+            raise ValueError(
+                "multi_objective_aggregation='normalize_then_sum' needs one score per reward, got"
+                f" {', '.join(parts)}; pass the parts of a reward as rewards of their own"
+            )
         advantages = normalize_then_sum(
             rewards,
             [1.0] * len(rewards) if weights is None else weights,

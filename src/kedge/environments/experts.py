@@ -44,7 +44,7 @@ def expert_episodes(
         max_turns: longer episodes are cut off after this many turns.
 
     Raises:
-        ConfigError: the environment has no expert, or ``noise`` cannot be had.
+        ConfigError: the environment has no expert, or no ``random_action`` for ``noise``.
         RolloutError: a method failed, or returned something that environments may not return.
     """
     if not 0 <= noise <= 1:

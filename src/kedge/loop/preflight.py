@@ -71,7 +71,7 @@ def preflight(
     )
     model_outputs = compute(replace(rollout, behavior_logprobs=None))
     mask = rollout.loss_mask & reward_output.valid[:, None]
-    check_finite_outputs(model_outputs, mask)
+    check_finite_outputs(model_outputs, mask, error=PreflightError)
     if rollout.behavior_logprobs is not None and engine.logprob_kind == "sampled":
         _check_gap(
             rollout.behavior_logprobs,

@@ -251,7 +251,9 @@ def _check_scores(reward_output: RewardOutput) -> None:
         )
 
 
-def check_finite_outputs(model_outputs: ModelOutputs, mask: Tensor) -> None:
+def check_finite_outputs(
+    model_outputs: ModelOutputs, mask: Tensor, *, error: type[KedgeError] = KedgeError
+) -> None:
     """Name the model whose output for a token of ``mask`` is NaN or infinite."""
     outputs = {
         "the policy": model_outputs.logprobs,
@@ -262,10 +264,10 @@ def check_finite_outputs(model_outputs: ModelOutputs, mask: Tensor) -> None:
         bad = [] if x is None else (mask & ~x.isfinite()).nonzero().tolist()
         if x is not None and bad:
             row, column = bad[0]
-            raise KedgeError(
+            raise error(
                 f"{name} returns {float(x[row, column])} for token {column} of row {row}: its"
-                " weights are not finite, or overflow in this precision; lower the learning rate,"
-                " and resume from an earlier checkpoint"
+                " weights are not finite, or overflow in this precision; check the weights"
+                " that it was loaded from, or lower the learning rate and resume"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +16,7 @@ import torch
 from huggingface_hub import constants, get_session
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from kedge.errors import ConfigError, install_command
@@ -138,14 +140,22 @@ def configuration_source(source: str, revision: str | None = None) -> tuple[str,
 
 @contextmanager
 def without_loading_report() -> Iterator[None]:
-    """Context without transformers' table of weights, for loaders that check them themselves."""
+    """Context without transformers' table of weights, for loaders that check them themselves.
+
+    In a log, without its bar, too.
+    """
     logger = logging.getLogger("transformers.modeling_utils")
     # leave the level: transformers reads it, and warns of layers that are not sharded
     logger.addFilter(_is_error)
+    hides = transformers_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hides:
+        transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         logger.removeFilter(_is_error)
+        if hides:
+            transformers_logging.enable_progress_bar()
 
 
 def _is_error(record: logging.LogRecord) -> bool:

@@ -88,9 +88,9 @@ class Run(Hooks):
     callbacks: Callbacks
     eval_sets: list[EvalSet]
     tokenizer: Any
-    check_prompts: Callable[[list[Any]], None] | None  # of environments; others check none
     fresh_reference: bool  # the reference is the initial policy, so that the KL starts at 0
     metric_names: MetricNames
+    check_prompts: Callable[[list[Any]], None] | None = None  # columns that environments read
     best_effort: BestEffortWriter = field(default_factory=BestEffortWriter)
     clock: Callable[[], float] = time.perf_counter
     shutdown: GracefulShutdown = field(default_factory=GracefulShutdown)
