@@ -149,7 +149,7 @@ def add_to_record(file: Path, credit: str, seed: int) -> None:
     record = json.loads(RECORD.read_text()) if RECORD.is_file() else {"runs": {}}
     run = {name: [round(x, 4) for x in result[name]] for name in ("scores", "kl")}
     record["runs"].setdefault(credit, {})[str(seed)] = run | {"cpu": result["cpu"]}
-    RECORD.write_text(json.dumps(record, indent=None, separators=(",", ":"), sort_keys=True) + "\n")
+    RECORD.write_text(json.dumps(record, indent=None, separators=(",", ":")) + "\n")
 
 
 def table(runs: dict[str, Any]) -> str:
