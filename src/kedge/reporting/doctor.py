@@ -15,7 +15,9 @@ from statistics import correlation, fmean, median
 from kedge.reporting.log import RunLog, responses_per_batch, score_change
 
 MIN_ROWS = 4  # minimum rows for a trend
-FAR = 0.1  # approximate KL of an iteration, nats per token; of solved runs that stay so, 0.1 at most
+FAR = (
+    0.1  # approximate KL of an iteration, nats per token; of solved runs that stay so, 0.1 at most
+)
 
 
 @dataclass(frozen=True, slots=True)
