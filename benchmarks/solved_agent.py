@@ -37,7 +37,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from kedge import PPOTrainer
+from kedge import PPOConfig, PPOTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "agent"))
 from agent import METHODS, Sizes, Task, supervise, train
@@ -88,6 +88,25 @@ def key(color: str) -> str:
     return KEYS[COLORS.index(color)]
 
 
+# A separate value model with a rate of its own, and nothing decays: the hard case.
+COPY = {"value_source": "copy", "value_learning_rate": 2e-3, "lr_scheduler_type": "constant"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "copy": {},
+    "copy, rate 2e-4": {"learning_rate": 2e-4},
+    "copy, 2 optimizer steps": {"num_ppo_epochs": 1, "num_mini_batches": 2},
+    "copy, norm 0.1": {"max_grad_norm": 0.1},
+    "copy, beta2 0.95": {"adam_beta2": 0.95},
+    "copy, turns": {"credit": "turn"},
+    "copy, no whitening": {"whiten_advantages": False},
+    "copy, dual clip 3": {"dual_clip": 3.0},
+    "copy, linear decay": {"lr_scheduler_type": "linear"},
+    "copy, value rate of the policy": {"value_learning_rate": 5e-4},
+    "copy, value warm-up": {"value_warmup_steps": 4},
+}
+for _name, _options in VARIANTS.items():
+    METHODS[f"PPO, {_name}"] = (PPOTrainer, PPOConfig, COPY | _options)
+RECORD = Path(__file__).parent / "records" / "solved_agent.json"
+
 TASK = Task(Gates, {}, TURNS, 6, 128, noise=0.45, epochs=4)
 
 
@@ -96,6 +115,7 @@ class StopAfter(TrainerCallback):
 
     def __init__(self) -> None:
         self.scores: list[float] = []
+        self.kl: list[float] = []  # approximate, nats per token
         self.solved: int | None = None  # index of the first solved batch
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -103,6 +123,7 @@ class StopAfter(TrainerCallback):
         if "objective/scores" not in (logs or {}):
             return
         self.scores.append(logs["objective/scores"])
+        self.kl.append(logs["policy/approxkl_avg"])
         if self.solved is None and self.scores[-1] >= 0.98:
             self.solved = len(self.scores) - 1
         if self.solved is not None and len(self.scores) > self.solved + AFTER:
@@ -118,7 +139,33 @@ class StopAfter(TrainerCallback):
             "worst": min(after, default=None),
             "last": self.scores[-1],
             "scores": self.scores,
+            "kl": self.kl,
         }
+
+
+def add_to_record(file: Path, credit: str, seed: int) -> None:
+    """Keep the curve of a run in the record."""
+    result = json.loads(file.read_text())
+    record = json.loads(RECORD.read_text()) if RECORD.is_file() else {"runs": {}}
+    run = {name: [round(x, 4) for x in result[name]] for name in ("scores", "kl")}
+    record["runs"].setdefault(credit, {})[str(seed)] = run | {"cpu": result["cpu"]}
+    RECORD.write_text(json.dumps(record, indent=None, separators=(",", ":")) + "\n")
+
+
+def table(runs: dict[str, Any]) -> str:
+    """Of each setting: the worst batch after it was solved, by seed, and how many stay solved."""
+    lines = ["| setting | seeds | stay solved | worst batch of each, percent | largest KL |"]
+    lines.append("|---|---|---|---|---|")
+    for credit, seeds in runs.items():
+        worst, kl = [], []
+        for _, run in sorted(seeds.items(), key=lambda item: int(item[0])):
+            start = next((i for i, x in enumerate(run["scores"]) if x >= 0.98), 0)
+            worst.append(round(100 * min(run["scores"][start:])))
+            kl.append(max(run["kl"][start:]))
+        stays = sum(x >= 90 for x in worst)
+        shown = ", ".join(map(str, worst))
+        lines.append(f"| {credit} | {len(worst)} | {stays} | {shown} | {max(kl):.2g} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -128,7 +175,11 @@ def main() -> None:
     flags.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
     flags.add_argument("--credit", nargs="+", default=["turns", "tokens"])
     flags.add_argument("--iterations", type=int, default=64, help="at most, and of the schedule")
+    flags.add_argument("--table", action="store_true", help="print the record's table, run nothing")
     args = flags.parse_args()
+    if args.table:
+        print(table(json.loads(RECORD.read_text())["runs"]))
+        return
     warnings.filterwarnings("ignore", category=FutureWarning)
     sizes = Sizes(expert_episodes=1200, iterations=args.iterations)
     for seed, credit in itertools.product(args.seeds, args.credit):
@@ -144,6 +195,7 @@ def main() -> None:
             train(TASK, base / "sft", base / credit, sizes, seed, "run")
             cpu = round(time.process_time() - begin)
             file.write_text(json.dumps(stop.result() | {"cpu": cpu}))
+        add_to_record(file, credit, seed)
         r = json.loads(file.read_text())
         print(
             "|", seed, *(f"| {r[n]}" for n in ("stays", "episodes", "worst", "last")), "|", credit

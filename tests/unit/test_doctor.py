@@ -143,7 +143,11 @@ def test_a_fall_after_noise_was_scaled_up_is_named() -> None:
     found = examine(log(**made, val__advantage_std=[1.0] * 10))
     assert [finding.rule for finding in found] == ["fell after it was solved"]
     assert "from a deviation of 0.02, 15 times as much" in found[0].seen
-    assert rules(log(**made, val__advantage_std=[x / 0.3 for x in raw])) == []
+    unscaled = made | {"val__advantage_std": [x / 0.3 for x in raw]}
+    assert rules(log(**unscaled)) == []
+    moved = {"policy__approxkl_avg": [0.02] * 4 + [0.6] + [0.02] * 5}
+    (finding,) = examine(log(**unscaled, **moved))
+    assert finding.seen == "score 1 to 0; an iteration moved the policy by 0.6 nats per token"
 
 
 def test_runs_that_rise_or_have_one_length_on_purpose() -> None:

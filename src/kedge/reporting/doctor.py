@@ -15,6 +15,9 @@ from statistics import correlation, fmean, median
 from kedge.reporting.log import RunLog, responses_per_batch, score_change
 
 MIN_ROWS = 4  # minimum rows for a trend
+FAR = (
+    0.1  # approximate KL of an iteration, nats per token; of solved runs that stay so, 0.1 at most
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +185,11 @@ def the_KL_is_negative(log: RunLog) -> str | None:
 
 @rule
 def fell_after_it_was_solved(log: RunLog) -> str | None:
-    """With score_position='last' they are not scaled up; else set whiten_advantages=False or
-    kl_coef above 0, or stop when the task is solved.
+    """If advantages were scaled up, set whiten_advantages=False or kl_coef above 0; if an iteration
+    moved the policy far, lower learning_rate or take fewer optimizer steps; or stop when solved.
     """
     scores, raw = log.series("objective/scores"), log.series("val/raw_advantage_std")
-    used = log.series("val/advantage_std")
+    used, moved = log.series("val/advantage_std"), log.series("policy/approxkl_avg")
     if len(scores) < 2 * MIN_ROWS or not len(scores) == len(raw) == len(used):
         return None
     top = scores.index(max(scores))
@@ -194,12 +197,16 @@ def fell_after_it_was_solved(log: RunLog) -> str | None:
     gain = [y / max(x, 1e-9) for x, y in zip(raw, used, strict=True)]
     worst = max(range(top, low + 1), key=gain.__getitem__)
     fall, span = scores[top] - scores[low], scores[top] - min(0.0, *scores)
-    if fall < 0.2 * span or gain[worst] < 4 * gain[0]:
+    far = max(moved[top : low + 1], default=0.0) if len(moved) == len(scores) else 0.0
+    if fall < 0.2 * span or (gain[worst] < 4 * gain[0] and far < FAR):
         return None
-    return (
-        f"score {scores[top]:.3g} to {scores[low]:.3g}; the advantages were scaled up from a"
-        f" deviation of {raw[worst]:.2g}, {gain[worst] / gain[0]:.0f} times as much as at first"
-    )
+    why = f"an iteration moved the policy by {far:.2g} nats per token"
+    if gain[worst] >= 4 * gain[0]:
+        why = (
+            f"the advantages were scaled up from a deviation of {raw[worst]:.2g},"
+            f" {gain[worst] / gain[0]:.0f} times as much as at first"
+        )
+    return f"score {scores[top]:.3g} to {scores[low]:.3g}; {why}"
 
 
 @rule
