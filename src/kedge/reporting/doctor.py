@@ -15,9 +15,7 @@ from statistics import correlation, fmean, median
 from kedge.reporting.log import RunLog, responses_per_batch, score_change
 
 MIN_ROWS = 4  # minimum rows for a trend
-FAR = (
-    0.1  # approximate KL of an iteration, nats per token; usual is below 0.02
-)
+FAR = 0.1  # approximate KL of an iteration in nats per token; usual is below 0.02
 
 
 @dataclass(frozen=True, slots=True)
