@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from kedge.algorithms import ppo
 from kedge.loop.stages import micro_batches
 from kedge.models.model import checkpoint_activations
-from kedge.ops.cpu import matmul, patch
+from kedge.ops.cpu import matmul, patch, threads
 from kedge.ops.cpu.patch import Kernels
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
@@ -151,11 +152,16 @@ def test_generation_by_a_small_model_leaves_torchs_threads_as_they_were():
     assert torch.get_num_threads() == 2
 
 
-def test_one_idle_team_keeps_barriers_from_spinning():
+def test_one_idle_team_keeps_barriers_from_spinning_once_threads_are_preempted(monkeypatch):
+    def idle_teams(switches):
+        used = SimpleNamespace(ru_nivcsw=switches, ru_utime=8.0, ru_stime=2.0)
+        monkeypatch.setattr(threads, "_last", [0.0, 0.0])
+        monkeypatch.setattr(threads.resource, "getrusage", lambda _: used)
+        with Kernels([tiny_policy()]).active():
+            return [thread.name for thread in threading.enumerate()].count("kedge-idle-team")
+
     torch.set_num_threads(2)
-    for _ in range(2):
-        Kernels([tiny_policy()])
-    assert [thread.name for thread in threading.enumerate()].count("kedge-idle-team") == 1
+    assert [idle_teams(n) for n in (200, 1500, 1500, 0)] == [0, 1, 1, 1]  # in 10 CPU seconds
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])

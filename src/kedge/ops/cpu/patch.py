@@ -43,8 +43,7 @@ class Kernels:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         models = list(models)
-        if any(p.device.type == "cpu" for model in models for p in model.parameters()):
-            shorten_spins()
+        self._on_cpu = any(p.device.type == "cpu" for model in models for p in model.parameters())
         self._layers = [layer for model in models for layer in _layers(model)]
         self._low = [Bf16Weight(partial(_weight, layer)) for layer in self._layers]
         self._norms = [layer for model in models for layer in rms_norms(model)]
@@ -54,6 +53,8 @@ class Kernels:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Context that uses the faster kernels, backward passes included."""
+        if self._on_cpu:
+            shorten_spins()
         forwards: list[tuple[nn.Module, Forward]] = [
             (layer, _build_forward(layer, low))
             for layer, low in zip(self._layers, self._low, strict=True)
