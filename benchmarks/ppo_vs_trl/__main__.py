@@ -152,8 +152,8 @@ def main() -> None:
         RESULTS.parent.mkdir(exist_ok=True)
         results[-1]["machine"] = {"processor": processor(), "threads": flags.threads}
         others = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else []
-        new = {(x["case"], x["beside"]) for x in results}
-        kept = [x for x in others if (x["case"], x.get("beside", 0)) not in new]
+        new = [(x["case"], x["beside"], x["machine"]) for x in results]
+        kept = [x for x in others if (x["case"], x.get("beside", 0), x["machine"]) not in new]
         RESULTS.write_text(json.dumps({"results": kept + results}, indent=1))
 
 
