@@ -165,7 +165,11 @@ class Lease:
             self.released, self.environment = True, None
             self._pool.release(self._episode)
 
-    __del__ = release
+    def __del__(self) -> None:
+        # The garbage collector may run within a thread that holds locks of the pool.
+        if not self.released:
+            self.released = True
+            self._pool.dropped.append(self._episode)
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -195,11 +199,12 @@ class EnvironmentPool:
         )
         # Environments free for a new episode, by name, with their threads.
         self._idle: dict[object, list[Place]] = {}
-        self._lock = threading.RLock()  # a lease may end at any time
+        self._lock = threading.Lock()
         self._round = 0  # environments of an earlier round are closed instead of reused
         self._closing: list[Future[Any]] = []
         self._failures: list[str] = []  # of close() of failed environments
         self._unclosed: list[Place] = []  # failed environments for whose close() there was no room
+        self.dropped: deque[Episode] = deque()  # of leases that have ended, to be released
         self.leases: WeakSet[Lease] = WeakSet()
         self._errors: list[str] = []  # of the latest episodes; "" if there was none
 
@@ -227,6 +232,7 @@ class EnvironmentPool:
 
     def reset(self, episode: Episode, seed: int) -> Callable[[], Any]:
         """The call that resets an environment for the episode, an idle or a new one."""
+        self._release_dropped()
         name = self._name(episode)
         with self._lock:
             episode.round = self._round
@@ -252,6 +258,15 @@ class EnvironmentPool:
 
     def release(self, episode: Episode) -> None:
         """Keep the environment for later episodes, or close it if it failed."""
+        self._release_dropped()
+        self._release(episode)
+
+    def _release_dropped(self) -> None:
+        with suppress(IndexError):  # other threads release, too
+            while True:
+                self._release(self.dropped.popleft())
+
+    def _release(self, episode: Episode) -> None:
         with self._lock:
             environment, episode.environment = episode.environment, None
             thread, episode.thread = episode.thread, None
@@ -277,6 +292,7 @@ class EnvironmentPool:
         """Close the idle and leased environments, and those in use once they are released."""
         for lease in list(self.leases):  # of rollouts whose rewards failed
             lease.release()
+        self._release_dropped()
         with self._lock:
             self._round += 1
             idle = [*self._unclosed, *(x for some in self._idle.values() for x in some)]
