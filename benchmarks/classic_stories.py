@@ -25,7 +25,7 @@ from transformers import (
 
 import kedge
 from benchmarks.stories import RESULTS, SHARED
-from kedge.classic import PPOConfig
+from kedge.ext.trl.classic import PPOConfig
 
 ROOT = Path(__file__).parents[1]
 DATA = SHARED / "data"

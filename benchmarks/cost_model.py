@@ -31,9 +31,9 @@ from benchmarks.ppo_vs_trl.__main__ import processor
 from benchmarks.ppo_vs_trl.cases import CASES, EPOCHS, RESPONSE, Case, models, prompts, tokenizer
 from benchmarks.ppo_vs_trl.side import common
 from kedge import PPOConfig, PPOTrainer
-from kedge.cli.tools.plan import ModelDims, read_dims
+from kedge.ext.cpu.matmul import input_gradient, outer, product
+from kedge.ext.plan.command import ModelDims, read_dims
 from kedge.learner.learner import HFLearner
-from kedge.ops.cpu.matmul import input_gradient, outer, product
 from kedge.rewards.model import RewardModel
 from kedge.rollout.embedded.engine import EmbeddedEngine
 

@@ -429,7 +429,7 @@ def vllm_steps() -> dict[str, dict[int, float]]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
+    from kedge.ext.vllm import InProcess, PolicyTemplate, VLLMEngine
 
     shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
     heads = {"num_attention_heads": 12, "num_key_value_heads": 3, "vocab_size": 8192}

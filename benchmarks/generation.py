@@ -76,7 +76,7 @@ def made(engine: str, model: Any) -> Any:
 
     if engine == "embedded":
         return EmbeddedEngine(model, pad_id=1, chunk_rows=256)
-    from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
+    from kedge.ext.vllm import InProcess, PolicyTemplate, VLLMEngine
 
     spec = PolicyTemplate.of(model)
     arguments = {"max_num_seqs": 256, "max_num_batched_tokens": 256 * PROMPT}

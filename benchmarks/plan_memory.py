@@ -112,7 +112,7 @@ def measure(case: str, folder: Path) -> dict[str, float]:
 def predict(case: str, folder: Path) -> dict[str, float]:
     """The plan's prediction for each phase, in MiB."""
     from kedge.cli.arguments import parse
-    from kedge.cli.tools.plan import peaks, plan, process_bytes
+    from kedge.ext.plan.command import peaks, plan, process_bytes
 
     options = parse(flags(case, folder), prog="kedge ppo")
     *_, models = plan(options)

@@ -17,9 +17,9 @@ from typing import Any
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
-from kedge.cli.tools import plan
-from kedge.cli.train.async_ppo import parse_options
 from kedge.config.rollout_engines import assume_all_packages
+from kedge.ext.open_instruct.command import parse_options
+from kedge.ext.plan import command as plan
 
 HEADS = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
 MODELS: dict[str, tuple[Any, int]] = {  # configuration, and GPUs of each engine

@@ -26,9 +26,9 @@ from safetensors import safe_open
 from tests.storages import PrivateBytes
 from torch import Tensor
 
-from kedge.ray import cluster
-from kedge.ray.engine import StoredWeights, stage_weights
-from kedge.rollout.vllm.weights import WeightFolder, WeightPayload
+from kedge.ext.ray import cluster
+from kedge.ext.ray.engine import StoredWeights, stage_weights
+from kedge.ext.vllm.weights import WeightFolder, WeightPayload
 
 RESULTS = Path(__file__).parent / "results"
 TENSORS = 64

@@ -17,13 +17,13 @@ from transformers import TrainingArguments
 
 from kedge.algorithms import BUILTIN
 from kedge.cli.arguments import FIRST
-from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig, foreign
 from kedge.config.compat import TRANSFORMERS4
 from kedge.config.declare import Alias, NoEffect, Unsupported, default_of, status
 from kedge.config.grpo import GRPOConfig
 from kedge.config.ppo import PPOConfig
 from kedge.config.rloo import RLOOConfig
+from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.loop.metrics import NAMES, OPEN_INSTRUCT_NAMES, PREFIXES, TRL_NAMES
 
 Row = tuple[str, ...]  # a name, and the words after the columns

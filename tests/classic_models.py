@@ -100,7 +100,7 @@ def trainer(
     """A classic trainer of a tiny model, 8 samples a step; ``kind`` is a subclass of it."""
     import torch
 
-    from kedge.classic import (
+    from kedge.ext.trl.classic import (
         AutoModelForCausalLMWithValueHead,
         AutoModelForSeq2SeqLMWithValueHead,
         PPOConfig,
@@ -135,7 +135,7 @@ def trainer(
 
 def watching(name: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> type:
     """A subclass of the trainer whose method ``name`` records its arguments."""
-    from kedge.classic import PPOTrainer
+    from kedge.ext.trl.classic import PPOTrainer
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append((args, kwargs))

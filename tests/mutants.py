@@ -328,19 +328,19 @@ BUGS = {
             "first.seed,",
         )
     },
-    ("ray/placement.py", "tests/unit/test_ray_placement.py"): {
+    ("ext/ray/placement.py", "tests/unit/test_ray_placement.py"): {
         "every rank takes the first slots of a launch": (
             "first = at.rank * count if each else 0",
             "first = 0",
         )
     },
-    ("rollout/vllm/weights.py", "tests/unit/test_weight_transfer.py"): {
+    ("ext/vllm/weights.py", "tests/unit/test_weight_transfer.py"): {
         "all engines have the same ranks in the group that receives weights": (
             "offsets = [first + i * self._workers for",
             "offsets = [first for",
         )
     },
-    ("rollout/vllm/policy_template.py", "tests/unit/test_weight_transfer.py"): {
+    ("ext/vllm/policy_template.py", "tests/unit/test_weight_transfer.py"): {
         "what engines must report is that of another policy": (
             "if found is None or model is not self.meta_model:",
             "if found is None:",
@@ -352,7 +352,7 @@ BUGS = {
     ("models/packing.py", GRADIENT + " " + LEARNER): {
         "value of the state after its token": ("return (after - 1).clamp(min=0)", "return after")
     },
-    ("classic/samples.py", CLASSIC): {
+    ("ext/trl/classic/samples.py", CLASSIC): {
         "classic scores are scaled by the deviation of nothing": (
             "        running.update(total_scores(scores))\n",
             "",
@@ -368,25 +368,25 @@ BUGS = {
             "self.squares += squares",
         )
     },
-    ("classic/samples.py", "tests/golden/test_classic.py"): {
+    ("ext/trl/classic/samples.py", "tests/golden/test_classic.py"): {
         "statistics stand one token to the right": (
             "starts = [len(q) - 1 for q in queries]",
             "starts = [len(q) for q in queries]",
         )
     },
-    ("classic/models.py", CLASSIC): {
+    ("ext/trl/classic/models.py", CLASSIC): {
         "a decoder reads the token that it shall predict": (
             "ids=torch.cat([begin, target], dim=1)",
             "ids=torch.cat([target, begin], dim=1)",
         )
     },
-    ("classic/models.py", "tests/unit/test_classic_models.py"): {
+    ("ext/trl/classic/models.py", "tests/unit/test_classic_models.py"): {
         "shared layers are copies": (
             "        memo[id(weights[name])] = weights[name]  # deepcopy keeps these tensors\n",
             "",
         )
     },
-    ("classic/trainer.py", "tests/unit/test_classic_loop.py"): {
+    ("ext/trl/classic/trainer.py", "tests/unit/test_classic_loop.py"): {
         "a classic state forgets where the random numbers stood": (
             '            set_random_state(saved.local["random"])',
             "            pass",
@@ -396,13 +396,13 @@ BUGS = {
             "ended = torch.isin(row, ends.long()).nonzero()[:1, 0].tolist()",
         ),
     },
-    ("classic/steps.py", "tests/unit/test_classic_overrides.py"): {
+    ("ext/trl/classic/steps.py", "tests/unit/test_classic_overrides.py"): {
         "mini-batches of an overridden step count the same, however long": (
             "if weighted else",
             "if weighted is None else",
         )
     },
-    ("ops/cpu/matmul.py", "tests/unit/test_matmul.py"): {
+    ("ext/cpu/matmul.py", "tests/unit/test_matmul.py"): {
         "the bias of a linear layer is lost": (
             "_linear_pointwise(x, w, bias,",
             "_linear_pointwise(x, w, None,",

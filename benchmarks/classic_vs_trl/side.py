@@ -22,7 +22,7 @@ from benchmarks.ppo_vs_trl.cases import CASES, EPOCHS, RESPONSE, models, prompts
 def trainer(side: str, case: Any) -> Any:
     """The trainer of one side: the same arguments, from another package."""
     if side == "kedge":
-        from kedge.classic import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+        from kedge.ext.trl.classic import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
     else:
         from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
     model = AutoModelForCausalLMWithValueHead.from_pretrained(models(case)[0])

@@ -29,9 +29,9 @@ CUDA = torch.cuda.is_available()
 
 
 def build_engine(name: str, policy: Any) -> Any:
+    from kedge.ext.vllm import InProcess, PolicyTemplate, VLLMEngine
     from kedge.models.fingerprint import policy_weights
     from kedge.rollout.embedded.engine import EmbeddedEngine
-    from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
 
     dtype = torch.bfloat16 if CUDA else torch.float32
     if name == "embedded":

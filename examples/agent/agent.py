@@ -19,11 +19,11 @@ from model import load, save_untrained
 
 from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
 from kedge.cli.tools.generate import generate_completions
-from kedge.cli.train import sft
 from kedge.config.common import EnvironmentArguments
-from kedge.environments.experts import expert_episodes
 from kedge.environments.games import Calculator, TextWorld
 from kedge.environments.success import measure_success
+from kedge.ext.before_rl import sft_command as sft
+from kedge.ext.before_rl.experts import expert_episodes
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kedge import forwards
 from kedge.trainers import TRAINERS
 
 if TYPE_CHECKING:  # for type checkers; at run time a name is imported when it is first used
@@ -15,22 +16,22 @@ if TYPE_CHECKING:  # for type checkers; at run time a name is imported when it i
     from kedge.algorithms import reinforce_pp as reinforce_pp
     from kedge.algorithms import remax as remax
     from kedge.algorithms import rloo as rloo
-    from kedge.config.async_ppo import AsyncPPOConfig as AsyncPPOConfig
     from kedge.config.grpo import GRPOConfig as GRPOConfig
     from kedge.config.ppo import PPOConfig as PPOConfig
     from kedge.config.ppo import PPOv2Config as PPOv2Config
     from kedge.config.rloo import RLOOConfig as RLOOConfig
-    from kedge.trainers.async_ppo import AsyncPPOTrainer as AsyncPPOTrainer
+    from kedge.ext.open_instruct.config import AsyncPPOConfig as AsyncPPOConfig
+    from kedge.ext.open_instruct.trainer import AsyncPPOTrainer as AsyncPPOTrainer
+    from kedge.ext.trl.scripts import ModelConfig as ModelConfig
+    from kedge.ext.trl.scripts import ScriptArguments as ScriptArguments
+    from kedge.ext.trl.scripts import TrlParser as TrlParser
+    from kedge.ext.trl.scripts import get_kbit_device_map as get_kbit_device_map
+    from kedge.ext.trl.scripts import get_peft_config as get_peft_config
+    from kedge.ext.trl.scripts import get_quantization_config as get_quantization_config
     from kedge.trainers.grpo import GRPOTrainer as GRPOTrainer
     from kedge.trainers.ppo import PPOTrainer as PPOTrainer
     from kedge.trainers.ppo import PPOv2Trainer as PPOv2Trainer
     from kedge.trainers.rloo import RLOOTrainer as RLOOTrainer
-    from kedge.trl_scripts import ModelConfig as ModelConfig
-    from kedge.trl_scripts import ScriptArguments as ScriptArguments
-    from kedge.trl_scripts import TrlParser as TrlParser
-    from kedge.trl_scripts import get_kbit_device_map as get_kbit_device_map
-    from kedge.trl_scripts import get_peft_config as get_peft_config
-    from kedge.trl_scripts import get_quantization_config as get_quantization_config
 
 _OF_TRL = ("get_kbit_device_map", "get_peft_config", "get_quantization_config")
 _MODULES = {
@@ -43,6 +44,9 @@ _MODULES = {
 for _module, _trainer in (path.split(":") for path, _ in TRAINERS.values()):
     _MODULES[_trainer] = _module
     _MODULES[_trainer.replace("Trainer", "Config")] = _module.replace(".trainers.", ".config.")
+_MODULES["AsyncPPOConfig"] = "kedge.ext.open_instruct.config"
+
+forwards.install()
 
 __all__ = sorted([*_MODULES, "__version__"])  # noqa: PLE0605
 

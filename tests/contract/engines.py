@@ -63,7 +63,7 @@ def vllm_of(family="llama", **config):
 
 @functools.cache
 def _vllm_of(family, **config):
-    from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
+    from kedge.ext.vllm import InProcess, PolicyTemplate, VLLMEngine
 
     model = policy(family, **config)
     spec = PolicyTemplate.of(model)
@@ -73,8 +73,8 @@ def _vllm_of(family, **config):
 @functools.cache
 def server_of():
     """A server of our own, ended with the tests."""
-    from kedge.rollout.vllm import PolicyTemplate, VLLMEngine
-    from kedge.rollout.vllm.server import Server
+    from kedge.ext.vllm import PolicyTemplate, VLLMEngine
+    from kedge.ext.vllm.server import Server
 
     model = policy(max_positions=1024)  # long enough to receive weights while it samples
     spec = PolicyTemplate.of(model)

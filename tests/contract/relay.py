@@ -24,8 +24,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferInitInfo,
 )
 
-from kedge.rollout.vllm import InProcess
-from kedge.rollout.vllm.weights import free_port
+from kedge.ext.vllm import InProcess
+from kedge.ext.vllm.weights import free_port
 
 SPOILT: list[str] = []  # weights that get lost on the way
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.rollout.vllm import InProcess, inprocess, remote
+from kedge.ext.vllm import InProcess, inprocess, remote
 from kedge.types import Rollout, Sampling
 
 from .embedded import drained, largest_gap, prompts

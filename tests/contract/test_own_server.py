@@ -13,7 +13,7 @@ import time
 import pytest
 
 from kedge.errors import RolloutError
-from kedge.rollout.vllm.remote import LostServerError
+from kedge.ext.vllm.remote import LostServerError
 from kedge.testing import tiny_policy
 from tests.contract.stand_in import StandIn
 from tests.e2e.small import VOCAB, rows, small
@@ -113,13 +113,13 @@ def test_a_lost_request_is_found_within_the_timeout(server, tmp_path):
 def test_folders_of_a_killed_run_are_deleted_by_the_next(tmp_path):
     code = """
         import sys, time
-        from kedge.rollout.vllm.weights import WeightFolder
+        from kedge.ext.vllm.weights import WeightFolder
         folder = WeightFolder(sys.argv[1])
         print(folder.path, flush=True)
         time.sleep(60)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    from kedge.rollout.vllm.weights import WeightFolder
+    from kedge.ext.vllm.weights import WeightFolder
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         left = process.stdout.readline().strip()

@@ -27,7 +27,7 @@ KINDS = {
 
 
 def engine_for(model, **options):
-    from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
+    from kedge.ext.vllm import InProcess, PolicyTemplate, VLLMEngine
 
     spec = PolicyTemplate.of(model)
     weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
@@ -100,7 +100,7 @@ def with_lora(**options):
 
 @pytest.mark.parametrize("place", ["here", "server"])
 def test_an_adapter_is_sent_as_an_adapter(place):
-    from kedge.rollout.vllm import PolicyTemplate, Server, VLLMEngine
+    from kedge.ext.vllm import PolicyTemplate, Server, VLLMEngine
 
     model = with_lora()
     if place == "here":
@@ -133,8 +133,8 @@ def test_two_workers_of_one_vllm_are_sent_weights():
 
 
 def test_an_adapter_on_a_base_in_bfloat16():
-    from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
-    from kedge.rollout.vllm.engine import LOW_PRECISION
+    from kedge.ext.vllm import InProcess, PolicyTemplate, VLLMEngine
+    from kedge.ext.vllm.engine import LOW_PRECISION
 
     model = with_lora()
     for p in model.parameters():
@@ -158,7 +158,7 @@ def test_an_adapter_on_a_base_in_bfloat16():
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])
 def test_adapters_that_vllm_computes_otherwise_are_refused(options):
-    from kedge.rollout.vllm import PolicyTemplate
+    from kedge.ext.vllm import PolicyTemplate
 
     with pytest.raises(ConfigError, match=f"the policy's adapter has {next(iter(options))}"):
         PolicyTemplate.of(with_lora(target_modules=["q_proj"], **options))
@@ -167,7 +167,7 @@ def test_adapters_that_vllm_computes_otherwise_are_refused(options):
 def test_the_head_sizes_are_those_of_vllm():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    from kedge.rollout.vllm.build import CPU_HEAD_SIZES
+    from kedge.ext.vllm.build import CPU_HEAD_SIZES
 
     assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
 

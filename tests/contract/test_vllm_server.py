@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from kedge.errors import ConfigError
-from kedge.rollout.vllm import remote
-from kedge.rollout.vllm.build import check_server
-from kedge.rollout.vllm.remote import Remote
-from kedge.rollout.vllm.service import build_requests
+from kedge.ext.vllm import remote
+from kedge.ext.vllm.build import check_server
+from kedge.ext.vllm.remote import Remote
+from kedge.ext.vllm.service import build_requests
 from kedge.types import Sampling
 from tests.contract.embedded import gaps_of_run, kill_after_update, prompts
 from tests.contract.engines import needs_vllm, policy, server_of, trained
@@ -146,7 +146,7 @@ def test_nothing_is_left_of_a_server_whose_owner_is_killed(tmp_path):
     code = """
         import sys, time
         from pathlib import Path
-        from kedge.rollout.vllm.server import Process
+        from kedge.ext.vllm.server import Process
         sleep = ["bash", "-c", "sleep 1000 & sleep 1000"]
         process = Process(sleep, log=Path(sys.argv[1]), eager=True)
         process.start()

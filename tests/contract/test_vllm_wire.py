@@ -19,8 +19,8 @@ class Sent:
     """A vLLM in this process, which is sent its weights."""
 
     def __init__(self, model):
-        from kedge.rollout.vllm import PolicyTemplate, VLLMEngine
-        from kedge.rollout.vllm.weights import FanOut, NcclTransfer
+        from kedge.ext.vllm import PolicyTemplate, VLLMEngine
+        from kedge.ext.vllm.weights import FanOut, NcclTransfer
         from tests.contract.relay import Relayed, info
 
         spec = PolicyTemplate.of(model)
@@ -84,7 +84,7 @@ class TestTransfer:
     def test_the_group_of_gpus_is_named_as_vllm_wants_it(self):
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        from kedge.rollout.vllm.weights import nccl
+        from kedge.ext.vllm.weights import nccl
 
         info = nccl(address="10.0.0.1", workers=4)
         assert WeightTransferTrainerFactory._registry[info.backend]().init_info_cls is type(info)
@@ -94,7 +94,7 @@ class TestTransfer:
 
 
 def test_what_takes_too_long_is_left_behind():
-    from kedge.rollout.vllm.weights import run_with_timeout
+    from kedge.ext.vllm.weights import run_with_timeout
 
     end = threading.Event()
     with pytest.raises(RolloutError, match=r"sending took longer than 0.1 s .* latest checkpoint"):
@@ -109,7 +109,7 @@ def test_what_takes_too_long_is_left_behind():
     ("device", "gpus", "want"), [("cpu", 1, False), ("cuda", 0.5, False), ("cuda", 2, True)]
 )
 def test_nccl_needs_gpus_of_their_own_on_both_sides(device, gpus, want):
-    from kedge.rollout.vllm.weights import use_nccl
+    from kedge.ext.vllm.weights import use_nccl
 
     class Weight(torch.Tensor):
         is_cuda = device == "cuda"

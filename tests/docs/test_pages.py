@@ -19,8 +19,8 @@ from transformers.integrations.integration_utils import rewrite_logs
 
 from kedge import PPOConfig, verifiers
 from kedge.algorithms import BUILTIN, reinforce_pp, remax
-from kedge.classic.stats_recorder import KEYS
 from kedge.config.base import foreign
+from kedge.ext.trl.classic.stats_recorder import KEYS
 from kedge.loop.metrics import NAMES
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy

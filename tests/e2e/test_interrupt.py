@@ -44,7 +44,7 @@ PRESSED = """
 # Gets SIGTERM while its trainer is built, as while a server starts.
 STARTING = """
     import os, signal
-    from kedge.rollout.vllm.weights import WeightFolder
+    from kedge.ext.vllm.weights import WeightFolder
     from tests.e2e.small import small
 
     class Slow:

@@ -14,9 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GenerationConfig
 
-from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, classic
-from kedge.classic import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
+from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from kedge.errors import ConfigError, DataError, KedgeError
+from kedge.ext.trl import classic
+from kedge.ext.trl.classic import (
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+)
 from kedge.models.value_head import ScalarHead
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.classic_models import gpt2, letters, samples, t5

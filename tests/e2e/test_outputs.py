@@ -12,9 +12,9 @@ import pytest
 
 from kedge.cli.main import main
 from kedge.errors import ConfigError
+from kedge.ext.report.report import gather
 from kedge.redaction import redact, redact_words
 from kedge.reporting import log
-from kedge.reporting.report import gather
 from tests.e2e.small import small
 from tests.environments.toys import Echo, played
 

@@ -137,7 +137,7 @@ def test_supervised_training_shows_the_same_tools(labels: str, tmp_path: Path) -
     pytest.importorskip("trl", reason="TRL is not installed (the pipeline extra)")
     from trl import SFTConfig
 
-    from kedge.pretrain.trl import train_supervised
+    from kedge.ext.before_rl.trl_trainers import train_supervised
 
     rows = [
         {

@@ -12,8 +12,8 @@ import pytest
 
 from kedge import PPOConfig, PPOTrainer
 from kedge.errors import ConfigError, SyncError
-from kedge.rollout.vllm.remote import Remote
-from kedge.rollout.vllm.server import Process
+from kedge.ext.vllm.remote import Remote
+from kedge.ext.vllm.server import Process
 from tests.contract.engines import needs_vllm
 
 pytestmark = needs_vllm

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kedge import PPOConfig, PPOTrainer
 from kedge.environments import NewContext
-from kedge.rollout.vllm import inprocess
+from kedge.ext.vllm import inprocess
 from tests.contract.engines import needs_vllm
 from tests.e2e.small import rows
 from tests.environments.test_new_contexts import largest_gaps, record

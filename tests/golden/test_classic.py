@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kedge.classic import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
-from kedge.classic.stats_recorder import KEYS
+from kedge.ext.trl.classic import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+from kedge.ext.trl.classic.stats_recorder import KEYS
 from tests.classic_models import letters
 
 pytestmark = pytest.mark.filterwarnings("ignore:no dataset was given")

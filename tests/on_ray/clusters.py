@@ -23,6 +23,6 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # else actors wait for whatev
 
 def local():
     """Start it, unless it runs."""
-    from kedge.ray.cluster import connect
+    from kedge.ext.ray.cluster import connect
 
     connect(cpus=CPUS)

@@ -21,7 +21,7 @@ sys.stdin.read()
 """
 CLIENT = """
 import sys
-from kedge.ray.cluster import connect
+from kedge.ext.ray.cluster import connect
 from kedge.errors import ConfigError
 try:
     print("connected", connect(sys.argv[1]))
@@ -65,7 +65,7 @@ def test_a_cluster_with_token_authentication_says_what_to_set() -> None:
 
 
 def test_an_address_without_a_cluster_is_said_to_have_none() -> None:
-    from kedge.ray.cluster import _why_not, responds
+    from kedge.ext.ray.cluster import _why_not, responds
 
     assert not responds("127.0.0.1:1")
     assert not responds("auto")
@@ -77,7 +77,7 @@ def started():
     """A local cluster in a session of its own, if this process has none."""
     import ray
 
-    from kedge.ray import cluster
+    from kedge.ext.ray import cluster
 
     ray.shutdown()
     cluster.connect(cpus=1)

@@ -14,11 +14,11 @@ import torch
 from transformers import TrainerCallback
 
 from kedge.errors import ConfigError, RolloutError
+from kedge.ext.ray import engine as ray_engine
+from kedge.ext.ray.actor import Actor, LostActorError
+from kedge.ext.ray.engine import HostedEngine, RayEngine, StoredWeights
+from kedge.ext.ray.placement import SharedArgument
 from kedge.models.fingerprint import policy_weights
-from kedge.ray import engine as ray_engine
-from kedge.ray.actor import Actor, LostActorError
-from kedge.ray.engine import HostedEngine, RayEngine, StoredWeights
-from kedge.ray.placement import SharedArgument
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.rollout.engines import ShardedEngine
 from kedge.rollout.liveness import WorkerLimits
@@ -235,7 +235,7 @@ def test_requests_of_a_lost_actor_are_sampled_again_but_not_in_the_same_call(mon
     """Meanwhile its weights may have become too old: the scheduler loads newer ones first."""
     for name in ("ray.put", "ray.get", "ray.kill"):
         monkeypatch.setattr(name, lambda x: x)
-    monkeypatch.setattr("kedge.ray.actor.ControlStore", lambda patience: None)
+    monkeypatch.setattr("kedge.ext.ray.actor.ControlStore", lambda patience: None)
     monkeypatch.setattr(ray_engine, "Actor", Fragile)
     monkeypatch.setattr(ray_engine, "_SECONDS", 0.0)
     model, batch = tiny_policy("llama", initializer_range=0.3), prompts(copies=2)
@@ -274,7 +274,7 @@ def test_an_engine_that_is_slow_to_come_back_never_samples_with_its_first_weight
 
 
 def test_an_engine_that_dies_again_and_again_or_takes_too_long_ends_the_run(monkeypatch):
-    monkeypatch.setattr("kedge.ray.actor._MAX_RESTARTS", 0)
+    monkeypatch.setattr("kedge.ext.ray.actor._MAX_RESTARTS", 0)
     engine = engine_of(1)
     actor = engine.engines[0].actor
     monkeypatch.setattr(actor, "_limits", replace(actor._limits, call=0.01))
@@ -284,7 +284,7 @@ def test_an_engine_that_dies_again_and_again_or_takes_too_long_ends_the_run(monk
     with pytest.raises(RolloutError, match=too_long):
         engine.generate(prompts(copies=50), sampling=LONG, seed=0)
     monkeypatch.undo()
-    monkeypatch.setattr("kedge.ray.actor._MAX_RESTARTS", 1)
+    monkeypatch.setattr("kedge.ext.ray.actor._MAX_RESTARTS", 1)
     start = actor._start
 
     def start_and_die():

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kedge.errors import ConfigError, LaunchError
-from kedge.ray import LaunchLimits, launch
+from kedge.ext.ray import LaunchLimits, launch
 from tests.e2e import test_ranks as ranks
 from tests.on_ray import jobs
 from tests.on_ray.clusters import local, needs_ray
@@ -174,7 +174,7 @@ def test_a_signal_stops_after_this_iteration_with_a_checkpoint_and_no_process_is
 ):
     """The limit counts from the end of the iteration, which is longer; one is held after it."""
     code = f"""
-        from kedge.ray import LaunchLimits, launch
+        from kedge.ext.ray import LaunchLimits, launch
         from tests.on_ray.jobs import Train
 
         options = {{"total_episodes": 80000, "max_lag": 1, "output_dir": {str(tmp_path)!r}}}

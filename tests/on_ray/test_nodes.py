@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kedge.errors import ConfigError
-from kedge.ray import LaunchLimits, launch
-from kedge.ray.placement import place, plan_bundles
+from kedge.ext.ray import LaunchLimits, launch
+from kedge.ext.ray.placement import place, plan_bundles
 from tests.on_ray.clusters import needs_ray
 from tests.on_ray.jobs import Train
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kedge.errors import ConfigError, RewardError
-from kedge.ray.rewards import between_groups
+from kedge.ext.ray.rewards import between_groups
 from tests.e2e.small import VOCAB, small
 from tests.on_ray.clusters import local, needs_ray
 from tests.on_ray.test_engines import numbers
@@ -104,7 +104,7 @@ class TestOnRay:
         os.kill(struck, signal.SIGKILL)
         assert torch.equal(there.engine.reward.score(rollout).scores, want.scores)
         assert there.engine.reward.workers[0].restarts == 2
-        monkeypatch.setattr("kedge.ray.actor._MAX_RESTARTS", 0)
+        monkeypatch.setattr("kedge.ext.ray.actor._MAX_RESTARTS", 0)
         flag.write_text("always")
         with pytest.raises(RewardError, match="reward worker 0 was lost 1 times in a row"):
             there.train()

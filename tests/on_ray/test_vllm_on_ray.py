@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kedge.errors import SyncError
-from kedge.rollout.vllm import InProcess
+from kedge.ext.vllm import InProcess
 from kedge.types import Sampling
 from tests.contract.embedded import prompts
 from tests.contract.engines import has_vllm, needs_vllm
@@ -40,7 +40,7 @@ def two_updates(shared, folder):
 
 @pytest.mark.slow
 def test_two_learners_share_vllms_that_agree_with_them(shared, tmp_path):
-    from kedge.ray import LaunchLimits, launch
+    from kedge.ext.ray import LaunchLimits, launch
 
     gap, kl, lags = launch(
         functools.partial(two_updates, shared, tmp_path),
@@ -62,8 +62,8 @@ class Forgetful(InProcess):
 
 def send_to_the_second(monkeypatch):
     """The first engine gets weights from the object store, the second by vLLM's own transfer."""
-    from kedge.ray import engine
-    from kedge.rollout.vllm.weights import EngineGroup, NcclTransfer
+    from kedge.ext.ray import engine
+    from kedge.ext.vllm.weights import EngineGroup, NcclTransfer
     from tests.contract.relay import Relayed, info
 
     plain = engine.RayEngine

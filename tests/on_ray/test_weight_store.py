@@ -10,14 +10,20 @@ import pytest
 import torch
 
 from kedge.errors import SyncError
+from kedge.ext.ray import engine as ray_engine
+from kedge.ext.ray.engine import (
+    HostedEngine,
+    RayEngine,
+    StoredWeights,
+    stage_weights,
+    store_weights,
+)
+from kedge.ext.ray.placement import SharedArgument
+from kedge.ext.vllm import weights as weight_files
+from kedge.ext.vllm.policy_template import PolicyTemplate
 from kedge.learner.learner_state import WeightCopier
 from kedge.models.fingerprint import WeightsCopy, fingerprint, policy_weights
-from kedge.ray import engine as ray_engine
-from kedge.ray.engine import HostedEngine, RayEngine, StoredWeights, stage_weights, store_weights
-from kedge.ray.placement import SharedArgument
 from kedge.rollout.liveness import WorkerLimits
-from kedge.rollout.vllm import weights as weight_files
-from kedge.rollout.vllm.policy_template import PolicyTemplate
 from kedge.testing import tiny_policy
 from kedge.types import Receipt
 from tests.on_ray.clusters import local, needs_ray

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from kedge.judges import Endpoint
+from kedge.ext.judge.judges import Endpoint
 
 PROMPTS = [f"prompt {i}" for i in range(40)]
 GOOD, BAD = [f"good {i}" for i in range(40)], [f"bad {i}" for i in range(40)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kedge.errors import ConfigError
+from kedge.ext.sandbox.kernel import CLONE, CLONE3, FCNTL, REFUSED, SOCKETPAIR, TGKILL
 from kedge.verifiers import Sandbox
-from kedge.verifiers.sandbox.kernel import CLONE, CLONE3, FCNTL, REFUSED, SOCKETPAIR, TGKILL
 
 try:
     Sandbox().prepare()

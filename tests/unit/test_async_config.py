@@ -15,12 +15,12 @@ from transformers import LlamaConfig
 from kedge import AsyncPPOConfig
 from kedge.cli.arguments import ModelArguments, ScriptArguments
 from kedge.cli.main import main
-from kedge.cli.train import async_ppo
-from kedge.cli.train.async_ppo import apply_template, load_mixed, without_answer
 from kedge.config.base import foreign
 from kedge.config.declare import default_of
 from kedge.config.rollout_engines import assume_all_packages
 from kedge.errors import ConfigError, DataError
+from kedge.ext.open_instruct import command as async_ppo
+from kedge.ext.open_instruct.command import apply_template, load_mixed, without_answer
 
 from .text_toys import word_tokenizer
 

@@ -24,9 +24,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kedge.algorithms import ppo
 from kedge.cli.arguments import parse
-from kedge.cli.tools.plan import plan
 from kedge.config.ppo import PPOv2Config
 from kedge.errors import CheckpointError, ConfigError
+from kedge.ext.plan.command import plan
 from kedge.learner.learner import HFLearner
 from kedge.learner.reference import AdapterReference, frozen_copy
 from kedge.learner.settings import LearnerSettings

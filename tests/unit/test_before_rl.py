@@ -15,8 +15,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from kedge.cli.main import main
+from kedge.ext.before_rl.trl_trainers import init_head, shift_scores, train_reward
 from kedge.models.packing import JoinedInput
-from kedge.pretrain.trl import init_head, shift_scores, train_reward
 from kedge.rewards import RewardModel
 from kedge.rewards.model import SHIFT
 from kedge.testing import tiny_policy, tiny_reward_model
@@ -89,7 +89,7 @@ def test_a_supervised_model_learns_completions_and_to_stop(place: Path, trained:
 @pytest.mark.slow
 def test_references_score_nothing_on_average_wherever_the_model_is_loaded(place: Path) -> None:
     assert main(["reward", *flags(place, "pairs", "reward")]) == 0
-    from kedge.cli.tools.judge import load_scores
+    from kedge.ext.judge.command import load_scores
 
     score = load_scores(str(place / "reward"))
     prompts = [f"w{i} w4" for i in range(9, 29)]
@@ -119,7 +119,7 @@ def test_references_score_nothing_on_average_wherever_the_model_is_loaded(place:
 def test_an_adapter_keeps_the_shift_of_its_scores(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kedge.cli.tools.judge import load_scores
+    from kedge.ext.judge.command import load_scores
     from kedge.models.peft import with_adapter
     from kedge.models.shared_base import AdapterRewardModel, value_adapter
     from kedge.models.value_head import load_value
@@ -155,7 +155,7 @@ def test_an_adapter_keeps_the_shift_of_its_scores(
 def test_a_judge_reads_what_the_reward_model_was_trained_to_read(
     place: Path, trained: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kedge.cli.tools.judge import load_scores
+    from kedge.ext.judge.command import load_scores
 
     assert main(["reward", *flags(place, "pairs", "reward")]) == 0
     read: list[list[int]] = []

@@ -344,7 +344,7 @@ def given(config, *, trained=LARGE, frozen=0, batch_size=512, iterations=9, play
 
 @pytest.mark.parametrize("native", [True, False])
 def test_a_run_in_slow_bf16_says_so(monkeypatch, native):
-    monkeypatch.setattr("kedge.ops.cpu.matmul.multiplies_bf16", lambda: native)
+    monkeypatch.setattr("kedge.ext.cpu.matmul.multiplies_bf16", lambda: native)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert ("bf16 on this processor" in given(PPOConfig, bf16=True)) == (not native)
     assert "bf16" not in given(PPOConfig)

@@ -15,11 +15,16 @@ import pytest
 import torch
 from transformers import Trainer
 
-import kedge.classic
-from kedge.classic import PPOConfig, PPOTrainer, create_reference_model, unwrap_model_for_generation
-from kedge.classic.core import PPODecorators
-from kedge.classic.reports import log_batch
+import kedge.ext.trl.classic
 from kedge.errors import ConfigError
+from kedge.ext.trl.classic import (
+    PPOConfig,
+    PPOTrainer,
+    create_reference_model,
+    unwrap_model_for_generation,
+)
+from kedge.ext.trl.classic.core import PPODecorators
+from kedge.ext.trl.classic.reports import log_batch
 from tests.classic_models import gpt2, letters, lora, samples, t5, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:the KL to the reference")
@@ -135,7 +140,7 @@ def test_every_field_is_read_somewhere() -> None:
     ids=str,
 )
 def test_what_the_trainer_refuses(change: dict[str, Any], message: str) -> None:
-    from kedge.classic import AutoModelForCausalLMWithValueHead, PPOConfig
+    from kedge.ext.trl.classic import AutoModelForCausalLMWithValueHead, PPOConfig
 
     arguments = {
         "config": PPOConfig(batch_size=8, mini_batch_size=8),
@@ -147,7 +152,7 @@ def test_what_the_trainer_refuses(change: dict[str, Any], message: str) -> None:
 
 
 def test_both_reference_and_shared_layers() -> None:
-    from kedge.classic import create_reference_model
+    from kedge.ext.trl.classic import create_reference_model
 
     with pytest.warns(UserWarning, match="num_shared_layers is ignored"):
         trainer(gpt2(), num_shared_layers=1, reference=create_reference_model)
@@ -311,7 +316,7 @@ def test_sampling_from_the_reference_of_an_adapter() -> None:
 
 
 def test_without_a_dataset_there_is_a_warning() -> None:
-    from kedge.classic import AutoModelForCausalLMWithValueHead, PPOConfig
+    from kedge.ext.trl.classic import AutoModelForCausalLMWithValueHead, PPOConfig
 
     config = PPOConfig(batch_size=8, mini_batch_size=8)
     model = AutoModelForCausalLMWithValueHead.from_pretrained(gpt2())

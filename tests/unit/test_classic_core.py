@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from kedge.classic import (
+from kedge.errors import ConfigError, OptionError
+from kedge.ext.trl.classic import (
     SUPPORTED_ARCHITECTURES,
     AutoModelForCausalLMWithValueHead,
     BestOfNSampler,
@@ -24,10 +25,9 @@ from kedge.classic import (
     respond_to_batch,
     setup_chat_format,
 )
-from kedge.compat import APIS, NameFinder, install, uninstall
-from kedge.compat.__main__ import detect_api
-from kedge.compat.__main__ import main as compat_main
-from kedge.errors import ConfigError, OptionError
+from kedge.ext.trl.compat import APIS, NameFinder, install, uninstall
+from kedge.ext.trl.compat.__main__ import detect_api
+from kedge.ext.trl.compat.__main__ import main as compat_main
 from tests import processes
 from tests.classic_models import gpt2, letters
 
@@ -112,7 +112,7 @@ def test_the_cache_decorator_runs_the_block() -> None:
 
 
 def test_every_name_of_the_package_is_there() -> None:
-    import kedge.classic
+    import kedge.ext.trl.classic
 
     for name in kedge.classic.__all__:
         assert getattr(kedge.classic, name) is not None
@@ -303,7 +303,7 @@ from trl import PPOConfig, PPOTrainer, AutoModelForCausalLMWithValueHead, __vers
 from trl.core import LengthSampler
 from trl.models.utils import unwrap_model_for_generation
 from transformers import pipeline
-import kedge.classic
+import kedge.ext.trl.classic
 assert PPOTrainer is kedge.classic.PPOTrainer
 assert __version__ == version("trl") == "0.9.6"
 assert sys.argv[1:] == ["--flag", "x"]
@@ -322,7 +322,7 @@ def test_a_script_runs(tmp_path: Path) -> None:
 def test_scores_of_all_labels_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.pipelines.text_classification import TextClassificationPipeline as Pipeline
 
-    from kedge.compat import older_transformers
+    from kedge.ext.trl.compat import older_transformers
 
     before = Pipeline._sanitize_parameters
     monkeypatch.setattr(Pipeline, "_sanitize_parameters", before)
@@ -338,7 +338,7 @@ def test_scores_of_all_labels_in_their_order(monkeypatch: pytest.MonkeyPatch) ->
 def test_options_of_ms_swift_reach_the_trainer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kedge.compat.hf_trainer import PPOConfig, to_kedge_config
+    from kedge.ext.trl.compat.hf_trainer import PPOConfig, to_kedge_config
 
     given = {
         **{"data_seed": 7, "ddp_timeout": 99, "load_best_model_at_end": True, "save_steps": 2},

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.classic import LengthSampler
 from kedge.errors import CheckpointError
+from kedge.ext.trl.classic import LengthSampler
 from tests.classic_models import bart, gpt2, letters, lora, samples, t5, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:the KL to the reference")
@@ -185,7 +185,7 @@ def test_states_of_other_models(tmp_path: Path) -> None:
 def test_what_save_pretrained_writes(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from kedge.classic import AutoModelForCausalLMWithValueHead
+    from kedge.ext.trl.classic import AutoModelForCausalLMWithValueHead
 
     found = trainer(gpt2())
     found.step(*samples())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kedge.classic import (
+from kedge.ext.trl.classic import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     ValueHead,
@@ -292,7 +292,7 @@ def test_quantized_bases_train_their_adapters(bits: int, tmp_path: Path) -> None
     pytest.importorskip("bitsandbytes", reason="8- and 4-bit bases need bitsandbytes")
     from peft import LoraConfig
 
-    from kedge.classic import PPOConfig, PPOTrainer
+    from kedge.ext.trl.classic import PPOConfig, PPOTrainer
     from kedge.testing import tiny_policy
 
     tiny_policy("llama", vocab_size=28, hidden_size=64, heads=2).save_pretrained(tmp_path)

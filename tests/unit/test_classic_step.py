@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.classic import PPOTrainer, RunningMoments
-from kedge.classic.stats_recorder import KEYS
+from kedge.ext.trl.classic import PPOTrainer, RunningMoments
+from kedge.ext.trl.classic.stats_recorder import KEYS
 from tests.classic_models import bart, gpt2, lora, samples, t5, trainer
 
 MAKERS = [gpt2, t5, bart]

@@ -16,7 +16,6 @@ from kedge import GRPOConfig
 from kedge.cli.arguments import parse
 from kedge.cli.data import Splits, load_prompts
 from kedge.cli.main import COMMANDS, main, run_command
-from kedge.cli.tools.plan import plan
 from kedge.cli.train.ppo import (
     build_rewards,
     command_to_repeat,
@@ -26,6 +25,7 @@ from kedge.cli.train.ppo import (
     resume_point,
 )
 from kedge.errors import ConfigError, DataError
+from kedge.ext.plan.command import plan
 from kedge.models.load import _hub_problem
 from kedge.rewards.build import check_sources
 

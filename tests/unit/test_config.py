@@ -19,14 +19,15 @@ import pytest
 from accelerate import PartialState
 from transformers import SchedulerType, TrainingArguments
 
-from kedge import AsyncPPOConfig, GRPOConfig, PPOConfig, RLOOConfig, classic
+from kedge import AsyncPPOConfig, GRPOConfig, PPOConfig, RLOOConfig
 from kedge.cli.arguments import ModelArguments, ScriptArguments
-from kedge.cli.train.reward import RewardArguments
 from kedge.config.base import foreign
 from kedge.config.declare import Alias, NoEffect, format_value, status
 from kedge.config.ppo import PPOv2Config
 from kedge.config.rollout_engines import assume_all_packages
 from kedge.errors import ConfigError, KedgeError, OptionError
+from kedge.ext.before_rl.reward_command import RewardArguments
+from kedge.ext.trl import classic
 from kedge.trainers.assembly.setup import build_sampling
 from tests.e2e.small import small
 

@@ -16,7 +16,7 @@ import transformers
 from transformers import HfArgumentParser, TrainingArguments
 
 import kedge
-from kedge import AsyncPPOConfig, GRPOConfig, RLOOConfig, classic
+from kedge import AsyncPPOConfig, GRPOConfig, RLOOConfig
 from kedge.algorithms import grpo, ppo, rloo
 from kedge.cli.arguments import parse
 from kedge.config.base import foreign
@@ -34,6 +34,7 @@ from kedge.config.parser import ConfigParser
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.rollout_engines import assume_all_packages
 from kedge.errors import ConfigError, OptionError
+from kedge.ext.trl import classic
 from kedge.loop.batch_sizes import compute_batch_sizes
 from kedge.rewards import reward_source
 from kedge.suggestions import ALIASES, TRAINER_ARGUMENTS

@@ -7,10 +7,10 @@ from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
-from kedge.ops.cpu import matmul
-from kedge.ops.cpu.matmul import SHORT_ATTENTION, float32_attention
-from kedge.ops.cpu.patch import Kernels
-from kedge.pretrain.trl import train_with_kernels
+from kedge.ext.before_rl.trl_trainers import train_with_kernels
+from kedge.ext.cpu import matmul
+from kedge.ext.cpu.matmul import SHORT_ATTENTION, float32_attention
+from kedge.ext.cpu.patch import Kernels
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),

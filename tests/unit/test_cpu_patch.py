@@ -11,10 +11,10 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from kedge.algorithms import ppo
+from kedge.ext.cpu import matmul, patch, threads
+from kedge.ext.cpu.patch import Kernels
 from kedge.loop.stages import micro_batches
 from kedge.models.model import checkpoint_activations
-from kedge.ops.cpu import matmul, patch, threads
-from kedge.ops.cpu.patch import Kernels
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from kedge.types import Sampling

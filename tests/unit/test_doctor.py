@@ -20,10 +20,10 @@ import pytest
 
 from kedge.cli.main import main
 from kedge.errors import DataError
+from kedge.ext.report.doctor import RULES, examine
+from kedge.ext.report.report import episodes, gather, meaning, page, story, vocabulary
 from kedge.loop.metrics import NAMES, PREFIXES
-from kedge.reporting.doctor import RULES, examine
 from kedge.reporting.log import RunLog, band, end_stats, read_log
-from kedge.reporting.report import episodes, gather, meaning, page, story, vocabulary
 
 RUNS = Path(__file__).parents[1] / "data" / "doctor"
 GOOD = sorted(RUNS.glob("good*.jsonl"))

@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from kedge.ops.cpu import patch
-from kedge.ops.cpu.patch import Kernels
+from kedge.ext.cpu import patch
+from kedge.ext.cpu.patch import Kernels
 from kedge.ops.gpu import attend_grouped, fused_forward, is_standard
 from kedge.rollout.embedded.decode import GrowingLayer
 from tests import processes
@@ -97,7 +97,7 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glib
 FRESH = """
 from pathlib import Path
 import torch
-from kedge.ops.cpu.patch import keep_freed_memory
+from kedge.ext.cpu.patch import keep_freed_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20

@@ -11,9 +11,9 @@ import torch
 
 from kedge import GRPOConfig, TrlParser
 from kedge.algorithms import ppo
-from kedge.compat import trl_trainers
 from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError, RolloutError
+from kedge.ext.trl.compat import trl_trainers
 from kedge.math.ratios import Correction
 from kedge.testing import tiny_policy
 from kedge.trainers.assembly.run import build_correction

@@ -15,7 +15,7 @@ import pytest
 
 from kedge.cli.main import main
 from kedge.errors import JudgeError
-from kedge.judges import (
+from kedge.ext.judge.judges import (
     Answer,
     Endpoint,
     FunctionJudge,

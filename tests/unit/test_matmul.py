@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kedge.ops.cpu import matmul as module
-from kedge.ops.cpu.matmul import add_outer, add_product, by_onednn, linear, outer, product
+from kedge.ext.cpu import matmul as module
+from kedge.ext.cpu.matmul import add_outer, add_product, by_onednn, linear, outer, product
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN"

@@ -16,8 +16,12 @@ from benchmarks.cost_model import Job, operations
 from kedge import AsyncPPOConfig
 from kedge.cli.arguments import parse
 from kedge.cli.main import main
-from kedge.cli.tools.init import RECIPES, SIZES, SOURCES, settings
-from kedge.cli.tools.plan import (
+from kedge.config.ppo import RECIPES as OF_CONFIGS
+from kedge.config.rollout_engines import assume_all_packages
+from kedge.errors import ConfigError
+from kedge.ext.before_rl.init_command import RECIPES, SIZES, SOURCES, settings
+from kedge.ext.cpu import matmul
+from kedge.ext.plan.command import (
     ModelDims,
     ModelMemory,
     human,
@@ -29,11 +33,7 @@ from kedge.cli.tools.plan import (
     verdict,
     version_parts,
 )
-from kedge.config.ppo import RECIPES as OF_CONFIGS
-from kedge.config.rollout_engines import assume_all_packages
-from kedge.errors import ConfigError
 from kedge.loop.batch_sizes import compute_batch_sizes
-from kedge.ops.cpu import matmul
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.trainers import load_trainer
 from tests.environments.toys import TEMPLATE

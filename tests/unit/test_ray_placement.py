@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from kedge.errors import ConfigError, LostNodeError, SyncError
-from kedge.ray import cluster
-from kedge.ray.actor import Actor, LostActorError
-from kedge.ray.cluster import cause
-from kedge.ray.context import ActorProcess
-from kedge.ray.launch import Failure, failure
-from kedge.ray.placement import plan_bundles, reserve
+from kedge.ext.ray import cluster
+from kedge.ext.ray.actor import Actor, LostActorError
+from kedge.ext.ray.cluster import cause
+from kedge.ext.ray.context import ActorProcess
+from kedge.ext.ray.launch import Failure, failure
+from kedge.ext.ray.placement import plan_bundles, reserve
 from kedge.rollout import liveness
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.rollout.engines import ShardedEngine, slice_rollout, start_all
@@ -70,7 +70,7 @@ class TestPlan:
 
         def slots(rank, role, **count):
             at = SimpleNamespace(rank=rank, world_size=2, placement=placement)
-            monkeypatch.setattr("kedge.ray.placement.get_context", lambda: at)
+            monkeypatch.setattr("kedge.ext.ray.placement.get_context", lambda: at)
             return [slot.index for slot in reserve(role, SimpleNamespace(**count)).slots]
 
         ranks = (0, 1)

@@ -19,12 +19,12 @@ import httpx
 import pytest
 
 from kedge.cli.main import main as kedge
-from kedge.cli.tools.serve_reward import load
 from kedge.errors import ConfigError, RewardError
+from kedge.ext.serve.command import load
+from kedge.ext.serve.server import RewardServer
 from kedge.rollout.scheduler import rank_rewards
 from kedge.verifiers import RemoteReward, gsm8k
 from kedge.verifiers.remote import TOKEN_ENV
-from kedge.verifiers.server import RewardServer
 from tests.unit.reward_servers import QUICK, length, ok, raw_server
 
 
@@ -290,7 +290,7 @@ def test_many_connections_at_once_are_served() -> None:
 def test_connections_without_a_head_give_way_and_others_are_told_to_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kedge.verifiers.server.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("kedge.ext.serve.server.MAX_CONNECTIONS", 2)
     head = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with RewardServer({"length": length}) as server:
         place = ("127.0.0.1", urlsplit(server.url).port or 0)
@@ -310,7 +310,7 @@ def test_connections_without_a_head_give_way_and_others_are_told_to_come_back(
         for client in (*idle, *busy):
             client.close()
         assert RemoteReward(server.url, **QUICK)(["xyz"]) == [3.0]
-        monkeypatch.setattr("kedge.verifiers.server.HEAD_SECONDS", 0.2)
+        monkeypatch.setattr("kedge.ext.serve.server.HEAD_SECONDS", 0.2)
         with socket.create_connection(place, timeout=60) as slow:
             slow.sendall(b"POST /score HTTP/1.1\r\nX: ")
             assert slow.recv(1) == b""

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from kedge.errors import ConfigError
+from kedge.ext.sandbox import DEVICES, _find_problem
+from kedge.ext.sandbox.kernel import ARCHITECTURES
 from kedge.verifiers import Sandbox, by_column, code_verifier
-from kedge.verifiers.sandbox import DEVICES, _find_problem
-from kedge.verifiers.sandbox.kernel import ARCHITECTURES
 from tests.unit.sandbox_attacks import (
     ATTACKS,
     BATCH,
@@ -213,7 +213,7 @@ def test_bombs_meet_limits() -> None:
 
 def test_the_program_is_refused_where_nothing_isolates_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr("kedge.verifiers.sandbox._find_problem", _find_problem.__wrapped__)
+    monkeypatch.setattr("kedge.ext.sandbox._find_problem", _find_problem.__wrapped__)
     verify = code_verifier()
     truth = [{"tests": ["assert add(1, 2) == 3"]}]
     ways = "bwrap is not installed.*apt-get install bubblewrap.*serve-reward.*none"

@@ -23,9 +23,9 @@ from transformers import PreTrainedTokenizerFast
 
 from kedge.config.ppo import PPOConfig
 from kedge.errors import ConfigError, RewardError
+from kedge.ext.report.report import gather
 from kedge.reporting.base import JsonlTracker
 from kedge.reporting.log import draw_curves
-from kedge.reporting.report import gather
 from kedge.reporting.responses import IntervalSchedule, completion_rows, token_texts
 from kedge.reporting.trackers import ConsoleTracker, TableLogger, run_links
 from kedge.testing import ConstantReward

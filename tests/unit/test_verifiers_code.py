@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from kedge.errors import ConfigError, RewardError
-from kedge.verifiers import Sandbox, code_verifier, programs
-from kedge.verifiers.programs import extract_code
+from kedge.ext.sandbox import programs
+from kedge.ext.sandbox.programs import extract_code
+from kedge.verifiers import Sandbox, code_verifier
 from tests.unit.sandbox_attacks import ISOLATION
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the sandbox needs fork")
@@ -178,7 +179,7 @@ def test_time_is_that_of_the_solution_alone(monkeypatch: pytest.MonkeyPatch) -> 
     def killed(process: object) -> bytes:
         raise AssertionError("the sandbox waited longer, for the time that Python has to start")
 
-    monkeypatch.setattr("kedge.verifiers.sandbox._kill", killed)
+    monkeypatch.setattr("kedge.ext.sandbox._kill", killed)
     hasty = Sandbox(isolation=ISOLATION, seconds=0.2)
     assert hasty.test("while True: pass", TESTS).stopped == "timeouts"
     assert hasty.run("while True: pass").stopped == "timeouts"

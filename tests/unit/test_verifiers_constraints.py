@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from kedge.errors import ConfigError, RewardError
-from kedge.verifiers import ConstraintVerifier, ifeval
-from kedge.verifiers.constraints import (
+from kedge.ext.ifeval.constraints import (
     CHECKS,
     KNOWN,
     count_sentences,
@@ -18,6 +17,7 @@ from kedge.verifiers.constraints import (
     follows,
     load_identifier,
 )
+from kedge.verifiers import ConstraintVerifier, ifeval
 
 TEXTS = {
     "kn": "ನಾನು ಇಂದು ಬೆಳಿಗ್ಗೆ ಶಾಲೆಗೆ ಹೋದೆನು. ಅಲ್ಲಿ ನನ್ನ ಸ್ನೇಹಿತರನ್ನು ಭೇಟಿಯಾದೆ.",

@@ -17,13 +17,12 @@ import torch
 from kedge import PPOConfig
 from kedge.config import rollout_engines
 from kedge.errors import ConfigError, RolloutError
-from kedge.rollout.engines import build_rollout
-from kedge.rollout.vllm.build import check_local, check_server, gpus_of_servers
-from kedge.rollout.vllm.inprocess import _rank_args, device_args
-from kedge.rollout.vllm.policy_template import PolicyTemplate
-from kedge.rollout.vllm.remote import Remote
-from kedge.rollout.vllm.server import Process, Server, find_version, flags
-from kedge.rollout.vllm.service import (
+from kedge.ext.vllm.build import check_local, check_server, gpus_of_servers
+from kedge.ext.vllm.inprocess import _rank_args, device_args
+from kedge.ext.vllm.policy_template import PolicyTemplate
+from kedge.ext.vllm.remote import Remote
+from kedge.ext.vllm.server import Process, Server, find_version, flags
+from kedge.ext.vllm.service import (
     GenerationResult,
     allowed_tokens,
     build_requests,
@@ -32,6 +31,7 @@ from kedge.rollout.vllm.service import (
     read_responses,
     row_seed,
 )
+from kedge.rollout.engines import build_rollout
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
 from tests.contract.embedded import prompts

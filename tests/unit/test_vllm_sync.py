@@ -15,14 +15,14 @@ from torch.func import functional_call
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kedge.errors import RolloutError, SyncError
+from kedge.ext.vllm import Remote
+from kedge.ext.vllm import weights as weight_module
+from kedge.ext.vllm.engine import VLLMEngine
+from kedge.ext.vllm.policy_template import PolicyTemplate, weights_dtype
+from kedge.ext.vllm.service import GenerationResult
+from kedge.ext.vllm.weights import WeightFiles, WeightPayload, max_lora_rank
 from kedge.learner.learner_state import WeightCopier
 from kedge.models.fingerprint import fingerprint
-from kedge.rollout.vllm import Remote
-from kedge.rollout.vllm import weights as weight_module
-from kedge.rollout.vllm.engine import VLLMEngine
-from kedge.rollout.vllm.policy_template import PolicyTemplate, weights_dtype
-from kedge.rollout.vllm.service import GenerationResult
-from kedge.rollout.vllm.weights import WeightFiles, WeightPayload, max_lora_rank
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
 from tests.contract.embedded import prompts

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kedge.errors import LostNodeError, RolloutError
+from kedge.ext.vllm.policy_template import PolicyTemplate
+from kedge.ext.vllm.weights import EngineGroup, FanOut, WeightPayload
 from kedge.models.fingerprint import WeightsCopy, fingerprint
 from kedge.rollout.engines import ShardedEngine
-from kedge.rollout.vllm.policy_template import PolicyTemplate
-from kedge.rollout.vllm.weights import EngineGroup, FanOut, WeightPayload
 from kedge.types import Receipt
 from tests.contract.engines import policy, trained
 

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 from kedge.cli.main import run_command
-from kedge.cli.tools import generate, judge
+from kedge.cli.tools import generate
+from kedge.ext.judge import command as judge
 
 
 def main(argv: list[str]) -> None:

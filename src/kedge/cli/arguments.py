@@ -20,8 +20,8 @@ from kedge.config.declare import Alias, Foreign, Unsupported, option, status
 from kedge.config.parser import ConfigParser
 from kedge.config.ppo import RECIPES, PPOv2Config
 from kedge.errors import ConfigError
+from kedge.ext.trl.scripts import ModelConfig, read_yaml
 from kedge.suggestions import hint
-from kedge.trl_scripts import ModelConfig, read_yaml
 
 logger = logging.getLogger(__name__)
 _LIBRARIES_DROPOUT = 0.05  # default lora_dropout in TRL and open-instruct

@@ -12,35 +12,59 @@ from types import ModuleType
 
 from kedge.trainers import TRAINERS
 
-_PACKAGES = {
-    "kedge.demo": {
-        "demo": "train a small model with RLHF from nothing, in about four minutes on a CPU"
-    },
-    "kedge.cli.train": {
-        **{name: text for name, (_, text) in TRAINERS.items()},
-        "sft": "supervised fine-tuning before RL, with TRL's trainer",
-        "reward": "train a reward model on preferences, with TRL's trainer",
-    },
-    "kedge.cli.tools": {
-        "pipeline": "run several commands in order, resumable: sft, reward, ppo, generate, judge",
-        "plan": "show batch sizes and estimated memory of a run without loading weights",
-        "compare": "plot several runs in one figure, with bands over seeds",
-        "init": "write a commented configuration for a task and a model size",
-        "doctor": "diagnose a run from its log and suggest fixes",
-        "report": "write an HTML report of a run: curves, completions, tokens",
-        "expert": "write episodes of an environment's expert, to train a first policy on",
-        "generate": "sample completions of prompts with a model",
-        "value": "train a value model on recorded rollouts, and check it before PPO relies on it",
-        "judge": "compare two sets of completions: win rate with a confidence interval",
-        "serve-reward": "serve reward functions over HTTP to trainers on other machines",
-    },
+_RUNS = "kedge.ext.report.command"
+# Command -> its module, and its line in ``kedge --help``.
+_COMMANDS = {
+    "demo": (
+        "kedge.demo.demo",
+        "train a small model with RLHF from nothing, in about four minutes on a CPU",
+    ),
+    **{name: ("kedge.cli.train.ppo", text) for name, (_, text) in TRAINERS.items()},
+    "async-ppo": ("kedge.ext.open_instruct.command", TRAINERS["async-ppo"][1]),
+    "sft": (
+        "kedge.ext.before_rl.sft_command",
+        "supervised fine-tuning before RL, with TRL's trainer",
+    ),
+    "reward": (
+        "kedge.ext.before_rl.reward_command",
+        "train a reward model on preferences, with TRL's trainer",
+    ),
+    "pipeline": (
+        "kedge.cli.tools.pipeline",
+        "run several commands in order, resumable: sft, reward, ppo, generate, judge",
+    ),
+    "plan": (
+        "kedge.ext.plan.command",
+        "show batch sizes and estimated memory of a run without loading weights",
+    ),
+    "compare": (_RUNS, "plot several runs in one figure, with bands over seeds"),
+    "init": (
+        "kedge.ext.before_rl.init_command",
+        "write a commented configuration for a task and a model size",
+    ),
+    "doctor": (_RUNS, "diagnose a run from its log and suggest fixes"),
+    "report": (_RUNS, "write an HTML report of a run: curves, completions, tokens"),
+    "expert": (
+        "kedge.ext.before_rl.expert_command",
+        "write episodes of an environment's expert, to train a first policy on",
+    ),
+    "generate": ("kedge.cli.tools.generate", "sample completions of prompts with a model"),
+    "value": (
+        "kedge.ext.before_rl.value_command",
+        "train a value model on recorded rollouts, and check it before PPO relies on it",
+    ),
+    "judge": (
+        "kedge.ext.judge.command",
+        "compare two sets of completions: win rate with a confidence interval",
+    ),
+    "serve-reward": (
+        "kedge.ext.serve.command",
+        "serve reward functions over HTTP to trainers on other machines",
+    ),
 }
-# Modules of several commands.
-_SHARED = {
-    **{name: "ppo" for name in TRAINERS if name != "async-ppo"},
-    **dict.fromkeys(("compare", "doctor", "report"), "runs"),
-}
-COMMANDS = {name: text for commands in _PACKAGES.values() for name, text in commands.items()}
+# Commands whose module has several.
+_SHARED = {"ppo", "rloo", "grpo", "compare", "doctor", "report"}
+COMMANDS = {name: text for name, (_, text) in _COMMANDS.items()}
 
 EXAMPLE = """\
 example:
@@ -94,8 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def find_module(name: str) -> ModuleType:
     """The module of a command in ``COMMANDS``."""
-    package = next(package for package, commands in _PACKAGES.items() if name in commands)
-    return importlib.import_module(f"{package}.{_SHARED.get(name, name.replace('-', '_'))}")
+    return importlib.import_module(_COMMANDS[name][0])
 
 
 def load_command(name: str) -> Callable[[list[str]], object]:

@@ -69,15 +69,15 @@ ROLLOUT_ENGINES = {
         copies_weights=False,
     ),
     "vllm": RolloutEngineSpec(
-        build="kedge.rollout.vllm.build:build_in_process",
-        check="kedge.rollout.vllm.build:check_local",
+        build="kedge.ext.vllm.build:build_in_process",
+        check="kedge.ext.vllm.build:check_local",
         reads=_VLLM,
         vllm=True,
         per_rank=True,
     ),
     "vllm_server": RolloutEngineSpec(
-        build="kedge.rollout.vllm.build:build_servers",
-        check="kedge.rollout.vllm.build:check_local",
+        build="kedge.ext.vllm.build:build_servers",
+        check="kedge.ext.vllm.build:check_local",
         reads=(
             *(*_VLLM, *_REMOTE_ENGINE),
             *("vllm_num_engines", "vllm_python", "weight_sync_folder"),
@@ -85,8 +85,8 @@ ROLLOUT_ENGINES = {
         vllm=True,
     ),
     "http://": RolloutEngineSpec(  # any address
-        build="kedge.rollout.vllm.build:build_remote",
-        check="kedge.rollout.vllm.build:check_remote",
+        build="kedge.ext.vllm.build:build_remote",
+        check="kedge.ext.vllm.build:check_remote",
         reads=(*_REMOTE_ENGINE, "weight_sync_folder", "vllm_tolerance"),
         vllm=True,
     ),
@@ -94,8 +94,8 @@ ROLLOUT_ENGINES = {
 # With rollout_engine="ray", by ray_engine.
 RAY_ENGINES = {
     "vllm": RolloutEngineSpec(
-        build="kedge.ray.engine:build_vllm",
-        check="kedge.rollout.vllm.build:check_local",
+        build="kedge.ext.ray.engine:build_vllm",
+        check="kedge.ext.vllm.build:check_local",
         reads=(
             *(*_VLLM, *_REMOTE_ENGINE, *_RAY),
             *("ray_engine", "vllm_num_engines", "vllm_transfer"),
@@ -104,7 +104,7 @@ RAY_ENGINES = {
         actors=True,
     ),
     "embedded": RolloutEngineSpec(
-        build="kedge.ray.engine:build_embedded",
+        build="kedge.ext.ray.engine:build_embedded",
         reads=(*_REMOTE_ENGINE, *_RAY, "ray_engine", "vllm_num_engines"),
         actors=True,
     ),

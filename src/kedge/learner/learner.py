@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
 from kedge.errors import ConfigError, KedgeError
+from kedge.ext.cpu.patch import Kernels, keep_freed_memory
 from kedge.learner import optim
 from kedge.learner.distributed import (
     GatheredEngine,
@@ -63,7 +64,6 @@ from kedge.models.packing import group_rows, padding_budget, split_by_length, to
 from kedge.models.peft import own_adapters
 from kedge.models.shared_base import AdapterValue, checkpointing_options
 from kedge.models.value_head import ScalarModel
-from kedge.ops.cpu.patch import Kernels, keep_freed_memory
 from kedge.protocols import LossFn, RolloutEngine, ShouldApply, always
 from kedge.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
 

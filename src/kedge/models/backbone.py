@@ -29,10 +29,10 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kedge.ext.cpu.joined_attention import Group, joined_attention
+from kedge.ext.cpu.matmul import cpu_kernels_enabled, float32_attention
 from kedge.models.freezing import find_final_norms, find_layers, layer_number
 from kedge.models.packing import JoinedInput
-from kedge.ops.cpu.joined_attention import Group, joined_attention
-from kedge.ops.cpu.matmul import cpu_kernels_enabled, float32_attention
 from kedge.ops.gpu import OTHER, grouped_attention
 
 _ANSWERS = {"find_packed_sequence_indices": None, "fast_all": False}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kedge.ops.cpu.matmul import add_outer, add_product, float32_product
+from kedge.ext.cpu.matmul import add_outer, add_product, float32_product
 
 _LN_2 = math.log(2)
 NEVER = -1e30  # logit of a banned token; finite, to avoid inf - inf

@@ -17,7 +17,7 @@ TRAINERS = {
     ),
     "grpo": ("kedge.trainers.grpo:GRPOTrainer", "train with GRPO or one of its variants"),
     "async-ppo": (
-        "kedge.trainers.async_ppo:AsyncPPOTrainer",
+        "kedge.ext.open_instruct.trainer:AsyncPPOTrainer",
         "train with asynchronous PPO: Ray and vLLM sample while the learners train",
     ),
 }

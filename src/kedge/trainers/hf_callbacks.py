@@ -31,7 +31,7 @@ from kedge.reporting.base import CompositeTracker
 from kedge.rewards.build import as_list
 
 if TYPE_CHECKING:
-    from kedge.ray.context import RankContext
+    from kedge.ext.ray.context import RankContext
 
 STATE_FILE = "trainer_state.json"
 LATEST = (
@@ -250,9 +250,9 @@ def own_callbacks(args: OnPolicyConfig) -> list[TrainerCallback]:
 
 def launch_context() -> RankContext | None:
     """The context of this rank of a Ray launch; None outside a launch."""
-    if "kedge.ray.context" not in sys.modules:
+    if "kedge.ext.ray.context" not in sys.modules:
         return None  # no launch has set a context
-    from kedge.ray.context import get_context
+    from kedge.ext.ray.context import get_context
 
     return get_context()
 

@@ -43,7 +43,7 @@ from kedge.types import Experience, RewardOutput, Rollout, Sampling
 
 if TYPE_CHECKING:
     from kedge.checkpoint.replay import RolloutRecorder
-    from kedge.reporting.doctor import Rule
+    from kedge.ext.report.doctor import Rule
     from kedge.reporting.trackers import ConsoleTracker
 
 logger = logging.getLogger(__name__)
@@ -405,7 +405,7 @@ class Run(Hooks):
 
     def _warn_of_findings(self) -> None:
         """Warn once of findings of ``kedge doctor`` that are worth stopping for."""
-        from kedge.reporting.doctor import LIVE
+        from kedge.ext.report.doctor import LIVE
         from kedge.reporting.log import RunLog
 
         rows = [row for row in self.state.log_history if "objective/scores" in row]

@@ -5,14 +5,14 @@ goes into ``reward_funcs=[...]`` of any trainer or into ``--reward_funcs kedge.v
 Importing this package loads only the standard library.
 """
 
+from kedge.ext.ifeval.constraints import ConstraintVerifier, ifeval
+from kedge.ext.sandbox import Outcome, Sandbox
+from kedge.ext.sandbox.programs import code, code_verifier
 from kedge.verifiers.base import Verifier, text_of
 from kedge.verifiers.compose import VERIFIERS, ByColumn, by_column
-from kedge.verifiers.constraints import ConstraintVerifier, ifeval
 from kedge.verifiers.mathematics import accuracy_reward, math, math_verifier
 from kedge.verifiers.numbers import gsm8k, number_verifier
-from kedge.verifiers.programs import code, code_verifier
 from kedge.verifiers.remote import RemoteReward
-from kedge.verifiers.sandbox import Outcome, Sandbox
 from kedge.verifiers.texts import (
     exact_match,
     format_reward,

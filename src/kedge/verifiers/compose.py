@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kedge.errors import ConfigError, RewardError
+from kedge.ext.ifeval.constraints import ifeval
+from kedge.ext.sandbox.programs import code
 from kedge.suggestions import hint
 from kedge.verifiers import texts
 from kedge.verifiers.base import Verifier, read_column, read_scores
-from kedge.verifiers.constraints import ifeval
 from kedge.verifiers.mathematics import math as math_answers
 from kedge.verifiers.numbers import gsm8k
-from kedge.verifiers.programs import code
 
 RewardFunc = Callable[..., Sequence[float | None]]
 REPORTS = ("log_metric", "log_extra", "trainer_state")

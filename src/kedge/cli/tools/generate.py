@@ -260,7 +260,7 @@ def _engine(kind: str, model: Any, tokenizer: Any, batch_size: int) -> Any:
 
     if not installed("vllm"):
         raise ConfigError(f"--engine vllm needs vLLM: {install_command('vllm')}; or use embedded")
-    from kedge.rollout.vllm import InProcess, PolicyTemplate, VLLMEngine
+    from kedge.ext.vllm import InProcess, PolicyTemplate, VLLMEngine
 
     spec = PolicyTemplate.of(model)
     weights = {n: p.detach() for n, p in model.named_parameters()}

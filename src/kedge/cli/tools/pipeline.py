@@ -19,7 +19,7 @@ from kedge.cli.flags import Flags, print_table
 from kedge.cli.main import find_module, load_command
 from kedge.cli.train import ppo
 from kedge.errors import ConfigError, KedgeError
-from kedge.judges import WORTH
+from kedge.ext.judge.judges import WORTH
 from kedge.math.intervals import share_interval
 from kedge.reporting.base import write_whole
 from kedge.reporting.log import read_objects
@@ -157,7 +157,7 @@ def read(
 
     ``given`` overrides variables of the file; with a seed the stages are in ``seed-N``.
     """
-    from kedge.trl_scripts import read_yaml
+    from kedge.ext.trl.scripts import read_yaml
 
     content, given = read_yaml(file, ""), given or {}
     output, entries = content.get("output_dir"), content.get("stages")

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig, fields_of
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import default_of, read_mapping
 from kedge.config.ppo import RECIPES
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
+from kedge.ext.cpu.matmul import SLOW_BF16, emulates_bf16
+from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.learner.distributed import sharding_strategy
 from kedge.learner.learner import HFLearner
 from kedge.learner.learner_state import WeightCopier
@@ -33,7 +34,6 @@ from kedge.math.ratios import Correction
 from kedge.math.running import RunningMoments
 from kedge.models.compatibility import vocabulary
 from kedge.models.load import without_weights
-from kedge.ops.cpu.matmul import SLOW_BF16, emulates_bf16
 from kedge.protocols import RewardSource, RolloutEngine
 from kedge.rewards import check_sources, reward_source
 from kedge.rewards.build import as_list
@@ -335,8 +335,8 @@ class RewardStage:
         }
         source: RewardSource
         if args.ray_reward_workers:
-            from kedge.ray.placement import ActorPool
-            from kedge.ray.rewards import RayRewards, RewardActor
+            from kedge.ext.ray.placement import ActorPool
+            from kedge.ext.ray.rewards import RayRewards, RewardActor
 
             make = partial(reward_source, inputs.reward_model, inputs.reward_funcs, **mixture)
             pool = ActorPool("reward", args, RewardActor, make, model_options, function_options)

@@ -1,0 +1,45 @@
+"""``kedge expert``: writes the episodes of an environment's expert, to train a first policy on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kedge.cli.flags import Flags
+from kedge.config.common import EnvironmentArguments
+from kedge.errors import ConfigError
+from kedge.output import check_file, write_jsonl
+
+EPILOG = """\
+ENVIRONMENT is named as for training, and has a method expert(messages) that returns the next turn:
+text, or an assistant message with tool_calls.
+example: kedge expert game.py:Game --episodes 2000 --output episodes.jsonl
+         kedge sft --dataset_name episodes.jsonl --assistant_only_loss True ..."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Play and write, one row per line."""
+    flags = Flags("kedge expert", "Write episodes of an expert as conversations.", EPILOG)
+    flags.add_argument("environment", help="module:Class or file.py:Class")
+    flags.add_argument("--environment_kwargs", metavar="JSON", help="arguments of the class")
+    flags.add_argument("--episodes", type=int, default=1000)
+    flags.add_argument("--first_seed", type=int, default=0, help="of this many seeds in a row")
+    flags.add_argument("--noise", type=float, default=0.0, help="share of arbitrary actions")
+    flags.add_argument("--max_turns", type=int, default=16, help="longer episodes are cut off")
+    flags.add_argument("--output", required=True, type=Path, help="a .jsonl file")
+    args = flags.parse_args(list(argv))
+    for name in ("episodes", "max_turns"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
+    check_file("--output", args.output)
+    from kedge.ext.before_rl.experts import expert_episodes
+    from kedge.trainers.assembly.environments import load_environment
+
+    options = EnvironmentArguments(environment_kwargs=args.environment_kwargs)
+    make = load_environment(args.environment, options)
+    assert not isinstance(make, Mapping)  # a name is that of one environment
+    seeds = range(args.first_seed, args.first_seed + args.episodes)
+    rows = list(expert_episodes(make, seeds, noise=args.noise, max_turns=args.max_turns))
+    write_jsonl(args.output, rows)
+    mean = sum(row["reward"] for row in rows) / len(rows)
+    print(f"kedge: {len(rows)} episodes of mean reward {mean:.4g} are in {args.output}")

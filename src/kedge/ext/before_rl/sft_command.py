@@ -1,0 +1,105 @@
+"""``kedge sft``: trains the supervised model that RL starts from."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from kedge.cli.arguments import Parser, read
+from kedge.cli.data import Splits
+from kedge.cli.train.ppo import load_policy, load_tokenizer, resume_point
+from kedge.config.declare import check_fields, option
+from kedge.errors import ConfigError, install_command
+from kedge.ext.cpu.matmul import SLOW_BF16, emulates_bf16
+from kedge.ext.trl.scripts import get_peft_config
+from kedge.output import check_targets, lock_output_dir, share_weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class BeforeArguments:
+    """Data options of the training steps before RL."""
+
+    dataset_name: str | None = option(None, "A file, a folder or a hub name.")
+    dataset_config: str | None = option(None, "Configuration of a hub dataset.")
+    dataset_train_split: str = option("train", "Split to train on.")
+    dataset_test_split: str = option("test", "Split to evaluate on.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
+    """The parser of a step: data options, TRL's configuration and model loading."""
+    try:
+        from trl.trainer.reward_config import RewardConfig
+        from trl.trainer.sft_config import SFTConfig
+    except ImportError as error:
+        raise ConfigError(
+            f"kedge {kind} needs TRL: {install_command('pipeline')} ({error})"
+        ) from error
+    return Parser(
+        (script, SFTConfig if kind == "sft" else RewardConfig),
+        prog=f"kedge {kind}",
+        usage=f"kedge {kind} --model_name_or_path MODEL --dataset_name DATA --output_dir DIR ...",
+        description="Every option of TRL's configuration is a flag; --config FILE.yaml reads them.",
+    )
+
+
+parser = partial(build_parser, "sft", BeforeArguments)
+
+
+def read_step(parser: Parser, argv: Sequence[str], *, scalar: bool = False) -> tuple[Any, Any, Any]:
+    """Parse and check the flags of a step before anything is loaded; ``scalar``: a reward model."""
+    import torch
+
+    # TRL's configurations use names that transformers has renamed.
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
+    defaults: dict[str, Any] = {"report_to": "none", "logging_steps": 10}  # unlike TRL's
+    defaults["disable_tqdm"] = not sys.stderr.isatty()  # a bar writes a line of 30 kB into a log
+    if not torch.cuda.is_available():
+        defaults |= {"bf16": False, "dataloader_pin_memory": False}
+        if not torch.backends.mps.is_available():
+            defaults["use_cpu"] = True  # otherwise transformers rejects bf16 without an accelerator
+    (arguments, config, model), names = read(parser, argv, defaults)
+    for name in ("model_name_or_path", "dataset_name", "output_dir"):
+        if name not in names:
+            raise ConfigError(f"{parser.prog}: --{name} is required")
+    if model.lora_dropout and not model.use_peft:
+        raise ConfigError("--lora_dropout needs --use_peft; add it")
+    if config.bf16 and config.use_cpu and emulates_bf16():
+        logger.warning(SLOW_BF16)
+    config.resume_from_checkpoint = resume_point(config.resume_from_checkpoint)
+    check_targets(config, scalar=scalar)
+    return arguments, config, model
+
+
+def load_rows(script: BeforeArguments, config: Any) -> tuple[Any, Any]:
+    """Training rows, and evaluation rows or None."""
+    splits = Splits(str(script.dataset_name), script.dataset_config)
+    evaluates = str(getattr(config.eval_strategy, "value", config.eval_strategy)) != "no"
+    test = splits.load(script.dataset_test_split) if evaluates else None
+    return splits.load(script.dataset_train_split), test
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train with the given flags."""
+    if (flags := parser()).show_help(argv):
+        return
+    from kedge.ext.before_rl.trl_trainers import train_supervised
+
+    script, config, model = read_step(flags, argv)
+    with lock_output_dir(config):
+        train, test = load_rows(script, config)
+        policy = load_policy(model.model_name_or_path, model)
+        tokenizer = load_tokenizer(model.model_name_or_path, model)
+        train_supervised(policy, tokenizer, config, train, test, peft=get_peft_config(model))
+    share_weights(Path(config.output_dir))
+    print(f"kedge: the supervised model is in {config.output_dir}")

@@ -1,0 +1,347 @@
+"""Options of asynchronous PPO, named as in open-instruct's ``ppo_vllm_thread_ray_gtrl.py``."""
+
+# ruff: noqa: RUF009  (option() returns dataclasses.field)
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from kedge.config.compat import TRL
+from kedge.config.declare import (
+    SECONDS,
+    Alias,
+    Foreign,
+    Unsupported,
+    no_effect,
+    option,
+    unsupported,
+)
+from kedge.config.ppo import PPOConfig
+from kedge.config.rollout_engines import engine_args, find_engine
+from kedge.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_script = partial(option, acts_in="kedge async-ppo")
+_place = partial(option, acts_in="kedge async-ppo: placement of processes")
+_converted = partial(
+    option, acts_in="kedge.ext.open_instruct.config: converted to options of PPOConfig"
+)
+
+
+def _read_count(text: str) -> int:
+    """An integer, which may end in k or m: thousands or millions."""
+    number, factor = text.lower(), 1
+    for suffix, value in (("k", 1_000), ("m", 1_000_000)):
+        if number.endswith(suffix):
+            number, factor = number[:-1], value
+    if not number.isdigit():
+        raise ConfigError(f"episodes={text} must be an integer such as 100000 or 100k")
+    return int(number) * factor
+
+
+# Other names in open-instruct.
+_CODE = "code runs in Kedge's sandbox, without a server"
+_CODE_URL = os.environ.get("CODE_API_URL", "http://localhost:1234") + "/test_program"
+OPEN_INSTRUCT: dict[str, Foreign] = {
+    "episodes": Alias("total_episodes", _read_count, default=""),
+    "num_epochs": Alias("num_ppo_epochs"),
+    "beta": Alias("kl_coef"),
+    "eps": Alias("adam_epsilon"),
+    "number_samples_per_prompt": Alias("num_generations"),
+    "max_prompt_token_length": Alias("max_prompt_length"),
+    "min_response_length": Alias("min_new_tokens"),
+    "hf_repo_revision": Alias("hub_revision"),
+    "tokenizer_name": Alias("tokenizer_name_or_path"),
+    **unsupported("transformers 5 only has fast tokenizers", use_fast=True),
+    "get_tokenizer_fn": Unsupported(
+        "the tokenizer is loaded as it was saved, and padding needs no extra token",
+        "save a tokenizer with the changes that you need, and set tokenizer_name_or_path",
+        default="get_tokenizer_tulu_v2_2",
+        also=("get_tokenizer_tulu_v2_1", "get_tokenizer_tulu_v1", "get_tokenizer_simple_v1"),
+    ),
+    **unsupported(
+        "prompts are always tokenized and filtered by length",
+        "transform the dataset beforehand",
+        dataset_transform_fn=["rlvr_tokenize_v1", "rlvr_filter_v1"],
+    ),
+    **unsupported("num_evals sets the interval", "set num_evals", local_eval_freq=None),
+    **unsupported(
+        "it is derived from the other sizes",
+        "leave it unset",
+        **{"rollout_batch_size": None, "local_total_prompts": None, "num_training_steps": None},
+        **{"local_dataloader_batch_size": None, "hf_repo_url": None, "tokenizer_files_hash": None},
+    ),
+    **unsupported(_CODE, code_pass_rate_reward_threshold=0.0, code_apply_perf_penalty=False),
+    **no_effect(_CODE, code_api_url=_CODE_URL, code_max_execution_time=1.0),
+    **no_effect(
+        "prompts are tokenized at startup and not cached",
+        **{"dataset_cache_mode": "local", "dataset_local_cache_dir": "local_dataset_cache"},
+        **{"dataset_config_hash": None, "dataset_config_eval_hash": None},
+        dataset_skip_cache=False,
+    ),
+    **no_effect(
+        "LLM judges are not available during training",
+        **{"llm_judge_model": "azure/gpt-4o-mini-standard", "llm_judge_max_tokens": 2048},
+        **{"llm_judge_max_context_length": 8192, "llm_judge_temperature": 1.0},
+        llm_judge_timeout=60,
+    ),
+    **no_effect(
+        "open-instruct does not read it either",
+        use_slow_tokenizer=False,
+        checkpoint_output_dir=None,
+    ),
+    **no_effect("weights are gathered tensor by tensor", gather_whole_model=True),
+    **no_effect("the value model is always saved in value_model/", save_value_model=False),
+    **no_effect(
+        "it is specific to Ai2's cluster",
+        **{"try_launch_beaker_eval_jobs": True, "try_launch_beaker_eval_jobs_on_weka": False},
+        **{"try_auto_save_to_beaker": True, "gs_bucket_path": None, "oe_eval_tasks": None},
+        **{"oe_eval_max_length": 4096, "eval_priority": "normal"},
+    ),
+}
+
+
+@dataclass(repr=False)
+class AsyncPPOConfig(PPOConfig):
+    """Options of ``kedge.AsyncPPOTrainer``: rollout engines sample while the learners train.
+
+    Has the names and defaults of open-instruct's asynchronous PPO in addition to those of
+    ``PPOConfig``, with a learning rate for models of billions of weights (docs/recipes.md).  Two
+    names of one option are refused if their values differ.
+
+    Raises:
+        ConfigError: a value or a combination that cannot work.
+    """
+
+    ON_CONSTRUCTION: ClassVar[Sequence[str]] = (
+        *("local_rollout_batch_size", "max_token_length", "async_mode", "num_evals", "save_freq"),
+        *("vllm_enforce_eager", "vllm_gpu_memory_utilization", "enable_prefix_caching"),
+        *("vllm_sync_backend", "with_tracking", "hf_entity", "hf_repo_id", "warm_up_steps"),
+    )
+    FOREIGN: ClassVar[Mapping[str, Foreign]] = {**TRL, **OPEN_INSTRUCT}
+
+    exp_name: str = option("async_ppo", "Name of the experiment.")
+    output_dir: str | None = option("output", "Output folder of the run.")
+    seed: int = option(1, "Seed of every random number generator.")
+
+    # Options of PPOConfig that have other defaults here.
+    learning_rate: float = option(1e-6, "Learning rate of the policy.")
+    total_episodes: int | None = option(100_000, "Responses to generate over the whole run.")
+    per_device_train_batch_size: int = option(1, "Responses per rank in one forward pass.")
+    per_device_eval_batch_size: int = option(1, "Evaluation prompts per rank at a time.")
+    gradient_checkpointing: bool | None = option(
+        False, "Recompute activations in the backward pass: less memory, about a third slower."
+    )
+    logging_steps: float = option(1, "Iterations between log rows; below 1, a fraction of the run.")
+    num_sample_generations: int = option(
+        0, "Tables of sample completions over the run; evaluations write their own."
+    )
+    max_prompt_length: int | None = option(
+        256, "Longest prompt, in tokens; longer ones are dropped."
+    )
+    rollout_engine: str = option("ray", "Rollout engine; see PPOConfig.")
+    stop_token: Literal["eos", "period"] | None = option(  # type: ignore[assignment]
+        "eos",
+        "eos: end responses at the tokenizer's EOS token and every eos_token_id of the model's "
+        "generation_config; period: at a period; None (none on the command line): at neither.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "full", "kl1", "kl2", "kl3"] = option(  # type: ignore[assignment]
+        "k1", "Estimator of the KL per token; kl1 is the same as k1, and so on."
+    )
+
+    warm_up_steps: int = _converted(
+        0, "Optimizer steps of learning-rate warmup, rounded up to whole iterations.", ge=0
+    )
+    vllm_num_engines: int = option(
+        1, "Number of rollout engines on Ray; 0 samples in the learner's process.", ge=0
+    )
+
+    # Sizes.
+    local_rollout_batch_size: int = _converted(64, "Prompts per rank in one iteration.", ge=1)
+    local_mini_batch_size: int | None = option(
+        64, "Responses per rank in one optimizer step; capped at those of an iteration."
+    )
+    max_token_length: int = _converted(512, "Upper bound of max_prompt_length, in tokens.", ge=1)
+    async_mode: bool = _converted(True, "False is max_lag=0: sample and train alternately.")
+    num_evals: int = _converted(4, "Evaluations over the run, given evaluation prompts.", ge=1)
+    save_freq: int = _converted(200, "Iterations between checkpoints; -1 for none.", ge=-1)
+
+    # Data, read by the command line.
+    dataset_mixer_list_splits: list[str] | None = _script(
+        None, "Split of each dataset of dataset_mixer_list, or one for all. Unset: train."
+    )
+    dataset_mixer_eval_list: list[str] | None = _script(
+        None, "Evaluation prompts: dataset names and amounts, alternating."
+    )
+    dataset_mixer_eval_list_splits: list[str] | None = _script(
+        None, "Split of each evaluation dataset. Unset: test."
+    )
+    cache_dataset_only: bool = _script(False, "Read and tokenize the prompts, then exit.")
+    sft_messages_key: str = _script("messages", "Column with chats; the last answer is removed.")
+    ground_truths_key: str = _script(
+        "ground_truth", "Column with the answers that verifiers check."
+    )
+    dataset_source_key: str = _script("dataset", "Column with the name of the verifier.")
+    remap_verifier: str | None = _script(
+        None, "old=new: send rows of verifier old to verifier new."
+    )
+    chat_template_name: str | None = _script(
+        None,
+        "tulu, zephyr, simple_chat, simple_concat_with_space, simple_concat_with_new_line, or"
+        " a file with a Jinja template. Unset: the tokenizer's.",
+    )
+    add_bos: bool = _script(False, "Start the chat template with the tokenizer's BOS token.")
+    tokenizer_name_or_path: str | None = _script(None, "Tokenizer. Unset: the model's.")
+    tokenizer_revision: str | None = _script(
+        None, "Branch, tag or commit of the tokenizer. Unset: model_revision."
+    )
+    reward_model_revision: str | None = _script(
+        None, "Branch, tag or commit of reward_model_path, if it is on the hub."
+    )
+    init_value_from_scratch: bool = _script(
+        False, "Initialize the value model randomly with the reward model's architecture."
+    )
+
+    # Placement.
+    actor_num_gpus_per_node: list[int] | None = _place(
+        None, "Learners on each machine, one per GPU (without GPUs: per core). Unset: 1.", ge=1
+    )
+    single_gpu_mode: bool = _place(False, "Learner and rollout engine share one GPU.")
+    max_failures: int = _place(
+        0, "Restarts from the newest checkpoint after a learner or its node is lost.", ge=0
+    )
+    worker_stop_timeout: float = _place(
+        3600.0,
+        "Seconds from the end of the iteration after which a signal stops the run until all "
+        "learners on Ray have written a checkpoint and ended.",
+        gt=0,
+        le=SECONDS,
+        resume=False,
+    )
+    deepspeed_stage: int = _place(
+        0,
+        "Sharding over ranks: 1 and 2 gradients and optimizer state, 3 also weights (FSDP2).",
+        ge=0,
+        le=3,
+    )
+    vllm_enforce_eager: bool = _converted(False, "enforce_eager of vllm_engine_args.")
+    vllm_gpu_memory_utilization: float | None = _converted(
+        None,
+        "gpu_memory_utilization of vllm_engine_args. Unset: 0.9, 0.3 in single_gpu_mode.",
+        gt=0,
+        le=1,
+    )
+    enable_prefix_caching: bool = _converted(False, "enable_prefix_caching of vllm_engine_args.")
+    vllm_sync_backend: Literal["nccl", "gloo"] = _place(
+        "nccl", "nccl is vllm_transfer=auto: from GPU to GPU if possible; gloo is host."
+    )
+
+    # Tracking.
+    with_tracking: bool = _converted(False, "report_to=wandb.")
+    wandb_project_name: str = _script("kedge", "Weights & Biases project.")
+    wandb_entity: str | None = _script(None, "Weights & Biases entity.")
+    hf_entity: str | None = _converted(None, "Owner of the repository on the Hub.")
+    hf_repo_id: str | None = _converted(
+        None, "Name of the repository; with hf_entity, hub_model_id."
+    )
+
+    @classmethod
+    def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
+        """Convert options that are not plain aliases to those of ``PPOConfig``."""
+        super().convert(c, given)
+        _convert_sizes(c)
+        if c.warm_up_steps:
+            steps = c.num_ppo_epochs * c.num_mini_batches
+            _assign(c, "warm_up_steps", "warmup_steps", -(-c.warm_up_steps // steps), unset=0)
+        if c.vllm_num_engines == 0:
+            _assign(c, "vllm_num_engines", "rollout_engine", "embedded", unset="ray")
+            c.vllm_num_engines = 1
+        if not c.async_mode:
+            _assign(c, "async_mode", "max_lag", 0, unset=None)
+        elif c.max_lag is None and not c.in_flight_weight_updates:
+            c.max_lag = 1
+        if c.max_prompt_length is None or c.max_prompt_length > c.max_token_length:
+            c.max_prompt_length = c.max_token_length
+        _convert_schedule(c)
+        _convert_engine_args(c)
+        if c.with_tracking:
+            _assign(c, "with_tracking", "report_to", "wandb", unset=None)
+        if c.hf_repo_id is not None:
+            repo = c.hf_repo_id if c.hf_entity is None else f"{c.hf_entity}/{c.hf_repo_id}"
+            _assign(c, "hf_repo_id", "hub_model_id", repo, unset=None)
+
+    def _fill_defaults(self) -> None:
+        super()._fill_defaults()
+        self.kl_estimator = self.kl_estimator.replace("kl", "k")  # type: ignore[assignment]
+        if self.stop_token == "period":
+            self.stop_token, self.stop_strings = None, [*(self.stop_strings or []), "."]
+
+
+def _assign(c: Any, name: str, target: str, value: Any, *, unset: Any) -> None:
+    """Set option ``target``; raise if it is already set to another value."""
+    if getattr(c, target) not in (unset, value):
+        raise ConfigError(
+            f"{name}={getattr(c, name)!r} means {target}={value!r}, but"
+            f" {target}={getattr(c, target)!r} is set; set only one of them"
+        )
+    setattr(c, target, value)
+
+
+def _convert_sizes(c: Any) -> None:
+    rows, micro = c.local_rollout_batch_size * c.num_generations, c.per_device_train_batch_size
+    mini = min(c.local_mini_batch_size or rows, rows)
+    unset = c.local_mini_batch_size in (None, AsyncPPOConfig.local_mini_batch_size)
+    name, divisor = "local_mini_batch_size", mini
+    if unset and c.num_mini_batches > 1:
+        name, divisor = "num_mini_batches", c.num_mini_batches
+        mini = rows // divisor
+    if rows % divisor:
+        raise ConfigError(
+            f"{name}={divisor} must divide the {rows} responses of"
+            f" local_rollout_batch_size={c.local_rollout_batch_size} x"
+            f" num_generations={c.num_generations}"
+        )
+    if mini % micro:
+        raise ConfigError(
+            f"local_mini_batch_size={mini} must be a multiple of"
+            f" per_device_train_batch_size={micro}"
+        )
+    _assign(c, "local_rollout_batch_size", "gradient_accumulation_steps", rows // micro, unset=1)
+    _assign(c, "local_mini_batch_size", "num_mini_batches", rows // mini, unset=1)
+    c.local_mini_batch_size = mini
+
+
+def _convert_schedule(c: Any) -> None:
+    if c.save_freq == -1:
+        c.save_strategy = "no"
+    elif c.save_freq == 0:
+        raise ConfigError(f"save_freq={c.save_freq} must be at least 1, or -1 for no checkpoints")
+    else:
+        _assign(c, "save_freq", "save_steps", c.save_freq, unset=500)
+    if c.dataset_mixer_eval_list and str(c.eval_strategy) in ("no", "IntervalStrategy.NO"):
+        c.eval_strategy = "steps"
+        c.eval_steps = min(1 / c.num_evals, 1 - 1e-9)  # as a fraction of the run
+
+
+def _convert_engine_args(c: Any) -> None:
+    reads = find_engine(c).reads
+    if "vllm_transfer" in reads and c.vllm_sync_backend == "gloo":
+        c.vllm_transfer = "host"
+    options = {
+        "enforce_eager": c.vllm_enforce_eager or None,
+        "gpu_memory_utilization": c.vllm_gpu_memory_utilization,
+        "enable_prefix_caching": c.enable_prefix_caching or None,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    if not options:
+        return
+    if "vllm_engine_args" not in reads:
+        logger.warning("%s: no effect, since Kedge starts no vLLM in this run", ", ".join(options))
+        return
+    c.vllm_engine_args = options | engine_args(c.vllm_engine_args)

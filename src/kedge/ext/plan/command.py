@@ -1,0 +1,710 @@
+"""``kedge plan``: batch sizes and estimated memory of a run, without loading weights.
+
+Weights, gradients and optimizer state follow from parameter counts; activations and caches are
+approximate: ``kedge plan --measure`` measures a run, and ``benchmarks/plan_memory.py`` compares.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+import timeit
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kedge.algorithms import Algorithm
+from kedge.cli.arguments import Options, parse, parser
+from kedge.cli.data import load_prompts
+from kedge.cli.flags import Flags, print_table
+from kedge.cli.train.ppo import ModelPaths, load_algorithm, load_tokenizer, model_names
+from kedge.config.base import OnPolicyConfig
+from kedge.config.rollout_engines import assume_all_packages, find_engine
+from kedge.errors import ConfigError
+from kedge.ext.cpu.matmul import SLOW_BF16, emulates_bf16
+from kedge.ext.open_instruct import command as async_ppo
+from kedge.ext.open_instruct.config import AsyncPPOConfig
+from kedge.ext.trl.scripts import get_peft_config
+from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
+from kedge.models.compatibility import check_length
+from kedge.models.freezing import freeze_attention, train_top_layers
+from kedge.models.load import configuration_source, eos_token_ids
+from kedge.models.value_head import ScalarHead
+from kedge.output import check_targets
+from kedge.rewards.build import load_function
+from kedge.rewards.function import Signature, function_name
+from kedge.trainers import TRAINERS, find_trainer, load_trainer
+from kedge.trainers.assembly.models import value_start
+from kedge.trainers.assembly.setup import build_prompts, build_sampling
+from kedge.trainers.spec import shared_kwargs
+
+USAGE = f"""\
+usage: kedge plan {"|".join(TRAINERS)} [--num_processes N] [--measure] [flags of that command]
+
+Show batch sizes and estimated memory of a run, and check its flags, without loading weights.
+
+  --num_processes N   ranks that train; by default those of this launch
+  --measure           also load the models, train on one micro-batch with responses of full
+                      length, and print the peak of this process's memory
+  --network, --bus, --memory
+                      bytes per second between machines, from a GPU to its host, and of a copy in
+                      host memory, in GB/s, for async-ppo.  Without them memory, and on a machine
+                      with a GPU the bus, are measured here; else 50, 25 and 10 are assumed
+
+`kedge plan ppo --help` lists the flags of `kedge ppo`.
+example: kedge plan ppo --model_name_or_path MODEL --dataset_name prompts.jsonl \\
+             --reward_funcs rewards.py:length --output_dir runs/a"""
+PROMPT_GUESS = 512  # tokens, assumed if no dataset is given
+RESERVE = 5 << 30  # GPU bytes reserved for CUDA, NCCL and fragmentation
+GPU = 79 << 30  # usable bytes of an 80 GB GPU, assumed if this machine has no GPU
+# Bytes of optimizer state per trained parameter, by the first of these that the name contains; ""
+# is Adam, with two moments in float32.
+OPTIMIZER_BYTES = {
+    **{"4bit": 1.0, "lion_8bit": 1.0, "rmsprop_bnb_8bit": 1.0, "ademamix_8bit": 3.0, "8bit": 2.0},
+    **{"sgd": 0.0, "adafactor": 0.1, "ademamix": 12.0},
+    **{"lion": 4.0, "rmsprop": 4.0, "adagrad": 4.0, "": 8.0},
+}
+TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # bytes of logits held at a time
+KEPT_BYTES = 128 << 20  # most bytes of logits kept for the backward pass
+PAGE = 4096  # bytes
+# GB/s that are assumed: a NIC of 400 Gbit/s, pinned memory over PCIe 4, one thread that copies.
+SPEEDS = {"network": 50.0, "bus": 25.0, "memory": 10.0}
+SEND_BYTES = 2 << 30  # bytes of the two buffers of vLLM's GPU-to-GPU broadcast
+SHARDED = ("policy", "reference", "value")  # models that FSDP shards
+Row = tuple[str, str, str]  # name, value, note
+
+
+def main(argv: Sequence[str]) -> None:
+    """``kedge plan ppo [flags]``, or of another command that trains."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return
+    name, *rest = argv
+    if name not in TRAINERS:
+        raise ConfigError(f"kedge plan {name} must be one of {', '.join(TRAINERS)}")
+    prog, config = f"kedge plan {name}", load_trainer(name).SPEC.command_config
+    if parser(prog, config).show_help(rest):
+        return
+    own = Flags(prog, add_help=False, allow_abbrev=False)
+    own.add_argument("--num_processes", "--num-processes", type=int)
+    own.add_argument("--measure", action="store_true")
+    for way in SPEEDS:
+        own.add_argument(f"--{way}", type=float)
+    flags, rest = own.parse_known_args(rest)
+    if flags.measure and name == "async-ppo":
+        raise ConfigError("kedge plan async-ppo cannot --measure: its processes start on a cluster")
+    processes: int | None = flags.num_processes
+    if processes is not None and processes < 1:
+        raise ConfigError(f"--num_processes {processes} must be at least 1")
+    with assume_all_packages() if config is AsyncPPOConfig else nullcontext():
+        if config is AsyncPPOConfig:
+            options = async_ppo.parse_options(rest, prog=prog)
+            processes = processes or sum(options.config.actor_num_gpus_per_node or [1])
+        else:
+            options = parse(rest, prog=prog, config=config)
+        batches, facts, models = plan(options, processes)
+    show(options, batches, facts, models)
+    if isinstance(options.config, AsyncPPOConfig):
+        given = {way: getattr(flags, way) for way in SPEEDS}
+        show_versions(options.config, models[0], batches.world_size, measure_speeds(given))
+    if flags.measure:
+        print(f"measured peak: {measure(name, rest, options.config, batches)}")
+
+
+def show_versions(
+    config: AsyncPPOConfig,
+    policy: ModelMemory,
+    ranks: int,
+    speeds: Mapping[str, tuple[float, str]],
+) -> None:
+    """Print what a policy version costs on its way to the engines."""
+    parts = version_parts(config, policy, ranks, {way: x * 1e9 for way, (x, _) in speeds.items()})
+    if not parts:
+        print("no policy versions are sent: the engine reads the weights of the learner")
+        return
+    rows = [(name, human(size), f"{seconds:.2g} s", who) for name, size, seconds, who in parts]
+    print_table("each policy version", rows, ("part", "bytes", "takes", "who waits"))
+    ways = (f"{way} {speed:.3g} ({source})" for way, (speed, source) in speeds.items())
+    print(f"estimated; GB/s: {', '.join(ways)}")
+
+
+def measure(name: str, argv: Sequence[str], config: OnPolicyConfig, batches: BatchSizes) -> str:
+    """Peak memory of a run of one iteration in this process, as text.
+
+    The iteration has as few micro-batches as hold whole groups of responses, and responses have no
+    end before ``response_length``.  Nothing is left in ``output_dir``.
+    """
+    import resource  # not on Windows
+
+    from kedge.cli.main import load_command
+
+    least = batches.group // math.gcd(batches.group, config.per_device_train_batch_size)
+    with tempfile.TemporaryDirectory() as folder:
+        changed = {
+            **{"output_dir": folder, "max_steps": 1, "gradient_accumulation_steps": least},
+            **{"num_mini_batches": 1, "min_new_tokens": config.response_length},
+            **{"save_strategy": "no", "eval_strategy": "no", "report_to": "none"},
+            **{"num_sample_generations": 0, "log_token_rows": 0, "push_to_hub": False},
+        }
+        load_command(name)([*argv, *(f"--{flag}={value}" for flag, value in changed.items())])
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = f"{human(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)} resident"
+    if config.device.type == "cuda":
+        peak = f"{human(torch.cuda.max_memory_allocated())} allocated on the GPU"
+    return f"{peak}, one micro-batch, prompts as they come"
+
+
+def plan(
+    options: Options, processes: int | None = None
+) -> tuple[BatchSizes, dict[str, int], list[ModelMemory]]:
+    """Batch sizes, prompt statistics and memory of a run; raises the errors of training."""
+    config, script, names = options.config, options.script, model_names(options)
+    names.check()
+    is_async, trust = isinstance(config, AsyncPPOConfig), options.model.trust_remote_code
+    if is_async:
+        tokenizer = async_ppo.load_chat_tokenizer(options, names)
+    else:
+        tokenizer = load_tokenizer(names.tokenizer, options.model)
+    ends = eos_token_ids(
+        names.policy, tokenizer, revision=options.model.model_revision, trust_remote_code=trust
+    )
+    build_sampling(config, ends)
+    custom = load_algorithm(script.algorithm, script.algorithm_kwargs)
+    algorithm = find_trainer(config).SPEC.build_algorithm(config, custom)
+    world_size, columns = processes or config.world_size or 1, None
+    if script.dataset_name is None and not script.dataset_mixer_list:
+        if config.total_episodes is None and config.max_steps <= 0:
+            raise ConfigError(
+                "the length of the run is unknown; set --dataset_name, --total_episodes or "
+                "--max_steps"
+            )
+        sizes = shared_kwargs(config, compute_batch_sizes) | {"world_size": world_size}
+        batches = compute_batch_sizes(**sizes, min_group=algorithm.min_group)
+        facts = {"longest prompt, assumed": config.max_prompt_length or PROMPT_GUESS}
+    else:
+        train, _ = async_ppo.load_mixed(options) if is_async else load_prompts(options)
+        here: Any = SimpleNamespace(process_index=0, num_processes=world_size)
+        prompts, batches = build_prompts(
+            train, config, tokenizer, here, min_group=algorithm.min_group
+        )
+        report, columns = prompts.report, prompts.columns
+        facts = {
+            "prompts": report.rows - report.dropped,
+            "prompts dropped": report.dropped,
+            "prompts truncated": report.truncated,
+            "longest prompt": report.longest,
+        }
+    check_targets(config)
+    for spec in script.reward_funcs or []:
+        function = load_function(spec)
+        if columns is not None:
+            Signature(function, function_name(function)).check(columns)
+    longest = [*facts.values()][-1]
+    if columns is not None:  # else the longest prompt is a guess
+        check_length(
+            {"the policy": read_config(names.policy, trust_remote_code=trust)},
+            prompt=longest,
+            response=config.response_length,
+            option=config.length_option,
+        )
+    return batches, facts, Estimate(options, batches, names, longest).models(algorithm)
+
+
+def show(
+    options: Options, batches: BatchSizes, facts: dict[str, int], models: list[ModelMemory]
+) -> None:
+    """Print the plan."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    config, console = options.config, Console()
+    print_table("sizes", size_rows(config, batches, facts))
+    # Eight columns have to fit into the 80 characters of a plain terminal.
+    table = Table(title="memory per process, estimated", title_justify="left")
+    table.box, table.padding, table.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
+    for name in ("model", "params", "trained", "weights", "grads", "optim", "activ.", "cache"):
+        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
+    for m in models:
+        parts = (m.weights, m.gradients, m.optimizer, m.activations, m.cache)
+        table.add_row(m.role, short(m.total), short(m.trained), *map(human, parts))
+    console.print(table)
+    process = process_bytes() if config.device.type == "cpu" else 0.0
+    console.print(
+        "params: parameters; grads and optim: gradients and optimizer state of those that train; "
+        "activ.: activations and logits of a micro-batch; cache: keys and values while sampling\n"
+        + describe(
+            peaks(models, config, process=process),
+            "per process, before sharding by FSDP or DeepSpeed",
+        )
+        + (f"; {human(process)} of it Python and libraries" if process else "")
+    )
+    if config.bf16 and config.device.type == "cpu" and emulates_bf16():
+        console.print(SLOW_BF16)
+    ranks, stage = batches.world_size, getattr(config, "deepspeed_stage", None)
+    if isinstance(config, AsyncPPOConfig) and ranks > 1 and stage:
+        console.print(verdict(models, config, ranks=ranks, stage=stage, rows=batches.micro_rows))
+
+
+def size_rows(config: OnPolicyConfig, batches: BatchSizes, facts: dict[str, int]) -> list[Row]:
+    """Every size with its name and where it comes from."""
+    response, prompt = config.response_length, [*facts.values()][-1]
+    micro = (
+        f"samples per forward pass; {batches.micro_rows} per process, "
+        f"{batches.micro_batches} pass{'es' * (batches.micro_batches != 1)} per optimizer step"
+    )
+    if batches.max_tokens_per_micro_batch is not None:
+        micro = f"not used: passes of at most {batches.max_tokens_per_micro_batch:,} tokens"
+    mini = f"samples per optimizer step; {batches.local_mini_rows} per process"
+    passes = f"{batches.epochs} passes x {batches.minibatches} mini-batches"
+    counts: list[tuple[str, int, str]] = [
+        ("processes", batches.world_size, ""),
+        *((name, value, "") for name, value in facts.items()),
+        ("batch", batches.batch_size, f"samples; {batches.local_rows} per process"),
+        ("prompts per iteration", batches.prompts, f"responses each: {batches.group}"),
+        ("mini-batch", batches.mini_batch_size, mini),
+        ("micro-batch", batches.micro_batch_size, micro),
+        ("optimizer steps per iteration", batches.optimizer_steps_per_iteration, passes),
+    ]
+    if config.environment is not None:
+        turns, most = min(config.max_turns or response, response), config.max_turn_tokens
+        each = "as many as are left" if most is None else f"{most:,}"
+        calls = f"at most, resets included; {config.environment_concurrency} at a time"
+        counts += [
+            ("tokens per episode", response, "at most, all turns and answers"),
+            ("turns per episode", turns, f"at most, of {each} tokens"),
+            ("environment calls per iteration", batches.batch_size * (turns + 1), calls),
+        ]
+    tokens, warmup = batches.batch_size * (prompt + response), batches.iterations
+    counts += [
+        ("iterations", batches.iterations, f"{config.get_warmup_steps(warmup)} of them warm-up"),
+        ("optimizer steps", batches.optimizer_steps, ""),
+        ("episodes", batches.episodes, "responses generated"),
+        ("tokens per iteration", tokens, "at most, prompt and response"),
+        ("response tokens", batches.episodes * response, "at most, in the run"),
+    ]
+    return [(name, f"{value:,}", note) for name, value, note in counts]
+
+
+def version_parts(
+    config: AsyncPPOConfig, policy: ModelMemory, ranks: int, speed: Mapping[str, float]
+) -> list[tuple[str, float, float, str]]:
+    """Name, bytes, seconds, and who waits, of each part of a policy version's way to the engines.
+
+    ``speed`` has bytes per second of network, bus and memory.
+    """
+    engine, count = find_engine(config), config.vllm_num_engines
+    if not engine.copies_weights:
+        return []
+    half = engine.vllm and (config.bf16 or config.fp16)
+    sent = policy.trained * (2.0 if half else 4.0)
+    link, memory, bus = (
+        speed["network"],
+        speed["memory"],
+        speed["memory" if config.use_cpu else "bus"],
+    )
+    nccl = engine.actors and engine.vllm and policy.whole and not config.use_cpu
+    nccl = nccl and config.vllm_transfer != "host" and not config.single_gpu_mode
+    learners, parts = "all learners", []
+    if ranks > 1 and config.deepspeed_stage:
+        others = ranks - (config.actor_num_gpus_per_node or [1])[0]  # on other machines
+        seconds = max(sent * others / ranks / link, sent / bus)
+        parts.append(("gather on the first learner", sent * (ranks - 1) / ranks, seconds, learners))
+    if not engine.per_rank:
+        parts.append(("copy to the host", sent, sent / bus + sent / memory, learners))
+    if nccl:
+        times = count if config.rollout_schedule == "as_completed" else 1
+        name = "broadcast over NCCL" if times == 1 else f"{times} broadcasts over NCCL"
+        parts.append((name, times * sent, times * (sent / bus + sent / link), "engines"))
+    elif engine.actors:
+        parts.append(("to each machine of engines", sent, sent / link, "engines"))
+    if engine.vllm:
+        passes, text = 2 if half else 1, "engines; the first learner trains slower"
+        parts.append(("verification", passes * sent, passes * sent / bus, text))
+    if not nccl:
+        seconds = sent / config.vllm_tensor_parallel_size / bus
+        parts.append(("load into an engine", sent, seconds, "engines"))
+    return parts
+
+
+def measure_speeds(given: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:
+    """GB/s of each way, and whether they are given, measured on this machine, or assumed."""
+    speeds = {way: (speed, "assumed") for way, speed in SPEEDS.items()}
+    block = torch.ones(1 << 26, dtype=torch.uint8)
+    copies: dict[str, Callable[[], Any]] = {"memory": block.clone}
+    if torch.cuda.is_available():
+        copies["bus"] = block.cuda().cpu
+    for way, copy in copies.items():  # the fastest of nine, as other programs may run
+        seconds = min(timeit.repeat(copy, number=1, repeat=9))
+        speeds[way] = len(block) / seconds / 1e9, "measured"
+    for way, speed in given.items():
+        if speed is not None:
+            speeds[way] = speed, "given"
+            if speed <= 0:
+                raise ConfigError(f"--{way} {speed:g} must be above 0 GB/s")
+    return speeds
+
+
+def verdict(
+    models: list[ModelMemory], config: OnPolicyConfig, *, ranks: int, stage: int, rows: int
+) -> str:
+    """The peaks on the first rank, and whether they fit its GPU or which flags make them fit.
+
+    ``models`` are unsharded, the policy first; ``rows`` are those of a micro-batch.
+    """
+    memory = float(GPU)
+    if torch.cuda.is_available():
+        memory = float(torch.cuda.get_device_properties(0).total_memory)
+    gpu = f"a GPU of {human(memory)}, of which {human(RESERVE)} are left to CUDA and NCCL"
+    phases = peaks(models, config, ranks=ranks, stage=stage)
+    text = describe(phases, f"on the first of {ranks} GPUs at deepspeed_stage {stage}") + "\n"
+    if max(phases.values()) <= memory - RESERVE:
+        return f"{text}fits {gpu}"
+    sharded = "--deepspeed_stage 3 " * (stage < 3)
+    one_row = [replace(m, activations=m.activations / rows) for m in models]
+    for flags, changed in (
+        (sharded, models),
+        (f"{sharded}--per_device_train_batch_size 1", one_row),
+    ):
+        if max(peaks(changed, config, ranks=ranks, stage=3).values()) <= memory - RESERVE:
+            return f"{text}does not fit {gpu}; set {flags.strip()}"
+    return f"{text}does not fit {gpu}; use more GPUs or adapters (--use_peft)"
+
+
+def describe(phases: dict[str, float], where: str) -> str:
+    """The peak of all phases, and of each."""
+    listed = ", ".join(f"{phase} {human(size)}" for phase, size in phases.items())
+    return f"peak about {human(max(phases.values()))} {where}: {listed}"
+
+
+def short(count: int) -> str:
+    """A count in thousands, millions or billions."""
+    if count < 1000:
+        return str(count)
+    power = min(3, (len(str(count)) - 1) // 3)
+    return f"{count / 1000**power:.1f}{' kMB'[power]}"
+
+
+def human(size: float) -> str:
+    """Format bytes in a readable unit."""
+    if not size:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1000:
+            return f"{size:.{1 if size < 100 else 0}f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDims:
+    """Dimensions of a decoder, from which the size of activations and caches follows."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    cache: int  # numbers per token and layer: keys and values
+    vocab: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMemory:
+    """Parameters of a model, an adapter or a head, and its memory in bytes."""
+
+    role: str
+    total: int
+    trained: int = 0
+    layer: int = 0  # parameters of the largest layer
+    root: int = 0  # parameters outside of layers: embedding and head
+    frozen_width: float = 4.0  # bytes per frozen weight
+    optimizer_width: float = 0.0  # bytes of optimizer state per trained weight
+    activations: float = 0.0  # of one micro-batch, logits included
+    cache: float = 0.0  # keys, values and logits while responses are sampled
+
+    @property
+    def whole(self) -> bool:
+        """Whether all weights train."""
+        return self.trained == self.total
+
+    @property
+    def weights(self) -> float:
+        """All weights; those that train are float32, and so are their gradients."""
+        return (self.total - self.trained) * self.frozen_width + self.gradients
+
+    @property
+    def gradients(self) -> float:
+        """Gradients of the trained weights."""
+        return self.trained * 4.0
+
+    @property
+    def optimizer(self) -> float:
+        """State of the optimizer."""
+        return self.trained * self.optimizer_width
+
+    @property
+    def resident(self) -> float:
+        """Memory used for the whole run."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def optimizer_bytes(optim: str) -> float:
+    """Bytes of optimizer state per trained parameter."""
+    return next(size for name, size in OPTIMIZER_BYTES.items() if name in optim)
+
+
+def size_of(module: Any) -> int:
+    """Number of parameters of a module."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
+    """A model's configuration, without its weights."""
+    from transformers import AutoConfig
+
+    try:
+        base, _ = configuration_source(name)
+        return AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"the model {name!r} has no configuration to plan with: {error}"
+        ) from error
+
+
+def read_dims(config: Any) -> ModelDims:
+    """The dimensions of a decoder; its configuration may use any known names."""
+    text = config.get_text_config()
+    hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
+    return ModelDims(
+        hidden=hidden,
+        layers=int(text.num_hidden_layers),
+        intermediate=int(inner),
+        cache=2 * int(kv_heads) * int(head_dim),
+        vocab=int(text.vocab_size),
+    )
+
+
+def count_parameters(
+    config: Any,
+    *,
+    head: str = "score",
+    adapter: Any = None,
+    train_layers: int | None = None,
+    without_attention: bool = False,
+) -> dict[str, int]:
+    """``total``, ``trained``, ``layer`` and ``root`` of a model that is built on ``meta``.
+
+    The head is "causal" or "score", one logit per sequence; with an ``adapter`` nothing else
+    trains, and ``without_attention`` that does not.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    with torch.device("meta"):
+        if head == "causal":
+            model: Any = AutoModelForCausalLM.from_config(config)
+        else:
+            config.num_labels = 1
+            model = AutoModelForSequenceClassification.from_config(config)
+        layers = [size_of(m) for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        root = size_of(model) - sum(layers)
+        backbone = getattr(model, model.base_model_prefix)
+        if without_attention:
+            freeze_attention(backbone, what="the value model")
+        if train_layers is not None:
+            if head == "score":  # a value model, which may have fewer than the policy
+                train_layers = min(train_layers, int(config.get_text_config().num_hidden_layers))
+            train_top_layers(backbone, train_layers, what="the policy")
+        if adapter is not None:
+            from peft import get_peft_model
+
+            with warnings.catch_warnings():
+                # peft uses a deprecated name of transformers.
+                warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
+                model = get_peft_model(model, adapter)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {
+        **{"total": size_of(model), "trained": trained},
+        **{"layer": max(layers, default=0), "root": root},
+    }
+
+
+class Estimate:
+    """The memory of the models of a run, with ``prompt`` tokens in the longest prompt."""
+
+    def __init__(
+        self, options: Options, batches: BatchSizes, names: ModelPaths, prompt: int
+    ) -> None:
+        config = self.config = options.config
+        self.options, self.batches, self.names = options, batches, names
+        self.read = partial(read_config, trust_remote_code=options.model.trust_remote_code)
+        self.policy_config = self.read(names.policy)
+        self.dims, self.adapter = read_dims(self.policy_config), get_peft_config(options.model)
+        self.state = optimizer_bytes(str(getattr(config.optim, "value", config.optim)))
+        self.width = 2 if config.bf16 or config.fp16 else 4
+        self.length = prompt + config.response_length
+        self.tokens = batches.micro_rows * self.length  # tokens per micro-batch
+        if batches.max_tokens_per_micro_batch is not None:
+            most = min(batches.local_mini_rows * self.length, batches.max_tokens_per_micro_batch)
+            self.tokens = max(most, self.length)  # one row at least
+
+    def models(self, algorithm: Algorithm) -> list[ModelMemory]:
+        """Every model of the run, the policy first."""
+        models = [policy := self.policy()]
+        if self.config.kl_coef + self.config.loss_kl_coef > 0 and self.adapter is None:
+            whole = self.config.train_layers is None  # otherwise it shares the frozen weights
+            own = {"total": policy.total if whole else policy.trained, "trained": 0}
+            models.append(replace(policy, role="reference", **own, activations=0.0, cache=0.0))
+        if algorithm.needs_values:
+            models.append(self.value(policy))
+        return models + self.rewards()
+
+    def activations(self, dims: ModelDims) -> float:
+        """Activations of a micro-batch that the backward pass needs, approximately.
+
+        A block keeps about 10 hidden-sized and 4 intermediate-sized vectors per token; with
+        checkpointing only one block's exist at a time, and the input of each.
+        """
+        block = 10 * dims.hidden + 4 * dims.intermediate
+        depth = min(self.config.train_layers or dims.layers, dims.layers)
+        kept = depth * dims.hidden + block if self.config.gradient_checkpointing else depth * block
+        return float(self.tokens * (kept + 4 * dims.hidden) * self.width)
+
+    def policy(self) -> ModelMemory:
+        """The policy, with its adapter."""
+        config, flags, dims = self.config, self.options.model, self.dims
+        layers, frozen, activations = config.train_layers, 4.0, self.activations(dims)
+        if flags.load_in_4bit or flags.load_in_8bit:
+            frozen = 0.56 if flags.load_in_4bit else 1.0  # 4 bits and scales
+        elif flags.dtype in ("bfloat16", "float16") or (
+            flags.use_peft and config.bf16 and "dtype" not in self.options.given
+        ):
+            frozen = 2.0
+        logits = self.tokens * config.response_length // self.length * dims.vocab * 4
+        tile = TILE_BYTES["cpu" if config.device.type == "cpu" else "cuda"]
+        activations += 2 * min(tile, logits) + min(KEPT_BYTES, logits)
+        if config.cache_trunk and layers is not None and layers < dims.layers:
+            activations += 4 * self.batches.local_rows * self.length * dims.hidden  # their input
+        rows = min(self.batches.local_rows, config.local_rollout_forward_batch_size)
+        return ModelMemory(
+            role="policy",
+            **count_parameters(
+                self.policy_config, head="causal", adapter=self.adapter, train_layers=layers
+            ),
+            frozen_width=frozen,
+            optimizer_width=self.state,
+            activations=activations,
+            cache=rows * (self.length * dims.layers * dims.cache * self.width + dims.vocab * 8.0),
+        )
+
+    def value(self, policy: ModelMemory) -> ModelMemory:
+        """The value model, or the adapter or head on the policy."""
+        source, count, activations = self.options.script.value_model_path, {}, 0.0
+        frozen = self.adapter is not None or self.config.train_layers is not None
+        plays, rewarded = self.config.environment, bool(self.names.reward)
+        start = value_start(self.config, plays=plays, rewarded=rewarded, frozen=frozen)
+        if source is None and start != "policy":
+            source = self.names.policy if start == "copy" else self.names.reward
+        if getattr(self.config, "value_adapter", False):
+            role, own = "value adapter", policy.trained + self.dims.hidden
+            activations = self.activations(self.dims)
+        elif source is None:  # the head reads the policy's passes
+            role, own = "value head", size_of(ScalarHead(self.dims.hidden))
+        else:
+            role, own, config = "value", 0, self.read(source)
+            count = count_parameters(
+                config,
+                train_layers=self.config.train_layers,
+                without_attention=getattr(self.config, "freeze_value_attention", False),
+            )
+            activations = self.activations(read_dims(config))
+        return ModelMemory(
+            role=role,
+            **count or {"total": own, "trained": own},
+            optimizer_width=self.state,
+            activations=activations,
+        )
+
+    def rewards(self) -> list[ModelMemory]:
+        """The reward model, and the reward adapter."""
+        models, name, adapter = [], self.names.reward, self.config.reward_adapter
+        if name is not None:
+            config = self.read(name)
+            kinds = ", ".join(getattr(config, "architectures", None) or [])
+            whole = configuration_source(name)[0] == name  # an adapter has the head
+            if "ForCausalLM" in kinds and whole and not self.options.script.dummy_reward:
+                raise ConfigError(f"reward model {name!r} has no score head (it is {kinds})")
+            models.append(ModelMemory(role="reward", total=count_parameters(config)["total"]))
+        if adapter is not None:
+            from peft import PeftConfig
+
+            try:
+                saved = PeftConfig.from_pretrained(adapter)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"the adapter {adapter!r} cannot be read: {error}") from error
+            saved.inference_mode, saved.modules_to_save = False, None
+            count = count_parameters(self.policy_config, head="causal", adapter=saved)
+            total = count["trained"] + self.dims.hidden
+            models.append(ModelMemory(role="reward adapter", total=total))
+        return models
+
+
+def process_bytes() -> float:
+    """Memory of a process before it loads a model: Python, libraries and the tokenizer.
+
+    Measured on this process, which has loaded them for the plan; 0 where the system does not tell.
+    """
+    status = Path("/proc/self/statm")
+    return float(int(status.read_text().split()[1]) * PAGE) if status.exists() else 0.0
+
+
+def peaks(
+    models: list[ModelMemory],
+    config: OnPolicyConfig,
+    *,
+    process: float = 0.0,
+    ranks: int = 1,
+    stage: int = 0,
+) -> dict[str, float]:
+    """Peak memory of each phase in bytes: resident memory plus that of the phase.
+
+    With a ZeRO ``stage``, of the first rank of a sharded run, which sends the weights; 1 and 2
+    leave weights gathered from the forward to the backward pass.  ``models`` are unsharded, the
+    policy first; ``process`` are bytes besides models.
+    """
+    sampling = sum(m.cache for m in models)
+    training = sum(m.activations for m in models)
+    if not stage:
+        resident = process + sum(m.resident for m in models)
+        return {"sampling": resident + sampling, "training": resident + training}
+    policy, sharded = models[0], [m for m in models if m.role in SHARDED]  # others are whole
+    resident = sum(m.resident / (ranks if m in sharded else 1) for m in models)
+    sync, sampling = 0.0, sampling + policy.weights
+    if find_engine(config).copies_weights:
+        # A layer and the root of the policy come back from the engines to be verified.
+        sync, sampling = (policy.root + policy.layer) * 4.0 + SEND_BYTES, 0.0
+    for m in sharded:
+        if m.trained:  # gathered weights: at stage 3 the root, the layer that runs and the next
+            layers = 2 * m.layer if stage >= 3 else m.total - m.root
+            width = 0.5 if config.bf16 else 1.0  # layers are gathered in bf16
+            training += m.weights * (m.root + layers * width) / m.total
+            training += (m.root + m.layer) * 4.0 if m.whole else 0.0  # gradients of a layer
+    meanwhile = resident + (sync if config.max_lag else 0.0)  # engines load during training
+    return {
+        "sampling": meanwhile + sampling,
+        "training": meanwhile + training,
+        "weight sync": resident + sync,
+    }

@@ -1,0 +1,67 @@
+"""``kedge serve-reward``: serves reward functions over HTTP to trainers on other machines."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kedge.cli.flags import Flags
+from kedge.errors import ConfigError
+from kedge.verifiers import VERIFIERS, Verifier, by_column
+from kedge.verifiers.remote import TOKEN_ENV
+
+EPILOG = f"""\
+REWARD is a verifier ({", ".join(VERIFIERS)}, by_column), module:function, or file.py:function.
+Train with it:  RemoteReward("http://127.0.0.1:8421/score") among the reward_funcs.
+The token is read from the environment variable {TOKEN_ENV}; without one, the server listens on
+localhost only.  Verifiers that execute code do so on this machine."""
+
+
+def load(name: str) -> tuple[str, Callable[..., Any]]:
+    """Load a reward function; returns the name that it is served under, too."""
+    if name in VERIFIERS or name == "by_column":
+        return name, VERIFIERS[name] if name in VERIFIERS else by_column()
+    if ":" not in name:
+        raise ConfigError(
+            f"reward {name!r} must be one of {', '.join(VERIFIERS)}, by_column, or"
+            " module:function or file.py:function"
+        )
+    from kedge.rewards.build import load_function
+
+    return name.rpartition(":")[2], load_function(name)
+
+
+def main(argv: Sequence[str]) -> None:
+    """``kedge serve-reward REWARD ... [flags]``."""
+    flags = Flags("kedge serve-reward", "Serve reward functions over HTTP.", EPILOG)
+    flags.add_argument("rewards", nargs="+", metavar="REWARD", help="reward functions to serve")
+    flags.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    flags.add_argument("--port", type=int, default=8421, help="port to listen on; 0: a free one")
+    flags.add_argument("--workers", type=int, default=1, help="calls at the same time")
+    flags.add_argument("--max_mb", type=int, default=64, help="largest request, in MiB")
+    flags.add_argument("--token_env", default=TOKEN_ENV, help="variable that holds the token")
+    options = flags.parse_args(list(argv))
+    functions = dict(load(name) for name in options.rewards)
+    if len(functions) < len(options.rewards):
+        raise ConfigError(f"reward names must be unique, got {', '.join(options.rewards)}")
+    for function in functions.values():
+        if isinstance(function, Verifier):
+            function.prepare()
+    from kedge.ext.serve.server import RewardServer  # needs the extra `serve`
+
+    token = os.environ.get(options.token_env)
+    server = RewardServer(
+        functions,
+        host=options.host,
+        port=options.port,
+        token=token,
+        workers=options.workers,
+        max_mb=options.max_mb,
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    names = [f"{server.url}/{name}" for name in functions]
+    guarded = "with a token" if token else "without a token, localhost only"
+    print(f"kedge: serving {', '.join(names)} ({guarded})", flush=True)
+    server.serve_forever()

@@ -1,0 +1,114 @@
+"""``python -m kedge.compat run SCRIPT``: run a program that was written for TRL."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import logging
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from kedge.errors import OptionError
+from kedge.ext.trl.compat import APIS, install
+
+logger = logging.getLogger(__name__)
+_MOST_FILES = 500  # that are read to find the API
+_STEP_MARKS = ("WithValueHead", "trl.core", "PPOv2", ".rloo_trainer", "BestOfNSampler")
+
+
+def detect_api(script: Path) -> str:
+    """The API that a script and the local modules that it imports use."""
+    folders = [script.resolve().parent, Path.cwd(), script.resolve().parent.parent]
+    texts: dict[Path, str] = {}
+    waiting = [script]
+    while waiting and len(texts) < _MOST_FILES:
+        file = waiting.pop(0).resolve()
+        if file not in texts:
+            texts[file] = file.read_text(encoding="utf-8", errors="replace")
+            waiting += _imported(file, texts[file], folders)
+    text = "\n".join(texts.values())
+    modern = "trl.experimental" in text
+    return "trl-0.11" if not modern and any(x in text for x in _STEP_MARKS) else "trl-1.12"
+
+
+def _imported(file: Path, text: str, folders: Sequence[Path]) -> Iterator[Path]:
+    """The files below ``folders`` that a module imports."""
+    try:
+        nodes = [*ast.walk(ast.parse(text))]
+    except (SyntaxError, ValueError):  # running the program says it better
+        return
+    for node in nodes:
+        names, roots = [], folders
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = [node.module] if node.module else []
+            names = [".".join(module), *(".".join([*module, a.name]) for a in node.names)]
+            roots = [file.parents[node.level - 1]] if node.level else folders
+        for name in (name for name in names if name and name.split(".")[0] != "trl"):
+            paths = (root.joinpath(*name.split(".")) for root in roots)
+            files = (x for path in paths for x in (path.with_suffix(".py"), path / "__init__.py"))
+            yield from [x for x in files if x.is_file()][:1]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        argv: arguments; None: those of the process.
+    """
+    parser = argparse.ArgumentParser(prog="python -m kedge.compat", description=__doc__)
+    run = parser.add_subparsers(required=True).add_parser("run", help="run a script or module")
+    run.add_argument("--api", choices=["auto", *APIS], default="auto", help="auto: by the script")
+    run.add_argument("--replace", action="store_true", help="replace names of the installed TRL")
+    run.add_argument("--report-version", help="version of TRL that the program sees")
+    run.add_argument(
+        "--transformers-4",
+        dest="transformers4",
+        action="store_true",
+        help="apply_chat_template returns token ids",
+    )
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module")
+    run.add_argument("script", metavar="SCRIPT")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    options = parser.parse_args(argv)
+    api = options.api
+    if api == "auto":
+        if options.module:
+            run.error(f"-m needs --api, one of {', '.join(APIS)}")
+        api = detect_api(Path(options.script))
+    if not options.replace and find_spec("trl") is not None:
+        logger.warning(
+            "kedge.compat: the installed TRL keeps its own names; add --replace if the program"
+            " needs those of %s",
+            api,
+        )
+    install(
+        api,
+        replace=options.replace,
+        report_version=options.report_version,
+        transformers4=options.transformers4,
+    )
+    sys.argv = [options.script, *options.arguments]
+    try:
+        if options.module:
+            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(options.script).resolve().parent)
+            runpy.run_path(options.script, run_name="__main__")
+    except OptionError:
+        if options.api == "auto":
+            logger.error(
+                "kedge.compat: took the program for one of %s; if it was written for another"
+                " release of TRL, run it with --api trl-0.11 (generate and step, TRL 0.4 to 0.11)"
+                " or --api trl-1.12 (train, TRL 0.12 to 1.12)",
+                api,
+            )
+        raise
+
+
+if __name__ == "__main__":
+    main()
