@@ -23,7 +23,7 @@ VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 OTHERS := .venv-adapters
 
-.PHONY: demo demo-agent headline docs test test-all test-isa test-adapters test-compat test-matrix test-gpu vllm-env test-vllm lint fast smoke main \
+.PHONY: demo demo-agent headline docs test test-all test-isa test-adapters test-compat test-matrix test-gpu vllm-env test-vllm lint fast smoke slow \
 	setup bench bench-gpu dist clean help
 
 help:
@@ -62,15 +62,13 @@ test: lint
 	$(MAKE) --no-print-directory -j2 fast vllm-env
 	$(MAKE) --no-print-directory smoke
 
-test-all: lint
-	$(MAKE) --no-print-directory -j2 main vllm-env
-	$(MAKE) --no-print-directory test-vllm
+test-all: test slow test-vllm
 
 fast: setup
 	$(PYTEST) -m "not slow and not vllm and not ray"
 
-main: setup
-	$(PYTEST) --durations=15 -m "not vllm and not ray"
+slow: setup
+	$(PYTEST) --durations=15 -m "slow and not vllm and not ray"
 
 # Last bits depend on the instruction set: no test may.
 test-isa: setup

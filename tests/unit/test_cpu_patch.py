@@ -1,6 +1,7 @@
 """Quicker layers give the numbers of torch's, and models are afterwards as they were."""
 
 import copy
+import os
 import threading
 from types import SimpleNamespace
 
@@ -152,16 +153,23 @@ def test_generation_by_a_small_model_leaves_torchs_threads_as_they_were():
     assert torch.get_num_threads() == 2
 
 
-def test_one_idle_team_keeps_barriers_from_spinning_once_threads_are_preempted(monkeypatch):
-    def idle_teams(switches):
+def test_barriers_stop_spinning_once_threads_are_preempted(monkeypatch):
+    asked = []
+    monkeypatch.setattr(threads, "_keep_idle_team", lambda pid: asked.append(switches))
+    torch.set_num_threads(2)
+    for switches in (200, 899, 901, 1500):  # involuntary, in 10 CPU seconds
         used = SimpleNamespace(ru_nivcsw=switches, ru_utime=8.0, ru_stime=2.0)
         monkeypatch.setattr(threads, "_last", [0.0, 0.0])
-        monkeypatch.setattr(threads.resource, "getrusage", lambda _: used)
+        monkeypatch.setattr(threads.resource, "getrusage", lambda _, used=used: used)
         with Kernels([tiny_policy()]).active():
-            return [thread.name for thread in threading.enumerate()].count("kedge-idle-team")
+            pass
+    assert asked == [901, 1500]
 
-    torch.set_num_threads(2)
-    assert [idle_teams(n) for n in (200, 1500, 1500, 0)] == [0, 1, 1, 1]  # in 10 CPU seconds
+
+def test_a_process_has_one_idle_team():
+    for _ in range(2):
+        threads._keep_idle_team(os.getpid())
+    assert [thread.name for thread in threading.enumerate()].count("kedge-idle-team") == 1
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])

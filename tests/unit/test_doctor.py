@@ -308,7 +308,7 @@ def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["compare", str(tmp_path), *picture]) == 2
 
 
-ASSETS = Path(__file__).parents[2] / "src" / "kedge" / "reporting" / "assets"
+ASSETS = Path(__file__).parents[2] / "src" / "kedge" / "ext" / "report" / "assets"
 
 NASTY = "</script><b>bold</b> ü \u2028 <!--script--> $&"
 
