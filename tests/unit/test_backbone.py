@@ -20,7 +20,6 @@ from transformers import (
     Gemma3Config,
     Gemma3Model,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kedge.algorithms import ppo
 from kedge.cli.arguments import parse
@@ -32,13 +31,14 @@ from kedge.learner.reference import AdapterReference, frozen_copy
 from kedge.learner.settings import LearnerSettings
 from kedge.loop.stages import micro_batches, optimize
 from kedge.models import backbone as module
-from kedge.models.backbone import VarlenAttention, run_backbone, run_packed, supports_packing
+from kedge.models.backbone import run_backbone, run_packed, supports_packing
 from kedge.models.freezing import find_layers, share_frozen_weights, train_top_layers
 from kedge.models.model import causal_parts, get_backbone
 from kedge.models.packing import pack
 from kedge.models.peft import with_adapter
 from kedge.models.shared_base import value_adapter
 from kedge.models.value_head import build_value_head, load_value
+from kedge.ops.attention import use_own_attention
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.small import VOCAB as WORDS
 from tests.e2e.small import rows, small
@@ -188,16 +188,16 @@ def test_kept_states_are_exact_in_float64_also_of_joined_rows_with_shared_prompt
         states = hidden.flatten(0, 1)[real]
         return [states, *torch.autograd.grad((states * weight).sum(), top)]
 
-    with VarlenAttention([model]).active():
-        expected = outputs(module.run_backbone(backbone, packed.ids, packed.groups))
-        for kept in ([], [1], [0, 2], [0, 1, 2, 3]):  # rows of an earlier batch
-            cache.clear()
-            with cache.active():
-                if kept:
-                    earlier = [x[kept] for x in (*prompts, r.ids, r.response_mask)]
-                    module.read_backbone(backbone, pack(*earlier, joined=joined))
-                found = outputs(module.read_backbone(backbone, packed))
-            torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
+    use_own_attention(model)
+    expected = outputs(module.run_backbone(backbone, packed.ids, packed.groups))
+    for kept in ([], [1], [0, 2], [0, 1, 2, 3]):  # rows of an earlier batch
+        cache.clear()
+        with cache.active():
+            if kept:
+                earlier = [x[kept] for x in (*prompts, r.ids, r.response_mask)]
+                module.read_backbone(backbone, pack(*earlier, joined=joined))
+            found = outputs(module.read_backbone(backbone, packed))
+        torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
 
 
 def test_frozen_layers_read_each_token_once():
@@ -413,10 +413,9 @@ def test_joined_rows_have_the_states_and_gradients_of_separate_rows(family):
     results = []
     for joined in (True, False):
         packed = pack(r.prompts.ids, r.prompts.mask, r.ids, r.response_mask, joined=joined)
-        with VarlenAttention([backbone]).active():
-            states = run_backbone(backbone, packed.ids, packed.groups).flatten(0, 1)
-            states = states[torch.cat([packed.states(slots), packed.ends])]
-            (states * weight).sum().backward()
+        states = run_backbone(backbone, packed.ids, packed.groups).flatten(0, 1)
+        states = states[torch.cat([packed.states(slots), packed.ends])]
+        (states * weight).sum().backward()
         grads = [p.grad.clone() for p in backbone.parameters() if p.grad is not None]
         results.append((states.detach(), grads))
         backbone.zero_grad()
@@ -504,37 +503,18 @@ def test_models_that_need_a_mask_of_all_rows_keep_padding(monkeypatch):
     assert not supports_packing(tiny_policy("llama", vocab_size=VOCAB).base_model)
 
 
-def test_nothing_is_changed_outside_of_the_context():
+def test_a_model_with_our_attention_computes_what_it_did():
     model = tiny_policy("llama", vocab_size=VOCAB)
-    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    assert usual.__module__.startswith("transformers.")
     ids = torch.arange(5)[None]
-    with VarlenAttention([model]).active():
-        with VarlenAttention([model]).active():  # as in another thread
-            assert model.config._attn_implementation != "sdpa"
+    expected = model(input_ids=ids).logits
+    use_own_attention(model)
+    assert torch.equal(model(input_ids=ids).logits, expected)
+    mask = torch.tensor([[0, 1, 1, 1, 1]])
+    padded = model(input_ids=ids, attention_mask=mask).logits
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, padded)
+    with pytest.raises(AssertionError, match=r"would read all rows as one"):
         run_packed(model.base_model, ids, [(5,)])
-        inside = model(input_ids=ids).logits  # another use of the model
-    assert model.config._attn_implementation == "sdpa"
-    assert torch.equal(inside, model(input_ids=ids).logits)
-    with pytest.raises(AssertionError, match=r"call it within active"):
-        run_packed(model.base_model, ids, [(5,)])
-
-
-def test_a_pass_in_one_thread_survives_the_end_of_another():
-    backbone = tiny_policy("llama", vocab_size=VOCAB).eval().base_model
-    ids, groups = torch.arange(12)[None] % VOCAB, ((4,), (2, 3, 3))
-    with torch.no_grad():
-        expected = run_packed(backbone, ids, groups)
-        other = VarlenAttention([backbone]).active()
-        other.__enter__()
-
-        def leave(*_):
-            other.__exit__(None, None, None)
-
-        hook = backbone.layers[0].register_forward_hook(leave)
-        assert torch.equal(run_packed(backbone, ids, groups), expected)
-        hook.remove()
-    assert backbone.config._attn_implementation == "sdpa"
 
 
 def test_windows_of_the_text_part_of_a_configuration_are_seen():

@@ -3,14 +3,14 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
 from kedge.ext.before_rl.trl_trainers import train_with_kernels
 from kedge.ext.cpu import matmul
-from kedge.ext.cpu.matmul import SHORT_ATTENTION, float32_attention
-from kedge.ext.cpu.patch import Kernels
+from kedge.ext.cpu.matmul import SHORT_ATTENTION
+from kedge.ops.attention import attend
+from kedge.ops.kernels import Kernels
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
@@ -87,15 +87,14 @@ def test_packed_weights_are_bfloat16_under_autocast():
     ],
 )
 def test_attention_over_few_keys_or_of_one_token_is_float32(queries, keys, dtype):
-    def attention(module, query, key, value, mask, **_):
-        return functional.scaled_dot_product_attention(query, key, value, mask), None
-
     query = torch.randn(1, 1, queries, 8, dtype=torch.bfloat16)
     key = torch.randn(1, 1, keys, 8)
+    layer = nn.Identity()
+    layer.is_causal = False
     with autocast():
-        output, _ = float32_attention(attention)(nn.Identity(), query, key, key, None)
+        output, _ = attend(layer, query, key, key, None)
     assert output.dtype == dtype
-    output, _ = float32_attention(attention)(nn.Identity(), key, key, key, None)
+    output, _ = attend(layer, key, key, key, None)
     assert output.dtype == torch.float32
 
 

@@ -12,10 +12,10 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from kedge.algorithms import ppo
-from kedge.ext.cpu import matmul, patch, threads
-from kedge.ext.cpu.patch import Kernels
+from kedge.ext.cpu import backend, matmul, threads
 from kedge.loop.stages import micro_batches
 from kedge.models.model import checkpoint_activations
+from kedge.ops.kernels import Kernels
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
@@ -84,7 +84,6 @@ def test_models_compute_as_before_after_the_block_even_after_an_error():
     with pytest.raises(RuntimeError, match="on the way"):
         fail()
     assert not any("forward" in vars(m) for m in model.modules())
-    assert model.config._attn_implementation == "sdpa"
     assert copy.deepcopy(model) is not model
 
 
@@ -109,7 +108,7 @@ def test_layers_of_other_kinds_and_layers_with_a_forward_of_their_own_are_left_a
     hooked.forward = lambda x: -x
     double = nn.Linear(4, 4).double()
     model = nn.Sequential(Doubled(4, 4), embedding, double)
-    assert list(patch._layers(model)) == []
+    assert list(backend._layers(model)) == []
     model.append(hooked)
     with Kernels([model]).active():
         assert hooked(torch.ones(4)).tolist() == [-1.0] * 4
@@ -127,15 +126,15 @@ def test_layers_may_be_called_by_keyword():
 
 def test_nothing_is_replaced_where_torch_is_as_quick(monkeypatch):
     monkeypatch.setattr(matmul, "_amd", lambda: False)
-    monkeypatch.setattr(patch, "may_run_in_bf16", lambda weight: False)
-    assert list(patch._layers(tiny_policy())) == []
+    monkeypatch.setattr(backend, "may_run_in_bf16", lambda weight: False)
+    assert list(backend._layers(tiny_policy())) == []
 
 
 def test_one_variable_turns_the_kernels_off(monkeypatch):
     seen = counted(monkeypatch, matmul._Linear)
     x, weight = torch.ones(4, 4), torch.ones(3, 4)
     monkeypatch.setenv("KEDGE_CPU_KERNELS", "0")
-    assert list(patch._layers(tiny_policy())) == []
+    assert list(backend._layers(tiny_policy())) == []
     matmul.linear(x, weight)
     assert seen[matmul._Linear] == 0
     monkeypatch.setenv("KEDGE_CPU_KERNELS", "1")
@@ -187,7 +186,7 @@ def test_packed_weights_give_the_same_numbers_to_the_bit(family):
 
 def test_with_avx2_only_packed_products_are_replaced(monkeypatch):
     monkeypatch.setattr(matmul, "_unused_by_mkl", lambda: False)
-    monkeypatch.setattr(patch, "may_run_in_bf16", lambda weight: False)
+    monkeypatch.setattr(backend, "may_run_in_bf16", lambda weight: False)
     layer, x = nn.Linear(4, 3), torch.randn(16, 4)
     kernels = Kernels([layer])
     with torch.no_grad():
@@ -211,20 +210,20 @@ def test_packed_weights_are_not_used_where_a_gradient_is_needed():
 
 
 def test_memory_for_packed_weights(monkeypatch):
-    monkeypatch.setattr(patch, "PREPACKED_BYTES", 200)
+    monkeypatch.setattr(backend, "PREPACKED_BYTES", 200)
     sizes = {"low": False, "checkpointing": False}
-    assert patch.prepacked_bytes(50, **sizes) == 200
-    assert patch.prepacked_bytes(51, **sizes) == 0
+    assert backend.prepacked_bytes(50, **sizes) == 200
+    assert backend.prepacked_bytes(51, **sizes) == 0
     monkeypatch.setattr(matmul, "_amd", lambda: False)
-    assert patch.prepacked_bytes(50, **sizes) == 0
+    assert backend.prepacked_bytes(50, **sizes) == 0
 
 
 def test_checkpointed_models_are_packed_within_a_lower_limit(monkeypatch):
     model = tiny_policy("qwen2").eval()
-    monkeypatch.setattr(patch, "_SPARING_BYTES", 1)
-    packed, usual = [], patch._build_prepacked_forward
+    monkeypatch.setattr(backend, "_SPARING_BYTES", 1)
+    packed, usual = [], backend._build_prepacked_forward
     monkeypatch.setattr(
-        patch, "_build_prepacked_forward", lambda *a, **k: (packed.append(1), usual(*a, **k))[1]
+        backend, "_build_prepacked_forward", lambda *a, **k: (packed.append(1), usual(*a, **k))[1]
     )
     with Kernels([model]).prepacked(rows=16):
         assert packed

@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from kedge.ext.cpu import patch
-from kedge.ext.cpu.patch import Kernels
+from kedge.ops import kernels
 from kedge.ops.gpu import attend_grouped, fused_forward, is_standard
+from kedge.ops.kernels import Kernels
 from kedge.rollout.embedded.decode import GrowingLayer
 from tests import processes
 
@@ -61,7 +61,7 @@ def test_a_bias_or_a_second_input_is_left_to_the_layer(monkeypatch: pytest.Monke
     assert is_standard(layer)
     assert not is_standard(WideRMSNorm(16, bias=True))
     expected = layer(x, x)
-    monkeypatch.setattr(patch, "rms_norms", lambda model: [model])
+    monkeypatch.setattr(kernels, "rms_norms", lambda model: [model])
     with Kernels([layer]).active():
         assert torch.equal(layer(x, x), expected)
         torch.testing.assert_close(layer(x), LlamaRMSNorm.forward(layer, x))
@@ -97,13 +97,13 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glib
 FRESH = """
 from pathlib import Path
 import torch
-from kedge.ext.cpu.patch import keep_freed_memory
+from kedge.ext.cpu.backend import CPUBackend
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
 
 for keep in (False, True):
-    keep_freed_memory(keep)
+    CPUBackend().keep_freed_memory(keep)
     before = resident()
     blocks, pins = [], []
     for _ in range(16):

@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
 from kedge.errors import ConfigError, KedgeError
-from kedge.ext.cpu.patch import Kernels, keep_freed_memory
 from kedge.learner import optim
 from kedge.learner.distributed import (
     GatheredEngine,
@@ -47,7 +46,7 @@ from kedge.learner.logprobs import (
 )
 from kedge.learner.reference import FrozenModel, Reference, RemoteReference
 from kedge.learner.settings import LearnerSettings
-from kedge.models.backbone import BackboneCache, VarlenAttention
+from kedge.models.backbone import BackboneCache
 from kedge.models.compatibility import check_rows
 from kedge.models.fingerprint import fingerprint, policy_weights
 from kedge.models.model import (
@@ -64,6 +63,8 @@ from kedge.models.packing import group_rows, padding_budget, split_by_length, to
 from kedge.models.peft import own_adapters
 from kedge.models.shared_base import AdapterValue, checkpointing_options
 from kedge.models.value_head import ScalarModel
+from kedge.ops.kernels import Kernels
+from kedge.ops.products import backend
 from kedge.protocols import LossFn, RolloutEngine, ShouldApply, always
 from kedge.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
 
@@ -154,7 +155,6 @@ class HFLearner:
         self._backbones = BackboneCache(owners if plain and settings.cache_trunk else [])
         # compute a prompt once for all its rows in a micro-batch
         self.shares_prompts = plain and self.module.enable_packing(self.reference)
-        self._attention = VarlenAttention(models if self.shares_prompts else [])
         budget = settings.padding_budget
         if budget is None:
             output, skipped = self.module.parts.output, self._backbones.skipped
@@ -164,7 +164,7 @@ class HFLearner:
     @contextmanager
     def _passes(self) -> Iterator[None]:
         """Context of forward and backward passes."""
-        with self._kernels.active(), self._attention.active(), self._backbones.active():
+        with self._kernels.active(), self._backbones.active():
             yield
 
     def _prepare(self) -> None:
@@ -178,7 +178,7 @@ class HFLearner:
         set_training(self.module, False)
         if self.device.type == "cpu":
             # Recomputed activations would fragment the heap between objects of the graph.
-            keep_freed_memory(not (self.module.recomputes or self.sharded))
+            backend().keep_freed_memory(not (self.module.recomputes or self.sharded))
 
     def _reached_weights(self, parts: LanguageModelParts) -> list[nn.Parameter]:
         """The policy's weights that will train; a value model must not train alone."""

@@ -2,7 +2,7 @@
 
 Joined rows: all layers but attention treat tokens one by one.  They run once over the tokens of all
 rows, however different their lengths, and once over a prompt that several rows share.  Attention
-runs row by row (``ops/cpu/joined_attention.py``); transformers hands the keyword
+runs row by row (``ops/joined_attention.py``); transformers hands the keyword
 ``packed_segments`` down to its attention function, also when a layer is recomputed.
 
 Kept states: where the lower layers are frozen (``train_layers``, LoRA on the top layers), the
@@ -13,62 +13,27 @@ the iteration ends; policy, reference, value model and all epochs start from the
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache, wraps
-from threading import Lock
+from functools import cache
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kedge.ext.cpu.joined_attention import Group, joined_attention
-from kedge.ext.cpu.matmul import cpu_kernels_enabled, float32_attention
 from kedge.models.freezing import find_final_norms, find_layers, layer_number
 from kedge.models.packing import JoinedInput
-from kedge.ops.gpu import OTHER, grouped_attention
+from kedge.ops.attention import has_own_attention, has_windows, use_own_attention
+from kedge.ops.joined_attention import Group
+from kedge.ops.products import kernels_enabled
 
-_ANSWERS = {"find_packed_sequence_indices": None, "fast_all": False}
-_known: ContextVar[bool] = ContextVar("masks_are_known", default=False)
 logger = logging.getLogger(__name__)
-_USUAL, _JOINED = _KNOWN = "sdpa", "kedge_joined_rows"
-_WINDOWS = ("sliding_window", "attention_chunk_size")  # options that need a [T, T] mask
 _PROBE = ((5,), (3, 2, 4), (7,))  # lengths of the groups in the comparison
-_lock = Lock()
-_users: Counter[int] = Counter()  # active contexts by id of the configuration they changed
 MEMORY_SHARE = 1 / 8  # share of the device's memory; rows beyond it are recomputed
 _active: ContextVar[Mapping[int, _CachedBackbone]] = ContextVar("cached", default={})  # noqa: B039
-
-
-@contextmanager
-def known_masks() -> Iterator[None]:
-    """Context that tells transformers that rows are not packed and masks have padding."""
-    token = _known.set(True)
-    try:
-        yield
-    finally:
-        _known.reset(token)
-
-
-def _answer(function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
-    @wraps(function)
-    def check(*args: Any, **kwargs: Any) -> Any:
-        known = not torch.compiler.is_compiling() and _known.get()
-        return answer if known else function(*args, **kwargs)
-
-    return check
-
-
-for _name, _value in _ANSWERS.items():
-    if hasattr(masking_utils, _name):
-        setattr(masking_utils, _name, _answer(getattr(masking_utils, _name), _value))
 
 
 def pack_sequences(ids: Tensor, lengths: Tensor) -> Tensor:
@@ -81,54 +46,23 @@ def run_packed(backbone: Any, ids: Tensor, groups: Sequence[Group]) -> Tensor:
 
     ``ids`` int64 [1, T] has the tokens of all rows, a shared prompt once.  Of ``groups``, (n,) is a
     row of n tokens, (n, a, b, ...) a prompt of n tokens and the responses to it; their sum is T.
-    With gradient, call it and the backward pass within ``VarlenAttention.active``: layers may be
-    recomputed.
     """
-    # Without gradient, activate it here even if another thread has it active.
-    attention = VarlenAttention([] if torch.is_grad_enabled() else [backbone])
     positions = []
     for prompt, *responses in groups:
         positions.append(torch.arange(prompt, device=ids.device))
         positions += [torch.arange(prompt, prompt + n, device=ids.device) for n in responses]
-    with attention.active(), known_masks():
-        assert backbone.config._attn_implementation == _JOINED, "call it within active()"
-        output = backbone(
-            input_ids=ids,
-            position_ids=torch.cat(positions)[None],
-            use_cache=False,
-            packed_segments=tuple(groups),
-        )
+    assert has_own_attention(backbone), "torch's attention would read all rows as one"
+    # Prepared masks (4D) are handed down as they are: attention needs none, and transformers would
+    # make one [T, T] because positions begin again.
+    output = backbone(
+        input_ids=ids,
+        attention_mask=ids.new_ones(1, 1, 1, 1, dtype=torch.bool),
+        position_ids=torch.cat(positions)[None],
+        use_cache=False,
+        packed_segments=tuple(groups),
+    )
     hidden: Tensor = output.last_hidden_state
     return hidden
-
-
-class VarlenAttention:
-    """Lets models attend to joined rows; those without torch's attention stay unchanged."""
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        configs = [getattr(m, "config", None) for model in models for m in model.modules()]
-        known = [c for c in configs if getattr(c, "_attn_implementation", None) in _KNOWN]
-        self._configs: list[Any] = list({id(c): c for c in known}.values())
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Context in which the attention of the models obeys ``packed_segments``.
-
-        Without this keyword their attention is the usual one.
-        """
-        with _lock:  # models in other threads may share the configuration
-            for config in self._configs:
-                _users[id(config)] += 1
-                config._attn_implementation_internal = _JOINED
-        try:
-            yield
-        finally:
-            with _lock:
-                for config in self._configs:
-                    _users[id(config)] -= 1
-                    if not _users[id(config)]:
-                        del _users[id(config)]
-                        config._attn_implementation_internal = _USUAL
 
 
 @torch.no_grad()
@@ -139,13 +73,10 @@ def supports_packing(backbone: Any) -> bool:
     with KEDGE_CPU_KERNELS=0 in the environment.
     """
     weight = next(iter(backbone.parameters()), None)
-    if weight is None or weight.device.type != "cpu" or not cpu_kernels_enabled():
+    if weight is None or weight.device.type != "cpu" or not kernels_enabled():
         return False
-    config = getattr(backbone, "config", None)
-    if config is None or getattr(config, "_attn_implementation", None) not in _KNOWN:
-        return False
-    parts = (config, config.get_text_config())
-    if any(getattr(part, name, None) for part in parts for name in _WINDOWS):
+    use_own_attention(backbone)
+    if not has_own_attention(backbone) or has_windows(backbone.config):
         return False
     training = [m for m in backbone.modules() if m.training]
     backbone.eval()
@@ -177,38 +108,6 @@ def _agrees(backbone: Any) -> bool:
     return joined.shape == expected.shape and bool(gap <= slack * (1 + expected.abs().max()))
 
 
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    packed_segments: tuple[Group, ...] | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """An attention function of transformers: states float [1, T, h, d]."""
-    if packed_segments is None:
-        usual = ALL_ATTENTION_FUNCTIONS[_USUAL]
-        states: tuple[Tensor, None] = usual(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options
-        )
-        return states
-    if attention_mask is not None or dropout or any(options.get(x) is not None for x in OTHER):
-        raise ValueError(f"joined rows do not support a mask, dropout, or {OTHER}")
-    return joined_attention(query, key, value, packed_segments, scaling).transpose(1, 2), None
-
-
-# The first is used under bfloat16 autocast on a CPU, the second for single tokens on a GPU.
-ALL_ATTENTION_FUNCTIONS[_USUAL] = grouped_attention(
-    float32_attention(ALL_ATTENTION_FUNCTIONS[_USUAL])
-)
-ALL_ATTENTION_FUNCTIONS.register(_JOINED, _attend)
-ALL_MASK_ATTENTION_FUNCTIONS.register(_JOINED, ALL_MASK_ATTENTION_FUNCTIONS[_USUAL])
-
-
 def run_backbone(backbone: nn.Module, ids: Tensor, groups: Sequence[Group] | None = None) -> Tensor:
     """Last hidden states float [b, L, H] of right-padded rows, without an attention mask.
 
@@ -216,8 +115,7 @@ def run_backbone(backbone: nn.Module, ids: Tensor, groups: Sequence[Group] | Non
     """
     if groups is not None:
         return run_packed(backbone, ids, groups)
-    with known_masks():
-        return backbone(input_ids=ids, use_cache=False).last_hidden_state
+    return backbone(input_ids=ids, use_cache=False).last_hidden_state
 
 
 def read_backbone(backbone: nn.Module, packed: JoinedInput) -> Tensor:
@@ -304,13 +202,14 @@ class _CachedBackbone:
         skipped = [(x, vars(x).get("forward")) for x in frozen]
         # The model computes masks and position embeddings; its input embedding is unused.
         for layer, _ in skipped:
-            layer.__dict__["forward"] = lambda *_, **__: result
+            layer.forward = lambda *_, **__: result
         try:
             return run_backbone(self.backbone, packed.ids, packed.groups)
         finally:
             for layer, forward in skipped:
-                del layer.__dict__["forward"]
-                layer.__dict__.update({} if forward is None else {"forward": forward})
+                del layer.forward
+                if forward is not None:
+                    layer.forward = forward
 
     @torch.no_grad()
     def agrees(self) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from kedge.ext.cpu.joined_attention import Group
+from kedge.ops.joined_attention import Group
 from kedge.types import MicroBatch, Rollout, number_prompts
 
 _SHARED = 16  # prompt tokens that sharing must save

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kedge.ext.cpu.matmul import add_outer, add_product, float32_product
+from kedge.ops.products import backend
 
 _LN_2 = math.log(2)
 NEVER = -1e30  # logit of a banned token; finite, to avoid inf - inf
@@ -123,7 +123,7 @@ class LogitTiles:
         bias = None if head.bias is None else head.bias[low:high].to(w.dtype)
         if bias is not None and self._in_bits:
             bias = bias * self._scale
-        z, derivative = float32_product(self._rows, w, bias, out_buffer=out), None
+        z, derivative = backend().float32_product(self._rows, w, bias, out_buffer=out), None
         if head.softcap is not None:
             z.mul_(head.scale / head.softcap).tanh_()
             derivative = (1 - z * z) * (head.scale / temperature) if slope else None
@@ -313,9 +313,9 @@ def _accumulate_grads(
             d.mul_(slope)
         small = d.to(dtype)
         if grads.hidden is not None:
-            add_product(grads.hidden, small, tiles.head.weight[low:high].to(dtype))
+            backend().add_product(grads.hidden, small, tiles.head.weight[low:high].to(dtype))
         if grads.weight is not None:
-            add_outer(grads.weight[low:high], small, hidden, overwrite=grads.first)
+            backend().add_outer(grads.weight[low:high], small, hidden, overwrite=grads.first)
         if grads.bias is not None:
             grads.bias[low:high] += d.sum(0)
 

@@ -129,7 +129,7 @@ def model_card(
         base_model=base_model if base_model and _on_hub(base_model) else None,
         datasets=[name for name in datasets if _on_hub(name)] or None,
     )
-    papers = files("kedge.reporting") / "assets" / f"{algorithm}.bib"
+    papers = files("kedge.reporting") / "papers" / f"{algorithm}.bib"
     citation = papers.read_text(encoding="utf-8") if papers.is_file() else ""
     links = about.get("links", {}).items()
     runs = ", ".join(f"[{name}]({url})" for name, url in links if name != "hub")

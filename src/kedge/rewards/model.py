@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from kedge.chat_template import render_chat
 from kedge.data.encode import is_chat
 from kedge.errors import ConfigError, RewardError
-from kedge.ext.cpu.patch import Kernels
 from kedge.models.backbone import pack_sequences, run_packed, supports_packing
+from kedge.ops.kernels import Kernels
 from kedge.rewards.texts import TextCache, Texts, row_name
 from kedge.types import RewardOutput, Rollout
 

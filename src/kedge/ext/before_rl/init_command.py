@@ -83,7 +83,7 @@ def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
         for name, (value, text) in rows.items():
             large, _, own = text.partition(f"; {SIZES[0].upper()}: ")
             sections[title][name] = value, own if small and own else large
-    if small and not _multiplies_bf16():
+    if small and _slow_bf16():
         del sections["Memory"]["bf16"]  # several times slower on a CPU; a GPU has it by default
     comments = " ".join(text for rows in sections.values() for _, text in rows.values())
     head = [f"{recipe['title']}, {size} weights", *commands(recipe, processes, file)]
@@ -109,10 +109,10 @@ def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _multiplies_bf16() -> bool:
-    from kedge.ext.cpu.matmul import multiplies_bf16  # imports torch
+def _slow_bf16() -> str:
+    from kedge.ops.products import backend  # imports torch
 
-    return multiplies_bf16()
+    return backend().slow_bf16
 
 
 def commands(recipe: Recipe, processes: int, file: Path) -> list[str]:

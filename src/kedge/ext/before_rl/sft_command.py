@@ -16,8 +16,8 @@ from kedge.cli.data import Splits
 from kedge.cli.train.ppo import load_policy, load_tokenizer, resume_point
 from kedge.config.declare import check_fields, option
 from kedge.errors import ConfigError, install_command
-from kedge.ext.cpu.matmul import SLOW_BF16, emulates_bf16
 from kedge.ext.trl.scripts import get_peft_config
+from kedge.ops.products import backend
 from kedge.output import check_targets, lock_output_dir, share_weights
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,8 @@ def read_step(parser: Parser, argv: Sequence[str], *, scalar: bool = False) -> t
             raise ConfigError(f"{parser.prog}: --{name} is required")
     if model.lora_dropout and not model.use_peft:
         raise ConfigError("--lora_dropout needs --use_peft; add it")
-    if config.bf16 and config.use_cpu and emulates_bf16():
-        logger.warning(SLOW_BF16)
+    if config.bf16 and config.use_cpu and backend().slow_bf16:
+        logger.warning(backend().slow_bf16)
     config.resume_from_checkpoint = resume_point(config.resume_from_checkpoint)
     check_targets(config, scalar=scalar)
     return arguments, config, model

@@ -12,17 +12,18 @@ weight is converted once per block of passes, and its gradient is float32.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from kedge.ops.products import kernels_enabled
 
 SMALLEST = 4_000_000  # operations; below, the overhead of oneDNN cancels the gain
 _WIDE, _MANY_ROWS, _LARGE = 512, 1024, 2 << 20
@@ -45,13 +46,8 @@ def _unused_by_mkl() -> bool:
     return _amd() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def cpu_kernels_enabled() -> bool:
-    """False with KEDGE_CPU_KERNELS=0 in the environment or with oneDNN off in torch."""
-    return os.environ.get("KEDGE_CPU_KERNELS") != "0" and bool(torch._C._get_mkldnn_enabled())
-
-
 def _may_choose(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu" and cpu_kernels_enabled()
+    return x.dtype == torch.float32 and x.device.type == "cpu" and kernels_enabled()
 
 
 def by_onednn(x: Tensor) -> bool:
@@ -68,47 +64,25 @@ def by_prepacked_weights(w: Tensor) -> bool:
     return _may_choose(w) and _amd()
 
 
-def product(
-    x: Tensor, w: Tensor, bias: Tensor | None = None, *, out_buffer: Tensor | None = None
-) -> Tensor:
-    """The product x w^T + bias, without gradient, perhaps in ``out_buffer`` float [m, n].
+def by_rule(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The product x w^T + bias [m, n] by oneDNN, without gradient; None where torch is as fast.
 
     ``x`` float [m, k] and ``w`` float [n, k] may have any strides; ``bias`` is float [n].
     """
-    if 2 * x.numel() * len(w) >= SMALLEST and by_onednn(x):
-        if not _dense(w):
-            w = w.contiguous()  # oneDNN does not support overlapping rows
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
-        return result
-    if bias is None:
-        return torch.mm(x, w.T, out=out_buffer)
-    return torch.addmm(bias, x, w.T, out=out_buffer)
+    if 2 * x.numel() * len(w) < SMALLEST or not by_onednn(x):
+        return None
+    if not _dense(w):
+        w = w.contiguous()  # oneDNN does not support overlapping rows
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
+    return result
 
 
-def float32_product(x: Tensor, w: Tensor, bias: Tensor | None, *, out_buffer: Tensor) -> Tensor:
-    """The product x w^T + bias in the dtype of ``out_buffer``, without rounding to a narrower one.
-
-    For bfloat16 or float16 matrices the result has the float32 sums of the accumulator.  Shapes are
-    those of ``product``.
-    """
-    if x.dtype == out_buffer.dtype:
-        return product(x, w, bias, out_buffer=out_buffer)
-    if x.device.type == "cuda" and _supports_out_dtype(x.device):
-        result: Tensor = torch.mm(x, w.T, out_dtype=out_buffer.dtype)
-        return result if bias is None else result.add_(bias)
-    wide = None if bias is None else bias.to(out_buffer.dtype)
-    return product(x.to(out_buffer.dtype), w.to(out_buffer.dtype), wide, out_buffer=out_buffer)
-
-
-@cache
-def _supports_out_dtype(device: torch.device) -> bool:
-    """Whether ``torch.mm`` can return the float32 sums of bfloat16 products on this device."""
-    x = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-    try:
-        result: Tensor = torch.mm(x, x, out_dtype=torch.float32)
-    except (TypeError, RuntimeError):  # torch before 2.8, or another backend
-        return False
-    return result.dtype == torch.float32
+def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product x w^T + bias, without gradient; shapes as in `by_rule`."""
+    result = by_rule(x, w, bias)
+    if result is None:
+        return torch.mm(x, w.T) if bias is None else torch.addmm(bias, x, w.T)
+    return result
 
 
 def _dense(w: Tensor) -> bool:
@@ -130,27 +104,6 @@ def input_gradient(g: Tensor, w: Tensor) -> Tensor:
     """The product g w float [m, k] of g [m, n] and w [n, k], without gradient."""
     large = len(g) >= _MANY_ROWS and w.shape[0] > w.shape[1] >= _WIDE
     return product(g, w.T.contiguous() if large and by_onednn(g) else w.T)  # as in outer
-
-
-def add_product(total: Tensor, x: Tensor, w: Tensor) -> None:
-    """Add x w float [m, k] of x [m, n] and w [n, k] to ``total``, in its precision."""
-    if total.dtype == x.dtype and not by_onednn(x):
-        total.addmm_(x, w)
-    else:
-        total.add_(product(x, w.T))
-
-
-def add_outer(total: Tensor, g: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
-    """Add g^T x float [n, k] of g [m, n] and x [m, k] to ``total``, in its precision.
-
-    With ``overwrite`` the product replaces what ``total`` holds, which may be uninitialized.
-    """
-    if total.dtype == g.dtype and not by_onednn(g):
-        total.addmm_(g.T, x, beta=0 if overwrite else 1)
-    elif overwrite:
-        total.copy_(outer(g, x))
-    else:
-        total.add_(outer(g, x))
 
 
 class _Linear(torch.autograd.Function):
@@ -204,13 +157,13 @@ def emulates_bf16() -> bool:
 def may_run_in_bf16(weight: Tensor) -> bool:
     """Whether products with a weight use native bfloat16 under autocast."""
     low = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
-    return low and multiplies_bf16() and cpu_kernels_enabled()
+    return low and multiplies_bf16() and kernels_enabled()
 
 
 def autocasts_to_bf16() -> bool:
     """Whether products on the CPU run in native bfloat16 now."""
     asked = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-    return asked and multiplies_bf16() and cpu_kernels_enabled()
+    return asked and multiplies_bf16() and kernels_enabled()
 
 
 class Bf16Weight:
@@ -281,33 +234,3 @@ def bf16_linear(x: Tensor, w: Tensor, low: Tensor, bias: Tensor | None = None) -
     """
     result: Tensor = _Bf16Linear.apply(x.reshape(-1, x.shape[-1]), w, low, bias)
     return result.view(*x.shape[:-1], len(w))
-
-
-def float32_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function for transformers that uses float32 where that is faster.
-
-    Under autocast, for short rows and for single tokens: their keys are float32 after the rotary
-    embedding, so that bfloat16 would convert all of them for each token.
-    """
-
-    @wraps(attention)
-    def precise(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        short = query.shape[2] == 1 or key.shape[2] <= SHORT_ATTENTION
-        on_cpu = query.device.type == "cpu" and (
-            attention_mask is None or attention_mask.dtype == torch.bool
-        )
-        if not (short and on_cpu and autocasts_to_bf16()):
-            return attention(module, query, key, value, attention_mask, *args, **kwargs)
-        with torch.autocast("cpu", enabled=False):
-            inputs = (x.to(torch.float32) for x in (query, key, value))
-            return attention(module, *inputs, attention_mask, *args, **kwargs)
-
-    return precise

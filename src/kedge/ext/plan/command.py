@@ -29,7 +29,6 @@ from kedge.cli.train.ppo import ModelPaths, load_algorithm, load_tokenizer, mode
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import assume_all_packages, find_engine
 from kedge.errors import ConfigError
-from kedge.ext.cpu.matmul import SLOW_BF16, emulates_bf16
 from kedge.ext.open_instruct import command as async_ppo
 from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.ext.trl.scripts import get_peft_config
@@ -38,6 +37,7 @@ from kedge.models.compatibility import check_length
 from kedge.models.freezing import freeze_attention, train_top_layers
 from kedge.models.load import configuration_source, eos_token_ids
 from kedge.models.value_head import ScalarHead
+from kedge.ops.products import backend
 from kedge.output import check_targets
 from kedge.rewards.build import load_function
 from kedge.rewards.function import Signature, function_name
@@ -247,8 +247,8 @@ def show(
         )
         + (f"; {human(process)} of it Python and libraries" if process else "")
     )
-    if config.bf16 and config.device.type == "cpu" and emulates_bf16():
-        console.print(SLOW_BF16)
+    if config.bf16 and config.device.type == "cpu" and backend().slow_bf16:
+        console.print(backend().slow_bf16)
     ranks, stage = batches.world_size, getattr(config, "deepspeed_stage", None)
     if isinstance(config, AsyncPPOConfig) and ranks > 1 and stage:
         console.print(verdict(models, config, ranks=ranks, stage=stage, rows=batches.micro_rows))

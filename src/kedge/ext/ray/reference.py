@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from kedge.ext.cpu.patch import Kernels
 from kedge.ext.ray.placement import ActorPool
 from kedge.learner.logprobs import reference_logprobs
 from kedge.learner.reference import FrozenModel
@@ -16,6 +15,7 @@ from kedge.learner.settings import LearnerSettings
 from kedge.models.backbone import supports_packing
 from kedge.models.load import load_policy
 from kedge.models.model import CausalParts
+from kedge.ops.kernels import Kernels
 from kedge.rollout.engines import without_columns
 from kedge.types import Rollout
 

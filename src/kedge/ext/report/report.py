@@ -135,7 +135,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def _asset(name: str) -> str:
-    return (files("kedge.reporting") / "assets" / name).read_text(encoding="utf-8")
+    return (files("kedge.ext.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 # -- the run in sentences, its vocabulary and its episodes -----------------------------------------

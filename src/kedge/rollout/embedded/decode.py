@@ -25,8 +25,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.utils import logging
 
 from kedge.errors import ConfigError
-from kedge.models.backbone import known_masks
 from kedge.models.compatibility import cache_argument, positions
+from kedge.ops.attention import accepts_any_mask
 
 _FREE_SLOTS = 64  # minimum allocated per layer
 _SPARE = 3  # slots of memory per token, since growing to twice the size copies the layer
@@ -143,12 +143,11 @@ def can_capture(model: nn.Module, layers: list[Any]) -> bool:
 
     ``KEDGE_CUDA_GRAPHS=0`` turns graphs off.
     """
-    config: Any = getattr(model, "config", None)
     return (
         next(model.parameters()).is_cuda
         and os.environ.get("KEDGE_CUDA_GRAPHS", "1") != "0"
         and all(isinstance(layer, GrowingLayer) for layer in layers)
-        and getattr(config, "_attn_implementation", None) == "sdpa"  # it accepts masks of any shape
+        and accepts_any_mask(model)
         and type(model).__name__ not in _failed
         and not getattr(model, "is_loaded_in_8bit", False)  # its products make the host wait
         and not any(isinstance(p, DTensor) for p in model.parameters())
@@ -298,6 +297,7 @@ class CausalDecoder:
         if "logits_to_keep" in accepted:
             self._options["logits_to_keep"] = 1
         self._takes_positions = "position_ids" in accepted
+        self._any_mask = self._takes_positions and accepts_any_mask(get_base_model(model))
         # finished rows may stay in the batch beyond the model's last position
         self._last = (positions(config) or 2**31) - 1
         self._device = next(model.parameters()).device
@@ -486,8 +486,9 @@ class CausalDecoder:
     def _run(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         if self._takes_positions:
             self._options["position_ids"] = positions
-        with known_masks():
-            out = self._model(input_ids=ids, attention_mask=mask, **self._options)
+        if mask is not None and mask.ndim == 2 and ids.shape[1] == 1 and self._any_mask:
+            mask = mask[:, None, None]  # or transformers asks the device whether it has padding
+        out = self._model(input_ids=ids, attention_mask=mask, **self._options)
         logits: Tensor = out.logits[:, -1]
         return logits
 

@@ -22,7 +22,6 @@ from kedge.config.declare import default_of, read_mapping
 from kedge.config.ppo import RECIPES
 from kedge.data import DatasetPrompts
 from kedge.errors import ConfigError
-from kedge.ext.cpu.matmul import SLOW_BF16, emulates_bf16
 from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.learner.distributed import sharding_strategy
 from kedge.learner.learner import HFLearner
@@ -34,6 +33,7 @@ from kedge.math.ratios import Correction
 from kedge.math.running import RunningMoments
 from kedge.models.compatibility import vocabulary
 from kedge.models.load import without_weights
+from kedge.ops.products import backend
 from kedge.protocols import RewardSource, RolloutEngine
 from kedge.rewards import check_sources, reward_source
 from kedge.rewards.build import as_list
@@ -210,8 +210,8 @@ def advise(
     Defaults that come from other libraries stay, so that a moved script trains as before.  With
     ``plays`` the policy plays in environments.
     """
-    if args.bf16 and args.device.type == "cpu" and emulates_bf16():
-        yield SLOW_BF16
+    if args.bf16 and args.device.type == "cpu" and backend().slow_bf16:
+        yield backend().slow_bf16
     batch_size = sizes.batch_size
     weights = sum(p.numel() for p in policy.parameters())
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)

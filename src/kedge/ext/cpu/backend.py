@@ -1,11 +1,10 @@
-"""Temporarily replaces the forward of layers by faster kernels."""
+"""The backend of ``kedge.ops`` on CPUs: faster forwards of linear layers."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -15,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kedge.ext.cpu import matmul
 from kedge.ext.cpu.matmul import (
+    SHORT_ATTENTION,
     Bf16Weight,
     autocasts_to_bf16,
     bf16_linear,
@@ -24,62 +24,40 @@ from kedge.ext.cpu.matmul import (
     may_run_in_bf16,
 )
 from kedge.ext.cpu.threads import shorten_spins
-from kedge.ops.gpu import fused_forward, rms_norms
+from kedge.ops.products import Backend, Forward, Layers
 
-Forward = Callable[..., Tensor]
 _MKL_ROWS = 256  # beyond this, MKL with AVX2 is as fast as packed weights
-PREPACKED_TOKENS = 16  # tokens per row from which packing weights pays off
 PREPACKED_BYTES = 2 << 30  # largest packed weights of a model; larger ones stay unpacked
 _SPARING_BYTES = 1 << 30  # the limit if activations are checkpointed to save memory
 _FLOAT32 = torch.empty(0)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # mallopt(3) parameters in glibc
 
 
-class Kernels:
-    """Swaps linear layers for faster CPU kernels, and RMS norms for faster GPU kernels.
+class CPULayers(Layers):
+    """Linear layers of models whose products oneDNN computes faster on this processor."""
 
-    Models must be on their final device.
-    """
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        models = list(models)
+    def __init__(self, models: list[nn.Module]) -> None:
         self._on_cpu = any(p.device.type == "cpu" for model in models for p in model.parameters())
         self._layers = [layer for model in models for layer in _layers(model)]
         self._low = [Bf16Weight(partial(_weight, layer)) for layer in self._layers]
-        self._norms = [layer for model in models for layer in rms_norms(model)]
         modules = (module for model in models for module in model.modules())
         self._checkpoints = any(getattr(m, "gradient_checkpointing", False) for m in modules)
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Context that uses the faster kernels, backward passes included."""
+    def forwards(self) -> list[tuple[nn.Module, Forward]]:
+        """With gradient."""
         if self._on_cpu:
             shorten_spins()
-        forwards: list[tuple[nn.Module, Forward]] = [
+        return [
             (layer, _build_forward(layer, low))
             for layer, low in zip(self._layers, self._low, strict=True)
             if by_onednn(layer.weight) or may_run_in_bf16(layer.weight)
         ]
-        forwards += [(layer, fused_forward(layer)) for layer in self._norms]
-        with _replace_forwards(forwards):
-            try:
-                yield
-            finally:
-                for low in self._low:
-                    low.forget()
 
-    def weights_changed(self) -> None:
-        """Call this after optimizer steps within ``active``; fused optimizers leave no trace."""
-        for low in self._low:
-            low.expire()
+    def packed_forwards(self, rows: int) -> list[tuple[nn.Module, Forward]]:
+        """Forwards with packed weights.
 
-    @contextmanager
-    def prepacked(self, rows: int) -> Iterator[None]:
-        """Faster context for weights that do not change, without gradient.
-
-        oneDNN copies weights into its own layout for each product; here that is done once, for
-        products of ``rows`` rows.  Where oneDNN computes all products, results are equal.  Under
-        autocast the copies are bfloat16.
+        oneDNN copies weights into its own layout for each product; here that is done once.  Where
+        oneDNN computes all products, results are equal.  Under autocast the copies are bfloat16.
         """
         low = autocasts_to_bf16()
         plain = not torch.is_autocast_enabled("cpu")
@@ -87,12 +65,58 @@ class Kernels:
         layers = [x for x in layers if 2 * rows * x.weight.numel() >= matmul.SMALLEST]
         weights = sum(layer.weight.numel() for layer in layers)
         if not prepacked_bytes(weights, low=low, checkpointing=self._checkpoints):
-            layers = []
-        with (
-            _replace_forwards([(x, _build_prepacked_forward(x, rows, low=low)) for x in layers]),
-            self.active(),
-        ):
-            yield
+            return []
+        return [(x, _build_prepacked_forward(x, rows, low=low)) for x in layers]
+
+    def forget(self) -> None:
+        """Convert weights at their next use."""
+        for low in self._low:
+            low.forget()
+
+    def expire(self) -> None:
+        """Convert weights that train at their next use."""
+        for low in self._low:
+            low.expire()
+
+
+class CPUBackend(Backend):
+    """Products with the fastest library bundled with torch, see `matmul`."""
+
+    @property
+    def slow_bf16(self) -> str:  # type: ignore[override]
+        """On x86 without instructions for bfloat16."""
+        return matmul.SLOW_BF16 if matmul.emulates_bf16() else ""
+
+    def layers(self, models: list[nn.Module]) -> Layers:
+        """Linear layers and Conv1D."""
+        return CPULayers(models)
+
+    def float32_attention(self) -> int:
+        """Torch's bfloat16 kernel takes up to twice as long for few keys."""
+        return SHORT_ATTENTION if autocasts_to_bf16() else 0
+
+    def keep_freed_memory(self, keep: bool) -> None:
+        """Keep freed memory, or return every block of at least 4 MB at once."""
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(_MMAP_THRESHOLD, 4 << 20)
+            mallopt(_MMAP_MAX, 0 if keep else 65_536)
+            mallopt(_TRIM_THRESHOLD, -1 if keep else 128 << 10)
+
+    def product(
+        self, x: Tensor, w: Tensor, bias: Tensor | None = None, *, out_buffer: Tensor | None = None
+    ) -> Tensor:
+        """By oneDNN where that is faster."""
+        result = matmul.by_rule(x, w, bias)
+        return super().product(x, w, bias, out_buffer=out_buffer) if result is None else result
+
+    def outer(self, g: Tensor, x: Tensor) -> Tensor:
+        """In the order of axes that oneDNN prefers."""
+        return matmul.outer(g, x)
+
+    def in_place(self, x: Tensor) -> bool:
+        """Not by oneDNN."""
+        return not by_onednn(x)
 
 
 def prepacked_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
@@ -105,36 +129,6 @@ def prepacked_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
     size = weights * (2 if low else 4)
     most = _SPARING_BYTES if checkpointing else PREPACKED_BYTES  # may exceed what training takes
     return size if faster and size <= most else 0
-
-
-@contextmanager
-def _replace_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
-    """Context that replaces the forward of layers."""
-    # An instance attribute `forward` was set by the user or by an outer context.
-    patched = [
-        (layer, partial(_call_with_one_input, layer, forward))
-        for layer, forward in forwards
-        if "forward" not in vars(layer)
-    ]
-    try:
-        for layer, forward in patched:
-            layer.__dict__["forward"] = forward
-        yield
-    finally:
-        for layer, forward in patched:
-            if vars(layer).get("forward") is forward:
-                del layer.__dict__["forward"]
-
-
-def _call_with_one_input(
-    layer: nn.Module, forward: Forward, *args: Tensor, **named: Tensor
-) -> Tensor:
-    """Call ``forward`` with the input, or the layer's own if there are more arguments."""
-    if len(args) + len(named) != 1:  # a norm with more inputs
-        result: Tensor = type(layer).forward(layer, *args, **named)
-        return result
-    (x,) = (*args, *named.values())  # x is called input in one class
-    return forward(x)
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Linear | Conv1D]:
@@ -189,12 +183,3 @@ def _build_prepacked_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool)
         return result
 
     return forward
-
-
-def keep_freed_memory(keep: bool) -> None:
-    """Keep freed memory for the next pass, or return every block of at least 4 MB at once."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, 4 << 20)
-        mallopt(_MMAP_MAX, 0 if keep else 65_536)
-        mallopt(_TRIM_THRESHOLD, -1 if keep else 128 << 10)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kedge.ext.cpu.matmul import SHORT_ATTENTION, autocasts_to_bf16
+from kedge.ops.products import backend
 
 Group = tuple[int, ...]  # tokens of a shared start, then of each continuation; (n,): one row
 
@@ -111,7 +111,7 @@ def joined_attention(
     ``groups`` say how the T tokens are divided; ``scale`` multiplies scores; None: 1 / sqrt(d).
     """
     if torch.is_autocast_enabled("cpu"):
-        short = autocasts_to_bf16() and max(map(sum, groups)) <= SHORT_ATTENTION
+        short = max(map(sum, groups)) <= backend().float32_attention()
         dtype = torch.float32 if short else torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     heads, shared = query.shape[1], key.shape[1]

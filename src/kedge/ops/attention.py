@@ -1,0 +1,95 @@
+"""Attention of the models that Kedge runs, registered with transformers under a name of ours.
+
+It computes what torch's attention does.  It is faster for single tokens on a GPU and under autocast
+on a CPU, and it knows rows that are joined in one sequence (`joined_attention`).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kedge.ops.gpu import OTHER, grouped_attention
+from kedge.ops.joined_attention import Group, joined_attention
+from kedge.ops.products import backend
+
+_USUAL, _OWN = "sdpa", "kedge"
+_WINDOWS = ("sliding_window", "attention_chunk_size")  # options that need a [T, T] mask
+
+
+def use_own_attention(model: nn.Module) -> None:
+    """Let a model that Kedge runs attend by `attend`, if it attends by torch's.
+
+    Only the name in the model's configuration changes, for good: `attend` computes the same.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(module, PreTrainedModel) and _attention_of(config) == _USUAL:
+            with suppress(ValueError, ImportError):  # a model with attention of its own
+                module.set_attn_implementation(_OWN)
+
+
+def _attention_of(config: object) -> str | None:
+    return getattr(config, "_attn_implementation", None)
+
+
+def accepts_any_mask(model: nn.Module) -> bool:
+    """Whether attention takes a mask bool [b, 1, n, S] as it is, the same for all layers."""
+    config: Any = getattr(model, "config", None)
+    known = _attention_of(config) in (_USUAL, _OWN) and not getattr(config, "alibi", False)
+    return known and not has_windows(config)
+
+
+def has_own_attention(model: object) -> bool:
+    """Whether a model attends by `attend`."""
+    return _attention_of(getattr(model, "config", None)) == _OWN
+
+
+def has_windows(config: Any) -> bool:
+    """Whether layers of a model attend to a part of the tokens, which needs a mask [T, T]."""
+    parts = (config, config.get_text_config())
+    return any(getattr(part, name, None) for part in parts for name in _WINDOWS)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_segments: tuple[Group, ...] | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Torch's attention, and that of joined rows: states float [b, n, h, d].
+
+    Without ``packed_segments`` it is the function of transformers, but for single tokens on a GPU
+    (`grouped_attention`) and under autocast on a CPU, where float32 is faster for few keys.
+    """
+    if packed_segments is None:
+        options |= {"scaling": scaling, "dropout": dropout}
+        known_mask = attention_mask is None or attention_mask.dtype == torch.bool
+        most = backend().float32_attention() if query.device.type == "cpu" and known_mask else 0
+        usual = grouped_attention(ALL_ATTENTION_FUNCTIONS[_USUAL])
+        if most and (query.shape[2] == 1 or key.shape[2] <= most):
+            with torch.autocast("cpu", enabled=False):
+                wide = (x.to(torch.float32) for x in (query, key, value))
+                result: tuple[Tensor, None] = usual(module, *wide, attention_mask, **options)
+        else:
+            result = usual(module, query, key, value, attention_mask, **options)
+        return result
+    if dropout or any(options.get(x) is not None for x in OTHER):
+        raise ValueError(f"joined rows do not support dropout or {OTHER}")
+    return joined_attention(query, key, value, packed_segments, scaling).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_OWN, attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_OWN, ALL_MASK_ATTENTION_FUNCTIONS[_USUAL])
