@@ -44,6 +44,7 @@ _MODULES = {
 for _module, _trainer in (path.split(":") for path, _ in TRAINERS.values()):
     _MODULES[_trainer] = _module
     _MODULES[_trainer.replace("Trainer", "Config")] = _module.replace(".trainers.", ".config.")
+_MODULES["AsyncPPOTrainer"] = "kedge.ext.open_instruct.trainer"
 _MODULES["AsyncPPOConfig"] = "kedge.ext.open_instruct.config"
 
 forwards.install()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_file_location
 from types import ModuleType
+from typing import Any
 
 # A path stands for the module and for what is below it: `kedge.classic.core` is found, too.
 FORWARDS = {
@@ -18,6 +19,24 @@ FORWARDS = {
     "kedge.environments.games": "kedge.ext.games.games",
     "kedge.environments.adapters": "kedge.ext.adapters.adapters",
 }
+
+
+# Names of core packages that stand in extensions.
+ATTRIBUTES = {
+    "kedge.verifiers": {
+        "ConstraintVerifier": "kedge.ext.ifeval.constraints",
+        "Outcome": "kedge.ext.sandbox",
+        "Sandbox": "kedge.ext.sandbox",
+        "code_verifier": "kedge.ext.sandbox.programs",
+    },
+}
+
+
+def attribute(package: str, name: str) -> Any:
+    """The object that a package forwards under a name; AttributeError if there is none."""
+    if place := ATTRIBUTES.get(package, {}).get(name):
+        return getattr(importlib.import_module(place), name)
+    raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
 
 class Forward:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kedge.cli.main import COMMANDS, main, usage
+from kedge.cli import main as cli
+from kedge.cli.main import main, usage
 from kedge.testing import tiny_policy
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
@@ -131,7 +132,7 @@ def small(words: list[str]) -> list[str]:
 
 def test_there_are_commands_to_run() -> None:
     assert len(FOUND) >= 8
-    assert {each.split()[1] for _, each in FOUND} <= set(COMMANDS)
+    assert {each.split()[1] for _, each in FOUND} <= set(cli.commands())
 
 
 @pytest.mark.parametrize(("page", "command"), FOUND, ids=lambda x: x[:48])
@@ -156,7 +157,7 @@ def test_an_option_that_does_not_exist_is_noticed(place: Path) -> None:
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in COMMANDS:
+    for name in cli.commands():
         assert code_of([name, "--help"]) == 0
         assert name in usage()
         assert "usage" in capsys.readouterr().out.lower()

@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ import yaml
 from kedge import GRPOConfig
 from kedge.cli.arguments import parse
 from kedge.cli.data import Splits, load_prompts
-from kedge.cli.main import COMMANDS, main, run_command
+from kedge.cli.main import commands, main, run_command
 from kedge.cli.train.ppo import (
     build_rewards,
     command_to_repeat,
@@ -44,7 +43,7 @@ def test_help_names_every_command(capsys):
 
     assert main([]) == main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"  {name}" in out for name in COMMANDS)
+    assert all(f"  {name}" in out for name in commands())
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"kedge {__version__}\n"
 
@@ -60,10 +59,8 @@ def test_help_loads_nothing_heavy():
         "main(['--help']);"
         "print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
     )
-    begin = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert time.perf_counter() - begin < 10
 
 
 def test_python_m_kedge_is_the_command():

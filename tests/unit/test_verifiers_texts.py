@@ -23,7 +23,7 @@ from kedge.cli.arguments import parse
 from kedge.cli.data import load_prompts
 from kedge.errors import ConfigError, DataError, RewardError
 from kedge.ext.open_instruct.mixer import choose_rows, mix, parse_mixer
-from kedge.verifiers import VERIFIERS, ByColumn, by_column, gsm8k, r1_style_format
+from kedge.verifiers import ByColumn, by_column, gsm8k, known_verifiers, r1_style_format
 from kedge.verifiers.base import Unanswered, Verifier, map_parallel
 from kedge.verifiers.texts import f1, has_think_answer, normalize
 from kedge.verifiers.worker import WorkerPool
@@ -511,7 +511,7 @@ def test_the_command_line_mixes(tmp_path: Path) -> None:
              "string_contains", "string_f1"],
 )  # fmt: skip
 def test_verifiers_can_be_named_and_pickled(name: str) -> None:
-    copy = pickle.loads(pickle.dumps(VERIFIERS[name]))
-    assert copy.__name__ == VERIFIERS[name].__name__  # type: ignore[attr-defined]
+    copy = pickle.loads(pickle.dumps(known_verifiers()[name]))
+    assert copy.__name__ == known_verifiers()[name].__name__  # type: ignore[attr-defined]
     assert copy.on("answer").column == "answer"
     assert pickle.loads(pickle.dumps(r1_style_format))(["</think><answer>a</answer>"]) == [1.0]

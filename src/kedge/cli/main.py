@@ -2,69 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import ModuleType
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import resolve_name
 
+from kedge import plugins
 from kedge.trainers import TRAINERS
 
-_RUNS = "kedge.ext.report.command"
-# Command -> its module, and its line in ``kedge --help``.
-_COMMANDS = {
+_TRAIN = "kedge.cli.train.ppo:main"
+# The core's commands: module and function, and the line in ``kedge --help``.
+_CORE = {
     "demo": (
-        "kedge.demo.demo",
+        "kedge.demo.demo:main",
         "train a small model with RLHF from nothing, in about four minutes on a CPU",
     ),
-    **{name: ("kedge.cli.train.ppo", text) for name, (_, text) in TRAINERS.items()},
-    "async-ppo": ("kedge.ext.open_instruct.command", TRAINERS["async-ppo"][1]),
-    "sft": (
-        "kedge.ext.before_rl.sft_command",
-        "supervised fine-tuning before RL, with TRL's trainer",
-    ),
-    "reward": (
-        "kedge.ext.before_rl.reward_command",
-        "train a reward model on preferences, with TRL's trainer",
-    ),
+    **{name: (_TRAIN, text) for name, (_, text) in TRAINERS.items()},
     "pipeline": (
-        "kedge.cli.tools.pipeline",
+        "kedge.cli.tools.pipeline:main",
         "run several commands in order, resumable: sft, reward, ppo, generate, judge",
     ),
-    "plan": (
-        "kedge.ext.plan.command",
-        "show batch sizes and estimated memory of a run without loading weights",
-    ),
-    "compare": (_RUNS, "plot several runs in one figure, with bands over seeds"),
-    "init": (
-        "kedge.ext.before_rl.init_command",
-        "write a commented configuration for a task and a model size",
-    ),
-    "doctor": (_RUNS, "diagnose a run from its log and suggest fixes"),
-    "report": (_RUNS, "write an HTML report of a run: curves, completions, tokens"),
-    "expert": (
-        "kedge.ext.before_rl.expert_command",
-        "write episodes of an environment's expert, to train a first policy on",
-    ),
-    "generate": ("kedge.cli.tools.generate", "sample completions of prompts with a model"),
-    "value": (
-        "kedge.ext.before_rl.value_command",
-        "train a value model on recorded rollouts, and check it before PPO relies on it",
-    ),
-    "judge": (
-        "kedge.ext.judge.command",
-        "compare two sets of completions: win rate with a confidence interval",
-    ),
-    "serve-reward": (
-        "kedge.ext.serve.command",
-        "serve reward functions over HTTP to trainers on other machines",
-    ),
+    "generate": ("kedge.cli.tools.generate:main", "sample completions of prompts with a model"),
 }
-# Commands whose module has several.
-_SHARED = {"ppo", "rloo", "grpo", "compare", "doctor", "report"}
-COMMANDS = {name: text for name, (_, text) in _COMMANDS.items()}
 
 EXAMPLE = """\
 example:
@@ -77,16 +41,40 @@ MODEL is a folder or a name on the Hugging Face hub.  `kedge ppo --help` lists e
 KEDGE_TRACEBACK=1 prints the full traceback of an error."""
 
 
+def commands() -> list[str]:
+    """Names of all commands: the core's, and those of entry points."""
+    return [*_CORE, *sorted(name for name in plugins.find("kedge.commands") if _exists(name))]
+
+
+def _exists(name: str) -> bool:
+    return find_spec(plugins.find("kedge.commands")[name].module.rpartition(".")[0]) is not None
+
+
 def usage() -> str:
     """The text of ``kedge --help``."""
-    width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}   {text}" for name, text in COMMANDS.items())
+    width = max(map(len, commands()))
+    lines = "\n".join(f"  {name:<{width}}   {_help_line(name)}" for name in commands())
     return (
         "usage: kedge COMMAND [flags]\n\n"
         "Train language models with the PPO family of reinforcement learning.\n\n"
-        f"commands:\n{commands}\n\n  --version   print the version\n  --help      print this\n\n"
+        f"commands:\n{lines}\n\n  --version   print the version\n  --help      print this\n\n"
         f"{EXAMPLE}"
     )
+
+
+def _help_line(name: str) -> str:
+    """The core's line, or the first line of a function's docstring, read without importing it."""
+    if name in _CORE:
+        return _CORE[name][1]
+    entry = plugins.find("kedge.commands")[name]
+    spec = find_spec(entry.module)
+    if spec is None or spec.origin is None:
+        return f"{entry.value}, which is not there"
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    text = next((ast.get_docstring(f) or "" for f in functions if f.name == entry.attr), "")
+    line = text.partition("\n")[0].rstrip(".")
+    return line[:1].lower() + line[1:]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,26 +93,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.stderr.isatty():  # no progress bars in log files
         for package in ("HF_HUB", "HF_DATASETS"):
             os.environ.setdefault(f"{package}_DISABLE_PROGRESS_BARS", "1")
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
+    if name not in commands():
+        near = difflib.get_close_matches(name, commands(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         print(
-            f"kedge: error: unknown command {name!r}{hint} (commands: {', '.join(COMMANDS)})",
+            f"kedge: error: unknown command {name!r}{hint} (commands: {', '.join(commands())})",
             file=sys.stderr,
         )
         return 2
-    return run_command(load_command(name), rest, name=f"kedge {name}")
 
+    def run(argv: list[str]) -> object:
+        return load_command(name)(argv)  # a broken entry point is reported as other errors are
 
-def find_module(name: str) -> ModuleType:
-    """The module of a command in ``COMMANDS``."""
-    return importlib.import_module(_COMMANDS[name][0])
+    return run_command(run, rest, name=f"kedge {name}")
 
 
 def load_command(name: str) -> Callable[[list[str]], object]:
-    """The ``main`` function of a command in ``COMMANDS``."""
-    command: Callable[..., object] = find_module(name).main
-    return partial(command, command=name) if name in _SHARED else command
+    """The function of a command, called with its flags."""
+    if name not in _CORE:
+        loaded: Callable[[list[str]], object] = plugins.load("kedge.commands", name)
+        return loaded
+    place, _ = _CORE[name]
+    command: Callable[..., object] = resolve_name(place)
+    return partial(command, command=name) if place == _TRAIN else command
 
 
 def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, name: str) -> int:

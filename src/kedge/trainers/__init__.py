@@ -5,6 +5,9 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from kedge import plugins
+from kedge.errors import ConfigError
+
 if TYPE_CHECKING:
     from kedge.trainers.base import TrainerShell
 
@@ -16,20 +19,27 @@ TRAINERS = {
         "train with RLOO: several responses per prompt, no value model",
     ),
     "grpo": ("kedge.trainers.grpo:GRPOTrainer", "train with GRPO or one of its variants"),
-    "async-ppo": (
-        "kedge.ext.open_instruct.trainer:AsyncPPOTrainer",
-        "train with asynchronous PPO: Ray and vLLM sample while the learners train",
-    ),
 }
+
+
+def trainer_commands() -> list[str]:
+    """The commands that train: the core's, and those of dialects."""
+    return [*TRAINERS, *(name for name in plugins.find("kedge.dialects") if name not in TRAINERS)]
 
 
 def load_trainer(command: str) -> type[TrainerShell]:
     """Import the trainer of a command."""
-    trainer: type[TrainerShell] = resolve_name(TRAINERS[command][0])
+    trainer: type[TrainerShell] | None = (
+        resolve_name(TRAINERS[command][0])
+        if command in TRAINERS
+        else plugins.load("kedge.dialects", command)
+    )
+    if trainer is None:
+        raise ConfigError(f"no trainer {command!r} (trainers: {', '.join(trainer_commands())})")
     return trainer
 
 
 def find_trainer(config: Any) -> type[TrainerShell]:
     """The trainer for a config's class, or for its nearest parent class."""
-    trainers = {trainer.SPEC.config: trainer for trainer in map(load_trainer, TRAINERS)}
+    trainers = {trainer.SPEC.config: trainer for trainer in map(load_trainer, trainer_commands())}
     return next(trainers[base] for base in type(config).__mro__ if base in trainers)

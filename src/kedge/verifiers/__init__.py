@@ -5,11 +5,12 @@ goes into ``reward_funcs=[...]`` of any trainer or into ``--reward_funcs kedge.v
 Importing this package loads only the standard library.
 """
 
-from kedge.ext.ifeval.constraints import ConstraintVerifier, ifeval
-from kedge.ext.sandbox import Outcome, Sandbox
-from kedge.ext.sandbox.programs import code, code_verifier
+from typing import Any
+
+from kedge import plugins
+from kedge.forwards import attribute
 from kedge.verifiers.base import Verifier, text_of
-from kedge.verifiers.compose import VERIFIERS, ByColumn, by_column
+from kedge.verifiers.compose import ByColumn, by_column, known_verifiers
 from kedge.verifiers.mathematics import accuracy_reward, math, math_verifier
 from kedge.verifiers.numbers import gsm8k, number_verifier
 from kedge.verifiers.remote import RemoteReward
@@ -31,7 +32,6 @@ from kedge.verifiers.texts import (
 )
 
 __all__ = [
-    "VERIFIERS",
     "ByColumn",
     "ConstraintVerifier",
     "Outcome",
@@ -46,6 +46,7 @@ __all__ = [
     "format_reward",
     "gsm8k",
     "ifeval",
+    "known_verifiers",
     "length_at_most",
     "length_close_to",
     "math",
@@ -63,3 +64,9 @@ __all__ = [
     "think_answer",
     "think_format_reward",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Verifiers of extensions."""
+    found = plugins.load("kedge.rewards", name)
+    return attribute("kedge.verifiers", name) if found is None else found

@@ -6,9 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from kedge import plugins
 from kedge.errors import ConfigError, RewardError
-from kedge.ext.ifeval.constraints import ifeval
-from kedge.ext.sandbox.programs import code
 from kedge.suggestions import hint
 from kedge.verifiers import texts
 from kedge.verifiers.base import Verifier, read_column, read_scores
@@ -166,17 +165,21 @@ def _report(
         log(f"{name}_correct_rate", sum(score > 0 for score in known) / rows, rows)
 
 
-VERIFIERS: dict[str, RewardFunc] = {
+_CORE: dict[str, RewardFunc] = {
     "gsm8k": gsm8k,
     "math": math_answers,
-    "ifeval": ifeval,
-    "code": code,
     "regex": texts.regex_match,
     "string_match": texts.string_match,
     "exact_match": texts.exact_match,
     "string_contains": texts.string_contains,
     "string_f1": texts.string_f1,
 }
+
+
+def known_verifiers() -> dict[str, RewardFunc]:
+    """All verifiers by name: Kedge's, and those of entry points in ``kedge.rewards``."""
+    found = {name: plugins.load("kedge.rewards", name) for name in plugins.find("kedge.rewards")}
+    return _CORE | {name: function for name, function in found.items() if function is not None}
 
 
 def by_column(verifiers: Mapping[str, RewardFunc] | None = None, **options: Any) -> ByColumn:
@@ -186,4 +189,4 @@ def by_column(verifiers: Mapping[str, RewardFunc] | None = None, **options: Any)
         verifiers: additional verifiers, or replacements under the same names.
         options: options of ``ByColumn``: column, truth, weights, rename, name.
     """
-    return ByColumn(VERIFIERS | dict(verifiers or {}), **options)
+    return ByColumn(known_verifiers() | dict(verifiers or {}), **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import re
 import shlex
@@ -15,8 +16,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from kedge import plugins
 from kedge.cli.flags import Flags, print_table
-from kedge.cli.main import find_module, load_command
+from kedge.cli.main import load_command
 from kedge.cli.train import ppo
 from kedge.errors import ConfigError, KedgeError
 from kedge.ext.judge.judges import WORTH
@@ -24,7 +26,7 @@ from kedge.math.intervals import share_interval
 from kedge.reporting.base import write_whole
 from kedge.reporting.log import read_objects
 from kedge.suggestions import hint
-from kedge.trainers import TRAINERS
+from kedge.trainers import trainer_commands
 
 EPILOG = """\
 FILE.yaml:
@@ -42,7 +44,7 @@ and `launch: "accelerate launch --config_file fsdp2.yaml"` starts it in several 
 `script: {path: mine.py, ...}` runs a custom program with --output_dir."""
 SCRIPT = "script"  # a custom program
 POSITIONAL = {
-    **dict.fromkeys(("sft", "reward", *TRAINERS), ()),
+    **dict.fromkeys(("sft", "reward", *trainer_commands()), ()),
     "generate": ("model", "prompts"),
     "judge": ("ours", "theirs"),
     SCRIPT: ("path",),
@@ -100,7 +102,7 @@ class Stage:
         if resumable and any(self.place.glob("checkpoint-*[0-9]")):
             if not (self.place / DONE).is_file():
                 words += ["--resume_from_checkpoint", "True"]
-            elif self.command in TRAINERS:  # training restarts from scratch
+            elif self.command in trainer_commands():  # training restarts from scratch
                 words += ["--overwrite_output_dir"]
         return words
 
@@ -247,7 +249,9 @@ def _read_entry(
             problem = f"{where}: the file {program} does not exist"
             raise ConfigError(f"{problem}; ${{here}} is the folder of the pipeline")
     else:
-        flags = ppo.parser(command) if command in TRAINERS else find_module(command).parser()
+        entry = plugins.find("kedge.commands").get(command)
+        module = importlib.import_module(entry.module if entry else "kedge.cli.tools.generate")
+        flags = ppo.parser(command) if command in trainer_commands() else module.parser()
         accepted = {action.dest for action in flags._actions} - {"help"}
         nullable = getattr(flags, "nullable", ())
     for key in options:

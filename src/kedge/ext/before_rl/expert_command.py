@@ -18,7 +18,7 @@ example: kedge expert game.py:Game --episodes 2000 --output episodes.jsonl
 
 
 def main(argv: Sequence[str]) -> None:
-    """Play and write, one row per line."""
+    """Write episodes of an environment's expert, to train a first policy on."""
     flags = Flags("kedge expert", "Write episodes of an expert as conversations.", EPILOG)
     flags.add_argument("environment", help="module:Class or file.py:Class")
     flags.add_argument("--environment_kwargs", metavar="JSON", help="arguments of the class")

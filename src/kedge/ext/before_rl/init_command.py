@@ -32,7 +32,7 @@ RECIPES: Mapping[tuple[str, str], Recipe] = {
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the configuration and the files it names."""
+    """Write a commented configuration for a task and a model size."""
     flags = Flags("kedge init", "Write a commented configuration.", EPILOG)
     tasks = tuple(dict.fromkeys(task for task, _ in RECIPES))
     flags.add_argument("task", choices=tasks, help="what to train on")

@@ -43,7 +43,7 @@ parser = partial(build_parser, "reward", RewardArguments)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train with the given flags."""
+    """Train a reward model on preferences, with TRL's trainer."""
     if (flags := parser()).show_help(argv):
         return
     from kedge.ext.before_rl.trl_trainers import train_reward

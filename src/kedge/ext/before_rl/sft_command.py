@@ -90,7 +90,7 @@ def load_rows(script: BeforeArguments, config: Any) -> tuple[Any, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train with the given flags."""
+    """Supervised fine-tuning before RL, with TRL's trainer."""
     if (flags := parser()).show_help(argv):
         return
     from kedge.ext.before_rl.trl_trainers import train_supervised

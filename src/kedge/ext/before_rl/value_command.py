@@ -67,7 +67,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Fit or check."""
+    """Train a value model on recorded rollouts, and check it before PPO relies on it."""
     flags = read_flags(argv)
     from kedge.ext.before_rl.value import check_value, fit_value, read_episodes, split_prompts
     from kedge.models.compatibility import check_rows, positions

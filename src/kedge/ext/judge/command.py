@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Compare, print and write."""
+    """Compare two sets of completions: win rate with a confidence interval."""
     flags = parser().parse_args(list(argv))
     check_folder("--output_dir", flags.output_dir)
     prompts, ours, theirs = read(flags)

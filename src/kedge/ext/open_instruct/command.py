@@ -24,7 +24,7 @@ _TORCH_DECAY = 0.01  # open-instruct passes AdamW neither a weight decay nor its
 
 
 def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
-    """Train with the given flags."""
+    """Train with asynchronous PPO: Ray and vLLM sample while the learners train."""
     if ppo.parser("async-ppo").show_help(argv):
         return
     options = parse_options(argv, prog=prog)

@@ -41,13 +41,15 @@ from kedge.ops.products import backend
 from kedge.output import check_targets
 from kedge.rewards.build import load_function
 from kedge.rewards.function import Signature, function_name
-from kedge.trainers import TRAINERS, find_trainer, load_trainer
+from kedge.trainers import find_trainer, load_trainer, trainer_commands
 from kedge.trainers.assembly.models import value_start
 from kedge.trainers.assembly.setup import build_prompts, build_sampling
 from kedge.trainers.spec import shared_kwargs
 
 USAGE = f"""\
-usage: kedge plan {"|".join(TRAINERS)} [--num_processes N] [--measure] [flags of that command]
+usage: kedge plan COMMAND [--num_processes N] [--measure] [flags of that command]
+
+COMMAND is one of {", ".join(trainer_commands())}.
 
 Show batch sizes and estimated memory of a run, and check its flags, without loading weights.
 
@@ -83,13 +85,13 @@ Row = tuple[str, str, str]  # name, value, note
 
 
 def main(argv: Sequence[str]) -> None:
-    """``kedge plan ppo [flags]``, or of another command that trains."""
+    """Show batch sizes and estimated memory of a run without loading weights."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return
     name, *rest = argv
-    if name not in TRAINERS:
-        raise ConfigError(f"kedge plan {name} must be one of {', '.join(TRAINERS)}")
+    if name not in trainer_commands():
+        raise ConfigError(f"kedge plan {name} must be one of {', '.join(trainer_commands())}")
     prog, config = f"kedge plan {name}", load_trainer(name).SPEC.command_config
     if parser(prog, config).show_help(rest):
         return

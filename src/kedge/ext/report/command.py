@@ -27,14 +27,8 @@ send it.
 example: kedge report runs/one --output one.html"""
 
 
-def main(argv: Sequence[str], *, command: str) -> int:
-    """Run one of the three commands."""
-    commands = {"compare": compare, "doctor": diagnose, "report": report}
-    return commands[command](list(argv))
-
-
 def compare(argv: list[str]) -> int:
-    """Plot one panel for each metric that some run has, and print a table."""
+    """Plot several runs in one figure, with bands over seeds."""
     flags = Flags("kedge compare", "Plot several runs in one figure.", COMPARE)
     flags.add_argument("runs", nargs="+", metavar="RUN")
     flags.add_argument("--metrics", nargs="+", default=list(METRICS), help="metrics to plot")
@@ -88,8 +82,11 @@ def show(kinds: dict[str, list[RunLog]], metrics: Sequence[str]) -> None:
     print_table("first fifth -> last fifth of each run", rows, head)
 
 
-def diagnose(argv: list[str]) -> int:
-    """Examine every run; return 1 if there are findings."""
+def doctor(argv: list[str]) -> int:
+    """Diagnose a run from its log and suggest fixes.
+
+    Returns 1 if there are findings.
+    """
     flags = Flags("kedge doctor", DOCTOR)
     text = "output_dir of a run, finished or not, or its metrics.jsonl"
     flags.add_argument("runs", nargs="+", metavar="RUN", help=text)
@@ -109,7 +106,7 @@ def diagnose(argv: list[str]) -> int:
 
 
 def report(argv: list[str]) -> int:
-    """Write a page of a run."""
+    """Write an HTML report of a run: curves, completions, tokens."""
     description = "One HTML page of a run: overview, curves, completions, tokens."
     flags = Flags("kedge report", description, REPORT)
     flags.add_argument("run", metavar="RUN")

@@ -9,11 +9,12 @@ from typing import Any
 
 from kedge.cli.flags import Flags
 from kedge.errors import ConfigError
-from kedge.verifiers import VERIFIERS, Verifier, by_column
+from kedge.verifiers import Verifier, by_column, known_verifiers
 from kedge.verifiers.remote import TOKEN_ENV
 
 EPILOG = f"""\
-REWARD is a verifier ({", ".join(VERIFIERS)}, by_column), module:function, or file.py:function.
+REWARD is module:function, file.py:function, by_column or another verifier:
+{", ".join(known_verifiers())}.
 Train with it:  RemoteReward("http://127.0.0.1:8421/score") among the reward_funcs.
 The token is read from the environment variable {TOKEN_ENV}; without one, the server listens on
 localhost only.  Verifiers that execute code do so on this machine."""
@@ -21,11 +22,11 @@ localhost only.  Verifiers that execute code do so on this machine."""
 
 def load(name: str) -> tuple[str, Callable[..., Any]]:
     """Load a reward function; returns the name that it is served under, too."""
-    if name in VERIFIERS or name == "by_column":
-        return name, VERIFIERS[name] if name in VERIFIERS else by_column()
+    if name in known_verifiers() or name == "by_column":
+        return name, known_verifiers()[name] if name in known_verifiers() else by_column()
     if ":" not in name:
         raise ConfigError(
-            f"reward {name!r} must be one of {', '.join(VERIFIERS)}, by_column, or"
+            f"reward {name!r} must be one of {', '.join(known_verifiers())}, by_column, or"
             " module:function or file.py:function"
         )
     from kedge.rewards.build import load_function
@@ -34,7 +35,7 @@ def load(name: str) -> tuple[str, Callable[..., Any]]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """``kedge serve-reward REWARD ... [flags]``."""
+    """Serve reward functions over HTTP to trainers on other machines."""
     flags = Flags("kedge serve-reward", "Serve reward functions over HTTP.", EPILOG)
     flags.add_argument("rewards", nargs="+", metavar="REWARD", help="reward functions to serve")
     flags.add_argument("--host", default="127.0.0.1", help="address to listen on")
