@@ -29,6 +29,7 @@ from rich.text import Text
 from torch import Tensor
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
+from kedge import plugins
 from kedge.config.base import OnPolicyConfig
 from kedge.data import DatasetPrompts
 from kedge.errors import HubError
@@ -354,6 +355,10 @@ def build_trackers(
         with required_write("output_dir", args.output_dir):
             trackers.append(JsonlTracker(args.output_dir, history=callbacks.state.log_history))
     trackers += [screen, build_tables(callbacks)]
+    names = args.report_to or []
+    for name in [names] if isinstance(names, str) else names:
+        if (build := plugins.load("kedge.trackers", name)) is not None:
+            trackers.append(build(args))
     if args.log_completions_hub_repo:
         hub = Hub(
             args.log_completions_hub_repo,

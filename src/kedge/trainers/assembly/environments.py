@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kedge import plugins
 from kedge.background import CallThread
 from kedge.chat_template import TOOLS, template_options
 from kedge.config.common import EnvironmentArguments
@@ -202,6 +203,8 @@ def load_environment(environment: Any, args: EnvironmentArguments) -> Make:
 
 
 def _load(name: str) -> Any:
+    if (plugin := plugins.load("kedge.environments", name)) is not None:
+        return plugin
     where, colon, attribute = name.rpartition(":")
     try:
         found = load_module(where, "kedge_environments") if colon else None
@@ -211,7 +214,10 @@ def _load(name: str) -> Any:
         ) from error
     if not hasattr(found, attribute):
         missing = f"; {where!r} does not define {attribute!r}" if colon else ""
-        raise ConfigError(f"environment={name!r} must be module:Class or file.py:Class{missing}")
+        raise ConfigError(
+            f"environment={name!r} must be module:Class, file.py:Class or the name of an"
+            f" installed environment{missing}"
+        )
     return getattr(found, attribute)
 
 
