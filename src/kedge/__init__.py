@@ -65,7 +65,7 @@ def _version() -> str:
     """The installed version; "0+unknown" for sources that were never installed."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from kedge.errors import DISTRIBUTION
+    from kedge.records.errors import DISTRIBUTION
 
     try:
         return version(DISTRIBUTION)

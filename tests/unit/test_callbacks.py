@@ -11,8 +11,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from kedge.checkpoint import checkpoint
-from kedge.errors import CheckpointError, ConfigError
 from kedge.loop.updater import StepReport
+from kedge.records.errors import CheckpointError, ConfigError
 from kedge.reporting.trackers import build_tables
 from kedge.trainers.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
 from tests.unit.callback_runs import Memory, Run, Spy, StopAt, args

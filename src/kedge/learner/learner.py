@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
-from kedge.errors import ConfigError, KedgeError
 from kedge.ext.cpu.patch import Kernels, keep_freed_memory
 from kedge.learner import optim
 from kedge.learner.distributed import (
@@ -64,8 +63,9 @@ from kedge.models.packing import group_rows, padding_budget, split_by_length, to
 from kedge.models.peft import own_adapters
 from kedge.models.shared_base import AdapterValue, checkpointing_options
 from kedge.models.value_head import ScalarModel
-from kedge.protocols import LossFn, RolloutEngine, ShouldApply, always
-from kedge.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
+from kedge.records.errors import ConfigError, KedgeError
+from kedge.records.protocols import LossFn, RolloutEngine, ShouldApply, always
+from kedge.records.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
 
 _NO_LIMIT = 2**62  # padding tokens, if ranks must run equally many passes
 _PATIENCE = 3  # optimizer steps that may be skipped in a row

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from kedge.errors import ConfigError, install_command
 from kedge.models.compatibility import text_config
 from kedge.models.peft import without_notices
+from kedge.records.errors import ConfigError, install_command
 
 _WITHOUT_WEIGHTS: ContextVar[bool] = ContextVar("without_weights", default=False)
 _HEADS = {

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kedge.errors import ConfigError
 from kedge.ext.cpu.patch import Kernels
 from kedge.models.backbone import read_backbone
 from kedge.models.model import causal_parts, eval_mode
@@ -32,6 +31,7 @@ from kedge.models.peft import (
     without_notices,
 )
 from kedge.models.value_head import ScalarHead
+from kedge.records.errors import ConfigError
 from kedge.rewards.model import SHIFT, adapter_shift, save_adapter_shift
 
 logger = logging.getLogger(__name__)

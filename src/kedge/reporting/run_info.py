@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge import __version__
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 from kedge.redaction import redact, redact_words
 from kedge.reporting.base import write_whole
 

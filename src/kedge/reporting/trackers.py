@@ -31,8 +31,8 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 
 from kedge.config.base import OnPolicyConfig
 from kedge.data import DatasetPrompts
-from kedge.errors import HubError
-from kedge.protocols import Tracker
+from kedge.records.errors import HubError
+from kedge.records.protocols import Tracker
 from kedge.reporting.base import (
     BestEffortWriter,
     CompositeTracker,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kedge.errors import ConfigError
 from kedge.models.load import check_source, configuration_source, load_tokenizer, load_whole
+from kedge.records.errors import ConfigError
 from kedge.rewards.function import RewardFunction, Signature, function_name
 from kedge.rewards.mixture import Mixture
 from kedge.rewards.model import RewardModel

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from kedge.chat_template import render_chat
 from kedge.data.encode import is_chat
-from kedge.errors import ConfigError, RewardError
 from kedge.ext.cpu.patch import Kernels
 from kedge.models.backbone import pack_sequences, run_packed, supports_packing
+from kedge.records.errors import ConfigError, RewardError
+from kedge.records.types import RewardOutput, Rollout
 from kedge.rewards.texts import TextCache, Texts, row_name
-from kedge.types import RewardOutput, Rollout
 
 SHIFT = "kedge_score_shift"  # config key; added to every score (pretrain/trl.py)
 SHIFT_FILE = f"{SHIFT}.json"  # in an adapter's folder, which has no model configuration

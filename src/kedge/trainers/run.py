@@ -27,19 +27,19 @@ from kedge.checkpoint import checkpoint
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import resume_values
 from kedge.data import DatasetPrompts
-from kedge.errors import CheckpointError, ConfigError, way_out
 from kedge.learner.learner import HFLearner
 from kedge.loop.evaluation import Evaluation, evaluate, solve_rates, win_rate
 from kedge.loop.loop import Engine
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.loop.updater import Hooks, StepReport
 from kedge.output import share_weights
+from kedge.records.errors import CheckpointError, ConfigError, way_out
+from kedge.records.types import Experience, RewardOutput, Rollout, Sampling
 from kedge.reporting.base import BestEffortWriter, required_write
 from kedge.reporting.responses import IntervalSchedule, TokenLog, completion_rows
 from kedge.trainers.assembly.setup import EvalSet
 from kedge.trainers.hf_callbacks import Callbacks, RunState, merge_rows, share_control
 from kedge.trainers.spec import MetricNames
-from kedge.types import Experience, RewardOutput, Rollout, Sampling
 
 if TYPE_CHECKING:
     from kedge.checkpoint.replay import RolloutRecorder

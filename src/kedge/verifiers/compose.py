@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kedge.errors import ConfigError, RewardError
 from kedge.ext.ifeval.constraints import ifeval
 from kedge.ext.sandbox.programs import code
+from kedge.records.errors import ConfigError, RewardError
 from kedge.suggestions import hint
 from kedge.verifiers import texts
 from kedge.verifiers.base import Verifier, read_column, read_scores

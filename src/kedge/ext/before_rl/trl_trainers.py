@@ -19,9 +19,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from kedge.chat_template import template_options
 from kedge.data.rows import exact_dataset
-from kedge.errors import ConfigError, DataError
 from kedge.ext.cpu.patch import Kernels
 from kedge.models.load import eos_token_ids
+from kedge.records.errors import ConfigError, DataError
 from kedge.rewards.model import SHIFT, RewardModel, save_adapter_shift
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from kedge.cli.arguments import Options, parse
 from kedge.cli.data import load_mixture, load_prompts, note
 from kedge.cli.train import ppo
 from kedge.config.rollout_engines import find_engine
-from kedge.errors import ConfigError, DataError, LostLearnerError
 from kedge.ext.open_instruct.config import AsyncPPOConfig
+from kedge.records.errors import ConfigError, DataError, LostLearnerError
 
 _TORCH_DECAY = 0.01  # open-instruct passes AdamW neither a weight decay nor its ``eps``
 

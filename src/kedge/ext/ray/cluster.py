@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from kedge.errors import ConfigError, install_command
+from kedge.records.errors import ConfigError, install_command
 from kedge.rollout.liveness import RunningTime
 
 logger = logging.getLogger(__name__)

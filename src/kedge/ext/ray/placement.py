@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from kedge.errors import ConfigError
 from kedge.ext.ray import cluster
 from kedge.ext.ray.actor import Actor
 from kedge.ext.ray.context import get_context
+from kedge.records.errors import ConfigError
 from kedge.rollout.engines import start_all
 from kedge.rollout.liveness import WorkerLimits
 

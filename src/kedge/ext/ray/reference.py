@@ -16,8 +16,8 @@ from kedge.learner.settings import LearnerSettings
 from kedge.models.backbone import supports_packing
 from kedge.models.load import load_policy
 from kedge.models.model import CausalParts
+from kedge.records.types import Rollout
 from kedge.rollout.engines import without_columns
-from kedge.types import Rollout
 
 
 class ReferenceActor:

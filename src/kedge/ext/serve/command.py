@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kedge.cli.flags import Flags
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 from kedge.verifiers import VERIFIERS, Verifier, by_column
 from kedge.verifiers.remote import TOKEN_ENV
 

@@ -17,7 +17,6 @@ from torch import nn
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import vllm_limit
 from kedge.data import DatasetPrompts
-from kedge.errors import ConfigError
 from kedge.learner.distributed import sharding_strategy
 from kedge.learner.learner import HFLearner
 from kedge.learner.logprobs import Value
@@ -57,6 +56,7 @@ from kedge.models.value_head import (
     load_value_head,
     scalar_model,
 )
+from kedge.records.errors import ConfigError
 from kedge.rewards.build import as_list, find_tokenizer
 from kedge.rewards.model import same_tokens
 from kedge.trainers.assembly.setup import Setup, trusts_remote_code
