@@ -328,7 +328,7 @@ BUGS = {
             "first.seed,",
         )
     },
-    ("ext/ray/placement.py", "tests/unit/test_ray_placement.py"): {
+    ("ext/ray/pool.py", "tests/unit/test_ray_placement.py"): {
         "every rank takes the first slots of a launch": (
             "first = at.rank * count if each else 0",
             "first = 0",

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from kedge.ext.ray import engine as ray_engine
 from kedge.ext.ray.actor import Actor, LostActorError
 from kedge.ext.ray.engine import HostedEngine, RayEngine, StoredWeights
-from kedge.ext.ray.placement import SharedArgument
+from kedge.ext.ray.pool import SharedArgument
 from kedge.models.fingerprint import policy_weights
 from kedge.records.errors import ConfigError, RolloutError
 from kedge.records.types import Sampling

@@ -17,7 +17,7 @@ from kedge.ext.ray.engine import (
     stage_weights,
     store_weights,
 )
-from kedge.ext.ray.placement import SharedArgument
+from kedge.ext.ray.pool import SharedArgument
 from kedge.ext.vllm import weights as weight_files
 from kedge.ext.vllm.policy_template import PolicyTemplate
 from kedge.learner.learner_state import WeightCopier

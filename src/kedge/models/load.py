@@ -176,7 +176,7 @@ def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **o
     scores = any("SequenceClassification" in name for name in architectures)
     heads = set() if scores or not new_head else _HEADS
     if getattr(model, "_hf_peft_config_loaded", False):
-        from kedge.rewards.model import SHIFT, adapter_shift
+        from kedge.models.score_head import SHIFT, adapter_shift
 
         setattr(model.config, SHIFT, adapter_shift(source))
     missing = sorted(

@@ -30,9 +30,9 @@ from kedge.models.peft import (
     adapter_parameters,
     without_notices,
 )
+from kedge.models.score_head import SHIFT, adapter_shift, save_adapter_shift
 from kedge.models.value_head import ScalarHead
 from kedge.records.errors import ConfigError
-from kedge.rewards.model import SHIFT, adapter_shift, save_adapter_shift
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from kedge.models.model import (
     silence_mask_warning,
 )
 from kedge.models.packing import JoinedInput
+from kedge.models.score_head import SHIFT, float32_head
 from kedge.records.errors import ConfigError
-from kedge.rewards.model import SHIFT, float32_head
 
 HEAD_FILE = "value_head.safetensors"
 _HEADS = ("score", "classifier", "v_head")

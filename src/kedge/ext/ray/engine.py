@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from kedge.ext.ray.actor import Actor, LostActorError
-from kedge.ext.ray.context import ActorProcess
-from kedge.ext.ray.placement import ActorResources, SharedArgument, reserve
+from kedge.ext.ray.cluster import ActorProcess
+from kedge.ext.ray.pool import ActorResources, SharedArgument, reserve
 from kedge.ext.vllm.build import build_template
 from kedge.ext.vllm.engine import VLLMEngine
 from kedge.ext.vllm.inprocess import InProcess

@@ -19,7 +19,8 @@ import psutil
 
 from kedge.ext.ray import cluster
 from kedge.ext.ray.actor import Actor, LostActorError
-from kedge.ext.ray.context import INBOX, STOP, ActorProcess, DriverMailbox, RankContext, set_context
+from kedge.ext.ray.cluster import ActorProcess
+from kedge.ext.ray.context import INBOX, STOP, DriverMailbox, RankContext, set_context
 from kedge.ext.ray.placement import Placement, place, plan_bundles
 from kedge.ext.vllm.weights import free_port
 from kedge.loop.shutdown import GracefulShutdown

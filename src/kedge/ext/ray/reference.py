@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kedge.ext.cpu.patch import Kernels
-from kedge.ext.ray.placement import ActorPool
+from kedge.ext.ray.pool import ActorPool
 from kedge.learner.logprobs import reference_logprobs
 from kedge.learner.reference import FrozenModel
 from kedge.learner.settings import LearnerSettings

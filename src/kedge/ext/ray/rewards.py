@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kedge.ext.ray.actor import Actor
-from kedge.ext.ray.placement import ActorPool
+from kedge.ext.ray.pool import ActorPool
 from kedge.records.errors import RewardError, RolloutError
 from kedge.records.protocols import RewardSource
 from kedge.records.types import RewardOutput, Rollout

@@ -421,7 +421,7 @@ class LearnerStage:
         self, policy: nn.Module, settings: LearnerSettings
     ) -> RemoteReference:
         """Start the reference workers, with ``ref_model`` or a copy of the initial policy."""
-        from kedge.ext.ray.placement import ActorPool
+        from kedge.ext.ray.pool import ActorPool
         from kedge.ext.ray.reference import RayReference, ReferenceActor
 
         args, model = self.setup.args, self.setup.inputs.ref_model

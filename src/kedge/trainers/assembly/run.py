@@ -335,7 +335,7 @@ class RewardStage:
         }
         source: RewardSource
         if args.ray_reward_workers:
-            from kedge.ext.ray.placement import ActorPool
+            from kedge.ext.ray.pool import ActorPool
             from kedge.ext.ray.rewards import RayRewards, RewardActor
 
             make = partial(reward_source, inputs.reward_model, inputs.reward_funcs, **mixture)
