@@ -21,8 +21,8 @@ import torch
 from tests.property.test_as_completed import Batches, Judge, Wide, writing
 from tests.property.test_staleness import Run, Sampler, engine
 
+from kedge.records.types import PromptBatch, Rollout, Sample, Sampling, group_rows
 from kedge.rollout.scheduler.joining import join_groups
-from kedge.types import PromptBatch, Rollout, Sample, Sampling, group_rows
 
 RESULTS = Path(__file__).parent / "results" / "overlap.json"
 UPDATES, SECONDS = 7, 1.0

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.ppo_vs_trl.cases import CASES, models
+from kedge.records.types import PromptBatch, Sampling
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.types import PromptBatch, Sampling
 
 RESULTS = Path(__file__).parent / "results" / "prefix_sharing.json"
 PROMPTS, LENGTH = 8, 448

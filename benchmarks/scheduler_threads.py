@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from kedge.algorithms import ppo
+from kedge.records.types import PromptBatch, Receipt, RewardOutput, Rollout, Sampling
 from kedge.rollout.scheduler.collector import RolloutCollector
 from kedge.rollout.scheduler.scheduler import RolloutScheduler
 from kedge.rollout.scheduler.worker import WeightUpdate
-from kedge.types import PromptBatch, Receipt, RewardOutput, Rollout, Sampling
 
 from .dispatch import RESULTS
 

@@ -14,7 +14,7 @@ import yaml
 
 from kedge.cli.main import main
 from kedge.cli.tools import pipeline
-from kedge.errors import ConfigError, KedgeError
+from kedge.records.errors import ConfigError, KedgeError
 
 pytest.importorskip("trl", reason="TRL is not installed (the pipeline extra)")
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")

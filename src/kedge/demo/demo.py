@@ -24,8 +24,8 @@ from rich.table import Table
 from kedge.cli.flags import Flags, print_table
 from kedge.cli.tools import pipeline
 from kedge.demo.task import gold
-from kedge.errors import ConfigError, install_command
 from kedge.output import write_jsonl
+from kedge.records.errors import ConfigError, install_command
 from kedge.reporting.log import read_log, read_objects
 
 JUDGMENTS = ("judged-sft", "judged-ppo", "ppo-against-sft")

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from kedge import plugins
-from kedge.errors import ConfigError
 from kedge.models.load import check_source, configuration_source, load_tokenizer, load_whole
+from kedge.records.errors import ConfigError
 from kedge.rewards.function import RewardFunction, Signature, function_name
 from kedge.rewards.mixture import Mixture
 from kedge.rewards.model import RewardModel

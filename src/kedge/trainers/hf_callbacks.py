@@ -26,8 +26,8 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 
 from kedge import plugins
 from kedge.config.base import OnPolicyConfig
-from kedge.errors import ConfigError, DamagedCheckpointError, install_command
-from kedge.protocols import Tracker
+from kedge.records.errors import ConfigError, DamagedCheckpointError, install_command
+from kedge.records.protocols import Tracker
 from kedge.reporting.base import CompositeTracker
 from kedge.rewards.build import as_list
 

@@ -20,9 +20,9 @@ from kedge import plugins
 from kedge.cli.flags import Flags, print_table
 from kedge.cli.main import load_command
 from kedge.cli.train import ppo
-from kedge.errors import ConfigError, KedgeError
 from kedge.ext.judge.judges import WORTH
 from kedge.math.intervals import share_interval
+from kedge.records.errors import ConfigError, KedgeError
 from kedge.reporting.base import write_whole
 from kedge.reporting.log import read_objects
 from kedge.suggestions import hint

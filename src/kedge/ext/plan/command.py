@@ -28,7 +28,6 @@ from kedge.cli.flags import Flags, print_table
 from kedge.cli.train.ppo import ModelPaths, load_algorithm, load_tokenizer, model_names
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import assume_all_packages, find_engine
-from kedge.errors import ConfigError
 from kedge.ext.open_instruct import command as async_ppo
 from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.ext.trl.scripts import get_peft_config
@@ -39,6 +38,7 @@ from kedge.models.load import configuration_source, eos_token_ids
 from kedge.models.value_head import ScalarHead
 from kedge.ops.products import backend
 from kedge.output import check_targets
+from kedge.records.errors import ConfigError
 from kedge.rewards.build import load_function
 from kedge.rewards.function import Signature, function_name
 from kedge.trainers import find_trainer, load_trainer, trainer_commands

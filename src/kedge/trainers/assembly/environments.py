@@ -24,13 +24,13 @@ from kedge.environments import (
 from kedge.environments.episode import check_turn_tokens
 from kedge.environments.pool import Calls, close_all
 from kedge.environments.turn_tokens import TurnTokens
-from kedge.errors import ConfigError, DataError
 from kedge.models.compatibility import vocabulary
-from kedge.protocols import PromptSource, RolloutEngine
+from kedge.records.errors import ConfigError, DataError
+from kedge.records.protocols import PromptSource, RolloutEngine
+from kedge.records.types import Sampling
 from kedge.rewards.build import as_list, load_module
 from kedge.trainers.assembly.setup import Setup
 from kedge.trainers.spec import TrainerInputs
-from kedge.types import Sampling
 
 _SAME_NAMES = ("max_turns", "max_turn_tokens", "max_observation_tokens", "drop_reasoning")
 _EMPTY = [{"role": "user", "content": ""}]
