@@ -24,7 +24,7 @@ from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.models.load import eos_token_ids, load_tokenizer
 from kedge.output import check_targets
 from kedge.protocols import PromptSource
-from kedge.trainers.spec import TrainerInputs, shared_kwargs
+from kedge.trainers.spec import TrainerInputs, size_options
 from kedge.types import Sampling
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ def build_prompts(
     """Tokenize the training prompts and derive the batch sizes."""
     if dataset is None:
         raise DataError("train_dataset=None: pass a dataset with a `prompt` column")
-    options = shared_kwargs(args, compute_batch_sizes) | {
+    options = size_options(args) | {
         "world_size": accelerator.num_processes,
         "min_group": min_group,
     }
