@@ -11,14 +11,7 @@ from transformers import HfArgumentParser
 
 from kedge import AsyncPPOConfig, PPOConfig
 from kedge.algorithms import ppo
-from kedge.algorithms.transforms import (
-    clip_cov,
-    divide_by_length,
-    drop_uniform_groups,
-    kl_cov,
-    mask_truncated,
-    penalize_overlong,
-)
+from kedge.algorithms.transforms import clip_cov, divide_by_length, kl_cov
 from kedge.cli.arguments import parse
 from kedge.config.ppo import RECIPES
 from kedge.errors import ConfigError
@@ -162,32 +155,6 @@ class TestCovariance:
         changed = (plain != clipped).nonzero()
         assert changed.tolist() == [[0, 0], [0, 1]]  # a fifth of eight tokens; (1, 0) is left
         assert (clipped[plain != clipped] == 0).all()
-
-
-class TestFilters:
-    def outputs(self, algorithm):
-        inputs = evidence(
-            [1.0, 1.0, 2.0, 0.0],
-            [0, 0, 1, 1],
-            lengths=[2, 2, 2, 2],
-            finished=[True, True, True, False],
-            values=torch.zeros(4, 2),
-        )
-        return algorithm.compute_advantages(inputs, 0.0)
-
-    def test_uniform_groups_train_the_value_alone(self):
-        out = self.outputs(drop_uniform_groups(ppo()))
-        assert out.loss_mask.any(1).tolist() == [False, False, True, True]
-        assert out.value_mask.any(1).tolist() == [True] * 4
-
-    def test_truncated_responses_train_nothing(self):
-        out = self.outputs(mask_truncated(ppo()))
-        assert out.loss_mask.any(1).tolist() == [True, True, True, False]
-        assert out.value_mask.any(1).tolist() == [True, True, True, False]
-
-    def test_the_overlong_penalty(self):
-        out = self.outputs(penalize_overlong(ppo(), buffer=2, response_length=3))
-        assert out.rewards.sum(1).tolist() == [0.5, 0.5, 1.5, -0.5]  # (3 - 2 - 2) / 2
 
 
 class TestEntropyBonus:

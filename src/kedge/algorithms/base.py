@@ -222,6 +222,7 @@ def group_advantages(
     mask, group = e.rollout.loss_mask, e.rollout.prompts.group
     if credit == "token":
         return compare(totals, group, e.reward_output.valid, trained.any(1))[:, None] * mask
+    # The k-th turns of all responses form a group: later ones may be missing in some of them.
     turn = turn_numbers(e.rollout)
     starts, returns = turn_starts(turn), turn_returns(rewards, turn).float()
     groups = turn_groups(turn, group)

@@ -73,14 +73,13 @@ def ppo(
     Args:
         gamma: discount per token, or per turn.
         lam: GAE's lambda, or a function of the actions bool [B, R] that gives one per row, such as
-            ``partial(length_adaptive_lambda, alpha=0.05)`` of ``kedge.math.advantage`` (VAPO,
-            arXiv:2504.05118).
+            ``partial(length_adaptive_lambda, alpha=0.05)`` (VAPO, arXiv:2504.05118).
         cliprange: ratio clip, epsilon in eq. 7 of arXiv:1707.06347.  A pair: below and above 1
             (clip-higher, DAPO, with 0.28).  ``Clip(low, high, ceiling)``: with the largest ratio
             of a token with negative advantage (dual clip, arXiv:1912.09729, with 3).
             ``RatioMask(low, high)``: tokens whose ratio is outside give no gradient, whatever the
             sign of the advantage (SAO, arXiv:2607.07508, with 0.3 and 5); they stay in the
-            denominator of the mean.
+            denominator of the mean.  All of these are in ``kedge.engine``.
         cliprange_value: clip of the value around its old prediction.
         vf_coef: coefficient of the value loss.
         kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.

@@ -224,8 +224,9 @@ def _choose(
 def divide_by_length(algorithm: Algorithm, *, response_length: int) -> Algorithm:
     """The weight of a token in the policy loss is 1 / (rows response_length), as in Dr. GRPO.
 
-    Policy losses are proportional to positive factors of an advantage, so these change the weight
-    of a token in the loss of any algorithm; value loss, KL and metrics keep theirs.
+    For algorithms that weigh tokens by ``mb.token_weight``.  A policy loss is proportional to
+    positive factors of an advantage (ADR 7), so it alone changes; value loss, KL and metrics keep
+    their weights.
     """
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:

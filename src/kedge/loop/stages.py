@@ -144,6 +144,8 @@ def make_experience(
     sampled more than ``max_token_lag`` iterations ago, which keep their value target.
     """
     _check_scores(reward_output)
+    # A row without a score stays, with weight 0: without it, ranks would hold different numbers of
+    # micro-batches and wait for each other forever (ADR 2).
     mask = rollout.loss_mask & reward_output.valid[:, None]  # [B, R]
     rollout = replace(rollout, loss_mask=mask)
     model_outputs = learner.compute_logprobs(
@@ -168,6 +170,7 @@ def make_experience(
         model_outputs = replace(model_outputs, logprobs=old_logprobs)
 
     too_old = None if max_token_lag is None else age > max_token_lag
+    # Rejected tokens leave the normalizer, too: counted there, they would shrink the step (ADR 7).
     weight = rejected = None
     if correction is not None and behavior is not None and not direct:
         trained = mask if too_old is None else mask & ~too_old
@@ -187,7 +190,7 @@ def make_experience(
     _check_advantages(outputs, algo, mask)
     if weight is not None:
         # Losses are proportional to positive factors of an advantage: this weights the token in
-        # the loss of any algorithm.
+        # the loss of any algorithm (ADR 7).
         outputs = replace(outputs, advantages=outputs.advantages * weight)
 
     loss_mask = mask if outputs.loss_mask is None else mask & outputs.loss_mask  # [B, R]
@@ -317,7 +320,7 @@ def optimize(
     control = control or StepControl()
     shuffle = torch.Generator().manual_seed(plan.seed)
     share = slice(None)
-    if plan.minibatches > 1 and learner.world_size > 1:
+    if plan.minibatches > 1 and learner.world_size > 1:  # rows of all ranks are mixed: ADR 8
         experience = learner.all_gather(experience)
         share = slice(learner.rank, None, learner.world_size)
     history: list[dict[str, float]] = []
