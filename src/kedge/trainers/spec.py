@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -24,7 +23,7 @@ from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import default_of, format_value, status
 from kedge.data.encode import read_table
 from kedge.errors import ConfigError
-from kedge.loop.metrics import OPEN_INSTRUCT_NAMES, TRL_NAMES
+from kedge.loop.metrics import TRL_NAMES
 from kedge.protocols import RolloutEngine
 from kedge.rewards.build import as_list
 
@@ -321,30 +320,3 @@ def trl_names(
     if "entropy_coef" in metrics:
         metrics["policy_loss"] = row["loss/policy_avg"] + beta * row.get("loss/kl_avg", 0.0)
     return {name: value for name, value in metrics.items() if name not in row}
-
-
-def log_open_instruct_names(args: Any, engine: Engine) -> MetricNames:
-    """Add open-instruct's names, in training only."""
-    rows, begin = engine.batch_sizes.batch_size, 0.0
-
-    def names(row: Mapping[str, float]) -> dict[str, float]:
-        nonlocal begin
-        if "episode" not in row:  # evaluation rows
-            return {}
-        begin = begin or time.perf_counter() - row["time/step"]
-        metrics = {new: row[old] for new, old in OPEN_INSTRUCT_NAMES.items() if old in row}
-        for name, value in row.items():
-            if name.startswith("log/") and name.endswith(("_reward", "_correct_rate")):
-                metrics[f"objective/{name.removeprefix('log/')}"] = value
-            if name.startswith("rewards/") and name.endswith("r1_style_format"):
-                metrics["val/format_scores"] = value
-        return metrics | {
-            "training_step": row["episode"] / rows,
-            "objective/loss": row.get("loss/policy_avg", 0.0)
-            + args.vf_coef * row.get("loss/value_avg", 0.0),
-            "val/stop_token_rate": row["val/num_eos_tokens"] / rows,
-            "time/training": row["time/annotate"] + row["time/update"],
-            "time/from_scratch": time.perf_counter() - begin,
-        }
-
-    return names
