@@ -24,7 +24,8 @@ from kedge.config.grpo import GRPOConfig
 from kedge.config.ppo import PPOConfig
 from kedge.config.rloo import RLOOConfig
 from kedge.ext.open_instruct.config import AsyncPPOConfig
-from kedge.loop.metrics import NAMES, OPEN_INSTRUCT_NAMES, PREFIXES, TRL_NAMES
+from kedge.ext.open_instruct.trainer import OPEN_INSTRUCT_NAMES
+from kedge.loop.metrics import NAMES, PREFIXES, TRL_NAMES
 
 Row = tuple[str, ...]  # a name, and the words after the columns
 Cells = dict[str, str]  # trainer -> its cell

@@ -23,18 +23,25 @@ from transformers import (
     TrainingArguments,
 )
 
-from kedge.data.prompts import DatasetPrompts
-from kedge.learner.learner import HFLearner
-from kedge.learner.reference import FrozenModel
-from kedge.learner.settings import LearnerSettings
-from kedge.math.advantage import gae
-from kedge.math.losses import clipped_policy_loss, clipped_value_loss
-from kedge.math.masked import whiten
-from kedge.math.rewards import place_score
-from kedge.models.value_head import scalar_model
-from kedge.records.types import Experience, Loss, MicroBatch, PolicyOutput, Sampling
-from kedge.rewards.model import RewardModel
-from kedge.rollout.embedded.engine import EmbeddedEngine
+from kedge.engine import (
+    DatasetPrompts,
+    EmbeddedEngine,
+    Experience,
+    FrozenModel,
+    Learner,
+    LearnerSettings,
+    Loss,
+    MicroBatch,
+    PolicyOutput,
+    RewardModel,
+    Sampling,
+    clipped_policy_loss,
+    clipped_value_loss,
+    gae,
+    place_score,
+    scalar_model,
+    whiten,
+)
 
 EPOCHS, MICRO_BATCH = 4, 16  # passes over a batch; rows of one forward and backward pass
 KL_COEF, CLIP, VALUE_COEF, GAMMA, LAM = 0.1, 0.2, 0.1, 1.0, 0.95
@@ -88,7 +95,7 @@ def main() -> None:
     # 2. What samples, what trains, and where prompts come from.
     sampling = Sampling(max_new_tokens=24, temperature=0.7, stop_ids=(tokenizer.eos_token_id,))
     engine = EmbeddedEngine(policy, pad_id=tokenizer.pad_token_id)
-    learner = HFLearner(
+    learner = Learner(
         policy,
         TrainingArguments(output_dir=str(args.output_dir), learning_rate=5e-4, use_cpu=True),
         LearnerSettings(total_iterations=args.iterations, temperature=sampling.temperature),

@@ -41,6 +41,7 @@ LEARNER = "tests/unit/test_learner.py"
 GRADIENT = "tests/property/test_gradient_invariance.py"
 CLASSIC = "tests/unit/test_classic_step.py"
 TURNS = "tests/unit/test_turn_credit.py"
+TRANSFORMS = "tests/property/test_transforms.py"
 EPISODES = "tests/environments/test_rollouts.py"
 REPLACED = "tests/property/test_replaced_groups.py"
 # The file of src/kedge and the tests that must notice; then each bug: a text, and what it becomes.
@@ -426,6 +427,28 @@ BUGS = {
         "advantages of turns are whitened over tokens": (
             "scaled = whiten(raw, trained,",
             "scaled = whiten(raw, mask,",
+        ),
+    },
+    ("algorithms/transforms.py", TRANSFORMS): {
+        "filtered responses stay in the statistics": (
+            "replace(e, excluded=excluded), kl_coef",
+            "e, kl_coef",
+        ),
+        "truncated responses train the value model": (
+            "value_mask=output.value_mask & kept",
+            "value_mask=output.value_mask",
+        ),
+        "the overlong penalty makes no group differ": (
+            "algorithm.uniform(rollout, change(rollout, reward_output))",
+            "algorithm.uniform(rollout, reward_output)",
+        ),
+        "covariances of tokens that do not train": (
+            "else e.trained & output.loss_mask",
+            "else e.trained",
+        ),
+        "a constant length divides the sum of every response": (
+            "mb.row_weight[:, None] / (response_length * weight)",
+            "mb.row_weight[:, None] / response_length",
         ),
     },
     ("environments/episode.py", EPISODES): {

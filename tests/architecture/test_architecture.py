@@ -199,3 +199,12 @@ def test_import_kedge_is_light() -> None:
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["[]", "[]"]
+
+
+def test_programs_of_users_import_the_public_layers_alone() -> None:
+    root = SRC.parents[1]
+    page = (root / "docs" / "own-algorithm.md").read_text()
+    texts = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    texts.append((root / "examples" / "minimal_ppo.py").read_text())
+    names = {name for text in texts for name, _ in imports(ast.parse(text))}
+    assert {name for name in names if name.startswith("kedge")} == {"kedge.engine"}

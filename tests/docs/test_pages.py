@@ -194,6 +194,24 @@ def test_an_algorithm_of_ones_own_trains() -> None:
     assert gain > 0.5
 
 
+def test_an_algorithm_of_ones_own_takes_transforms() -> None:
+    algorithm = run("own-algorithm.md")["careful_reinforce"]()
+    trainer = small(
+        algorithm=algorithm,
+        num_generations=2,
+        reward_model=None,
+        reward_funcs=lambda completions, **_: [1.0] * len(completions),
+        response_length=8,
+        preflight=False,
+    )
+    trainer.train()
+    row = rows(trainer)[0]
+    assert (algorithm.name, algorithm.min_group) == ("reinforce", 2)
+    assert row["objective/scores"] == 1.0  # logged without the penalty
+    # The lengths of one of two groups differ, so the penalty makes it one that trains.
+    assert (row["objective/uniform_groups"], row["rollout/untrained_rows"]) == (0.5, 2.0)
+
+
 def test_judging() -> None:
     names = run("judging.md")
     assert (names["low"], names["high"]) == (pytest.approx(0.207, abs=1e-3), 1.0)  # of one prompt

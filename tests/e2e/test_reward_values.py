@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from kedge import Algorithm, GRPOConfig, GRPOTrainer, ppo, remax
 from kedge.algorithms import AdvantageInputs
+from kedge.algorithms.transforms import without_reference
 from kedge.learner.learner import HFLearner
 from kedge.records.errors import RewardError
 from kedge.records.types import AdvantageOutput
@@ -95,7 +96,7 @@ class TestPerTokenRewardsArePartOfTheScore:
         assert 0 < rows(trainer)[0]["val/return_mean"] < mean  # of hundreds, if not divided
 
     def test_remax_subtracts_those_of_the_greedy_response(self) -> None:
-        trainer, seen = run_ppo(remax(reference=False), reward_funcs=one_per_token)
+        trainer, seen = run_ppo(without_reference(remax()), reward_funcs=one_per_token)
         (inputs, outputs), = seen  # fmt: skip
         greedy = inputs.reward_output.greedy_scores
         assert greedy is not None

@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kedge.algorithms import grpo, ppo, reinforce_pp, remax, rloo
+from kedge.algorithms.transforms import divide_by_length, kl_cov
 from kedge.loop.stages import micro_batches
+from kedge.math.losses import RatioMask
 from tests.learners import experience, gradient, learner, rollout
 
 ROWS = 6
@@ -54,8 +56,8 @@ def test_micro_batches_padding_order_and_groups_by_length(whole, micro_rows, pad
 
 
 OTHERS = [
-    ppo(policy_loss="mask", cliprange=0.05, loss_aggregation="sequence"),
-    ppo(kl_cov=0.3, response_length=50, cliprange=0.05, loss_aggregation="constant"),
+    replace(ppo(cliprange=RatioMask(0.05, 0.05)), weighting="row_then_token_mean"),
+    divide_by_length(kl_cov(ppo(cliprange=0.05), share=0.3), response_length=50),
     *(rloo(), rloo(ratio_level="token"), reinforce_pp(ratio_level="sequence", beta=0.1), remax()),
     *(
         grpo(loss_type=x, response_length=50, beta=0.1)

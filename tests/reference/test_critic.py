@@ -11,12 +11,19 @@ from transformers import HfArgumentParser
 
 from kedge import AsyncPPOConfig, PPOConfig
 from kedge.algorithms import ppo
+from kedge.algorithms.transforms import clip_cov, divide_by_length, kl_cov
 from kedge.cli.arguments import parse
 from kedge.config.ppo import RECIPES
 from kedge.learner.reference import frozen_copy
-from kedge.loop.control import EntropyBonus
-from kedge.loop.stages import make_experience, optimize
-from kedge.math.losses import Clip, clip_cov_tokens, covariances, kl_cov_tokens, masked_policy_loss
+from kedge.loop.control import EntropyBonus, StepControl
+from kedge.loop.stages import EpochPlan, make_experience, optimize
+from kedge.math.losses import (
+    RatioMask,
+    clip_cov_tokens,
+    covariances,
+    kl_cov_tokens,
+    masked_policy_loss,
+)
 from kedge.math.ratios import Correction
 from kedge.models.freezing import freeze_attention
 from kedge.models.model import causal_parts
@@ -72,7 +79,7 @@ class TestMask:
 
     @pytest.mark.parametrize("broken", [False, True])
     def test_loss_and_gradient(self, broken):
-        algorithm = ppo(policy_loss="mask", cliprange=0.3, cliprange_high=0.8)
+        algorithm = ppo(cliprange=RatioMask(0.3, 0.8))
         new, mb = step_of(algorithm)
         loss, gradient = policy_loss(algorithm, new, mb)
         expected = self.reference(clipped=broken)
@@ -81,10 +88,10 @@ class TestMask:
 
     def test_the_default_is_the_clipped_loss_and_a_pair_is_clip_higher(self):
         new, mb = step_of(ppo())
-        plain, higher = ppo(cliprange=0.2), ppo(cliprange=0.2, cliprange_high=0.28)
+        plain, higher = ppo(cliprange=0.2), ppo(cliprange=(0.2, 0.28))
         assert policy_loss(ppo(), new, mb)[0] == policy_loss(plain, new, mb)[0]
         ratio, advantages = torch.tensor([1.25, 1.25]), torch.tensor([1.0, -1.0])
-        inside = masked_policy_loss(ratio, advantages, clip=Clip(0.2, 0.28))
+        inside = masked_policy_loss(ratio, advantages, bounds=RatioMask(0.2, 0.28))
         assert inside.tolist() == [-1.25, 1.25]
         assert policy_loss(higher, new, mb)[0] != policy_loss(plain, new, mb)[0]
 
@@ -98,7 +105,11 @@ class TestMask:
     ],
 )
 def test_aggregation(how, weight):
-    algorithm = ppo(loss_aggregation=how, response_length=10, cliprange=math.inf)
+    algorithm = ppo(cliprange=math.inf)
+    if how == "sequence":
+        algorithm = replace(algorithm, weighting="row_then_token_mean")
+    elif how == "constant":
+        algorithm = divide_by_length(algorithm, response_length=10)
     new, mb = step_of(algorithm)
     _, old, advantages = (x.double() for x in batch())
     expected = -sum(
@@ -127,7 +138,7 @@ class TestCovariance:
         assert clip_cov_tokens(found, share=1.0, low=50.0, high=60.0).sum() == 0
 
     def test_kl_cov_penalizes_its_tokens_alone(self):
-        algorithm = ppo(kl_cov=0.25, kl_cov_coef=2.0, cliprange=math.inf)
+        algorithm = kl_cov(ppo(cliprange=math.inf), share=0.25, coef=2.0)
         penalized = torch.zeros_like(MASK)
         penalized[0, 2] = True
         new, mb = step_of(algorithm, penalized=penalized)
@@ -140,36 +151,10 @@ class TestCovariance:
         inputs = evidence(scores, [0, 1, 2], lengths=LENGTHS, values=torch.zeros(MASK.shape))
         inputs.model_outputs.logprobs.copy_(3 * batch()[0])
         plain = ppo().compute_advantages(inputs, 0.0).advantages
-        clipped = ppo(clip_cov=0.2).compute_advantages(inputs, 0.0).advantages
+        clipped = clip_cov(ppo(), share=0.2).compute_advantages(inputs, 0.0).advantages
         changed = (plain != clipped).nonzero()
         assert changed.tolist() == [[0, 0], [0, 1]]  # a fifth of eight tokens; (1, 0) is left
         assert (clipped[plain != clipped] == 0).all()
-
-
-class TestFilters:
-    def outputs(self, **options):
-        inputs = evidence(
-            [1.0, 1.0, 2.0, 0.0],
-            [0, 0, 1, 1],
-            lengths=[2, 2, 2, 2],
-            finished=[True, True, True, False],
-            values=torch.zeros(4, 2),
-        )
-        return ppo(**options).compute_advantages(inputs, 0.0)
-
-    def test_uniform_groups_train_the_value_alone(self):
-        out = self.outputs(drop_uniform_groups=True)
-        assert out.loss_mask.any(1).tolist() == [False, False, True, True]
-        assert out.value_mask.any(1).tolist() == [True] * 4
-
-    def test_truncated_responses_train_nothing(self):
-        out = self.outputs(mask_truncated_completions=True)
-        assert out.loss_mask.any(1).tolist() == [True, True, True, False]
-        assert out.value_mask.any(1).tolist() == [True, True, True, False]
-
-    def test_the_overlong_penalty(self):
-        out = self.outputs(overlong_buffer=2, response_length=3)
-        assert out.rewards.sum(1).tolist() == [0.5, 0.5, 1.5, -0.5]  # (3 - 2 - 2) / 2
 
 
 class TestEntropyBonus:
@@ -178,10 +163,9 @@ class TestEntropyBonus:
         entropies = {}
         for coef in (10.0, 0.0, -10.0):
             found = learner(entropy_grad=True)
-            how = {"epochs": 5, "minibatches": 1, "micro_rows": 3, "seed": 0}
-            optimize(
-                experience(rollout()), found, ppo(), **how, entropy_bonus=EntropyBonus(coef=coef)
-            )
+            plan = EpochPlan(epochs=5, minibatches=1, micro_rows=3, seed=0)
+            control = StepControl(entropy_bonus=EntropyBonus(coef=coef))
+            optimize(experience(rollout()), found, ppo(), plan, control)
             entropies[coef] = take_step(found)["policy/entropy_avg"]
         assert entropies[10.0] > entropies[0.0] + 1e-3
         assert entropies[-10.0] < entropies[0.0] - 0.1
@@ -193,9 +177,8 @@ class TestEntropyBonus:
         data = experience(rollout())
         data = replace(data, loss_mask=torch.zeros_like(data.loss_mask))
         before = {n: p.detach().clone() for n, p in found.policy.named_parameters()}
-        metrics = optimize(
-            data, found, ppo(), epochs=1, minibatches=1, micro_rows=3, seed=0, entropy_bonus=bonus
-        )
+        plan = EpochPlan(epochs=1, minibatches=1, micro_rows=3, seed=0)
+        metrics = optimize(data, found, ppo(), plan, StepControl(entropy_bonus=bonus))
         assert all(torch.equal(p, before[n]) for n, p in found.policy.named_parameters())
         assert (bonus.coef, "val/ratio" in metrics) == (0.1, False)
 
@@ -244,10 +227,9 @@ class TestCritic:
         policy, value = self.critic()
         found = learner(policy=policy, value=value, reference=frozen_copy(policy))
         data, steps = experience(rollout()), []
-        metrics = optimize(
-            data, found, ppo(), epochs=1, minibatches=2, micro_rows=3, seed=0,
-            value_passes=passes, after_step=lambda: steps.append(1),
-        )  # fmt: skip
+        plan = EpochPlan(epochs=1, minibatches=2, micro_rows=3, seed=0, value_passes=passes)
+        control = StepControl(after_step=lambda: steps.append(1))
+        metrics = optimize(data, found, ppo(), plan, control)
         assert len(steps) == 2 * passes
         return dict(policy.named_parameters()), metrics
 

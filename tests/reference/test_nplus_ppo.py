@@ -79,7 +79,8 @@ def test_row_46_four_passes_in_fresh_order_and_one_normalizer() -> None:
             return {"val/ratio": 1.0}
 
     rows = replace(experience(rollout(4)), prompt_ids=torch.arange(4)[:, None])
-    stages.optimize(rows, Watch(), ppo(), epochs=4, minibatches=2, micro_rows=1, seed=3)
+    plan = stages.EpochPlan(epochs=4, minibatches=2, micro_rows=1, seed=3)
+    stages.optimize(rows, Watch(), ppo(), plan)
     assert len(seen) == 8
     passes = [sorted(seen[i] + seen[i + 1]) for i in range(0, 8, 2)]
     assert passes == [[0, 1, 2, 3]] * 4

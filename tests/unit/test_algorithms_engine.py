@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kedge.algorithms import BUILTIN, grpo
 from kedge.algorithms.base import AdvantageInputs
+from kedge.algorithms.transforms import drop_uniform_groups, mask_truncated
 from kedge.loop.stages import micro_batches, rows_within
 from kedge.math.masked import one_rank
 from kedge.records.types import (
@@ -104,7 +105,7 @@ def batch() -> tuple[Rollout, RewardOutput]:
 
 def test_rows_left_out_by_credit_have_no_weight() -> None:
     responses, reward_output = batch()
-    rule = grpo(mask_truncated_completions=True, drop_uniform_groups=True)
+    rule = drop_uniform_groups(mask_truncated(grpo()))
     experience, metrics = with_metrics(responses, reward_output, ToyLearner(), rule, 0.0)
     # Truncated; equal scores; alone in its group, where no two scores differ; not valid.
     assert experience.loss_mask.any(1).tolist() == [True, False, False, False, False, False]

@@ -28,7 +28,7 @@ from kedge.ext.plan.command import plan
 from kedge.learner.learner import HFLearner
 from kedge.learner.reference import AdapterReference, frozen_copy
 from kedge.learner.settings import LearnerSettings
-from kedge.loop.stages import micro_batches, optimize
+from kedge.loop.stages import EpochPlan, micro_batches, optimize
 from kedge.models import backbone as module
 from kedge.models.backbone import run_backbone, run_packed, supports_packing
 from kedge.models.freezing import find_layers, share_frozen_weights, train_top_layers
@@ -127,16 +127,8 @@ def update(learner, *, epochs=2, max_tokens=None):
     r = rollout()
     outputs = learner.compute_logprobs(r, values=True, reference=True, full_kl=True)
     batch = experience(r)
-    metrics = optimize(
-        batch,
-        learner,
-        ppo(),
-        epochs=epochs,
-        minibatches=2,
-        micro_rows=2,
-        max_tokens=max_tokens,
-        seed=3,
-    )
+    plan = EpochPlan(epochs=epochs, minibatches=2, micro_rows=2, max_tokens=max_tokens, seed=3)
+    metrics = optimize(batch, learner, ppo(), plan)
     weights = {n: p.detach().clone() for n, p in learner.module.named_parameters()}
     learner.advance_version()
     fields = ("logprobs", "entropy", "ref_logprobs", "full_kl", "values", "last_values")

@@ -20,7 +20,15 @@ import pytest
 import torch
 from torch import nn
 
-from kedge import AsyncPPOConfig, GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig
+from kedge import (
+    AsyncPPOConfig,
+    GRPOConfig,
+    GRPOTrainer,
+    PPOConfig,
+    PPOTrainer,
+    RLOOConfig,
+    algorithms,
+)
 from kedge.algorithms import Algorithm, ppo, reinforce_pp
 from kedge.config.ppo import RECIPES
 from kedge.config.rollout_engines import RAY_ENGINES, ROLLOUT_ENGINES, RolloutArguments
@@ -32,7 +40,7 @@ from kedge.trainers import load_trainer
 from kedge.trainers.assembly import setup
 from kedge.trainers.assembly.models import check_reference_workers
 from kedge.trainers.assembly.run import LARGE, advise
-from kedge.trainers.spec import TrainerInputs, shared_kwargs
+from kedge.trainers.spec import TrainerInputs
 from tests.e2e.small import VOCAB, length_reward, rows, small
 from tests.e2e.test_groups import grpo, rloo
 from tests.unit.text_toys import word_tokenizer
@@ -154,12 +162,15 @@ def test_the_trainer_leaves_the_config_as_it_is(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ppo", "rloo", "grpo"])
-def test_every_parameter_of_an_algorithm_is_an_option(kind: str) -> None:
+def test_every_parameter_of_an_algorithm_is_set_by_its_trainer(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = load_trainer(kind).SPEC
-    args = spec.command_config(output_dir="unused", use_cpu=True)
-    factory = spec.algorithm
-    missing = set(inspect.signature(factory).parameters) - set(shared_kwargs(args, factory))
-    assert missing == {"reference"}
+    module, real = sys.modules[spec.algorithm.__module__], getattr(algorithms, kind)
+    seen: set[str] = set()
+    monkeypatch.setattr(module, kind, lambda **options: seen.update(options) or real(**options))
+    spec.build_algorithm(spec.command_config(output_dir="unused", use_cpu=True))
+    assert seen == {*inspect.signature(real).parameters}
 
 
 def test_unset_options_follow_others() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kedge.algorithms import ppo
 from kedge.loop import stages
 from kedge.loop.batch_sizes import BatchSizes
-from kedge.loop.control import KL, RATIO, AdaptiveKL, StepLimits
+from kedge.loop.control import KL, RATIO, AdaptiveKL, StepControl, StepLimits
 from kedge.loop.loop import Engine
 from kedge.loop.metrics import check_known
 from kedge.loop.updater import Hooks, StepReport
@@ -284,9 +284,8 @@ def run(step_limits: StepLimits, found: list[tuple[float, float]]) -> Learner:
         **dict.fromkeys(("prompt_mask", "loss_mask", "response_mask", "value_mask"), mask),
         **dict.fromkeys(("old_logprobs", "rewards", "advantages"), flat),
     )
-    stages.optimize(
-        rows, learner, ppo(), epochs=2, minibatches=2, micro_rows=2, seed=0, step_limits=step_limits
-    )
+    plan = stages.EpochPlan(epochs=2, minibatches=2, micro_rows=2, seed=0)
+    stages.optimize(rows, learner, ppo(), plan, StepControl(limits=step_limits))
     return learner
 
 

@@ -13,6 +13,7 @@ from kedge.math.advantage import group_mean, group_std
 from kedge.math.kl import ESTIMATORS
 from kedge.math.losses import (
     Clip,
+    RatioMask,
     clipped_policy_loss,
     masked_policy_loss,
     policy_is_clipped,
@@ -20,7 +21,7 @@ from kedge.math.losses import (
 )
 from kedge.math.masked import AllReduce, moments, one_rank, standardize
 from kedge.math.ratios import RatioLevel, ratios
-from kedge.math.rewards import overlong_penalty, place_score
+from kedge.math.rewards import place_score
 from kedge.math.turns import (
     broadcast_turns,
     number_turns,
@@ -71,26 +72,17 @@ class AdvantageInputs:
 
 
 def uniform_rows(
-    rollout: Rollout,
-    reward_output: RewardOutput,
-    *,
-    credit: CreditLevel = "token",
-    longest: int = 1,
-    overlong_buffer: int = 0,
+    rollout: Rollout, reward_output: RewardOutput, *, credit: CreditLevel = "token"
 ) -> Tensor:
     """Rows of groups without a difference in what advantages compare, the KL left out.  bool [B].
 
-    They compare scores, overlong penalty included, or with ``credit="turn"`` the sums of rewards
-    from each turn on.  A valid row that is alone in its group differs from none.
+    They compare scores, or with ``credit="turn"`` the sums of rewards from each turn on.  A valid
+    row that is alone in its group differs from none.
     """
     group, valid = rollout.prompts.group, reward_output.valid
     mask = rollout.loss_mask & valid[:, None]
-    scores, dense = (
-        torch.where(valid, reward_output.scores, 0.0),
-        dense_rewards(reward_output, mask),
-    )
-    if overlong_buffer:
-        scores = scores + overlong_penalty(mask.sum(1), longest=longest, buffer=overlong_buffer)
+    scores = torch.where(valid, reward_output.scores, 0.0)
+    dense = dense_rewards(reward_output, mask)
     if credit == "token":
         return ~(group_std(scores + dense_totals(dense), group, valid) > 0)
     turn = turn_numbers(replace(rollout, loss_mask=mask))
@@ -147,35 +139,19 @@ class Algorithm:
     uniform: Callable[[Rollout, RewardOutput], Tensor] = uniform_rows
 
 
-def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tensor | None:
+def reference_kl(e: AdvantageInputs, estimator: str) -> Tensor | None:
     """KL per trained token by ``estimator``; None without a reference.  float32 [B, R]."""
-    if not reference:
-        return None
     outputs, mask = e.model_outputs, e.rollout.loss_mask
+    if outputs.ref_logprobs is None and outputs.full_kl is None:
+        return None
     if estimator == "full":
         return require(outputs.full_kl, "full_kl") * mask
     if estimator not in ESTIMATORS:
         known = ", ".join((*ESTIMATORS, "full"))
         raise ValueError(f"kl_estimator must be one of {known}, got {estimator!r}")
-    ref = require(outputs.ref_logprobs, "reference")
-    return ESTIMATORS[estimator](outputs.logprobs, ref) * mask
-
-
-def longest_response(
-    response_length: int | None, overlong_buffer: int, needed_by: str | None
-) -> int:
-    """The length limit of a response in tokens; 1 if no option needs it."""
-    if response_length is None:
-        if needed_by or overlong_buffer:
-            option = needed_by or "overlong_buffer"
-            raise ValueError(f"{option} needs response_length, the longest response in tokens")
-        return 1
-    if not 0 <= overlong_buffer <= response_length:
-        raise ValueError(
-            f"overlong_buffer must be between 0 and response_length={response_length}, got"
-            f" {overlong_buffer}"
-        )
-    return response_length
+    return (
+        ESTIMATORS[estimator](outputs.logprobs, require(outputs.ref_logprobs, "reference")) * mask
+    )
 
 
 def dense_totals(dense: Tensor) -> Tensor:
@@ -246,6 +222,7 @@ def group_advantages(
     mask, group = e.rollout.loss_mask, e.rollout.prompts.group
     if credit == "token":
         return compare(totals, group, e.reward_output.valid, trained.any(1))[:, None] * mask
+    # The k-th turns of all responses form a group: later ones may be missing in some of them.
     turn = turn_numbers(e.rollout)
     starts, returns = turn_starts(turn), turn_returns(rewards, turn).float()
     groups = turn_groups(turn, group)
@@ -268,17 +245,15 @@ class PolicyTerms:
 def policy_terms(
     new: PolicyOutput,
     mb: MicroBatch,
-    clip: Clip,
+    clip: Clip | RatioMask,
     level: RatioLevel = "token",
-    *,
-    masked: bool = False,
 ) -> PolicyTerms:
     """The clipped or masked loss of each token, with ratios as in ``kedge.math.ratios``."""
     x = mb.rows
     log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
     ratio = ratios(log_ratio, x.loss_mask, level)
-    if masked:
-        loss = masked_policy_loss(ratio, x.advantages, clip=clip)
+    if isinstance(clip, RatioMask):
+        loss = masked_policy_loss(ratio, x.advantages, bounds=clip)
         clipped = policy_is_masked(ratio, clip)
     else:
         loss = clipped_policy_loss(ratio, x.advantages, clip=clip)
@@ -314,9 +289,7 @@ def policy_metrics(
     return metrics
 
 
-def check_loss_kl(beta: float, option: str, estimator: str, *, reference: bool) -> None:
-    """Check that the KL in the loss, with weight ``beta``, can be computed."""
-    if beta and not reference:
-        raise ValueError(f"beta={beta} needs a reference policy, got reference=False; set beta=0")
+def check_loss_kl(option: str, estimator: str) -> None:
+    """Check that the KL in the loss can be computed."""
     if estimator not in ESTIMATORS:
         raise ValueError(f"{option} must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")

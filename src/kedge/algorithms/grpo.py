@@ -7,7 +7,6 @@ Shao et al. 2024 (arXiv:2402.03300); Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -20,25 +19,23 @@ from kedge.algorithms.base import (
     CreditLevel,
     check_loss_kl,
     group_advantages,
-    longest_response,
     policy_metrics,
     policy_terms,
     reference_kl,
     shaped_rewards,
     uniform_rows,
 )
-from kedge.math.advantage import group_normalize, normalize_then_sum
+from kedge.math.advantage import group_normalize
 from kedge.math.kl import ESTIMATORS
 from kedge.math.losses import Clip, weighted_policy_loss
 from kedge.math.ratios import RatioLevel
-from kedge.math.rewards import overlong_penalty, place_score
+from kedge.math.rewards import place_score
 from kedge.records.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
-Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo"]
 
 
-def grpo(  # noqa: PLR0913
+def grpo(
     *,
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
@@ -48,16 +45,9 @@ def grpo(  # noqa: PLR0913
     use_bias_correction_kl: bool = False,
     loss_type: LossType = "dapo",
     scale_rewards: Literal["group", "batch", "none"] = "group",
-    multi_objective_aggregation: Aggregation = "sum_then_normalize",
-    reward_weights: Sequence[float] | None = None,
     importance_sampling_level: Literal["token", "sequence"] = "token",
     response_length: int | None = None,
-    mask_truncated_completions: bool = False,
-    drop_uniform_groups: bool = False,
-    dynamic_sampling: int = 0,
-    overlong_buffer: int = 0,
     credit: CreditLevel = "token",
-    reference: bool = True,
 ) -> Algorithm:
     """GRPO: group-normalized scores, clipped ratios, KL in the loss.
 
@@ -85,34 +75,24 @@ def grpo(  # noqa: PLR0913
         use_bias_correction_kl: multiply the KL in the loss by the ratio (arXiv:2512.02556).
         loss_type: see above.
         scale_rewards: divide by the standard deviation of the group, of the batch, or not at all.
-        multi_objective_aggregation: "normalize_then_sum" is GDPO: every reward is normalized in its
-            group before the weighted sum, which is normalized over the batch.  It compares rewards
-            of whole responses, without penalties.
-        reward_weights: weight of each reward in GDPO; None: 1.
         importance_sampling_level: "sequence" is GSPO: the geometric mean of a response's ratios.
-        response_length: limit of a response in tokens, for "dr_grpo" and ``overlong_buffer``.
-        mask_truncated_completions: responses truncated by the length limit count for baselines but
-            are not trained on.
-        drop_uniform_groups: exclude groups without a difference in what is compared (without KL)
-            from the loss and its weights.
-        dynamic_sampling: rounds in which such groups are replaced by other prompts (DAPO).
-        overlong_buffer: tokens before ``response_length`` over which the score falls by up to 1.
+        response_length: limit of a response in tokens, for "dr_grpo".
         credit: compare responses ("token": all tokens share the advantage), or "turn" by turn.
-        reference: whether there is a reference policy.
 
     Raises:
         ValueError: inconsistent options.
     """
-    check_loss_kl(beta, "kl_estimator", kl_estimator, reference=reference)
+    check_loss_kl("kl_estimator", kl_estimator)
     high = epsilon if epsilon_high is None else epsilon_high
     if delta is not None and delta <= 1 + high:
         raise ValueError(f"delta={delta} must be above 1 + epsilon_high = {1 + high:g}")
-    longest = longest_response(
-        response_length, overlong_buffer, "dr_grpo" if loss_type == "dr_grpo" else None
-    )
+    if loss_type == "dr_grpo" and response_length is None:
+        raise ValueError(
+            "loss_type='dr_grpo' needs response_length, the longest response in tokens"
+        )
+    longest = response_length or 1
     clip = Clip(epsilon, high, delta)
     top = 5.0 if epsilon_high is None else epsilon_high  # the upper bound in "cispo"
-    uniform = partial(uniform_rows, credit=credit, longest=longest, overlong_buffer=overlong_buffer)
     level: RatioLevel = "token" if importance_sampling_level == "token" else "sequence_mean"
 
     def compare(e: AdvantageInputs, x: Tensor, group: Tensor, valid: Tensor, _: Tensor) -> Tensor:
@@ -120,26 +100,23 @@ def grpo(  # noqa: PLR0913
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask = e.rollout.loss_mask
-        kl = reference_kl(e, "k1", reference=reference)
+        kl = reference_kl(e, "k1")
         scores, dense = shaped_rewards(e)
-        if overlong_buffer:
-            scores = scores + overlong_penalty(mask.sum(1), longest=longest, buffer=overlong_buffer)
         penalty = dense if kl is None else dense - kl_coef * kl
         totals = (scores + penalty.sum(1)).float()
         rewards = place_score(scores, mask) + penalty
-        trained = e.rollout.terminated | (not mask_truncated_completions)
-        if drop_uniform_groups:
-            trained &= ~uniform(e.rollout, e.reward_output)
         return AdvantageOutput(
             rewards=rewards.float(),
             advantages=group_advantages(e, totals, rewards, mask, partial(compare, e), credit),
             kl=kl,
-            loss_mask=mask & trained[:, None],
+            loss_mask=mask,
         )
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
         x, share = mb.rows, mb.token_weight
-        w = mb.row_weight[:, None] * x.loss_mask / longest if loss_type == "dr_grpo" else share
+        w = share
+        if loss_type == "dr_grpo":
+            w = mb.row_weight[:, None] * x.loss_mask / longest
         terms = policy_terms(new, mb, clip, level)
         ratio = terms.ratio
         if loss_type == "cispo":
@@ -158,39 +135,11 @@ def grpo(  # noqa: PLR0913
             parts["kl"], metrics["loss/kl_avg"] = beta * kl, kl
         return Loss(parts=parts, metrics=metrics)
 
-    algorithm = Algorithm(
+    return Algorithm(
         name="grpo" if level == "token" else "gspo",
         compute_advantages=compute_advantages,
         loss=loss,
-        needs_reference=reference,
         weighting="row_then_token_mean" if loss_type == "grpo" else "token_mean",
         min_group=2,
-        resample=dynamic_sampling,
-        uniform=uniform,
+        uniform=partial(uniform_rows, credit=credit),
     )
-    decoupled = multi_objective_aggregation == "normalize_then_sum"
-    return decouple_rewards(algorithm, reward_weights) if decoupled else algorithm
-
-
-def decouple_rewards(algorithm: Algorithm, weights: Sequence[float] | None = None) -> Algorithm:
-    """The algorithm with the advantages of ``kedge.math.advantage.normalize_then_sum`` (GDPO)."""
-
-    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
-        parts = e.reward_output.components
-        rewards, split = [*parts.values()], [name for name in parts if "/" in name]
-        if split or len(rewards) != len(weights or rewards):
-            raise ValueError(
-                "multi_objective_aggregation='normalize_then_sum' needs one score per reward, got"
-                f" {', '.join(parts)}; pass the parts of a reward as rewards of their own"
-            )
-        advantages = normalize_then_sum(
-            rewards,
-            [1.0] * len(rewards) if weights is None else weights,
-            e.rollout.prompts.group,
-            e.reward_output.valid,
-            all_reduce=e.all_reduce,
-        )
-        output = algorithm.compute_advantages(e, kl_coef)
-        return replace(output, advantages=advantages[:, None] * e.rollout.loss_mask)
-
-    return replace(algorithm, compute_advantages=compute_advantages)

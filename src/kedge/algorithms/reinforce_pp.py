@@ -21,7 +21,7 @@ from kedge.algorithms.base import (
 )
 from kedge.math.advantage import gae, group_mean, rewards_to_go
 from kedge.math.kl import ESTIMATORS
-from kedge.math.losses import Clip
+from kedge.math.losses import ClipRange, as_clip
 from kedge.math.masked import whiten
 from kedge.math.ratios import RatioLevel
 from kedge.math.rewards import place_score
@@ -31,8 +31,7 @@ from kedge.records.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput,
 
 def reinforce_pp(
     *,
-    cliprange: float = 0.2,
-    cliprange_high: float | None = None,
+    cliprange: ClipRange = 0.2,
     gamma: float = 1.0,
     kl_estimator: str = "k1",
     ratio_level: RatioLevel = "token",
@@ -42,7 +41,6 @@ def reinforce_pp(
     normalize_advantage: bool = True,
     beta: float = 0.0,
     loss_kl_estimator: str = "k2",
-    reference: bool = True,
 ) -> Algorithm:
     """REINFORCE++: reward-to-go including the KL of each token, whitened over all tokens.
 
@@ -54,8 +52,7 @@ def reinforce_pp(
     from turn k on; a response without turns is one turn, and b_0 the mean score of its group.
 
     Args:
-        cliprange: ratio clip, epsilon.
-        cliprange_high: epsilon above 1; None is ``cliprange``.
+        cliprange: ratio clip, epsilon; or a pair, epsilon below and above 1.
         gamma: discount per token.
         kl_estimator: estimator of the KL in the reward; only "k1" has the right gradient there.
         ratio_level: clip the ratio of tokens, of responses, or its geometric mean over tokens.
@@ -66,17 +63,16 @@ def reinforce_pp(
         normalize_advantage: whiten advantages over all tokens of all ranks.
         beta: coefficient of the KL in the loss.
         loss_kl_estimator: "k1", "k2" or "k3"; k1 has no gradient on average.
-        reference: whether there is a reference policy for the KL penalty.
 
     Raises:
-        ValueError: ``beta`` without a reference, or an unknown estimator.
+        ValueError: an unknown estimator.
     """
-    check_loss_kl(beta, "loss_kl_estimator", loss_kl_estimator, reference=reference)
-    clip = Clip(cliprange, cliprange_high)
+    check_loss_kl("loss_kl_estimator", loss_kl_estimator)
+    clip = as_clip(cliprange)
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask = e.rollout.loss_mask
-        kl = reference_kl(e, kl_estimator, reference=reference)
+        kl = reference_kl(e, kl_estimator)
         scores, dense = shaped_rewards(e, normalize=normalize_reward, clip=reward_clip_range)
         rewards = (place_score(scores, mask) + dense).float()
         if baseline:
@@ -102,8 +98,7 @@ def reinforce_pp(
         name="reinforce_pp_baseline" if baseline else "reinforce_pp",
         compute_advantages=compute_advantages,
         loss=loss,
-        needs_reference=reference,
-        needs_full_kl=reference and kl_estimator == "full",
+        needs_full_kl=kl_estimator == "full",
         min_group=2 if baseline else 1,
     )
 

@@ -19,7 +19,7 @@ from kedge.math.rewards import place_score
 from kedge.records.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 
-def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool = True) -> Algorithm:
+def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1") -> Algorithm:
     """ReMax: REINFORCE with a greedy baseline, at the cost of one more response per prompt.
 
         A_t = score - greedy score - kl_coef sum_{s >= t} KL_s
@@ -29,12 +29,11 @@ def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool =
         cliprange: ratio clip, epsilon; no effect with one optimizer step per batch, as in
             the paper.
         kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.
-        reference: whether there is a reference policy for the KL penalty.
     """
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask = e.rollout.loss_mask
-        kl = reference_kl(e, kl_estimator, reference=reference)
+        kl = reference_kl(e, kl_estimator)
         scores, valid = e.reward_output.scores, e.reward_output.valid
         gain = scores - require(e.reward_output.greedy_scores, "greedy")
         dense = dense_rewards(e.reward_output, mask) - (0.0 if kl is None else kl_coef * kl)
@@ -55,7 +54,6 @@ def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool =
         name="remax",
         compute_advantages=compute_advantages,
         loss=loss,
-        needs_reference=reference,
-        needs_full_kl=reference and kl_estimator == "full",
+        needs_full_kl=kl_estimator == "full",
         needs_greedy=True,
     )

@@ -25,7 +25,7 @@ from kedge.algorithms.base import (
     uniform_rows,
 )
 from kedge.math.advantage import group_count, leave_one_out, rewards_to_go
-from kedge.math.losses import Clip
+from kedge.math.losses import ClipRange, as_clip
 from kedge.math.masked import standardize, whiten
 from kedge.math.rewards import place_score
 from kedge.records.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput
@@ -33,17 +33,14 @@ from kedge.records.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput
 
 def rloo(
     *,
-    cliprange: float = 0.2,
-    cliprange_high: float | None = None,
+    cliprange: ClipRange = 0.2,
     kl_estimator: str = "k1",
     ratio_level: Literal["sequence", "token"] | None = None,
     token_level_kl: bool = False,
     normalize_reward: bool = False,
     reward_clip_range: Bounds = None,
     normalize_advantage: bool = False,
-    mask_truncated_completions: bool = False,
     credit: CreditLevel = "token",
-    reference: bool = True,
 ) -> Algorithm:
     """RLOO: the baseline of a response is the mean of the other responses to its prompt.
 
@@ -60,8 +57,7 @@ def rloo(
     al. 2025, arXiv:2511.14846).
 
     Args:
-        cliprange: ratio clip, epsilon.
-        cliprange_high: epsilon above 1; None is ``cliprange``.
+        cliprange: ratio clip, epsilon; or a pair, epsilon below and above 1.
         kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.
         ratio_level: clip the ratio of responses or tokens; None: "sequence", or "token" with
             ``token_level_kl``.
@@ -70,10 +66,7 @@ def rloo(
         normalize_reward: normalize scores over the batch (mean 0, deviation 1) before clipping.
         reward_clip_range: clip range of the scores: ``(low, high)``, or c for ``(-c, c)``.
         normalize_advantage: normalize advantages to mean 0 and deviation 1 over the batch.
-        mask_truncated_completions: responses truncated by the length limit count for baselines but
-            are not trained on.
         credit: compare responses ("token": all tokens share the advantage), or "turn" by turn.
-        reference: whether there is a reference policy for the KL penalty.
 
     Raises:
         ValueError: ``ratio_level="sequence"`` with ``token_level_kl`` or ``credit="turn"``, or both
@@ -81,7 +74,7 @@ def rloo(
     """
     _check_levels(ratio_level, token_level_kl, credit)
     by_token = token_level_kl or ratio_level == "token" or credit == "turn"
-    clip = Clip(cliprange, cliprange_high)
+    clip = as_clip(cliprange)
 
     def compare(
         e: AdvantageInputs, scores: Tensor, group: Tensor, valid: Tensor, trained: Tensor
@@ -94,25 +87,21 @@ def rloo(
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask, group, valid = e.rollout.loss_mask, e.rollout.prompts.group, e.reward_output.valid
-        kl = reference_kl(e, kl_estimator, reference=reference)
+        kl = reference_kl(e, kl_estimator)
         scores, dense = shaped_rewards(e, normalize=normalize_reward, clip=reward_clip_range)
         penalty = dense if kl is None else dense - kl_coef * kl
         rewards = place_score(scores, mask) + penalty
-        trained = e.trained
-        if mask_truncated_completions:
-            trained = trained & e.rollout.terminated[:, None]
         if token_level_kl:
             centered = leave_one_out(scores, group, valid)
             advantages = centered[:, None] * mask + rewards_to_go(penalty.float(), mask, gamma=1.0)
             if normalize_advantage:
-                advantages = whiten(advantages, trained, all_reduce=e.all_reduce)
+                advantages = whiten(advantages, e.trained, all_reduce=e.all_reduce)
         else:
             totals = (scores + penalty.sum(1)).float()
-            advantages = group_advantages(e, totals, rewards, trained, partial(compare, e), credit)
-        loss_mask = trained if mask_truncated_completions else None
-        return AdvantageOutput(
-            rewards=rewards.float(), advantages=advantages, kl=kl, loss_mask=loss_mask
-        )
+            advantages = group_advantages(
+                e, totals, rewards, e.trained, partial(compare, e), credit
+            )
+        return AdvantageOutput(rewards=rewards.float(), advantages=advantages, kl=kl)
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
         x, share = mb.rows, mb.token_weight
@@ -132,8 +121,7 @@ def rloo(
         name="rloo",
         compute_advantages=compute_advantages,
         loss=loss,
-        needs_reference=reference,
-        needs_full_kl=reference and kl_estimator == "full",
+        needs_full_kl=kl_estimator == "full",
         min_group=2,
         uniform=partial(uniform_rows, credit=credit),
     )

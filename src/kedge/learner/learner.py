@@ -58,7 +58,7 @@ from kedge.models.model import (
     rounds_activations,
     set_training,
 )
-from kedge.models.packing import group_rows, padding_budget, split_by_length, to_device
+from kedge.models.packing import forward_passes, padding_budget, split_by_length, to_device
 from kedge.models.peft import own_adapters
 from kedge.models.shared_base import AdapterValue, checkpointing_options
 from kedge.models.value_head import ScalarModel
@@ -253,7 +253,7 @@ class HFLearner:
         known = self.settings.reuse_behavior_logprobs and sampled is not None and not self._stepped
         reuse = known and bool((rollout.policy_version == self.version).all())
         set_training(self.module, False)
-        groups = group_rows(
+        groups = forward_passes(
             rollout, self.settings.forward_rows, self._max_padding, by_prompt=self.shares_prompts
         )
         begin = self.remote.begin if reference and self.remote else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from kedge.records.protocols import LossFn
-from kedge.records.types import Loss, MicroBatch, PolicyOutput
+from kedge.algorithms.base import Algorithm
+from kedge.algorithms.transforms import add_entropy
+from kedge.records.protocols import ShouldApply
 
 ENTROPY, COEF = "policy/entropy_avg", "policy/entropy_coef"
 RATIO = "val/ratio"
@@ -72,16 +73,10 @@ class EntropyBonus:
         """Whether the entropy needs a gradient in this run."""
         return self.coef != 0 or self.adaptive
 
-    def add_to(self, loss: LossFn) -> LossFn:
-        """Add the bonus of the next optimizer step to ``loss``."""
+    def add_to(self, algorithm: Algorithm) -> Algorithm:
+        """The algorithm with the bonus of the next optimizer step."""
         coef = self.coef if not self.adaptive or self.last <= self.target else 0.0
-
-        def with_bonus(new: PolicyOutput, mb: MicroBatch) -> Loss:
-            out, entropy = loss(new, mb), (mb.token_weight * new.entropy).sum()
-            parts = {**out.parts, "entropy": -coef * entropy}
-            return replace(out, parts=parts, metrics={**out.metrics, ENTROPY: entropy})
-
-        return with_bonus if self.active else loss
+        return add_entropy(algorithm, coef) if self.active else algorithm
 
     def update(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Adapt to the metrics of an optimizer step; returns the coefficient as a metric."""
@@ -124,3 +119,24 @@ class StepLimits:
     def should_stop(self, metrics: Mapping[str, float]) -> bool:
         """Whether the step with these metrics is the last of the iteration."""
         return self.max_kl is not None and metrics[KL] > self.max_kl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepControl:
+    """What acts around every optimizer step."""
+
+    limits: StepLimits = field(default_factory=StepLimits)
+    entropy_bonus: EntropyBonus = field(default_factory=EntropyBonus)
+    before_step: Callable[[], None] = lambda: None  # a step is about to be applied
+    after_step: Callable[[], None] = lambda: None
+
+    def apply_if(self, trains: bool, should_apply: ShouldApply) -> ShouldApply:
+        """Whether to apply a step: only if anything ``trains``, and ``before_step`` is called."""
+
+        def apply(metrics: Mapping[str, float]) -> bool:
+            applies = trains and should_apply(metrics)
+            if applies:
+                self.before_step()
+            return applies
+
+        return apply

@@ -140,14 +140,6 @@ TRL_NAMES: dict[str, str] = {
     "learning_rate": "lr",
     "step_time": "time/step",
 }
-# The same for open-instruct's asynchronous PPO and AsyncPPOTrainer.
-OPEN_INSTRUCT_NAMES: dict[str, str] = {
-    "val/sequence_lengths": "completions/mean_length",
-    "val/sequence_lengths_min": "completions/min_length",
-    "val/sequence_lengths_max": "completions/max_length",
-    "val/num_stop_token_ids": "val/num_eos_tokens",
-    "objective/verifiable_correct_rate": "log/verifiable_correct_rate",
-}
 PREFIXES: dict[str, str] = {
     "rollout/token_lag/": "share of the trained tokens that were sampled so many iterations ago; "
     "where a batch has tokens of different ages",

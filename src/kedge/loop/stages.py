@@ -6,7 +6,7 @@ collect (rollout/scheduler/collector.py) -> make_experience
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from statistics import fmean, variance
@@ -15,18 +15,16 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.loop.control import EntropyBonus, StepLimits
+from kedge.loop.control import StepControl
 from kedge.math.losses import WEIGHTINGS, row_mean
 from kedge.math.ratios import Correction, importance_weights
 from kedge.records.errors import ConfigError, KedgeError, RewardError, RolloutError
-from kedge.records.protocols import AllReduce, Learner, ShouldApply, always
+from kedge.records.protocols import AllReduce, Learner, always
 from kedge.records.types import (
     AdvantageOutput,
     Experience,
-    Loss,
     MicroBatch,
     ModelOutputs,
-    PolicyOutput,
     RewardOutput,
     Rollout,
     number_prompts,
@@ -146,6 +144,8 @@ def make_experience(
     sampled more than ``max_token_lag`` iterations ago, which keep their value target.
     """
     _check_scores(reward_output)
+    # A row without a score stays, with weight 0: without it, ranks would hold different numbers of
+    # micro-batches and wait for each other forever (ADR 2).
     mask = rollout.loss_mask & reward_output.valid[:, None]  # [B, R]
     rollout = replace(rollout, loss_mask=mask)
     model_outputs = learner.compute_logprobs(
@@ -170,6 +170,7 @@ def make_experience(
         model_outputs = replace(model_outputs, logprobs=old_logprobs)
 
     too_old = None if max_token_lag is None else age > max_token_lag
+    # Rejected tokens leave the normalizer, too: counted there, they would shrink the step (ADR 7).
     weight = rejected = None
     if correction is not None and behavior is not None and not direct:
         trained = mask if too_old is None else mask & ~too_old
@@ -189,7 +190,7 @@ def make_experience(
     _check_advantages(outputs, algo, mask)
     if weight is not None:
         # Losses are proportional to positive factors of an advantage: this weights the token in
-        # the loss of any algorithm.
+        # the loss of any algorithm (ADR 7).
         outputs = replace(outputs, advantages=outputs.advantages * weight)
 
     loss_mask = mask if outputs.loss_mask is None else mask & outputs.loss_mask  # [B, R]
@@ -287,100 +288,101 @@ def _check_advantages(advantage_output: AdvantageOutput, algo: Algorithm, mask: 
         )
 
 
-def optimize(  # noqa: C901, PLR0913
-    experience: Experience,
-    learner: Learner,
-    algo: Algorithm,
-    *,
-    epochs: int,
-    minibatches: int,
-    micro_rows: int,
-    seed: int,
-    max_tokens: int | None = None,
-    only_value: bool = False,
-    detach_old_logprobs: bool = False,
-    before_step: Callable[[], None] = lambda: None,
-    after_step: Callable[[], None] = lambda: None,
-    step_limits: StepLimits | None = None,
-    value_passes: int = 1,
-    entropy_bonus: EntropyBonus | None = None,
-) -> dict[str, float]:
-    """``epochs`` passes over the experience, ``minibatches`` optimizer steps each.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochPlan:
+    """How an iteration passes over its experience: ``epochs`` times, ``minibatches`` steps each.
 
     Each pass is followed by ``value_passes`` - 1 passes that train the value model alone; their
     metrics are not logged.
+    """
+
+    epochs: int
+    minibatches: int
+    micro_rows: int  # rows of a forward and backward pass
+    seed: int  # of the order of rows
+    max_tokens: int | None = None  # of a forward and backward pass, instead of `micro_rows`
+    value_passes: int = 1
+    only_value: bool = False  # value warm-up: the policy does not train
+
+
+def optimize(
+    experience: Experience,
+    learner: Learner,
+    algo: Algorithm,
+    plan: EpochPlan,
+    control: StepControl | None = None,
+) -> dict[str, float]:
+    """Train on the experience as planned; means of the metrics over optimizer steps.
 
     Mini-batches are drawn from the rows of all ranks, so they do not depend on the world size;
-    each rank processes an equal share of every mini-batch.  With ``detach_old_logprobs`` the ratio
-    is to the log-probabilities of the training pass itself, so it is exactly 1.
+    each rank processes an equal share of every mini-batch.
     """
-    shuffle = torch.Generator().manual_seed(seed)
+    control = control or StepControl()
+    shuffle = torch.Generator().manual_seed(plan.seed)
     share = slice(None)
-    if minibatches > 1 and learner.world_size > 1:
+    if plan.minibatches > 1 and learner.world_size > 1:  # rows of all ranks are mixed: ADR 8
         experience = learner.all_gather(experience)
         share = slice(learner.rank, None, learner.world_size)
-    limits = step_limits or StepLimits()
-    bonus = entropy_bonus or EntropyBonus()
     history: list[dict[str, float]] = []
-
-    def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
-        if detach_old_logprobs:
-            mb = replace(mb, rows=replace(mb.rows, old_logprobs=new.logprobs.detach()))
-        return algo.loss(new, mb)
-
-    def apply_if(trains: bool, should_apply: ShouldApply) -> ShouldApply:
-        def apply(metrics: Mapping[str, float]) -> bool:
-            applies = trains and should_apply(metrics)
-            if applies:
-                before_step()
-            return applies
-
-        return apply
-
-    for number in range(epochs * value_passes):
+    for number in range(plan.epochs * plan.value_passes):
         order = torch.randperm(len(experience), generator=shuffle)
-        value_pass = number % value_passes > 0
-        for index in order.chunk(minibatches):
-            step = micro_batches(
-                experience,
-                index[share],
-                algo,
-                micro_rows,
-                learner.all_reduce,
-                max_tokens=max_tokens,
-                by_prompt=learner.shares_prompts,
+        value_pass = number % plan.value_passes > 0
+        for index in order.chunk(plan.minibatches):
+            metrics = _optimizer_step(
+                experience, index[share], learner, algo, plan, control, value_pass=value_pass
             )
-            # Where nothing trains, momentum and weight decay must not move weights, nor entropy 0
-            # its control: without a gradient there is no step.
-            masks = experience.loss_mask, experience.value_mask
-            tokens, values = learner.all_reduce(
-                torch.stack([mask[index[share]].sum().float() for mask in masks])
-            ).tolist()
-            empty = not tokens
-            of_value = algo.needs_values and bool(values)
+            control.after_step()
             if value_pass:
-                apply = apply_if(of_value, always)
-                learner.optimizer_step(
-                    step, loss, only_value=True, skip_policy=True, should_apply=apply
-                )
-                after_step()
                 continue
-            only = only_value or (empty and algo.needs_values)
-            metrics = learner.optimizer_step(
-                step,
-                bonus.add_to(loss),
-                only_value=only,
-                should_apply=apply_if(of_value if only else not empty, limits.should_apply),
-            )
-            if empty:
-                metrics = _NO_STEP | {n: x for n, x in metrics.items() if n not in _OF_TOKENS}
-            elif not only_value:
-                metrics |= bonus.update(metrics)
             history.append(metrics)
-            after_step()
-            if limits.should_stop(metrics):
+            if control.limits.should_stop(metrics):
                 return _mean_over_steps(history)
     return _mean_over_steps(history)
+
+
+def _optimizer_step(
+    experience: Experience,
+    index: Tensor,
+    learner: Learner,
+    algo: Algorithm,
+    plan: EpochPlan,
+    control: StepControl,
+    *,
+    value_pass: bool,
+) -> dict[str, float]:
+    """One optimizer step on the rows ``index``, of the value model alone in a ``value_pass``."""
+    step = micro_batches(
+        experience,
+        index,
+        algo,
+        plan.micro_rows,
+        learner.all_reduce,
+        max_tokens=plan.max_tokens,
+        by_prompt=learner.shares_prompts,
+    )
+    # Where nothing trains, momentum and weight decay must not move weights, nor entropy 0 its
+    # control: without a gradient there is no step.
+    masks = experience.loss_mask, experience.value_mask
+    tokens, values = learner.all_reduce(
+        torch.stack([mask[index].sum().float() for mask in masks])
+    ).tolist()
+    empty, of_value = not tokens, algo.needs_values and bool(values)
+    if value_pass:
+        apply = control.apply_if(of_value, always)
+        return learner.optimizer_step(
+            step, algo.loss, only_value=True, skip_policy=True, should_apply=apply
+        )
+    only_value = plan.only_value or (empty and algo.needs_values)
+    trains = of_value if only_value else not empty
+    metrics = learner.optimizer_step(
+        step,
+        control.entropy_bonus.add_to(algo).loss,
+        only_value=only_value,
+        should_apply=control.apply_if(trains, control.limits.should_apply),
+    )
+    if empty:
+        return _NO_STEP | {n: x for n, x in metrics.items() if n not in _OF_TOKENS}
+    return metrics if plan.only_value else metrics | control.entropy_bonus.update(metrics)
 
 
 _NO_STEP = {"grad_norm": 0.0, "grad_norm/policy": 0.0}

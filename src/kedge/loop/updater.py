@@ -6,17 +6,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from kedge.algorithms.base import Algorithm
+from kedge.algorithms.transforms import divide_scores, start_ratios_at_1
 from kedge.loop.batch_metrics import batch_metrics
 from kedge.loop.batch_sizes import BatchSizes
-from kedge.loop.control import EntropyBonus, StepLimits
+from kedge.loop.control import EntropyBonus, StepControl, StepLimits
 from kedge.loop.metrics import check_known
-from kedge.loop.stages import make_experience, optimize
+from kedge.loop.stages import EpochPlan, make_experience, optimize
 from kedge.math.ratios import Correction
 from kedge.math.running import RunningMoments
 from kedge.records.errors import RewardError
@@ -125,21 +126,20 @@ class Updater:
 
     def _learn(self, rollout: Rollout, reward_output: RewardOutput) -> dict[str, float]:
         """Compute the experience of a batch and train on it; returns its metrics."""
-        sizes, start, scaled = self.batch_sizes, self.clock(), reward_output
+        sizes, start, algorithm = self.batch_sizes, self.clock(), self.algorithm
         moments = copy(self.reward_scale)  # kept once the iteration has not failed
         if moments is not None:
             moments.update(reward_output.scores[reward_output.valid])
-            scaled = reward_output.divide(moments.std)
+            algorithm = divide_scores(algorithm, moments.std)
         experience, terms = make_experience(
             rollout,
-            scaled,
+            reward_output,
             self.learner,
-            self.algorithm,
+            algorithm,
             self.kl.value,
             self.correction,
             self.max_token_lag,
         )
-        terms = replace(terms, inputs=replace(terms.inputs, reward_output=reward_output))
         metrics = batch_metrics(experience, terms, self.learner)
         self.hooks.on_experience(self.step, experience)
         metrics["time/annotate"] = self.clock() - start
@@ -147,23 +147,24 @@ class Updater:
         # In low precision, log-probabilities differ between passes of different shapes.
         one_pass = self.learner.low_precision and sizes.optimizer_steps_per_iteration == 1
         direct = self.correction is not None and self.correction.kind == "ratio"
-        metrics |= optimize(
-            experience,
-            self.learner,
-            self.algorithm,
+        if one_pass and not direct and not bool(stale.any()):
+            algorithm = start_ratios_at_1(algorithm)
+        plan = EpochPlan(
             epochs=sizes.epochs,
             minibatches=sizes.minibatches,
             micro_rows=sizes.micro_rows,
             max_tokens=sizes.max_tokens_per_micro_batch,
             seed=seed_for(self.seed, "shuffle", self.step),
+            value_passes=self.value_passes,
             only_value=self.step < self.value_warmup_steps,
-            detach_old_logprobs=one_pass and not direct and not bool(stale.any()),
-            step_limits=self.step_limits,
+        )
+        control = StepControl(
+            limits=self.step_limits,
+            entropy_bonus=self.entropy_bonus,
             before_step=self._mark_inconsistent,
             after_step=self.hooks.on_optimizer_step,
-            value_passes=self.value_passes,
-            entropy_bonus=self.entropy_bonus,
         )
+        metrics |= optimize(experience, self.learner, algorithm, plan, control)
         self.reward_scale = moments
         return metrics
 

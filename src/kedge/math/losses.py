@@ -64,7 +64,22 @@ class Clip(NamedTuple):
         return 1 + (self.low if self.high is None else self.high)
 
 
-def clipped_policy_loss(ratio: Tensor, advantages: Tensor, *, clip: float | Clip) -> Tensor:
+class RatioMask(NamedTuple):
+    """Ratios that give a gradient: 1 - low < r < 1 + high, whatever the sign of the advantage."""
+
+    low: float
+    high: float
+
+
+ClipRange = float | tuple[float, float] | Clip  # epsilon; low and high; all three
+
+
+def as_clip(clip: ClipRange) -> Clip:
+    """The ``Clip`` of one number, of a pair, or of itself."""
+    return Clip(*clip) if isinstance(clip, tuple) else Clip(clip)
+
+
+def clipped_policy_loss(ratio: Tensor, advantages: Tensor, *, clip: ClipRange) -> Tensor:
     """-min(ratio A, clip(ratio, 1-e, 1+e_high) A), with the first ratio at most ``ceiling``.
 
     Schulman et al. 2017, eq. 7 (arXiv:1707.06347).
@@ -74,19 +89,19 @@ def clipped_policy_loss(ratio: Tensor, advantages: Tensor, *, clip: float | Clip
         advantages: float, of the same shape.
         clip: e, or a ``Clip``.
     """
-    c = clip if isinstance(clip, Clip) else Clip(clip)
+    c = as_clip(clip)
     bounded = ratio if c.ceiling is None else ratio.clamp(max=c.ceiling)
     return torch.max(-bounded * advantages, -ratio.clamp(1 - c.low, c.top) * advantages)
 
 
-def policy_is_clipped(ratio: Tensor, advantages: Tensor, *, clip: float | Clip) -> Tensor:
+def policy_is_clipped(ratio: Tensor, advantages: Tensor, *, clip: ClipRange) -> Tensor:
     """Where ``clipped_policy_loss`` gives the token no gradient.  bool."""
-    c = clip if isinstance(clip, Clip) else Clip(clip)
+    c = as_clip(clip)
     clipped = -ratio.clamp(1 - c.low, c.top) * advantages > -ratio * advantages
     return clipped if c.ceiling is None else clipped | ((ratio > c.ceiling) & (advantages < 0))
 
 
-def masked_policy_loss(ratio: Tensor, advantages: Tensor, *, clip: Clip) -> Tensor:
+def masked_policy_loss(ratio: Tensor, advantages: Tensor, *, bounds: RatioMask) -> Tensor:
     """-r A where 1 - low < r < 1 + high, and 0 elsewhere, whatever the sign of A.
 
     "Direct double-sided importance sampling" with r = pi / pi_rollout: eq. 1 and 3 of SAO, Hou et
@@ -95,14 +110,14 @@ def masked_policy_loss(ratio: Tensor, advantages: Tensor, *, clip: Clip) -> Tens
     Args:
         ratio: float [*], with gradient.
         advantages: float [*].
-        clip: the bounds; ``ceiling`` is not used.
+        bounds: low and high.
     """
-    return torch.where(policy_is_masked(ratio, clip), 0.0, -ratio * advantages)
+    return torch.where(policy_is_masked(ratio, bounds), 0.0, -ratio * advantages)
 
 
-def policy_is_masked(ratio: Tensor, clip: Clip) -> Tensor:
+def policy_is_masked(ratio: Tensor, bounds: RatioMask) -> Tensor:
     """Where ``masked_policy_loss`` leaves the token out.  bool."""
-    return (ratio <= 1 - clip.low) | (ratio >= clip.top)
+    return (ratio <= 1 - bounds.low) | (ratio >= 1 + bounds.high)
 
 
 def covariances(

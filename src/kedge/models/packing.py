@@ -201,7 +201,7 @@ def by_length(lengths: Sequence[int], *, tokens: int, max_padding: int) -> list[
     return groups
 
 
-def group_rows(
+def forward_passes(
     rollout: Rollout, rows: int, max_padding: int, *, by_prompt: bool = False
 ) -> list[list[int]]:
     """Group the rows of a rollout into forward passes of ``rows`` rows of the longest one's length.

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 from typing_extensions import Unpack
 
-from kedge.algorithms import grpo
+from kedge.algorithms import Algorithm, grpo
+from kedge.algorithms.transforms import decouple_rewards
 from kedge.config.grpo import GRPOConfig
 from kedge.suggestions import suggest_names
 from kedge.trainers.base import TrainerShell
-from kedge.trainers.spec import SharedArguments, TrainerSpec, log_trl_names
+from kedge.trainers.spec import SharedArguments, TrainerSpec, filter_responses, log_trl_names
+
+
+def build_grpo(args: GRPOConfig, reward_weights: Sequence[float] | None = None) -> Algorithm:
+    """GRPO with the options, filters and penalties of the config."""
+    algorithm = grpo(
+        epsilon=args.epsilon,
+        epsilon_high=args.epsilon_high,
+        delta=args.delta,
+        beta=args.beta,
+        kl_estimator=args.kl_estimator,
+        use_bias_correction_kl=args.use_bias_correction_kl,
+        loss_type=args.loss_type,
+        scale_rewards=args.scale_rewards,
+        importance_sampling_level=args.importance_sampling_level,
+        response_length=args.response_length,
+        credit=args.credit,
+    )
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        algorithm = decouple_rewards(algorithm, reward_weights)
+    return filter_responses(algorithm, args)
 
 
 @suggest_names("argument", config=GRPOConfig, also=SharedArguments.__optional_keys__)
@@ -35,7 +56,9 @@ class GRPOTrainer(TrainerShell):
         DataError: invalid prompts.
     """
 
-    SPEC = TrainerSpec(name="GRPO", config=GRPOConfig, algorithm=grpo, metric_names=log_trl_names)
+    SPEC = TrainerSpec(
+        name="GRPO", config=GRPOConfig, algorithm=build_grpo, metric_names=log_trl_names
+    )
 
     def __init__(
         self,

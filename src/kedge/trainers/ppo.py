@@ -2,23 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 from typing_extensions import Unpack
 
-from kedge.algorithms import ppo
+from kedge.algorithms import Algorithm, ppo
+from kedge.algorithms.transforms import clip_cov, divide_by_length, kl_cov
 from kedge.config.ppo import PPOConfig, PPOv2Config
+from kedge.math.advantage import length_adaptive_lambda
+from kedge.math.losses import Clip, RatioMask
 from kedge.suggestions import suggest_names
 from kedge.trainers.base import TrainerShell
-from kedge.trainers.spec import SharedArguments, TrainerSpec, rename_arguments
+from kedge.trainers.spec import SharedArguments, TrainerSpec, filter_responses, rename_arguments
 
 _OLDER_NAMES = {
     **{"config": "args", "tokenizer": "processing_class"},
     **{"policy": "model", "ref_policy": "ref_model"},
 }
+
+
+def build_ppo(args: PPOConfig, reward_weights: Sequence[float] | None = None) -> Algorithm:
+    """PPO with the options, filters and penalties of the config."""
+    if args.credit == "turn" and args.lam_alpha:
+        raise ValueError(
+            f"lam_alpha={args.lam_alpha} counts tokens; lambda would be 0 up to"
+            f" {1 / args.lam_alpha:.3g} turns. With credit='turn' set lam instead"
+        )
+    high = args.cliprange if args.cliprange_high is None else args.cliprange_high
+    masks = args.policy_loss == "mask"
+    by_length = args.lam_alpha and partial(length_adaptive_lambda, alpha=args.lam_alpha)
+    algorithm = ppo(
+        gamma=args.gamma,
+        lam=by_length or args.lam,
+        lam_value=args.lam_value,
+        cliprange=(
+            RatioMask(args.cliprange, high) if masks else Clip(args.cliprange, high, args.dual_clip)
+        ),
+        cliprange_value=args.cliprange_value,
+        vf_coef=args.vf_coef,
+        kl_estimator=args.kl_estimator,
+        whiten_rewards=args.whiten_rewards,
+        whiten_advantages=args.whiten_advantages,
+        score_position=args.score_position,
+        bootstrap_truncated=args.bootstrap_truncated,
+        credit=args.credit,
+    )
+    algorithm = filter_responses(algorithm, args)
+    if args.kl_cov:
+        algorithm = kl_cov(algorithm, share=args.kl_cov, coef=args.kl_cov_coef)
+    if args.clip_cov:
+        algorithm = clip_cov(algorithm, share=args.clip_cov)
+    if args.loss_aggregation == "sequence":
+        algorithm = replace(algorithm, weighting="row_then_token_mean")
+    if args.loss_aggregation == "constant":
+        algorithm = divide_by_length(algorithm, response_length=args.response_length)
+    return algorithm
 
 
 @suggest_names("argument", config=PPOConfig, also=SharedArguments.__optional_keys__)
@@ -52,7 +95,7 @@ class PPOTrainer(TrainerShell):
     """
 
     SPEC = TrainerSpec(
-        name="PPO", config=PPOConfig, algorithm=ppo, flags=PPOv2Config, value_model=True
+        name="PPO", config=PPOConfig, algorithm=build_ppo, flags=PPOv2Config, value_model=True
     )
 
     def __init__(  # noqa: PLR0913

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 from typing_extensions import Unpack
 
-from kedge.algorithms import rloo
+from kedge.algorithms import Algorithm, rloo
+from kedge.algorithms.transforms import mask_truncated
 from kedge.config.rloo import RLOOConfig
+from kedge.math.losses import Clip
 from kedge.records.errors import ConfigError
 from kedge.suggestions import suggest_names
 from kedge.trainers.assembly.setup import find_tokenizer, pick_tokenizer
@@ -55,6 +57,21 @@ class RLOOArguments(SharedArguments, total=False):
     reward_model: Any
 
 
+def build_rloo(args: RLOOConfig, reward_weights: Sequence[float] | None = None) -> Algorithm:
+    """RLOO with the options and the filter of the config."""
+    algorithm = rloo(
+        cliprange=Clip(args.cliprange or 0.2, args.cliprange_high),
+        kl_estimator=args.kl_estimator,
+        ratio_level=args.ratio_level,
+        token_level_kl=args.token_level_kl,
+        normalize_reward=args.normalize_reward,
+        reward_clip_range=args.reward_clip_range,
+        normalize_advantage=bool(args.normalize_advantage),
+        credit=args.credit,
+    )
+    return mask_truncated(algorithm) if args.mask_truncated_completions else algorithm
+
+
 @suggest_names("argument", config=RLOOConfig, also=RLOOArguments.__optional_keys__)
 class RLOOTrainer(TrainerShell):
     """Trains a causal language model with RLOO against a reward.
@@ -71,7 +88,9 @@ class RLOOTrainer(TrainerShell):
         DataError: invalid prompts.
     """
 
-    SPEC = TrainerSpec(name="RLOO", config=RLOOConfig, algorithm=rloo, metric_names=log_trl_names)
+    SPEC = TrainerSpec(
+        name="RLOO", config=RLOOConfig, algorithm=build_rloo, metric_names=log_trl_names
+    )
 
     def __init__(self, *unnamed: Any, **arguments: Unpack[RLOOArguments]) -> None:
         if unnamed:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -14,39 +12,72 @@ from torch import nn
 from typing_extensions import TypedDict
 
 from kedge.algorithms import Algorithm
+from kedge.algorithms.transforms import (
+    drop_uniform_groups,
+    mask_truncated,
+    penalize_overlong,
+    resample_uniform_groups,
+    without_reference,
+)
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import default_of, format_value, status
 from kedge.data.encode import read_table
-from kedge.loop.metrics import OPEN_INSTRUCT_NAMES, TRL_NAMES
+from kedge.loop.metrics import TRL_NAMES
 from kedge.records.errors import ConfigError
 from kedge.records.protocols import RolloutEngine
 from kedge.rewards.build import as_list
 
 if TYPE_CHECKING:
+    from kedge.config.grpo import GRPOConfig
+    from kedge.config.ppo import PPOConfig
     from kedge.loop.loop import Engine
 
 MetricNames = Callable[[Mapping[str, float]], dict[str, float]]
 _ALGORITHM, _VALUE = "algorithm: ", "value model"  # readers of options
 
 
-def shared_kwargs(config: OnPolicyConfig, function: Callable[..., Any]) -> dict[str, Any]:
-    """The options of a config that the signature of a function names."""
-    names = inspect.signature(function).parameters
-    return {name: getattr(config, name) for name in names if hasattr(config, name)}
+def size_options(args: OnPolicyConfig) -> dict[str, Any]:
+    """The options that ``compute_batch_sizes`` takes."""
+    return {
+        "per_device_train_batch_size": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "num_mini_batches": args.num_mini_batches,
+        "num_ppo_epochs": args.num_ppo_epochs,
+        "num_generations": args.num_generations,
+        "total_episodes": args.total_episodes,
+        "max_steps": args.max_steps,
+        "num_train_epochs": args.num_train_epochs,
+        "max_tokens_per_micro_batch": args.max_tokens_per_micro_batch,
+    }
+
+
+def filter_responses(algorithm: Algorithm, args: PPOConfig | GRPOConfig) -> Algorithm:
+    """The overlong penalty and the filters of responses and groups that the config asks for."""
+    if args.overlong_buffer:
+        algorithm = penalize_overlong(
+            algorithm, buffer=args.overlong_buffer, response_length=args.response_length
+        )
+    if args.mask_truncated_completions:
+        algorithm = mask_truncated(algorithm)
+    if args.drop_uniform_groups:
+        algorithm = drop_uniform_groups(algorithm)
+    if args.dynamic_sampling:
+        algorithm = resample_uniform_groups(algorithm, rounds=args.dynamic_sampling)
+    return algorithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
     """A trainer: its config, its algorithm, and other names of its metrics.
 
-    ``algorithm`` gets the options that its signature names, and ``reference``: whether there is a
-    reference model.  ``metric_names`` returns the function that adds metrics under other libraries'
+    ``algorithm`` builds the algorithm from the config and the weights of the rewards.
+    ``metric_names`` returns the function that adds metrics under other libraries'
     names to the metrics of an iteration or an evaluation.
     """
 
     name: str  # of the algorithm, for model cards
     config: type[OnPolicyConfig]
-    algorithm: Callable[..., Algorithm]
+    algorithm: Callable[[Any, Sequence[float] | None], Algorithm]
     metric_names: Callable[[Any, Engine], MetricNames] = lambda args, engine: lambda row: {}
     flags: type[OnPolicyConfig] | None = None  # of the command, if it has more names than `config`
     value_model: bool = False  # takes `value_model`, or `reward_model` to start it
@@ -81,12 +112,11 @@ class TrainerSpec:
             return custom
         reference = ref_model is not None or args.kl_coef > 0 or args.loss_kl_coef > 0
         try:
-            options = shared_kwargs(args, self.algorithm)
-            if "reward_weights" in options and reward_weights is not None:
-                options["reward_weights"] = reward_weights
-            return self.algorithm(**options, reference=reference)
+            weights = args.reward_weights if reward_weights is None else reward_weights
+            algorithm = self.algorithm(args, weights)
         except ValueError as error:  # contradictory options
             raise ConfigError(str(error)) from error
+        return algorithm if reference else without_reference(algorithm)
 
 
 def _check_custom(args: OnPolicyConfig, algorithm: Any, value_model: Any) -> None:
@@ -290,30 +320,3 @@ def trl_names(
     if "entropy_coef" in metrics:
         metrics["policy_loss"] = row["loss/policy_avg"] + beta * row.get("loss/kl_avg", 0.0)
     return {name: value for name, value in metrics.items() if name not in row}
-
-
-def log_open_instruct_names(args: Any, engine: Engine) -> MetricNames:
-    """Add open-instruct's names, in training only."""
-    rows, begin = engine.batch_sizes.batch_size, 0.0
-
-    def names(row: Mapping[str, float]) -> dict[str, float]:
-        nonlocal begin
-        if "episode" not in row:  # evaluation rows
-            return {}
-        begin = begin or time.perf_counter() - row["time/step"]
-        metrics = {new: row[old] for new, old in OPEN_INSTRUCT_NAMES.items() if old in row}
-        for name, value in row.items():
-            if name.startswith("log/") and name.endswith(("_reward", "_correct_rate")):
-                metrics[f"objective/{name.removeprefix('log/')}"] = value
-            if name.startswith("rewards/") and name.endswith("r1_style_format"):
-                metrics["val/format_scores"] = value
-        return metrics | {
-            "training_step": row["episode"] / rows,
-            "objective/loss": row.get("loss/policy_avg", 0.0)
-            + args.vf_coef * row.get("loss/value_avg", 0.0),
-            "val/stop_token_rate": row["val/num_eos_tokens"] / rows,
-            "time/training": row["time/annotate"] + row["time/update"],
-            "time/from_scratch": time.perf_counter() - begin,
-        }
-
-    return names

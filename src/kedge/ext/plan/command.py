@@ -44,7 +44,7 @@ from kedge.rewards.function import Signature, function_name
 from kedge.trainers import find_trainer, load_trainer, trainer_commands
 from kedge.trainers.assembly.models import value_start
 from kedge.trainers.assembly.setup import build_prompts, build_sampling
-from kedge.trainers.spec import shared_kwargs
+from kedge.trainers.spec import size_options
 
 USAGE = f"""\
 usage: kedge plan COMMAND [--num_processes N] [--measure] [flags of that command]
@@ -188,7 +188,7 @@ def plan(
                 "the length of the run is unknown; set --dataset_name, --total_episodes or "
                 "--max_steps"
             )
-        sizes = shared_kwargs(config, compute_batch_sizes) | {"world_size": world_size}
+        sizes = size_options(config) | {"world_size": world_size}
         batches = compute_batch_sizes(**sizes, min_group=algorithm.min_group)
         facts = {"longest prompt, assumed": config.max_prompt_length or PROMPT_GUESS}
     else:

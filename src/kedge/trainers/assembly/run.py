@@ -42,7 +42,7 @@ from kedge.trainers.assembly.models import LearnerStage, Models, ModelStage, rec
 from kedge.trainers.assembly.setup import Setup, build_setup, pick_tokenizer, trusts_remote_code
 from kedge.trainers.hf_callbacks import Callbacks, launch_context, own_callbacks
 from kedge.trainers.run import Run, recording_fingerprint
-from kedge.trainers.spec import TrainerInputs, shared_kwargs
+from kedge.trainers.spec import TrainerInputs
 
 if TYPE_CHECKING:
     from kedge.checkpoint.replay import RolloutReplay
@@ -310,7 +310,10 @@ class RewardStage:
     def build(self, models: Models, trainer_state: Callable[[], object]) -> RewardSource:
         """Load the reward models, here or in workers."""
         setup, inputs, args = self.setup, self.setup.inputs, self.setup.args
-        mixture = shared_kwargs(args, reward_source) | {
+        mixture = {
+            "missing_eos_penalty": args.missing_eos_penalty,
+            "non_eos_penalty": args.non_eos_penalty,
+            "penalty_reward_value": args.penalty_reward_value,
             "policy_tokenizer": setup.tokenizer,
             "ends": setup.sampling.stop_ids,
             "weights": self.weights,

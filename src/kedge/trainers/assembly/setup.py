@@ -25,7 +25,7 @@ from kedge.output import check_targets
 from kedge.records.errors import ConfigError, DataError
 from kedge.records.protocols import PromptSource
 from kedge.records.types import Sampling
-from kedge.trainers.spec import TrainerInputs, shared_kwargs
+from kedge.trainers.spec import TrainerInputs, size_options
 
 if TYPE_CHECKING:
     pass
@@ -257,7 +257,7 @@ def build_prompts(
     """Tokenize the training prompts and derive the batch sizes."""
     if dataset is None:
         raise DataError("train_dataset=None: pass a dataset with a `prompt` column")
-    options = shared_kwargs(args, compute_batch_sizes) | {
+    options = size_options(args) | {
         "world_size": accelerator.num_processes,
         "min_group": min_group,
     }

@@ -1,0 +1,269 @@
+"""Filters and penalties for any algorithm: functions Algorithm -> Algorithm.
+
+    drop_uniform_groups(penalize_overlong(grpo(), buffer=64, response_length=512))
+
+A transform replaces functions of the algorithm that it gets and has no state.  Apply them in this
+order; each group may follow the algorithm or an earlier group:
+
+1. Scores: ``penalize_overlong``, ``divide_scores``; advantages: ``decouple_rewards``.
+2. Filters: ``mask_truncated``, ``drop_uniform_groups``, ``resample_uniform_groups``.
+3. What reads final advantages: ``kl_cov`` before ``clip_cov``, which sets some of them to 0.
+4. The loss: ``divide_by_length``, ``add_entropy``, ``start_ratios_at_1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kedge.algorithms.base import AdvantageInputs, Algorithm
+from kedge.math.advantage import group_count, normalize_then_sum
+from kedge.math.losses import clip_cov_tokens, covariances, kl_cov_tokens
+from kedge.math.masked import gather_values
+from kedge.math.rewards import overlong_penalty
+from kedge.records.types import (
+    AdvantageOutput,
+    Loss,
+    MicroBatch,
+    PolicyOutput,
+    RewardOutput,
+    Rollout,
+    require,
+)
+
+Scores = Callable[[Rollout, RewardOutput], RewardOutput]
+
+
+def with_scores(algorithm: Algorithm, change: Scores) -> Algorithm:
+    """The algorithm with other scores, both in its advantages and to tell uniform groups."""
+
+    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
+        changed = change(e.rollout, e.reward_output)
+        return algorithm.compute_advantages(replace(e, reward_output=changed), kl_coef)
+
+    def uniform(rollout: Rollout, reward_output: RewardOutput) -> Tensor:
+        return algorithm.uniform(rollout, change(rollout, reward_output))
+
+    return replace(algorithm, compute_advantages=compute_advantages, uniform=uniform)
+
+
+def penalize_overlong(algorithm: Algorithm, *, buffer: int, response_length: int) -> Algorithm:
+    """Scores fall by up to 1 over the last ``buffer`` tokens before the length limit.
+
+    Soft overlong punishment of DAPO, arXiv:2503.14476; see ``kedge.math.rewards``.
+
+    Raises:
+        ValueError: ``buffer`` is not between 1 and ``response_length``.
+    """
+    if not 1 <= buffer <= response_length:
+        raise ValueError(
+            f"overlong_buffer={buffer} must be between 1 and response_length={response_length}"
+        )
+
+    def penalized(rollout: Rollout, reward_output: RewardOutput) -> RewardOutput:
+        lengths = (rollout.loss_mask & reward_output.valid[:, None]).sum(1)
+        penalty = overlong_penalty(lengths, longest=response_length, buffer=buffer)
+        return replace(reward_output, scores=reward_output.scores + penalty)
+
+    return with_scores(algorithm, penalized)
+
+
+def divide_scores(algorithm: Algorithm, scale: float) -> Algorithm:
+    """Scores and dense rewards divided by ``scale``, such as a running standard deviation.
+
+    The deviation is state of a run, so the loop keeps it and applies this in every iteration.
+    """
+    return with_scores(algorithm, lambda rollout, reward_output: reward_output.divide(scale))
+
+
+def decouple_rewards(algorithm: Algorithm, weights: Sequence[float] | None = None) -> Algorithm:
+    """GDPO: every reward is normalized in its group before the sum, which is normalized again.
+
+    The advantages of ``kedge.math.advantage.normalize_then_sum``, of whole responses and without
+    penalties.  ``weights``: one per reward; None: 1.
+    """
+
+    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
+        parts = e.reward_output.components
+        rewards, split = [*parts.values()], [name for name in parts if "/" in name]
+        if split or len(rewards) != len(weights or rewards):
+            raise ValueError(
+                "multi_objective_aggregation='normalize_then_sum' needs one score per reward, got"
+                f" {', '.join(parts)}; pass the parts of a reward as rewards of their own"
+            )
+        advantages = normalize_then_sum(
+            rewards,
+            [1.0] * len(rewards) if weights is None else weights,
+            e.rollout.prompts.group,
+            e.reward_output.valid,
+            all_reduce=e.all_reduce,
+        )
+        output = algorithm.compute_advantages(e, kl_coef)
+        return replace(output, advantages=advantages[:, None] * e.rollout.loss_mask)
+
+    return replace(algorithm, compute_advantages=compute_advantages)
+
+
+def without_reference(algorithm: Algorithm) -> Algorithm:
+    """The algorithm without a reference policy, and so without a KL penalty in the reward."""
+    return replace(algorithm, needs_reference=False, needs_full_kl=False)
+
+
+# -- filters: what is left out counts for baselines and returns, and does not train ----------------
+
+
+def mask_truncated(algorithm: Algorithm) -> Algorithm:
+    """Responses truncated by a limit do not train, neither the policy nor the value model."""
+
+    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
+        output, kept = _leave_out(algorithm, e, kl_coef, ~e.rollout.terminated)
+        if output.value_mask is not None:
+            output = replace(output, value_mask=output.value_mask & kept)
+        return output
+
+    return replace(algorithm, compute_advantages=compute_advantages)
+
+
+def drop_uniform_groups(algorithm: Algorithm) -> Algorithm:
+    """Groups with nothing to compare, such as equal scores, do not train the policy.
+
+    They train the value model.  With one, a response that is alone in its group trains the policy,
+    too: its advantage is no comparison with others.
+    """
+
+    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
+        uniform = algorithm.uniform(e.rollout, e.reward_output)
+        if algorithm.needs_values:
+            several = group_count(e.rollout.prompts.group, e.reward_output.valid) > 1
+            uniform = uniform & several
+        return _leave_out(algorithm, e, kl_coef, uniform)[0]
+
+    min_group = max(2, algorithm.min_group)
+    return replace(algorithm, compute_advantages=compute_advantages, min_group=min_group)
+
+
+def resample_uniform_groups(algorithm: Algorithm, *, rounds: int) -> Algorithm:
+    """Such groups are replaced by other prompts, in at most ``rounds`` rounds (DAPO)."""
+    return replace(algorithm, resample=rounds, min_group=max(2, algorithm.min_group))
+
+
+def _leave_out(
+    algorithm: Algorithm, e: AdvantageInputs, kl_coef: float, rows: Tensor
+) -> tuple[AdvantageOutput, Tensor]:
+    """Advantages whose statistics and loss leave out ``rows`` bool [B]; and the kept rows [B, 1].
+
+    Excluded before the advantages are computed: whitening must not see tokens that do not train.
+    """
+    mask, out = e.rollout.loss_mask, rows[:, None]
+    excluded = mask & out if e.excluded is None else e.excluded | (mask & out)
+    output = algorithm.compute_advantages(replace(e, excluded=excluded), kl_coef)
+    trained = mask if output.loss_mask is None else output.loss_mask
+    return replace(output, loss_mask=trained & ~out), ~out
+
+
+# -- losses ----------------------------------------------------------------------------------------
+
+
+def kl_cov(algorithm: Algorithm, *, share: float, coef: float = 1.0) -> Algorithm:
+    """A penalty coef |log rho| on the ``share`` of tokens that lower the entropy most.
+
+    Those whose log-probability and advantage covary most (KL-Cov, arXiv:2505.22617, with 0.002 and
+    without a clip).  It acts from the second optimizer step of a batch on.
+    """
+
+    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
+        output = algorithm.compute_advantages(e, kl_coef)
+        return replace(output, penalized=_choose(e, output, partial(kl_cov_tokens, share=share)))
+
+    def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
+        x, out = mb.rows, algorithm.loss(new, mb)
+        change = ((new.logprobs - x.old_logprobs) * x.loss_mask).abs()
+        chosen = require(x.penalized, "penalized") * (change > 1e-5)  # below: a rounding error,
+        penalty = (mb.token_weight * chosen * change).sum()  # of which abs would pass on the sign
+        return replace(
+            out,
+            parts={**out.parts, "kl_cov": coef * penalty},
+            metrics={**out.metrics, "loss/kl_cov_avg": penalty},
+        )
+
+    return replace(algorithm, compute_advantages=compute_advantages, loss=loss)
+
+
+def clip_cov(algorithm: Algorithm, *, share: float) -> Algorithm:
+    """A ``share`` of the tokens, of those with a covariance from 1 to 5, gets no policy gradient.
+
+    The covariance is that of ``kl_cov`` (Clip-Cov, arXiv:2505.22617, with 2e-4).
+    """
+
+    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
+        output = algorithm.compute_advantages(e, kl_coef)
+        clipped = _choose(e, output, partial(clip_cov_tokens, share=share))
+        return replace(output, advantages=output.advantages * ~clipped)
+
+    return replace(algorithm, compute_advantages=compute_advantages)
+
+
+def _choose(
+    e: AdvantageInputs, output: AdvantageOutput, choose: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """``choose`` among the covariances of the trained tokens of all ranks.  bool [B, R]."""
+    tokens = e.trained if output.loss_mask is None else e.trained & output.loss_mask
+    covariance = covariances(
+        e.model_outputs.logprobs, output.advantages, tokens, all_reduce=e.all_reduce
+    )
+    values, own = gather_values(
+        covariance[tokens], all_reduce=e.all_reduce, rank=e.rank, world_size=e.world_size
+    )
+    return torch.zeros_like(tokens).masked_scatter(tokens, choose(values)[own])
+
+
+def divide_by_length(algorithm: Algorithm, *, response_length: int) -> Algorithm:
+    """The weight of a token in the policy loss is 1 / (rows response_length), as in Dr. GRPO.
+
+    For algorithms that weigh tokens by ``mb.token_weight``.  A policy loss is proportional to
+    positive factors of an advantage (ADR 7), so it alone changes; value loss, KL and metrics keep
+    their weights.
+    """
+
+    def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
+        x, weight = mb.rows, mb.token_weight
+        factor = torch.where(weight > 0, mb.row_weight[:, None] / (response_length * weight), 0.0)
+        return algorithm.loss(new, replace(mb, rows=replace(x, advantages=factor * x.advantages)))
+
+    return replace(algorithm, loss=loss)
+
+
+def add_entropy(algorithm: Algorithm, coef: float) -> Algorithm:
+    """The loss minus ``coef`` times the mean entropy per token.
+
+    ``EntropyBonus`` of the loop keeps a coefficient that adapts, and the learner computes entropies
+    with a gradient where its options ask for a bonus.
+    """
+
+    def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
+        out, entropy = algorithm.loss(new, mb), (mb.token_weight * new.entropy).sum()
+        return replace(
+            out,
+            parts={**out.parts, "entropy": -coef * entropy},
+            metrics={**out.metrics, "policy/entropy_avg": entropy},
+        )
+
+    return replace(algorithm, loss=loss)
+
+
+def start_ratios_at_1(algorithm: Algorithm) -> Algorithm:
+    """Ratios to the log-probabilities of the training pass itself, so that they are exactly 1.
+
+    For the only optimizer step of an iteration in low precision, where log-probabilities differ
+    between passes of different shapes.
+    """
+
+    def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
+        rows = replace(mb.rows, old_logprobs=new.logprobs.detach())
+        return algorithm.loss(new, replace(mb, rows=rows))
+
+    return replace(algorithm, loss=loss)
