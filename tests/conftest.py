@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +17,22 @@ import pytest
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+# What a test names if it is of an extension: modules, forwarded paths and names, commands.
+EXTENSIONS = re.compile(
+    r"kedge\.(ext|classic|compat|judges|trl|trl_scripts)\b|environments\.(games|adapters)\b"
+    r"|\b(AsyncPPO(Config|Trainer)|ModelConfig|TrlParser|PPOv2\w+|code_verifier|Sandbox|ifeval)\b"
+    r"|kedge (sft|reward|judge|plan|doctor|report|compare|init|expert|value|async-ppo|serve-reward)"
+    r"|[\"'](sft|judge|plan|doctor|report|compare|init|expert|value|async-ppo|serve-reward)[\"'],"
+)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without ``kedge.ext``, leave out files of tests that name an extension."""
+    if importlib.util.find_spec("kedge.ext") or collection_path.suffix != ".py":
+        return None
+    return bool(EXTENSIONS.search(collection_path.read_text(encoding="utf-8"))) or None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,11 +17,6 @@ from typing import Any
 
 from kedge.records.errors import DISTRIBUTION, ConfigError
 
-GROUPS = (
-    *("kedge.rollout_engines", "kedge.environments", "kedge.rewards", "kedge.commands"),
-    *("kedge.trackers", "kedge.ops", "kedge.dialects"),
-)
-
 
 @cache
 def find(group: str) -> Mapping[str, EntryPoint]:

@@ -74,9 +74,6 @@ LAZY |= {"gymnasium", "textarena", "openenv", "verifiers", "aiohttp"}
 
 # Arrows that still point the wrong way.
 PENDING = {
-    "__init__.py -> kedge.ext.open_instruct.config",
-    "__init__.py -> kedge.ext.open_instruct.trainer",
-    "__init__.py -> kedge.ext.trl.scripts",
     "cli/arguments.py -> kedge.ext.trl.scripts",
     "cli/data.py -> kedge.ext.open_instruct.mixer",
     "cli/tools/generate.py -> kedge.ext.vllm",
@@ -93,8 +90,6 @@ PENDING = {
     "trainers/assembly/run.py -> kedge.ext.open_instruct.config",
     "trainers/assembly/run.py -> kedge.ext.ray.pool",
     "trainers/assembly/run.py -> kedge.ext.ray.rewards",
-    "trainers/hf_callbacks.py -> kedge.ext.ray.context",
-    "trainers/run.py -> kedge.ext.report.doctor",
 }
 # Folders of ``ext`` that may import another one.
 EXT_RULES = {"open_instruct": {"ray", "vllm"}, "ray": {"vllm"}}

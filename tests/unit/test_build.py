@@ -239,7 +239,7 @@ def lora() -> Any:
     "given", ['{"attn_implementation": "eager"}', {"attn_implementation": "eager"}]
 )
 def test_model_init_kwargs_reach_the_model(make: Any, folder: str, given: Any) -> None:
-    assert make(model=folder).model.config._attn_implementation == "sdpa"
+    assert make(model=folder).model.config._attn_implementation == "kedge"
     made = make(model=folder, ref_model=folder, beta=0.1, model_init_kwargs=given)
     assert made.model.config._attn_implementation == "eager"
     assert made.engine.learner.reference.model.config._attn_implementation == "eager"

@@ -419,7 +419,7 @@ class RankGroups:
     The thread that creates this (it trains and evaluates) and the one that samples ahead must not
     wait for each other, and neither may interfere with the collectives of training.  One call may
     take ``timeout`` seconds.  ``mail`` carries what ``scatter`` sends: a
-    ``kedge.ext.ray.context.RankContext``; None: gloo.
+    ``kedge.trainers.launch.LaunchContext``; None: gloo.
     """
 
     def __init__(self, timeout: float, mail: Any = None) -> None:

@@ -37,7 +37,7 @@ from kedge.reporting.base import required_write
 from kedge.rewards.build import as_list
 from kedge.trainers.assembly.run import assemble_run
 from kedge.trainers.assembly.setup import build_eval_sets, pick_tokenizer
-from kedge.trainers.hf_callbacks import launch_context
+from kedge.trainers.launch import launch_context
 from kedge.trainers.spec import TrainerInputs, TrainerSpec
 
 logger = logging.getLogger(__name__)

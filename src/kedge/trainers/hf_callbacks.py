@@ -8,12 +8,11 @@ uses the integration callbacks of transformers only.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +29,7 @@ from kedge.records.errors import ConfigError, DamagedCheckpointError, install_co
 from kedge.records.protocols import Tracker
 from kedge.reporting.base import CompositeTracker
 from kedge.rewards.build import as_list
-
-if TYPE_CHECKING:
-    from kedge.ext.ray.context import RankContext
+from kedge.trainers.launch import LaunchContext, launch_context
 
 STATE_FILE = "trainer_state.json"
 LATEST = (
@@ -251,19 +248,10 @@ def own_callbacks(args: OnPolicyConfig) -> list[TrainerCallback]:
     return callbacks
 
 
-def launch_context() -> RankContext | None:
-    """The context of this rank of a Ray launch; None outside a launch."""
-    if "kedge.ext.ray.context" not in sys.modules:
-        return None  # no launch has set a context
-    from kedge.ext.ray.context import get_context
-
-    return get_context()
-
-
 class Reporting(TrainerCallback):
     """Sends the rows of rank 0 to the driver of a Ray launch, and stops when the driver asks to."""
 
-    def __init__(self, context: RankContext, *, main: bool) -> None:
+    def __init__(self, context: LaunchContext, *, main: bool) -> None:
         self._context, self._main = context, main
 
     def on_step_end(

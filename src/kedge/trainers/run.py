@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
+from kedge import plugins
 from kedge.checkpoint import checkpoint
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import resume_values
@@ -43,7 +44,6 @@ from kedge.trainers.spec import MetricNames
 
 if TYPE_CHECKING:
     from kedge.checkpoint.replay import RolloutRecorder
-    from kedge.ext.report.doctor import Rule
     from kedge.reporting.trackers import ConsoleTracker
 
 logger = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ class Run(Hooks):
         self._begin, self._first_episode = self.clock(), self.state.episode
         self._epoch_open = False
         self._first = self._saved = self.state.global_step  # step of the last checkpoint
-        self._findings: set[Rule] = set()
+        self._findings: set[str] = set()
         self._noise = 0.0  # last iterations in which the value was worse than the mean
 
     # -- during training --------------------------------------------------------------------------
@@ -414,15 +414,10 @@ class Run(Hooks):
 
     def _warn_of_findings(self) -> None:
         """Warn once of findings of ``kedge doctor`` that are worth stopping for."""
-        from kedge.ext.report.doctor import LIVE
-        from kedge.reporting.log import RunLog
-
+        examine = plugins.load("kedge.hooks", "doctor")
         rows = [row for row in self.state.log_history if "objective/scores" in row]
-        for rule in LIVE:
-            finding = rule(RunLog("", rows)) if rule not in self._findings else None
-            if finding is not None:
-                self._findings.add(rule)
-                self._warn(f"{finding.rule}: {finding.seen}. To try: {finding.advice}")
+        for text in examine(rows, self._findings) if examine else ():
+            self._warn(text)
 
     def take_pending(self) -> dict[str, float]:
         """Take the pending iterations and return their mean."""

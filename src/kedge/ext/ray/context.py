@@ -11,8 +11,8 @@ from typing import Any
 
 from kedge.ext.ray.cluster import HEALTH
 from kedge.ext.ray.placement import Placement
+from kedge.trainers.launch import launch_context
 
-_CONTEXT: list[RankContext] = []
 INBOX: SimpleQueue[Any] = SimpleQueue()  # references that learner 0 has sent to this process
 STOP = threading.Event()  # set in a rank's process once the driver asks it to stop
 
@@ -85,10 +85,6 @@ class RankContext:
 
 
 def get_context() -> RankContext | None:
-    """The context of this process; None outside a launch."""
-    return _CONTEXT[0] if _CONTEXT else None
-
-
-def set_context(context: RankContext) -> None:
-    """Set the context of this process."""
-    _CONTEXT[:] = [context]
+    """The context of this process; None outside a launch by Ray."""
+    context = launch_context()
+    return context if isinstance(context, RankContext) else None

@@ -20,13 +20,14 @@ import psutil
 from kedge.ext.ray import cluster
 from kedge.ext.ray.actor import Actor, LostActorError
 from kedge.ext.ray.cluster import ActorProcess
-from kedge.ext.ray.context import INBOX, STOP, DriverMailbox, RankContext, set_context
+from kedge.ext.ray.context import INBOX, STOP, DriverMailbox, RankContext
 from kedge.ext.ray.placement import Placement, place, plan_bundles
 from kedge.ext.vllm.weights import free_port
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.records.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 from kedge.rollout.engines import start_all
 from kedge.rollout.liveness import RunningTime, WorkerLimits
+from kedge.trainers.launch import set_launch_context
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ class RankWorker:
         for name, found in psutil.net_if_addrs().items():
             if any(x.address == address for x in found):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        set_context(place)
+        set_launch_context(place)
         logging.getLogger("kedge").addHandler(_DriverHandler(place))
         try:
             result = job()

@@ -53,6 +53,17 @@ def examine(log: RunLog) -> list[Finding]:
     return [finding for finding in findings if finding is not None]
 
 
+def live_findings(rows: list[dict[str, float]], known: set[str]) -> list[str]:
+    """Findings worth stopping for that are not ``known``, which gets their rules."""
+    log, texts = RunLog("", rows), []
+    for each in LIVE:
+        finding = None if each.__name__ in known else each(log)
+        if finding is not None:
+            known.add(each.__name__)
+            texts.append(f"{finding.rule}: {finding.seen}. To try: {finding.advice}")
+    return texts
+
+
 def open_question(log: RunLog) -> str:
     """Questions that no rule can answer, for a run without findings."""
     if log.series("environment/turns"):

@@ -40,7 +40,8 @@ from kedge.rewards import check_sources, reward_source
 from kedge.rewards.build import as_list
 from kedge.trainers.assembly.models import LearnerStage, Models, ModelStage, receives_weights
 from kedge.trainers.assembly.setup import Setup, build_setup, pick_tokenizer, trusts_remote_code
-from kedge.trainers.hf_callbacks import Callbacks, launch_context, own_callbacks
+from kedge.trainers.hf_callbacks import Callbacks, own_callbacks
+from kedge.trainers.launch import launch_context
 from kedge.trainers.run import Run, recording_fingerprint
 from kedge.trainers.spec import TrainerInputs
 
