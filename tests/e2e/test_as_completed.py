@@ -169,7 +169,7 @@ def test_groups_that_depend_on_scores_complete_one_by_one(
         options |= {"top_k": 8, "algorithm": remax()}
         options["num_generations"] = 2
         trainer = make(RLOOTrainer, RLOOConfig, **options)
-    assert trainer.engine.rollout_engine.slots > 0
+    assert trainer.engine.rollout_engine.info.slots > 0
     trainer.train()
     logged = rows(trainer)
     assert len(logged) == 6

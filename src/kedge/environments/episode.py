@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kedge.background import CallThread
 from kedge.math.rewards import place_score
 from kedge.records.errors import ConfigError, RewardError, RolloutError
-from kedge.records.protocols import Step
+from kedge.records.protocols import RewardInfo, Step
 from kedge.records.types import PER_EPISODE, Episodes, PromptBatch, RewardOutput, Rollout, Sampling
 
 _RESERVE = 64  # tokens
@@ -455,7 +455,7 @@ class EpisodeReward:
     score, to the last token of its turn; they sum to 0 in every row.
     """
 
-    name = "environment"
+    info = RewardInfo(name="environment")
 
     def score(self, rollout: Rollout) -> RewardOutput:
         """Sum the environments' rewards.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kedge.records.errors import SyncError
-from kedge.records.protocols import RolloutEngine
+from kedge.records.protocols import EngineInfo, RolloutEngine, read_info
 from kedge.records.seeds import seed_for
 from kedge.records.types import SYNC_GAP, PromptBatch, Receipt, Rollout, Sampling, group_rows
 from kedge.rollout.liveness import starting
@@ -41,7 +41,7 @@ class SampledNumbers:
 
 def list_engines(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
     """The engines that can sample concurrently: the parts of a composite engine, or the engine."""
-    return tuple(getattr(rollouts, "engines", ())) or (rollouts,)
+    return tuple(read_info(rollouts, EngineInfo).engines) or (rollouts,)
 
 
 def _check_needs_no_receipt(engine: RolloutEngine) -> None:
