@@ -451,7 +451,8 @@ class RankGroups:
 
         def send(_: list[None]) -> list[Any]:
             items = work()
-            own[:], others = items[:1], [*items[1:]]
+            others: list[Any] = [*items[1:]]
+            own[:] = items[:1]
             if self._mail is not None:
                 self._mail.send(others)
                 others = [None] * len(others)
