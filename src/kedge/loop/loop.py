@@ -22,7 +22,6 @@ from kedge.rollout.scheduler.as_completed import AsCompleted
 from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
 from kedge.rollout.scheduler.in_order import InOrder
 from kedge.rollout.scheduler.scheduler import RolloutScheduler
-from kedge.rollout.scheduler.state import Order
 from kedge.rollout.scheduler.worker import WeightUpdate
 
 
@@ -42,7 +41,7 @@ class Engine(Updater):
     _all_ranks_fail: bool = field(default=True, init=False)  # a failure now is raised everywhere
 
     def __post_init__(self) -> None:
-        order: Order = InOrder(self.max_lag)
+        order: InOrder | AsCompleted = InOrder(self.max_lag)
         if self.partial_batches:
             order = AsCompleted(
                 self.partial_batches,

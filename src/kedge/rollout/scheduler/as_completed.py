@@ -31,7 +31,7 @@ from kedge.rollout.scheduler.collector import (
 from kedge.rollout.scheduler.dispatch import Dispatcher, deal
 from kedge.rollout.scheduler.joining import GroupPrompts, SampleStore, join_groups, restore_groups
 from kedge.rollout.scheduler.rank_rewards import RankReward, connect
-from kedge.rollout.scheduler.state import SchedulerState, sample_rows
+from kedge.rollout.scheduler.state import SchedulerState
 from kedge.rollout.scheduler.worker import (
     EngineWorker,
     SampledNumbers,
@@ -195,7 +195,7 @@ class AsCompleted:
                     state.changed.notify_all()
             return
         for step, groups, rows in self._prompts.rows(numbers):
-            sample_rows(self, worker, step, groups, rows)
+            state.sample(worker, step, groups, rows, add=self.add)
         with state.lock:
             worker.release_all()
 

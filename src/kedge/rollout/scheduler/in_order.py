@@ -12,7 +12,7 @@ from kedge.records.protocols import RewardInfo, RolloutEngine, read_info
 from kedge.records.types import PromptBatch, Rollout, Sample
 from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
 from kedge.rollout.scheduler.dispatch import Dispatcher
-from kedge.rollout.scheduler.state import SchedulerState, sample_rows
+from kedge.rollout.scheduler.state import SchedulerState
 from kedge.rollout.scheduler.worker import EngineWorker, SampledNumbers, WeightUpdate
 
 
@@ -61,7 +61,7 @@ class InOrder:
     def sample(self, worker: EngineWorker, numbers: list[int]) -> None:
         """Sample the batches of these iterations."""
         for step in numbers:
-            sample_rows(self, worker, step, [step])
+            self.state.sample(worker, step, [step], None, add=self.add)
 
     def add(self, sampled: Sequence[SampledNumbers], sample: Sample) -> None:
         """Store the scored batch."""

@@ -1,7 +1,9 @@
 """Samples while the learner trains.
 
 One thread per rollout engine samples, others score, and the driver trains.  What is sampled next,
-and what an iteration trains on, is decided by an ``Order``: ``InOrder`` or ``AsCompleted``.
+and what an iteration trains on, is decided by its order: ``InOrder`` or ``AsCompleted``.  The
+runner calls its methods with the lock held, except ``configure``, ``begin``, ``sample``, ``join``,
+``recover``, and those that the driver calls while it waits.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import torch
 from kedge.background import Stopped, check_stop, stopped_by
 from kedge.records.protocols import RolloutEngine
 from kedge.records.types import Rollout, Sample, add_times
+from kedge.rollout.scheduler.as_completed import AsCompleted
 from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
-from kedge.rollout.scheduler.state import Order
+from kedge.rollout.scheduler.in_order import InOrder
 from kedge.rollout.scheduler.worker import EngineWorker, SampledNumbers, WeightUpdate
 
 PATIENCE = 5.0  # seconds to wait for a stopped thread to return from a library
@@ -28,7 +31,7 @@ PATIENCE = 5.0  # seconds to wait for a stopped thread to return from a library
 class RolloutScheduler:
     """Supplies the samples of each iteration; at lag 0 the driver samples and scores itself."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: InOrder | AsCompleted) -> None:
         self._order, self._state = order, order.state
         self._has_threads = order.state.dispatcher.max_lag > 0
         self._threads: list[threading.Thread] = []
