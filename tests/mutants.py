@@ -300,12 +300,6 @@ BUGS = {
             "torch.arange(len(new), device=self._device)",
         )
     },
-    ("rollout/scheduler/scheduler.py", REPLACED): {
-        "greedy baselines in the order in which they were sampled": (
-            "greedy = greedy.rows(greedy.prompts.group.argsort())",
-            "pass",
-        ),
-    },
     ("rollout/scheduler/as_completed.py", REPLACED): {
         "groups of equal scores are replaced for ever": (
             "if self._prompts.turn(number) < rounds]",
@@ -440,7 +434,7 @@ BUGS = {
             "self.turn += [self.turns] * len(ids)",
         ),
         "every turn is sampled with the seed of the first": (
-            'return seed if turn == 0 else derive_seed(f"{seed}/turn/{turn}")',
+            'return seed if turn == 0 else seed_for(seed, "turn", turn)',
             "return seed",
         ),
     },

@@ -20,7 +20,7 @@ from kedge.ext.vllm.engine import VLLMEngine
 from kedge.ext.vllm.inprocess import InProcess
 from kedge.ext.vllm.policy_template import Expected, PolicyTemplate, meta_model, on_cpu
 from kedge.ext.vllm.weights import EngineGroup, FanOut, NcclTransfer, buckets, nccl, use_nccl
-from kedge.models.fingerprint import WeightsCopy, policy_weights
+from kedge.models.fingerprint import WeightsCopy, as_copy, policy_weights
 from kedge.records.errors import RolloutError, SyncError
 from kedge.records.protocols import EngineInfo, RolloutEngine
 from kedge.records.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
@@ -101,7 +101,7 @@ def stage_weights(
 
 def store_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> StoredWeights:
     """Return staged weights as stored weights, or put others into the store."""
-    stored: StoredWeights | None = getattr(weights, "stored", None)
+    stored: StoredWeights | None = as_copy(weights).stored
     return StoredWeights.put(weights.items(), dtype) if stored is None else stored
 
 

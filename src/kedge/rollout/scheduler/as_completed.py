@@ -97,13 +97,18 @@ class AsCompleted:
         state.num_scorers = pool.size
         state.collector = replace(collector, source=source, reward=pool)
         infos = [(engine, read_info(engine, EngineInfo)) for engine in list_engines(rollouts)]
-        state.workers = [EngineWorker(engine=engine, slots=info.slots) for engine, info in infos]
-        ready = all(info.slots and info.updates_in_flight for _, info in infos)
+        # Greedy baselines come before their groups: a partial batch has both.
+        whole = collector.algorithm.needs_greedy
+        state.workers = [
+            EngineWorker(engine=engine, slots=0 if whole else info.slots) for engine, info in infos
+        ]
+        ready = not whole and all(info.slots and info.updates_in_flight for _, info in infos)
         if state.dispatcher.in_flight and not ready:
             raise ConfigError(
                 "in_flight_weight_updates=True needs a rollout engine that gets weights while it"
                 f" holds single requests, but {type(rollouts).__name__} does not (vLLM: not with an"
-                " adapter or vllm_sleep, and only from 0.32 on); leave it out"
+                " adapter or vllm_sleep, and only from 0.32 on; none with the greedy baselines of"
+                " ReMax); leave it out"
             )
 
     def begin(self, step: int) -> None:
@@ -150,16 +155,13 @@ class AsCompleted:
         if not dispatcher.may_start(update.step, newest.step):
             return []  # it completes its groups, then loads the newest weights
         limit = dispatcher.per_step // self._partial_batches
-        needs_greedy = self.state.collector.algorithm.needs_greedy
-        rows = self._prompts.rows_per_group + needs_greedy
+        rows = self._prompts.rows_per_group
         if worker.slots:
             workers = self.state.workers
             free = max((worker.slots - worker.unfinished) // rows, not worker.held)
             ahead = dispatcher.startable(update.step) + len(dispatcher.running)
             limit = min(free, -(-ahead // len(workers)) - len(worker.held))
-            # a short greedy response may be most of a group
-            responses = sum(w.unfinished for w in workers)
-            held = self._num_held if needs_greedy else responses / rows
+            held = sum(w.unfinished for w in workers) / rows
             limit = int(min(limit, self._room(update.step) - held))
         numbers = dispatcher.start(update.step, max(limit, 0))
         worker.hold(numbers, update.version, rows)
@@ -188,7 +190,7 @@ class AsCompleted:
                 return
             sampled = worker.advance(numbers, state.collector, self._prompts)
             with state.lock:
-                worker.count_unfinished()
+                worker.unfinished = worker.engine.unfinished
                 if sampled is not None:
                     worker.release(sampled.numbers)
                     state.sampled.append(sampled)

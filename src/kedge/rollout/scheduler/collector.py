@@ -193,13 +193,10 @@ class RolloutCollector:
             rollout = sample_responses(prompts, engine, sampling=self.sampling, seed=seed)
         return rollout, self.clock() - begin
 
-    def score(self, rollout: Rollout, greedy: Rollout | None = None) -> Sample:
-        """Score responses that were sampled before; ``greedy`` as in ``add_greedy_scores``."""
+    def score(self, rollout: Rollout) -> Sample:
+        """Score responses that were sampled before."""
         begin = self.clock()
         reward_output = self.reward.score(rollout)
-        if greedy is not None:
-            scores = self.reward.score(greedy)
-            reward_output = add_greedy_scores(reward_output, rollout.prompts, scores)
         times = {"time/reward": self.clock() - begin}
         return Sample(rollout=rollout, reward_output=reward_output, times=times)
 

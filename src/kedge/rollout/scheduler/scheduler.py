@@ -259,13 +259,10 @@ class RolloutScheduler:
         return sampled
 
     def _score(self, sampled: list[SampledNumbers]) -> None:
-        state, greedy = self._state, None
-        if answers := [x.greedy for x in sampled if x.greedy is not None]:
-            greedy = Rollout.cat(answers)
-            greedy = greedy.rows(greedy.prompts.group.argsort())
+        state = self._state
         rollouts = [x.rollout for x in sampled]
         whole = rollouts[0] if len(rollouts) == 1 else Rollout.cat(rollouts)
-        sample = state.collector.score(whole, greedy)
+        sample = state.collector.score(whole)
         check_stop()
         times = add_times([sample.times, *(x.times for x in sampled)])
         with state.lock:
