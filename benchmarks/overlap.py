@@ -21,6 +21,7 @@ import torch
 from tests.property.test_as_completed import Batches, Judge, Wide, writing
 from tests.property.test_staleness import Run, Sampler, engine
 
+from kedge.records.protocols import EngineInfo
 from kedge.records.types import PromptBatch, Rollout, Sample, Sampling, group_rows
 from kedge.rollout.scheduler.joining import join_groups
 
@@ -58,6 +59,7 @@ class Engines:
 
     def __init__(self, seed: int) -> None:
         self.engines = [Uneven(random.Random(seed + n), 0.0) for n in range(4)]
+        self.info = EngineInfo(engines=self.engines)
 
     def load_weights(self, weights: Any, version: int) -> Any:
         receipts = [engine.load_weights(weights, version) for engine in self.engines]

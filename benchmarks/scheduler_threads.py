@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from kedge.algorithms import ppo
+from kedge.records.protocols import EngineInfo
 from kedge.records.types import PromptBatch, Receipt, RewardOutput, Rollout, Sampling
+from kedge.rollout.scheduler.as_completed import AsCompleted
 from kedge.rollout.scheduler.collector import RolloutCollector
 from kedge.rollout.scheduler.scheduler import RolloutScheduler
 from kedge.rollout.scheduler.worker import WeightUpdate
@@ -44,10 +46,11 @@ class Prompts:
 class PretendEngine:
     """Returns the groups that it got first."""
 
-    shares_weights, logprob_kind, updates_in_flight = False, "none", True
+    shares_weights, logprob_kind = False, "none"
 
     def __init__(self, slots: int) -> None:
-        self.slots, self.unfinished, self.version, self.seconds = slots, 0, 0, 0.0
+        self.info = EngineInfo(slots=slots, updates_in_flight=True)
+        self.unfinished, self.version, self.seconds = 0, 0, 0.0
         self._held: deque[PromptBatch] = deque()
 
     def load_weights(self, weights: Any, version: int) -> Receipt | None:
@@ -96,8 +99,8 @@ def measure(engines: int, slots: int, *, in_flight: bool) -> dict[str, Any]:
     """CPU and wall seconds per iteration at max_lag 2, after the first iteration."""
     parts = [PretendEngine(slots) for _ in range(engines)]
     rollouts: Any = PretendEngine(0)
-    rollouts.engines = parts
-    scheduler = RolloutScheduler(1, 2, in_flight=in_flight)
+    rollouts.info = EngineInfo(engines=parts)
+    scheduler = RolloutScheduler(AsCompleted(1, 2, in_flight=in_flight))
     collector = RolloutCollector(
         source=Prompts(engines * slots),
         reward=Zeros(),

@@ -141,20 +141,20 @@ BUGS = {
     },
     ("rollout/scheduler/scheduler.py", LOOP): {
         "an exception of the sampler becomes another": (
-            "                    raise self._failure\n",
+            "                    raise state.failure\n",
             "                    raise RuntimeError\n",
         )
     },
-    ("rollout/scheduler/fifo.py", FAILURES): {
+    ("rollout/scheduler/in_order.py", FAILURES): {
         "a failure loses the responses that were sampled ahead": (
-            "self._requeue([] if self.collector.more else rollouts, step)",
+            "self._requeue([] if self.state.collector.more else rollouts, step)",
             "self._requeue([], step)",
         )
     },
-    ("rollout/scheduler/fifo.py", "tests/property/test_staleness.py"): {
+    ("rollout/scheduler/in_order.py", "tests/property/test_staleness.py"): {
         "new weights are loaded before what may start with the old ones": (
             "if worker.update is not None:",
-            "if worker.update is not None and not self._updates:",
+            "if worker.update is not None and not updates:",
         )
     },
     ("loop/updater.py", FAILURES): {
@@ -301,11 +301,7 @@ BUGS = {
             "torch.arange(len(new), device=self._device)",
         )
     },
-    ("rollout/scheduler/scheduler.py", REPLACED): {
-        "greedy baselines in the order in which they were sampled": (
-            "greedy = greedy.rows(greedy.prompts.group.argsort())",
-            "pass",
-        ),
+    ("rollout/scheduler/as_completed.py", REPLACED): {
         "groups of equal scores are replaced for ever": (
             "if self._prompts.turn(number) < rounds]",
             "if self._prompts.turn(number) < rounds + 1]",
@@ -461,7 +457,7 @@ BUGS = {
             "self.turn += [self.turns] * len(ids)",
         ),
         "every turn is sampled with the seed of the first": (
-            'return seed if turn == 0 else derive_seed(f"{seed}/turn/{turn}")',
+            'return seed if turn == 0 else seed_for(seed, "turn", turn)',
             "return seed",
         ),
     },

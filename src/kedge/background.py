@@ -1,18 +1,45 @@
-"""Calls in daemon threads, and coroutines on event loops in daemon threads."""
+"""Calls in daemon threads, coroutines on event loops, and how threads are stopped."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
+from contextvars import ContextVar
 from queue import SimpleQueue
 from typing import Any
 
 _lock = threading.Lock()  # several threads may start a loop
+_stop: ContextVar[threading.Event | None] = ContextVar("stop", default=None)
+
+
+class Stopped(BaseException):
+    """Nobody waits for what this thread does; no failure, so ``except Exception`` lets it pass."""
+
+
+def check_stop() -> None:
+    """Raise ``Stopped`` once the work of this thread is to stop.
+
+    Called between tokens, turns and requests, wherever a rollout engine may be busy for long.
+    """
+    event = _stop.get()
+    if event is not None and event.is_set():
+        raise Stopped
+
+
+@contextlib.contextmanager
+def stopped_by(event: threading.Event) -> Iterator[None]:
+    """Context in which ``check_stop`` looks at ``event``; threads get it with their context."""
+    token = _stop.set(event)
+    try:
+        yield
+    finally:
+        _stop.reset(token)
 
 
 def in_thread(call: Callable[[], Any], name: str | None = None) -> Future[Any]:

@@ -42,9 +42,9 @@ def assert_same(got: Rollout, want: Rollout) -> None:
 def test_refilled_slots_give_the_responses_of_whole_batches(family: str) -> None:
     engine, batch = embedded(policy(family)), prompts(copies=3)
     if family in WITHOUT_SLOTS:
-        assert engine.slots == 0
+        assert engine.info.slots == 0
         return
-    assert engine.slots == 4
+    assert engine.info.slots == 4
     want = engine.generate(batch, sampling=SAMPLING, seed=3)
     assert 0 < int(want.terminated.sum()) < len(want)  # some end early, some at the limit
     engine.submit(batch, sampling=SAMPLING, seed=3)

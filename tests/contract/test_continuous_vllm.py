@@ -31,7 +31,7 @@ def engine(request: Any) -> Any:
 def test_requests_one_by_one_give_the_responses_of_whole_batches(engine: Any) -> None:
     batch = prompts(copies=3)
     want = engine.generate(batch, sampling=SAMPLING, seed=3)
-    assert engine.slots >= 18
+    assert engine.info.slots >= 18
     engine.submit(batch, sampling=SAMPLING, seed=3)
     early = [engine.advance() for _ in range(2)]
     engine.submit(numbered(batch, 100), sampling=SAMPLING, seed=4)
@@ -55,7 +55,7 @@ def test_responses_continue_with_new_weights_and_every_token_has_its_version(
         name: w + 0.05 * torch.randn(w.shape, generator=torch.Generator().manual_seed(1))
         for name, w in weights.items()
     }
-    assert engine.updates_in_flight
+    assert engine.info.updates_in_flight
     engine.load_weights(weights, 3)
     in_process = isinstance(engine.service, InProcess)
     size = 40 if in_process else engine.max_length - 8  # a server does not wait for the test

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from kedge.checkpoint import checkpoint
-from kedge.rollout.scheduler.scheduler import interrupt
+from kedge.rollout.scheduler.scheduler import stop
 from tests import processes
 
 from .small import rows, small
@@ -290,13 +289,9 @@ def test_a_library_that_does_not_come_back_is_left_behind() -> None:
     held = threading.Lock()
     held.acquire()
 
-    def stuck() -> None:
-        with contextlib.suppress(KeyboardInterrupt):
-            held.acquire()
-
-    thread = threading.Thread(target=stuck, daemon=True)
+    thread = threading.Thread(target=held.acquire, daemon=True)
     thread.start()
-    interrupt([thread], patience=0.1)
+    stop([thread], threading.Event(), patience=0.1)
     assert thread.is_alive()
     held.release()
     thread.join(5)

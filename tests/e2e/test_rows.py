@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset, load_dataset
 
 from kedge.records.errors import DataError
+from kedge.records.protocols import EnvironmentInfo
 from kedge.testing import tiny_policy
 from tests.environments.families import tokenizer
 from tests.environments.test_tools import calculator
@@ -195,7 +196,7 @@ def test_a_wrong_environment_is_found_before_anything_is_sampled() -> None:
 
 
 class WithTools(Recorder):
-    tools = [tool("find", query="string")]  # noqa: RUF012
+    info = EnvironmentInfo(tools=[tool("find", query="string")])
 
     def reset(self, *, seed: int, options: Any) -> Any:
         return None, {}

@@ -295,7 +295,7 @@ def test_nemo_gym_with_tools(resources: str) -> None:
         [{"role": "user", "content": "w3"}],
         {},
     )
-    assert environment.tools == [
+    assert environment.info.tools == [
         {"type": "function", "function": {"name": "double", "parameters": {}}}
     ]
     answers, *rest = environment.step(
@@ -408,7 +408,9 @@ def test_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return result
 
     def double(number: int) -> Response:
-        tool = ToolCall(name=environment.tools[0]["function"]["name"], arguments={"number": number})
+        tool = ToolCall(
+            name=environment.info.tools[0]["function"]["name"], arguments={"number": number}
+        )
         return Response("", parse=lambda _: [tool])
 
     observation, _ = call(lambda: environment.reset(seed=1, options={}))

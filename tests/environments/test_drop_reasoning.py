@@ -15,7 +15,7 @@ from kedge.environments import EnvironmentRollouts, Response
 from kedge.environments.tools import ToolEnvironment
 from kedge.loop import updater
 from kedge.records.errors import ConfigError
-from kedge.records.protocols import NewContext
+from kedge.records.protocols import EnvironmentInfo, NewContext
 from kedge.records.types import PromptBatch, Rollout, Sampling
 from kedge.rollout.embedded.generation import DecodeLoop
 from kedge.testing import ScriptedRollouts, tiny_policy, tiny_reward_model
@@ -298,7 +298,7 @@ def test_reasoning_between_calls(family: str) -> None:
 
     class Asks:
         def __init__(self) -> None:
-            self.tools, self.turn = tools, 0
+            self.info, self.turn = EnvironmentInfo(tools=tools), 0
 
         def reset(self, *, seed: int, options: Any) -> Any:
             return None, {}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kedge.records.protocols import EnvironmentInfo
 from kedge.records.types import Metrics
 from kedge.rollout.embedded.decode import CausalDecoder
 from tests.contract.embedded import drained
@@ -26,6 +27,8 @@ class Cut(Echo):
         *others, info = super().step(response)
         won = {"won": 1.0} if self.won and self.turn == 1 else {}
         return *others, {"metrics": info["metrics"] | won}
+
+    info = EnvironmentInfo(final_reward=True)
 
     def final_reward(self) -> float:
         return 7.0
@@ -59,7 +62,7 @@ class Wrapped:
 def test_episodes_in_flight_are_those_of_whole_batches(limits: dict[str, int]) -> None:
     played, batch = rollouts(Cut, engine(chunk_rows=3), **limits), prompts(8)
     want = played.generate(batch, sampling=sampling(min_new_tokens=2), seed=5)
-    assert played.slots == 3
+    assert played.info.slots == 3
     played.submit(batch, sampling=sampling(min_new_tokens=2), seed=5)
     assert played.unfinished == 8
     got = drained(played)

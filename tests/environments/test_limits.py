@@ -15,6 +15,7 @@ from kedge import GRPOConfig, GRPOTrainer
 from kedge.environments import Response
 from kedge.environments.episode import ENDINGS
 from kedge.records.errors import CheckpointError, ConfigError, RolloutError
+from kedge.records.protocols import EnvironmentInfo
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.small import QUIET, rows
 from tests.environments.test_tools import calculator
@@ -365,6 +366,8 @@ class Broken(Echo):
 
 class BadGrader(Echo):
     """Cannot say how good an episode was that a limit has ended."""
+
+    info = EnvironmentInfo(final_reward=True)
 
     def final_reward(self) -> float:
         raise ValueError("no verdict")

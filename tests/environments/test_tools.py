@@ -17,6 +17,7 @@ from kedge.environments.rollout import FunctionRollouts
 from kedge.environments.tool_calls import parse_any, tool_parser
 from kedge.environments.tools import check_arguments, tool_schema
 from kedge.records.errors import RolloutError
+from kedge.records.protocols import EnvironmentInfo
 from kedge.records.types import Metrics, PromptBatch, Sampling, ToolCall
 from kedge.testing import ScriptedRollouts
 from tests.environments.families import FAMILIES, tokenizer
@@ -454,7 +455,9 @@ def test_rollout_func(wrong: dict[str, Any], text: str) -> None:
 
 def test_an_environment_may_have_its_tools() -> None:
     class Shop(Echo):
-        tools = ({"type": "function", "function": {"name": "buy", "parameters": {}}},)
+        info = EnvironmentInfo(
+            tools=[{"type": "function", "function": {"name": "buy", "parameters": {}}}]
+        )
 
         def reset(self, **options: Any) -> Any:
             return None, {}

@@ -108,7 +108,7 @@ class AsDone:
         with patch.multiple(type(made.engine), train_on=noting, weights=copying), expected:
             made.train(resume_from_checkpoint=self.resume or None)
             assert self.end != "reward"
-        actors = [getattr(x, "actor", None) for x in made.engine.rollout_engine.engines]
+        actors = [getattr(x, "actor", None) for x in made.engine.rollout_engine.info.engines]
         about = {
             "copies": sum(copies),
             "scored": sum(scored),

@@ -7,6 +7,7 @@ import heapq
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from kedge.loop.updater import StepReport
 from kedge.records.errors import CheckpointError, SyncError
+from kedge.records.protocols import EngineInfo, read_info
 from kedge.records.types import PromptBatch, Receipt, Rollout, Sample, Sampling, group_rows
 from kedge.rollout.engines import RankGroups
 from kedge.rollout.scheduler.dispatch import Dispatcher, deal
@@ -186,7 +188,7 @@ class Wide(Sampler):
 class Slots(Wide):
     """Holds single prompts, each for a few tokens; sometimes it dies and samples them again."""
 
-    slots, updates_in_flight = 5, True
+    info = EngineInfo(slots=5, updates_in_flight=True)
 
     def __init__(self, rng: random.Random, failures: float, *, deaths: float = 0.0) -> None:
         super().__init__(rng, failures)
@@ -264,12 +266,12 @@ def writing(
     **parts: Any,
 ) -> Writing:
     plain = engine(lag, samplers[0])
-    samplers[0].engines = samplers  # the first stands for all
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     if ranks is not None:
-        samplers[0].ranks = ranks
         plain.learner.world_size = size
         plain.learner.all_reduce = lambda x: ranks.run_on_first(x, lambda xs: [sum(xs)] * size)
+    own = read_info(samplers[0], EngineInfo)  # the first stands for all
+    samplers[0].info = replace(own, engines=samplers, ranks=ranks)
     run = kind(
         **{"source": Batches(rank, size), "rollout_engine": samplers[0]},
         **{"reward": parts.get("reward", Judge()), "learner": plain.learner},

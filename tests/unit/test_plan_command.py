@@ -30,7 +30,6 @@ from kedge.ext.plan.command import (
     process_bytes,
     short,
     verdict,
-    version_parts,
 )
 from kedge.loop.batch_sizes import compute_batch_sizes
 from kedge.records.errors import ConfigError
@@ -232,56 +231,10 @@ def test_the_asynchronous_run_is_planned_for_all_its_learners(tiny, tmp_path, ca
     assert main(["plan", "async-ppo", *flags]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert next(row for row in rows if "processes" in row)[3] == "3"
-    assert main(["plan", "async-ppo", *flags, "--ray_engine", "embedded", "--network", "3"]) == 0
-    out = capsys.readouterr().out
-    assert "who waits" in out
-    assert re.search(r"GB/s: network 3 \(given\), bus 25 \(assumed\), memory .* \(measured\)", out)
-    assert main(["plan", "async-ppo", *flags, "--bus", "0"]) == 2
-    assert "--bus 0 must be above 0 GB/s" in capsys.readouterr().err
-
-
-LEARNERS_WAIT = [("gather on the first learner", 1500, 100), ("copy to the host", 2000, 500)]
-ON_GPUS = ["--bf16", "--deepspeed_stage", "3", "--vllm_num_engines", "4"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "parts"),
-    [
-        (
-            ["--ray_engine", "embedded"],
-            [
-                *(("copy to the host", 4000, 1600), ("to each machine of engines", 4000, 400)),
-                ("load into an engine", 4000, 800),
-            ],
-        ),
-        (
-            ON_GPUS,  # half of 2,000 bytes comes from the other machine, over the network
-            [*(*LEARNERS_WAIT, ("broadcast over NCCL", 2000, 300)), ("verification", 4000, 200)],
-        ),
-        (
-            [*ON_GPUS, "--rollout_schedule", "as_completed"],
-            [
-                *(*LEARNERS_WAIT, ("4 broadcasts over NCCL", 8000, 1200)),
-                ("verification", 4000, 200),
-            ],
-        ),
-        (["--rollout_engine", "embedded"], []),
-    ],
-)
-def test_what_a_policy_version_costs(tiny, flags, parts):
-    with assume_all_packages():
-        given = ["--model_name_or_path", str(tiny), "--use_cpu", *flags]
-        given += ["--actor_num_gpus_per_node", "2", "2"]
-        config = parse(given, prog="kedge plan", config=AsyncPPOConfig).config
-    config.use_cpu = flags[:1] != ON_GPUS[:1]  # as on a machine with GPUs
-    policy = ModelMemory(role="policy", total=1000, trained=1000)
-    found = version_parts(config, policy, 4, {"network": 10.0, "bus": 20.0, "memory": 5.0})
-    assert [part[:3] for part in found] == parts
-    assert [part[3] for part in found[:1]] in ([], ["all learners"])
 
 
 @pytest.mark.slow
-def test_the_table_of_large_policies_is_what_the_command_computes():
+def test_the_table_of_large_policies_is_what_the_program_computes():
     page = (ROOT / "docs" / "explain" / "scaling.md").read_text(encoding="utf-8")
     assert "\n".join(policy_versions.table()) in page
 

@@ -142,9 +142,12 @@ def test_which_columns_are_read_is_known():
     def open_ended(**columns):
         return [0.0]
 
-    assert build(neox_reward(), [one, two], missing_eos_penalty=1.0).columns == {"answer", "level"}
-    assert build(None, [one, open_ended]).columns is None
-    assert build(None, [one, ConstantReward(1.0)]).columns is None  # it may read anything
+    assert build(neox_reward(), [one, two], missing_eos_penalty=1.0).info.columns == {
+        "answer",
+        "level",
+    }
+    assert build(None, [one, open_ended]).info.columns is None
+    assert build(None, [one, ConstantReward(1.0)]).info.columns is None  # it may read anything
 
 
 def test_functions_by_name(tmp_path, monkeypatch):

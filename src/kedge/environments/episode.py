@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
@@ -16,7 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from kedge.background import CallThread
 from kedge.math.rewards import place_score
 from kedge.records.errors import ConfigError, RewardError, RolloutError
-from kedge.records.protocols import Step
+from kedge.records.protocols import RewardInfo, Step
+from kedge.records.seeds import seed_for
 from kedge.records.types import PER_EPISODE, Episodes, PromptBatch, RewardOutput, Rollout, Sampling
 
 _RESERVE = 64  # tokens
@@ -239,17 +239,12 @@ def check_turn_tokens(sampling: Sampling, most: int | None) -> None:
 
 def turn_seed(seed: int, turn: int) -> int:
     """The seed of a turn; the first turn has the seed of the episode."""
-    return seed if turn == 0 else derive_seed(f"{seed}/turn/{turn}")
+    return seed if turn == 0 else seed_for(seed, "turn", turn)
 
 
 def environment_seed(seed: int, group: int) -> int:
     """The seed of a group's environments, which is shared so that episodes compare."""
-    return derive_seed(f"{seed}/environment/{group}") >> 31  # 32 bits: any generator accepts them
-
-
-def derive_seed(text: str) -> int:
-    """A seed in [0, 2^63) that only depends on the text."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return seed_for(seed, "environment", group) >> 31  # 32 bits: any generator accepts them
 
 
 def read_step(result: object) -> Step:
@@ -455,7 +450,7 @@ class EpisodeReward:
     score, to the last token of its turn; they sum to 0 in every row.
     """
 
-    name = "environment"
+    info = RewardInfo(name="environment")
 
     def score(self, rollout: Rollout) -> RewardOutput:
         """Sum the environments' rewards.

@@ -18,7 +18,7 @@ from weakref import WeakSet
 from kedge.background import CallThread, in_thread, on_event_loop
 from kedge.environments.episode import Episode
 from kedge.records.errors import ConfigError, RolloutError, describe_error
-from kedge.records.protocols import Environment
+from kedge.records.protocols import Closable, Environment, EnvironmentInfo, read_info
 
 logger = logging.getLogger(__name__)
 MakeEnvironment = Callable[[], Environment]
@@ -155,7 +155,8 @@ class Lease:
 
     def __init__(self, pool: EnvironmentPool, episode: Episode) -> None:
         self._pool, self._episode = pool, episode
-        self.environment = getattr(episode.environment, "target", episode.environment)
+        target = read_info(episode.environment, EnvironmentInfo).target
+        self.environment = episode.environment if target is None else target
         self.released = False
         pool.leases.add(self)
 
@@ -246,7 +247,7 @@ class EnvironmentPool:
                 made = self._make[name]()
                 with self._lock:
                     episode.environment = made
-                    if inspect.iscoroutinefunction(getattr(made, "step", None)):
+                    if inspect.iscoroutinefunction(made.step):
                         episode.thread = None
                     late = episode.round is None  # it took too long, and the episode has ended
                 if late:
@@ -278,7 +279,7 @@ class EnvironmentPool:
                 return
             if reusable:
                 self._idle.setdefault(self._name(episode), []).append((environment, thread))
-            elif not hasattr(environment, "close"):
+            elif not isinstance(environment, Closable):
                 return
             elif self.calls.room.acquire(blocking=False):  # close() may hang, too
                 ended = [future for future in self._closing if future.done()]
@@ -326,7 +327,7 @@ def close_all(
     """
     running = RunningCalls(Calls(timeout=calls.timeout, most=calls.most))  # others may hang
     for key, (environment, thread) in enumerate(environments):
-        if hasattr(environment, "close"):
+        if isinstance(environment, Closable):
             running.add(key, environment.close, _free(thread))
     failures = [*failed]
     while len(running):

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kedge.background import check_stop
 from kedge.chat_template import TOOLS, template_options
 from kedge.data.encode import is_chat
 from kedge.environments.episode import (
@@ -44,18 +45,22 @@ from kedge.environments.pool import (
 )
 from kedge.environments.turn_tokens import TurnTokens, as_messages
 from kedge.records.errors import ConfigError, RewardError, RolloutError, describe_error
-from kedge.records.protocols import NewContext, Observation, RolloutEngine, Step
+from kedge.records.protocols import (
+    Closable,
+    EngineInfo,
+    EnvironmentInfo,
+    NewContext,
+    Observation,
+    RolloutEngine,
+    Step,
+    read_info,
+)
 from kedge.records.types import LEASES, PromptBatch, Receipt, Response, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]  # TRL's rollout_func
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _SECONDS = 0.05  # wait for environments when the engine is idle
-
-
-def _of_engine(name: str, *default: Any) -> Any:
-    """A property that reads the engine's attribute ``name``."""
-    return property(lambda self: getattr(self.engine, name, *default))
 
 
 class EnvironmentRollouts:
@@ -70,10 +75,6 @@ class EnvironmentRollouts:
     ``sampling.max_new_tokens`` limits the tokens of a whole episode after its prompt, those of the
     environment included.  An episode that reaches a limit, or the end of the context, is truncated.
     The middle of an observation that leaves no room for another turn is cut.
-
-    An environment may also have: ``tools``, JSON schemas that the chat template shows to the
-    policy; ``final_reward()``, added to the last turn of an episode that a limit of this engine
-    ends; ``separator``, between the prompt and the first observation; ``close()``.
 
     Args:
         engine: samples the turns.
@@ -105,13 +106,6 @@ class EnvironmentRollouts:
             reward functions get it among ``environments``.
     """
 
-    many_turns = True  # ranks may need different numbers of turns
-    shares_weights, logprob_kind = _of_engine("shares_weights"), _of_engine("logprob_kind")
-    wait_for_other_ranks = _of_engine("wait_for_other_ranks", None)
-    ranks = _of_engine("ranks", None)
-    slots = _of_engine("slots", 0)  # with 0, only ``generate`` can be used
-    updates_in_flight = _of_engine("updates_in_flight", False)
-
     def __init__(  # noqa: PLR0913
         self,
         engine: RolloutEngine,
@@ -135,13 +129,15 @@ class EnvironmentRollouts:
         vocabulary: int | None = None,
         keep_environments: bool = False,
     ) -> None:
-        self.engine: Any = engine  # untyped: the request methods are optional in the protocol
+        self.engine: Any = engine  # untyped: it may be a ContinuousEngine
+        inner = read_info(engine, EngineInfo)
+        self._ranks_wait = inner.wait_for_other_ranks is not None
         self._limits = TurnLimits(
             max_turns=max_turns,
             max_turn_tokens=max_turn_tokens,
             max_observation_tokens=max_observation_tokens,
             max_seconds=max_seconds,
-            context=getattr(engine, "max_length", None) if context is None else context,
+            context=inner.max_length if context is None else context,
             keeps_last=keep_last_observation,
         )
         self._environments = EnvironmentPool(
@@ -160,12 +156,34 @@ class EnvironmentRollouts:
         # Sample a turn for all live episodes at once, when all environments have answered.
         self._together = False
         self._forget()
-        self.engines = tuple(self._wrap(part) for part in getattr(engine, "engines", ()))
+        self.engines = tuple(self._wrap(part) for part in inner.engines)
+
+    @property
+    def shares_weights(self) -> bool:
+        """That of the engine."""
+        return bool(self.engine.shares_weights)
+
+    @property
+    def logprob_kind(self) -> Literal["sampled", "raw", "none"]:
+        """That of the engine."""
+        kind: Literal["sampled", "raw", "none"] = self.engine.logprob_kind
+        return kind
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine can do, for episodes."""
+        return replace(
+            read_info(self.engine, EngineInfo),
+            many_turns=True,
+            engines=self.engines,
+            close_environments=self.close_environments,
+        )
 
     def _wrap(self, engine: RolloutEngine) -> EnvironmentRollouts:
         """A copy with another engine and no episodes, which shares the environments."""
         part = copy.copy(self)
         part.engine, part.engines = engine, ()
+        part._ranks_wait = read_info(engine, EngineInfo).wait_for_other_ranks is not None
         part._forget()
         return part
 
@@ -194,9 +212,8 @@ class EnvironmentRollouts:
         try:
             self.close_environments()
         finally:
-            close = getattr(self.engine, "close", None)
-            if close is not None:
-                close()
+            if isinstance(self.engine, Closable):
+                self.engine.close()
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One episode per row; each depends on (weights, prompt, row, seed) and its environment.
@@ -210,7 +227,7 @@ class EnvironmentRollouts:
         play._together = True
         episodes: list[Episode] = []
         try:
-            with getattr(self.engine, "keep_prefixes", contextlib.nullcontext)():
+            with read_info(self.engine, EngineInfo).keep_prefixes():
                 play._begin(prompts, prompts.group.tolist(), sampling, seed)
                 while play.unfinished:
                     episodes += play._play_on()
@@ -285,6 +302,7 @@ class EnvironmentRollouts:
 
     def _play_on(self) -> list[Episode]:
         """Continue playing; returns the episodes of complete groups."""
+        check_stop()
         begin = time.perf_counter()
         samples = not self._together and self.engine.unfinished
         results = self._calls.wait(0.0 if samples else _SECONDS)
@@ -344,7 +362,7 @@ class EnvironmentRollouts:
             episode.limit = self._limits.turn_limit(episode)
         limits, first = [episode.limit for episode in episodes], episodes[0]
         sampling, most = first.sampling, max(limits)
-        if getattr(self.engine, "wait_for_other_ranks", None) is not None:  # equal on all ranks
+        if self._ranks_wait:  # then sampling is equal on all of them
             most = sampling.max_new_tokens
             most = min(self._limits.max_turn_tokens or most, most)
         minimum = 0 if first.turns else min(sampling.min_new_tokens, most)
@@ -376,11 +394,9 @@ class EnvironmentRollouts:
             if not isinstance(result, tuple) or len(result) != 2:
                 raise RolloutError(f"reset must return (observation, info), got {describe(result)}")
             most = self._limits.prompt_limit(episode.sampling)
-            observation, info = episode.tokens.read(result[0], most), result[1]
-            environment, context = episode.environment, self._limits.context
-            reads_calls = getattr(environment, "reads_calls", False)
-            tools = getattr(environment, "tools", None) or episode.tools
-            separator = getattr(environment, "separator", "\n\n")
+            observation = episode.tokens.read(result[0], most)
+            context, info = self._limits.context, read_info(episode.environment, EnvironmentInfo)
+            tools = info.tools or episode.tools
 
             def render(observation: Observation) -> list[int]:
                 return episode.tokens.prompt(
@@ -388,8 +404,8 @@ class EnvironmentRollouts:
                     episode.prompt_ids,
                     observation,
                     tools=tools,
-                    separator=separator,
-                    reads_calls=reads_calls,
+                    separator=info.separator,
+                    reads_calls=info.reads_calls,
                 )
 
             ids = render(observation)
@@ -404,11 +420,11 @@ class EnvironmentRollouts:
                 )
             if self._drop_reasoning:
                 episode.messages = episode.tokens.conversation(
-                    episode.prompt, ids, observation, tools=tools, separator=separator
+                    episode.prompt, ids, observation, tools=tools, separator=info.separator
                 )
             episode.prompt_ids = ids
-            episode.add_metrics({"metrics": {"tool_calls": 0}} if reads_calls else None)
-            episode.add_metrics(info)
+            episode.add_metrics({"metrics": {"tool_calls": 0}} if info.reads_calls else None)
+            episode.add_metrics(result[1])
         self._resetting[episode.group] -= 1
         if not self._resetting[episode.group]:  # together: equal prompts are encoded once
             del self._resetting[episode.group]
@@ -418,9 +434,8 @@ class EnvironmentRollouts:
         """Append the answer to a turn, or end the episode."""
         with self._failing(episode, "step"):
             self._add_step(episode, response, read_step(_unwrap(result)))
-        final_reward = getattr(episode.environment, "final_reward", None)
-        if episode.cut_off and final_reward is not None:
-            self._call(episode, final_reward, self._on_final_reward)
+        if episode.cut_off and read_info(episode.environment, EnvironmentInfo).final_reward:
+            self._call(episode, episode.environment.final_reward, self._on_final_reward)
         else:
             self._next_turns([episode])
 
@@ -467,8 +482,8 @@ class EnvironmentRollouts:
         Begins a new context if the observation is one, or if the policy ``reads`` the answer and
         the template drops reasoning that it has read before.
         """
-        tokens, tools = episode.tokens, getattr(episode.environment, "tools", None)
-        tools = tools or episode.tools
+        tokens = episode.tokens
+        tools = read_info(episode.environment, EnvironmentInfo).tools or episode.tools
 
         def render(observation: Observation, *, earlier: Sequence[Any] = ()) -> list[int]:
             if earlier:
@@ -519,7 +534,8 @@ class EnvironmentRollouts:
                 raise
             what, fix = f"making the environment of row {episode.row} failed", ""
             if environment is not None:
-                method = "final_reward" if getattr(environment, "grading", False) else method
+                if read_info(environment, EnvironmentInfo).grading:
+                    method = "final_reward"
                 what = f"{type(environment).__name__}.{method} failed in turn {episode.turns} of"
                 what += f" row {episode.row}"
                 fix = (

@@ -14,7 +14,7 @@ from kedge.background import in_thread
 from kedge.environments.pool import MakeEnvironment
 from kedge.environments.turn_tokens import valid_text
 from kedge.records.errors import ConfigError, RolloutError, describe_error
-from kedge.records.protocols import Observation
+from kedge.records.protocols import EnvironmentInfo, Observation
 from kedge.records.types import Response, ToolCall
 
 Tool = Callable[..., Any]
@@ -39,9 +39,6 @@ class ToolEnvironment:
         max_iterations: turns whose calls are made; None: no limit.
     """
 
-    separator = ""  # between the prompt and what ``target.reset`` returns, as in TRL
-    reads_calls = True  # the chat template's tool calls must be parsed
-
     def __init__(
         self, tools: Sequence[Tool] = (), target: Any = None, *, max_iterations: int | None = None
     ) -> None:
@@ -55,7 +52,19 @@ class ToolEnvironment:
         # Functions and their schemas by name.
         functions = zip((*tools, *methods), self.tools, strict=True)
         self._functions = dict(zip(names, functions, strict=True))
-        self._iterations, self.grading = 0, False  # grading: the final reward is being computed
+        self._iterations, self._grading = 0, False
+
+    @property
+    def info(self) -> EnvironmentInfo:
+        """The functions as tools; what ``target.reset`` returns follows the prompt at once."""
+        return EnvironmentInfo(
+            tools=self.tools,
+            reads_calls=True,
+            separator="",  # as in TRL
+            final_reward=True,
+            grading=self._grading,
+            target=self.target,
+        )
 
     @property
     def gives_rewards(self) -> bool:
@@ -64,7 +73,7 @@ class ToolEnvironment:
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Any:
         """Begin an episode: reset the target with the columns of the row."""
-        self._iterations, self.grading = 0, False
+        self._iterations, self._grading = 0, False
         if self.target is None:
             return None, {}
         columns = dict(options)
@@ -85,7 +94,7 @@ class ToolEnvironment:
             whole = response.terminated and not calls
             ending = "answer" if whole else "token_limit"
             info = {"ending": "turn_limit" if calls else ending}
-            self.grading = True
+            self._grading = True
             final = self.final_reward()
             return _finish(final, lambda reward: (None, reward, whole, not whole, info))
         self._iterations += 1

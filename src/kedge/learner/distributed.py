@@ -34,7 +34,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kedge.records.base import keep_field, widen_field
 from kedge.records.errors import ConfigError, KedgeError, SyncError
-from kedge.records.protocols import RolloutEngine
+from kedge.records.protocols import EngineInfo, RolloutEngine
 from kedge.records.types import Experience, PromptBatch, Receipt, Rollout, Sampling
 
 _SENT_AS = {torch.bool: torch.uint8, torch.int64: torch.int32}  # the integers are token ids
@@ -288,6 +288,11 @@ class GatheredEngine:
         self._any_rank_samples(True)
         with unsharded([self.policy]):
             return self.engine.generate(prompts, sampling=sampling, seed=seed)
+
+    @property
+    def info(self) -> EngineInfo:
+        """That ranks sample together."""
+        return EngineInfo(wait_for_other_ranks=self.wait_for_other_ranks)
 
     def wait_for_other_ranks(self) -> None:
         """Take part in gathering weights until no rank samples any more."""

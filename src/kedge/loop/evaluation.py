@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from kedge.loop.metrics import MetricAccumulator, reduce_metrics
-from kedge.records.protocols import Learner, PromptSource, RewardSource, RolloutEngine
+from kedge.records.protocols import (
+    EngineInfo,
+    Learner,
+    PromptSource,
+    RewardSource,
+    RolloutEngine,
+    read_info,
+)
 from kedge.records.seeds import seed_for
 from kedge.records.types import Metrics, RewardOutput, Rollout, Sampling, require
 from kedge.rollout.scheduler.collector import collect
@@ -55,9 +62,9 @@ def evaluate(
             clock=clock,
         )
         rollout, reward_output = sample.rollout, sample.reward_output
-        wait = getattr(rollouts, "wait_for_other_ranks", None)
-        if wait is not None and getattr(rollouts, "many_turns", False):
-            wait()
+        info = read_info(rollouts, EngineInfo)
+        if info.wait_for_other_ranks is not None and info.many_turns:
+            info.wait_for_other_ranks()
         all_rows = learner.all_reduce(torch.tensor(float(len(prompts)), dtype=torch.float64))
         place = prompts.row + i * int(all_rows)
         keep = reward_output.valid & (place < rows)

@@ -16,10 +16,11 @@ from torch import Tensor
 from kedge.checkpoint.replay import RolloutReplay
 from kedge.loop.updater import StepReport, Updater
 from kedge.records.errors import RewardError, RolloutError, SyncError
-from kedge.records.protocols import PromptSource, RewardSource, RolloutEngine
+from kedge.records.protocols import EngineInfo, PromptSource, RewardSource, RolloutEngine, read_info
 from kedge.records.types import Sample, Sampling
+from kedge.rollout.scheduler.as_completed import AsCompleted
 from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
-from kedge.rollout.scheduler.fifo import FifoScheduler
+from kedge.rollout.scheduler.in_order import InOrder
 from kedge.rollout.scheduler.scheduler import RolloutScheduler
 from kedge.rollout.scheduler.worker import WeightUpdate
 
@@ -40,15 +41,15 @@ class Engine(Updater):
     _all_ranks_fail: bool = field(default=True, init=False)  # a failure now is raised everywhere
 
     def __post_init__(self) -> None:
+        order: InOrder | AsCompleted = InOrder(self.max_lag)
         if self.partial_batches:
-            self.scheduler = RolloutScheduler(
+            order = AsCompleted(
                 self.partial_batches,
                 self.max_lag,
                 in_flight=self.in_flight_weight_updates,
-                ranks=getattr(self.rollout_engine, "ranks", None),  # that share engines
+                ranks=read_info(self.rollout_engine, EngineInfo).ranks,
             )
-        else:
-            self.scheduler = FifoScheduler(self.max_lag)
+        self.scheduler = RolloutScheduler(order)
         self.scheduler.configure(self._collector(), self.rollout_engine)
 
     def _collector(self) -> RolloutCollector:

@@ -112,6 +112,11 @@ class WeightsCopy(dict[str, Tensor]):
     expected: Any = None  # values that vLLM must report
 
 
+def as_copy(weights: Mapping[str, Tensor]) -> WeightsCopy:
+    """The weights with what is known of their sync, or nothing if they are no copy."""
+    return weights if isinstance(weights, WeightsCopy) else WeightsCopy(weights)
+
+
 def full_tensor(x: Tensor) -> Tensor:
     """Gather a possibly sharded tensor.  Collective: every rank must call it."""
     return x.full_tensor() if isinstance(x, DTensor) else x

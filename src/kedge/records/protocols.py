@@ -1,13 +1,21 @@
-"""Interfaces between the loop and its components, implemented structurally."""
+"""Interfaces between the loop and its components, implemented structurally.
+
+What an engine, a reward source or an environment can do beyond its protocol it declares in an
+attribute ``info``: an `EngineInfo`, a `RewardInfo` or an `EnvironmentInfo`.  One without ``info``
+has the defaults of that record.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from kedge.records.errors import ConfigError
 from kedge.records.types import (
     Experience,
     Loss,
@@ -54,8 +62,72 @@ class PromptSource(Protocol):
         """
 
 
+T = TypeVar("T")
+
+
+def read_info(x: object, kind: type[T]) -> T:
+    """What ``x`` declares in ``info``; the defaults of the record ``kind`` if it has none."""
+    info = getattr(x, "info", None)
+    if callable(info):
+        raise ConfigError(
+            f"{type(x).__name__}.info must be an attribute or a property that holds a"
+            f" kedge.records.protocols.{kind.__name__}, got a method; decorate it with @property"
+        )
+    return info if isinstance(info, kind) else kind()
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """An engine, environment or reward source that holds something to release."""
+
+    def close(self) -> Any:
+        """Release it; may be async in environments."""
+
+
+class Ranks(Protocol):
+    """Training processes of which rank 0 works for all; every rank makes the same calls."""
+
+    rank: int
+    size: int
+
+    def scatter(self, work: Callable[[], Sequence[T]]) -> T:
+        """This rank's item of ``work()``, which runs on rank 0."""
+
+    def run_on_first(self, local: Any, work: Callable[[list[Any]], Sequence[T]]) -> T:
+        """This rank's item of ``work([local of every rank])``, which runs on rank 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What a rollout engine can do beyond ``generate`` and ``load_weights``."""
+
+    # responses that ``submit`` and ``advance`` sample at once, see `ContinuousEngine`; 0: only
+    # ``generate`` is used
+    slots: int = 0
+    # ``load_weights`` may be called while it holds requests, which continue with the new weights;
+    # ``Rollout.token_version`` has the version of each token
+    updates_in_flight: bool = False
+    max_length: int | None = None  # tokens of prompt and response together; None: no limit
+    many_turns: bool = False  # ranks may need different numbers of calls for a batch
+    engines: Sequence[RolloutEngine] = ()  # its parts, which sample concurrently; none: itself
+    # In this context keys and values are kept for prompts that extend earlier ones.
+    keep_prefixes: Callable[[], AbstractContextManager[None]] = nullcontext
+    # Closes the environments that it plays in; later episodes make others.
+    close_environments: Callable[[], None] = lambda: None
+    # Weights are sent in this dtype (None: unchanged), through what puts them where it reads them.
+    sync_dtype: torch.dtype | None = None
+    stage_weights: Callable[[Iterable[tuple[str, Tensor]]], Any] | None = None
+    ranks: Ranks | None = None  # that share the engine of rank 0
+    # A rank calls it after its last ``generate`` of a batch, while others go on; None: they sample
+    # independently.
+    wait_for_other_ranks: Callable[[], None] | None = None
+
+
 class RolloutEngine(Protocol):
-    """Samples responses."""
+    """Samples responses.
+
+    One that can do more declares it as ``info``, an `EngineInfo`, which is read before each run.
+    """
 
     @property
     def shares_weights(self) -> bool:
@@ -84,15 +156,8 @@ class ContinuousEngine(RolloutEngine, Protocol):
     """A rollout engine that holds many requests and samples them concurrently."""
 
     @property
-    def slots(self) -> int:
-        """Number of responses sampled at once; 0: only ``generate`` can be used."""
-
-    @property
-    def updates_in_flight(self) -> bool:
-        """Whether ``load_weights`` may be called while it holds requests.
-
-        They continue with the new weights; ``Rollout.token_version`` has the version of each token.
-        """
+    def info(self) -> EngineInfo:
+        """With ``slots`` above 0."""
 
     @property
     def unfinished(self) -> int:
@@ -126,8 +191,25 @@ Reset = tuple[Observation, Info]
 Step = tuple[Observation, float, bool, bool, Info]  # reward, terminated, truncated
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentInfo:
+    """What an environment tells of itself; read after each of its calls."""
+
+    # JSON schemas that the chat template shows to the policy; none: the row's column ``tools``
+    tools: Sequence[Mapping[str, Any]] = ()
+    reads_calls: bool = False  # it reads ``Response.tool_calls``: the template must render calls
+    separator: str = "\n\n"  # between the text of a prompt and that of the first observation
+    # It has ``final_reward()``, which is added to the last turn of an episode that a limit ends.
+    final_reward: bool = False
+    grading: bool = False  # now computing the final reward: an error is the grader's
+    target: Any = None  # what reward functions get of it in ``environments``; None: itself
+
+
 class Environment(Protocol):
-    """A task of many turns, by the convention of Gymnasium; methods may be async."""
+    """A task of many turns, by the convention of Gymnasium; methods may be async.
+
+    One that shows tools or grades cut-off episodes declares it as ``info``, an `EnvironmentInfo`.
+    """
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset | Awaitable[Reset]:
         """Begin an episode, which depends only on the arguments.
@@ -151,8 +233,26 @@ class Environment(Protocol):
         """
 
 
+# Waits for a reward output; the second is bool [B]: rows that failed, which are dropped whatever
+# other sources say.  The other rows that are not valid are those the source does not apply to.
+PendingReward = Callable[[], tuple[RewardOutput, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardInfo:
+    """What a reward source tells of itself."""
+
+    name: str = ""  # of its scores in metrics and tables; "": that of its class
+    columns: frozenset[str] | None = None  # dataset columns that it reads; None: perhaps all
+    parallel: int = 1  # batches that it scores at the same time
+    reads_environments: bool = False  # environments are kept until it has scored
+    only_models: bool = False  # scores depend on the tokens alone
+    # Starts to score and returns at once; None: ``score`` is called when the output is needed.
+    begin: Callable[[Rollout], PendingReward] | None = None
+
+
 class RewardSource(Protocol):
-    """Scores responses."""
+    """Scores responses; ``info``, a `RewardInfo`, is optional."""
 
     def score(self, rollout: Rollout) -> RewardOutput:
         """The rewards of all rows; raises RewardError and never returns None."""

@@ -19,6 +19,7 @@ from torch import nn
 from kedge import plugins
 from kedge.models.load import check_source, configuration_source, load_tokenizer, load_whole
 from kedge.records.errors import ConfigError
+from kedge.records.protocols import RewardInfo, read_info
 from kedge.rewards.function import RewardFunction, Signature, function_name
 from kedge.rewards.mixture import Mixture
 from kedge.rewards.model import RewardModel
@@ -74,7 +75,8 @@ def reward_source(
             source = _build_model(item, given, tokenizer, texts, **models)
         elif not hasattr(given, "score"):
             source = RewardFunction(given, texts, **(functions or {}))
-        sources.append((getattr(source, "name", type(source).__name__), source, weight))
+        name = read_info(source, RewardInfo).name or type(source).__name__
+        sources.append((name, source, weight))
     return Mixture(
         sources,
         missing_eos_penalty=missing_eos_penalty,

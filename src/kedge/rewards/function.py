@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kedge.background import in_thread, on_event_loop
 from kedge.records.errors import ConfigError, RewardError, describe_error
+from kedge.records.protocols import PendingReward, RewardInfo
 from kedge.records.types import LEASES, REWARD_ERRORS, Metrics, RewardOutput, Rollout
-from kedge.rewards.mixture import Mixture, Pending
+from kedge.rewards.mixture import Mixture
 from kedge.rewards.texts import TextCache, Texts, row_name
 
 logger = logging.getLogger(__name__)
@@ -107,11 +108,20 @@ class RewardFunction:
         self.name = name or function_name(function)
         self._function, self._texts = function, texts
         self._signature = Signature(function, self.name)
-        self.columns = self._signature.columns
         self._on_error, self._error_score, self._timeout = on_error, error_score, timeout
-        self.reads_environments = self.columns is None or "environments" in self.columns
-        self.parallel = PARALLEL if is_async(function) else 1
         self._state = trainer_state or (lambda: None)
+
+    @property
+    def info(self) -> RewardInfo:
+        """What the function's signature and kind tell."""
+        columns = self._signature.columns
+        return RewardInfo(
+            name=self.name,
+            columns=columns,
+            parallel=PARALLEL if is_async(self._function) else 1,
+            reads_environments=columns is None or "environments" in columns,
+            begin=self.begin,
+        )
 
     def score(self, rollout: Rollout) -> RewardOutput:
         """One reward output for all rows; rows the function does not apply to are not valid.
@@ -120,7 +130,7 @@ class RewardFunction:
         """
         return Mixture([(self.name, self, 1.0)]).score(rollout)
 
-    def begin(self, rollout: Rollout) -> Pending:
+    def begin(self, rollout: Rollout) -> PendingReward:
         """Start an asynchronous function; a synchronous one runs when the result is asked for."""
         texts, log = self._texts.of(rollout), RewardLog()
         kwargs = self._signature.arguments(texts, log, self._state())

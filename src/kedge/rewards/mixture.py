@@ -16,14 +16,11 @@ from torch import Tensor
 from kedge.math.rewards import place_score
 from kedge.records.base import add_totals
 from kedge.records.errors import ConfigError, RewardError
-from kedge.records.protocols import RewardSource
+from kedge.records.protocols import PendingReward, RewardInfo, RewardSource, read_info
 from kedge.records.types import LEASES, RewardOutput, Rollout
 
 logger = logging.getLogger(__name__)
 SLOW = 8.0  # seconds, after which a call is named that has not returned
-# Waits for a reward output; the second is bool [B]: rows that failed, which are dropped whatever
-# other sources say.  The other rows that are not valid are those the source does not apply to.
-Pending = Callable[[], tuple[RewardOutput, Tensor]]
 
 
 class SlowCalls:
@@ -96,19 +93,25 @@ class Mixture:
                 names[i] = next(x for n in count(2) if (x := f"{name}_{n}") not in names)
             self._sources.append((names[i], source, float(weight)))
         self.name = "+".join(name for name, _, _ in self._sources)
-        read = [getattr(source, "columns", None) for _, source, _ in sources]
-        known = frozenset(name for columns in read for name in columns or ())
-        self.columns = None if None in read else known
-        self.only_models = all(getattr(s, "only_models", False) for _, s, _ in sources)
-        self.reads_environments = any(
-            getattr(s, "reads_environments", False) for _, s, _ in sources
-        )
-        # Batches that it scores at the same time, more than 1 if all sources are asynchronous.
-        self.parallel: int = min(getattr(source, "parallel", 1) for _, source, _ in sources)
-        self._free = threading.Semaphore(self.parallel)
+        self._infos = [read_info(source, RewardInfo) for _, source, _ in sources]
+        self._free = threading.Semaphore(self.info.parallel)
         self._slow = {name: SlowCalls() for name, _, _ in self._sources}
         self._subtract = missing_eos_penalty or 0.0
         self._replace = penalty_reward_value if non_eos_penalty else None
+
+    @property
+    def info(self) -> RewardInfo:
+        """Several batches are scored at the same time if all sources are asynchronous."""
+        read = [info.columns for info in self._infos]
+        known = frozenset(name for columns in read for name in columns or ())
+        return RewardInfo(
+            name=self.name,
+            columns=None if None in read else known,
+            parallel=min(info.parallel for info in self._infos),
+            reads_environments=any(info.reads_environments for info in self._infos),
+            only_models=all(info.only_models for info in self._infos),
+            begin=self.begin,
+        )
 
     def score(self, rollout: Rollout) -> RewardOutput:
         """The weighted sum for all rows; asynchronous sources run at the same time."""
@@ -116,11 +119,11 @@ class Mixture:
             output, failed = self.begin(rollout)()
         return replace(output, valid=output.valid & ~failed)
 
-    def begin(self, rollout: Rollout) -> Pending:
+    def begin(self, rollout: Rollout) -> PendingReward:
         """Start all asynchronous sources."""
         started = {name: _begin(source, rollout) for name, source, _ in self._sources}
 
-        def finish(name: str, result: Pending) -> tuple[RewardOutput, Tensor]:
+        def finish(name: str, result: PendingReward) -> tuple[RewardOutput, Tensor]:
             with self._slow[name].report(f"reward {name}", len(rollout)):
                 return result()
 
@@ -168,9 +171,8 @@ class Mixture:
         return mixed, failed
 
 
-def _begin(source: RewardSource, rollout: Rollout) -> Pending:
-    begin: Callable[[Rollout], Pending] | None = getattr(source, "begin", None)
-    if begin is not None:
+def _begin(source: RewardSource, rollout: Rollout) -> PendingReward:
+    if (begin := read_info(source, RewardInfo).begin) is not None:
         return begin(rollout)
 
     def score() -> tuple[RewardOutput, Tensor]:

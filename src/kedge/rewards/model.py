@@ -19,6 +19,7 @@ from kedge.models.backbone import pack_sequences, run_packed, supports_packing
 from kedge.models.score_head import SHIFT, float32_head
 from kedge.ops.kernels import Kernels
 from kedge.records.errors import ConfigError, RewardError
+from kedge.records.protocols import RewardInfo
 from kedge.records.types import RewardOutput, Rollout
 from kedge.rewards.texts import TextCache, Texts, row_name
 
@@ -53,9 +54,6 @@ class RewardModel:
     Raises:
         ConfigError: the vocabulary is too small, or ``reward_label`` is missing for several labels.
     """
-
-    columns: frozenset[str] | None = frozenset()  # needs no dataset columns
-    only_models = True
 
     def __init__(
         self,
@@ -107,6 +105,11 @@ class RewardModel:
                 " was trained with (reward_processing_class), or a model with the same vocabulary"
             )
         self._chunk, self._max_length, self._autocast = chunk_rows, max_length, autocast
+
+    @property
+    def info(self) -> RewardInfo:
+        """No dataset column is read."""
+        return RewardInfo(name=self.name, columns=frozenset(), only_models=True)
 
     def score(self, rollout: Rollout) -> RewardOutput:
         """One score per row.

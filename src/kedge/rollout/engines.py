@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from kedge.background import in_thread
 from kedge.records.errors import LostNodeError, RolloutError, SyncError
-from kedge.records.protocols import RolloutEngine
+from kedge.records.protocols import Closable, EngineInfo, RolloutEngine, read_info
 from kedge.records.types import (
     PromptBatch,
     Receipt,
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class TokenResponse:
     """One sampled response of n tokens, on the host."""
 
     tokens: Tensor  # int64 [n]
@@ -46,7 +47,7 @@ class Response:
 
 def build_rollout(
     prompts: PromptBatch,
-    responses: Sequence[Response],
+    responses: Sequence[TokenResponse],
     sampling: Sampling,
     *,
     pad_id: int,
@@ -92,7 +93,7 @@ def build_rollout(
     return with_prompts(rollout, prompts)
 
 
-def _token_versions(responses: Sequence[Response], size: int) -> Tensor | None:
+def _token_versions(responses: Sequence[TokenResponse], size: int) -> Tensor | None:
     """``Rollout.token_version`` int64 [B, size]; None if every row has one version."""
     if all(len(x.versions) == 1 for x in responses):
         return None
@@ -212,11 +213,17 @@ class ShardedEngine:
         # Garbage collection runs in any thread, even a Ray thread that ``on_close`` waits for.
         self._forgotten = weakref.finalize(self, in_thread, on_close)
         self._forgotten.atexit = False
-        # The dtype in which weights are sent to engines (None: unchanged), and what puts them
-        # where engines read them (None: there is no such place).
-        self.sync_dtype: torch.dtype | None = getattr(self.engines[0], "sync_dtype", None)
-        self.stage_weights: Any = getattr(self.engines[0], "stage_weights", None)
         self._threads = ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine")
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engines, and how weights are sent to them."""
+        first = read_info(self.engines[0], EngineInfo)
+        return EngineInfo(
+            engines=tuple(self.engines),
+            sync_dtype=first.sync_dtype,
+            stage_weights=first.stage_weights,
+        )
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; an engine's failure is raised once the others have finished."""
@@ -265,8 +272,9 @@ class ShardedEngine:
         if self._forgotten.detach() is None:
             return
         try:
-            engines = [e for e in self.engines if hasattr(e, "close")]
-            self._call_all([engine.close for engine in engines], engines)
+            engines = list(self.engines)
+            calls = [engine.close if isinstance(engine, Closable) else bool for engine in engines]
+            self._call_all(calls, engines)
         finally:
             self._threads.shutdown(wait=True)
             self._on_close()
@@ -278,7 +286,7 @@ class ShardedEngine:
 
         An engine whose node is lost is dropped, with None as its result, unless it is the last.
         """
-        futures = [self._threads.submit(call) for call in calls]
+        futures = [self._threads.submit(copy_context().run, call) for call in calls]
         wait(futures)
         results: list[T | None] = []
         for future, engine in zip(futures, engines, strict=True):
@@ -340,13 +348,18 @@ class RankSharedEngine:
             return [self.engine.logprob_kind] * len(requests)
 
         self.logprob_kind: Literal["sampled", "raw", "none"] = ranks.run_on_first(None, start)
-        self.sync_dtype: torch.dtype | None = getattr(self.engine, "sync_dtype", None)
-        self.stage_weights: Any = getattr(self.engine, "stage_weights", None)
 
     @property
-    def engines(self) -> tuple[RolloutEngine, ...]:
-        """On rank 0 the engines that can sample concurrently; none on the others."""
-        return tuple(getattr(self.engine, "engines", ())) or (self.engine,) * (self.ranks.rank == 0)
+    def info(self) -> EngineInfo:
+        """The ranks, and on rank 0 the engines that sample concurrently."""
+        own = read_info(self.engine, EngineInfo)
+        return EngineInfo(
+            engines=own.engines or (self.engine,) * (self.ranks.rank == 0),
+            sync_dtype=own.sync_dtype,
+            stage_weights=own.stage_weights,
+            ranks=self.ranks,
+            wait_for_other_ranks=self.wait_for_other_ranks,
+        )
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; a failure of the engine is raised on every rank."""
@@ -371,9 +384,8 @@ class RankSharedEngine:
 
     def close(self) -> None:
         """Release the engine on rank 0."""
-        close = getattr(self.engine, "close", None)
-        if close is not None:
-            close()
+        if isinstance(self.engine, Closable):
+            self.engine.close()
 
     def _generate(
         self, engine: RolloutEngine, requests: list[_Request]
@@ -430,7 +442,7 @@ class RankGroups:
         self._sampling = dist.new_group(backend="gloo", timeout=limit)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def scatter(self, work: Callable[[], list[T]]) -> T:
+    def scatter(self, work: Callable[[], Sequence[T]]) -> T:
         """This rank's item of ``work()``, which runs on rank 0; an error is raised on every rank.
 
         Called by the main thread.
@@ -438,8 +450,9 @@ class RankGroups:
         own: list[T] = []
 
         def send(_: list[None]) -> list[Any]:
-            items: list[Any] = work()
-            own[:], others = items[:1], items[1:]
+            items = work()
+            others: list[Any] = [*items[1:]]
+            own[:] = items[:1]
             if self._mail is not None:
                 self._mail.send(others)
                 others = [None] * len(others)

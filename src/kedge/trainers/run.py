@@ -35,6 +35,7 @@ from kedge.loop.shutdown import GracefulShutdown
 from kedge.loop.updater import Hooks, StepReport
 from kedge.output import share_weights
 from kedge.records.errors import CheckpointError, ConfigError, way_out
+from kedge.records.protocols import EngineInfo, RewardInfo, read_info
 from kedge.records.types import Experience, RewardOutput, Rollout, Sampling
 from kedge.reporting.base import BestEffortWriter, required_write
 from kedge.reporting.responses import IntervalSchedule, TokenLog, completion_rows
@@ -355,7 +356,7 @@ class Run(Hooks):
             sampling=self.engine.sampling,
             length_option=length if alias == length else f"{length} ({alias})",
             decode=getattr(self.tokenizer, "decode", None),
-            reward=reward if getattr(reward, "only_models", False) else None,
+            reward=reward if read_info(reward, RewardInfo).only_models else None,
             tolerance=LOW_PRECISION if low else FULL_PRECISION,
         )
         for problem in problems:
@@ -438,9 +439,8 @@ class Run(Hooks):
             yield
         finally:
             self._playing -= 1
-            close = getattr(self.engine.rollout_engine, "close_environments", None)
-            if close is not None and not self._playing:
-                close()
+            if not self._playing:
+                read_info(self.engine.rollout_engine, EngineInfo).close_environments()
 
     @property
     def _printed_rows(self) -> int:

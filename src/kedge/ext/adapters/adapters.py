@@ -14,7 +14,7 @@ import httpx
 
 from kedge.environments.turn_tokens import plain_text
 from kedge.records.errors import ConfigError, DataError, RolloutError, install_command
-from kedge.records.protocols import NewContext, Observation, Reset, Step
+from kedge.records.protocols import EnvironmentInfo, NewContext, Observation, Reset, Step
 from kedge.records.types import Response, ToolCall
 
 Player = Callable[[str], str]  # text since the player's last move -> the player's move
@@ -290,10 +290,8 @@ class NeMoGym:
         url: address of the resources server, such as ``http://127.0.0.1:8000``.
     """
 
-    reads_calls = True
-
     def __init__(self, url: str) -> None:
-        self.tools: list[dict[str, Any]] = []  # JSON schemas, once an episode has begun
+        self.info = EnvironmentInfo(reads_calls=True, final_reward=True)
         # The server may close an idle connection at the moment of a request, which would be lost.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._client = httpx.Client(
@@ -322,10 +320,11 @@ class NeMoGym:
             )
         self._row, self._output = row, []
         names = ("name", "description", "parameters")
-        self.tools = [  # as chat templates show them
+        tools = [  # as chat templates show them
             {"type": "function", "function": {n: tool[n] for n in names if n in tool}}
             for tool in params.get("tools") or []
         ]
+        self.info = EnvironmentInfo(reads_calls=True, final_reward=True, tools=tools)
         self._client.cookies.clear()
         if self._gymnasium is None:
             self._gymnasium = "/step" in self._send("GET", "/openapi.json", key="paths")["paths"]
@@ -403,7 +402,7 @@ class NeMoGym:
 
     def _call(self, call: ToolCall) -> str:
         """What the server answers to a call; an error of the server is for the policy."""
-        names = [tool["function"]["name"] for tool in self.tools]
+        names = [tool["function"]["name"] for tool in self.info.tools]
         if call.name not in names:
             return f"Error: there is no tool {call.name!r}; the tools are: {', '.join(names)}"
         return self._request("POST", f"/{call.name}", dict(call.arguments)).text
@@ -479,7 +478,7 @@ class Verifiers:
         self._episode: asyncio.Task[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._history: list[Message] = []
-        self.tools: list[Any] = []  # JSON schemas, set when an episode begins
+        self.info = EnvironmentInfo()  # its tools are known when an episode begins
 
     async def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
         """Start the agent program on a task; returns what it asks first."""
@@ -548,7 +547,7 @@ class Verifiers:
             request.cancel()
             return None
         body = request.result()
-        self.tools = body.get("tools") or []
+        self.info = EnvironmentInfo(tools=body.get("tools") or [])
         messages = [m | {"content": plain_text(m.get("content") or "")} for m in body["messages"]]
         return self._extend(messages)
 

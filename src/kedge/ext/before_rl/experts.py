@@ -19,7 +19,7 @@ from kedge.background import on_event_loop
 from kedge.environments.episode import describe, read_number, read_step
 from kedge.environments.turn_tokens import as_messages
 from kedge.records.errors import ConfigError, KedgeError, RolloutError, describe_error
-from kedge.records.protocols import NewContext
+from kedge.records.protocols import EnvironmentInfo, NewContext, read_info
 from kedge.records.types import Response, ToolCall
 
 Row = dict[str, Any]
@@ -91,13 +91,13 @@ def _play(environment: Any, seed: int, noise: float, max_turns: int) -> Row:
         if not goes_on:
             break
         messages += _read(observation, "step")
-    if goes_on and hasattr(environment, "final_reward"):
+    info = read_info(environment, EnvironmentInfo)
+    if goes_on and info.final_reward:
         total += read_number(_call(environment.final_reward), "a reward")
     while messages[-1]["role"] != "assistant":
         messages.pop()  # drop an observation that has no response
     row = {"messages": messages, "reward": total}
-    tools = getattr(environment, "tools", None)
-    return row | {"tools": tools} if tools else row
+    return row | {"tools": info.tools} if info.tools else row
 
 
 def _call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

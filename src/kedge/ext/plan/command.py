@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
-import timeit
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,10 +55,6 @@ Show batch sizes and estimated memory of a run, and check its flags, without loa
   --num_processes N   ranks that train; by default those of this launch
   --measure           also load the models, train on one micro-batch with responses of full
                       length, and print the peak of this process's memory
-  --network, --bus, --memory
-                      bytes per second between machines, from a GPU to its host, and of a copy in
-                      host memory, in GB/s, for async-ppo.  Without them memory, and on a machine
-                      with a GPU the bus, are measured here; else 50, 25 and 10 are assumed
 
 `kedge plan ppo --help` lists the flags of `kedge ppo`.
 example: kedge plan ppo --model_name_or_path MODEL --dataset_name prompts.jsonl \\
@@ -77,8 +72,6 @@ OPTIMIZER_BYTES = {
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # bytes of logits held at a time
 KEPT_BYTES = 128 << 20  # most bytes of logits kept for the backward pass
 PAGE = 4096  # bytes
-# GB/s that are assumed: a NIC of 400 Gbit/s, pinned memory over PCIe 4, one thread that copies.
-SPEEDS = {"network": 50.0, "bus": 25.0, "memory": 10.0}
 SEND_BYTES = 2 << 30  # bytes of the two buffers of vLLM's GPU-to-GPU broadcast
 SHARDED = ("policy", "reference", "value")  # models that FSDP shards
 Row = tuple[str, str, str]  # name, value, note
@@ -98,8 +91,6 @@ def main(argv: Sequence[str]) -> None:
     own = Flags(prog, add_help=False, allow_abbrev=False)
     own.add_argument("--num_processes", "--num-processes", type=int)
     own.add_argument("--measure", action="store_true")
-    for way in SPEEDS:
-        own.add_argument(f"--{way}", type=float)
     flags, rest = own.parse_known_args(rest)
     if flags.measure and name == "async-ppo":
         raise ConfigError("kedge plan async-ppo cannot --measure: its processes start on a cluster")
@@ -114,28 +105,8 @@ def main(argv: Sequence[str]) -> None:
             options = parse(rest, prog=prog, config=config)
         batches, facts, models = plan(options, processes)
     show(options, batches, facts, models)
-    if isinstance(options.config, AsyncPPOConfig):
-        given = {way: getattr(flags, way) for way in SPEEDS}
-        show_versions(options.config, models[0], batches.world_size, measure_speeds(given))
     if flags.measure:
         print(f"measured peak: {measure(name, rest, options.config, batches)}")
-
-
-def show_versions(
-    config: AsyncPPOConfig,
-    policy: ModelMemory,
-    ranks: int,
-    speeds: Mapping[str, tuple[float, str]],
-) -> None:
-    """Print what a policy version costs on its way to the engines."""
-    parts = version_parts(config, policy, ranks, {way: x * 1e9 for way, (x, _) in speeds.items()})
-    if not parts:
-        print("no policy versions are sent: the engine reads the weights of the learner")
-        return
-    rows = [(name, human(size), f"{seconds:.2g} s", who) for name, size, seconds, who in parts]
-    print_table("each policy version", rows, ("part", "bytes", "takes", "who waits"))
-    ways = (f"{way} {speed:.3g} ({source})" for way, (speed, source) in speeds.items())
-    print(f"estimated; GB/s: {', '.join(ways)}")
 
 
 def measure(name: str, argv: Sequence[str], config: OnPolicyConfig, batches: BatchSizes) -> str:
@@ -294,65 +265,6 @@ def size_rows(config: OnPolicyConfig, batches: BatchSizes, facts: dict[str, int]
         ("response tokens", batches.episodes * response, "at most, in the run"),
     ]
     return [(name, f"{value:,}", note) for name, value, note in counts]
-
-
-def version_parts(
-    config: AsyncPPOConfig, policy: ModelMemory, ranks: int, speed: Mapping[str, float]
-) -> list[tuple[str, float, float, str]]:
-    """Name, bytes, seconds, and who waits, of each part of a policy version's way to the engines.
-
-    ``speed`` has bytes per second of network, bus and memory.
-    """
-    engine, count = find_engine(config), config.vllm_num_engines
-    if not engine.copies_weights:
-        return []
-    half = engine.vllm and (config.bf16 or config.fp16)
-    sent = policy.trained * (2.0 if half else 4.0)
-    link, memory, bus = (
-        speed["network"],
-        speed["memory"],
-        speed["memory" if config.use_cpu else "bus"],
-    )
-    nccl = engine.actors and engine.vllm and policy.whole and not config.use_cpu
-    nccl = nccl and config.vllm_transfer != "host" and not config.single_gpu_mode
-    learners, parts = "all learners", []
-    if ranks > 1 and config.deepspeed_stage:
-        others = ranks - (config.actor_num_gpus_per_node or [1])[0]  # on other machines
-        seconds = max(sent * others / ranks / link, sent / bus)
-        parts.append(("gather on the first learner", sent * (ranks - 1) / ranks, seconds, learners))
-    if not engine.per_rank:
-        parts.append(("copy to the host", sent, sent / bus + sent / memory, learners))
-    if nccl:
-        times = count if config.rollout_schedule == "as_completed" else 1
-        name = "broadcast over NCCL" if times == 1 else f"{times} broadcasts over NCCL"
-        parts.append((name, times * sent, times * (sent / bus + sent / link), "engines"))
-    elif engine.actors:
-        parts.append(("to each machine of engines", sent, sent / link, "engines"))
-    if engine.vllm:
-        passes, text = 2 if half else 1, "engines; the first learner trains slower"
-        parts.append(("verification", passes * sent, passes * sent / bus, text))
-    if not nccl:
-        seconds = sent / config.vllm_tensor_parallel_size / bus
-        parts.append(("load into an engine", sent, seconds, "engines"))
-    return parts
-
-
-def measure_speeds(given: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:
-    """GB/s of each way, and whether they are given, measured on this machine, or assumed."""
-    speeds = {way: (speed, "assumed") for way, speed in SPEEDS.items()}
-    block = torch.ones(1 << 26, dtype=torch.uint8)
-    copies: dict[str, Callable[[], Any]] = {"memory": block.clone}
-    if torch.cuda.is_available():
-        copies["bus"] = block.cuda().cpu
-    for way, copy in copies.items():  # the fastest of nine, as other programs may run
-        seconds = min(timeit.repeat(copy, number=1, repeat=9))
-        speeds[way] = len(block) / seconds / 1e9, "measured"
-    for way, speed in given.items():
-        if speed is not None:
-            speeds[way] = speed, "given"
-            if speed <= 0:
-                raise ConfigError(f"--{way} {speed:g} must be above 0 GB/s")
-    return speeds
 
 
 def verdict(

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kedge.background import check_stop
 from kedge.ext.ray.cluster import HEALTH, ActorProcess, ControlStore, cause
 from kedge.loop.shutdown import exit_with
 from kedge.records.errors import ConfigError, KedgeError, LostNodeError, RolloutError
@@ -166,6 +167,7 @@ class Actor:
         self._check_cluster()
         now = clock.seconds()
         while not self._ready([call], min(_POLL, limit - now, next_ping - now)):
+            check_stop()
             now = clock.seconds()
             if now >= limit:
                 raise LostActorError(f"{self._where} took longer than {limit:g} s")

@@ -20,9 +20,9 @@ from kedge.ext.vllm.engine import VLLMEngine
 from kedge.ext.vllm.inprocess import InProcess
 from kedge.ext.vllm.policy_template import Expected, PolicyTemplate, meta_model, on_cpu
 from kedge.ext.vllm.weights import EngineGroup, FanOut, NcclTransfer, buckets, nccl, use_nccl
-from kedge.models.fingerprint import WeightsCopy, policy_weights
+from kedge.models.fingerprint import WeightsCopy, as_copy, policy_weights
 from kedge.records.errors import RolloutError, SyncError
-from kedge.records.protocols import RolloutEngine
+from kedge.records.protocols import EngineInfo, RolloutEngine
 from kedge.records.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
 from kedge.rollout.embedded.engine import EmbeddedEngine, check_prompts
 from kedge.rollout.engines import (
@@ -101,7 +101,7 @@ def stage_weights(
 
 def store_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> StoredWeights:
     """Return staged weights as stored weights, or put others into the store."""
-    stored: StoredWeights | None = getattr(weights, "stored", None)
+    stored: StoredWeights | None = as_copy(weights).stored
     return StoredWeights.put(weights.items(), dtype) if stored is None else stored
 
 
@@ -132,8 +132,7 @@ class RayEngine:
         group: EngineGroup | None = None,
     ) -> None:
         self._limits, self._template, self._group = limits, template, group
-        self.stage_weights = partial(stage_weights, dtype=dtype)
-        self.sync_dtype = dtype
+        self._dtype = dtype
         self._stored = stored  # the current weights, for a restart
         self._loaded: tuple[int, Receipt, Expected | None] | None = None
         self.unfinished = 0  # responses that are being sampled
@@ -163,7 +162,7 @@ class RayEngine:
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
         """Load ``weights``; the receipt describes the weights in the actor."""
         expected = None if self._template is None else self._template.expected(weights)
-        stored = store_weights(weights, self.sync_dtype)
+        stored = store_weights(weights, self._dtype)
         if self._group is None:
             self._stored, self._loaded = stored, None  # a lost actor now restarts with them
             within = self._limits.start
@@ -200,14 +199,15 @@ class RayEngine:
             ) from error
 
     @cached_property
-    def slots(self) -> int:
-        """Responses that the actor samples at once; 0: only whole batches."""
-        return int(self.actor.call("__getattribute__", "slots"))
-
-    @cached_property
-    def updates_in_flight(self) -> bool:
-        """Whether ``load_weights`` may be called while it holds requests."""
-        return bool(self.actor.call("__getattribute__", "updates_in_flight"))
+    def info(self) -> EngineInfo:
+        """What the engine in the actor can do, with weights in the object store."""
+        slots, updates_in_flight = self.actor.call("abilities")
+        return EngineInfo(
+            slots=slots,
+            updates_in_flight=updates_in_flight,
+            sync_dtype=self._dtype,
+            stage_weights=partial(stage_weights, dtype=self._dtype),
+        )
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
         """Add rows, which are sent with the next ``advance``."""
@@ -273,10 +273,15 @@ def serve(engine: Any, new: Sequence[Request]) -> tuple[list[int], Rollout | Non
     return rollout.prompts.group.unique_consecutive().tolist(), rollout, engine.unfinished
 
 
+def abilities(engine: Any) -> tuple[int, bool]:
+    """``slots`` and ``updates_in_flight`` of its info."""
+    return engine.info.slots, engine.info.updates_in_flight
+
+
 class HostedEngine(EmbeddedEngine):
     """The embedded engine in the actor, on the GPU that Ray assigned to this process, if any."""
 
-    serve = serve
+    serve, abilities = serve, abilities
 
     def __init__(
         self, meta_model: nn.Module, stored: StoredWeights, settings: Mapping[str, Any]
@@ -294,7 +299,7 @@ class HostedEngine(EmbeddedEngine):
 class HostedVLLM(VLLMEngine):
     """VLLM in the actor; ``settings`` are those of ``VLLMEngine``, and ``service`` builds it."""
 
-    serve = serve
+    serve, abilities = serve, abilities
 
     def __init__(
         self, template: PolicyTemplate, stored: StoredWeights, settings: Mapping[str, Any]

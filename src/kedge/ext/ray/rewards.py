@@ -15,7 +15,7 @@ from torch import Tensor
 from kedge.ext.ray.actor import Actor
 from kedge.ext.ray.pool import ActorPool
 from kedge.records.errors import RewardError, RolloutError
-from kedge.records.protocols import RewardSource
+from kedge.records.protocols import RewardInfo, RewardSource, read_info
 from kedge.records.types import RewardOutput, Rollout
 from kedge.rewards.mixture import SlowCalls
 
@@ -39,10 +39,9 @@ class RewardActor:
             functions={**functions, "trainer_state": lambda: self._state},
         )
 
-    def columns(self) -> frozenset[str] | None:
-        """Dataset columns that are read; None if unknown."""
-        columns: frozenset[str] | None = getattr(self._source, "columns", None)
-        return columns
+    def info(self) -> RewardInfo:
+        """What can be sent of the source's ``info``."""
+        return replace(read_info(self._source, RewardInfo), begin=None)
 
     def score(self, rollout: Rollout, state: Any) -> tuple[RewardOutput, list[str]]:
         """The reward output, and warnings."""
@@ -66,12 +65,13 @@ class RayRewards:
     def __init__(self, pool: ActorPool, *, trainer_state: Callable[[], object]) -> None:
         self._pool, self._state = pool, trainer_state
         self.workers = pool.workers
-        self.parallel = len(self.workers)
         self._slow = SlowCalls()
         self._free: queue.SimpleQueue[Actor] = queue.SimpleQueue()
         for worker in self.workers:
             self._free.put(worker)
-        self.columns: frozenset[str] | None = self.workers[0].call("columns")
+        # Environments stay in this process, and models may differ from those of others.
+        columns = self.workers[0].call("info").columns
+        self.info = RewardInfo(columns=columns, parallel=len(self.workers))
 
     def score(self, rollout: Rollout) -> RewardOutput:
         """One reward output for all rows."""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kedge.background import Stopped, check_stop
 from kedge.ext.vllm.inprocess import InProcess
 from kedge.ext.vllm.policy_template import Expected, PolicyTemplate
 from kedge.ext.vllm.remote import Remote
@@ -22,6 +23,7 @@ from kedge.ext.vllm.service import (
     read_responses,
 )
 from kedge.records.errors import RolloutError, SyncError
+from kedge.records.protocols import EngineInfo
 from kedge.records.types import PromptBatch, Receipt, Rollout, Sampling
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
@@ -114,6 +116,7 @@ class VLLMEngine:
         new = {next(self._keys): request for request in requests}
         keys, results = list(new), dict[int, GenerationResult]()
         while not results.keys() >= set(keys):  # others may be left over from a failed call
+            self._check_stop()
             answers, new = self.service.serve(new), {}
             if not answers and not self.service.holds_requests:  # it would be asked for ever
                 raise RolloutError(
@@ -156,19 +159,15 @@ class VLLMEngine:
         return build_requests(prompts, sampling, seed, vocabulary=self.spec.vocabulary)
 
     @property
-    def sync_dtype(self) -> torch.dtype | None:
-        """The dtype in which weights are sent; None: unchanged."""
-        return self.spec.dtype if self.spec.adapter is None else None
-
-    @property
-    def slots(self) -> int:
-        """Requests that vLLM runs at once; 0 if it sleeps between whole batches."""
-        return 0 if self._sleeps else self._abilities[0]
-
-    @property
-    def updates_in_flight(self) -> bool:
-        """Whether ``load_weights`` may be called while it holds requests."""
-        return self._abilities[1]
+    def info(self) -> EngineInfo:
+        """VLLM's limits; it samples whole batches alone if it sleeps between them."""
+        slots, updates_in_flight = (0, False) if self._sleeps else self._abilities
+        return EngineInfo(
+            slots=slots,
+            updates_in_flight=updates_in_flight,
+            max_length=self.max_length,
+            sync_dtype=self.spec.dtype if self.spec.adapter is None else None,
+        )
 
     @functools.cached_property
     def _abilities(self) -> tuple[int, bool]:
@@ -188,9 +187,17 @@ class VLLMEngine:
     def advance(self) -> Rollout | None:
         """Sample for a short time; returns complete groups."""
         self._check_complete()
+        self._check_stop()
         new, self._new = self._new, {}
         self._put_held(self.service.serve(new))
         return self._requests.take_complete(self._build_rollout)
+
+    def _check_stop(self) -> None:
+        try:
+            check_stop()
+        except Stopped:
+            self.cancel()  # or vLLM would go on with them
+            raise
 
     def cancel(self) -> None:
         """Drop all requests."""

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kedge.ext.vllm.weights import WeightPayload, adapter_weights, base_weights, get_lora_config
-from kedge.models.fingerprint import WeightsCopy, check_weights, fingerprint
+from kedge.models.fingerprint import as_copy, check_weights, fingerprint
 from kedge.models.peft import drop_adapters
 from kedge.records.errors import ConfigError, SyncError
 
@@ -145,17 +145,17 @@ class PolicyTemplate:
 
     def expected(self, weights: Mapping[str, Tensor]) -> Expected:
         """The values that a rollout engine must report; computed once for all engines."""
+        weights = as_copy(weights)
         with _EXPECTED_LOCK:
-            model, found = getattr(weights, "expected", None) or (None, None)
+            model, found = weights.expected or (None, None)
             if found is None or model is not self.meta_model:
                 exact = self.logprobs(weights)
                 low = self.dtype is not None and self.dtype != torch.float32
                 rounded = self.logprobs(weights, autocast=self.dtype) if low else exact
                 # Copies hash the weights before rounding.
-                digest = getattr(weights, "fingerprint", "") or fingerprint(weights)
+                digest = weights.fingerprint or fingerprint(weights)
                 found = Expected(fingerprint=digest, logprobs=exact, rounded=rounded)
-                if isinstance(weights, WeightsCopy):
-                    weights.expected = self.meta_model, found
+                weights.expected = self.meta_model, found
             return found
 
     @torch.no_grad()
@@ -163,7 +163,7 @@ class PolicyTemplate:
         self, weights: Mapping[str, Tensor], *, autocast: torch.dtype | None = None
     ) -> Tensor:
         """Log-probabilities of the probe by the learner's code: float32 [rows, tokens - 1]."""
-        device = getattr(weights, "device", None) or next(iter(weights.values())).device
+        device = as_copy(weights).device or next(iter(weights.values())).device
         ids = self.probe().to(device)
         frozen = {n: p for n, p in self.meta_model.named_parameters() if not p.is_meta}
         parameters = {n: p.to(device) for n, p in frozen.items()} | dict(weights)

@@ -17,7 +17,7 @@ from kedge.config.rollout_engines import LOWEST_VLLM
 from kedge.records.errors import ConfigError, RolloutError
 from kedge.records.types import PromptBatch, Sampling
 from kedge.rollout.embedded.sampling import StopStrings
-from kedge.rollout.engines import Response
+from kedge.rollout.engines import TokenResponse
 
 _MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 _MOST_ALLOWED = 1024  # tokens recorded per sampled token, unless top_k is set
@@ -152,7 +152,7 @@ def read_responses(
     *,
     tokenizer: Any,
     vocabulary: int,
-) -> list[Response]:
+) -> list[TokenResponse]:
     """Check results, and convert them; a response ends where its first stop string does."""
     stops = StopStrings(sampling, tokenizer) if sampling.stop_strings else None
     ends = [_find_end(result, stops) for result in results]
@@ -173,7 +173,7 @@ def read_responses(
         # Greedy: only the sampled token.
         allowed = result.tokens[:, None] if result.allowed is None else result.allowed
         responses.append(
-            Response(
+            TokenResponse(
                 tokens=torch.as_tensor(result.tokens[:length], dtype=torch.int64),
                 # Rounding can make the log of 1 slightly positive.
                 logprobs=torch.as_tensor(result.logprobs[:length]).float().clamp(max=0.0),

@@ -17,11 +17,12 @@ from kedge.models.model import eval_mode
 from kedge.models.peft import drop_adapters
 from kedge.ops.kernels import PREPACKED_TOKENS, Kernels
 from kedge.records.errors import RolloutError
+from kedge.records.protocols import EngineInfo
 from kedge.records.types import PromptBatch, Receipt, Rollout, Sampling
 from kedge.rollout.embedded.decode import Prefix, build_decoder, get_base_model, rows_that_fit
 from kedge.rollout.embedded.generation import DecodeLoop
 from kedge.rollout.embedded.sampling import check_sampling
-from kedge.rollout.engines import EngineInputs, GroupRequests, Response, build_rollout
+from kedge.rollout.engines import EngineInputs, GroupRequests, TokenResponse, build_rollout
 
 if TYPE_CHECKING:
     from kedge.config.base import OnPolicyConfig
@@ -48,7 +49,6 @@ class EmbeddedEngine:
     """
 
     logprob_kind: Literal["sampled", "raw", "none"] = "sampled"
-    updates_in_flight: Literal[True] = True
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class EmbeddedEngine:
         self._version = 0
         self._prefixes: dict[int, Prefix] | None = None  # by row, inside keep_prefixes()
         self._loops: dict[Sampling, DecodeLoop] = {}  # by sampling distribution
-        self._requests: GroupRequests[Response] = GroupRequests()
+        self._requests: GroupRequests[TokenResponse] = GroupRequests()
 
     @contextlib.contextmanager
     def keep_prefixes(self) -> Iterator[None]:
@@ -109,11 +109,11 @@ class EmbeddedEngine:
         """
         host = self._check_prompts(prompts, sampling)
         device = next(self.model.parameters()).device
-        keeps = self._prefixes is not None and len(host) <= self._chunk_rows and self.slots > 0
+        keeps = self._prefixes is not None and len(host) <= self._chunk_rows and self._keeps_all
         prefixes = self._prefixes if keeps else None
         loop = self._loop(sampling, self._rows_at_once(host, sampling, device), prefixes=prefixes)
         loop.submit(host, range(len(host)), seed=seed, limits=host.limits(sampling))
-        responses: dict[int, Response] = {}
+        responses: dict[int, TokenResponse] = {}
         with self._sampling_context(device, packs=sampling.max_new_tokens >= PREPACKED_TOKENS):
             while len(responses) < len(host):
                 responses.update(loop.advance(self._version))
@@ -121,9 +121,18 @@ class EmbeddedEngine:
         return replace(rollout.to(prompts.ids.device), prompts=prompts)
 
     @property
-    def slots(self) -> int:
-        """Responses sampled at once by ``advance``; 0 if the model does not keep all keys."""
-        return self._chunk_rows if build_decoder(self.model).keeps_all else 0
+    def info(self) -> EngineInfo:
+        """Rows are sampled one by one if the model keeps all keys, also across weight updates."""
+        return EngineInfo(
+            slots=self._chunk_rows if self._keeps_all else 0,
+            updates_in_flight=True,
+            max_length=positions(get_base_model(self.model)),
+            keep_prefixes=self.keep_prefixes,
+        )
+
+    @property
+    def _keeps_all(self) -> bool:
+        return build_decoder(self.model).keeps_all
 
     @property
     def unfinished(self) -> int:
@@ -157,11 +166,6 @@ class EmbeddedEngine:
         self._loops.clear()
         self._requests.clear()
 
-    @property
-    def max_length(self) -> int | None:
-        """Tokens of prompt and response together; None: no limit."""
-        return positions(get_base_model(self.model))
-
     def _loop(self, sampling: Sampling, slots: int, **how: Any) -> DecodeLoop:
         return DecodeLoop(self.model, sampling, self._tokenizer, slots=slots, **how)
 
@@ -193,7 +197,7 @@ class EmbeddedEngine:
         return max(self._chunk_rows, min(fit, _MOST_ROWS))
 
     def _build_rollout(
-        self, prompts: PromptBatch, responses: list[Response], sampling: Sampling
+        self, prompts: PromptBatch, responses: list[TokenResponse], sampling: Sampling
     ) -> Rollout:
         pad_id, extra = self._pad_id, self._extra_column
         return build_rollout(prompts, responses, sampling, pad_id=pad_id, extra_column=extra)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kedge.background import check_stop
 from kedge.records.errors import RolloutError
 from kedge.records.types import PromptBatch, Sampling, group_rows
 from kedge.rollout.embedded.decode import CausalDecoder, Prefix, build_decoder
@@ -24,7 +25,7 @@ from kedge.rollout.embedded.sampling import (
     sample_tokens,
     uniforms,
 )
-from kedge.rollout.engines import Response
+from kedge.rollout.engines import TokenResponse
 
 POLL = 16  # tokens sampled on an accelerator between two checks for ended responses
 _REFILL = 8  # rows join once 1 / 8 of the slots are free, since joining copies the cache
@@ -119,7 +120,7 @@ class DecodeLoop:
         for of_group in sorted(groups, key=lambda rows: len(rows[0].prompt)):
             self._waiting += of_group
 
-    def advance(self, version: int) -> list[tuple[int, Response]]:
+    def advance(self, version: int) -> list[tuple[int, TokenResponse]]:
         """Sample until a response is complete, at most 16 tokens; returns keys and responses."""
         for _ in range(POLL if self._on_cpu else 1):
             new = self._admit()
@@ -151,6 +152,7 @@ class DecodeLoop:
     def _step(self) -> Tensor:
         """Sample the next token of every row; returns int64 [b, ...] for the host."""
         assert self._decoder is not None
+        check_stop()
         self._t += 1
         self._token, recorded = self._decoder.sample(self._token, self._draw)
         return recorded if self._on_cpu else recorded.clone()
@@ -218,7 +220,7 @@ class DecodeLoop:
         mask = torch.arange(width) >= width - lengths[:, None]
         return decoder.start(ids, mask, torch.tensor(copies))
 
-    def _read(self, window: Tensor) -> list[tuple[int, Response]]:
+    def _read(self, window: Tensor) -> list[tuple[int, TokenResponse]]:
         """Store the tokens of a window int64 [w, b, ...]; return the completed responses."""
         count, _, width = window.shape
         begin = self._steps - self._dropped
@@ -247,7 +249,7 @@ class DecodeLoop:
             self._keep(keep)
         return complete
 
-    def _response(self, i: int, end: int, terminated: bool) -> Response:
+    def _response(self, i: int, end: int, terminated: bool) -> TokenResponse:
         """The response of row ``i``, whose last token was sampled in the step before ``end``."""
         begin = self._rows[i].begin
         recorded = self._buffer[begin - self._dropped : end - self._dropped, i]
@@ -260,7 +262,7 @@ class DecodeLoop:
             (version, min(then, end) - max(first, begin))
             for (version, first), (_, then) in pairwise([*self._versions, (0, end)])
         ]
-        return Response(
+        return TokenResponse(
             tokens=recorded[:, 0].clone(),
             logprobs=recorded[:, 1].int().view(torch.float32),
             allowed=allowed,

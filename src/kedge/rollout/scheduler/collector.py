@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kedge.algorithms.base import Algorithm, uniform_rows
 from kedge.records.errors import RolloutError
-from kedge.records.protocols import PromptSource, RewardSource, RolloutEngine
+from kedge.records.protocols import EngineInfo, PromptSource, RewardSource, RolloutEngine, read_info
 from kedge.records.seeds import seed_for
 from kedge.records.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling, group_rows
 
@@ -193,13 +193,10 @@ class RolloutCollector:
             rollout = sample_responses(prompts, engine, sampling=self.sampling, seed=seed)
         return rollout, self.clock() - begin
 
-    def score(self, rollout: Rollout, greedy: Rollout | None = None) -> Sample:
-        """Score responses that were sampled before; ``greedy`` as in ``add_greedy_scores``."""
+    def score(self, rollout: Rollout) -> Sample:
+        """Score responses that were sampled before."""
         begin = self.clock()
         reward_output = self.reward.score(rollout)
-        if greedy is not None:
-            scores = self.reward.score(greedy)
-            reward_output = add_greedy_scores(reward_output, rollout.prompts, scores)
         times = {"time/reward": self.clock() - begin}
         return Sample(rollout=rollout, reward_output=reward_output, times=times)
 
@@ -210,8 +207,9 @@ class RolloutCollector:
     @contextmanager
     def _wait_for_others(self, engine: RolloutEngine) -> Iterator[None]:
         """At the end, the other ranks of a shared engine may sample further rounds or turns."""
-        wait = getattr(engine, "wait_for_other_ranks", None)
-        if wait is None or not (self.more or getattr(engine, "many_turns", False)):
+        info = read_info(engine, EngineInfo)
+        wait = info.wait_for_other_ranks
+        if wait is None or not (self.more or info.many_turns):
             yield
             return
         try:

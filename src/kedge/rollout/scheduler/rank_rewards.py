@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from kedge.records.errors import KedgeError, RewardError
+from kedge.records.protocols import Ranks
 from kedge.records.types import RewardOutput, Rollout
-from kedge.rollout.engines import RankGroups
 
 logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
@@ -48,7 +48,7 @@ def address_of_first() -> str:
     return LOOPBACK if there == here or there.startswith("127.") else there
 
 
-def connect(ranks: RankGroups, scheduler: Any) -> list[RankReward]:
+def connect(ranks: Ranks, scheduler: Any) -> list[RankReward]:
     """On rank 0 the reward sources of the other ranks: those of the ``scheduler`` there."""
     key, listeners = os.urandom(32), list[Listener]()
 

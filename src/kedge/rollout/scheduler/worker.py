@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from kedge.records.errors import SyncError
-from kedge.records.protocols import RolloutEngine
+from kedge.records.protocols import EngineInfo, RolloutEngine, read_info
 from kedge.records.seeds import seed_for
-from kedge.records.types import SYNC_GAP, PromptBatch, Receipt, Rollout, Sampling, group_rows
+from kedge.records.types import SYNC_GAP, Receipt, Rollout, group_rows
 from kedge.rollout.liveness import starting
-from kedge.rollout.scheduler.collector import RolloutCollector, first_rows
-from kedge.rollout.scheduler.joining import GroupPrompts, with_groups
+from kedge.rollout.scheduler.collector import RolloutCollector
+from kedge.rollout.scheduler.joining import GroupPrompts
 
 
 class WeightUpdate(NamedTuple):
@@ -33,7 +33,6 @@ class SampledNumbers:
     """Samples of some groups of the dispatcher, to be scored."""
 
     rollout: Rollout
-    greedy: Rollout | None = None  # one greedy response per group, in ascending order of their ids
     numbers: list[int]
     times: Mapping[str, float] = field(default_factory=dict)  # seconds, and metrics
     step: int  # iterations finished when the engine's weights were taken
@@ -41,7 +40,7 @@ class SampledNumbers:
 
 def list_engines(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
     """The engines that can sample concurrently: the parts of a composite engine, or the engine."""
-    return tuple(getattr(rollouts, "engines", ())) or (rollouts,)
+    return tuple(read_info(rollouts, EngineInfo).engines) or (rollouts,)
 
 
 def _check_needs_no_receipt(engine: RolloutEngine) -> None:
@@ -70,9 +69,6 @@ class EngineWorker:
     _fingerprint: str = ""
     _seconds: float = 0.0  # sampling time since groups were last completed
     gap: dict[str, float] = field(default_factory=dict)  # metric of the last weight sync
-    # with greedy baselines: groups that wait for their greedy response, and finished responses
-    _deferred: dict[int, tuple[PromptBatch, int]] = field(default_factory=dict)
-    _greedy: dict[int, Rollout] = field(default_factory=dict)
 
     def reset(self) -> None:
         """Drop all groups, and load weights before sampling again."""
@@ -93,14 +89,8 @@ class EngineWorker:
 
     def release_all(self) -> None:
         """Record that the engine holds no groups."""
-        for state in (self.held, self._deferred, self._greedy):
-            state.clear()
+        self.held.clear()
         self.unfinished = 0
-
-    def count_unfinished(self) -> None:
-        """Update the number of unfinished responses, deferred groups included."""
-        deferred = sum(len(batch) for batch, _ in self._deferred.values())
-        self.unfinished = self.engine.unfinished + deferred
 
     def load(self, new: WeightUpdate) -> None:
         """Load weights and verify them."""
@@ -139,53 +129,24 @@ class EngineWorker:
         self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts
     ) -> SampledNumbers | None:
         """Start these groups and sample; returns the groups that are done."""
-        begin, greedy = collector.clock(), collector.algorithm.needs_greedy
+        begin = collector.clock()
         for step, turn, batch in prompts.prompts(numbers):
             purpose = f"rollout again {turn - 1}" if turn else "rollout"
             seed = seed_for(collector.seed, purpose, step)
-            if greedy:
-                self._submit_greedy(batch, collector.sampling, seed)
-            else:
-                self.engine.submit(batch, sampling=collector.sampling, seed=seed)
+            self.engine.submit(batch, sampling=collector.sampling, seed=seed)
         rollout: Rollout | None = self.engine.advance()
-        if greedy and rollout is not None:
-            rollout = self._continue(rollout, collector.sampling)
         self._seconds += collector.clock() - begin
         if rollout is None:
             return None
         self.check(rollout)
         seconds, self._seconds = self._seconds, 0.0
         assert self.update is not None
-        groups = group_rows(rollout.prompts)[0]
         return SampledNumbers(
             rollout=rollout,
-            greedy=Rollout.cat([self._greedy.pop(n) for n in groups]) if greedy else None,
-            numbers=groups,
+            numbers=group_rows(rollout.prompts)[0],
             times={"time/rollout": seconds, **self.gap},
             step=self.update.step,
         )
-
-    def _submit_greedy(self, batch: PromptBatch, sampling: Sampling, seed: int) -> None:
-        """Start the greedy responses; the groups follow as soon as these are complete."""
-        for number, rows in zip(*group_rows(batch), strict=True):
-            self._deferred[number] = batch.rows(rows), seed
-        first = batch.rows(first_rows(batch))
-        first = replace(first, group=-1 - first.group)  # ids of groups are not negative
-        # Top-k, top-p and min-p keep the most likely token, and rows that are joined must agree on
-        # whether allowed tokens are recorded.
-        self.engine.submit(first, sampling=replace(sampling, temperature=0.0), seed=seed)
-
-    def _continue(self, rollout: Rollout, sampling: Sampling) -> Rollout | None:
-        """Start groups whose greedy response is complete; return the rows of finished groups."""
-        group = rollout.prompts.group
-        for i in (group < 0).nonzero()[:, 0].tolist():
-            number = -1 - int(group[i])
-            answer = rollout.rows(slice(i, i + 1))
-            self._greedy[number] = replace(answer, prompts=with_groups(answer.prompts, [number]))
-            batch, seed = self._deferred.pop(number)
-            self.engine.submit(batch, sampling=sampling, seed=seed)
-        rows = (group >= 0).nonzero()[:, 0]
-        return rollout.rows(rows) if len(rows) else None
 
     def check(self, rollout: Rollout) -> None:
         """Compare the version of every row with that of the weights when it was started."""

@@ -34,7 +34,7 @@ from kedge.models.compatibility import vocabulary
 from kedge.models.load import without_weights
 from kedge.ops.products import backend
 from kedge.records.errors import ConfigError
-from kedge.records.protocols import RewardSource, RolloutEngine
+from kedge.records.protocols import EngineInfo, RewardInfo, RewardSource, RolloutEngine, read_info
 from kedge.records.types import Sampling
 from kedge.rewards import check_sources, reward_source
 from kedge.rewards.build import as_list
@@ -123,7 +123,7 @@ def assemble_run(inputs: TrainerInputs) -> Run:
             extra_column=setup.algorithm.extra_column,
             context=loaded.context(args),
             vocabulary=vocabulary(loaded.policy),
-            keep_environments=getattr(reward_source, "reads_environments", False),
+            keep_environments=read_info(reward_source, RewardInfo).reads_environments,
         )
     engine = build_engine(setup, reward_source, hf_learner, rollout_engine, rollout)
     callbacks.watch(hf_learner.optimizer, hf_learner.scheduler)
@@ -356,7 +356,7 @@ class RewardStage:
         prompts: list[Any] = [setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)]
         for each in prompts if args.remove_unused_columns and inputs.rollout_func is None else ():
             if isinstance(each, DatasetPrompts):
-                each.keep(getattr(source, "columns", None))
+                each.keep(read_info(source, RewardInfo).columns)
         return source
 
 
@@ -421,10 +421,11 @@ class RolloutStage:
         if not copies:
             return learner.wrap_engine(make())
         engine = self._share(make) if self.shared and learner.world_size > 1 else make()
+        info = read_info(engine, EngineInfo)
         learner.copy_weights = WeightCopier(
             first_only=self.shared,
-            dtype=getattr(engine, "sync_dtype", None),
-            stage=getattr(engine, "stage_weights", None),
+            dtype=info.sync_dtype,
+            stage=info.stage_weights,
             device="cpu",
             live=args.max_lag == 0,
         )
