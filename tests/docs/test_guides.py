@@ -136,8 +136,7 @@ FIGURES = {
     "demo, minutes": {
         "README.md": r"make demo +# about (\w+) minutes",
         "docs/demo.md": r"takes about (\w+) minutes",
-        "src/kedge/demo/demo.py": r"in about (\w+) minutes on one CPU core",
-        "src/kedge/cli/main.py": r"in about (\w+) minutes on a CPU",
+        "examples/demo/run.py": r"about (\w+) minutes on one core",
     },
     "schedules in order": {
         "docs/async.md": r"In ([\d,]+) random schedules",
