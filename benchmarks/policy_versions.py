@@ -1,11 +1,11 @@
-"""What each version of large policies costs on 64 GPUs, as ``kedge plan async-ppo`` estimates it.
+"""What each version of large policies costs on 64 GPUs, estimated as bytes / speed.
 
     python -m benchmarks.policy_versions
 
 32 learners on four machines and 32 GPUs that sample; PPO with a value model of the policy's size,
 a reference and a reward function, in bf16, ``deepspeed_stage=3``, gradient checkpointing, one row
-of 2,048 tokens a micro-batch, at the speeds that the command assumes.  Models are built without
-weights.  Prints the table of docs/explain/scaling.md.
+of 2,048 tokens a micro-batch.  Models are built without weights.  Prints the table of
+docs/explain/scaling.md.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ MODELS: dict[str, tuple[Any, int]] = {  # configuration, and GPUs of each engine
     ),
 }
 GPUS = LEARNERS = 32  # that sample, and that learn
+OTHERS = 24  # learners on other machines than the first
+# Assumed bytes per second: a NIC of 400 Gbit/s, pinned memory over PCIe 4, one thread that copies.
+NETWORK, BUS, MEMORY = 50e9, 25e9, 10e9
 IN_ORDER: tuple[str, ...] = ()
 AS_COMPLETED = ("--rollout_schedule", "as_completed", "--max_lag", "4")
 
@@ -89,6 +92,19 @@ def no_reward(completions: list[str]) -> list[float]:
     return [0.0] * len(completions)
 
 
+def version_parts(sent: float, broadcasts: int) -> list[tuple[str, float, float, str]]:
+    """Name, bytes, seconds, and who waits, of each part of a version of ``sent`` bytes."""
+    gather = max(sent * OTHERS / LEARNERS / NETWORK, sent / BUS)
+    learners, engines = "all learners", "engines"
+    name = "broadcast over NCCL" if broadcasts == 1 else "broadcasts over NCCL"
+    return [
+        ("gather on the first learner", sent * (LEARNERS - 1) / LEARNERS, gather, learners),
+        ("copy to the host", sent, sent / BUS + sent / MEMORY, learners),
+        (name, broadcasts * sent, broadcasts * (sent / BUS + sent / NETWORK), engines),
+        ("verification", 2 * sent, 2 * sent / BUS, f"{engines}; the first learner trains slower"),
+    ]
+
+
 def table() -> list[str]:
     """The lines of the table: a column for each model."""
     columns = []
@@ -100,12 +116,10 @@ def table() -> list[str]:
                 options = parse_options(command(Path(folder), engine, *flags))
                 options.config.use_cpu = False  # this process has no GPU, but the run has
                 _, _, found = plan.plan(options, LEARNERS)
-                speed = {way: x * 1e9 for way, x in plan.SPEEDS.items()}
-                parts = plan.version_parts(options.config, found[0], LEARNERS, speed)
+                parts = version_parts(2.0 * found[0].trained, GPUS // engine if flags else 1)
                 waits = {"learners": 0.0, "engines": 0.0}
                 for part, size, seconds, who in parts:
-                    text = part.lstrip("0123456789 ")
-                    column[f"{text} | {who}"] = f"{plan.human(size)}, {seconds:.1f} s"
+                    column[f"{part} | {who}"] = f"{plan.human(size)}, {seconds:.1f} s"
                     waits["learners" if "all learners" in who else "engines"] += seconds
                 rule = "as completed" if flags else "in order"
                 column[f"engines wait, {rule} | "] = f"{sum(waits.values()):.0f} s"
