@@ -1,4 +1,4 @@
-"""``kedge plan``: batch sizes, each derived once; memory, operations, the checks of training.
+"""``kedge plan``: batch sizes, each derived once; memory, the checks of training.
 ``kedge init``: the files are complete, pass ``kedge plan``, and the program trains.
 """
 
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 from benchmarks import policy_versions
-from benchmarks.cost_model import Job, operations
 
 from kedge import AsyncPPOConfig
 from kedge.cli.arguments import parse
@@ -22,7 +21,6 @@ from kedge.errors import ConfigError
 from kedge.ext.before_rl.init_command import RECIPES, SIZES, SOURCES, settings
 from kedge.ext.cpu import matmul
 from kedge.ext.plan.command import (
-    ModelDims,
     ModelMemory,
     human,
     optimizer_bytes,
@@ -384,28 +382,6 @@ def test_sizes_that_do_not_fit(options, message):
     with pytest.raises(ConfigError) as error:
         compute_batch_sizes(**options)
     assert message in str(error.value)
-
-
-SHAPE = ModelDims(hidden=8, layers=2, intermediate=32, cache=16, vocab=100)
-JOB = Job(body=1000, shape=SHAPE, rows=4, prompt=6, response=10, epochs=2)
-
-
-def test_operations_by_hand() -> None:
-    # 64 tokens; each sees 8 others on average: 2 x 1000 + 4 x 2 x 8 x 8 = 2512 operations.
-    forward, head = 64 * 2512, 40 * 2 * 8 * 100
-    sampled = 24 * (2000 + 64 * 3) + 40 * (2000 + 64 * 11)
-    backbones = 2 * 2 * forward
-    assert operations(JOB) == {
-        "generate": {"forward": sampled, "vocabulary": head},
-        "reward": {"forward": forward},
-        "annotate": {"forward": 2 * forward, "vocabulary": head},
-        "train": {
-            "forward": backbones,
-            "input_gradient": backbones,
-            "weight_gradient": backbones,
-            "vocabulary": 2 * 3 * head,
-        },
-    }
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
