@@ -80,7 +80,6 @@ PENDING = {
     "cli/train/ppo.py -> kedge.ext.trl.scripts",
     "ext/before_rl/reward_command.py -> kedge.ext.trl.scripts",
     "ext/before_rl/sft_command.py -> kedge.ext.trl.scripts",
-    "ext/open_instruct/command.py -> kedge.ext.plan.command",
     "ext/plan/command.py -> kedge.ext.open_instruct",
     "ext/plan/command.py -> kedge.ext.open_instruct.config",
     "ext/plan/command.py -> kedge.ext.trl.scripts",

@@ -138,6 +138,17 @@ def configuration_source(source: str, revision: str | None = None) -> tuple[str,
     return PeftConfig.from_pretrained(source, revision=revision).base_model_name_or_path, None
 
 
+def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
+    """A model's configuration, without its weights; for an adapter, that of its base."""
+    from transformers import AutoConfig
+
+    try:
+        base, _ = configuration_source(name)
+        return AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"the model {name!r} has no configuration: {error}") from error
+
+
 @contextmanager
 def without_loading_report() -> Iterator[None]:
     """Context without transformers' table of weights, for loaders that check them themselves.

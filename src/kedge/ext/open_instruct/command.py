@@ -280,7 +280,7 @@ def _random_value_model(options: Options) -> Any:
     """A randomly initialized value model with the reward model's architecture."""
     from transformers import AutoModelForSequenceClassification, set_seed
 
-    from kedge.ext.plan.command import read_config
+    from kedge.models.load import read_config
 
     script, trust = options.script, options.model.trust_remote_code
     name = script.value_model_path or options.config.reward_model_path
