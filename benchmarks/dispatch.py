@@ -34,9 +34,9 @@ from typing import Any
 
 import torch
 
+from kedge.records.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling, group_rows
 from kedge.rollout.scheduler.dispatch import Dispatcher, deal
 from kedge.rollout.scheduler.joining import SampleStore
-from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling, group_rows
 
 RESULTS = Path(__file__).parent / "results" / "dispatch.json"
 MEDIAN, CAP, SIGMAS, LOADS, SLOTS, GROUP = 600, 8192, (0.985, 0.5), (0.0, 0.67), 64, 8

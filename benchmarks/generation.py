@@ -47,7 +47,7 @@ def policy(shape: str, family: str) -> Any:
 
 def sampler(engine: str, model: Any) -> Any:
     """A function of a batch of prompts int64 [rows, PROMPT] and a seed that samples NEW tokens."""
-    from kedge.types import PromptBatch, Sampling
+    from kedge.records.types import PromptBatch, Sampling
 
     if engine == "generate":
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from benchmarks.stories_on_ray import SHARED
 from kedge import PPOConfig, PPOTrainer
 from kedge.checkpoint.replay import RolloutReplay
-from kedge.types import Rollout
+from kedge.records.types import Rollout
 
 MODEL = SHARED / "data" / "stories-head32"
 VLLM = {"vllm_engine_args": {"max_num_seqs": 8}}

@@ -32,9 +32,9 @@ from kedge.math.losses import clipped_policy_loss, clipped_value_loss
 from kedge.math.masked import whiten
 from kedge.math.rewards import place_score
 from kedge.models.value_head import scalar_model
+from kedge.records.types import Experience, Loss, MicroBatch, PolicyOutput, Sampling
 from kedge.rewards.model import RewardModel
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.types import Experience, Loss, MicroBatch, PolicyOutput, Sampling
 
 EPOCHS, MICRO_BATCH = 4, 16  # passes over a batch; rows of one forward and backward pass
 KL_COEF, CLIP, VALUE_COEF, GAMMA, LAM = 0.1, 0.2, 0.1, 1.0, 0.95

@@ -17,8 +17,8 @@ from kedge.learner.settings import LearnerSettings
 from kedge.loop.batch_metrics import batch_metrics
 from kedge.loop.stages import make_experience, micro_batches
 from kedge.models.value_head import ScalarHead, load_value
+from kedge.records.types import Experience, PromptBatch, RewardOutput, Rollout
 from kedge.testing import tiny_policy, tiny_reward_model
-from kedge.types import Experience, PromptBatch, RewardOutput, Rollout
 
 VOCAB = 64
 SLOTS = 9  # of the response, where no padding is added

@@ -214,7 +214,7 @@ BUGS = {
             "for rejected in [None] for x in (too_old,) if x",
         )
     },
-    ("types.py", "tests/unit/test_token_versions.py"): {
+    ("records/types.py", "tests/unit/test_token_versions.py"): {
         "tokens are stale as their row is": (
             "return self.token_version.where(self.token_version >= 0, of_row)",
             "return of_row",
@@ -328,7 +328,7 @@ BUGS = {
             "first.seed,",
         )
     },
-    ("ext/ray/placement.py", "tests/unit/test_ray_placement.py"): {
+    ("ext/ray/pool.py", "tests/unit/test_ray_placement.py"): {
         "every rank takes the first slots of a launch": (
             "first = at.rank * count if each else 0",
             "first = 0",

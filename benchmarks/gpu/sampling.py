@@ -43,7 +43,7 @@ def build_engine(name: str, policy: Any) -> Any:
 
 
 def prompt_batch(shape: str, rows: int) -> Any:
-    from kedge.types import PromptBatch
+    from kedge.records.types import PromptBatch
 
     prompts = build_prompts(shape, rows)
     ids = torch.ones(rows, PROMPT, dtype=torch.int64)
@@ -69,7 +69,7 @@ def seconds(work: Any) -> float:
 
 def side(name: str, shape: str, batches: list[int], response: int) -> dict[str, Any]:
     from kedge.models.fingerprint import policy_weights
-    from kedge.types import Sampling
+    from kedge.records.types import Sampling
 
     policy = build_models(shape, all_four=False)["policy"]
     engines: list[Any] = []

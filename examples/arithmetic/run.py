@@ -31,8 +31,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kedge import GRPOConfig, GRPOTrainer
+from kedge.records.types import PromptBatch, Sampling
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.types import PromptBatch, Sampling
 from kedge.verifiers import exact_match
 
 LARGEST = 99

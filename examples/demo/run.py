@@ -34,7 +34,7 @@ from stages import check_exchanges, write_data, write_preferences
 
 from kedge.cli.main import main as kedge
 from kedge.cli.main import run_command
-from kedge.errors import ConfigError, install_command
+from kedge.records.errors import ConfigError, install_command
 
 GOLD = f"{Path(__file__).with_name('task.py')}:gold"
 

@@ -54,24 +54,14 @@ __all__ = sorted([*_MODULES, "__version__"])  # noqa: PLE0605
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return _version()
+        from kedge.records.errors import package_version
+
+        return package_version()
     if name not in _MODULES:
         raise AttributeError(
             f"module 'kedge' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
     return getattr(importlib.import_module(_MODULES[name]), name)
-
-
-def _version() -> str:
-    """The installed version; "0+unknown" for sources that were never installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    from kedge.errors import DISTRIBUTION
-
-    try:
-        return version(DISTRIBUTION)
-    except PackageNotFoundError:
-        return "0+unknown"
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kedge.errors import DataError
+from kedge.records.errors import DataError
 
 TOOLS, OPTIONS = "tools", "chat_template_kwargs"  # columns for the template
 

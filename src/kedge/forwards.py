@@ -1,4 +1,4 @@
-"""Import paths that users know, of modules that stand in ``kedge.ext``."""
+"""Import paths that users know, of modules that stand elsewhere."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import Any
 
 # A path stands for the module and for what is below it: `kedge.classic.core` is found, too.
 FORWARDS = {
+    "kedge.types": "kedge.records.types",
+    "kedge.protocols": "kedge.records.protocols",
+    "kedge.errors": "kedge.records.errors",
     "kedge.classic": "kedge.ext.trl.classic",
     "kedge.compat": "kedge.ext.trl.compat",
     "kedge.trl_scripts": "kedge.ext.trl.scripts",

@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 
 try:
     import fcntl

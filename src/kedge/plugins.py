@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, e
 from pathlib import Path
 from typing import Any
 
-from kedge.errors import DISTRIBUTION, ConfigError
+from kedge.records.errors import DISTRIBUTION, ConfigError
 
 GROUPS = (
     *("kedge.rollout_engines", "kedge.environments", "kedge.rewards", "kedge.commands"),

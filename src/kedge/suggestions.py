@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from kedge.errors import OptionError
+from kedge.records.errors import OptionError
 
 # Names of one option in Kedge and in current and older releases of other libraries.
 ALIASES = (

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from kedge.errors import RolloutError
-from kedge.types import PromptBatch, Receipt, RewardOutput, Rollout, Sampling
+from kedge.records.errors import RolloutError
+from kedge.records.types import PromptBatch, Receipt, RewardOutput, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

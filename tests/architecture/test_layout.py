@@ -65,7 +65,7 @@ def test_an_install_line_is_noticed(line: str, wrong: bool) -> None:
 
 
 def test_extras_that_are_named_exist() -> None:
-    from kedge.errors import DISTRIBUTION
+    from kedge.records.errors import DISTRIBUTION
 
     project = prose(ROOT / "pyproject.toml")
     assert f'\nname = "{DISTRIBUTION}"' in project

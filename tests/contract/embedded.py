@@ -5,9 +5,9 @@ import torch
 from transformers import DynamicCache, Lfm2ForCausalLM
 
 from kedge.models.compatibility import cache_argument
+from kedge.records.types import PromptBatch, Rollout, Sampling
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
-from kedge.types import PromptBatch, Rollout, Sampling
 
 PAD, VOCAB = 0, 64
 FAMILIES = (

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kedge.models.fingerprint import policy_weights
+from kedge.records.types import PromptBatch, Rollout, Sampling
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
-from kedge.types import PromptBatch, Rollout, Sampling
 
 from .embedded import FAMILIES, PAD, drained, largest_gap, policy, prompts
 

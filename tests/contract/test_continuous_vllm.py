@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kedge.ext.vllm import InProcess, inprocess, remote
-from kedge.types import Rollout, Sampling
+from kedge.records.types import Rollout, Sampling
 
 from .embedded import drained, largest_gap, prompts
 from .engines import needs_vllm, policy, server_of, trained, vllm_of

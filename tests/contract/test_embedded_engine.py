@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kedge.records.types import Sampling
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.types import Sampling
 
 from .embedded import FAMILIES, PAD, VOCAB, full_logits, logprobs_of, policy, prompts, sample
 

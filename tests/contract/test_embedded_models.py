@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kedge.errors import ConfigError, RolloutError, SyncError
 from kedge.models.fingerprint import fingerprint, policy_weights
+from kedge.records.errors import ConfigError, RolloutError, SyncError
+from kedge.records.types import Sampling
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.types import Sampling
 from tests.storages import Largest
 
 from .embedded import PAD, VOCAB, full_logits, logprobs_of, policy, prompts, sample

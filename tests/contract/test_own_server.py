@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from kedge.errors import RolloutError
 from kedge.ext.vllm.remote import LostServerError
+from kedge.records.errors import RolloutError
 from kedge.testing import tiny_policy
 from tests.contract.stand_in import StandIn
 from tests.e2e.small import VOCAB, rows, small

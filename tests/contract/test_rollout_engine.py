@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kedge.errors import RolloutError
+from kedge.records.errors import RolloutError
+from kedge.records.types import Sampling
 from kedge.testing import ScriptedRollouts
-from kedge.types import Sampling
 from tests.contract.embedded import prompts
 from tests.contract.engines import ENGINES, weights_of
 

@@ -9,9 +9,9 @@ from tempfile import gettempdir
 import pytest
 import torch
 
-from kedge.errors import ConfigError, SyncError
+from kedge.records.errors import ConfigError, SyncError
+from kedge.records.types import Sampling
 from kedge.rollout.embedded.sampling import restrict
-from kedge.types import Sampling
 from tests.contract.embedded import prompts
 from tests.contract.engines import PAD, needs_vllm, policy, server_of, trained
 

@@ -15,12 +15,12 @@ import psutil
 import pytest
 import torch
 
-from kedge.errors import ConfigError
 from kedge.ext.vllm import remote
 from kedge.ext.vllm.build import check_server
 from kedge.ext.vllm.remote import Remote
 from kedge.ext.vllm.service import build_requests
-from kedge.types import Sampling
+from kedge.records.errors import ConfigError
+from kedge.records.types import Sampling
 from tests.contract.embedded import gaps_of_run, kill_after_update, prompts
 from tests.contract.engines import needs_vllm, policy, server_of, trained
 from tests.e2e.small import length_reward, small

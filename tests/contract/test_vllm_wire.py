@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from kedge.errors import RolloutError, SyncError
+from kedge.records.errors import RolloutError, SyncError
 from tests.contract.embedded import prompts
 from tests.contract.engines import PAD, needs_vllm, policy, trained
 from tests.contract.test_vllm_families import SAMPLING, learner_says, shaken

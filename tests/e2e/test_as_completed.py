@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, remax, rloo
-from kedge.errors import ConfigError
 from kedge.loop import updater
+from kedge.records.errors import ConfigError
+from kedge.records.types import RewardOutput, Rollout
 from kedge.rollout.embedded import generation
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import ScriptedRollouts, tiny_policy
-from kedge.types import RewardOutput, Rollout
 from tests.reference.test_whole_update import Batch
 from tests.unit.callback_runs import StopAt
 from tests.unit.text_toys import EOS, PAD

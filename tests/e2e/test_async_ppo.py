@@ -13,7 +13,7 @@ import pytest
 from docs.generate import OPEN_INSTRUCT_METRICS
 
 from kedge import AsyncPPOConfig, AsyncPPOTrainer, PPOConfig
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 from kedge.testing import tiny_policy
 from tests.unit.text_toys import neox_reward, word_tokenizer
 

@@ -18,7 +18,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from kedge import PPOConfig, PPOTrainer, PPOv2Trainer
-from kedge.errors import CheckpointError, ConfigError, DataError, KedgeError
+from kedge.records.errors import CheckpointError, ConfigError, DataError, KedgeError
 from kedge.testing import ScriptedRollouts, tiny_policy
 from kedge.verifiers import by_column
 from tests.unit.text_toys import neox_reward, word_tokenizer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kedge import PPOConfig, PPOTrainer
-from kedge.loop.seeds import seed_for
+from kedge.records.seeds import seed_for
 from kedge.testing import tiny_policy
 from tests.unit.callback_runs import Spy
 from tests.unit.text_toys import neox_reward, word_tokenizer

@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from kedge import AsyncPPOTrainer, GRPOConfig, GRPOTrainer, PPOTrainer, RLOOConfig, RLOOTrainer
-from kedge.errors import ConfigError
 from kedge.ext.trl.compat import trl_trainers
+from kedge.records.errors import ConfigError
 from kedge.testing import tiny_policy
 from tests.classic_models import gpt2, samples
 from tests.classic_models import trainer as classic

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kedge.errors import CheckpointError
+from kedge.records.errors import CheckpointError
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from tests.e2e.small import PROMPTS, VOCAB, small

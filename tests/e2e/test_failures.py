@@ -17,9 +17,9 @@ from transformers import TrainerCallback
 from kedge import PPOTrainer, grpo, rloo
 from kedge.algorithms.base import Algorithm
 from kedge.checkpoint import checkpoint
-from kedge.errors import CheckpointError, DataError, KedgeError, RewardError, RolloutError
 from kedge.loop import updater
-from kedge.types import Experience
+from kedge.records.errors import CheckpointError, DataError, KedgeError, RewardError, RolloutError
+from kedge.records.types import Experience
 from tests.environments.toys import Echo, played
 
 from .small import PROMPTS, length_reward, rows, small

@@ -14,7 +14,7 @@ import pytest
 from transformers import TrainerCallback
 
 from kedge.checkpoint import checkpoint
-from kedge.errors import CheckpointError, ConfigError
+from kedge.records.errors import CheckpointError, ConfigError
 from kedge.reporting.base import JsonlTracker
 
 from .small import PROMPTS, rows, small

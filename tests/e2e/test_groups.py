@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig
 
 from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, ppo, reinforce_pp, remax
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 from kedge.testing import tiny_policy
 from tests.e2e.small import PROMPTS, QUIET, VOCAB, length_reward, rows, small
 from tests.unit.text_toys import neox_reward, word_tokenizer

@@ -15,13 +15,13 @@ from torch import nn
 from transformers import GenerationConfig
 
 from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from kedge.errors import ConfigError, DataError, KedgeError
 from kedge.ext.trl import classic
 from kedge.ext.trl.classic import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
 )
 from kedge.models.value_head import ScalarHead
+from kedge.records.errors import ConfigError, DataError, KedgeError
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.classic_models import gpt2, letters, samples, t5
 from tests.e2e.small import PROMPTS, VOCAB, length_reward, rows, small

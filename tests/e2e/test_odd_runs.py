@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.errors import ConfigError, KedgeError, RewardError, SyncError
+from kedge.records.errors import ConfigError, KedgeError, RewardError, SyncError
+from kedge.records.types import PromptBatch, Rollout, Sampling
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy, tiny_reward_model
-from kedge.types import PromptBatch, Rollout, Sampling
 from tests.e2e.small import PROMPTS, VOCAB, length_reward, rows, small
 from tests.unit.text_toys import neox_reward
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kedge.cli.main import main
-from kedge.errors import ConfigError
 from kedge.ext.report.report import gather
+from kedge.records.errors import ConfigError
 from kedge.redaction import redact, redact_words
 from kedge.reporting import log
 from tests.e2e.small import small

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from kedge.errors import ConfigError
 from kedge.ext.trl.classic import PPOTrainer
+from kedge.records.errors import ConfigError
 from tests.classic_models import gpt2, samples, trainer
 from tests.e2e.small import PROMPTS, small
 from tests.ranks import leave, run_ranks

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from kedge import PPOConfig, PPOTrainer
 from kedge.checkpoint import checkpoint
 from kedge.checkpoint.checkpoint import write_manifest
-from kedge.errors import CheckpointError
+from kedge.records.errors import CheckpointError
 from kedge.testing import tiny_policy
 from tests import processes
 from tests.e2e.small import PROMPTS

@@ -25,9 +25,9 @@ class StopOnOneRank(TrainerCallback):
 
 def work(mode: str, folder: str, out: str) -> None:
     """What each process does."""
-    from kedge.errors import RewardError, RolloutError, SyncError
     from kedge.learner.learner_state import WeightCopier
     from kedge.models.fingerprint import WeightsCopy
+    from kedge.records.errors import RewardError, RolloutError, SyncError
     from tests.e2e.test_failures import break_at
     from tests.e2e.test_resume import outcome, trainer
 

@@ -15,9 +15,9 @@ from transformers import TrainerCallback
 
 from kedge import Algorithm, GRPOConfig, GRPOTrainer, ppo, remax
 from kedge.algorithms import AdvantageInputs
-from kedge.errors import RewardError
 from kedge.learner.learner import HFLearner
-from kedge.types import AdvantageOutput
+from kedge.records.errors import RewardError
+from kedge.records.types import AdvantageOutput
 from tests.e2e.small import PROMPTS, length_reward, rows, small
 from tests.e2e.test_groups import grpo, weights
 from tests.environments.test_trainers import tooled

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, load_dataset
 
-from kedge.errors import DataError
+from kedge.records.errors import DataError
 from kedge.testing import tiny_policy
 from tests.environments.families import tokenizer
 from tests.environments.test_tools import calculator

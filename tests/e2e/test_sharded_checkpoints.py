@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from kedge.checkpoint import checkpoint
-from kedge.errors import CheckpointError
+from kedge.records.errors import CheckpointError
 from tests.e2e.test_ranks import launch
 from tests.ranks import leave
 

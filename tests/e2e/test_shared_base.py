@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from kedge import PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.small import length_reward
 from tests.e2e.strict_runs import FLAGS, LORA, PROMPTS, policy

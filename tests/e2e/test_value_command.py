@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from kedge.errors import DataError
 from kedge.ext.before_rl import value
 from kedge.ext.before_rl import value_command as command
 from kedge.ext.before_rl.value import check_value, read_episodes
 from kedge.loop import updater
 from kedge.loop.stages import make_experience
+from kedge.records.errors import DataError
 from kedge.testing import tiny_policy
 from tests.e2e.small import VOCAB, rows, small
 from tests.environments.test_new_contexts import Compact

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from kedge import PPOConfig, PPOTrainer
-from kedge.errors import ConfigError, SyncError
 from kedge.ext.vllm.remote import Remote
 from kedge.ext.vllm.server import Process
+from kedge.records.errors import ConfigError, SyncError
 from tests.contract.engines import needs_vllm
 
 pytestmark = needs_vllm

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from kedge.cli.main import main
 from kedge.environments import NewContext, Response, ToolCall, ToolEnvironment
 from kedge.environments.pool import Calls
-from kedge.errors import ConfigError, DataError, RolloutError
 from kedge.ext.adapters.adapters import Gymnasium, NeMoGym, OpenEnv, TextArena, Verifiers
 from kedge.ext.before_rl.experts import expert_episodes
 from kedge.ext.games.games import Calculator, GuessNumber, TextWorld, calculate
+from kedge.records.errors import ConfigError, DataError, RolloutError
 from tests.e2e.small import rows
 from tests.environments.toys import call_all, played, prompts, rollouts, sampling
 

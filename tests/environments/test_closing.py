@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from kedge.environments.episode import Episode
 from kedge.environments.pool import Calls, EnvironmentPool
-from kedge.errors import RewardError, RolloutError
+from kedge.records.errors import RewardError, RolloutError
 from tests.e2e.small import length_reward
 from tests.environments.toys import PROMPTS, Echo, played, prompts, sampling
 

@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from kedge.environments import EnvironmentRollouts, Response
 from kedge.environments.tools import ToolEnvironment
-from kedge.errors import ConfigError
 from kedge.loop import updater
-from kedge.protocols import NewContext
+from kedge.records.errors import ConfigError
+from kedge.records.protocols import NewContext
+from kedge.records.types import PromptBatch, Rollout, Sampling
 from kedge.rollout.embedded.generation import DecodeLoop
 from kedge.testing import ScriptedRollouts, tiny_policy, tiny_reward_model
-from kedge.types import PromptBatch, Rollout, Sampling
 from tests.e2e.small import PROMPTS, rows
 from tests.environments.test_families import FOLDER, find, template, without_end
 from tests.environments.test_families import rendered as rendered_calls

@@ -21,8 +21,8 @@ import torch
 
 from kedge import background
 from kedge.environments.pool import Calls, RunningCalls
-from kedge.errors import RolloutError
-from kedge.protocols import NewContext
+from kedge.records.errors import RolloutError
+from kedge.records.protocols import NewContext
 from tests.e2e.small import rows
 from tests.environments.toys import (
     Echo,

@@ -27,9 +27,9 @@ from kedge.environments.tool_calls import (
 )
 from kedge.environments.tools import ToolEnvironment
 from kedge.environments.turn_tokens import TurnTokens
-from kedge.errors import ConfigError, DataError
+from kedge.records.errors import ConfigError, DataError
+from kedge.records.types import PromptBatch, Response, Sampling
 from kedge.testing import ScriptedRollouts
-from kedge.types import PromptBatch, Response, Sampling
 
 SPEC = find_spec("trl")
 FOLDER = Path(SPEC.origin).parent / "chat_templates" if SPEC and SPEC.origin else Path()

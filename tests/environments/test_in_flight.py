@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from kedge.records.types import Metrics
 from kedge.rollout.embedded.decode import CausalDecoder
-from kedge.types import Metrics
 from tests.contract.embedded import drained
 from tests.environments.toys import CHAT, Echo, engine, prompts, rollouts, sampling
 

@@ -14,7 +14,7 @@ import torch
 from kedge import GRPOConfig, GRPOTrainer
 from kedge.environments import Response
 from kedge.environments.episode import ENDINGS
-from kedge.errors import CheckpointError, ConfigError, RolloutError
+from kedge.records.errors import CheckpointError, ConfigError, RolloutError
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.small import QUIET, rows
 from tests.environments.test_tools import calculator

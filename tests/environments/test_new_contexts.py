@@ -22,10 +22,10 @@ from kedge.learner.settings import LearnerSettings
 from kedge.loop import updater
 from kedge.models.compatibility import cache_argument
 from kedge.models.model import CausalParts
+from kedge.records.types import Rollout
 from kedge.rollout.embedded import decode, generation
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
-from kedge.types import Rollout
 from tests.e2e.small import rows
 from tests.environments.toys import VOCAB, Echo, engine, played, policy, prompts, rollouts, sampling
 from tests.unit.text_toys import PAD

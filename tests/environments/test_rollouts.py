@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kedge.environments import EpisodeReward, Response
-from kedge.errors import ConfigError, RewardError
+from kedge.records.errors import ConfigError, RewardError
 from tests.environments.toys import (
     Echo,
     chat_tokenizer,

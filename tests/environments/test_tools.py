@@ -16,9 +16,9 @@ from kedge.environments import EnvironmentRollouts, Response, ToolEnvironment, t
 from kedge.environments.rollout import FunctionRollouts
 from kedge.environments.tool_calls import parse_any, tool_parser
 from kedge.environments.tools import check_arguments, tool_schema
-from kedge.errors import RolloutError
+from kedge.records.errors import RolloutError
+from kedge.records.types import Metrics, PromptBatch, Sampling, ToolCall
 from kedge.testing import ScriptedRollouts
-from kedge.types import Metrics, PromptBatch, Sampling, ToolCall
 from tests.environments.families import FAMILIES, tokenizer
 from tests.environments.toys import Echo, prompts, sampling
 

@@ -14,10 +14,10 @@ from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, reinforce_pp
 from kedge.cli.main import main
 from kedge.environments import EnvironmentRollouts
 from kedge.environments.success import measure_success
-from kedge.errors import ConfigError, RewardError
 from kedge.ext.report.report import gather
 from kedge.loop import updater
 from kedge.math.intervals import share_interval
+from kedge.records.errors import ConfigError, RewardError
 from kedge.testing import tiny_policy
 from tests.e2e.small import QUIET, length_reward, rows
 from tests.e2e.test_groups import make

@@ -10,9 +10,9 @@ import torch
 
 from kedge.environments import EnvironmentRollouts
 from kedge.environments.turn_tokens import TurnTokens
-from kedge.errors import DataError, RolloutError
+from kedge.records.errors import DataError, RolloutError
+from kedge.records.types import PromptBatch, Sampling
 from kedge.testing import ScriptedRollouts
-from kedge.types import PromptBatch, Sampling
 from tests.environments.families import FAMILIES, tokenizer
 from tests.environments.test_tools import calculator
 

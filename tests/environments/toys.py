@@ -10,9 +10,9 @@ import torch
 
 from kedge.environments import EnvironmentRollouts, Response
 from kedge.environments.pool import Calls, RunningCalls
+from kedge.records.types import PromptBatch, Sampling
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
-from kedge.types import PromptBatch, Sampling
 from tests.e2e.small import small
 from tests.unit.text_toys import EOS, PAD, word_tokenizer
 

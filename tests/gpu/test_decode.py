@@ -14,10 +14,10 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kedge.records.types import Rollout, Sampling
 from kedge.rollout.embedded import decode
 from kedge.rollout.embedded.decode import GrowingLayer
 from kedge.rollout.embedded.engine import EmbeddedEngine
-from kedge.types import Rollout, Sampling
 from tests.contract.embedded import policy, prompts
 
 pytestmark = [

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from transformers import TrainerCallback
 
-from kedge.errors import RewardError
+from kedge.records.errors import RewardError
 from tests.e2e.small import rows, small
 
 TIMED = ("time/", "eps", "tokens_per_second", "train_", "step_time")

@@ -22,7 +22,7 @@ sys.stdin.read()
 CLIENT = """
 import sys
 from kedge.ext.ray.cluster import connect
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 try:
     print("connected", connect(sys.argv[1]))
 except ConfigError as error:

@@ -13,17 +13,17 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from kedge.errors import ConfigError, RolloutError
 from kedge.ext.ray import engine as ray_engine
 from kedge.ext.ray.actor import Actor, LostActorError
 from kedge.ext.ray.engine import HostedEngine, RayEngine, StoredWeights
-from kedge.ext.ray.placement import SharedArgument
+from kedge.ext.ray.pool import SharedArgument
 from kedge.models.fingerprint import policy_weights
+from kedge.records.errors import ConfigError, RolloutError
+from kedge.records.types import Sampling
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.rollout.engines import ShardedEngine
 from kedge.rollout.liveness import WorkerLimits
 from kedge.testing import tiny_policy
-from kedge.types import Sampling
 from tests.contract.embedded import drained, gaps_of_run, kill_after_update, prompts
 from tests.contract.engines import build_named
 from tests.e2e.small import VOCAB, length_reward, rows, small

@@ -17,8 +17,8 @@ import psutil
 import pytest
 import torch
 
-from kedge.errors import ConfigError, LaunchError
 from kedge.ext.ray import LaunchLimits, launch
+from kedge.records.errors import ConfigError, LaunchError
 from tests.e2e import test_ranks as ranks
 from tests.on_ray import jobs
 from tests.on_ray.clusters import local, needs_ray

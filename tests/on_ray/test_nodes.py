@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from kedge.errors import ConfigError
 from kedge.ext.ray import LaunchLimits, launch
 from kedge.ext.ray.placement import place, plan_bundles
+from kedge.records.errors import ConfigError
 from tests.on_ray.clusters import needs_ray
 from tests.on_ray.jobs import Train
 

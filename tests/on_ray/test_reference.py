@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 from kedge.testing import tiny_policy
 from tests.e2e.small import VOCAB, small
 from tests.on_ray.clusters import local, needs_ray

@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 import torch
 
-from kedge.errors import ConfigError, RewardError
 from kedge.ext.ray.rewards import between_groups
+from kedge.records.errors import ConfigError, RewardError
 from tests.e2e.small import VOCAB, small
 from tests.on_ray.clusters import local, needs_ray
 from tests.on_ray.test_engines import numbers

@@ -10,9 +10,9 @@ import threading
 import pytest
 import torch
 
-from kedge.errors import SyncError
 from kedge.ext.vllm import InProcess
-from kedge.types import Sampling
+from kedge.records.errors import SyncError
+from kedge.records.types import Sampling
 from tests.contract.embedded import prompts
 from tests.contract.engines import has_vllm, needs_vllm
 from tests.e2e.small import rows

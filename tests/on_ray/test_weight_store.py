@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.errors import SyncError
 from kedge.ext.ray import engine as ray_engine
 from kedge.ext.ray.engine import (
     HostedEngine,
@@ -18,14 +17,15 @@ from kedge.ext.ray.engine import (
     stage_weights,
     store_weights,
 )
-from kedge.ext.ray.placement import SharedArgument
+from kedge.ext.ray.pool import SharedArgument
 from kedge.ext.vllm import weights as weight_files
 from kedge.ext.vllm.policy_template import PolicyTemplate
 from kedge.learner.learner_state import WeightCopier
 from kedge.models.fingerprint import WeightsCopy, fingerprint, policy_weights
+from kedge.records.errors import SyncError
+from kedge.records.types import Receipt
 from kedge.rollout.liveness import WorkerLimits
 from kedge.testing import tiny_policy
-from kedge.types import Receipt
 from tests.on_ray.clusters import local, needs_ray
 from tests.storages import PrivateBytes
 

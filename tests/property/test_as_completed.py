@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.errors import CheckpointError, SyncError
 from kedge.loop.updater import StepReport
+from kedge.records.errors import CheckpointError, SyncError
+from kedge.records.types import PromptBatch, Receipt, Rollout, Sample, Sampling, group_rows
 from kedge.rollout.engines import RankGroups
 from kedge.rollout.scheduler.dispatch import Dispatcher, deal
 from kedge.rollout.scheduler.joining import join_groups
-from kedge.types import PromptBatch, Receipt, Rollout, Sample, Sampling, group_rows
 
 from .test_staleness import Broken, Checkpoints, Learner, Rescue, Run, Sampler, engine
 
@@ -225,7 +225,7 @@ class Slots(Wide):
 
 class Judge:
     def score(self, rollout: Rollout) -> Any:
-        from kedge.types import RewardOutput
+        from kedge.records.types import RewardOutput
 
         rows = len(rollout)
         return RewardOutput(scores=torch.zeros(rows), valid=torch.ones(rows, dtype=torch.bool))

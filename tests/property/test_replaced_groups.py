@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kedge.algorithms.base import uniform_rows
+from kedge.records.types import RewardOutput, Rollout, Sample, group_rows
 from kedge.rollout.scheduler.collector import spare_step
-from kedge.types import RewardOutput, Rollout, Sample, group_rows
 
 from .test_as_completed import Writing, threads
 

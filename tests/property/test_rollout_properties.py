@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.data import DatasetPrompts
+from kedge.records.types import PromptBatch, Sampling
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.rollout.embedded.sampling import allowed_tokens, restrict, sample_tokens, uniforms
 from kedge.testing import tiny_policy
-from kedge.types import PromptBatch, Sampling
 from tests.unit.text_toys import word_tokenizer
 
 NO_STOP = torch.tensor([], dtype=torch.int64)

@@ -17,7 +17,7 @@ import torch
 
 from kedge.loop.loop import Engine
 from kedge.loop.updater import Hooks, StepReport
-from kedge.types import PromptBatch, Receipt, RewardOutput, Rollout, Sample, Sampling
+from kedge.records.types import PromptBatch, Receipt, RewardOutput, Rollout, Sample, Sampling
 
 ONE = torch.ones(1, 1, dtype=torch.bool)
 SCHEDULES = 2_500  # 10,000 pass, too, in four times the time

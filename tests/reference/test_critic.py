@@ -13,7 +13,6 @@ from kedge import AsyncPPOConfig, PPOConfig
 from kedge.algorithms import ppo
 from kedge.cli.arguments import parse
 from kedge.config.ppo import RECIPES
-from kedge.errors import ConfigError
 from kedge.learner.reference import frozen_copy
 from kedge.loop.control import EntropyBonus
 from kedge.loop.stages import make_experience, optimize
@@ -22,8 +21,9 @@ from kedge.math.ratios import Correction
 from kedge.models.freezing import freeze_attention
 from kedge.models.model import causal_parts
 from kedge.models.value_head import copy_as_value
+from kedge.records.errors import ConfigError
+from kedge.records.types import PolicyOutput, RewardOutput
 from kedge.testing import tiny_policy
-from kedge.types import PolicyOutput, RewardOutput
 from tests.e2e.small import length_reward, rows, small
 from tests.learners import VOCAB, experience, learner, rollout, take_step
 from tests.unit.advantage_inputs import evidence, micro_batch, one_rank, prefix

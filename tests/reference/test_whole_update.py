@@ -19,9 +19,9 @@ from torch import Tensor
 from kedge import GRPOConfig, GRPOTrainer
 from kedge.algorithms import reinforce_pp, rloo
 from kedge.loop import updater
+from kedge.records.types import RewardOutput, Rollout
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy, tiny_reward_model
-from kedge.types import RewardOutput, Rollout
 from tests.e2e.small import PROMPTS, VOCAB, length_reward, rows, small
 from tests.unit.text_toys import EOS, PAD, neox_reward, word_tokenizer
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kedge.algorithms import AdvantageInputs, Algorithm
 from kedge.math.losses import WEIGHTINGS, row_mean
 from kedge.math.masked import one_rank
-from kedge.types import (
+from kedge.records.types import (
     AdvantageOutput,
     Experience,
     MicroBatch,

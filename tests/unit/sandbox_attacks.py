@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kedge.errors import ConfigError
 from kedge.ext.sandbox.kernel import CLONE, CLONE3, FCNTL, REFUSED, SOCKETPAIR, TGKILL
+from kedge.records.errors import ConfigError
 from kedge.verifiers import Sandbox
 
 try:

@@ -12,14 +12,14 @@ from kedge.algorithms import BUILTIN, grpo
 from kedge.algorithms.base import AdvantageInputs
 from kedge.loop.stages import micro_batches, rows_within
 from kedge.math.masked import one_rank
-from kedge.rollout.scheduler.collector import collect
-from kedge.types import (
+from kedge.records.types import (
     AdvantageOutput,
     PromptBatch,
     RewardOutput,
     Rollout,
     Sampling,
 )
+from kedge.rollout.scheduler.collector import collect
 from tests.learners import with_metrics
 from tests.unit.advantage_inputs import prefix, rollout
 from tests.unit.toys import ToyLearner

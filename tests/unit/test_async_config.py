@@ -18,9 +18,9 @@ from kedge.cli.main import main
 from kedge.config.base import foreign
 from kedge.config.declare import default_of
 from kedge.config.rollout_engines import assume_all_packages
-from kedge.errors import ConfigError, DataError
 from kedge.ext.open_instruct import command as async_ppo
 from kedge.ext.open_instruct.command import apply_template, load_mixed, without_answer
+from kedge.records.errors import ConfigError, DataError
 
 from .text_toys import word_tokenizer
 

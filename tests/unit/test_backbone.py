@@ -24,7 +24,6 @@ from transformers import (
 from kedge.algorithms import ppo
 from kedge.cli.arguments import parse
 from kedge.config.ppo import PPOv2Config
-from kedge.errors import CheckpointError, ConfigError
 from kedge.ext.plan.command import plan
 from kedge.learner.learner import HFLearner
 from kedge.learner.reference import AdapterReference, frozen_copy
@@ -39,6 +38,7 @@ from kedge.models.peft import with_adapter
 from kedge.models.shared_base import value_adapter
 from kedge.models.value_head import build_value_head, load_value
 from kedge.ops.attention import use_own_attention
+from kedge.records.errors import CheckpointError, ConfigError
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.small import VOCAB as WORDS
 from tests.e2e.small import rows, small

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from kedge.cli.main import main
 from kedge.ext.before_rl.trl_trainers import init_head, shift_scores, train_reward
 from kedge.models.packing import JoinedInput
+from kedge.models.score_head import SHIFT
+from kedge.records.types import PromptBatch, Rollout
 from kedge.rewards import RewardModel
-from kedge.rewards.model import SHIFT
 from kedge.testing import tiny_policy, tiny_reward_model
-from kedge.types import PromptBatch, Rollout
 
 from .advantage_inputs import rollout
 from .text_toys import EOS, word_tokenizer

@@ -24,15 +24,15 @@ from kedge import AsyncPPOConfig, GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from kedge.algorithms import Algorithm, ppo, reinforce_pp
 from kedge.config.ppo import RECIPES
 from kedge.config.rollout_engines import RAY_ENGINES, ROLLOUT_ENGINES, RolloutArguments
-from kedge.errors import ConfigError, KedgeError, PreflightError, RewardError, RolloutError
 from kedge.models import load
+from kedge.records.errors import ConfigError, KedgeError, PreflightError, RewardError, RolloutError
+from kedge.records.types import Loss, MicroBatch, PolicyOutput, RewardOutput
 from kedge.testing import ScriptedRollouts, tiny_policy
 from kedge.trainers import load_trainer
 from kedge.trainers.assembly import setup
 from kedge.trainers.assembly.models import check_reference_workers
 from kedge.trainers.assembly.run import LARGE, advise
 from kedge.trainers.spec import TrainerInputs, shared_kwargs
-from kedge.types import Loss, MicroBatch, PolicyOutput, RewardOutput
 from tests.e2e.small import VOCAB, length_reward, rows, small
 from tests.e2e.test_groups import grpo, rloo
 from tests.unit.text_toys import word_tokenizer
@@ -544,7 +544,7 @@ CASES: dict[str, tuple[dict[str, Any], type[KedgeError], str]] = {
     "a source that gives a list": (
         {"reward_model": None, "reward_funcs": Says(lambda rows: [1.0] * rows)},
         RewardError,
-        "Says.score must return a kedge.types.RewardOutput, got list",
+        "Says.score must return a kedge.records.types.RewardOutput, got list",
     ),
     "scores for other rows": (
         {"reward_model": None, "reward_funcs": judged(-2, 0)},

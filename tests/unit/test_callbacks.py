@@ -11,8 +11,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from kedge.checkpoint import checkpoint
-from kedge.errors import CheckpointError, ConfigError
 from kedge.loop.updater import StepReport
+from kedge.records.errors import CheckpointError, ConfigError
 from kedge.reporting.trackers import build_tables
 from kedge.trainers.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
 from tests.unit.callback_runs import Memory, Run, Spy, StopAt, args
@@ -316,7 +316,7 @@ def test_tensorboard_gets_the_rows(tmp_path):
     run = Run(args(tmp_path, report_to="tensorboard"), max_steps=2).train()
     assert [type(c).__name__ for c in run.callbacks.handler.callbacks][1] == "TensorBoardCallback"
     run.callbacks.begin(max_steps=2, epochs=1, batch_size=8)  # opens the writer again
-    build_tables(run.callbacks).table("completions", [{"query": "q"}], step=2)
+    build_tables(run.callbacks.handler.callbacks).table("completions", [{"query": "q"}], step=2)
     run.callbacks.fire("on_train_end")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

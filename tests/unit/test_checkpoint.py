@@ -23,8 +23,8 @@ from kedge.checkpoint import checkpoint
 from kedge.checkpoint.checkpoint import write_manifest
 from kedge.checkpoint.replay import RolloutRecorder, RolloutReplay, pack, unpack
 from kedge.checkpoint.serialization import join, split
-from kedge.errors import CheckpointError, RolloutError
-from kedge.types import PromptBatch, RewardOutput, Sampling
+from kedge.records.errors import CheckpointError, RolloutError
+from kedge.records.types import PromptBatch, RewardOutput, Sampling
 from tests import processes
 from tests.unit.advantage_inputs import rollout
 

@@ -16,7 +16,6 @@ import torch
 from transformers import Trainer
 
 import kedge.ext.trl.classic
-from kedge.errors import ConfigError
 from kedge.ext.trl.classic import (
     PPOConfig,
     PPOTrainer,
@@ -25,6 +24,7 @@ from kedge.ext.trl.classic import (
 )
 from kedge.ext.trl.classic.core import PPODecorators
 from kedge.ext.trl.classic.reports import log_batch
+from kedge.records.errors import ConfigError
 from tests.classic_models import gpt2, letters, lora, samples, t5, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:the KL to the reference")

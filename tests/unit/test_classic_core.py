@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import nn
 
-from kedge.errors import ConfigError, OptionError
 from kedge.ext.trl.classic import (
     SUPPORTED_ARCHITECTURES,
     AutoModelForCausalLMWithValueHead,
@@ -28,6 +27,7 @@ from kedge.ext.trl.classic import (
 from kedge.ext.trl.compat import APIS, NameFinder, install, uninstall
 from kedge.ext.trl.compat.__main__ import detect_api
 from kedge.ext.trl.compat.__main__ import main as compat_main
+from kedge.records.errors import ConfigError, OptionError
 from tests import processes
 from tests.classic_models import gpt2, letters
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.errors import CheckpointError
 from kedge.ext.trl.classic import LengthSampler
+from kedge.records.errors import CheckpointError
 from tests.classic_models import bart, gpt2, letters, lora, samples, t5, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:the KL to the reference")

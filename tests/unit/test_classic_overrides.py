@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.errors import ConfigError, DataError
 from kedge.ext.trl.classic import PPOTrainer
 from kedge.ext.trl.classic.stats_recorder import KEYS
 from kedge.ext.trl.classic.steps import STEPS
+from kedge.records.errors import ConfigError, DataError
 from tests.classic_models import gpt2, lora, moved, samples, t5, trainer, watching
 
 pytestmark = pytest.mark.filterwarnings("ignore:the KL to the reference")

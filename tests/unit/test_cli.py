@@ -23,9 +23,9 @@ from kedge.cli.train.ppo import (
     model_names,
     resume_point,
 )
-from kedge.errors import ConfigError, DataError
 from kedge.ext.plan.command import plan
 from kedge.models.load import _hub_problem
+from kedge.records.errors import ConfigError, DataError
 from kedge.rewards.build import check_sources
 
 MODEL = ["--model_name_or_path", "m"]

@@ -25,9 +25,9 @@ from kedge.config.base import foreign
 from kedge.config.declare import Alias, NoEffect, format_value, status
 from kedge.config.ppo import PPOv2Config
 from kedge.config.rollout_engines import assume_all_packages
-from kedge.errors import ConfigError, KedgeError, OptionError
 from kedge.ext.before_rl.reward_command import RewardArguments
 from kedge.ext.trl import classic
+from kedge.records.errors import ConfigError, KedgeError, OptionError
 from kedge.trainers.assembly.setup import build_sampling
 from tests.e2e.small import small
 

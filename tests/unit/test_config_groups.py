@@ -12,8 +12,8 @@ from kedge import GRPOConfig, RLOOConfig
 from kedge.algorithms import grpo, rloo
 from kedge.config.ppo import PPOConfig
 from kedge.config.rloo import DEFAULTS, PAIRS, reward_bounds
-from kedge.errors import ConfigError
 from kedge.models.compatibility import check_length
+from kedge.records.errors import ConfigError
 from kedge.testing import tiny_policy
 from kedge.trainers.spec import shared_kwargs
 

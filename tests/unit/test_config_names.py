@@ -33,9 +33,9 @@ from kedge.config.declare import (
 from kedge.config.parser import ConfigParser
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.rollout_engines import assume_all_packages
-from kedge.errors import ConfigError, OptionError
 from kedge.ext.trl import classic
 from kedge.loop.batch_sizes import compute_batch_sizes
+from kedge.records.errors import ConfigError, OptionError
 from kedge.rewards import reward_source
 from kedge.suggestions import ALIASES, TRAINER_ARGUMENTS
 from kedge.trainers.spec import SharedArguments

@@ -16,9 +16,9 @@ from kedge.ext.cpu import backend, matmul, threads
 from kedge.loop.stages import micro_batches
 from kedge.models.model import checkpoint_activations
 from kedge.ops.kernels import Kernels
+from kedge.records.types import Sampling
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
-from kedge.types import Sampling
 from tests.learners import VOCAB, experience, learner, one_rank, rollout
 
 pytestmark = pytest.mark.skipif(

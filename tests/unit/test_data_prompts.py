@@ -12,7 +12,7 @@ from tokenizers import processors
 from transformers import DataCollatorWithPadding
 
 from kedge.data import DatasetPrompts
-from kedge.errors import ConfigError, DataError
+from kedge.records.errors import ConfigError, DataError
 from tests.e2e.small import length_reward, small
 
 from .text_toys import EOS, PAD, TEMPLATE, eos_adding_tokenizer, word_tokenizer

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from kedge.cli.main import main
-from kedge.errors import DataError
 from kedge.ext.report.doctor import RULES, examine
 from kedge.ext.report.report import episodes, gather, meaning, page, story, vocabulary
 from kedge.loop.metrics import NAMES, PREFIXES
+from kedge.records.errors import DataError
 from kedge.reporting.log import RunLog, band, end_stats, read_log
 
 RUNS = Path(__file__).parents[1] / "data" / "doctor"

@@ -21,8 +21,8 @@ from kedge import (
 from kedge.cli.tools.generate import generate_completions
 from kedge.loop.preflight import _find_warnings
 from kedge.models.load import eos_token_ids
+from kedge.records.types import Sampling
 from kedge.testing import ConstantReward, tiny_policy
-from kedge.types import Sampling
 
 from .text_toys import EOS, rollout_of, word_tokenizer
 from .toys import ToyLearner

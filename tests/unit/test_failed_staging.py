@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from kedge.errors import SyncError
 from kedge.learner.learner_state import WeightCopier
 from kedge.models.fingerprint import FingerprintSums, WeightsCopy
+from kedge.records.errors import SyncError
 from tests.ranks import leave, run_ranks
 
 

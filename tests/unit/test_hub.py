@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from transformers import TrainingArguments
 
 from kedge import GRPOConfig, PPOConfig
-from kedge.errors import ConfigError, HubError
+from kedge.records.errors import ConfigError, HubError
 from kedge.reporting.hub import Hub, PushOnSave, build_hub
 from kedge.reporting.run_info import model_card
 from kedge.reporting.trackers import HubTables

@@ -12,12 +12,12 @@ import torch
 from kedge import GRPOConfig, TrlParser
 from kedge.algorithms import ppo
 from kedge.config.rollout_engines import find_engine
-from kedge.errors import ConfigError, RolloutError
 from kedge.ext.trl.compat import trl_trainers
 from kedge.math.ratios import Correction
+from kedge.records.errors import ConfigError, RolloutError
+from kedge.records.types import RewardOutput, Rollout, Sampling
 from kedge.testing import tiny_policy
 from kedge.trainers.assembly.run import build_correction
-from kedge.types import RewardOutput, Rollout, Sampling
 from tests.e2e.small import small
 from tests.e2e.test_groups import grpo, rloo
 from tests.learners import with_metrics

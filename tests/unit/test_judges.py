@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from kedge.cli.main import main
-from kedge.errors import JudgeError
 from kedge.ext.judge.judges import (
     Answer,
     Endpoint,
@@ -27,6 +26,7 @@ from kedge.ext.judge.judges import (
     rank,
     winner_in,
 )
+from kedge.records.errors import JudgeError
 from kedge.testing import tiny_reward_model
 
 from .judge_server import BAD, GOOD, PROMPTS, endpoint, honest, reply, serving

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kedge.errors import ConfigError, DataError, KedgeError
 from kedge.learner.learner_state import WeightCopier
 from kedge.learner.reference import FrozenModel
 from kedge.models.fingerprint import fingerprint
+from kedge.records.errors import ConfigError, DataError, KedgeError
 from kedge.testing import tiny_policy
 from tests.learners import (
     VOCAB,

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from transformers import Adafactor, AutoConfig, AutoModelForSequenceClassification, modeling_utils
 
 from kedge.algorithms import ppo
-from kedge.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from kedge.learner.reference import AdapterReference, FrozenModel
 from kedge.loop.stages import micro_batches
 from kedge.models.fingerprint import checksum, fingerprint, policy_weights
 from kedge.models.model import causal_parts, run_backbone
 from kedge.models.peft import quantization, with_adapter
 from kedge.models.value_head import ScalarHead, load_value, scalar_model
+from kedge.records.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.learners import (
     VOCAB,

@@ -16,9 +16,9 @@ from kedge.loop.stages import micro_batches
 from kedge.models.fingerprint import fingerprint, full_tensor, policy_weights
 from kedge.models.load import load_policy
 from kedge.models.peft import with_adapter
+from kedge.records.types import PromptBatch, Sampling
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy, tiny_reward_model
-from kedge.types import PromptBatch, Sampling
 from tests.learners import VOCAB, arguments, experience, learner, random_head, rollout
 from tests.ranks import leave, run_ranks
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms import ppo
-from kedge.errors import CheckpointError, RewardError, RolloutError, SyncError
 from kedge.loop import stages
 from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.control import KL, RATIO, AdaptiveKL, StepLimits
 from kedge.loop.loop import Engine
 from kedge.loop.metrics import check_known
 from kedge.loop.updater import Hooks, StepReport
+from kedge.records.errors import CheckpointError, RewardError, RolloutError, SyncError
+from kedge.records.types import Experience, PromptBatch, Receipt, RewardOutput, Rollout, Sampling
 from kedge.testing import FunctionReward
-from kedge.types import Experience, PromptBatch, Receipt, RewardOutput, Rollout, Sampling
 
 from .toys import ToyEngine, ToyLearner, ToyPrompts
 

@@ -24,9 +24,9 @@ from transformers.utils import logging as transformers_logging
 from kedge import PPOConfig, output
 from kedge.cli.main import main
 from kedge.cli.tools import generate
-from kedge.errors import ConfigError
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.output import LOCK, RunLock, check_file, check_folder, lock_output_dir
+from kedge.records.errors import ConfigError
 from kedge.trainers.base import TrainerShell, configure_process
 from kedge.trainers.hf_callbacks import Callbacks
 

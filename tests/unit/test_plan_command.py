@@ -17,7 +17,6 @@ from kedge.cli.arguments import parse
 from kedge.cli.main import main
 from kedge.config.ppo import RECIPES as OF_CONFIGS
 from kedge.config.rollout_engines import assume_all_packages
-from kedge.errors import ConfigError
 from kedge.ext.before_rl.init_command import RECIPES, SIZES, SOURCES, settings
 from kedge.ext.cpu import matmul
 from kedge.ext.plan.command import (
@@ -30,6 +29,7 @@ from kedge.ext.plan.command import (
     short,
 )
 from kedge.loop.batch_sizes import compute_batch_sizes
+from kedge.records.errors import ConfigError
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.trainers import load_trainer
 from tests.environments.toys import TEMPLATE

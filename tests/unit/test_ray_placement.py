@@ -13,19 +13,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kedge.errors import ConfigError, LostNodeError, SyncError
 from kedge.ext.ray import cluster
 from kedge.ext.ray.actor import Actor, LostActorError
-from kedge.ext.ray.cluster import cause
-from kedge.ext.ray.context import ActorProcess
+from kedge.ext.ray.cluster import ActorProcess, cause
 from kedge.ext.ray.launch import Failure, failure
-from kedge.ext.ray.placement import plan_bundles, reserve
+from kedge.ext.ray.placement import plan_bundles
+from kedge.ext.ray.pool import reserve
+from kedge.records.errors import ConfigError, LostNodeError, SyncError
+from kedge.records.types import PromptBatch, Receipt, Sampling, with_unique_groups
 from kedge.rollout import liveness
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.rollout.engines import ShardedEngine, slice_rollout, start_all
 from kedge.rollout.liveness import WorkerLimits, reporting_silence
 from kedge.testing import tiny_policy
-from kedge.types import PromptBatch, Receipt, Sampling, with_unique_groups
 from tests.contract.embedded import prompts
 
 SAMPLING = Sampling(max_new_tokens=12, stop_ids=(5, 6, 7, 8))
@@ -70,7 +70,7 @@ class TestPlan:
 
         def slots(rank, role, **count):
             at = SimpleNamespace(rank=rank, world_size=2, placement=placement)
-            monkeypatch.setattr("kedge.ext.ray.placement.get_context", lambda: at)
+            monkeypatch.setattr("kedge.ext.ray.pool.get_context", lambda: at)
             return [slot.index for slot in reserve(role, SimpleNamespace(**count)).slots]
 
         ranks = (0, 1)

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.errors import RolloutError
 from kedge.loop.evaluation import pass_at_k, solve_rates, win_rate
 from kedge.loop.metrics import reduce_metrics
+from kedge.records.errors import RolloutError
+from kedge.records.types import Episodes, PromptBatch, RewardOutput, Rollout, Sample
 from kedge.rollout.engines import join_rollouts
 from kedge.rollout.scheduler.collector import resample_uniform_groups, spare_step
 from kedge.rollout.scheduler.joining import join_groups
 from kedge.testing import tiny_policy
-from kedge.types import Episodes, PromptBatch, RewardOutput, Rollout, Sample
 from tests.e2e.small import rows
 from tests.e2e.test_groups import grpo
 from tests.unit.advantage_inputs import rollout

@@ -19,9 +19,9 @@ import httpx
 import pytest
 
 from kedge.cli.main import main as kedge
-from kedge.errors import ConfigError, RewardError
 from kedge.ext.serve.command import load
 from kedge.ext.serve.server import RewardServer
+from kedge.records.errors import ConfigError, RewardError
 from kedge.rollout.scheduler import rank_rewards
 from kedge.verifiers import RemoteReward, gsm8k
 from kedge.verifiers.remote import TOKEN_ENV

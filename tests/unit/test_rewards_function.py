@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from kedge.background import on_event_loop
-from kedge.errors import ConfigError, RewardError
+from kedge.records.errors import ConfigError, RewardError
+from kedge.records.types import Metrics
 from kedge.reporting.responses import completion_rows
 from kedge.rewards import RewardFunction, TextCache
 from kedge.rewards.build import check_sources, load_function
 from kedge.trainers.base import short_errors
-from kedge.types import Metrics
 
 from .text_toys import EOS, blank_swallowing_tokenizer, rollout_of, word_tokenizer
 
@@ -191,7 +191,7 @@ def test_a_trainer_shows_the_users_frames_alone_and_last(tmp_path, monkeypatch, 
     assert len(last) <= 18  # the test, the wrapper, the message, four frames, the exception
     assert last[-1] == "KeyError: ' w8 w9'"
     assert "in mine" in last[-9]
-    assert "kedge.errors.RewardError: reward function mine raised KeyError" in shown
+    assert "kedge.records.errors.RewardError: reward function mine raised KeyError" in shown
     assert "_row_by_row" not in shown
     monkeypatch.setenv("KEDGE_TRACEBACK", "1")
     with pytest.raises(RewardError) as caught:

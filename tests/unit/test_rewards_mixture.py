@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 from kedge.rewards import Mixture, RewardFunction, RewardModel, TextCache, reward_source
 from kedge.rewards.build import load_function
 from kedge.testing import ConstantReward

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kedge.errors import ConfigError, RewardError
 from kedge.models.packing import JoinedInput
 from kedge.models.value_head import scalar_model
+from kedge.records.errors import ConfigError, RewardError
 from kedge.rewards import Mixture, RewardFunction, RewardModel, TextCache
 
 from .text_toys import (

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.errors import ConfigError, RolloutError
+from kedge.records.errors import ConfigError, RolloutError
+from kedge.records.types import PromptBatch, Rollout, Sampling
 from kedge.rollout.embedded import decode
 from kedge.rollout.embedded.decode import DecodeGraph
 from kedge.rollout.embedded.engine import EmbeddedEngine
@@ -24,7 +25,6 @@ from kedge.rollout.embedded.sampling import (
     uniforms,
 )
 from kedge.testing import tiny_policy
-from kedge.types import PromptBatch, Rollout, Sampling
 from tests.contract.embedded import policy, prompts
 
 NO_STOP = torch.tensor([], dtype=torch.int64)

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from kedge.errors import ConfigError
 from kedge.ext.sandbox import DEVICES, _find_problem
 from kedge.ext.sandbox.kernel import ARCHITECTURES
+from kedge.records.errors import ConfigError
 from kedge.verifiers import Sandbox, by_column, code_verifier
 from tests.unit.sandbox_attacks import (
     ATTACKS,

@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from kedge.algorithms import ppo
-from kedge.errors import ConfigError
 from kedge.ext.vllm.policy_template import PolicyTemplate
 from kedge.learner.reference import AdapterReference, FrozenModel
 from kedge.loop.stages import micro_batches
 from kedge.models.peft import REWARD_ADAPTER, VALUE_ADAPTER, adapter_parameters, with_adapter
 from kedge.models.shared_base import AdapterRewardModel, AdapterValue, value_adapter
 from kedge.models.value_head import ScalarModel
+from kedge.records.errors import ConfigError
 from kedge.rewards import RewardModel
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy, tiny_reward_model

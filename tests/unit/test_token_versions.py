@@ -12,7 +12,7 @@ from torch import Tensor
 from kedge.algorithms import ppo
 from kedge.loop.batch_metrics import _token_ages
 from kedge.math.ratios import Correction
-from kedge.types import RewardOutput, Rollout
+from kedge.records.types import RewardOutput, Rollout
 from tests.learners import with_metrics
 from tests.unit.advantage_inputs import rollout
 

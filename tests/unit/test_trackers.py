@@ -22,8 +22,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from kedge.config.ppo import PPOConfig
-from kedge.errors import ConfigError, RewardError
 from kedge.ext.report.report import gather
+from kedge.records.errors import ConfigError, RewardError
 from kedge.reporting.base import JsonlTracker
 from kedge.reporting.log import draw_curves
 from kedge.reporting.responses import IntervalSchedule, completion_rows, token_texts

@@ -25,8 +25,8 @@ from kedge import (
     get_peft_config,
     get_quantization_config,
 )
-from kedge.errors import ConfigError
 from kedge.loop.metrics import TRL_NAMES
+from kedge.records.errors import ConfigError
 from kedge.testing import tiny_policy
 from kedge.trainers.spec import trl_names
 from kedge.verifiers import accuracy_reward, think_format_reward

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kedge.algorithms import AdvantageInputs, Algorithm, grpo, ppo, rloo
 from kedge.math.turns import number_turns
-from kedge.types import Episodes, ModelOutputs, RewardOutput
+from kedge.records.types import Episodes, ModelOutputs, RewardOutput
 from tests.unit.advantage_inputs import rollout
 
 # Turns (from 0) of the tokens; -1: the environment's or padding.  Rows 0-3 are one group, 4-7 the

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kedge.errors import ConfigError, RewardError
 from kedge.ext.sandbox import programs
 from kedge.ext.sandbox.programs import extract_code
+from kedge.records.errors import ConfigError, RewardError
 from kedge.verifiers import Sandbox, code_verifier
 from tests.unit.sandbox_attacks import ISOLATION
 

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from kedge.errors import ConfigError, RewardError
 from kedge.ext.ifeval.constraints import (
     CHECKS,
     KNOWN,
@@ -17,6 +16,7 @@ from kedge.ext.ifeval.constraints import (
     follows,
     load_identifier,
 )
+from kedge.records.errors import ConfigError, RewardError
 from kedge.verifiers import ConstraintVerifier, ifeval
 
 TEXTS = {

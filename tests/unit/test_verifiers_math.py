@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from kedge.errors import ConfigError, RewardError
+from kedge.records.errors import ConfigError, RewardError
 from kedge.verifiers import gsm8k, math, math_verifier, number_verifier
 from kedge.verifiers.base import Unanswered
 from kedge.verifiers.mathematics import SymbolicChecker, equal, final_answer

@@ -16,7 +16,6 @@ import torch
 
 from kedge import PPOConfig
 from kedge.config import rollout_engines
-from kedge.errors import ConfigError, RolloutError
 from kedge.ext.vllm.build import check_local, check_server, gpus_of_servers
 from kedge.ext.vllm.inprocess import _rank_args, device_args
 from kedge.ext.vllm.policy_template import PolicyTemplate
@@ -31,9 +30,10 @@ from kedge.ext.vllm.service import (
     read_responses,
     row_seed,
 )
+from kedge.records.errors import ConfigError, RolloutError
+from kedge.records.types import Sampling
 from kedge.rollout.engines import build_rollout
 from kedge.testing import tiny_policy
-from kedge.types import Sampling
 from tests.contract.embedded import prompts
 from tests.contract.engines import policy, trained
 

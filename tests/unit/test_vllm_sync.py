@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kedge.errors import RolloutError, SyncError
 from kedge.ext.vllm import Remote
 from kedge.ext.vllm import weights as weight_module
 from kedge.ext.vllm.engine import VLLMEngine
@@ -23,8 +22,9 @@ from kedge.ext.vllm.service import GenerationResult
 from kedge.ext.vllm.weights import WeightFiles, WeightPayload, max_lora_rank
 from kedge.learner.learner_state import WeightCopier
 from kedge.models.fingerprint import fingerprint
+from kedge.records.errors import RolloutError, SyncError
+from kedge.records.types import Sampling
 from kedge.testing import tiny_policy
-from kedge.types import Sampling
 from tests.contract.embedded import prompts
 from tests.contract.engines import policy, trained
 from tests.storages import PrivateBytes

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from kedge.errors import LostNodeError, RolloutError
 from kedge.ext.vllm.policy_template import PolicyTemplate
 from kedge.ext.vllm.weights import EngineGroup, FanOut, WeightPayload
 from kedge.models.fingerprint import WeightsCopy, fingerprint
+from kedge.records.errors import LostNodeError, RolloutError
+from kedge.records.types import Receipt
 from kedge.rollout.engines import ShardedEngine
-from kedge.types import Receipt
 from tests.contract.engines import policy, trained
 
 

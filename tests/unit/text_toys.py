@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from kedge.types import PromptBatch, Rollout
+from kedge.records.types import PromptBatch, Rollout
 
 EOS, PAD = 0, 1
 REWARD = {

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kedge.protocols import LossFn, ShouldApply, always
-from kedge.types import (
+from kedge.records.protocols import LossFn, ShouldApply, always
+from kedge.records.types import (
     Experience,
     MicroBatch,
     ModelOutputs,

@@ -29,7 +29,7 @@ from kedge.math.turns import (
     turn_returns,
     turn_starts,
 )
-from kedge.types import (
+from kedge.records.types import (
     AdvantageOutput,
     Loss,
     MicroBatch,

@@ -32,7 +32,7 @@ from kedge.math.kl import ESTIMATORS
 from kedge.math.losses import Clip, weighted_policy_loss
 from kedge.math.ratios import RatioLevel
 from kedge.math.rewards import overlong_penalty, place_score
-from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
+from kedge.records.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo"]

@@ -39,7 +39,7 @@ from kedge.math.losses import (
 from kedge.math.masked import extend, gather_values, last_true, moments, whiten
 from kedge.math.rewards import move_last, overlong_penalty, place_score
 from kedge.math.turns import broadcast_turns, segment_sum, turn_starts
-from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
+from kedge.records.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 ScorePosition = Literal["last", "after_last"]
 

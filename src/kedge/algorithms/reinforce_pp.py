@@ -26,7 +26,7 @@ from kedge.math.masked import whiten
 from kedge.math.ratios import RatioLevel
 from kedge.math.rewards import place_score
 from kedge.math.turns import turn_groups, turn_returns, turn_starts
-from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
+from kedge.records.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 
 def reinforce_pp(

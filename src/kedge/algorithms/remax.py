@@ -16,7 +16,7 @@ from kedge.algorithms.base import (
 from kedge.math.advantage import rewards_to_go
 from kedge.math.losses import Clip
 from kedge.math.rewards import place_score
-from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
+from kedge.records.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 
 def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool = True) -> Algorithm:

@@ -28,7 +28,7 @@ from kedge.math.advantage import group_count, leave_one_out, rewards_to_go
 from kedge.math.losses import Clip
 from kedge.math.masked import standardize, whiten
 from kedge.math.rewards import place_score
-from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput
+from kedge.records.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput
 
 
 def rloo(

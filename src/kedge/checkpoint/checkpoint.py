@@ -40,7 +40,7 @@ from kedge.checkpoint.serialization import (
     write_shards,
     write_tensors,
 )
-from kedge.errors import CheckpointError, DamagedCheckpointError, KedgeError, way_out
+from kedge.records.errors import CheckpointError, DamagedCheckpointError, KedgeError, way_out
 from kedge.redaction import digest, redact
 
 FORMAT = 2

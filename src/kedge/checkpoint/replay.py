@@ -17,11 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kedge import types
 from kedge.checkpoint.checkpoint import report_damage
 from kedge.checkpoint.serialization import join, read_tensors, split, write_tensors
-from kedge.errors import CheckpointError, RolloutError
-from kedge.types import PromptBatch, RewardOutput, Rollout, Sampling
+from kedge.records import types
+from kedge.records.errors import CheckpointError, RolloutError
+from kedge.records.types import PromptBatch, RewardOutput, Rollout, Sampling
 
 FORMAT = 1
 _TAG = "__record__"

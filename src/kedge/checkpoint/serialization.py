@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kedge.errors import CheckpointError, DamagedCheckpointError
-from kedge.types import StoredTensor
+from kedge.records.errors import CheckpointError, DamagedCheckpointError
+from kedge.records.types import StoredTensor
 
 SHARDS = "shards"
 FILE_BYTES = 1 << 26  # size of one rank's files, each assembled in memory

@@ -19,8 +19,8 @@ from kedge.config.compat import REMOVED
 from kedge.config.declare import Alias, Foreign, Unsupported, option, status
 from kedge.config.parser import ConfigParser
 from kedge.config.ppo import RECIPES, PPOv2Config
-from kedge.errors import ConfigError
 from kedge.ext.trl.scripts import ModelConfig, read_yaml
+from kedge.records.errors import ConfigError
 from kedge.suggestions import hint
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.cli.arguments import Options
-from kedge.errors import DataError
+from kedge.records.errors import DataError
 
 KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 SANITY_ROWS = 100

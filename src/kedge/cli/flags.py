@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 
 SHORT = 60  # characters; help omits longer lists of choices
 

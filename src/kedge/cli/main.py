@@ -116,8 +116,8 @@ def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, 
     Returns the exit code: the command's if it returns an integer, else 0; 2 for such an error, 130
     when interrupted.
     """
-    from kedge.errors import KedgeError
     from kedge.loop.shutdown import exit_on_signals
+    from kedge.records.errors import KedgeError
     from kedge.redaction import redact_words
 
     redact_words(argv)  # registers secrets, to blank them in errors

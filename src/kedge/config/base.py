@@ -38,7 +38,7 @@ from kedge.config.declare import (
     status,
 )
 from kedge.config.rollout_engines import check_rollout
-from kedge.errors import ConfigError, OptionError
+from kedge.records.errors import ConfigError, OptionError
 from kedge.redaction import redact
 from kedge.suggestions import TRAINER_ARGUMENTS, hint
 

@@ -34,7 +34,7 @@ from kedge.config.declare import (
     unsupported,
 )
 from kedge.config.rollout_engines import engine_args
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 _BATCH = "batch sizes and run length"

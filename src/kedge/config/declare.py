@@ -32,7 +32,7 @@ from pydantic import (
     ValidationError,
 )
 
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 from kedge.redaction import redact
 
 FINITE = 1e30  # larger numbers soon overflow float32

@@ -15,7 +15,7 @@ from kedge.config.base import OnPolicyConfig
 from kedge.config.common import KLEstimator
 from kedge.config.compat import CONVERTED, TRL_GRPO, NewerArguments, convert_newer
 from kedge.config.declare import Foreign, option
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

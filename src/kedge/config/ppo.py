@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kedge.config.base import OnPolicyConfig, fields_of, foreign
 from kedge.config.declare import default_of, option
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 
 _ppo = partial(option, acts_in="algorithm: kedge.algorithms.ppo", resume=True)
 _value = partial(option, acts_in="value model", resume=True)

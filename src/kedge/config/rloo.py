@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from kedge.config.base import OnPolicyConfig
 from kedge.config.compat import CONVERTED, TRL_RLOO, NewerArguments, convert_newer
 from kedge.config.declare import Foreign, option
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 
 _RLOO = "algorithm: kedge.algorithms.rloo"
 _rloo = partial(option, acts_in=_RLOO, resume=True)

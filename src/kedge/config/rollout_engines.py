@@ -15,7 +15,7 @@ from importlib import metadata
 from typing import Any, Literal
 
 from kedge.config.declare import SECONDS, format_value, option, read_mapping
-from kedge.errors import ConfigError, install_command
+from kedge.records.errors import ConfigError, install_command
 
 LOWEST_VLLM = "0.26"  # oldest release that the tests pass with
 # Arguments that would make vLLM sample from another distribution or model than the policy.

@@ -22,7 +22,7 @@ from kedge.chat_template import (
     template_options,
 )
 from kedge.data.rows import exact_columns
-from kedge.errors import DataError
+from kedge.records.errors import DataError
 
 logger = logging.getLogger(__name__)
 CHUNK = 10_000  # rows tokenized at a time

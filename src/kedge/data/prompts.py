@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kedge.data.encode import CHUNK, EncodedPrompts, PromptReport, encode_prompts, read_table
-from kedge.errors import ConfigError, DataError
-from kedge.types import PromptBatch
+from kedge.records.errors import ConfigError, DataError
+from kedge.records.types import PromptBatch
 
 logger = logging.getLogger(__name__)
 

@@ -3,8 +3,8 @@
 from kedge.environments.episode import EpisodeReward
 from kedge.environments.rollout import EnvironmentRollouts, FunctionRollouts
 from kedge.environments.tools import ToolEnvironment, tool_environments
-from kedge.protocols import Environment, NewContext, Observation
-from kedge.types import Episodes, Response, ToolCall
+from kedge.records.protocols import Environment, NewContext, Observation
+from kedge.records.types import Episodes, Response, ToolCall
 
 __all__ = [
     "Environment",

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kedge.background import CallThread
-from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.math.rewards import place_score
-from kedge.protocols import Step
-from kedge.types import PER_EPISODE, Episodes, PromptBatch, RewardOutput, Rollout, Sampling
+from kedge.records.errors import ConfigError, RewardError, RolloutError
+from kedge.records.protocols import Step
+from kedge.records.types import PER_EPISODE, Episodes, PromptBatch, RewardOutput, Rollout, Sampling
 
 _RESERVE = 64  # tokens
 _LARGEST_ID = 2**31 - 1

@@ -17,8 +17,8 @@ from weakref import WeakSet
 
 from kedge.background import CallThread, in_thread, on_event_loop
 from kedge.environments.episode import Episode
-from kedge.errors import ConfigError, RolloutError, describe_error
-from kedge.protocols import Environment
+from kedge.records.errors import ConfigError, RolloutError, describe_error
+from kedge.records.protocols import Environment
 
 logger = logging.getLogger(__name__)
 MakeEnvironment = Callable[[], Environment]

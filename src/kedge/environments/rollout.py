@@ -43,9 +43,9 @@ from kedge.environments.pool import (
     RunningCalls,
 )
 from kedge.environments.turn_tokens import TurnTokens, as_messages
-from kedge.errors import ConfigError, RewardError, RolloutError, describe_error
-from kedge.protocols import NewContext, Observation, RolloutEngine, Step
-from kedge.types import LEASES, PromptBatch, Receipt, Response, Rollout, Sampling
+from kedge.records.errors import ConfigError, RewardError, RolloutError, describe_error
+from kedge.records.protocols import NewContext, Observation, RolloutEngine, Step
+from kedge.records.types import LEASES, PromptBatch, Receipt, Response, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]  # TRL's rollout_func

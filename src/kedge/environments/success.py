@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from kedge.errors import DataError
 from kedge.math.intervals import share_interval
+from kedge.records.errors import DataError
 
 
 def measure_success(

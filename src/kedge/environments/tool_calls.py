@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kedge.types import ToolCall
+from kedge.records.types import ToolCall
 
 Parser = Callable[[str], Sequence[ToolCall]]
 

@@ -13,9 +13,9 @@ from typing import Any, get_type_hints
 from kedge.background import in_thread
 from kedge.environments.pool import MakeEnvironment
 from kedge.environments.turn_tokens import valid_text
-from kedge.errors import ConfigError, RolloutError, describe_error
-from kedge.protocols import Observation
-from kedge.types import Response, ToolCall
+from kedge.records.errors import ConfigError, RolloutError, describe_error
+from kedge.records.protocols import Observation
+from kedge.records.types import Response, ToolCall
 
 Tool = Callable[..., Any]
 

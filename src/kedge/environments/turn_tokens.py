@@ -32,9 +32,9 @@ from kedge.environments.tool_calls import (
     split_reasoning,
     tool_parser,
 )
-from kedge.errors import ConfigError, DataError, RolloutError
-from kedge.protocols import NewContext, Observation
-from kedge.types import Response, Sampling, ToolCall
+from kedge.records.errors import ConfigError, DataError, RolloutError
+from kedge.records.protocols import NewContext, Observation
+from kedge.records.types import Response, Sampling, ToolCall
 
 logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]

@@ -32,10 +32,10 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kedge.errors import ConfigError, KedgeError, SyncError
-from kedge.protocols import RolloutEngine
-from kedge.records import keep_field, widen_field
-from kedge.types import Experience, PromptBatch, Receipt, Rollout, Sampling
+from kedge.records.base import keep_field, widen_field
+from kedge.records.errors import ConfigError, KedgeError, SyncError
+from kedge.records.protocols import RolloutEngine
+from kedge.records.types import Experience, PromptBatch, Receipt, Rollout, Sampling
 
 _SENT_AS = {torch.bool: torch.uint8, torch.int64: torch.int32}  # the integers are token ids
 T = TypeVar("T")

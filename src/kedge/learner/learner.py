@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
-from kedge.errors import ConfigError, KedgeError
 from kedge.learner import optim
 from kedge.learner.distributed import (
     GatheredEngine,
@@ -65,8 +64,9 @@ from kedge.models.shared_base import AdapterValue, checkpointing_options
 from kedge.models.value_head import ScalarModel
 from kedge.ops.kernels import Kernels
 from kedge.ops.products import backend
-from kedge.protocols import LossFn, RolloutEngine, ShouldApply, always
-from kedge.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
+from kedge.records.errors import ConfigError, KedgeError
+from kedge.records.protocols import LossFn, RolloutEngine, ShouldApply, always
+from kedge.records.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
 
 _NO_LIMIT = 2**62  # padding tokens, if ranks must run equally many passes
 _PATIENCE = 3  # optimizer steps that may be skipped in a row

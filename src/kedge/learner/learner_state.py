@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from kedge.errors import CheckpointError, DamagedCheckpointError
 from kedge.learner.distributed import raise_on_all_ranks, shard_like
 from kedge.models.fingerprint import FingerprintSums, WeightsCopy, full_tensor, policy_weights
-from kedge.types import StoredTensor
+from kedge.records.errors import CheckpointError, DamagedCheckpointError
+from kedge.records.types import StoredTensor
 
 Stage = Callable[[Iterable[tuple[str, Tensor]]], WeightsCopy]
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kedge.errors import ConfigError
 from kedge.learner.distributed import call_within, reshard
 from kedge.learner.reference import Reference
 from kedge.learner.settings import LearnerSettings
@@ -25,7 +24,8 @@ from kedge.models.packing import JoinedInput, scatter
 from kedge.models.shared_base import AdapterValue
 from kedge.models.value_head import ScalarHead, ScalarModel
 from kedge.ops.linear_logprob import TokenConstraints, linear_kl, linear_logprob
-from kedge.types import Experience, Rollout
+from kedge.records.errors import ConfigError
+from kedge.records.types import Experience, Rollout
 
 Value = ScalarModel | AdapterValue | ScalarHead
 

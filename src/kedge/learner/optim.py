@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from kedge.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from kedge.models.fingerprint import full_tensor
+from kedge.records.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 

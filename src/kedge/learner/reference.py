@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kedge.models.fingerprint import fingerprint, policy_weights
 from kedge.models.model import LanguageModelParts, causal_parts, no_dropout
 from kedge.models.peft import AdapterSwitch
-from kedge.types import Rollout
+from kedge.records.types import Rollout
 
 BuildParts = Callable[..., LanguageModelParts]
 

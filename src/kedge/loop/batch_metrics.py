@@ -13,8 +13,8 @@ from kedge.loop.stages import Terms
 from kedge.math.advantage import group_count
 from kedge.math.kl import k2, k3
 from kedge.math.ratios import Correction, importance_weights
-from kedge.protocols import AllReduce, Learner
-from kedge.types import Experience, Rollout
+from kedge.records.protocols import AllReduce, Learner
+from kedge.records.types import Experience, Rollout
 
 
 def batch_metrics(experience: Experience, terms: Terms, learner: Learner) -> dict[str, float]:

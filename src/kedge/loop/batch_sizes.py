@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kedge.protocols import LossFn
-from kedge.types import Loss, MicroBatch, PolicyOutput
+from kedge.records.protocols import LossFn
+from kedge.records.types import Loss, MicroBatch, PolicyOutput
 
 ENTROPY, COEF = "policy/entropy_avg", "policy/entropy_coef"
 RATIO = "val/ratio"

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kedge.loop.metrics import MetricAccumulator, reduce_metrics
-from kedge.loop.seeds import seed_for
-from kedge.protocols import Learner, PromptSource, RewardSource, RolloutEngine
+from kedge.records.protocols import Learner, PromptSource, RewardSource, RolloutEngine
+from kedge.records.seeds import seed_for
+from kedge.records.types import Metrics, RewardOutput, Rollout, Sampling, require
 from kedge.rollout.scheduler.collector import collect
-from kedge.types import Metrics, RewardOutput, Rollout, Sampling, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

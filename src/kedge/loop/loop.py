@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from kedge.checkpoint.replay import RolloutReplay
-from kedge.errors import RewardError, RolloutError, SyncError
 from kedge.loop.updater import StepReport, Updater
-from kedge.protocols import PromptSource, RewardSource, RolloutEngine
+from kedge.records.errors import RewardError, RolloutError, SyncError
+from kedge.records.protocols import PromptSource, RewardSource, RolloutEngine
+from kedge.records.types import Sample, Sampling
 from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
 from kedge.rollout.scheduler.fifo import FifoScheduler
 from kedge.rollout.scheduler.scheduler import RolloutScheduler
 from kedge.rollout.scheduler.worker import WeightUpdate
-from kedge.types import Sample, Sampling
 
 
 @dataclass(slots=True, kw_only=True)

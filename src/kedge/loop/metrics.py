@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kedge.protocols import AllReduce, Learner
-from kedge.types import Metrics
+from kedge.records.protocols import AllReduce, Learner
+from kedge.records.types import Metrics
 
 NAMES: dict[str, str] = {
     "episode": "responses trained on since the start of the run",

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import Algorithm
-from kedge.errors import PreflightError
 from kedge.loop.stages import check_finite_outputs, make_experience, micro_batches
-from kedge.protocols import Learner, RewardSource, RolloutEngine
-from kedge.types import Experience, RewardOutput, Rollout, Sampling
+from kedge.records.errors import PreflightError
+from kedge.records.protocols import Learner, RewardSource, RolloutEngine
+from kedge.records.types import Experience, RewardOutput, Rollout, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.errors import ConfigError, KedgeError, RewardError, RolloutError
 from kedge.loop.control import EntropyBonus, StepLimits
 from kedge.math.losses import WEIGHTINGS, row_mean
 from kedge.math.ratios import Correction, importance_weights
-from kedge.protocols import AllReduce, Learner, ShouldApply, always
-from kedge.types import (
+from kedge.records.errors import ConfigError, KedgeError, RewardError, RolloutError
+from kedge.records.protocols import AllReduce, Learner, ShouldApply, always
+from kedge.records.types import (
     AdvantageOutput,
     Experience,
     Loss,

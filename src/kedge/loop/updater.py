@@ -12,18 +12,18 @@ from typing import Any
 import torch
 
 from kedge.algorithms.base import Algorithm
-from kedge.errors import RewardError
 from kedge.loop.batch_metrics import batch_metrics
 from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.control import EntropyBonus, StepLimits
 from kedge.loop.metrics import check_known
-from kedge.loop.seeds import seed_for
 from kedge.loop.stages import make_experience, optimize
 from kedge.math.ratios import Correction
 from kedge.math.running import RunningMoments
-from kedge.protocols import KLController, Learner
+from kedge.records.errors import RewardError
+from kedge.records.protocols import KLController, Learner
+from kedge.records.seeds import seed_for
+from kedge.records.types import REWARD_ERRORS, Experience, RewardOutput, Rollout, Sample
 from kedge.rollout.scheduler.collector import REPLACED
-from kedge.types import REWARD_ERRORS, Experience, RewardOutput, Rollout, Sample
 
 logger = logging.getLogger(__name__)
 MOST_UNSCORED = 10  # consecutive batches without any score; then training stops

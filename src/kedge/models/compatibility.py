@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, modeling_utils
 
-from kedge.errors import ConfigError, DataError, RolloutError
-from kedge.types import Rollout
+from kedge.records.errors import ConfigError, DataError, RolloutError
+from kedge.records.types import Rollout
 
 
 def vocabulary(model: nn.Module) -> int | None:

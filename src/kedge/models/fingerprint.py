@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kedge.errors import SyncError
 from kedge.models.peft import VALUE_ADAPTER
+from kedge.records.errors import SyncError
 
 _CHUNK = 1 << 18  # words multiplied at a time; they fit a processor's cache
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from kedge.errors import ConfigError
 from kedge.models.compatibility import text_config
+from kedge.records.errors import ConfigError
 
 _MIXERS = ("attn", "attention", "mixer", "mamba", "conv")  # names of sequence-mixing modules
 

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from kedge.errors import ConfigError, install_command
 from kedge.models.compatibility import text_config
 from kedge.models.peft import without_notices
+from kedge.records.errors import ConfigError, install_command
 
 _WITHOUT_WEIGHTS: ContextVar[bool] = ContextVar("without_weights", default=False)
 _HEADS = {
@@ -138,17 +138,6 @@ def configuration_source(source: str, revision: str | None = None) -> tuple[str,
     return PeftConfig.from_pretrained(source, revision=revision).base_model_name_or_path, None
 
 
-def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
-    """A model's configuration, without its weights; for an adapter, that of its base."""
-    from transformers import AutoConfig
-
-    try:
-        base, _ = configuration_source(name)
-        return AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"the model {name!r} has no configuration: {error}") from error
-
-
 @contextmanager
 def without_loading_report() -> Iterator[None]:
     """Context without transformers' table of weights, for loaders that check them themselves.
@@ -187,7 +176,7 @@ def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **o
     scores = any("SequenceClassification" in name for name in architectures)
     heads = set() if scores or not new_head else _HEADS
     if getattr(model, "_hf_peft_config_loaded", False):
-        from kedge.rewards.model import SHIFT, adapter_shift
+        from kedge.models.score_head import SHIFT, adapter_shift
 
         setattr(model.config, SHIFT, adapter_shift(source))
     missing = sorted(

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kedge.errors import ConfigError
 from kedge.models.backbone import read_backbone, run_backbone
 from kedge.models.packing import JoinedInput, pack
 from kedge.ops.linear_logprob import Head
+from kedge.records.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 _LOW = (torch.bfloat16, torch.float16)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kedge.ops.joined_attention import Group
-from kedge.types import MicroBatch, Rollout, number_prompts
+from kedge.records.types import MicroBatch, Rollout, number_prompts
 
 _SHARED = 16  # prompt tokens that sharing must save
 

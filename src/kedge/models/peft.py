@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from kedge.errors import ConfigError, install_command
+from kedge.records.errors import ConfigError, install_command
 
 # Names of adapters on the policy's base (models/shared_base.py).
 VALUE_ADAPTER, REWARD_ADAPTER = "kedge_value", "kedge_reward"

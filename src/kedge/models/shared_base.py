@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kedge.errors import ConfigError
 from kedge.models.backbone import read_backbone
 from kedge.models.model import causal_parts, eval_mode
 from kedge.models.packing import JoinedInput
@@ -30,9 +29,10 @@ from kedge.models.peft import (
     adapter_parameters,
     without_notices,
 )
+from kedge.models.score_head import SHIFT, adapter_shift, save_adapter_shift
 from kedge.models.value_head import ScalarHead
 from kedge.ops.kernels import Kernels
-from kedge.rewards.model import SHIFT, adapter_shift, save_adapter_shift
+from kedge.records.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

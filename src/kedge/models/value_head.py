@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from kedge.errors import ConfigError
 from kedge.models.backbone import read_backbone
 from kedge.models.load import check_source, load_whole
 from kedge.models.model import (
@@ -24,7 +23,8 @@ from kedge.models.model import (
     silence_mask_warning,
 )
 from kedge.models.packing import JoinedInput
-from kedge.rewards.model import SHIFT, float32_head
+from kedge.models.score_head import SHIFT, float32_head
+from kedge.records.errors import ConfigError
 
 HEAD_FILE = "value_head.safetensors"
 _HEADS = ("score", "classifier", "v_head")

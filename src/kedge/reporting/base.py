@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from kedge.errors import CheckpointError, ConfigError, way_out
+from kedge.records.errors import CheckpointError, ConfigError, way_out
 
 if TYPE_CHECKING:  # these import torch, which `kedge report` does not need
-    from kedge.protocols import Tracker
+    from kedge.records.protocols import Tracker
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from kedge.errors import HubError
+from kedge.records.errors import HubError
 
 STATE_FILES = ("state-*", "state.json", "rank-*", "manifest.json", "trainer_state.json")
 # Files next to the model that are not uploaded: other pushes, hidden folders, dataset texts.

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from kedge.errors import DataError
+from kedge.records.errors import DataError
 
 FILE = "metrics.jsonl"
 AXES = {"episode": "responses trained on", "step": "iterations"}

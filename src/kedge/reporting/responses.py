@@ -19,9 +19,9 @@ from torch import Tensor
 from kedge.config.base import OnPolicyConfig
 from kedge.data.encode import is_chat
 from kedge.loop.updater import StepReport
-from kedge.protocols import Learner
+from kedge.records.protocols import Learner
+from kedge.records.types import Experience, RewardOutput, Rollout
 from kedge.reporting.base import BestEffortWriter, write_whole
-from kedge.types import Experience, RewardOutput, Rollout
 
 FOLDER = "tokens"
 MOST_TOKENS = 2048  # tokens written per response

@@ -17,8 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kedge import __version__
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError, package_version
 from kedge.redaction import redact, redact_words
 from kedge.reporting.base import write_whole
 
@@ -196,7 +195,7 @@ def reward_name(reward: Any) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Kedge and its main dependencies."""
-    packages = {"kedge": __version__}
+    packages = {"kedge": package_version()}
     for name in ("torch", "transformers", "datasets", "peft"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)

@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from statistics import median
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -27,12 +27,14 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
+from transformers import TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
+from kedge import plugins
 from kedge.config.base import OnPolicyConfig
 from kedge.data import DatasetPrompts
-from kedge.errors import HubError
-from kedge.protocols import Tracker
+from kedge.records.errors import HubError
+from kedge.records.protocols import Tracker
 from kedge.reporting.base import (
     BestEffortWriter,
     CompositeTracker,
@@ -42,9 +44,6 @@ from kedge.reporting.base import (
 )
 from kedge.reporting.hub import Hub, PushOnSave, explain
 from kedge.reporting.run_info import add_links, markdown
-
-if TYPE_CHECKING:
-    from kedge.trainers.hf_callbacks import Callbacks
 
 Rows = Sequence[Mapping[str, object]]
 logger = logging.getLogger(__name__)
@@ -335,25 +334,33 @@ class HubTables:
 # -- the trackers of a run -------------------------------------------------------------------------
 
 
-def build_tables(callbacks: Callbacks) -> TableLogger:
+def build_tables(callbacks: Sequence[TrainerCallback]) -> TableLogger:
     """The tracker that sends tables to the services in ``report_to``."""
-    boards = [c for c in callbacks.handler.callbacks if isinstance(c, TensorBoardCallback)]
+    boards = [c for c in callbacks if isinstance(c, TensorBoardCallback)]
     services = build_services(callbacks)
     return TableLogger(services, tensorboard=lambda: boards[0].tb_writer if boards else None)
 
 
 def build_trackers(
-    callbacks: Callbacks,
+    callbacks: Sequence[TrainerCallback],
+    history: Sequence[Mapping[str, Any]],
     args: OnPolicyConfig,
     screen: ConsoleTracker,
     best_effort: BestEffortWriter,
 ) -> CompositeTracker:
-    """Build the trackers: files, screen, services and the hub repository for completions."""
+    """Build the trackers: files, screen, services and the hub repository for completions.
+
+    ``history`` has the rows that were logged before a resume.
+    """
     trackers: list[Tracker] = []
     if args.output_dir:
         with required_write("output_dir", args.output_dir):
-            trackers.append(JsonlTracker(args.output_dir, history=callbacks.state.log_history))
+            trackers.append(JsonlTracker(args.output_dir, history=history))
     trackers += [screen, build_tables(callbacks)]
+    names = args.report_to or []
+    for name in [names] if isinstance(names, str) else names:
+        if (build := plugins.load("kedge.trackers", name)) is not None:
+            trackers.append(build(args))
     if args.log_completions_hub_repo:
         hub = Hub(
             args.log_completions_hub_repo,
@@ -365,28 +372,26 @@ def build_trackers(
     return CompositeTracker(trackers, best_effort)
 
 
-def log_prompt_lengths(callbacks: Callbacks, prompts: object) -> None:
-    """Send a histogram of the prompts' lengths in tokens (rank 0)."""
-    if isinstance(prompts, DatasetPrompts) and callbacks.state.is_world_process_zero:
+def log_prompt_lengths(callbacks: Sequence[TrainerCallback], prompts: object) -> None:
+    """Send a histogram of the prompts' lengths in tokens."""
+    if isinstance(prompts, DatasetPrompts):
         with BestEffortWriter().writing("prompt lengths", "the trackers"):
             build_tables(callbacks).histogram("prompts/length", prompts.lengths, step=0)
 
 
-def build_services(callbacks: Callbacks) -> list[str]:
+def build_services(callbacks: Sequence[TrainerCallback]) -> list[str]:
     """The names of active services, as in ``report_to``."""
-    kinds = {type(c) for c in callbacks.handler.callbacks}
+    kinds = {type(c) for c in callbacks}
     return [name for name, kind in INTEGRATION_TO_CALLBACK.items() if kind in kinds]
 
 
-def link(callbacks: Callbacks, args: Any) -> None:
-    """Write the URLs of the run to ``run.json`` (rank 0)."""
-    if not callbacks.state.is_world_process_zero:
-        return
+def link(callbacks: Sequence[TrainerCallback], trackers: Sequence[Tracker], args: Any) -> None:
+    """Write the URLs of the run to ``run.json``."""
     links = run_links(build_services(callbacks))
-    for callback in callbacks.handler.callbacks:
+    for callback in callbacks:
         if isinstance(callback, PushOnSave):
             links["hub"] = callback.hub.url
-    for tracker in getattr(callbacks.tracker, "trackers", ()):
+    for tracker in trackers:
         if isinstance(tracker, HubTables):
             links["completions"] = tracker.hub.url
     if links and args.output_dir:

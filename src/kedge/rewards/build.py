@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kedge.errors import ConfigError
+from kedge import plugins
 from kedge.models.load import check_source, configuration_source, load_tokenizer, load_whole
+from kedge.records.errors import ConfigError
 from kedge.rewards.function import RewardFunction, Signature, function_name
 from kedge.rewards.mixture import Mixture
 from kedge.rewards.model import RewardModel
@@ -97,7 +98,7 @@ def check_sources(
     items = _items(reward_model, reward_funcs)
     _weights(weights, len(items))
     for item in items:
-        if isinstance(item, (str, Path)) and not names_function(str(item)):
+        if isinstance(item, (str, Path)) and not _is_function(str(item)):
             check_name(str(item))
             continue  # a reward model
         source = _load(item, trust_remote_code=False)
@@ -141,7 +142,7 @@ def as_list(value: Any) -> list[Any]:
 
 def _load(item: Any, trust_remote_code: bool) -> Any:
     if isinstance(item, (str, Path)):
-        if names_function(str(item)):
+        if _is_function(str(item)):
             return load_function(str(item))
         return load_model(str(item), trust_remote_code=trust_remote_code)
     if isinstance(item, nn.Module) or callable(getattr(item, "score", None)) or callable(item):
@@ -181,8 +182,18 @@ def _tokenizers(tokenizers: Any, loaded: list[Any]) -> list[Any]:
     return [by_index.get(i) for i in range(len(loaded))]
 
 
+def _is_function(spec: str) -> bool:
+    return names_function(spec) or spec in plugins.find("kedge.rewards")
+
+
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function that ``"package.module:function"`` or ``"file.py:function"`` names."""
+    """The function that ``"package.module:function"`` or ``"file.py:function"`` names.
+
+    Or the name of an entry point in ``kedge.rewards``.
+    """
+    if (plugin := plugins.load("kedge.rewards", spec)) is not None:
+        found: Callable[..., Any] = plugin
+        return found
     where, _, name = spec.rpartition(":")
     try:
         module = load_module(where, "kedge_rewards")

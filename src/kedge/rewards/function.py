@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kedge.background import in_thread, on_event_loop
-from kedge.errors import ConfigError, RewardError, describe_error
+from kedge.records.errors import ConfigError, RewardError, describe_error
+from kedge.records.types import LEASES, REWARD_ERRORS, Metrics, RewardOutput, Rollout
 from kedge.rewards.mixture import Mixture, Pending
 from kedge.rewards.texts import TextCache, Texts, row_name
-from kedge.types import LEASES, REWARD_ERRORS, Metrics, RewardOutput, Rollout
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from kedge.errors import ConfigError, RewardError
 from kedge.math.rewards import place_score
-from kedge.protocols import RewardSource
-from kedge.records import add_totals
-from kedge.types import LEASES, RewardOutput, Rollout
+from kedge.records.base import add_totals
+from kedge.records.errors import ConfigError, RewardError
+from kedge.records.protocols import RewardSource
+from kedge.records.types import LEASES, RewardOutput, Rollout
 
 logger = logging.getLogger(__name__)
 SLOW = 8.0  # seconds, after which a call is named that has not returned
@@ -177,8 +177,8 @@ def _begin(source: RewardSource, rollout: Rollout) -> Pending:
         name, output = type(source).__name__, source.score(rollout)
         if not isinstance(output, RewardOutput):
             raise RewardError(
-                f"{name}.score must return a kedge.types.RewardOutput, got {type(output).__name__}"
-                " (only a plain function of completions may return a list)"
+                f"{name}.score must return a kedge.records.types.RewardOutput, got"
+                f" {type(output).__name__} (only a plain function of completions may return a list)"
             )
         shapes = (tuple(output.scores.shape), tuple(output.valid.shape))
         if shapes != ((len(rollout),),) * 2:

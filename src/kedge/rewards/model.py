@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +15,13 @@ from torch import Tensor, nn
 
 from kedge.chat_template import render_chat
 from kedge.data.encode import is_chat
-from kedge.errors import ConfigError, RewardError
 from kedge.models.backbone import pack_sequences, run_packed, supports_packing
+from kedge.models.score_head import SHIFT, float32_head
 from kedge.ops.kernels import Kernels
+from kedge.records.errors import ConfigError, RewardError
+from kedge.records.types import RewardOutput, Rollout
 from kedge.rewards.texts import TextCache, Texts, row_name
-from kedge.types import RewardOutput, Rollout
 
-SHIFT = "kedge_score_shift"  # config key; added to every score (pretrain/trl.py)
-SHIFT_FILE = f"{SHIFT}.json"  # in an adapter's folder, which has no model configuration
 Head = Callable[[Tensor, Tensor], Tensor]  # ids [b, L], lengths [b] -> logits [b, labels]
 _ANSWER = "KEDGE0ANSWER"  # placeholder for the response in a rendered conversation
 
@@ -426,38 +423,6 @@ def find_head(model: nn.Module) -> Head:
     if callable(backbone) and callable(score) and type(model).forward is nn.Module.forward:
         return _function_head(backbone, score)
     return _model_head(model)
-
-
-def save_adapter_shift(folder: str | Path, shift: float) -> None:
-    """Write the shift of scores next to an adapter, for ``adapter_shift``; 0 writes nothing."""
-    file = Path(folder) / SHIFT_FILE
-    if shift:
-        file.write_text(json.dumps({SHIFT: shift}) + "\n")
-    else:
-        file.unlink(missing_ok=True)
-
-
-def adapter_shift(source: str) -> float:
-    """The shift of the scores of an adapter in a folder or on the hub, 0 if it has none."""
-    from transformers.utils.hub import cached_file
-
-    file = cached_file(source, SHIFT_FILE, _raise_exceptions_for_missing_entries=False)
-    return 0.0 if file is None else float(json.loads(Path(file).read_text())[SHIFT])
-
-
-def float32_head(head: nn.Module, hidden: Tensor) -> Tensor:
-    """Apply a head to hidden states in float32, regardless of autocast.
-
-    In bfloat16, values between 8 and 16 are 1/16 apart: differences between neighboring states
-    and between responses would be lost.
-    """
-    dtype = next((p.dtype for p in head.parameters()), hidden.dtype)
-    with torch.autocast(hidden.device.type, enabled=False):
-        if type(head) is nn.Linear and dtype in (torch.bfloat16, torch.float16):
-            bias = None if head.bias is None else head.bias.float()
-            return nn.functional.linear(hidden.float(), head.weight.float(), bias)
-        output: Tensor = head(hidden.to(dtype))
-    return output
 
 
 def _last_token_head(backbone: nn.Module, score: nn.Module) -> Head:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kedge.data.decode import Decoder
 from kedge.data.encode import is_chat
 from kedge.math.turns import number_turns
-from kedge.types import Rollout
+from kedge.records.types import Rollout
 
 CONTEXT = 4  # prompt tokens decoded before each response
 

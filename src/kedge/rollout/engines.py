@@ -18,9 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kedge.background import in_thread
-from kedge.errors import LostNodeError, RolloutError, SyncError
-from kedge.protocols import RolloutEngine
-from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows, with_unique_groups
+from kedge.records.errors import LostNodeError, RolloutError, SyncError
+from kedge.records.protocols import RolloutEngine
+from kedge.records.types import (
+    PromptBatch,
+    Receipt,
+    Rollout,
+    Sampling,
+    group_rows,
+    with_unique_groups,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from kedge import plugins
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 
 if TYPE_CHECKING:
     from kedge.trainers.base import TrainerShell

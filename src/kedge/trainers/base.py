@@ -29,10 +29,10 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
 from kedge.config.base import OnPolicyConfig
-from kedge.errors import ConfigError, RewardError
 from kedge.loop.loop import Engine
 from kedge.loop.shutdown import GracefulShutdown, exit_on_signals
 from kedge.output import lock_output_dir
+from kedge.records.errors import ConfigError, RewardError
 from kedge.reporting.base import required_write
 from kedge.rewards.build import as_list
 from kedge.trainers.assembly.run import assemble_run

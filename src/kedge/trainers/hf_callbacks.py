@@ -24,9 +24,10 @@ from transformers.integrations.integration_utils import (
 )
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
+from kedge import plugins
 from kedge.config.base import OnPolicyConfig
-from kedge.errors import ConfigError, DamagedCheckpointError, install_command
-from kedge.protocols import Tracker
+from kedge.records.errors import ConfigError, DamagedCheckpointError, install_command
+from kedge.records.protocols import Tracker
 from kedge.reporting.base import CompositeTracker
 from kedge.rewards.build import as_list
 
@@ -187,9 +188,11 @@ def reporting_callbacks(report_to: str | list[str] | None) -> list[TrainerCallba
     """The integration callbacks of transformers for "none", "all" (installed), or names."""
     callbacks: list[TrainerCallback] = []
     for name in as_list(report_to or "none"):
+        if name in plugins.find("kedge.trackers"):
+            continue  # it gets the rows that the files do
         try:
             callbacks += [kind() for kind in get_reporting_integration_callbacks(name)]
-        except (ValueError, RuntimeError, ImportError, AssertionError) as error:  # noqa: PERF203
+        except (ValueError, RuntimeError, ImportError, AssertionError) as error:
             extra = name in ("tensorboard", "wandb", "trackio")
             install = install_command(name) if extra else f"pip install {name}"
             raise ConfigError(

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from kedge.algorithms import rloo
 from kedge.config.rloo import RLOOConfig
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 from kedge.suggestions import suggest_names
 from kedge.trainers.assembly.setup import find_tokenizer, pick_tokenizer
 from kedge.trainers.base import TrainerShell

@@ -27,19 +27,19 @@ from kedge.checkpoint import checkpoint
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import resume_values
 from kedge.data import DatasetPrompts
-from kedge.errors import CheckpointError, ConfigError, way_out
 from kedge.learner.learner import HFLearner
 from kedge.loop.evaluation import Evaluation, evaluate, solve_rates, win_rate
 from kedge.loop.loop import Engine
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.loop.updater import Hooks, StepReport
 from kedge.output import share_weights
+from kedge.records.errors import CheckpointError, ConfigError, way_out
+from kedge.records.types import Experience, RewardOutput, Rollout, Sampling
 from kedge.reporting.base import BestEffortWriter, required_write
 from kedge.reporting.responses import IntervalSchedule, TokenLog, completion_rows
 from kedge.trainers.assembly.setup import EvalSet
 from kedge.trainers.hf_callbacks import Callbacks, RunState, merge_rows, share_control
 from kedge.trainers.spec import MetricNames
-from kedge.types import Experience, RewardOutput, Rollout, Sampling
 
 if TYPE_CHECKING:
     from kedge.checkpoint.replay import RolloutRecorder
@@ -123,9 +123,10 @@ class Run(Hooks):
         self._open(resumed)
         engine.hooks = self
         if resumed is None:
-            from kedge.reporting.trackers import log_prompt_lengths
+            if self.state.is_world_process_zero:
+                from kedge.reporting.trackers import log_prompt_lengths
 
-            log_prompt_lengths(self.callbacks, engine.source)
+                log_prompt_lengths(self.callbacks.handler.callbacks, engine.source)
             at_start = self.args.eval_against_start or self.args.eval_on_start
             if at_start and self.eval_sets:
                 self.trainer.evaluate()
@@ -176,7 +177,14 @@ class Run(Hooks):
                 tables=args.num_sample_generations > 0,
                 max_rows=self._printed_rows,
             )
-            self.callbacks.tracker = build_trackers(self.callbacks, args, screen, self.best_effort)
+            trackers = build_trackers(
+                self.callbacks.handler.callbacks,
+                self.state.log_history,
+                args,
+                screen,
+                self.best_effort,
+            )
+            self.callbacks.tracker = trackers
         if self.screen is not None and resumed is not None:
             done = "; nothing is left to train" if engine.step >= sizes.iterations else ""
             place = f"iteration {engine.step} of {sizes.iterations}"
@@ -186,7 +194,8 @@ class Run(Hooks):
             epochs=sizes.iterations / self.iterations_per_epoch,
             batch_size=sizes.local_rows,
         )
-        link(self.callbacks, args)
+        if self.state.is_world_process_zero:
+            link(self.callbacks.handler.callbacks, trackers.trackers, args)
         self.schedule = IntervalSchedule(
             args, iterations=sizes.iterations, iterations_per_epoch=self.iterations_per_epoch
         )

@@ -17,9 +17,9 @@ from kedge.algorithms import Algorithm
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import default_of, format_value, status
 from kedge.data.encode import read_table
-from kedge.errors import ConfigError
 from kedge.loop.metrics import OPEN_INSTRUCT_NAMES, TRL_NAMES
-from kedge.protocols import RolloutEngine
+from kedge.records.errors import ConfigError
+from kedge.records.protocols import RolloutEngine
 from kedge.rewards.build import as_list
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ _KINDS = {
     "optimizers[0]": ("a torch.optim.Optimizer instance, not its class", "param_groups", "step"),
     "optimizers[1]": ("a torch learning-rate scheduler", "step", "state_dict"),
     "rollout_engine": (
-        "a kedge.protocols.RolloutEngine: an object with the properties shares_weights and"
+        "a kedge.records.protocols.RolloutEngine: an object with the properties shares_weights and"
         " logprob_kind and the methods generate(prompts, sampling=, seed=) and"
         " load_weights(weights, version);"
         " to choose an engine by name, set it in the config: rollout_engine='vllm'",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kedge.errors import RewardError
+from kedge.records.errors import RewardError
 
 Check = Callable[[str, Any], float]
 _PHRASE = re.compile(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kedge import plugins
-from kedge.errors import ConfigError, RewardError
+from kedge.records.errors import ConfigError, RewardError
 from kedge.suggestions import hint
 from kedge.verifiers import texts
 from kedge.verifiers.base import Verifier, read_column, read_scores

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from typing import Any
 
-from kedge.errors import ConfigError, RewardError, install_command
+from kedge.records.errors import ConfigError, RewardError, install_command
 from kedge.verifiers.base import Verifier, marked_answer, stated_answer
 from kedge.verifiers.numbers import one_number, same_number
 from kedge.verifiers.worker import WorkerPool

@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any, Literal
 
-from kedge.errors import ConfigError, RewardError
+from kedge.records.errors import ConfigError, RewardError
 from kedge.verifiers.base import Verifier, marked_answer, stated_answer
 
 MAX_DIGITS = 100  # per number; longer ones are slow to convert and no answers

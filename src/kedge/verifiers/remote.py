@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from kedge.errors import ConfigError, RewardError
 from kedge.http_client import Reply, excerpt, post, retry_request
+from kedge.records.errors import ConfigError, RewardError
 from kedge.verifiers.base import map_parallel, read_column, read_scores
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kedge.errors import ConfigError, RewardError
+from kedge.records.errors import ConfigError, RewardError
 from kedge.verifiers.base import Unanswered, Verifier, marked_answer, read_column
 
 LengthReward = Callable[..., list[float | None]]

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 from kedge.verifiers.base import Unanswered
 
 START_SECONDS = 120.0  # seconds for a worker to import its modules

@@ -18,9 +18,9 @@ import torch
 from tests.unit.text_toys import EOS, word_tokenizer
 
 from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
+from kedge.records.types import PromptBatch, Rollout, Sampling
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
-from kedge.types import PromptBatch, Rollout, Sampling
 
 HERE = Path(__file__).parent
 PROMPTS = [{"prompt": f"w{i} w{i + 1}"} for i in range(3, 25)]

@@ -17,8 +17,8 @@ from transformers.hf_argparser import string_to_bool
 from kedge.cli.flags import Flags
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import check_fields
-from kedge.errors import ConfigError, DataError, install_command
 from kedge.output import check_file, write_csv, write_jsonl
+from kedge.records.errors import ConfigError, DataError, install_command
 
 logger = logging.getLogger(__name__)
 EPILOG = """\
@@ -170,12 +170,12 @@ def generate_completions(  # noqa: PLR0913
     """
     from kedge.data import DatasetPrompts
     from kedge.data.prompts import pad_id
-    from kedge.loop.seeds import seed_for
     from kedge.models.compatibility import vocabulary
     from kedge.models.load import eos_token_ids, load_policy, load_tokenizer
+    from kedge.records.seeds import seed_for
+    from kedge.records.types import Sampling
     from kedge.rewards.texts import Texts
     from kedge.trainers.assembly.environments import environments_to_play
-    from kedge.types import Sampling
 
     counts = {"num_generations": num_generations, "batch_size": batch_size}
     for name_, value in (counts | ({} if episodes is None else {"episodes": episodes})).items():

@@ -17,9 +17,9 @@ from kedge.cli.arguments import ModelArguments, Options, parse
 from kedge.cli.arguments import parser as build_parser
 from kedge.cli.data import load_prompts, note
 from kedge.config.declare import format_value
-from kedge.errors import ConfigError
 from kedge.ext.trl.scripts import get_peft_config, get_quantization_config
 from kedge.output import check_targets, lock_output_dir
+from kedge.records.errors import ConfigError
 from kedge.suggestions import hint
 from kedge.trainers import find_trainer, load_trainer
 

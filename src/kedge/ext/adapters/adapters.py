@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 
 from kedge.environments.turn_tokens import plain_text
-from kedge.errors import ConfigError, DataError, RolloutError, install_command
-from kedge.protocols import NewContext, Observation, Reset, Step
-from kedge.types import Response, ToolCall
+from kedge.records.errors import ConfigError, DataError, RolloutError, install_command
+from kedge.records.protocols import NewContext, Observation, Reset, Step
+from kedge.records.types import Response, ToolCall
 
 Player = Callable[[str], str]  # text since the player's last move -> the player's move
 Items = list[dict[str, Any]]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from kedge.cli.flags import Flags
 from kedge.config.common import EnvironmentArguments
-from kedge.errors import ConfigError
 from kedge.output import check_file, write_jsonl
+from kedge.records.errors import ConfigError
 
 EPILOG = """\
 ENVIRONMENT is named as for training, and has a method expert(messages) that returns the next turn:

@@ -18,9 +18,9 @@ from typing import Any
 from kedge.background import on_event_loop
 from kedge.environments.episode import describe, read_number, read_step
 from kedge.environments.turn_tokens import as_messages
-from kedge.errors import ConfigError, KedgeError, RolloutError, describe_error
-from kedge.protocols import NewContext
-from kedge.types import Response, ToolCall
+from kedge.records.errors import ConfigError, KedgeError, RolloutError, describe_error
+from kedge.records.protocols import NewContext
+from kedge.records.types import Response, ToolCall
 
 Row = dict[str, Any]
 Message = dict[str, Any]

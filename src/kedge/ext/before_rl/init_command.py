@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from kedge.cli.flags import Flags
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 
 EPILOG = """\
 tasks:

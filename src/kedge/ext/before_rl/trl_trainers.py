@@ -19,10 +19,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from kedge.chat_template import template_options
 from kedge.data.rows import exact_dataset
-from kedge.errors import ConfigError, DataError
 from kedge.models.load import eos_token_ids
+from kedge.models.score_head import SHIFT, save_adapter_shift
 from kedge.ops.kernels import Kernels
-from kedge.rewards.model import SHIFT, RewardModel, save_adapter_shift
+from kedge.records.errors import ConfigError, DataError
+from kedge.rewards.model import RewardModel
 
 logger = logging.getLogger(__name__)
 KIND = "kind"  # column of the kind of a pair

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from kedge.checkpoint.replay import RolloutReplay
-from kedge.errors import DataError
-from kedge.loop.seeds import seed_for
 from kedge.math.advantage import rewards_to_go
 from kedge.math.rewards import place_score
 from kedge.math.turns import number_turns, turn_returns, turn_starts
 from kedge.models.packing import pack
 from kedge.models.value_head import ScalarModel
+from kedge.records.errors import DataError
+from kedge.records.seeds import seed_for
+from kedge.records.types import Episodes, PromptBatch, RewardOutput, Rollout, Sample, number_prompts
 from kedge.reporting.log import read_objects
-from kedge.types import Episodes, PromptBatch, RewardOutput, Rollout, Sample, number_prompts
 
 _COMPLETIONS, _SCORES = ("completion", "response", "output"), ("score", "reward")
 BINS = 10  # bins of positions and of predictions

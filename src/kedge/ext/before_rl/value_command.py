@@ -11,8 +11,8 @@ from typing import Any
 
 from kedge.cli.flags import Flags
 from kedge.config.rollout_engines import installed
-from kedge.errors import ConfigError, install_command
 from kedge.output import check_model_folder, check_picture, share_weights
+from kedge.records.errors import ConfigError, install_command
 
 EPILOG = """\
 ROLLOUTS are folders written by --save_rollouts, or .jsonl files of any library with prompt,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kedge.protocols import Reset, Step
+from kedge.records.protocols import Reset, Step
 
 CALCULATOR_RULES = (
     "You have a calculator for one operation at a time: write calc 17 + 25 to use it."

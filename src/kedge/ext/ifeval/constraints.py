@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from kedge.errors import ConfigError, RewardError, install_command
+from kedge.records.errors import ConfigError, RewardError, install_command
 from kedge.verifiers.base import Verifier, read_column, read_record
 
 EXAMPLE = '{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}'

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kedge.cli.flags import Flags, print_table
-from kedge.errors import ConfigError, DataError
 from kedge.ext.judge.judges import TEMPLATE, Endpoint, FunctionJudge, Judge, ScoreJudge, match
 from kedge.output import check_folder, write_csv, write_jsonl
+from kedge.records.errors import ConfigError, DataError
 from kedge.reporting.log import read_objects
 
 EPILOG = """\

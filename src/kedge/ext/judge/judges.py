@@ -21,9 +21,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from kedge.errors import JudgeError
 from kedge.http_client import Reply, excerpt, post, retry_request
 from kedge.math.intervals import share_interval
+from kedge.records.errors import JudgeError
 
 Prefer = Literal["first", "second", "tie", "invalid"]
 Preference = Callable[[list[str], list[str], list[str]], Sequence[float | None]]

@@ -17,8 +17,9 @@ from kedge.cli.arguments import Options, parse
 from kedge.cli.data import load_mixture, load_prompts, note
 from kedge.cli.train import ppo
 from kedge.config.rollout_engines import find_engine
-from kedge.errors import ConfigError, DataError, LostLearnerError
 from kedge.ext.open_instruct.config import AsyncPPOConfig
+from kedge.models.load import configuration_source
+from kedge.records.errors import ConfigError, DataError, LostLearnerError
 
 _TORCH_DECAY = 0.01  # open-instruct passes AdamW neither a weight decay nor its ``eps``
 
@@ -278,9 +279,7 @@ def _at_revision(options: Options) -> Options:
 
 def _random_value_model(options: Options) -> Any:
     """A randomly initialized value model with the reward model's architecture."""
-    from transformers import AutoModelForSequenceClassification, set_seed
-
-    from kedge.models.load import read_config
+    from transformers import AutoConfig, AutoModelForSequenceClassification, set_seed
 
     script, trust = options.script, options.model.trust_remote_code
     name = script.value_model_path or options.config.reward_model_path
@@ -289,7 +288,8 @@ def _random_value_model(options: Options) -> Any:
             "--init_value_from_scratch needs --reward_model_path or --value_model_path for the"
             " architecture of the value model"
         )
-    config = read_config(name, trust_remote_code=trust)
+    base, _ = configuration_source(name)
+    config = AutoConfig.from_pretrained(base, trust_remote_code=trust)
     config.num_labels = 1
     set_seed(options.config.seed)
     return AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust)

@@ -23,7 +23,7 @@ from kedge.config.declare import (
 )
 from kedge.config.ppo import PPOConfig
 from kedge.config.rollout_engines import engine_args, find_engine
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

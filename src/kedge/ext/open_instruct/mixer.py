@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kedge.errors import DataError
+from kedge.records.errors import DataError
 
 EXAMPLE = "'name 0.5 other 400' takes half of one dataset and 400 rows of another"
 

@@ -27,17 +27,17 @@ from kedge.cli.flags import Flags, print_table
 from kedge.cli.train.ppo import ModelPaths, load_algorithm, load_tokenizer, model_names
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import assume_all_packages, find_engine
-from kedge.errors import ConfigError
 from kedge.ext.open_instruct import command as async_ppo
 from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.ext.trl.scripts import get_peft_config
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.models.compatibility import check_length
 from kedge.models.freezing import freeze_attention, train_top_layers
-from kedge.models.load import configuration_source, eos_token_ids, read_config
+from kedge.models.load import configuration_source, eos_token_ids
 from kedge.models.value_head import ScalarHead
 from kedge.ops.products import backend
 from kedge.output import check_targets
+from kedge.records.errors import ConfigError
 from kedge.rewards.build import load_function
 from kedge.rewards.function import Signature, function_name
 from kedge.trainers import find_trainer, load_trainer, trainer_commands
@@ -350,6 +350,19 @@ class ModelMemory:
 def optimizer_bytes(optim: str) -> float:
     """Bytes of optimizer state per trained parameter."""
     return next(size for name, size in OPTIMIZER_BYTES.items() if name in optim)
+
+
+def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
+    """A model's configuration, without its weights."""
+    from transformers import AutoConfig
+
+    try:
+        base, _ = configuration_source(name)
+        return AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"the model {name!r} has no configuration to plan with: {error}"
+        ) from error
 
 
 def read_dims(config: Any) -> ModelDims:

@@ -8,10 +8,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kedge.errors import ConfigError, KedgeError, LostNodeError, RolloutError
-from kedge.ext.ray.cluster import ControlStore, cause
-from kedge.ext.ray.context import HEALTH, ActorProcess
+from kedge.ext.ray.cluster import HEALTH, ActorProcess, ControlStore, cause
 from kedge.loop.shutdown import exit_with
+from kedge.records.errors import ConfigError, KedgeError, LostNodeError, RolloutError
 from kedge.rollout.liveness import WARN_AFTER, RunningTime, WorkerLimits, silence, starting
 
 logger = logging.getLogger(__name__)

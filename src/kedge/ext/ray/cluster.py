@@ -10,12 +10,34 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from kedge.errors import ConfigError, install_command
+from kedge.records.errors import ConfigError, install_command
 from kedge.rollout.liveness import RunningTime
 
 logger = logging.getLogger(__name__)
+HEALTH = "health"  # concurrency group: a separate thread inside an actor
+
+
+@dataclass(frozen=True, slots=True)
+class ActorProcess:
+    """Node and process of an actor."""
+
+    pid: int
+    address: str  # IP address of the node
+    node: str  # Ray's id of the node
+
+    @classmethod
+    def current(cls) -> ActorProcess:
+        """This process."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        return cls(os.getpid(), ray.util.get_node_ip_address(), node)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.address}"
 
 
 def connect(address: str | None = None, *, cpus: float = 0) -> bool:

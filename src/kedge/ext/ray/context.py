@@ -7,12 +7,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from kedge.ext.ray.placement import Placement
-
-HEALTH = "health"  # concurrency group: a separate thread inside an actor
+from kedge.ext.ray.cluster import HEALTH
+from kedge.ext.ray.placement import Placement
 
 _CONTEXT: list[RankContext] = []
 INBOX: SimpleQueue[Any] = SimpleQueue()  # references that learner 0 has sent to this process
@@ -44,26 +42,6 @@ class DriverMailbox:
         rows, notes = self._rows, self._notes
         self._rows, self._notes = [], []
         return rows, notes, self._stops, os.getpid()
-
-
-@dataclass(frozen=True, slots=True)
-class ActorProcess:
-    """Node and process of an actor."""
-
-    pid: int
-    address: str  # IP address of the node
-    node: str  # Ray's id of the node
-
-    @classmethod
-    def current(cls) -> ActorProcess:
-        """This process."""
-        import ray
-
-        node = ray.get_runtime_context().get_node_id()
-        return cls(os.getpid(), ray.util.get_node_ip_address(), node)
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.address}"
 
 
 @dataclass(slots=True, kw_only=True)

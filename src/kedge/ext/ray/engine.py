@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from kedge.errors import RolloutError, SyncError
 from kedge.ext.ray.actor import Actor, LostActorError
-from kedge.ext.ray.context import ActorProcess
-from kedge.ext.ray.placement import ActorResources, SharedArgument, reserve
+from kedge.ext.ray.cluster import ActorProcess
+from kedge.ext.ray.pool import ActorResources, SharedArgument, reserve
 from kedge.ext.vllm.build import build_template
 from kedge.ext.vllm.engine import VLLMEngine
 from kedge.ext.vllm.inprocess import InProcess
 from kedge.ext.vllm.policy_template import Expected, PolicyTemplate, meta_model, on_cpu
 from kedge.ext.vllm.weights import EngineGroup, FanOut, NcclTransfer, buckets, nccl, use_nccl
 from kedge.models.fingerprint import WeightsCopy, policy_weights
-from kedge.protocols import RolloutEngine
+from kedge.records.errors import RolloutError, SyncError
+from kedge.records.protocols import RolloutEngine
+from kedge.records.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
 from kedge.rollout.embedded.engine import EmbeddedEngine, check_prompts
 from kedge.rollout.engines import (
     EngineInputs,
@@ -32,7 +33,6 @@ from kedge.rollout.engines import (
     without_columns,
 )
 from kedge.rollout.liveness import WorkerLimits
-from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
 
 if TYPE_CHECKING:
     from kedge.config.base import OnPolicyConfig

@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 
 import psutil
 
-from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 from kedge.ext.ray import cluster
 from kedge.ext.ray.actor import Actor, LostActorError
-from kedge.ext.ray.context import INBOX, STOP, ActorProcess, DriverMailbox, RankContext, set_context
+from kedge.ext.ray.cluster import ActorProcess
+from kedge.ext.ray.context import INBOX, STOP, DriverMailbox, RankContext, set_context
 from kedge.ext.ray.placement import Placement, place, plan_bundles
 from kedge.ext.vllm.weights import free_port
 from kedge.loop.shutdown import GracefulShutdown
+from kedge.records.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 from kedge.rollout.engines import start_all
 from kedge.rollout.liveness import RunningTime, WorkerLimits
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from kedge.ext.ray.placement import ActorPool
+from kedge.ext.ray.pool import ActorPool
 from kedge.learner.logprobs import reference_logprobs
 from kedge.learner.reference import FrozenModel
 from kedge.learner.settings import LearnerSettings
@@ -16,8 +16,8 @@ from kedge.models.backbone import supports_packing
 from kedge.models.load import load_policy
 from kedge.models.model import CausalParts
 from kedge.ops.kernels import Kernels
+from kedge.records.types import Rollout
 from kedge.rollout.engines import without_columns
-from kedge.types import Rollout
 
 
 class ReferenceActor:

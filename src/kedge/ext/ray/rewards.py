@@ -12,12 +12,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kedge.errors import RewardError, RolloutError
 from kedge.ext.ray.actor import Actor
-from kedge.ext.ray.placement import ActorPool
-from kedge.protocols import RewardSource
+from kedge.ext.ray.pool import ActorPool
+from kedge.records.errors import RewardError, RolloutError
+from kedge.records.protocols import RewardSource
+from kedge.records.types import RewardOutput, Rollout
 from kedge.rewards.mixture import SlowCalls
-from kedge.types import RewardOutput, Rollout
 
 logger = logging.getLogger(__name__)
 

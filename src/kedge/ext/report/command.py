@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kedge.cli.flags import Flags, print_table
-from kedge.errors import ConfigError, install_command
 from kedge.ext.report.doctor import examine, open_question
 from kedge.ext.report.report import gather, page
 from kedge.output import check_file, check_picture
+from kedge.records.errors import ConfigError, install_command
 from kedge.reporting.log import AXES, Band, RunLog, band, draw_panels, end_stats, log_file, read_log
 
 METRICS = ("objective/scores", "objective/kl", "policy/entropy_avg", "completions/mean_length")

@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kedge.errors import DataError
 from kedge.ext.report.doctor import examine, open_question
+from kedge.records.errors import DataError
 from kedge.reporting.log import RunLog, log_file, read_options, read_rows, read_table, score_change
 from kedge.reporting.run_info import read_run_info
 

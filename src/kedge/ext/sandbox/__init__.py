@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kedge.errors import ConfigError
 from kedge.ext.sandbox.calls import encode_frame
+from kedge.records.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

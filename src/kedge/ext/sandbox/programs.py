@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from kedge.errors import RewardError
 from kedge.ext.sandbox import Sandbox
+from kedge.records.errors import RewardError
 from kedge.verifiers.base import Unanswered, Verifier, read_record
 
 logger = logging.getLogger(__name__)

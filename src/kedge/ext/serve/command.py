@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kedge.cli.flags import Flags
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 from kedge.verifiers import Verifier, by_column, known_verifiers
 from kedge.verifiers.remote import TOKEN_ENV
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kedge.background import in_thread, on_event_loop
-from kedge.errors import ConfigError, install_command
+from kedge.records.errors import ConfigError, install_command
 from kedge.verifiers.base import read_scores
 from kedge.verifiers.compose import accepted_arguments
 

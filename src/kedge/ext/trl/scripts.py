@@ -21,7 +21,7 @@ from transformers import BitsAndBytesConfig
 
 from kedge.config.declare import option
 from kedge.config.parser import ConfigParser
-from kedge.errors import ConfigError, install_command
+from kedge.records.errors import ConfigError, install_command
 
 MOST_YAML_VALUES = 100_000
 

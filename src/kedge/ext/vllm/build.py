@@ -13,7 +13,6 @@ from packaging.version import Version
 from torch import nn
 
 from kedge.config.rollout_engines import engine_args
-from kedge.errors import ConfigError
 from kedge.ext.vllm.engine import Service, VLLMEngine
 from kedge.ext.vllm.inprocess import InProcess
 from kedge.ext.vllm.policy_template import PolicyTemplate, weights_dtype
@@ -22,11 +21,12 @@ from kedge.ext.vllm.server import Server
 from kedge.ext.vllm.service import check_version, scale_out_flags
 from kedge.ext.vllm.weights import WeightFiles
 from kedge.models.fingerprint import policy_weights
-from kedge.protocols import RolloutEngine
+from kedge.records.errors import ConfigError
+from kedge.records.protocols import RolloutEngine
+from kedge.records.types import Sampling
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.engines import EngineInputs, ShardedEngine, start_all
 from kedge.rollout.liveness import WorkerLimits
-from kedge.types import Sampling
 
 if TYPE_CHECKING:
     from kedge.config.base import OnPolicyConfig

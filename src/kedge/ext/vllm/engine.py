@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kedge.errors import RolloutError, SyncError
 from kedge.ext.vllm.inprocess import InProcess
 from kedge.ext.vllm.policy_template import Expected, PolicyTemplate
 from kedge.ext.vllm.remote import Remote
@@ -22,10 +21,11 @@ from kedge.ext.vllm.service import (
     build_requests,
     read_responses,
 )
+from kedge.records.errors import RolloutError, SyncError
+from kedge.records.types import PromptBatch, Receipt, Rollout, Sampling
 from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
 from kedge.rollout.engines import GroupRequests, build_rollout
-from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 Service = InProcess | Remote  # one vLLM; calls come from one thread at a time
 FULL_PRECISION, LOW_PRECISION = 1e-3, 5e-2  # allowed mean gaps, nats per token

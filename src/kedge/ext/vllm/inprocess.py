@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from kedge.errors import ConfigError, RolloutError, SyncError, install_command
 from kedge.ext.vllm.policy_template import PolicyTemplate
 from kedge.ext.vllm.service import (
     GenerationRequest,
@@ -25,6 +24,7 @@ from kedge.ext.vllm.service import (
     parse_version,
 )
 from kedge.ext.vllm.weights import WeightFolder, WeightPayload, max_lora_rank, shared_memory
+from kedge.records.errors import ConfigError, RolloutError, SyncError, install_command
 from kedge.rollout.liveness import starting
 
 _SHARED_GPU = 0.3  # fraction of GPU memory if the learner uses it, too; vLLM's default is most

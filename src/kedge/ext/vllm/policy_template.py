@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kedge.errors import ConfigError, SyncError
 from kedge.ext.vllm.weights import WeightPayload, adapter_weights, base_weights, get_lora_config
 from kedge.models.fingerprint import WeightsCopy, check_weights, fingerprint
 from kedge.models.peft import drop_adapters
+from kedge.records.errors import ConfigError, SyncError
 
 _PROBE_ROWS, _PROBE_TOKENS = 4, 32
 _MODEL_LOCK = threading.Lock()  # engines share a module and swap weights into it

@@ -19,7 +19,6 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
-from kedge.errors import RolloutError, SyncError
 from kedge.ext.vllm.service import (
     GenerationRequest,
     GenerationResult,
@@ -27,6 +26,7 @@ from kedge.ext.vllm.service import (
     parse_version,
 )
 from kedge.ext.vllm.weights import WeightFiles, WeightFolder, WeightPayload
+from kedge.records.errors import RolloutError, SyncError
 from kedge.rollout.liveness import WorkerLimits, reporting_silence
 
 _RESTART = (

@@ -20,7 +20,6 @@ import httpx
 from torch import Tensor
 
 from kedge.config.rollout_engines import installed_vllm
-from kedge.errors import ConfigError, RolloutError
 from kedge.ext.vllm import process_guard
 from kedge.ext.vllm.inprocess import device_args, fixed_args
 from kedge.ext.vllm.policy_template import PolicyTemplate
@@ -32,6 +31,7 @@ from kedge.ext.vllm.service import (
     scale_out_flags,
 )
 from kedge.ext.vllm.weights import WeightFiles, WeightFolder, WeightPayload
+from kedge.records.errors import ConfigError, RolloutError
 from kedge.rollout.liveness import WorkerLimits, starting
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from packaging.version import Version
 
 from kedge.config.rollout_engines import LOWEST_VLLM
-from kedge.errors import ConfigError, RolloutError
+from kedge.records.errors import ConfigError, RolloutError
+from kedge.records.types import PromptBatch, Sampling
 from kedge.rollout.embedded.sampling import StopStrings
 from kedge.rollout.engines import Response
-from kedge.types import PromptBatch, Sampling
 
 _MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 _MOST_ALLOWED = 1024  # tokens recorded per sampled token, unless top_k is set

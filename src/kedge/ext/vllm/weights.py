@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from kedge.background import in_thread
 from kedge.config.rollout_engines import installed_vllm
-from kedge.errors import ConfigError, RolloutError, SyncError
 from kedge.models.peft import is_quantized
+from kedge.records.errors import ConfigError, RolloutError, SyncError
 from kedge.rollout.liveness import RunningTime
 
 BUCKET = 256 << 20  # bytes of weights sent at a time

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.utils import logging
 
-from kedge.errors import ConfigError
 from kedge.models.compatibility import cache_argument, positions
 from kedge.ops.attention import accepts_any_mask
+from kedge.records.errors import ConfigError
 
 _FREE_SLOTS = 64  # minimum allocated per layer
 _SPARE = 3  # slots of memory per token, since growing to twice the size copies the layer

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kedge.errors import RolloutError
 from kedge.models.compatibility import positions
 from kedge.models.fingerprint import check_weights, fingerprint, policy_weights
 from kedge.models.model import eval_mode
 from kedge.models.peft import drop_adapters
 from kedge.ops.kernels import PREPACKED_TOKENS, Kernels
+from kedge.records.errors import RolloutError
+from kedge.records.types import PromptBatch, Receipt, Rollout, Sampling
 from kedge.rollout.embedded.decode import Prefix, build_decoder, get_base_model, rows_that_fit
 from kedge.rollout.embedded.generation import DecodeLoop
 from kedge.rollout.embedded.sampling import check_sampling
 from kedge.rollout.engines import EngineInputs, GroupRequests, Response, build_rollout
-from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 if TYPE_CHECKING:
     from kedge.config.base import OnPolicyConfig

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kedge.errors import RolloutError
+from kedge.records.errors import RolloutError
+from kedge.records.types import PromptBatch, Sampling, group_rows
 from kedge.rollout.embedded.decode import CausalDecoder, Prefix, build_decoder
 from kedge.rollout.embedded.sampling import (
     MAX_ALLOWED,
@@ -24,7 +25,6 @@ from kedge.rollout.embedded.sampling import (
     uniforms,
 )
 from kedge.rollout.engines import Response
-from kedge.types import PromptBatch, Sampling, group_rows
 
 POLL = 16  # tokens sampled on an accelerator between two checks for ended responses
 _REFILL = 8  # rows join once 1 / 8 of the slots are free, since joining copies the cache

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kedge.errors import ConfigError, RolloutError
-from kedge.types import Sampling
+from kedge.records.errors import ConfigError, RolloutError
+from kedge.records.types import Sampling
 
 _BLOCK = 256  # width of the first level of the search
 MAX_ALLOWED = 4096  # recorded tokens per position, which bounds a rollout's memory

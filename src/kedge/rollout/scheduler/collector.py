@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import Algorithm, uniform_rows
-from kedge.errors import RolloutError
-from kedge.loop.seeds import seed_for
-from kedge.protocols import PromptSource, RewardSource, RolloutEngine
-from kedge.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling, group_rows
+from kedge.records.errors import RolloutError
+from kedge.records.protocols import PromptSource, RewardSource, RolloutEngine
+from kedge.records.seeds import seed_for
+from kedge.records.types import PromptBatch, RewardOutput, Rollout, Sample, Sampling, group_rows
 
 REPLACED = "rollout/resampled_groups"
 _FIRST = 2**40  # larger than any real iteration number

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Sequence
 from itertools import takewhile
 
-from kedge.errors import CheckpointError
-from kedge.protocols import RolloutEngine
+from kedge.records.errors import CheckpointError
+from kedge.records.protocols import RolloutEngine
+from kedge.records.types import PromptBatch, Rollout, Sample
 from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
 from kedge.rollout.scheduler.scheduler import RolloutScheduler
 from kedge.rollout.scheduler.worker import EngineWorker, SampledNumbers, WeightUpdate
-from kedge.types import PromptBatch, Rollout, Sample
 
 
 class FifoScheduler(RolloutScheduler):

@@ -10,10 +10,17 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from kedge.errors import CheckpointError
-from kedge.protocols import PromptSource
+from kedge.records.errors import CheckpointError
+from kedge.records.protocols import PromptSource
+from kedge.records.types import (
+    SYNC_GAP,
+    PromptBatch,
+    Rollout,
+    Sample,
+    group_rows,
+    with_unique_groups,
+)
 from kedge.rollout.scheduler.collector import PendingSample, spare_step
-from kedge.types import SYNC_GAP, PromptBatch, Rollout, Sample, group_rows, with_unique_groups
 
 
 class GroupPrompts:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from kedge.errors import KedgeError, RewardError
+from kedge.records.errors import KedgeError, RewardError
+from kedge.records.types import RewardOutput, Rollout
 from kedge.rollout.engines import RankGroups
-from kedge.types import RewardOutput, Rollout
 
 logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"

@@ -28,8 +28,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kedge.errors import CheckpointError, ConfigError
-from kedge.protocols import RolloutEngine
+from kedge.records.errors import CheckpointError, ConfigError
+from kedge.records.protocols import RolloutEngine
+from kedge.records.types import Rollout, Sample, add_times
 from kedge.rollout.engines import RankGroups
 from kedge.rollout.scheduler.collector import (
     REPLACED,
@@ -52,7 +53,6 @@ from kedge.rollout.scheduler.worker import (
     WeightUpdate,
     list_engines,
 )
-from kedge.types import Rollout, Sample, add_times
 
 PATIENCE = 5.0  # seconds to wait for an interrupted thread to return from a library
 

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kedge.errors import SyncError
-from kedge.loop.seeds import seed_for
-from kedge.protocols import RolloutEngine
+from kedge.records.errors import SyncError
+from kedge.records.protocols import RolloutEngine
+from kedge.records.seeds import seed_for
+from kedge.records.types import SYNC_GAP, PromptBatch, Receipt, Rollout, Sampling, group_rows
 from kedge.rollout.liveness import starting
 from kedge.rollout.scheduler.collector import RolloutCollector, first_rows
 from kedge.rollout.scheduler.joining import GroupPrompts, with_groups
-from kedge.types import SYNC_GAP, PromptBatch, Receipt, Rollout, Sampling, group_rows
 
 
 class WeightUpdate(NamedTuple):
@@ -50,7 +50,7 @@ def _check_needs_no_receipt(engine: RolloutEngine) -> None:
         return
     name = type(engine).__name__
     raise SyncError(
-        f"{name}.load_weights must return a kedge.types.Receipt, got None: with"
+        f"{name}.load_weights must return a kedge.records.types.Receipt, got None: with"
         f" shares_weights=False and logprob_kind={engine.logprob_kind!r} it has separate weights,"
         " and could sample from old ones unseen. Return Receipt(version=version, fingerprint=...),"
         " with kedge.models.fingerprint.fingerprint() of all weights of the policy that it holds"

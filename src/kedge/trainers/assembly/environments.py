@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kedge import plugins
 from kedge.background import CallThread
 from kedge.chat_template import TOOLS, template_options
 from kedge.config.common import EnvironmentArguments
@@ -23,13 +24,13 @@ from kedge.environments import (
 from kedge.environments.episode import check_turn_tokens
 from kedge.environments.pool import Calls, close_all
 from kedge.environments.turn_tokens import TurnTokens
-from kedge.errors import ConfigError, DataError
 from kedge.models.compatibility import vocabulary
-from kedge.protocols import PromptSource, RolloutEngine
+from kedge.records.errors import ConfigError, DataError
+from kedge.records.protocols import PromptSource, RolloutEngine
+from kedge.records.types import Sampling
 from kedge.rewards.build import as_list, load_module
 from kedge.trainers.assembly.setup import Setup
 from kedge.trainers.spec import TrainerInputs
-from kedge.types import Sampling
 
 _SAME_NAMES = ("max_turns", "max_turn_tokens", "max_observation_tokens", "drop_reasoning")
 _EMPTY = [{"role": "user", "content": ""}]
@@ -202,6 +203,8 @@ def load_environment(environment: Any, args: EnvironmentArguments) -> Make:
 
 
 def _load(name: str) -> Any:
+    if (plugin := plugins.load("kedge.environments", name)) is not None:
+        return plugin
     where, colon, attribute = name.rpartition(":")
     try:
         found = load_module(where, "kedge_environments") if colon else None
@@ -211,7 +214,10 @@ def _load(name: str) -> Any:
         ) from error
     if not hasattr(found, attribute):
         missing = f"; {where!r} does not define {attribute!r}" if colon else ""
-        raise ConfigError(f"environment={name!r} must be module:Class or file.py:Class{missing}")
+        raise ConfigError(
+            f"environment={name!r} must be module:Class, file.py:Class or the name of an"
+            f" installed environment{missing}"
+        )
     return getattr(found, attribute)
 
 

@@ -17,7 +17,6 @@ from torch import nn
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import vllm_limit
 from kedge.data import DatasetPrompts
-from kedge.errors import ConfigError
 from kedge.learner.distributed import sharding_strategy
 from kedge.learner.learner import HFLearner
 from kedge.learner.logprobs import Value
@@ -57,6 +56,7 @@ from kedge.models.value_head import (
     load_value_head,
     scalar_model,
 )
+from kedge.records.errors import ConfigError
 from kedge.rewards.build import as_list, find_tokenizer
 from kedge.rewards.model import same_tokens
 from kedge.trainers.assembly.setup import Setup, trusts_remote_code
@@ -421,7 +421,7 @@ class LearnerStage:
         self, policy: nn.Module, settings: LearnerSettings
     ) -> RemoteReference:
         """Start the reference workers, with ``ref_model`` or a copy of the initial policy."""
-        from kedge.ext.ray.placement import ActorPool
+        from kedge.ext.ray.pool import ActorPool
         from kedge.ext.ray.reference import RayReference, ReferenceActor
 
         args, model = self.setup.args, self.setup.inputs.ref_model

@@ -21,7 +21,6 @@ from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import default_of, read_mapping
 from kedge.config.ppo import RECIPES
 from kedge.data import DatasetPrompts
-from kedge.errors import ConfigError
 from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.learner.distributed import sharding_strategy
 from kedge.learner.learner import HFLearner
@@ -34,7 +33,9 @@ from kedge.math.running import RunningMoments
 from kedge.models.compatibility import vocabulary
 from kedge.models.load import without_weights
 from kedge.ops.products import backend
-from kedge.protocols import RewardSource, RolloutEngine
+from kedge.records.errors import ConfigError
+from kedge.records.protocols import RewardSource, RolloutEngine
+from kedge.records.types import Sampling
 from kedge.rewards import check_sources, reward_source
 from kedge.rewards.build import as_list
 from kedge.trainers.assembly.models import LearnerStage, Models, ModelStage, receives_weights
@@ -42,7 +43,6 @@ from kedge.trainers.assembly.setup import Setup, build_setup, pick_tokenizer, tr
 from kedge.trainers.hf_callbacks import Callbacks, launch_context, own_callbacks
 from kedge.trainers.run import Run, recording_fingerprint
 from kedge.trainers.spec import TrainerInputs, shared_kwargs
-from kedge.types import Sampling
 
 if TYPE_CHECKING:
     from kedge.checkpoint.replay import RolloutReplay
@@ -335,7 +335,7 @@ class RewardStage:
         }
         source: RewardSource
         if args.ray_reward_workers:
-            from kedge.ext.ray.placement import ActorPool
+            from kedge.ext.ray.pool import ActorPool
             from kedge.ext.ray.rewards import RayRewards, RewardActor
 
             make = partial(reward_source, inputs.reward_model, inputs.reward_funcs, **mixture)

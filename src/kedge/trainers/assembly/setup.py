@@ -18,14 +18,14 @@ from kedge.config.declare import read_mapping
 from kedge.config.rollout_engines import RolloutEngineSpec, find_engine
 from kedge.data import DatasetPrompts
 from kedge.data.prompts import pad_id
-from kedge.errors import ConfigError, DataError
 from kedge.learner.distributed import accelerator_for
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.models.load import eos_token_ids, load_tokenizer
 from kedge.output import check_targets
-from kedge.protocols import PromptSource
+from kedge.records.errors import ConfigError, DataError
+from kedge.records.protocols import PromptSource
+from kedge.records.types import Sampling
 from kedge.trainers.spec import TrainerInputs, shared_kwargs
-from kedge.types import Sampling
 
 if TYPE_CHECKING:
     pass

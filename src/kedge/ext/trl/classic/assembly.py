@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 from transformers import PreTrainedTokenizerBase
 
-from kedge.errors import ConfigError
 from kedge.ext.trl.classic.config import PPOConfig
 from kedge.ext.trl.classic.models import PreTrainedModelWrapper, build_parts
 from kedge.learner.distributed import avoid_cudnn_attention, sharding_strategy
 from kedge.learner.learner import HFLearner
 from kedge.learner.reference import AdapterReference, FrozenModel, Reference
 from kedge.learner.settings import LearnerSettings
+from kedge.records.errors import ConfigError
 
 SCHEDULER = "a torch.optim.lr_scheduler.LRScheduler or None"
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from accelerate.utils import LoggerType
 
 from kedge.config.declare import check_fields, format_value, option, read_mapping
-from kedge.errors import ConfigError
 from kedge.loop.control import AdaptiveKL, FixedKL
+from kedge.records.errors import ConfigError
 from kedge.suggestions import suggest_names
 
 JSON = dict[str, Any] | str | None  # a dictionary, or its JSON on a command line

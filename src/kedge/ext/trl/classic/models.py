@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils.hub import cached_file
 
-from kedge.errors import ConfigError
 from kedge.ext.trl.classic.core import set_seed
 from kedge.learner.reference import AdapterReference
 from kedge.models.compatibility import cache_argument
@@ -33,6 +32,7 @@ from kedge.models.peft import quantization, with_adapter
 from kedge.models.shared_base import check_adapted, load_adapter
 from kedge.models.value_head import HEAD_FILE, ScalarHead
 from kedge.ops.linear_logprob import Head
+from kedge.records.errors import ConfigError
 from kedge.rollout.embedded.decode import get_base_model
 
 HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")

@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from kedge.errors import DataError
 from kedge.ext.trl.classic.config import PPOConfig
+from kedge.records.errors import DataError
 from kedge.reporting import run_info
 from kedge.reporting.hub import Hub
 

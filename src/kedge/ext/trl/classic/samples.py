@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kedge.errors import DataError
 from kedge.math.running import RunningMoments
-from kedge.types import PromptBatch, RewardOutput, Rollout
+from kedge.records.errors import DataError
+from kedge.records.types import PromptBatch, RewardOutput, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.loop.updater import Hooks
 from kedge.math.masked import masked_mean, moments
-from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
+from kedge.records.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 Total = Callable[[Tensor], Tensor]
 

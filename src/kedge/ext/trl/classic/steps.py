@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kedge.algorithms.base import Algorithm
 from kedge.data.prompts import pad_id
-from kedge.errors import ConfigError, DataError
 from kedge.ext.trl.classic.assembly import check_reference, frozen_reference, inner_model
 from kedge.ext.trl.classic.config import PPOConfig
 from kedge.ext.trl.classic.core import (
@@ -49,7 +48,6 @@ from kedge.ext.trl.classic.stats_recorder import (
 )
 from kedge.learner.learner import HFLearner
 from kedge.loop.control import KL, RATIO, StepLimits
-from kedge.loop.seeds import seed_for
 from kedge.loop.updater import Updater
 from kedge.math.advantage import gae
 from kedge.math.kl import ESTIMATORS as KL_ESTIMATORS
@@ -58,7 +56,9 @@ from kedge.math.losses import token_mean
 from kedge.math.masked import whiten
 from kedge.math.rewards import place_score
 from kedge.models.model import set_training
-from kedge.types import Experience, MicroBatch, PolicyOutput, RewardOutput
+from kedge.records.errors import ConfigError, DataError
+from kedge.records.seeds import seed_for
+from kedge.records.types import Experience, MicroBatch, PolicyOutput, RewardOutput
 
 Stats = dict[str, Any]
 ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}

@@ -24,7 +24,6 @@ from transformers import DataCollatorForLanguageModeling
 from kedge.algorithms.ppo import ppo
 from kedge.checkpoint import checkpoint
 from kedge.data.prompts import pad_id
-from kedge.errors import CheckpointError, ConfigError, DataError
 from kedge.ext.trl.classic.assembly import (
     SCHEDULER,
     check_arguments,
@@ -69,8 +68,9 @@ from kedge.math.running import RunningMoments
 from kedge.models.fingerprint import fingerprint
 from kedge.models.load import as_list
 from kedge.models.model import in_float32
+from kedge.records.errors import CheckpointError, ConfigError, DataError
+from kedge.records.types import RewardOutput, Sample, require
 from kedge.suggestions import suggest_names
-from kedge.types import RewardOutput, Sample, require
 
 _UPDATER = ("step", "learner", "kl")  # keys of the updater's state in a checkpoint
 _PREPARE = "; prepare their loader with trainer.accelerator.prepare(dataloader)"

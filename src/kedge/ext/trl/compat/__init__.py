@@ -28,8 +28,8 @@ import yaml
 from transformers import hf_argparser
 
 from kedge.config.parser import ConfigParser
-from kedge.errors import ConfigError
 from kedge.ext.trl.compat import older_transformers
+from kedge.records.errors import ConfigError
 
 __all__ = ["APIS", "install", "uninstall"]
 _PARSER = hf_argparser.HfArgumentParser

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from kedge.errors import OptionError
 from kedge.ext.trl.compat import APIS, install
+from kedge.records.errors import OptionError
 
 logger = logging.getLogger(__name__)
 _MOST_FILES = 500  # that are read to find the API

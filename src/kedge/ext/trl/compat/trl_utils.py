@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kedge.errors import ConfigError
+from kedge.records.errors import ConfigError
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:

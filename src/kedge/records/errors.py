@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from importlib.metadata import PackageNotFoundError, version
 
 from kedge.redaction import clean
 
@@ -80,6 +81,14 @@ class HubError(KedgeError, RuntimeError):
 
 
 DISTRIBUTION = "kedge-rl"  # name on PyPI, where `kedge` is another project
+
+
+def package_version() -> str:
+    """The installed version; "0+unknown" for sources that were never installed."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def install_command(extra: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kedge.records import Record, add_totals, rows_field
+from kedge.records.base import Record, add_totals, rows_field
 
 T = TypeVar("T")
 

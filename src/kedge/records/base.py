@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kedge.errors import RolloutError
+from kedge.records.errors import RolloutError
 
 if TYPE_CHECKING:
     # Available since Python 3.11; annotations are not evaluated.

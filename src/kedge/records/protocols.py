@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from kedge.types import (
+from kedge.records.types import (
     Experience,
     Loss,
     MicroBatch,

@@ -1,0 +1,1 @@
+"""The records that flow through training, interfaces between its components, and errors."""
