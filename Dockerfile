@@ -11,7 +11,7 @@ RUN apt-get update \
 COPY pyproject.toml README.md LICENSE /kedge/
 COPY src/kedge/__init__.py /kedge/src/kedge/
 ENV SETUPTOOLS_SCM_PRETEND_VERSION=0.1.0
-RUN pip install --no-cache-dir "/kedge[peft,vllm,ray,pipeline,plots,tensorboard,math]"
+RUN pip install --no-cache-dir "/kedge[peft,vllm,ray,sft,plots,tensorboard,math]"
 COPY . /kedge
 RUN pip install --no-cache-dir --no-deps /kedge
 

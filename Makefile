@@ -34,20 +34,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,pipeline,math,docs]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,sft,math,docs]"
 	@touch $@
 
 setup: $(STAMP)
 
 demo: setup
-	$(BIN)/kedge demo
+	$(BIN)/python examples/demo/run.py
 
 demo-agent: setup
 	$(BIN)/python examples/agent/run.py
 
 headline: setup
-	OMP_NUM_THREADS=1 $(BIN)/kedge pipeline src/kedge/demo/pipeline.yaml --only exchanges judged-sft judged-ppo ppo-against-sft \
-		--seeds 0 1 2 3 4 5 6 7 8 9
+	$(BIN)/python examples/demo/run.py --output_dir runs/headline --seeds 0 1 2 3 4 5 6 7 8 9
 
 docs: setup
 	$(BIN)/mkdocs build --strict
@@ -134,15 +133,17 @@ bench-gpu:
 bench: setup
 	$(BIN)/python -m benchmarks.ppo_vs_trl
 
-# The wheel and the source archive, checked, and the demo from the wheel alone.
+# The wheel and the source archive, checked, and an iteration of PPO from the wheel alone.
 dist: setup
 	rm -rf dist build/empty
 	$(PYTHON) -m venv build/empty
 	build/empty/bin/python -m pip install --quiet build twine "torch==2.13.0"
 	build/empty/bin/python -m build --outdir dist .
 	build/empty/bin/python -m twine check --strict dist/*
-	build/empty/bin/python -m pip install --quiet "kedge-rl[demo] @ file://$$(ls $(CURDIR)/dist/*.whl)"
-	cd build && empty/bin/kedge demo --quick --output_dir demo
+	build/empty/bin/python -m pip install --quiet "kedge-rl @ file://$$(ls $(CURDIR)/dist/*.whl)"
+	cd build && PYTHONPATH=../examples/demo empty/bin/python -c "import stages; stages.write_data(stages.Path('data'), 0)"
+	cd build && empty/bin/kedge ppo --model_name_or_path data/model --dataset_name data/prompts.jsonl --max_steps 1 \
+		--reward_funcs ../examples/demo/task.py:gold --response_length 24 --output_dir ppo
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(OTHERS) site runs trainer_output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,7 +13,7 @@ load 0 as much as a full engine, as where decoding is bound by reading the weigh
 third of it for a single response, as where the cache of a full engine is twice the weights.
 Lengths are lognormal with median 600, cut at 8,192 tokens.  Training takes as long as sampling at
 full slots, which is the ideal; every figure is ideal time / time, for tokens that are trained on.
-``benchmarks/dispatch_check.py`` computes the same table with no line of this file or of Kedge.
+``results/dispatch_check.json`` is of a simulator without a line of this file or of Kedge.
 """
 
 from __future__ import annotations

@@ -1,26 +1,24 @@
-"""What each version of large policies costs on 64 GPUs on its way to the rollout engines.
+"""What each version of large policies costs on 64 GPUs, estimated as bytes / speed.
 
     python -m benchmarks.policy_versions
 
 32 learners on four machines and 32 GPUs that sample; PPO with a value model of the policy's size,
 a reference and a reward function, in bf16, ``deepspeed_stage=3``, gradient checkpointing, one row
-of 2,048 tokens a micro-batch, at the speeds below.  Models are built without
-weights.  Prints the table of docs/explain/scaling.md.
+of 2,048 tokens a micro-batch.  Models are built without weights.  Prints the table of
+docs/explain/scaling.md.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
-from kedge.config.rollout_engines import assume_all_packages, find_engine
+from kedge.config.rollout_engines import assume_all_packages
 from kedge.ext.open_instruct.command import parse_options
-from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.ext.plan import command as plan
 
 HEADS = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
@@ -57,9 +55,10 @@ MODELS: dict[str, tuple[Any, int]] = {  # configuration, and GPUs of each engine
         4,
     ),
 }
-# GB/s that are assumed: a NIC of 400 Gbit/s, pinned memory over PCIe 4, one thread that copies.
-SPEEDS = {"network": 50.0, "bus": 25.0, "memory": 10.0}
 GPUS = LEARNERS = 32  # that sample, and that learn
+OTHERS = 24  # learners on other machines than the first
+# Assumed bytes per second: a NIC of 400 Gbit/s, pinned memory over PCIe 4, one thread that copies.
+NETWORK, BUS, MEMORY = 50e9, 25e9, 10e9
 IN_ORDER: tuple[str, ...] = ()
 AS_COMPLETED = ("--rollout_schedule", "as_completed", "--max_lag", "4")
 
@@ -88,50 +87,22 @@ def command(folder: Path, engine: int, *more: str) -> list[str]:
     ]
 
 
-def version_parts(
-    config: AsyncPPOConfig, policy: plan.ModelMemory, ranks: int, speed: Mapping[str, float]
-) -> list[tuple[str, float, float, str]]:
-    """Name, bytes, seconds, and who waits, of each part of a policy version's way to the engines.
-
-    ``speed`` has bytes per second of network, bus and memory.
-    """
-    engine, count = find_engine(config), config.vllm_num_engines
-    if not engine.copies_weights:
-        return []
-    half = engine.vllm and (config.bf16 or config.fp16)
-    sent = policy.trained * (2.0 if half else 4.0)
-    link, memory, bus = (
-        speed["network"],
-        speed["memory"],
-        speed["memory" if config.use_cpu else "bus"],
-    )
-    nccl = engine.actors and engine.vllm and policy.whole and not config.use_cpu
-    nccl = nccl and config.vllm_transfer != "host" and not config.single_gpu_mode
-    learners, parts = "all learners", []
-    if ranks > 1 and config.deepspeed_stage:
-        others = ranks - (config.actor_num_gpus_per_node or [1])[0]  # on other machines
-        seconds = max(sent * others / ranks / link, sent / bus)
-        parts.append(("gather on the first learner", sent * (ranks - 1) / ranks, seconds, learners))
-    if not engine.per_rank:
-        parts.append(("copy to the host", sent, sent / bus + sent / memory, learners))
-    if nccl:
-        times = count if config.rollout_schedule == "as_completed" else 1
-        name = "broadcast over NCCL" if times == 1 else f"{times} broadcasts over NCCL"
-        parts.append((name, times * sent, times * (sent / bus + sent / link), "engines"))
-    elif engine.actors:
-        parts.append(("to each machine of engines", sent, sent / link, "engines"))
-    if engine.vllm:
-        passes, text = 2 if half else 1, "engines; the first learner trains slower"
-        parts.append(("verification", passes * sent, passes * sent / bus, text))
-    if not nccl:
-        seconds = sent / config.vllm_tensor_parallel_size / bus
-        parts.append(("load into an engine", sent, seconds, "engines"))
-    return parts
-
-
 def no_reward(completions: list[str]) -> list[float]:
     """A reward that is never called."""
     return [0.0] * len(completions)
+
+
+def version_parts(sent: float, broadcasts: int) -> list[tuple[str, float, float, str]]:
+    """Name, bytes, seconds, and who waits, of each part of a version of ``sent`` bytes."""
+    gather = max(sent * OTHERS / LEARNERS / NETWORK, sent / BUS)
+    learners, engines = "all learners", "engines"
+    name = "broadcast over NCCL" if broadcasts == 1 else "broadcasts over NCCL"
+    return [
+        ("gather on the first learner", sent * (LEARNERS - 1) / LEARNERS, gather, learners),
+        ("copy to the host", sent, sent / BUS + sent / MEMORY, learners),
+        (name, broadcasts * sent, broadcasts * (sent / BUS + sent / NETWORK), engines),
+        ("verification", 2 * sent, 2 * sent / BUS, f"{engines}; the first learner trains slower"),
+    ]
 
 
 def table() -> list[str]:
@@ -145,12 +116,10 @@ def table() -> list[str]:
                 options = parse_options(command(Path(folder), engine, *flags))
                 options.config.use_cpu = False  # this process has no GPU, but the run has
                 _, _, found = plan.plan(options, LEARNERS)
-                speed = {way: x * 1e9 for way, x in SPEEDS.items()}
-                parts = version_parts(options.config, found[0], LEARNERS, speed)
+                parts = version_parts(2.0 * found[0].trained, GPUS // engine if flags else 1)
                 waits = {"learners": 0.0, "engines": 0.0}
                 for part, size, seconds, who in parts:
-                    text = part.lstrip("0123456789 ")
-                    column[f"{text} | {who}"] = f"{plan.human(size)}, {seconds:.1f} s"
+                    column[f"{part} | {who}"] = f"{plan.human(size)}, {seconds:.1f} s"
                     waits["learners" if "all learners" in who else "engines"] += seconds
                 rule = "as completed" if flags else "in order"
                 column[f"engines wait, {rule} | "] = f"{sum(waits.values()):.0f} s"

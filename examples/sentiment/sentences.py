@@ -1,13 +1,12 @@
-"""Stage ``data``: one-sentence film reviews, in disjoint splits.
+"""One-sentence film reviews, in disjoint splits.
 
-The folder ``--reviews`` has ``positive.txt`` and ``negative.txt``, one sentence per line (Pang and
+The folder of reviews has ``positive.txt`` and ``negative.txt``, one sentence per line (Pang and
 Lee 2005).  Of each, 45% are for the policy and its reward model, 45% for the judge, and the rest
 for the comparison: its openings are the prompts, and its pairs test both models.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
@@ -18,29 +17,24 @@ OPENING = 4  # words of a prompt
 SHARE = 0.45
 
 
-def main() -> None:
-    """Read the sentences and write the input of each stage."""
-    flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("--output_dir", required=True, type=Path)
-    flags.add_argument("--reviews", required=True, type=Path)
-    flags.add_argument("--seed", type=int, default=0)
-    args = flags.parse_args()
-    rng = random.Random(args.seed)
-    good, bad = (sentences(args.reviews / name, rng) for name in ("positive.txt", "negative.txt"))
+def write_data(folder: Path, reviews: Path, seed: int) -> None:
+    """Read the sentences and write the input of each stage; that of the comparison comes last."""
+    rng = random.Random(seed)
+    good, bad = (sentences(reviews / name, rng) for name in ("positive.txt", "negative.txt"))
     size = min(len(good), len(bad))
     cuts = [0, int(SHARE * size), int(2 * SHARE * size), size]
     policy, judge, held_out = (
         [{"chosen": a, "rejected": b} for a, b in zip(good[i:j], bad[i:j], strict=True)]
         for i, j in itertools.pairwise(cuts)
     )
-    write(args.output_dir / "reward", train=policy, test=held_out)
-    write(args.output_dir / "judge", train=judge, test=held_out)
+    write(folder / "reward", train=policy, test=held_out)
+    write(folder / "judge", train=judge, test=held_out)
     openings = [opening(row[kind]) for row in policy for kind in ("chosen", "rejected")]
     rng.shuffle(openings)
     compared = [opening(row[kind]) for row in held_out for kind in ("chosen", "rejected")]
-    write(args.output_dir / "texts", train=openings)
-    write(args.output_dir / "prompts", train=[{"prompt": row["prompt"]} for row in openings])
-    write(args.output_dir / "compared", test=[{"prompt": row["prompt"]} for row in compared])
+    write(folder / "texts", train=openings)
+    write(folder / "prompts", train=[{"prompt": row["prompt"]} for row in openings])
+    write(folder / "compared", test=[{"prompt": row["prompt"]} for row in compared])
 
 
 def sentences(file: Path, rng: random.Random) -> list[str]:
@@ -64,7 +58,3 @@ def write(folder: Path, **splits: list[dict[str, Any]]) -> None:
         (folder / f"{name}.jsonl").write_text(
             "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -69,8 +69,6 @@ PENDING = {
     "cli/arguments.py -> kedge.ext.trl.scripts",
     "cli/data.py -> kedge.ext.open_instruct.mixer",
     "cli/tools/generate.py -> kedge.ext.vllm",
-    "cli/tools/pipeline.py -> kedge.ext.judge.judges",
-    "cli/tools/pipeline.py -> kedge.ext.trl.scripts",
     "cli/train/ppo.py -> kedge.ext.trl.scripts",
     "ext/before_rl/reward_command.py -> kedge.ext.trl.scripts",
     "ext/before_rl/sft_command.py -> kedge.ext.trl.scripts",

@@ -50,13 +50,13 @@ def test_no_line_installs_the_other_kedge() -> None:
 @pytest.mark.parametrize(
     ("line", "wrong"),
     [
-        ("pip install 'kedge[demo]'", True),
-        ('%pip install -q \\"kedge[demo]\\"', True),
+        ("pip install 'kedge[sft]'", True),
+        ('%pip install -q \\"kedge[sft]\\"', True),
         ("pip install kedge", True),
-        ('uvx --from "kedge" kedge demo', True),
+        ('uvx --from "kedge" kedge ppo', True),
         ("kedge>=0.1", True),
-        ("pip install -e '.[demo]'  # and the command `kedge`", False),
-        ("uvx --from 'kedge-rl[demo] @ git+https://host/kedge' kedge demo", False),
+        ("pip install -e '.[sft]'  # and the command `kedge`", False),
+        ("uvx --from 'kedge-rl[sft] @ git+https://host/kedge' kedge ppo", False),
         ('pip install "/kedge[peft]"', False),
     ],
 )

@@ -46,7 +46,7 @@ class Environment:
     Args:
         python: version of Python.
         resolution: which versions uv chooses; None: the environment in ``folder`` as it is.
-        extras: of Kedge; TRL asks for newer datasets than Kedge, so the oldest have no pipeline.
+        extras: of Kedge; TRL asks for newer datasets than Kedge, so the oldest have no sft.
         select: the tests, in pytest's terms.
         what: the tests, in words.
         folder: an environment that make leaves in the checkout.
@@ -62,7 +62,7 @@ class Environment:
 
 ENVIRONMENTS = {
     "oldest": Environment("3.10", "lowest-direct"),
-    "newest": Environment("3.13", "highest", (*EXTRAS, "pipeline")),
+    "newest": Environment("3.13", "highest", (*EXTRAS, "sft")),
     "oldest-ray": Environment(
         "3.10", "lowest-direct", (*EXTRAS, "ray"), "ray and not vllm", "tests of Ray without vLLM"
     ),

@@ -38,7 +38,7 @@ CHAT = {  # of examples/chat_model/chat.yaml
     "max_steps": 2,
     "response_length": 4,
 }
-LONG = {"serve-reward", "demo"}  # until it is stopped, and minutes; both have tests elsewhere
+LONG = {"serve-reward"}  # until it is stopped; it has tests elsewhere
 ELIDED = "..."
 
 

@@ -1,22 +1,29 @@
-"""The main job with little training: it runs to the end and leaves what it promises."""
+"""The demo with little training: it runs to the end and leaves what it promises."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kedge.cli.main import main
-from kedge.demo import task
 from tests import processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+RUN = ["-W", "ignore", str(EXAMPLES / "demo" / "run.py")]
 
 
-def test_the_gold_judge_by_hand() -> None:
+@pytest.fixture
+def task(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "demo"))
+    return importlib.import_module("task")
+
+
+def test_the_gold_judge_by_hand(task: Any) -> None:
     facts = {"name": "mia", "color": "red", "animal": "fox", "place": "harbour", "day": "monday"}
     post = task.Post(facts, "the sky was grey", "")
     perfect = "mia saw a red fox at the harbour on monday ."
@@ -33,22 +40,11 @@ def test_the_gold_judge_by_hand() -> None:
     assert task.gold([written.text], [told]) == [pytest.approx(1.0)]
 
 
-def test_the_demo_says_what_it_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *_: None if name == "trl" else real(name, *_)
-    )
-    assert main(["demo"]) == 2
-    assert "pip install 'kedge-rl[demo]'" in capsys.readouterr().err
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the pipeline extra")
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the extra sft")
 def test_quick_demo(tmp_path: Path) -> None:
-    run = ["-W", "ignore", "-m", "kedge.cli.main", "demo", "--quick"]
-    done = processes.run(*run, "--output_dir", str(tmp_path))
+    words = [*RUN, "--quick", "--output_dir", str(tmp_path)]
+    done = processes.run(*words)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert set(summary) >= {
@@ -62,9 +58,13 @@ def test_quick_demo(tmp_path: Path) -> None:
     assert "gold win rate" in done.stdout
     seen = json.loads((tmp_path / "exchanges" / "exchanges.json").read_text())
     assert f"misses {sum(s <= 0.5 for s in seen.values())} of 60 wrong values" in done.stdout
-    again = processes.run(*run, "--output_dir", str(tmp_path))
+    again = processes.run(*words)
     assert "stage ppo is done" in again.stdout
+    assert "kedge ppo" not in again.stdout
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    other = processes.run(*words, "--seeds", "1")
+    assert other.returncode == 2
+    assert "has a run with {'seed': 0, " in other.stderr
     loop = ["-W", "ignore", str(EXAMPLES / "minimal_ppo.py")]
     options = ["--demo", str(tmp_path), "--output_dir", str(tmp_path / "minimal")]
     shown = processes.run(*loop, *options, "--iterations", "2").stdout

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from kedge.cli.main import main
 from kedge.testing import tiny_policy
 from kedge.verifiers import ifeval
 from tests import processes
@@ -24,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def needs_trl(test: Any) -> Any:
-    reason = "TRL is not installed (the pipeline extra)"
+    reason = "TRL is not installed (the extra sft)"
     skip = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason=reason)
     return pytest.mark.slow(skip(test))
 
@@ -143,15 +142,11 @@ def sentences_of(folder: Path) -> set[str]:
     return found
 
 
-def test_no_sentence_serves_two_sides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]
-) -> None:
+def test_no_sentence_serves_two_sides(tmp_path: Path, load: Callable[..., Any]) -> None:
     reviews(tmp_path, 200)
     (sentences,) = load("sentiment", "sentences")
     out = tmp_path / "out"
-    argv = ["sentences.py", "--reviews", str(tmp_path), "--output_dir", str(out), "--seed", "1"]
-    monkeypatch.setattr(sys, "argv", argv)
-    sentences.main()
+    sentences.write_data(out, tmp_path, 1)
     policy = sentences_of(out / "texts")
     reward, judge = (
         {row[n] for row in lines_of(out / name / "train.jsonl") for n in ("chosen", "rejected")}
@@ -176,18 +171,27 @@ def lines_of(file: Path) -> list[dict[str, str]]:
 
 @needs_trl
 @pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")
-def test_the_pipeline_of_reviews_runs_to_the_end(tmp_path: Path) -> None:
+def test_the_reviews_run_to_the_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    load: Callable[..., Any],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [])  # the program changes it
     reviews(tmp_path, 60)
     tiny_policy(vocab_size=32).save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
-    short = ["sft_steps=2", "reward_steps=2", "episodes=16", "updates_of=8", "length=4", "limit=6"]
-    out = tmp_path / "out"
-    given = [f"folder={out}", f"model={tmp_path / 'model'}", f"reviews={tmp_path}", *short]
-    assert main(["pipeline", str(EXAMPLES / "sentiment" / "pipeline.yaml"), "--set", *given]) == 0
-    (row,) = json.loads((out / "results.json").read_text())
-    assert row["stage"] == "tuned-against-start"
-    assert row["prompts"] == 6
-    assert row["judge"] == str(out / "judging")
+    (program,) = load("sentiment", "run")
+    sizes = program.Sizes(steps=2, length=4, batch=8, episodes=16, limit=6)
+    out, given = tmp_path / "out", (str(tmp_path / "model"), tmp_path, 0, 0.15, sizes)
+    program.run(out, *given)
+    summary = json.loads((out / "tuned-against-start" / "summary.json").read_text())
+    assert (summary["prompts"], summary["judge"]) == (6, str(out / "judging"))
+    capsys.readouterr()
+    program.run(out, *given)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 7
+    assert all(line.endswith(" is done") for line in lines)
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "chat_model"

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the pipeline extra"),
+    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the extra sft"),
 ]
 
 
@@ -30,9 +30,9 @@ def test_the_first_run_learns_and_says_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    stages = str(ROOT / "src" / "kedge" / "demo" / "pipeline.yaml")
-    values = ["folder=runs/demo", "compared=1", "supervised=14400"]
-    python("-m", "kedge.cli.main", "pipeline", stages, "--only", "sft", "--set", *values)
+    program = f"import sys; sys.path.insert(0, {str(ROOT / 'examples' / 'demo')!r}); import run; "
+    program += "sizes = run.Sizes(compared=1, supervised=14_400); "
+    python("-c", program + "run.train_supervised(run.Path('runs/demo'), 0, sizes)")
     page = (ROOT / "docs" / "getting-started.md").read_text()
     (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     printed = python("-c", source)

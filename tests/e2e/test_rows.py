@@ -135,7 +135,7 @@ def test_rows_are_equal_whichever_way_they_arrive(plays: bool, tmp_path: Path) -
 @pytest.mark.filterwarnings("ignore")  # TRL's defaults
 @pytest.mark.parametrize("labels", ["TRL", "Kedge"])
 def test_supervised_training_shows_the_same_tools(labels: str, tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="TRL is not installed (the pipeline extra)")
+    pytest.importorskip("trl", reason="TRL is not installed (the extra sft)")
     from trl import SFTConfig
 
     from kedge.ext.before_rl.trl_trainers import train_supervised

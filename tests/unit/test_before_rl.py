@@ -25,7 +25,7 @@ from kedge.testing import tiny_policy, tiny_reward_model
 from .advantage_inputs import rollout
 from .text_toys import EOS, word_tokenizer
 
-pytest.importorskip("trl", reason="TRL is not installed (the pipeline extra)")
+pytest.importorskip("trl", reason="TRL is not installed (the extra sft)")
 pytestmark = [  # TRL's defaults use names that transformers will drop
     pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -18,15 +18,7 @@ from kedge.trainers import TRAINERS
 _TRAIN = "kedge.cli.train.ppo:main"
 # The core's commands: module and function, and the line in ``kedge --help``.
 _CORE = {
-    "demo": (
-        "kedge.demo.demo:main",
-        "train a small model with RLHF from nothing, in about four minutes on a CPU",
-    ),
     **{name: (_TRAIN, text) for name, (_, text) in TRAINERS.items()},
-    "pipeline": (
-        "kedge.cli.tools.pipeline:main",
-        "run several commands in order, resumable: sft, reward, ppo, generate, judge",
-    ),
     "generate": ("kedge.cli.tools.generate:main", "sample completions of prompts with a model"),
 }
 

@@ -333,8 +333,6 @@ def resume_line(checkpoint: Path | None) -> str:
     words = command_to_repeat()
     if words is None:
         return "add this to the same command to resume: --resume_from_checkpoint"
-    if {"demo", "pipeline"} & {*sys.argv[1:2]}:  # commands that repeat unfinished stages
-        return f"to resume:\n    {words}"
     return f"to resume from {checkpoint}:\n    {words} --resume_from_checkpoint"
 
 

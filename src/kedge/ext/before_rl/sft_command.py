@@ -42,9 +42,7 @@ def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
         from trl.trainer.reward_config import RewardConfig
         from trl.trainer.sft_config import SFTConfig
     except ImportError as error:
-        raise ConfigError(
-            f"kedge {kind} needs TRL: {install_command('pipeline')} ({error})"
-        ) from error
+        raise ConfigError(f"kedge {kind} needs TRL: {install_command('sft')} ({error})") from error
     return Parser(
         (script, SFTConfig if kind == "sft" else RewardConfig),
         prog=f"kedge {kind}",

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning and reward models with TRL's trainers (extra ``pipeline``)."""
+"""Supervised fine-tuning and reward models with TRL's trainers (extra ``sft``)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``kedge plan``: batch sizes and estimated memory of a run, without loading weights.
 
 Weights, gradients and optimizer state follow from parameter counts; activations and caches are
-approximate: ``kedge plan --measure`` measures a run, and ``benchmarks/plan_memory.py`` compares.
+approximate, and ``kedge plan --measure`` measures a run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,8 +60,7 @@ Show batch sizes and estimated memory of a run, and check its flags, without loa
 example: kedge plan ppo --model_name_or_path MODEL --dataset_name prompts.jsonl \\
              --reward_funcs rewards.py:length --output_dir runs/a"""
 PROMPT_GUESS = 512  # tokens, assumed if no dataset is given
-RESERVE = 5 << 30  # GPU bytes reserved for CUDA, NCCL and fragmentation
-GPU = 79 << 30  # usable bytes of an 80 GB GPU, assumed if this machine has no GPU
+RESERVE = 5 << 30  # GPU bytes for CUDA, NCCL and fragmentation
 # Bytes of optimizer state per trained parameter, by the first of these that the name contains; ""
 # is Adam, with two moments in float32.
 OPTIMIZER_BYTES = {
@@ -71,10 +70,8 @@ OPTIMIZER_BYTES = {
 }
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # bytes of logits held at a time
 KEPT_BYTES = 128 << 20  # most bytes of logits kept for the backward pass
-PAGE = 4096  # bytes
 SEND_BYTES = 2 << 30  # bytes of the two buffers of vLLM's GPU-to-GPU broadcast
 SHARDED = ("policy", "reference", "value")  # models that FSDP shards
-Row = tuple[str, str, str]  # name, value, note
 
 
 def main(argv: Sequence[str]) -> None:
@@ -104,30 +101,28 @@ def main(argv: Sequence[str]) -> None:
         else:
             options = parse(rest, prog=prog, config=config)
         batches, facts, models = plan(options, processes)
-    show(options, batches, facts, models)
+    print_table("sizes", size_rows(options.config, batches, facts))
+    show_memory(options.config, batches, models)
     if flags.measure:
         print(f"measured peak: {measure(name, rest, options.config, batches)}")
 
 
 def measure(name: str, argv: Sequence[str], config: OnPolicyConfig, batches: BatchSizes) -> str:
-    """Peak memory of a run of one iteration in this process, as text.
+    """Peak memory of this process after an iteration, as text; ``output_dir`` is left alone.
 
     The iteration has as few micro-batches as hold whole groups of responses, and responses have no
-    end before ``response_length``.  Nothing is left in ``output_dir``.
+    end before ``response_length``.
     """
     import resource  # not on Windows
 
     from kedge.cli.main import load_command
 
     least = batches.group // math.gcd(batches.group, config.per_device_train_batch_size)
+    changed = f"--max_steps=1 --gradient_accumulation_steps={least} --num_mini_batches=1"
+    changed += f" --min_new_tokens={config.response_length} --save_strategy=no --eval_strategy=no"
+    changed += " --report_to=none --num_sample_generations=0 --log_token_rows=0 --push_to_hub=False"
     with tempfile.TemporaryDirectory() as folder:
-        changed = {
-            **{"output_dir": folder, "max_steps": 1, "gradient_accumulation_steps": least},
-            **{"num_mini_batches": 1, "min_new_tokens": config.response_length},
-            **{"save_strategy": "no", "eval_strategy": "no", "report_to": "none"},
-            **{"num_sample_generations": 0, "log_token_rows": 0, "push_to_hub": False},
-        }
-        load_command(name)([*argv, *(f"--{flag}={value}" for flag, value in changed.items())])
+        load_command(name)([*argv, *changed.split(), f"--output_dir={folder}"])
     unit = 1 if sys.platform == "darwin" else 1024
     peak = f"{human(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)} resident"
     if config.device.type == "cuda":
@@ -146,10 +141,11 @@ def plan(
         tokenizer = async_ppo.load_chat_tokenizer(options, names)
     else:
         tokenizer = load_tokenizer(names.tokenizer, options.model)
-    ends = eos_token_ids(
-        names.policy, tokenizer, revision=options.model.model_revision, trust_remote_code=trust
+    revision = options.model.model_revision
+    build_sampling(
+        config,
+        eos_token_ids(names.policy, tokenizer, revision=revision, trust_remote_code=trust),
     )
-    build_sampling(config, ends)
     custom = load_algorithm(script.algorithm, script.algorithm_kwargs)
     algorithm = find_trainer(config).SPEC.build_algorithm(config, custom)
     world_size, columns = processes or config.world_size or 1, None
@@ -191,43 +187,12 @@ def plan(
     return batches, facts, Estimate(options, batches, names, longest).models(algorithm)
 
 
-def show(
-    options: Options, batches: BatchSizes, facts: dict[str, int], models: list[ModelMemory]
-) -> None:
-    """Print the plan."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    config, console = options.config, Console()
-    print_table("sizes", size_rows(config, batches, facts))
-    # Eight columns have to fit into the 80 characters of a plain terminal.
-    table = Table(title="memory per process, estimated", title_justify="left")
-    table.box, table.padding, table.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
-    for name in ("model", "params", "trained", "weights", "grads", "optim", "activ.", "cache"):
-        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
-    for m in models:
-        parts = (m.weights, m.gradients, m.optimizer, m.activations, m.cache)
-        table.add_row(m.role, short(m.total), short(m.trained), *map(human, parts))
-    console.print(table)
-    process = process_bytes() if config.device.type == "cpu" else 0.0
-    console.print(
-        "params: parameters; grads and optim: gradients and optimizer state of those that train; "
-        "activ.: activations and logits of a micro-batch; cache: keys and values while sampling\n"
-        + describe(
-            peaks(models, config, process=process),
-            "per process, before sharding by FSDP or DeepSpeed",
-        )
-        + (f"; {human(process)} of it Python and libraries" if process else "")
-    )
-    if config.bf16 and config.device.type == "cpu" and backend().slow_bf16:
-        console.print(backend().slow_bf16)
-    ranks, stage = batches.world_size, getattr(config, "deepspeed_stage", None)
-    if isinstance(config, AsyncPPOConfig) and ranks > 1 and stage:
-        console.print(verdict(models, config, ranks=ranks, stage=stage, rows=batches.micro_rows))
+# -- what is printed -------------------------------------------------------------------------------
 
 
-def size_rows(config: OnPolicyConfig, batches: BatchSizes, facts: dict[str, int]) -> list[Row]:
+def size_rows(
+    config: OnPolicyConfig, batches: BatchSizes, facts: dict[str, int]
+) -> list[tuple[str, str, str]]:
     """Every size with its name and where it comes from."""
     response, prompt = config.response_length, [*facts.values()][-1]
     micro = (
@@ -267,30 +232,39 @@ def size_rows(config: OnPolicyConfig, batches: BatchSizes, facts: dict[str, int]
     return [(name, f"{value:,}", note) for name, value, note in counts]
 
 
-def verdict(
-    models: list[ModelMemory], config: OnPolicyConfig, *, ranks: int, stage: int, rows: int
-) -> str:
-    """The peaks on the first rank, and whether they fit its GPU or which flags make them fit.
+def show_memory(config: OnPolicyConfig, batches: BatchSizes, models: list[ModelMemory]) -> None:
+    """Print the memory of each model and of each phase."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
 
-    ``models`` are unsharded, the policy first; ``rows`` are those of a micro-batch.
-    """
-    memory = float(GPU)
-    if torch.cuda.is_available():
-        memory = float(torch.cuda.get_device_properties(0).total_memory)
-    gpu = f"a GPU of {human(memory)}, of which {human(RESERVE)} are left to CUDA and NCCL"
-    phases = peaks(models, config, ranks=ranks, stage=stage)
-    text = describe(phases, f"on the first of {ranks} GPUs at deepspeed_stage {stage}") + "\n"
-    if max(phases.values()) <= memory - RESERVE:
-        return f"{text}fits {gpu}"
-    sharded = "--deepspeed_stage 3 " * (stage < 3)
-    one_row = [replace(m, activations=m.activations / rows) for m in models]
-    for flags, changed in (
-        (sharded, models),
-        (f"{sharded}--per_device_train_batch_size 1", one_row),
-    ):
-        if max(peaks(changed, config, ranks=ranks, stage=3).values()) <= memory - RESERVE:
-            return f"{text}does not fit {gpu}; set {flags.strip()}"
-    return f"{text}does not fit {gpu}; use more GPUs or adapters (--use_peft)"
+    console, on_cpu = Console(), config.device.type == "cpu"
+    # Eight columns have to fit into the 80 characters of a plain terminal.
+    table = Table(title="memory per process, estimated", title_justify="left")
+    table.box, table.padding, table.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
+    for name in ("model", "params", "trained", "weights", "grads", "optim", "activ.", "cache"):
+        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
+    for m in models:
+        parts = (m.weights, m.gradients, m.optimizer, m.activations, m.cache)
+        table.add_row(m.role, short(m.total), short(m.trained), *map(human, parts))
+    console.print(table)
+    process = process_bytes() if on_cpu else 0.0
+    phases = peaks(models, config, process=process)
+    console.print(
+        "params: parameters; grads and optim: gradients and optimizer state of those that train; "
+        "activ.: activations and logits of a micro-batch; cache: keys and values while sampling\n"
+        + describe(phases, "per process, before sharding by FSDP or DeepSpeed")
+        + (f"; {human(process)} of it Python and libraries" if process else "")
+    )
+    if config.bf16 and on_cpu and backend().slow_bf16:
+        console.print(backend().slow_bf16)
+    ranks, stage = batches.world_size, getattr(config, "deepspeed_stage", None)
+    if ranks > 1 and stage:
+        phases = peaks(models, config, ranks=ranks, stage=stage)
+        console.print(
+            describe(phases, f"on the first of {ranks} GPUs at deepspeed_stage {stage}")
+            + f"; each GPU needs {human(RESERVE)} more for CUDA and NCCL"
+        )
 
 
 def describe(phases: dict[str, float], where: str) -> str:
@@ -301,10 +275,8 @@ def describe(phases: dict[str, float], where: str) -> str:
 
 def short(count: int) -> str:
     """A count in thousands, millions or billions."""
-    if count < 1000:
-        return str(count)
     power = min(3, (len(str(count)) - 1) // 3)
-    return f"{count / 1000**power:.1f}{' kMB'[power]}"
+    return f"{count / 1000**power:.1f}{' kMB'[power]}" if power else str(count)
 
 
 def human(size: float) -> str:
@@ -318,11 +290,16 @@ def human(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
+def process_bytes() -> float:
+    """Memory of this process, which has loaded Python, libraries and the tokenizer for the plan."""
+    status = Path("/proc/self/statm")  # not there on every system
+    return float(int(status.read_text().split()[1]) * 4096) if status.exists() else 0.0
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelDims:
+class ModelDims(NamedTuple):
     """Dimensions of a decoder, from which the size of activations and caches follows."""
 
     hidden: int
@@ -334,7 +311,10 @@ class ModelDims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMemory:
-    """Parameters of a model, an adapter or a head, and its memory in bytes."""
+    """Parameters of a model, an adapter or a head, and its memory in bytes.
+
+    Weights that train are float32, and so are their gradients.
+    """
 
     role: str
     total: int
@@ -347,19 +327,14 @@ class ModelMemory:
     cache: float = 0.0  # keys, values and logits while responses are sampled
 
     @property
-    def whole(self) -> bool:
-        """Whether all weights train."""
-        return self.trained == self.total
-
-    @property
-    def weights(self) -> float:
-        """All weights; those that train are float32, and so are their gradients."""
-        return (self.total - self.trained) * self.frozen_width + self.gradients
-
-    @property
     def gradients(self) -> float:
         """Gradients of the trained weights."""
         return self.trained * 4.0
+
+    @property
+    def weights(self) -> float:
+        """All weights."""
+        return (self.total - self.trained) * self.frozen_width + self.gradients
 
     @property
     def optimizer(self) -> float:
@@ -375,11 +350,6 @@ class ModelMemory:
 def optimizer_bytes(optim: str) -> float:
     """Bytes of optimizer state per trained parameter."""
     return next(size for name, size in OPTIMIZER_BYTES.items() if name in optim)
-
-
-def size_of(module: Any) -> int:
-    """Number of parameters of a module."""
-    return sum(p.numel() for p in module.parameters())
 
 
 def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
@@ -402,58 +372,54 @@ def read_dims(config: Any) -> ModelDims:
     head_dim = getattr(text, "head_dim", None) or hidden // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
-    return ModelDims(
-        hidden=hidden,
-        layers=int(text.num_hidden_layers),
-        intermediate=int(inner),
-        cache=2 * int(kv_heads) * int(head_dim),
-        vocab=int(text.vocab_size),
-    )
+    layers, cache = int(text.num_hidden_layers), 2 * int(kv_heads) * int(head_dim)
+    return ModelDims(hidden, layers, int(inner), cache, int(text.vocab_size))
 
 
 def count_parameters(
     config: Any,
     *,
-    head: str = "score",
+    causal: bool = False,
     adapter: Any = None,
     train_layers: int | None = None,
     without_attention: bool = False,
 ) -> dict[str, int]:
     """``total``, ``trained``, ``layer`` and ``root`` of a model that is built on ``meta``.
 
-    The head is "causal" or "score", one logit per sequence; with an ``adapter`` nothing else
-    trains, and ``without_attention`` that does not.
+    The head is ``causal`` or one logit per sequence; with an ``adapter`` nothing else trains, and
+    ``without_attention`` that does not.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    with torch.device("meta"):
-        if head == "causal":
-            model: Any = AutoModelForCausalLM.from_config(config)
-        else:
+    with torch.device("meta"), warnings.catch_warnings():
+        if not causal:
             config.num_labels = 1
-            model = AutoModelForSequenceClassification.from_config(config)
+        kind: Any = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
+        model = kind.from_config(config)
         layers = [size_of(m) for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         root = size_of(model) - sum(layers)
         backbone = getattr(model, model.base_model_prefix)
         if without_attention:
             freeze_attention(backbone, what="the value model")
         if train_layers is not None:
-            if head == "score":  # a value model, which may have fewer than the policy
+            if not causal:  # a value model, which may have fewer than the policy
                 train_layers = min(train_layers, int(config.get_text_config().num_hidden_layers))
             train_top_layers(backbone, train_layers, what="the policy")
         if adapter is not None:
             from peft import get_peft_model
 
-            with warnings.catch_warnings():
-                # peft uses a deprecated name of transformers.
-                warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
-                model = get_peft_model(model, adapter)
+            # peft uses a deprecated name of transformers.
+            warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
+            model = get_peft_model(model, adapter)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return {
-        **{"total": size_of(model), "trained": trained},
-        **{"layer": max(layers, default=0), "root": root},
-    }
+    sizes = {"layer": max(layers, default=0), "root": root}
+    return {"total": size_of(model), "trained": trained, **sizes}
+
+
+def size_of(module: Any) -> int:
+    """Number of parameters of a module."""
+    return sum(p.numel() for p in module.parameters())
 
 
 class Estimate:
@@ -467,7 +433,8 @@ class Estimate:
         self.read = partial(read_config, trust_remote_code=options.model.trust_remote_code)
         self.policy_config = self.read(names.policy)
         self.dims, self.adapter = read_dims(self.policy_config), get_peft_config(options.model)
-        self.state = optimizer_bytes(str(getattr(config.optim, "value", config.optim)))
+        optim = str(getattr(config.optim, "value", config.optim))
+        self.state = optimizer_bytes(optim)
         self.width = 2 if config.bf16 or config.fp16 else 4
         self.length = prompt + config.response_length
         self.tokens = batches.micro_rows * self.length  # tokens per micro-batch
@@ -501,11 +468,10 @@ class Estimate:
         """The policy, with its adapter."""
         config, flags, dims = self.config, self.options.model, self.dims
         layers, frozen, activations = config.train_layers, 4.0, self.activations(dims)
+        bf16_base = flags.use_peft and config.bf16 and "dtype" not in self.options.given
         if flags.load_in_4bit or flags.load_in_8bit:
             frozen = 0.56 if flags.load_in_4bit else 1.0  # 4 bits and scales
-        elif flags.dtype in ("bfloat16", "float16") or (
-            flags.use_peft and config.bf16 and "dtype" not in self.options.given
-        ):
+        elif flags.dtype in ("bfloat16", "float16") or bf16_base:
             frozen = 2.0
         logits = self.tokens * config.response_length // self.length * dims.vocab * 4
         tile = TILE_BYTES["cpu" if config.device.type == "cpu" else "cuda"]
@@ -513,11 +479,12 @@ class Estimate:
         if config.cache_trunk and layers is not None and layers < dims.layers:
             activations += 4 * self.batches.local_rows * self.length * dims.hidden  # their input
         rows = min(self.batches.local_rows, config.local_rollout_forward_batch_size)
+        count = count_parameters(
+            self.policy_config, causal=True, adapter=self.adapter, train_layers=layers
+        )
         return ModelMemory(
             role="policy",
-            **count_parameters(
-                self.policy_config, head="causal", adapter=self.adapter, train_layers=layers
-            ),
+            **count,
             frozen_width=frozen,
             optimizer_width=self.state,
             activations=activations,
@@ -526,31 +493,26 @@ class Estimate:
 
     def value(self, policy: ModelMemory) -> ModelMemory:
         """The value model, or the adapter or head on the policy."""
-        source, count, activations = self.options.script.value_model_path, {}, 0.0
+        source, role, activations = self.options.script.value_model_path, "value", 0.0
+        both = ("total", "trained")
         frozen = self.adapter is not None or self.config.train_layers is not None
         plays, rewarded = self.config.environment, bool(self.names.reward)
         start = value_start(self.config, plays=plays, rewarded=rewarded, frozen=frozen)
         if source is None and start != "policy":
             source = self.names.policy if start == "copy" else self.names.reward
         if getattr(self.config, "value_adapter", False):
-            role, own = "value adapter", policy.trained + self.dims.hidden
+            role, count = "value adapter", dict.fromkeys(both, policy.trained + self.dims.hidden)
             activations = self.activations(self.dims)
         elif source is None:  # the head reads the policy's passes
-            role, own = "value head", size_of(ScalarHead(self.dims.hidden))
+            role, count = "value head", dict.fromkeys(both, size_of(ScalarHead(self.dims.hidden)))
         else:
-            role, own, config = "value", 0, self.read(source)
             count = count_parameters(
-                config,
+                config := self.read(source),
                 train_layers=self.config.train_layers,
                 without_attention=getattr(self.config, "freeze_value_attention", False),
             )
             activations = self.activations(read_dims(config))
-        return ModelMemory(
-            role=role,
-            **count or {"total": own, "trained": own},
-            optimizer_width=self.state,
-            activations=activations,
-        )
+        return ModelMemory(role=role, **count, optimizer_width=self.state, activations=activations)
 
     def rewards(self) -> list[ModelMemory]:
         """The reward model, and the reward adapter."""
@@ -570,19 +532,10 @@ class Estimate:
             except (OSError, ValueError) as error:
                 raise ConfigError(f"the adapter {adapter!r} cannot be read: {error}") from error
             saved.inference_mode, saved.modules_to_save = False, None
-            count = count_parameters(self.policy_config, head="causal", adapter=saved)
+            count = count_parameters(self.policy_config, causal=True, adapter=saved)
             total = count["trained"] + self.dims.hidden
             models.append(ModelMemory(role="reward adapter", total=total))
         return models
-
-
-def process_bytes() -> float:
-    """Memory of a process before it loads a model: Python, libraries and the tokenizer.
-
-    Measured on this process, which has loaded them for the plan; 0 where the system does not tell.
-    """
-    status = Path("/proc/self/statm")
-    return float(int(status.read_text().split()[1]) * PAGE) if status.exists() else 0.0
 
 
 def peaks(
@@ -615,7 +568,7 @@ def peaks(
             layers = 2 * m.layer if stage >= 3 else m.total - m.root
             width = 0.5 if config.bf16 else 1.0  # layers are gathered in bf16
             training += m.weights * (m.root + layers * width) / m.total
-            training += (m.root + m.layer) * 4.0 if m.whole else 0.0  # gradients of a layer
+            training += (m.root + m.layer) * 4.0 if m.trained == m.total else 0.0  # gradients
     meanwhile = resident + (sync if config.max_lag else 0.0)  # engines load during training
     return {
         "sampling": meanwhile + sampling,

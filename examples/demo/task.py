@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 FACTS = {
     "name": ["mia", "tom", "ada", "ben"],
@@ -139,6 +140,6 @@ def judge(post: Post, summary: str) -> float:
     return score - 0.2 * sum(word in TOPICS for word in words)
 
 
-def gold(prompts: list[str], answers: list[str]) -> list[float]:
-    """The gold scores, for ``kedge judge --score task.py:gold``."""
-    return [judge(read_post(p), answer) for p, answer in zip(prompts, answers, strict=True)]
+def gold(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """The gold scores, for ``kedge judge --score task.py:gold`` or ``--reward_funcs``."""
+    return [judge(read_post(p), text) for p, text in zip(prompts, completions, strict=True)]

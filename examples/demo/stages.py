@@ -1,18 +1,14 @@
-"""The demo's own stages: texts and an untrained model, preferences, a test of the reward model."""
+"""What the demo does beside commands of Kedge: data, preferences, a test of the reward model."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-from kedge.demo.task import (
+from task import (
     EOS,
     FACTS,
     PAD,
@@ -23,6 +19,7 @@ from kedge.demo.task import (
     write_post,
     write_summary,
 )
+
 from kedge.output import write_jsonl
 from kedge.reporting.log import read_objects
 
@@ -33,27 +30,13 @@ POSTS = 12  # per exchange of values
 BLIND = 0.5  # share of pairs that are in the right order
 
 
-def main() -> None:
-    """Run one stage."""
-    flags = argparse.ArgumentParser(description=__doc__)
-    stages = {"data": write_data, "preferences": write_preferences, "exchanges": check_exchanges}
-    flags.add_argument("--stage", required=True, choices=stages)
-    flags.add_argument("--output_dir", required=True, type=Path)
-    flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--supervised", type=int, default=22_400, help="summaries to learn from")
-    flags.add_argument("--preferences", type=int, default=3_500, help="posts to compare answers on")
-    flags.add_argument("--judged", type=int, default=500, help="held-out posts")
-    flags.add_argument("--answers", type=Path, help="preferences: two answers to each post")
-    flags.add_argument("--reward", type=Path, help="exchanges: the reward model")
-    args = flags.parse_args()
-    stages[args.stage](args)
-
-
-def write_data(args: argparse.Namespace) -> None:
-    """Write the untrained model with its tokenizer, and all texts."""
+def write_data(
+    folder: Path, seed: int, *, supervised: int = 8, compared: int = 8, judged: int = 8
+) -> None:
+    """Write the untrained model with its tokenizer, and all texts; held_out.jsonl comes last."""
 
     def write(name: str, rows: int, care: float | None = None) -> None:
-        rng = random.Random(f"{name} {args.seed}")
+        rng = random.Random(f"{name} {seed}")
         posts = [write_post(rng) for _ in range(rows)]
         table = [{"prompt": post.text} for post in posts]
         if care is not None:
@@ -61,13 +44,13 @@ def write_data(args: argparse.Namespace) -> None:
                 row | {"completion": write_summary(post, rng, care=care)}
                 for row, post in zip(table, posts, strict=True)
             ]
-        write_jsonl(args.output_dir / f"{name}.jsonl", table)
+        write_jsonl(folder / f"{name}.jsonl", table)
 
-    write_model(args.output_dir / "model", args.seed)
-    write("supervised", args.supervised, CARE)
-    write("preferences", args.preferences)
+    write_model(folder / "model", seed)
+    write("supervised", supervised, CARE)
+    write("preferences", compared)
     write("prompts", PROMPTS)
-    write("held_out", args.judged, REFERENCE_CARE)
+    write("held_out", judged, REFERENCE_CARE)
 
 
 def write_model(folder: Path, seed: int) -> None:
@@ -101,27 +84,27 @@ def write_model(folder: Path, seed: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def write_preferences(args: argparse.Namespace) -> None:
+def write_preferences(folder: Path, seed: int, answers: Path) -> None:
     """Write an annotator's choices between two answers per post; equal answers are skipped."""
-    rng = random.Random(f"preferences {args.seed}")
-    rows = read_objects(args.answers)
+    rng = random.Random(f"preferences {seed}")
+    rows = read_objects(answers)
     pairs = []
     for first, second in zip(rows[::2], rows[1::2], strict=True):
         post = read_post(first["prompt"])
-        answers = [first["completion"], second["completion"]]
-        compared = [(answers[0], answers[1], "two answers")]
-        compared += [(answer, *add_mistake(post, answer, rng)) for answer in answers]
+        both = [first["completion"], second["completion"]]
+        compared = [(both[0], both[1], "two answers")]
+        compared += [(answer, *add_mistake(post, answer, rng)) for answer in both]
         for one, other, kind in compared:
             if one != other:
                 better, worse = sorted((one, other), key=lambda text: -rate(post, text, rng))
                 pair = {"prompt": post.text, "chosen": better, "rejected": worse}
                 pairs.append(pair | {"kind": kind})
     rng.shuffle(pairs)
-    write_jsonl(args.output_dir / "pairs.jsonl", pairs)
+    write_jsonl(folder / "pairs.jsonl", pairs)
     print(f"{len(pairs)} preference pairs")
 
 
-def check_exchanges(args: argparse.Namespace) -> None:
+def check_exchanges(folder: Path, seed: int, reward: Path) -> None:
     """Score correct summaries of new posts, and copies with one value of a fact exchanged.
 
     ``kedge reward`` tests each kind of mistake.  A model that notices almost all wrong places may
@@ -131,7 +114,7 @@ def check_exchanges(args: argparse.Namespace) -> None:
 
     from kedge.rewards.model import RewardModel
 
-    rng = random.Random(f"exchanges {args.seed}")
+    rng = random.Random(f"exchanges {seed}")
     names, texts = [], []
     for kind, values in FACTS.items():
         for right, wrong in permutations(values, 2):
@@ -142,19 +125,16 @@ def check_exchanges(args: argparse.Namespace) -> None:
                 names.append(f"{wrong} for {right}")
                 both = (replace(post, facts=told) for told in (facts, {**facts, kind: wrong}))
                 texts += [text + write_summary(told, rng, care=1.0) for told in both]
-    model = AutoModelForSequenceClassification.from_pretrained(args.reward)
-    tokenizer = AutoTokenizer.from_pretrained(args.reward)
+    model = AutoModelForSequenceClassification.from_pretrained(reward)
+    tokenizer = AutoTokenizer.from_pretrained(reward)
     scores = RewardModel(model).score_texts(texts, tokenizer).tolist()
     seen: dict[str, float] = dict.fromkeys(names, 0.0)
     for name, one, other in zip(names, scores[::2], scores[1::2], strict=True):
         seen[name] += (one > other) / POSTS
     blind = sorted((share, name) for name, share in seen.items() if share <= BLIND)
     text = json.dumps({name: round(share, 3) for name, share in seen.items()}, indent=1)
-    (args.output_dir / "exchanges.json").write_text(text + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "exchanges.json").write_text(text + "\n")
     worst = ", ".join(name for _, name in blind[:6]) + (", ..." if len(blind) > 6 else "")
     print(f"the reward model misses {len(blind)} of {len(seen)} wrong values", end="")
     print(f": {worst}; PPO may learn to say them" if blind else "")
-
-
-if __name__ == "__main__":
-    main()

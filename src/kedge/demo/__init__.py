@@ -1,1 +1,0 @@
-"""RLHF end to end on a CPU, in one command: ``kedge demo``."""
