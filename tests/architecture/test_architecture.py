@@ -67,19 +67,12 @@ LAZY |= {"gymnasium", "textarena", "openenv", "verifiers", "aiohttp"}
 # Arrows that still point the wrong way.
 PENDING = {
     "cli/arguments.py -> kedge.ext.trl.scripts",
-    "cli/data.py -> kedge.ext.open_instruct.mixer",
-    "cli/tools/generate.py -> kedge.ext.vllm",
     "cli/train/ppo.py -> kedge.ext.trl.scripts",
     "ext/before_rl/reward_command.py -> kedge.ext.trl.scripts",
     "ext/before_rl/sft_command.py -> kedge.ext.trl.scripts",
     "ext/plan/command.py -> kedge.ext.open_instruct",
     "ext/plan/command.py -> kedge.ext.open_instruct.config",
     "ext/plan/command.py -> kedge.ext.trl.scripts",
-    "trainers/assembly/models.py -> kedge.ext.ray.pool",
-    "trainers/assembly/models.py -> kedge.ext.ray.reference",
-    "trainers/assembly/run.py -> kedge.ext.open_instruct.config",
-    "trainers/assembly/run.py -> kedge.ext.ray.pool",
-    "trainers/assembly/run.py -> kedge.ext.ray.rewards",
 }
 # Folders of ``ext`` that may import another one.
 EXT_RULES = {"open_instruct": {"ray", "vllm"}, "ray": {"vllm"}}

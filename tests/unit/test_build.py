@@ -31,7 +31,9 @@ from kedge import (
 )
 from kedge.algorithms import Algorithm, ppo, reinforce_pp
 from kedge.config.ppo import RECIPES
-from kedge.config.rollout_engines import RAY_ENGINES, ROLLOUT_ENGINES, RolloutArguments
+from kedge.config.rollout_engines import EMBEDDED, RolloutArguments
+from kedge.ext.ray.specs import ENGINES
+from kedge.ext.vllm.specs import IN_PROCESS, REMOTE, SERVERS
 from kedge.models import load
 from kedge.records.errors import ConfigError, KedgeError, PreflightError, RewardError, RolloutError
 from kedge.records.types import Loss, MicroBatch, PolicyOutput, RewardOutput
@@ -183,11 +185,11 @@ def test_unset_options_follow_others() -> None:
     assert made.engine.source._seed == 0
 
 
-@pytest.mark.parametrize("spec", [*ROLLOUT_ENGINES.values(), *RAY_ENGINES.values()])
+@pytest.mark.parametrize("spec", [EMBEDDED, IN_PROCESS, SERVERS, REMOTE, *ENGINES.values()])
 def test_an_engine_reads_the_options_that_its_builder_takes(spec: Any) -> None:
     own = {*RolloutArguments.__annotations__} - {"rollout_engine"}
     own -= {name for name in own if name.startswith(("ray_reward", "ray_ref"))}
-    if spec is ROLLOUT_ENGINES["http://"]:  # decided where the server was started
+    if spec is REMOTE:  # decided where the server was started
         own -= {"vllm_engine_args", "vllm_tensor_parallel_size", "vllm_sleep"}
     elsewhere = {"ray_engine"} & {*spec.reads}
     assert options_read(resolve_name(spec.build)) & own | elsewhere == {*spec.reads}

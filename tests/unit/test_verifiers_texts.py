@@ -21,7 +21,7 @@ from datasets import Dataset
 from kedge import verifiers
 from kedge.cli.arguments import parse
 from kedge.cli.data import load_prompts
-from kedge.ext.open_instruct.mixer import choose_rows, mix, parse_mixer
+from kedge.data.mixer import choose_rows, mix, parse_mixer
 from kedge.records.errors import ConfigError, DataError, RewardError
 from kedge.verifiers import ByColumn, by_column, gsm8k, known_verifiers, r1_style_format
 from kedge.verifiers.base import Unanswered, Verifier, map_parallel

@@ -60,7 +60,7 @@ def load_prompts(options: Options) -> tuple[Any, Any]:
 
 def load_mixture(mixer: Sequence[str], splits: Sequence[str], options: Options) -> Any:
     """The rows of a mixture of datasets; all use one split, or each its own."""
-    from kedge.ext.open_instruct.mixer import mix, parse_mixer
+    from kedge.data.mixer import mix, parse_mixer
 
     count = len(parse_mixer(mixer))
     if len(splits) not in (1, count):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from functools import partial
 from importlib import metadata
 from typing import Any, Literal
 
+from kedge import plugins
 from kedge.config.declare import SECONDS, format_value, option, read_mapping
 from kedge.records.errors import ConfigError, install_command
 
@@ -47,11 +49,14 @@ class RolloutEngineSpec:
 
     ``build`` and ``check`` are "module:function" and get the config last.  ``build`` also gets
     ``EngineInputs``; ``check``, which runs before weights are loaded, the policy (a model, folder
-    or hub name) and the sampling parameters.
+    or hub name) and the sampling parameters.  ``sampler`` makes an engine of a loaded model, for
+    ``kedge generate``; ``workers`` is a module with ``build_rewards`` and ``build_reference``.
     """
 
     build: str
     check: str | None = None
+    sampler: str | None = None
+    workers: str | None = None
     reads: tuple[str, ...] = ()  # options of ``RolloutArguments`` that have an effect
     copies_weights: bool = True  # samples from a copy of the policy, which weight syncs update
     vllm: bool = False  # vLLM samples
@@ -59,57 +64,19 @@ class RolloutEngineSpec:
     per_rank: bool = False  # each training rank has an engine in its process
 
 
-_VLLM = ("vllm_engine_args", "vllm_tensor_parallel_size", "vllm_sleep", "vllm_tolerance")
-_REMOTE_ENGINE = ("worker_start_timeout", "worker_heartbeat", "worker_timeout", "rollout_timeout")
-_RAY = ("ray_address", "ray_wait_seconds")
-
-ROLLOUT_ENGINES = {
-    "embedded": RolloutEngineSpec(
-        build="kedge.rollout.embedded.engine:build_embedded",
-        copies_weights=False,
-    ),
-    "vllm": RolloutEngineSpec(
-        build="kedge.ext.vllm.build:build_in_process",
-        check="kedge.ext.vllm.build:check_local",
-        reads=_VLLM,
-        vllm=True,
-        per_rank=True,
-    ),
-    "vllm_server": RolloutEngineSpec(
-        build="kedge.ext.vllm.build:build_servers",
-        check="kedge.ext.vllm.build:check_local",
-        reads=(
-            *(*_VLLM, *_REMOTE_ENGINE),
-            *("vllm_num_engines", "vllm_python", "weight_sync_folder"),
-        ),
-        vllm=True,
-    ),
-    "http://": RolloutEngineSpec(  # any address
-        build="kedge.ext.vllm.build:build_remote",
-        check="kedge.ext.vllm.build:check_remote",
-        reads=(*_REMOTE_ENGINE, "weight_sync_folder", "vllm_tolerance"),
-        vllm=True,
-    ),
-}
-# With rollout_engine="ray", by ray_engine.
-RAY_ENGINES = {
-    "vllm": RolloutEngineSpec(
-        build="kedge.ext.ray.engine:build_vllm",
-        check="kedge.ext.vllm.build:check_local",
-        reads=(
-            *(*_VLLM, *_REMOTE_ENGINE, *_RAY),
-            *("ray_engine", "vllm_num_engines", "vllm_transfer"),
-        ),
-        vllm=True,
-        actors=True,
-    ),
-    "embedded": RolloutEngineSpec(
-        build="kedge.ext.ray.engine:build_embedded",
-        reads=(*_REMOTE_ENGINE, *_RAY, "ray_engine", "vllm_num_engines"),
-        actors=True,
-    ),
-}
-ENGINE_NAMES = ("embedded", "vllm", "vllm_server", "ray")
+# Options of `RolloutArguments` that engines read.
+VLLM_OPTIONS = (
+    *("vllm_engine_args", "vllm_tensor_parallel_size"),
+    *("vllm_sleep", "vllm_tolerance"),
+)
+WORKER_OPTIONS = (
+    *("worker_start_timeout", "worker_heartbeat"),
+    *("worker_timeout", "rollout_timeout"),
+)
+RAY_OPTIONS = ("ray_address", "ray_wait_seconds")
+EMBEDDED = RolloutEngineSpec(
+    build="kedge.rollout.embedded.engine:build_embedded", copies_weights=False
+)
 
 _rollout = partial(option, acts_in="rollout engine", resume=True)
 
@@ -213,16 +180,32 @@ class RolloutArguments:
 
 
 def find_engine(config: Any) -> RolloutEngineSpec:
-    """Find the engine that ``rollout_engine`` and ``ray_engine`` name."""
+    """Find the engine that ``rollout_engine`` names: the embedded one, or an entry point.
+
+    An entry point of the group ``kedge.rollout_engines`` is a `RolloutEngineSpec`, or a function
+    that returns one for a config.
+    """
     name = config.rollout_engine
-    if name.startswith(("http://", "https://")):
-        return ROLLOUT_ENGINES["http://"]
-    if name not in ENGINE_NAMES:
+    if name == "embedded":
+        return EMBEDDED
+    remote = name.startswith(("http://", "https://"))
+    found: Any = plugins.load("kedge.rollout_engines", "http" if remote else name)
+    if found is None:
+        names = ("embedded", *(x for x in plugins.find("kedge.rollout_engines") if x != "http"))
         raise ConfigError(
-            f"rollout_engine={format_value(name)} must be one of"
-            f" {', '.join(map(repr, ENGINE_NAMES))}, or the http:// address of a vLLM server"
+            f"rollout_engine={format_value(name)} must be one of {', '.join(map(repr, names))}, or"
+            " the http:// address of a vLLM server"
         )
-    return RAY_ENGINES[config.ray_engine] if name == "ray" else ROLLOUT_ENGINES[name]
+    spec: RolloutEngineSpec = found if isinstance(found, RolloutEngineSpec) else found(config)
+    return spec
+
+
+def load_workers(config: Any) -> Any:
+    """The module that starts reward and reference workers."""
+    find = plugins.load("kedge.rollout_engines", "ray")
+    if find is None:
+        raise ConfigError("ray_reward_workers and ray_ref_workers need the extension kedge.ext.ray")
+    return importlib.import_module(find(config).workers)
 
 
 def check_rollout(config: Any) -> None:
@@ -232,7 +215,7 @@ def check_rollout(config: Any) -> None:
     reads = {"rollout_engine", "ray_reward_workers", "ray_ref_workers", *spec.reads}
     reads |= {"ray_reward_gpus"} if rewards else set()
     reads |= {"ray_ref_gpus"} if references else set()
-    reads |= {*_REMOTE_ENGINE, *_RAY} if rewards or references else set()
+    reads |= {*WORKER_OPTIONS, *RAY_OPTIONS} if rewards or references else set()
     for name, field in RolloutArguments.__dataclass_fields__.items():
         value = getattr(config, name)
         if name not in reads and value != field.default:

@@ -81,6 +81,7 @@ class TrainerSpec:
     metric_names: Callable[[Any, Engine], MetricNames] = lambda args, engine: lambda row: {}
     flags: type[OnPolicyConfig] | None = None  # of the command, if it has more names than `config`
     value_model: bool = False  # takes `value_model`, or `reward_model` to start it
+    equal_vocabulary: bool = False  # reward models must have the policy's
 
     @property
     def command_config(self) -> type[OnPolicyConfig]:

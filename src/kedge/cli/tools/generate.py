@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import fields
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, get_args, get_type_hints
 
 from transformers.hf_argparser import string_to_bool
 
+from kedge import plugins
 from kedge.cli.flags import Flags
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import check_fields
@@ -260,8 +262,5 @@ def _engine(kind: str, model: Any, tokenizer: Any, batch_size: int) -> Any:
 
     if not installed("vllm"):
         raise ConfigError(f"--engine vllm needs vLLM: {install_command('vllm')}; or use embedded")
-    from kedge.ext.vllm import InProcess, PolicyTemplate, VLLMEngine
-
-    spec = PolicyTemplate.of(model)
-    weights = {n: p.detach() for n, p in model.named_parameters()}
-    return VLLMEngine(InProcess(spec, weights), spec, pad_id=pad)
+    spec = plugins.load("kedge.rollout_engines", kind)
+    return resolve_name(spec.sampler)(model, pad_id=pad)

@@ -66,5 +66,9 @@ class AsyncPPOTrainer(PPOTrainer):
     """
 
     SPEC = replace(
-        PPOTrainer.SPEC, config=AsyncPPOConfig, flags=None, metric_names=log_open_instruct_names
+        PPOTrainer.SPEC,
+        config=AsyncPPOConfig,
+        flags=None,
+        metric_names=log_open_instruct_names,
+        equal_vocabulary=True,
     )

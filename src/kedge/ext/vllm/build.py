@@ -235,3 +235,10 @@ def _unknown(remote: Remote, path: str) -> bool:
     """Whether the server lacks an endpoint, or (vLLM 0.32) forbids it without its flag."""
     response = remote._client.post(path, json={}, timeout=remote.limits.start)
     return response.status_code in (403, 404)
+
+
+def engine_of_model(model: nn.Module, *, pad_id: int) -> VLLMEngine:
+    """An engine in this process that samples from a loaded model."""
+    spec = PolicyTemplate.of(model)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return VLLMEngine(InProcess(spec, weights), spec, pad_id=pad_id)

@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from kedge.config.base import OnPolicyConfig
-from kedge.config.rollout_engines import vllm_limit
+from kedge.config.rollout_engines import load_workers, vllm_limit
 from kedge.data import DatasetPrompts
 from kedge.learner.distributed import sharding_strategy
 from kedge.learner.learner import HFLearner
@@ -421,9 +421,6 @@ class LearnerStage:
         self, policy: nn.Module, settings: LearnerSettings
     ) -> RemoteReference:
         """Start the reference workers, with ``ref_model`` or a copy of the initial policy."""
-        from kedge.ext.ray.pool import ActorPool
-        from kedge.ext.ray.reference import RayReference, ReferenceActor
-
         args, model = self.setup.args, self.setup.inputs.ref_model
         model = policy if model is None else model
         if isinstance(model, nn.Module):
@@ -435,17 +432,15 @@ class LearnerStage:
                         "the reference must be the same on all ranks; seed the initialization of"
                         " the model, or pass ref_model"
                     )
-        pool = ActorPool(
-            "reference",
+        reference: RemoteReference = load_workers(args).build_reference(
             args,
-            ReferenceActor,
             model,
             settings,
             autocast=self.setup.dtype,
             quick=not args.torch_compile,
             trust=trusts_remote_code(args),
         )
-        return RayReference(pool)
+        return reference
 
 
 def receives_weights(setup: Setup) -> bool:

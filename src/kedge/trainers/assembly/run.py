@@ -20,8 +20,8 @@ from kedge.config.base import OnPolicyConfig, fields_of
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import default_of, read_mapping
 from kedge.config.ppo import RECIPES
+from kedge.config.rollout_engines import load_workers
 from kedge.data import DatasetPrompts
-from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.learner.distributed import sharding_strategy
 from kedge.learner.learner import HFLearner
 from kedge.learner.learner_state import WeightCopier
@@ -327,7 +327,7 @@ class RewardStage:
             "autocast": setup.dtype,
             "policy_vocab_size": min(tokens, vocabulary(models.policy) or tokens),
         }
-        if isinstance(args, AsyncPPOConfig):  # as open-instruct's
+        if inputs.trainer.SPEC.equal_vocabulary:
             model_options["equal_vocabulary"] = vocabulary(models.policy)
         kinds = type(inputs.trainer).__mro__
         if any("train" in vars(kind) for kind in kinds if not kind.__module__.startswith("kedge.")):
@@ -339,12 +339,10 @@ class RewardStage:
         }
         source: RewardSource
         if args.ray_reward_workers:
-            from kedge.ext.ray.pool import ActorPool
-            from kedge.ext.ray.rewards import RayRewards, RewardActor
-
             make = partial(reward_source, inputs.reward_model, inputs.reward_funcs, **mixture)
-            pool = ActorPool("reward", args, RewardActor, make, model_options, function_options)
-            source = RayRewards(pool, trainer_state=trainer_state)
+            source = load_workers(args).build_rewards(
+                args, make, model_options, function_options, trainer_state=trainer_state
+            )
         else:
             source = reward_source(
                 self._reward_models(models.reward_adapter),
