@@ -205,7 +205,7 @@ def options_read(function: Any) -> set[str]:
 
 
 def test_the_config_has_the_names_of_the_table() -> None:
-    with pytest.raises(ConfigError, match="'embedded', 'vllm', 'vllm_server', 'ray'"):
+    with pytest.raises(ConfigError, match="'embedded', 'ray', 'vllm', 'vllm_server'"):
         PPOConfig(output_dir="unused", rollout_engine="vlm")
     with pytest.raises(ConfigError, match="must be one of 'embedded'"):
         PPOConfig(output_dir="unused", rollout_engine="ray vllm")

@@ -191,7 +191,7 @@ def find_engine(config: Any) -> RolloutEngineSpec:
     remote = name.startswith(("http://", "https://"))
     found: Any = plugins.load("kedge.rollout_engines", "http" if remote else name)
     if found is None:
-        names = ("embedded", *(x for x in plugins.find("kedge.rollout_engines") if x != "http"))
+        names = ("embedded", *sorted({*plugins.find("kedge.rollout_engines")} - {"http"}))
         raise ConfigError(
             f"rollout_engine={format_value(name)} must be one of {', '.join(map(repr, names))}, or"
             " the http:// address of a vLLM server"

@@ -1,0 +1,1 @@
+"""Five plug-ins for Kedge, as a package of its own."""
