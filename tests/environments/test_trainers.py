@@ -11,6 +11,7 @@ import pytest
 from transformers import TrainerCallback
 
 from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, reinforce_pp, rloo
+from kedge.algorithms.transforms import without_reference
 from kedge.cli.main import main
 from kedge.environments import EnvironmentRollouts
 from kedge.environments.success import measure_success
@@ -134,11 +135,11 @@ def test_turns_of_equal_rewards_have_no_advantage_however_scores_are_shaped(
     monkeypatch.setattr(updater, "make_experience", watched)
     if "reward_clip_range" in shape:  # the share of a turn in a clipped sum depends on the others
         monkeypatch.setattr(FirstTurnPays, "later", 0.0)
-    options = {"reference": False} | shape
     if "baseline" in shape:
-        algorithm = reinforce_pp(normalize_advantage=False, **options)
+        algorithm = reinforce_pp(normalize_advantage=False, **shape)
     else:
-        algorithm = rloo(**options)
+        algorithm = rloo(**shape)
+    algorithm = without_reference(algorithm)
     sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "kl_coef": 0.0}
     played(environment=lambda: FirstTurnPays(2), algorithm=algorithm, **sizes).train()
     ((turn, advantages),) = seen

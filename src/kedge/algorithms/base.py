@@ -157,6 +157,7 @@ def reference_kl(e: AdvantageInputs, estimator: str) -> Tensor | None:
 def dense_totals(dense: Tensor) -> Tensor:
     """Sum of the dense rewards of each row; 0 where they cancel.  [B, R] -> float32 [B]."""
     totals = dense.sum(1)
+    # What is left where they cancel is a rounding error, and would make equal groups differ.
     return torch.where(totals.abs() > 1e-5 * dense.abs().sum(1), totals, 0.0).float()
 
 

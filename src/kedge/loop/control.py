@@ -39,6 +39,7 @@ class AdaptiveKL(FixedKL):
 
     value *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon
 
+    Ziegler et al. 2019, section 2.2 (arXiv:1909.08593): a single noisy batch moves it little.
     Target and horizon are settings, not state.
     """
 

@@ -34,11 +34,10 @@ def build_ppo(args: PPOConfig, reward_weights: Sequence[float] | None = None) ->
             f" {1 / args.lam_alpha:.3g} turns. With credit='turn' set lam instead"
         )
     high = args.cliprange if args.cliprange_high is None else args.cliprange_high
-    masks = args.policy_loss == "mask"
-    by_length = args.lam_alpha and partial(length_adaptive_lambda, alpha=args.lam_alpha)
+    alpha, masks = args.lam_alpha, args.policy_loss == "mask"
     algorithm = ppo(
         gamma=args.gamma,
-        lam=by_length or args.lam,
+        lam=partial(length_adaptive_lambda, alpha=alpha) if alpha else args.lam,
         lam_value=args.lam_value,
         cliprange=(
             RatioMask(args.cliprange, high) if masks else Clip(args.cliprange, high, args.dual_clip)

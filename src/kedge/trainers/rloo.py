@@ -59,8 +59,9 @@ class RLOOArguments(SharedArguments, total=False):
 
 def build_rloo(args: RLOOConfig, reward_weights: Sequence[float] | None = None) -> Algorithm:
     """RLOO with the options and the filter of the config."""
+    assert args.cliprange is not None  # the config fills in what is unset
     algorithm = rloo(
-        cliprange=Clip(args.cliprange or 0.2, args.cliprange_high),
+        cliprange=Clip(args.cliprange, args.cliprange_high),
         kl_estimator=args.kl_estimator,
         ratio_level=args.ratio_level,
         token_level_kl=args.token_level_kl,
