@@ -284,8 +284,8 @@ BUGS = {
     },
     ("rollout/scheduler/collector.py", GROUPS): {
         "the greedy baseline of another prompt": (
-            "greedy_scores=greedy.scores[group]",
-            "greedy_scores=greedy.scores[group.flip(0)]",
+            "greedy_scores=baseline.scores[group]",
+            "greedy_scores=baseline.scores[group.flip(0)]",
         ),
         "greedy responses that are sampled": ("temperature=0.0, top_k=0", "top_k=0"),
     },

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kedge.environments import EnvironmentRollouts, Response
+from kedge.environments import EnvironmentRollouts, EpisodeLimits, Response
 from kedge.environments.tools import ToolEnvironment
 from kedge.loop import updater
 from kedge.records.errors import ConfigError
@@ -310,8 +310,9 @@ def test_reasoning_between_calls(family: str) -> None:
             return said, 0.0, self.turn == 3, False, {}
 
     script = [[[*tokenizer(x, add_special_tokens=False)["input_ids"], 0]] for x in texts]
+    limits = EpisodeLimits(max_observation_tokens=200)
     play = EnvironmentRollouts(
-        ScriptedRollouts(script), Asks, tokenizer, drop_reasoning=True, max_observation_tokens=200
+        ScriptedRollouts(script), Asks, tokenizer, limits, drop_reasoning=True
     )
     ids = torch.tensor([rendered(tokenizer, prompt)])
     batch = PromptBatch(

@@ -21,7 +21,7 @@ from kedge.records.protocols import EnvironmentInfo
 from kedge.records.types import Metrics, PromptBatch, Sampling, ToolCall
 from kedge.testing import ScriptedRollouts
 from tests.environments.families import FAMILIES, tokenizer
-from tests.environments.toys import Echo, prompts, sampling
+from tests.environments.toys import Echo, prompts, sampling, split_limits
 
 
 def calculator(a: float, b: float, operation: str = "add") -> float:
@@ -159,7 +159,8 @@ def played(
         ids=ids, mask=ids > 0, group=torch.zeros(1).long(), row=torch.zeros(1).long(),
         columns={"prompt": [prompt], **(columns or {})},
     )  # fmt: skip
-    play = EnvironmentRollouts(Scripted(script), make, tok, **options)
+    limits, others = split_limits(options)
+    play = EnvironmentRollouts(Scripted(script), make, tok, limits, **others)
     wanted = Sampling(max_new_tokens=9999, stop_ids=(stop,))
     return play.generate(batch, sampling=wanted, seed=0), read
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.environments import EnvironmentRollouts
+from kedge.environments import EnvironmentRollouts, EpisodeLimits
 from kedge.environments.turn_tokens import TurnTokens
 from kedge.records.errors import DataError, RolloutError
 from kedge.records.types import PromptBatch, Sampling
@@ -149,7 +149,8 @@ def test_tokens_of_the_policy_are_never_tokenized_again() -> None:
         ids=ids, mask=torch.ones_like(ids, dtype=torch.bool), group=torch.zeros(1).long(),
         row=torch.zeros(1).long(), columns={"prompt": [prompt]},
     )  # fmt: skip
-    play = EnvironmentRollouts(Scripted([[turn] for turn in turns]), Asks, tok, max_turns=2)
+    limits = EpisodeLimits(max_turns=2)
+    play = EnvironmentRollouts(Scripted([[turn] for turn in turns]), Asks, tok, limits)
     rollout = play.generate(batch, sampling=Sampling(max_new_tokens=99, stop_ids=(stop,)), seed=0)
     assert seen[1][: len(seen[0]) + len(turns[0])] == seen[0] + turns[0]
     assert rollout.ids[0][rollout.loss_mask[0]].tolist() == turns[0] + turns[1]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
 
-from kedge.environments import EnvironmentRollouts, Response
+from kedge.environments import EnvironmentRollouts, EpisodeLimits, Response
 from kedge.environments.pool import Calls, RunningCalls
 from kedge.records.types import PromptBatch, Sampling
 from kedge.rollout.embedded.engine import EmbeddedEngine
@@ -101,8 +102,16 @@ def prompts(rows: int = 4, group: int = 1, *, chat: bool = True) -> PromptBatch:
     )
 
 
+def split_limits(options: dict[str, Any]) -> tuple[EpisodeLimits, dict[str, Any]]:
+    """The limits among the options, and the others."""
+    names = {field.name for field in fields(EpisodeLimits)}
+    limits = EpisodeLimits(**{name: x for name, x in options.items() if name in names})
+    return limits, {name: x for name, x in options.items() if name not in names}
+
+
 def rollouts(make: Any = Echo, inner: Any = None, **options: Any) -> EnvironmentRollouts:
-    return EnvironmentRollouts(inner or engine(), make, chat_tokenizer(), **options)
+    limits, others = split_limits(options)
+    return EnvironmentRollouts(inner or engine(), make, chat_tokenizer(), limits, **others)
 
 
 def sampling(**options: Any) -> Sampling:

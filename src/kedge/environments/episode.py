@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -157,17 +157,30 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnLimits:
-    """Limits of the turns of an episode; see ``EnvironmentRollouts``."""
+class EpisodeLimits:
+    """What ends an episode or cuts its texts, and what a failure of its environment costs."""
 
-    max_turns: int | None
-    max_turn_tokens: int | None
-    max_observation_tokens: int | None
-    max_seconds: float | None
-    context: int | None = None  # longest prompt plus episode that the models support, in tokens
-    keeps_last: bool = False  # keep the observation after the last turn of a truncated episode
+    max_turns: int | None = None  # None: as many as its tokens allow
+    max_turn_tokens: int | None = None  # of one turn; None: as many as the episode has left
+    max_observation_tokens: int | None = None  # of an answer, above which its middle is cut
+    # seconds that the environment may take, without sampling, before the episode is truncated
+    max_seconds: float | None = None
+    context: int | None = None  # tokens of prompt and episode; None: the engine's limit
+    # append the observation that follows a truncated episode, untrained, so that a value can be
+    # read where values are trained
+    keeps_last: bool = False
+    timeout: float | None = 60.0  # seconds of one call of an environment
+    max_concurrency: int = 256  # calls at the same time
+    # Effect of an exception, a timeout or an invalid result: "raise" RolloutError, "drop" the
+    # episode from training, or "score" its last turn with ``env_error_score``.
+    on_env_error: Literal["raise", "drop", "score"] = "raise"
+    env_error_score: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.on_env_error not in ("raise", "drop", "score"):
+            raise ConfigError(
+                f"on_env_error must be 'raise', 'drop' or 'score', got {self.on_env_error!r}"
+            )
         limits = {"max_turns": self.max_turns, "max_turn_tokens": self.max_turn_tokens}
         for name, value in limits.items():
             if value is not None and value < 1:

@@ -17,13 +17,12 @@ from weakref import WeakSet
 
 from kedge.background import CallThread, in_thread, on_event_loop
 from kedge.environments.episode import Episode
-from kedge.records.errors import ConfigError, RolloutError, describe_error
+from kedge.records.errors import RolloutError, describe_error
 from kedge.records.protocols import Closable, Environment, EnvironmentInfo, read_info
 
 logger = logging.getLogger(__name__)
 MakeEnvironment = Callable[[], Environment]
 Place = tuple[Any, CallThread | None]  # an environment and the thread of its methods
-OnError = Literal["raise", "drop", "score"]
 _MOST_FAILED = 0.9  # share of the latest episodes that may fail with on_env_error="drop"
 _LATEST = 16  # minimum number of latest episodes, otherwise two batches
 _NO_ROOM = 0.01  # seconds to wait while all threads are busy
@@ -182,7 +181,8 @@ class EnvironmentPool:
     The methods of an environment, if ``step`` is not async, run in one thread, which makes it, too:
     connections to SQLite and others can only be used where they were made.
 
-    ``make`` and ``on_error`` are ``make_environment`` and ``on_env_error`` of EnvironmentRollouts.
+    ``make`` is ``make_environment`` of EnvironmentRollouts, ``on_error`` ``on_env_error`` of
+    EpisodeLimits.
     """
 
     def __init__(
@@ -190,10 +190,8 @@ class EnvironmentPool:
         make: MakeEnvironment | Mapping[str, MakeEnvironment],
         calls: Calls,
         *,
-        on_error: OnError,
+        on_error: Literal["raise", "drop", "score"],
     ) -> None:
-        if on_error not in ("raise", "drop", "score"):
-            raise ConfigError(f"on_env_error must be 'raise', 'drop' or 'score', got {on_error!r}")
         self.calls, self.on_error = calls, on_error
         self._make: Mapping[Any, MakeEnvironment] = (
             make if isinstance(make, Mapping) else {None: make}

@@ -22,7 +22,7 @@ from kedge.data.encode import is_chat
 from kedge.environments.episode import (
     ENDINGS,
     Episode,
-    TurnLimits,
+    EpisodeLimits,
     build_rollout,
     check_turn_tokens,
     describe,
@@ -40,7 +40,6 @@ from kedge.environments.pool import (
     EnvironmentPool,
     Lease,
     MakeEnvironment,
-    OnError,
     RunningCalls,
 )
 from kedge.environments.turn_tokens import TurnTokens, as_messages
@@ -81,68 +80,41 @@ class EnvironmentRollouts:
         make_environment: makes an environment, which is reused for later episodes; or a mapping of
             names to such functions, chosen by the column ``environment`` of the prompts.
         tokenizer: the policy's; None if environments exchange token ids only.
-        max_turns: turns per episode; None: as many as its tokens allow.
-        max_turn_tokens: tokens per turn; None: as many as the episode has left.
-        max_observation_tokens: tokens of an answer to a turn, above which its middle is cut.
-        max_seconds: seconds that an episode's environment may take, without sampling, before
-            the episode is truncated.
-        timeout: maximum seconds of an environment's call; None: no limit.
-        on_env_error: effect of an environment's exception, timeout or invalid result:
-            "raise" RolloutError, "drop" the episode from training, or "score" its last turn with
-            ``env_error_score``.
-        env_error_score: reward of the last turn of an episode whose environment failed.
-        max_concurrency: maximum number of concurrent environment calls.
+        limits: of episodes and of calls.
         chat_template_kwargs: passed on to ``apply_chat_template``.
         pad_id: token id that pads rows; None: the tokenizer's pad or EOS token, or 0.
         extra_column: leave one slot after the longest row.
-        context: maximum tokens of prompt and episode; None: the engine's limit.
         drop_reasoning: if the chat template renders earlier turns without reasoning that the policy
             has read, the next turn begins a new context: the conversation as the template renders
             it.
-        keep_last_observation: append the observation that follows a truncated episode, untrained,
-            so that a value can be read where values are trained.
         vocabulary: number of token ids that the models know; None: those of the tokenizer.
         keep_environments: reuse an environment only once the rewards of its rollout are computed;
             reward functions get it among ``environments``.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         engine: RolloutEngine,
         make_environment: MakeEnvironment | Mapping[str, MakeEnvironment],
         tokenizer: Any = None,
+        limits: EpisodeLimits | None = None,
         *,
-        max_turns: int | None = None,
-        max_turn_tokens: int | None = None,
-        max_observation_tokens: int | None = None,
-        max_seconds: float | None = None,
-        timeout: float | None = 60.0,
-        on_env_error: OnError = "raise",
-        env_error_score: float = 0.0,
-        max_concurrency: int = 256,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         pad_id: int | None = None,
         extra_column: bool = False,
-        context: int | None = None,
         drop_reasoning: bool = False,
-        keep_last_observation: bool = False,
         vocabulary: int | None = None,
         keep_environments: bool = False,
     ) -> None:
         self.engine: Any = engine  # untyped: it may be a ContinuousEngine
         inner = read_info(engine, EngineInfo)
         self._ranks_wait = inner.wait_for_other_ranks is not None
-        self._limits = TurnLimits(
-            max_turns=max_turns,
-            max_turn_tokens=max_turn_tokens,
-            max_observation_tokens=max_observation_tokens,
-            max_seconds=max_seconds,
-            context=inner.max_length if context is None else context,
-            keeps_last=keep_last_observation,
-        )
-        self._environments = EnvironmentPool(
-            make_environment, Calls(timeout=timeout, most=max_concurrency), on_error=on_env_error
-        )
+        limits = limits or EpisodeLimits()
+        if limits.context is None:
+            limits = replace(limits, context=inner.max_length)
+        self._limits = limits
+        calls = Calls(timeout=limits.timeout, most=limits.max_concurrency)
+        self._environments = EnvironmentPool(make_environment, calls, on_error=limits.on_env_error)
         self._tokens = TurnTokens(
             tokenizer, chat_template_kwargs=chat_template_kwargs, vocabulary=vocabulary
         )
@@ -152,7 +124,7 @@ class EnvironmentRollouts:
         ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
         self._pad = next((int(i) for i in (pad_id, *ids) if i is not None), 0)
         self._spare = int(extra_column)
-        self._error_score, self._keep = env_error_score, keep_environments
+        self._keep = keep_environments
         # Sample a turn for all live episodes at once, when all environments have answered.
         self._together = False
         self._forget()
@@ -528,7 +500,7 @@ class EnvironmentRollouts:
         try:
             yield
         except Exception as error:
-            environment, on_error = episode.environment, self._environments.on_error
+            environment, on_error = episode.environment, self._limits.on_env_error
             episode.error = describe_error(error)
             if isinstance(error, ConfigError):
                 raise
@@ -553,7 +525,7 @@ class EnvironmentRollouts:
             episode.end(ending, terminated=on_error == "score")
             episode.dropped = on_error == "drop"
             if not episode.dropped:
-                episode.add_reward(self._error_score)
+                episode.add_reward(self._limits.env_error_score)
 
     def _drop(self) -> None:
         """Drop the episodes; busy environments are reused once they have answered."""

@@ -66,31 +66,16 @@ def collect(
     reward_output = reward_source.score(rollout)
     if greedy and reward_output.greedy_scores is None:
         most_likely = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-        first = prompts.rows(first_rows(prompts))
-        answers = engine.generate(first, sampling=most_likely, seed=seed)
-        reward_output = add_greedy_scores(reward_output, prompts, reward_source.score(answers))
+        first = torch.stack([rows[0] for rows in group_rows(prompts)[1]])
+        answers = engine.generate(prompts.rows(first), sampling=most_likely, seed=seed)
+        baseline, group = reward_source.score(answers), prompts.group.unique(return_inverse=True)[1]
+        reward_output = replace(
+            reward_output,
+            greedy_scores=baseline.scores[group],
+            valid=reward_output.valid & baseline.valid[group],  # a group without baseline is lost
+        )
     times = {"time/rollout": sampled - begin, "time/reward": clock() - sampled}
     return Sample(rollout=rollout, reward_output=reward_output, times=times)
-
-
-def first_rows(prompts: PromptBatch) -> Tensor:
-    """The first row of each group, int64 [G], in ascending order of their ids."""
-    return torch.stack([rows[0] for rows in group_rows(prompts)[1]])
-
-
-def add_greedy_scores(
-    reward_output: RewardOutput, prompts: PromptBatch, greedy: RewardOutput
-) -> RewardOutput:
-    """Add greedy scores; if the greedy response has no score, the group's rows become invalid.
-
-    ``greedy`` has one row per group of ``prompts``, in ascending order of their ids.
-    """
-    _, group = prompts.group.unique(return_inverse=True)
-    return replace(
-        reward_output,
-        greedy_scores=greedy.scores[group],
-        valid=reward_output.valid & greedy.valid[group],
-    )
 
 
 def spare_step(step: int, turn: int, rounds: int) -> int:

@@ -17,6 +17,7 @@ from kedge.data import DatasetPrompts
 from kedge.data.encode import SOURCES, read_table
 from kedge.environments import (
     EnvironmentRollouts,
+    EpisodeLimits,
     EpisodeReward,
     FunctionRollouts,
     tool_environments,
@@ -32,7 +33,6 @@ from kedge.rewards.build import as_list, load_module
 from kedge.trainers.assembly.setup import Setup
 from kedge.trainers.spec import TrainerInputs
 
-_SAME_NAMES = ("max_turns", "max_turn_tokens", "max_observation_tokens", "drop_reasoning")
 _EMPTY = [{"role": "user", "content": ""}]
 Make = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 
@@ -91,21 +91,30 @@ def check_columns(setup: Setup, make: Make, prompts: Iterable[PromptSource]) -> 
 
 
 def play_in(
-    make: Make, args: EnvironmentArguments, engine: RolloutEngine, tokenizer: Any, **options: Any
+    make: Make,
+    args: EnvironmentArguments,
+    engine: RolloutEngine,
+    tokenizer: Any,
+    *,
+    context: int | None = None,
+    keep_last_observation: bool = False,
+    **options: Any,
 ) -> EnvironmentRollouts:
     """Wrap ``engine`` to play in environments with the limits of ``args``."""
-    return EnvironmentRollouts(
-        engine,
-        make,
-        tokenizer,
+    limits = EpisodeLimits(
+        max_turns=args.max_turns,
+        max_turn_tokens=args.max_turn_tokens,
+        max_observation_tokens=args.max_observation_tokens,
         max_seconds=args.max_episode_seconds,
+        context=context,
+        keeps_last=keep_last_observation,
         timeout=args.environment_timeout,
         max_concurrency=args.environment_concurrency,
         on_env_error=args.on_env_error,
         env_error_score=args.env_error_score,
-        **{name: getattr(args, name) for name in _SAME_NAMES},
-        **options,
     )
+    reasoning = args.drop_reasoning
+    return EnvironmentRollouts(engine, make, tokenizer, limits, drop_reasoning=reasoning, **options)
 
 
 def environments_to_play(
