@@ -135,7 +135,7 @@ bench: setup
 
 # The wheel and the source archive, checked, and an iteration of PPO from the wheel alone.
 dist: setup
-	rm -rf dist build/empty
+	rm -rf dist build/empty build/data build/ppo
 	$(PYTHON) -m venv build/empty
 	build/empty/bin/python -m pip install --quiet build twine "torch==2.13.0"
 	build/empty/bin/python -m build --outdir dist .
@@ -144,6 +144,7 @@ dist: setup
 	cd build && PYTHONPATH=../examples/demo empty/bin/python -c "import stages; stages.write_data(stages.Path('data'), 0)"
 	cd build && empty/bin/kedge ppo --model_name_or_path data/model --dataset_name data/prompts.jsonl --max_steps 1 \
 		--reward_funcs ../examples/demo/task.py:gold --response_length 24 --output_dir ppo
+	cd build && empty/bin/kedge report ppo
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(OTHERS) site runs trainer_output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -112,13 +112,18 @@ def run(folder: Path, seed: int, sizes: Sizes) -> None:
     command(answers, "generate", *places, **asked, output=answers)
     if is_missing(pairs):
         write_preferences(pairs.parent, seed, answers)
-    trained = {"model_name_or_path": folder / "sft", "seed": seed}
     command(
         folder / "reward" / "held_out.json",
         "reward",
-        **{**trained, "dataset_name": pairs, "num_train_epochs": sizes.epochs, **SUPERVISED},
-        **{"learning_rate": 0.0007, "warmup_steps": 60, "adam_beta2": 0.98},
+        model_name_or_path=folder / "sft",
+        dataset_name=pairs,
+        num_train_epochs=sizes.epochs,
+        learning_rate=0.0007,
+        warmup_steps=60,
+        adam_beta2=0.98,
         disable_dropout=True,
+        **SUPERVISED,
+        seed=seed,
         output_dir=folder / "reward",
     )
     if is_missing(folder / "exchanges" / "exchanges.json"):
@@ -126,9 +131,12 @@ def run(folder: Path, seed: int, sizes: Sizes) -> None:
     command(
         folder / "ppo" / "model.safetensors",
         "ppo",
-        **{**trained, "reward_model_path": folder / "reward", **PPO},
+        model_name_or_path=folder / "sft",
+        reward_model_path=folder / "reward",
         dataset_name=folder / "data" / "prompts.jsonl",
         total_episodes=sizes.episodes,
+        **PPO,
+        seed=seed,
         output_dir=folder / "ppo",
     )
     summarize(folder, "ppo", held_out, seed)
@@ -156,9 +164,14 @@ def train_supervised(folder: Path, seed: int, sizes: Sizes) -> None:
     command(
         folder / "sft" / "model.safetensors",
         "sft",
-        **{"model_name_or_path": data / "model", "dataset_name": data / "supervised.jsonl"},
-        **{"num_train_epochs": 1, "learning_rate": 0.002, "warmup_steps": 40, **SUPERVISED},
-        **{"seed": seed, "output_dir": folder / "sft"},
+        model_name_or_path=data / "model",
+        dataset_name=data / "supervised.jsonl",
+        num_train_epochs=1,
+        learning_rate=0.002,
+        warmup_steps=40,
+        **SUPERVISED,
+        seed=seed,
+        output_dir=folder / "sft",
     )
 
 
@@ -190,9 +203,10 @@ def command(result: Path, name: str, *words: Path | str, **options: Any) -> None
 
 def is_missing(result: Path) -> bool:
     """Whether a stage has to run; its folder is there afterwards."""
-    print(f"demo: stage {result.parent.name} {'is done' if result.exists() else ''}", flush=True)
+    missing = not result.exists()
+    print(f"demo: stage {result.parent.name}{'' if missing else ' is done'}", flush=True)
     result.parent.mkdir(parents=True, exist_ok=True)
-    return not result.exists()
+    return missing
 
 
 if __name__ == "__main__":

@@ -74,26 +74,43 @@ def run(folder: Path, model: str, reviews: Path, seed: int, kl_coef: float, size
     command(
         sft / "model.safetensors",
         "sft",
-        **{"model_name_or_path": model, "dataset_name": data / "texts", "output_dir": sft},
-        **{"num_train_epochs": 2, "learning_rate": 1e-3, **SUPERVISED, **steps},
+        model_name_or_path=model,
+        dataset_name=data / "texts",
+        num_train_epochs=2,
+        learning_rate=1e-3,
+        **SUPERVISED,
+        **steps,
+        output_dir=sft,
     )
     for place, start, pairs in ((reward, sft, "reward"), (judge, model, "judge")):
         command(
             place / "held_out.json",
             "reward",
-            **{"model_name_or_path": start, "dataset_name": data / pairs, "output_dir": place},
-            **{**REWARD, **steps},
+            model_name_or_path=start,
+            dataset_name=data / pairs,
+            **REWARD,
+            **steps,
+            output_dir=place,
         )
     command(
         folder / "ppo" / "model.safetensors",
         "ppo",
-        **{"model_name_or_path": sft, "reward_model_path": reward, "output_dir": folder / "ppo"},
-        **{"dataset_name": data / "prompts", "per_device_train_batch_size": sizes.batch},
-        **{"total_episodes": sizes.episodes, "response_length": sizes.length, "seed": seed},
-        **{"num_ppo_epochs": 4, "learning_rate": 3e-4, "kl_coef": kl_coef, "stop_token": "eos"},
-        # The reward model never saw truncated answers and scores them too high.
-        missing_eos_penalty=4.0,
-        **{"logging_steps": 2, "num_sample_generations": 2, **COMMON},
+        model_name_or_path=sft,
+        reward_model_path=reward,
+        dataset_name=data / "prompts",
+        per_device_train_batch_size=sizes.batch,
+        total_episodes=sizes.episodes,
+        num_ppo_epochs=4,
+        response_length=sizes.length,
+        stop_token="eos",
+        missing_eos_penalty=4.0,  # the reward model never saw truncated answers: too high scores
+        learning_rate=3e-4,
+        kl_coef=kl_coef,
+        logging_steps=2,
+        num_sample_generations=2,
+        **COMMON,
+        seed=seed,
+        output_dir=folder / "ppo",
     )
     start, tuned = (folder / name / "completions.jsonl" for name in ("start", "tuned"))
     asked = {"limit": sizes.limit, "temperature": 0.7, "max_new_tokens": sizes.length}

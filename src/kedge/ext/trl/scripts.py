@@ -203,25 +203,27 @@ class TrlParser(ConfigParser):
         return flags
 
 
-def read_yaml(name: str, flag: str = "--config ") -> dict[str, Any]:
-    """Read the mapping in a YAML file; errors begin with ``flag``."""
+def read_yaml(name: str) -> dict[str, Any]:
+    """Read the mapping in a YAML file that ``--config`` names."""
     import yaml
 
     file = Path(name).expanduser()
     if not file.is_file():
-        raise ConfigError(f"{flag}{name}: there is no such file")
+        raise ConfigError(f"--config {name}: there is no such file")
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         # Not UTF-8, a date of month 13, !!int abc, 5,000 brackets, 6,000 digits.
-        raise ConfigError(f"{flag}{name} is not valid YAML: {error}") from error
+        raise ConfigError(f"--config {name} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{flag}{name} must map names to values, got {type(values).__name__}")
+        raise ConfigError(f"--config {name} must map names to values, got {type(values).__name__}")
     left = [MOST_YAML_VALUES]
     try:
-        return {key: _plain(value, f"{flag}{name}: {key}", left) for key, value in values.items()}
+        return {
+            key: _plain(value, f"--config {name}: {key}", left) for key, value in values.items()
+        }
     except RecursionError as error:
-        raise ConfigError(f"{flag}{name} has an alias within what it stands for") from error
+        raise ConfigError(f"--config {name} has an alias within what it stands for") from error
 
 
 def _plain(value: Any, where: str, left: list[int]) -> Any:
