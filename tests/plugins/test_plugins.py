@@ -36,7 +36,8 @@ listed = Path(folder, "one", "listing.txt").read_text().splitlines()
 scores = [row["objective/scores"] for row in rows if "objective/scores" in row]
 assert [float(line.split()[1]) for line in listed] == scores
 assert all(0.4 <= score <= 1 for score in scores)
-rows += run("two", train_dataset=[{"prompt": "w3"}] * 4, environment="doubling", logging_steps=1, max_turn_tokens=2, response_length=24, report_to="none")
+rows += run("two", train_dataset=[{"prompt": "w3"}] * 4, environment="doubling",
+    logging_steps=1, max_turn_tokens=2, response_length=24, report_to="none")
 turns = [row["environment/turns_seen"] for row in rows if "environment/turns_seen" in row]
 print(Counted.batches, len(listed), turns[-1])
 """
