@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -28,11 +29,25 @@ EXTENSIONS = re.compile(
 )
 
 
+@functools.cache
+def of_extension(file: Path) -> bool:
+    """Whether a file of tests, or one that it imports at its top, names an extension."""
+    text = file.read_text(encoding="utf-8")
+    if EXTENSIONS.search(re.sub(r"importorskip\(.*?\)", "", text)):
+        return True
+    used = re.findall(r"^from (tests[.\w]*) import (\w+)", text, re.MULTILINE)
+    names = [name for module, part in used for name in (module, f"{module}.{part}")]
+    files = (Path(__file__).parents[1] / f"{name.replace('.', '/')}.py" for name in names)
+    return "docs.generate" in text or any(
+        f != file and f.is_file() and of_extension(f) for f in files
+    )
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Without ``kedge.ext``, leave out files of tests that name an extension."""
+    """Without ``kedge.ext``, leave out the tests of extensions."""
     if importlib.util.find_spec("kedge.ext") or collection_path.suffix != ".py":
         return None
-    return bool(EXTENSIONS.search(collection_path.read_text(encoding="utf-8"))) or None
+    return of_extension(collection_path) or None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -34,7 +35,6 @@ from kedge import (
 from kedge.learner.learner import HFLearner
 from kedge.rollout.embedded.generation import DecodeLoop
 from kedge.testing import tiny_policy
-from tests import classic_models
 from tests.e2e.small import PROMPTS as ALL
 from tests.e2e.small import length_reward
 from tests.strict_device import strict_accelerator, strict_device, total_waits
@@ -44,7 +44,6 @@ PROMPTS = ALL[:6]
 FLAGS = {"report_to": "none", "seed": 3, "logging_steps": 1, "disable_tqdm": True}
 FLAGS |= {"save_strategy": "no", "bf16": False}  # on a GPU the default is bf16
 LORA = LoraConfig(r=2, target_modules=["query_key_value"], task_type="CAUSAL_LM")
-LORA_CLASSIC = classic_models.lora(r=2)
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "num_sample_generations": 1}
 MASKED = {"top_k": 5, "top_p": 0.9}
 SGD = {"optim": "sgd", "learning_rate": 0.1}  # Adam enlarges rounding where gradients are 0
@@ -126,6 +125,10 @@ def asynchronous(flags: dict[str, Any], **inputs: Any) -> Any:
 
 def classic(flags: dict[str, Any], **inputs: Any) -> Any:
     options = {k: v for k, v in flags.items() if k not in {*FLAGS, "output_dir", "use_cpu"}}
+    from tests import classic_models
+
+    if inputs.pop("lora", False):
+        inputs["peft_config"] = classic_models.lora(r=2)
     model = classic_models.gpt2(n_embd=8, n_layer=1)
     return classic_models.trainer(model, seed=3, sgd=0.1, **options, **inputs)
 
@@ -184,9 +187,9 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "async, lag 1": (asynchronous, {"max_lag": 1}, {}),
     "async, lag 1, LoRA": (asynchronous, {"max_lag": 1}, {"peft_config": LORA}),
     "async, lag 1, bf16, sampling masks": (asynchronous, MASKED | {"max_lag": 1, "bf16": True}, {}),
-    "classic": (classic, {}, {}),
-    "classic, LoRA": (classic, {}, {"peft_config": LORA_CLASSIC}),
 }
+if find_spec("kedge.ext"):
+    CASES |= {"classic": (classic, {}, {}), "classic, LoRA": (classic, {}, {"lora": True})}
 TIMED = ("time", "per_second", "runtime", "eps")
 
 
@@ -197,6 +200,8 @@ def metrics(trainer: Any, resume: bool) -> list[dict[str, Any]]:
         return trainer.state.log_history
     rows = []
     for seed in (0, 1):
+        from tests import classic_models
+
         queries, _, scores = classic_models.samples(seed)
         torch.manual_seed(seed)
         queries = [q.to(trainer.accelerator.device) for q in queries]

@@ -15,7 +15,6 @@ from kedge.algorithms.transforms import without_reference
 from kedge.cli.main import main
 from kedge.environments import EnvironmentRollouts
 from kedge.environments.success import measure_success
-from kedge.ext.report.report import gather
 from kedge.loop import updater
 from kedge.math.intervals import share_interval
 from kedge.records.errors import ConfigError, RewardError
@@ -402,6 +401,7 @@ def test_the_command(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["ppo", *words(arguments)]) in (0, None)
     assert '"environment/turns": 2.0' in (out / "metrics.jsonl").read_text()
     trained = {*Odd.seeds}
+    gather = pytest.importorskip("kedge.ext.report.report").gather
     page = gather(out)
     for table, length in zip(
         page["tokens"], page["series"]["completions/mean_length"]["y"], strict=True
