@@ -23,9 +23,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What a test names if it is of an extension: modules, forwarded paths and names, commands.
 EXTENSIONS = re.compile(
     r"kedge\.(ext|classic|compat|judges|trl|trl_scripts)\b|environments\.(games|adapters)\b"
-    r"|\b(AsyncPPO(Config|Trainer)|ModelConfig|TrlParser|PPOv2\w+|code_verifier|Sandbox|ifeval)\b"
-    r"|kedge (sft|reward|judge|plan|doctor|report|compare|init|expert|value|async-ppo|serve-reward)"
-    r"|[\"'](sft|judge|plan|doctor|report|compare|init|expert|value|async-ppo|serve-reward)[\"'],"
+    r"|\b(AsyncPPO(Config|Trainer)|ModelConfig|TrlParser|PPOv2\w+|code_verifier|Sandbox)\b"
+    r"|main\(\[?\*?[\[(]*\"(sft|reward|judge|plan|doctor|report|compare|init|expert|value|serve)"
+    r"|import .*\bifeval\b"
 )
 
 
@@ -33,7 +33,7 @@ EXTENSIONS = re.compile(
 def of_extension(file: Path) -> bool:
     """Whether a file of tests, or one that it imports at its top, names an extension."""
     text = file.read_text(encoding="utf-8")
-    if EXTENSIONS.search(re.sub(r"importorskip\(.*?\)", "", text)):
+    if EXTENSIONS.search(re.sub(r"(importorskip|find_spec)\(.*?\)", "", text)):
         return True
     used = re.findall(r"^from (tests[.\w]*) import (\w+)", text, re.MULTILINE)
     names = [name for module, part in used for name in (module, f"{module}.{part}")]

@@ -80,8 +80,4 @@ def test_classic_steps_of_two_ranks_give_the_numbers_of_one(tmp_path: Path) -> N
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[3]](*sys.argv[1:3])
-
-
-if __name__ == "__main__":
     step_in_each_way(*sys.argv[1:3])

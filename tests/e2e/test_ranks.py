@@ -197,3 +197,7 @@ def test_dynamic_sampling(tmp_path: Path, env: dict[str, str], max_lag: str) -> 
         assert [b[n] for n in names] == pytest.approx([a[n] for n in names], rel=1e-3, abs=1e-5)
     rounds = [json.loads((tmp_path / "two" / f"rows.{rank}").read_text()) for rank in (0, 1)]
     assert len(rounds[0]) != len(rounds[1])  # else this shows nothing
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[3]](*sys.argv[1:3])
