@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kedge.loop.evaluation import pass_at_k, solve_rates, win_rate
 from kedge.loop.metrics import reduce_metrics
-from kedge.records.errors import RolloutError
+from kedge.records.errors import ConfigError, RolloutError
+from kedge.records.protocols import EngineInfo, RewardInfo, read_info
 from kedge.records.types import Episodes, PromptBatch, RewardOutput, Rollout, Sample
 from kedge.rollout.engines import join_rollouts
 from kedge.rollout.scheduler.collector import resample_uniform_groups, spare_step
@@ -358,3 +359,20 @@ def test_a_run_trains_on_groups_that_differ(tmp_path, lag) -> None:
     again = train(8, "again")
     keys = ("objective/scores", "loss/policy_avg", "rollout/resampled_groups")
     assert [[r[k] for k in keys] for r in again] == [[r[k] for k in keys] for r in refilled]
+
+
+def test_what_is_not_declared_has_its_default() -> None:
+    class Plain:
+        info = {"name": "its own"}  # noqa: RUF012  (of something else)
+
+    class Declares:
+        info = EngineInfo(slots=3)
+
+    class Method:
+        def info(self) -> EngineInfo:
+            return EngineInfo(slots=3)
+
+    assert read_info(Plain(), RewardInfo) == RewardInfo()
+    assert (read_info(None, EngineInfo).slots, read_info(Declares(), EngineInfo).slots) == (0, 3)
+    with pytest.raises(ConfigError, match="must be an attribute or a property"):
+        read_info(Method(), EngineInfo)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import threading
 import weakref
 
 import numpy as np
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kedge.background import Stopped, stopped_by
 from kedge.ext.vllm import Remote
 from kedge.ext.vllm import weights as weight_module
 from kedge.ext.vllm.engine import VLLMEngine
@@ -250,6 +252,20 @@ def test_a_response_that_vllm_would_cut_is_refused():
     engine.generate(prompts(), sampling=Sampling(max_new_tokens=8 - longest), seed=0)
     with pytest.raises(RolloutError, match=r"need 9 tokens, but .* max_model_len=8 "):
         engine.generate(prompts(), sampling=Sampling(max_new_tokens=9 - longest), seed=0)
+
+
+def test_a_thread_that_is_stopped_aborts_its_requests():
+    model, cancelled, event = policy(), [], threading.Event()
+    spec = PolicyTemplate.of(model)
+    engine = VLLMEngine(Sleeper(spec, trained(model)), spec, pad_id=0)
+    engine.service.cancel = lambda: cancelled.append(1)
+    with stopped_by(event):
+        engine.generate(prompts(), sampling=Sampling(max_new_tokens=4), seed=0)
+        event.set()
+        with pytest.raises(Stopped):
+            engine.generate(prompts(), sampling=Sampling(max_new_tokens=4), seed=0)
+    assert cancelled == [1]
+    engine.generate(prompts(), sampling=Sampling(max_new_tokens=4), seed=0)
 
 
 def test_weights_are_sent_in_the_dtype_of_the_rollout_engine(tmp_path):
