@@ -10,6 +10,7 @@
 # make test-matrix   the fast tests at the lower bounds of the dependencies, with the newest and with vLLM;
 #                    Python 3.10 and 3.13 must be on the PATH or in pyenv; updates docs/compatibility.md;
 #                    NAMES="oldest --resume" continues a run that was cut off
+# make test-core   the core's fast tests on a copy without src/kedge/ext
 # make test-vllm   the tests that need Ray or vLLM, in another environment (make test-all runs them, too)
 # make test-gpu, make bench-gpu   tests and benchmark for a CUDA device, with the python3 that has CUDA's torch
 # make test-adapters   the environments of other libraries, with the real packages, in an environment of their own
@@ -23,7 +24,7 @@ VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 OTHERS := .venv-adapters
 
-.PHONY: demo demo-agent headline docs test test-all test-isa test-adapters test-compat test-matrix test-gpu vllm-env test-vllm lint fast smoke slow \
+.PHONY: demo demo-agent headline docs test test-all test-core test-isa test-adapters test-compat test-matrix test-gpu vllm-env test-vllm lint fast smoke slow \
 	setup bench bench-gpu dist clean help
 
 help:
@@ -75,6 +76,13 @@ test-isa: setup
 	echo "ATEN_CPU_CAPABILITY=$$1 ONEDNN_MAX_CPU_ISA=$$2 MKL_ENABLE_INSTRUCTIONS=$$3"; \
 	export ATEN_CPU_CAPABILITY=$$1 ONEDNN_MAX_CPU_ISA=$$2 MKL_ENABLE_INSTRUCTIONS=$$3; \
 	$(PYTEST) -m "not slow and not vllm and not ray"
+
+# What attaches to Kedge may be missing: the core's tests pass without it.
+test-core: setup
+	rm -rf build/core && mkdir -p build/core
+	git ls-files -co --exclude-standard | grep -v "^src/kedge/ext/" | xargs -d '\n' cp --parents -t build/core
+	cd build/core && PYTHONPATH=src OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest -q -n 2 --dist loadfile \
+		--no-loadscope-reorder -m "not slow and not vllm and not ray"
 
 test-compat: setup
 	$(BIN)/python -m tests.compat.environments .compat/venvs

@@ -1,1 +1,1 @@
-"""adapters."""
+"""Environments of other libraries: Gymnasium, TextArena, OpenEnv, NeMo Gym, verifiers."""

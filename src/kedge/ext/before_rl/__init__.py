@@ -1,1 +1,1 @@
-"""before_rl."""
+"""What comes before RL: supervised models, reward models, values, episodes of an expert."""

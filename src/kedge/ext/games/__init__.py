@@ -1,1 +1,1 @@
-"""games."""
+"""Small games of several turns, each with a scripted expert."""

@@ -1,1 +1,1 @@
-"""ifeval."""
+"""Instructions that a program can check, as in IFEval."""

@@ -1,1 +1,1 @@
-"""judge."""
+"""Compares two sets of completions after training."""

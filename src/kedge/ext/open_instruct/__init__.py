@@ -1,1 +1,1 @@
-"""open_instruct."""
+"""Asynchronous PPO under the names of open-instruct."""

@@ -1,1 +1,1 @@
-"""report."""
+"""Reads the log of a run: one HTML page, findings with advice, curves of several runs."""

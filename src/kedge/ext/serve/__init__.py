@@ -1,1 +1,1 @@
-"""serve."""
+"""Reward functions over HTTP."""
