@@ -62,6 +62,7 @@ from kedge.models.packing import forward_passes, padding_budget, split_by_length
 from kedge.models.peft import own_adapters
 from kedge.models.shared_base import AdapterValue, checkpointing_options
 from kedge.models.value_head import ScalarModel
+from kedge.ops.attention import use_own_attention
 from kedge.ops.kernels import Kernels
 from kedge.ops.products import backend
 from kedge.records.errors import ConfigError, KedgeError
@@ -148,6 +149,8 @@ class HFLearner:
         """
         if args.torch_compile:
             self.module.compile_backbones(args.torch_compile_backend, args.torch_compile_mode)
+        for model in self._all_models():
+            use_own_attention(model)
         settings, plain = self.settings, not (args.torch_compile or self.sharded)
         models = self._all_models() if plain else []
         self._kernels = Kernels(models)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from kedge.models.freezing import find_final_norms, find_layers, layer_number
 from kedge.models.packing import JoinedInput
-from kedge.ops.attention import has_own_attention, has_windows, use_own_attention
+from kedge.ops.attention import causal_inputs, has_own_attention, has_windows, use_own_attention
 from kedge.ops.joined_attention import Group
 from kedge.ops.products import kernels_enabled
 
@@ -115,7 +115,8 @@ def run_backbone(backbone: nn.Module, ids: Tensor, groups: Sequence[Group] | Non
     """
     if groups is not None:
         return run_packed(backbone, ids, groups)
-    return backbone(input_ids=ids, use_cache=False).last_hidden_state
+    inputs = causal_inputs(backbone, ids)
+    return backbone(input_ids=ids, use_cache=False, **inputs).last_hidden_state
 
 
 def read_backbone(backbone: nn.Module, packed: JoinedInput) -> Tensor:

@@ -52,9 +52,23 @@ def has_own_attention(model: object) -> bool:
 
 
 def has_windows(config: Any) -> bool:
-    """Whether layers of a model attend to a part of the tokens, which needs a mask [T, T]."""
+    """Whether layers of a model attend to a part of the tokens, or in another way."""
     parts = (config, config.get_text_config())
-    return any(getattr(part, name, None) for part in parts for name in _WINDOWS)
+    kinds = {kind for part in parts for kind in getattr(part, "layer_types", None) or ()}
+    windows = any(getattr(part, name, None) for part in parts for name in _WINDOWS)
+    return windows or bool(kinds - {"full_attention"})
+
+
+def causal_inputs(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """Arguments by which a model reads right-padded rows ids int64 [b, L] without a mask.
+
+    Without any, transformers would ask the device whether positions begin again, for which the host
+    waits.  A prepared mask (4D) is handed down as it is; `attend` knows this one.
+    """
+    if ids.device.type == "cpu" or not (has_own_attention(model) and accepts_any_mask(model)):
+        return {}
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    return {"attention_mask": ids.new_ones(1, 1, 1, 1, dtype=torch.bool), "position_ids": positions}
 
 
 def attend(
@@ -75,6 +89,8 @@ def attend(
     (`grouped_attention`) and under autocast on a CPU, where float32 is faster for few keys.
     """
     if packed_segments is None:
+        if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1):
+            attention_mask = None  # of `causal_inputs`, or of a single token
         options |= {"scaling": scaling, "dropout": dropout}
         known_mask = attention_mask is None or attention_mask.dtype == torch.bool
         most = backend().float32_attention() if query.device.type == "cpu" and known_mask else 0

@@ -486,8 +486,14 @@ class CausalDecoder:
     def _run(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         if self._takes_positions:
             self._options["position_ids"] = positions
-        if mask is not None and mask.ndim == 2 and ids.shape[1] == 1 and self._any_mask:
-            mask = mask[:, None, None]  # or transformers asks the device whether it has padding
+        if mask is not None and mask.ndim == 2 and self._any_mask:
+            # Of another mask, transformers asks the device whether it has padding: a wait.
+            if ids.shape[1] == 1:
+                mask = mask[:, None, None]
+            elif self._device.type != "cpu":
+                slots = torch.arange(mask.shape[1], device=self._device)
+                causal = slots <= slots[-ids.shape[1] :, None]
+                mask = mask[:, None, None] & causal
         out = self._model(input_ids=ids, attention_mask=mask, **self._options)
         logits: Tensor = out.logits[:, -1]
         return logits
