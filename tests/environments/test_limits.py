@@ -373,6 +373,16 @@ class BadGrader(Echo):
         raise ValueError("no verdict")
 
 
+def test_a_final_reward_must_be_declared() -> None:
+    class Undeclared(Echo):
+        final_reward = BadGrader.final_reward
+
+    with pytest.raises(
+        ConfigError, match=r"Undeclared.info = .*EnvironmentInfo\(final_reward=True"
+    ):
+        rollouts(Undeclared).generate(prompts(), sampling=sampling(), seed=0)
+
+
 class CutOff(Echo):
     """Cuts the episode off itself."""
 

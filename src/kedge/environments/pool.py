@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from kedge.background import CallThread, in_thread, on_event_loop
 from kedge.environments.episode import Episode
-from kedge.records.errors import RolloutError, describe_error
+from kedge.records.errors import ConfigError, RolloutError, describe_error
 from kedge.records.protocols import Closable, Environment, EnvironmentInfo, read_info
 
 logger = logging.getLogger(__name__)
@@ -243,6 +243,7 @@ class EnvironmentPool:
         def call() -> Any:
             if episode.environment is None:
                 made = self._make[name]()
+                _check_declared(made)
                 with self._lock:
                     episode.environment = made
                     if inspect.iscoroutinefunction(made.step):
@@ -300,6 +301,19 @@ class EnvironmentPool:
             self._idle.clear()
             self._unclosed.clear()
         close_all(idle, self.calls, closing, failures)
+
+
+def _check_declared(environment: Any) -> None:
+    """Refuse what would be ignored: these names mean nothing outside of ``info``."""
+    if isinstance(getattr(environment, "info", None), EnvironmentInfo):
+        return
+    for name, value in (("tools", "[...]"), ("final_reward", "True")):
+        if hasattr(environment, name):
+            kind = type(environment).__name__
+            raise ConfigError(
+                f"{kind} has {name}, which is not read unless it is declared: set {kind}.info ="
+                f" kedge.records.protocols.EnvironmentInfo({name}={value})"
+            )
 
 
 def _free(thread: CallThread | None) -> CallThread | None:
