@@ -325,7 +325,7 @@ BUGS = {
             "first.seed,",
         )
     },
-    ("ext/ray/pool.py", "tests/unit/test_ray_placement.py"): {
+    ("ext/ray/placement.py", "tests/unit/test_ray_placement.py"): {
         "every rank takes the first slots of a launch": (
             "first = at.rank * count if each else 0",
             "first = 0",
@@ -333,7 +333,7 @@ BUGS = {
     },
     ("ext/vllm/weights.py", "tests/unit/test_weight_transfer.py"): {
         "all engines have the same ranks in the group that receives weights": (
-            "offsets = [first + i * self._workers for",
+            "offsets = [first + i * self._gpus for",
             "offsets = [first for",
         )
     },

@@ -80,7 +80,7 @@ def server_of():
     spec = PolicyTemplate.of(model)
     limits = WorkerLimits(heartbeat=0.5, patience=5.0)
     options = {"async_scheduling": False}  # as with weights in flight
-    return VLLMEngine(Server(spec, trained(model), options, limits=limits), spec, pad_id=PAD)
+    return VLLMEngine(Server.start(spec, trained(model), options, limits=limits), spec, pad_id=PAD)
 
 
 def vllm_server():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.ext.vllm import InProcess, inprocess, remote
+from kedge.ext.vllm import InProcess, inprocess, server
 from kedge.records.types import Rollout, Sampling
 
 from .embedded import drained, largest_gap, prompts
@@ -94,7 +94,7 @@ def test_responses_that_end_during_a_weight_sync_are_returned(
 ) -> None:
     """Its probe takes 4 steps; whoever samples until nothing is unfinished must get them."""
     monkeypatch.setattr(inprocess, "_STEPS", 1)
-    monkeypatch.setattr(remote, "_SECONDS", 0.0)
+    monkeypatch.setattr(server, "_SECONDS", 0.0)
     engine.submit(prompts(), sampling=Sampling(max_new_tokens=3), seed=0)
     assert engine.advance() is None
     engine.load_weights(trained(policy()), 1)

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from kedge.ext.vllm.remote import LostServerError
+from kedge.ext.vllm.server import LostServerError
 from kedge.records.errors import RolloutError
 from kedge.testing import tiny_policy
 from tests.contract.stand_in import StandIn

@@ -15,10 +15,9 @@ import psutil
 import pytest
 import torch
 
-from kedge.ext.vllm import remote
-from kedge.ext.vllm.build import check_server
-from kedge.ext.vllm.remote import Remote
-from kedge.ext.vllm.service import build_requests
+from kedge.ext.vllm import server
+from kedge.ext.vllm.requests import build_requests
+from kedge.ext.vllm.server import Server
 from kedge.records.errors import ConfigError
 from kedge.records.types import Sampling
 from tests.contract.embedded import gaps_of_run, kill_after_update, prompts
@@ -68,7 +67,7 @@ def test_a_fault_in_the_middle_of_a_batch_changes_nothing(fault):
     engine.load_weights(trained(policy()), 5)
     batch = prompts(copies=20)
     want = engine.generate(batch, sampling=LONG, seed=0)
-    restarts, struck = service.restarts, service.pid
+    restarts, struck = service.restarts, service.process.pid
     timer = threading.Timer(0.3, fault, [struck])
     timer.start()
     begin = time.monotonic()
@@ -85,8 +84,8 @@ def test_a_server_that_dies_after_an_update_in_flight_samples_with_the_newest_we
     """Its requests of older weights are sampled again; every token has the version it is of."""
     engine = server_of()
     service, restarts = engine.service, engine.service.restarts
-    kill = lambda: kill_the_core(service.pid)  # noqa: E731
-    lost = kill_after_update(monkeypatch, engine, lambda: service._held, kill)
+    kill = lambda: kill_the_core(service.process.pid)  # noqa: E731
+    lost = kill_after_update(monkeypatch, engine, lambda: service._in_flight, kill)
     made = small(
         rollout_engine=engine, model=policy(max_positions=1024), reward_model=None, stop_token=None,
         reward_funcs=[length_reward], response_length=400, total_episodes=16, temperature=1.0,
@@ -105,7 +104,7 @@ def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):
     engine = server_of()
     service = engine.service
     engine.load_weights(trained(policy()), 6)
-    other, spans, read = Remote("http://vllm", uds=str(service._socket)), [], remote._result
+    other, spans, read = Server("http://vllm", uds=service.uds), [], server._result
 
     def noting(body, *about):
         spans.append([span["version"] for span in body["choices"][0]["weight_versions"]])
@@ -117,7 +116,7 @@ def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):
         while count < len(requests):
             count, new = count + len(other.serve(new)), {}
 
-    monkeypatch.setattr(remote, "_result", noting)
+    monkeypatch.setattr(server, "_result", noting)
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask, 60)
         until = time.monotonic() + 60
@@ -136,10 +135,10 @@ def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):
 
 
 def test_a_server_of_another_set_up_is_refused():
-    remote = server_of().service
-    check_server(remote, tied=False, precision="float32")
+    started = server_of().service
+    started.check(tied=False, precision="float32")
     with pytest.raises(ConfigError, match=r"--dtype bfloat16 --hf-overrides"):
-        check_server(remote, tied=True, precision="bfloat16")
+        started.check(tied=True, precision="bfloat16")
 
 
 def test_nothing_is_left_of_a_server_whose_owner_is_killed(tmp_path):

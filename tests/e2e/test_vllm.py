@@ -11,8 +11,7 @@ from dataclasses import replace
 import pytest
 
 from kedge import PPOConfig, PPOTrainer
-from kedge.ext.vllm.remote import Remote
-from kedge.ext.vllm.server import Process
+from kedge.ext.vllm.server import Process, Server
 from kedge.records.errors import ConfigError, SyncError
 from tests.contract.engines import needs_vllm
 
@@ -124,7 +123,7 @@ def test_two_servers_share_the_rows_of_a_batch(shared, tmp_path, close):
     close(made)
     made.train()
     one, two = made.engine.rollout_engine.engines
-    assert one.service.pid != two.service.pid
+    assert one.service.process.pid != two.service.process.pid
     assert one.service.version() == two.service.version() == 2
     gap, kl = agreement(made)
     assert max(gap, kl) <= 1e-4
@@ -143,7 +142,7 @@ def test_a_server_that_runs_is_attached_to_and_left_running(shared, tmp_path, cl
     running.start()
     try:
         url = f"http://127.0.0.1:{port}"
-        outside = Remote(url)
+        outside = Server(url)
         until = time.monotonic() + 120
         while not outside.healthy() and running.alive and time.monotonic() < until:
             time.sleep(0.2)

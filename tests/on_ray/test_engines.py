@@ -14,9 +14,8 @@ import torch
 from transformers import TrainerCallback
 
 from kedge.ext.ray import engine as ray_engine
-from kedge.ext.ray.actor import Actor, LostActorError
+from kedge.ext.ray.actor import Actor, LostActorError, SharedArgument
 from kedge.ext.ray.engine import HostedEngine, RayEngine, StoredWeights
-from kedge.ext.ray.pool import SharedArgument
 from kedge.models.fingerprint import policy_weights
 from kedge.records.errors import ConfigError, RolloutError
 from kedge.records.types import Sampling

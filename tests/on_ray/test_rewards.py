@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from kedge.ext.ray.rewards import between_groups
+from kedge.ext.ray.workers import between_groups
 from kedge.records.errors import ConfigError, RewardError
 from tests.e2e.small import VOCAB, small
 from tests.on_ray.clusters import local, needs_ray

@@ -63,19 +63,18 @@ class Forgetful(InProcess):
 def send_to_the_second(monkeypatch):
     """The first engine gets weights from the object store, the second by vLLM's own transfer."""
     from kedge.ext.ray import engine
-    from kedge.ext.vllm.weights import EngineGroup, NcclTransfer
+    from kedge.ext.vllm.weights import NcclGroup
     from tests.contract.relay import Relayed, info
 
     plain = engine.RayEngine
-
-    def create(client, engines):
-        return NcclTransfer(client, info(), limit=120.0, device=torch.device("cpu"))
+    about = {"gpus": 1, "address": "127.0.0.1", "limit": 120.0, "device": torch.device("cpu")}
 
     def make(name, *, settings, template, group, **named):
         arguments = settings["service"].keywords
         kind = Forgetful
         if name == "engine 1":
-            kind, group = Relayed, EngineGroup(create, template.payload, 1, shared=False)
+            kind, group = Relayed, NcclGroup(template.payload, **about)
+            group.info = lambda workers: info()
         settings = settings | {"service": functools.partial(kind, **arguments)}
         return plain(name, settings=settings, template=template, group=group, **named)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kedge.ext.ray import engine as ray_engine
+from kedge.ext.ray.actor import SharedArgument
 from kedge.ext.ray.engine import (
     HostedEngine,
     RayEngine,
@@ -17,7 +18,6 @@ from kedge.ext.ray.engine import (
     stage_weights,
     store_weights,
 )
-from kedge.ext.ray.pool import SharedArgument
 from kedge.ext.vllm import weights as weight_files
 from kedge.ext.vllm.policy_template import PolicyTemplate
 from kedge.learner.learner_state import WeightCopier

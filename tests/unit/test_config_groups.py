@@ -120,10 +120,10 @@ def test_ratios_of_responses_under_a_loss_of_tokens_are_pointed_out(out, caplog)
 
 def test_a_vllm_that_is_too_old_is_refused_at_the_start(out, monkeypatch) -> None:
     monkeypatch.setattr("kedge.config.rollout_engines.installed", lambda package: True)
-    monkeypatch.setattr("kedge.config.rollout_engines.installed_vllm", lambda: "0.25.2")
-    with pytest.raises(ConfigError, match=r"needs vLLM 0\.26 or newer, got 0\.25\.2"):
+    monkeypatch.setattr("kedge.config.rollout_engines.installed_vllm", lambda: "0.31.2")
+    with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 or newer, got 0\.31\.2"):
         GRPOConfig(**out, rollout_engine="vllm")
-    monkeypatch.setattr("kedge.config.rollout_engines.installed_vllm", lambda: "0.26.0rc1")
+    monkeypatch.setattr("kedge.config.rollout_engines.installed_vllm", lambda: "0.32.0rc1")
     GRPOConfig(**out, rollout_engine="vllm")
 
 

@@ -17,8 +17,7 @@ from kedge.ext.ray import cluster
 from kedge.ext.ray.actor import Actor, LostActorError
 from kedge.ext.ray.cluster import ActorProcess, cause
 from kedge.ext.ray.launch import Failure, failure
-from kedge.ext.ray.placement import plan_bundles
-from kedge.ext.ray.pool import reserve
+from kedge.ext.ray.placement import plan_bundles, reserve
 from kedge.records.errors import ConfigError, LostNodeError, SyncError
 from kedge.records.types import PromptBatch, Receipt, Sampling, with_unique_groups
 from kedge.rollout import liveness
@@ -66,11 +65,10 @@ class TestPlan:
 
     def test_a_rank_takes_its_own_seats_of_a_launch(self, monkeypatch):
         plan = plan_bundles(learners=[2], engines=2, references=4)
-        placement = SimpleNamespace(plan=plan)
 
         def slots(rank, role, **count):
-            at = SimpleNamespace(rank=rank, world_size=2, placement=placement)
-            monkeypatch.setattr("kedge.ext.ray.pool.get_context", lambda: at)
+            at = SimpleNamespace(rank=rank, world_size=2, placement=plan)
+            monkeypatch.setattr("kedge.ext.ray.placement.launch_context", lambda: at)
             return [slot.index for slot in reserve(role, SimpleNamespace(**count)).slots]
 
         ranks = (0, 1)

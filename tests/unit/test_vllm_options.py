@@ -16,12 +16,10 @@ import torch
 
 from kedge import PPOConfig
 from kedge.config import rollout_engines
-from kedge.ext.vllm.build import check_local, check_server, gpus_of_servers
+from kedge.ext.vllm.build import check_local, gpus_of_servers
 from kedge.ext.vllm.inprocess import _rank_args, device_args
 from kedge.ext.vllm.policy_template import PolicyTemplate
-from kedge.ext.vllm.remote import Remote
-from kedge.ext.vllm.server import Process, Server, find_version, flags
-from kedge.ext.vllm.service import (
+from kedge.ext.vllm.requests import (
     GenerationResult,
     allowed_tokens,
     build_requests,
@@ -30,6 +28,7 @@ from kedge.ext.vllm.service import (
     read_responses,
     row_seed,
 )
+from kedge.ext.vllm.server import Process, Server, find_version, flags
 from kedge.records.errors import ConfigError, RolloutError
 from kedge.records.types import Sampling
 from kedge.rollout.engines import build_rollout
@@ -161,15 +160,15 @@ def test_nccl_without_gpus_is_refused(monkeypatch):
 
 
 def test_a_vllm_that_is_too_old_or_missing_is_one_clear_error(tmp_path):
-    check_version("0.26.0rc1+cpu", "here")
-    with pytest.raises(ConfigError, match=r"^here has version 0.25.9, but Kedge needs vLLM 0.26"):
-        check_version("0.25.9", "here")
+    check_version("0.32.0rc1+cpu", "here")
+    with pytest.raises(ConfigError, match=r"^here has version 0.31.9, but Kedge needs vLLM 0.32"):
+        check_version("0.31.9", "here")
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 0.20.1\n")
     python.chmod(0o755)
     model = policy()
     with pytest.raises(ConfigError, match=r"vLLM of .*python has version 0.20.1, but"):
-        Server(PolicyTemplate.of(model), trained(model), python=str(python))
+        Server.start(PolicyTemplate.of(model), trained(model), python=str(python))
     python.write_text("#!/bin/sh\n")
     with pytest.raises(ConfigError, match=r"vllm_python=.* has no vLLM: install vllm"):
         find_version(str(python))
@@ -180,7 +179,7 @@ def test_a_vllm_that_is_too_old_or_missing_is_one_clear_error(tmp_path):
 @pytest.mark.parametrize(
     ("version", "status", "missing"),
     [
-        ("0.31.0", 400, "has version 0.31.0: before 0.32"),
+        ("0.31.0", 400, "has version 0.31.0, but Kedge needs vLLM 0.32"),
         ("0.32.0", 400, None),
         ("0.32.0", 403, "must be started with --enable-scale-out;"),
     ],
@@ -194,12 +193,12 @@ def test_a_server_without_tokens_in_and_out_is_refused(version, status, missing)
         found = {"version": version, "vllm_config": {"model_config": model}}
         return httpx.Response(200, json=found)
 
-    remote = Remote("http://vllm")
-    remote._client = httpx.Client(base_url=remote.url, transport=httpx.MockTransport(respond))
+    server = Server("http://vllm")
+    server._client = httpx.Client(base_url=server.url, transport=httpx.MockTransport(respond))
     refused = pytest.raises(ConfigError, match=missing)
     with refused if missing else contextlib.nullcontext():
-        check_server(remote, tied=False, precision="float32")
-    remote.close()
+        server.check(tied=False, precision="float32")
+    server.close()
 
 
 @pytest.mark.parametrize(("shares", "want"), [(True, 0.3), (False, None)])

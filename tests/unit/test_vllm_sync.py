@@ -16,11 +16,11 @@ from torch.func import functional_call
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kedge.background import Stopped, stopped_by
-from kedge.ext.vllm import Remote
+from kedge.ext.vllm import Server
 from kedge.ext.vllm import weights as weight_module
 from kedge.ext.vllm.engine import VLLMEngine
 from kedge.ext.vllm.policy_template import PolicyTemplate, weights_dtype
-from kedge.ext.vllm.service import GenerationResult
+from kedge.ext.vllm.requests import GenerationResult
 from kedge.ext.vllm.weights import WeightFiles, WeightPayload, max_lora_rank
 from kedge.learner.learner_state import WeightCopier
 from kedge.models.fingerprint import fingerprint
@@ -402,7 +402,7 @@ class Live:
         if is_weight and x.dtype == torch.bfloat16 and copied.dtype == torch.float32:
             self.now += copied.numel()
             self.most = max(self.most, self.now)
-            weakref.finalize(copied, self.free, copied.numel())
+            weakref.finalize(copied.untyped_storage(), self.free, copied.numel())
         return copied
 
     def free(self, count):
@@ -437,7 +437,7 @@ def test_an_engine_with_half_of_the_weights_does_not_sample():
 
 
 def test_weights_that_cannot_be_written_leave_the_old_ones(tmp_path, monkeypatch):
-    remote = Remote("http://unused", files=WeightFiles(parent=str(tmp_path)))
+    remote = Server("http://unused", files=WeightFiles(parent=str(tmp_path)))
     spec, weights = PolicyTemplate.of(policy()), trained(policy())
     monkeypatch.setattr(remote, "reload", lambda version: None)
     remote.load(spec.payload(weights), 1)
@@ -457,7 +457,7 @@ def test_weights_that_cannot_be_written_leave_the_old_ones(tmp_path, monkeypatch
 @pytest.mark.parametrize("servers", [1, 4, 16])
 def test_servers_of_a_machine_read_the_same_files(servers, tmp_path, monkeypatch):
     files = WeightFiles(servers, str(tmp_path))
-    remotes = [Remote(f"http://unused{i}", files=files) for i in range(servers)]
+    remotes = [Server(f"http://unused{i}", files=files) for i in range(servers)]
     spec = PolicyTemplate.of(policy())
     for version in (1, 2):
         payload = spec.payload(moved(trained(policy()), 0.1 * version))

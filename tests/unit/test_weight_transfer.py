@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from kedge.ext.vllm.policy_template import PolicyTemplate
-from kedge.ext.vllm.weights import EngineGroup, FanOut, WeightPayload
+from kedge.ext.vllm.weights import FanOut, NcclGroup, WeightPayload
 from kedge.models.fingerprint import WeightsCopy, fingerprint
 from kedge.records.errors import LostNodeError, RolloutError
 from kedge.records.types import Receipt
@@ -29,28 +29,27 @@ class Engine:
         self.calls.append((method, named))
 
 
-class Transfer:
-    """What ``NcclTransfer`` does, without a process group; counts broadcasts."""
+class Group(NcclGroup):
+    """A group of engines of two GPUs each, without NCCL; counts broadcasts of each connection."""
 
-    made: ClassVar[list[Transfer]] = []
+    def __init__(self) -> None:
+        super().__init__(
+            lambda weights: WeightPayload((*weights.items(),)),
+            **{"gpus": 2, "address": "", "limit": 60.0, "device": torch.device("cpu")},
+        )
+        self.broadcasts: list[int] = []
 
-    def __init__(self, control: Any, engines: int) -> None:
-        self.control, self.broadcasts = control, 0
-        control.init_weight_transfer_engine({"rank_offset": 1, "world_size": 1 + 2 * engines})
-        Transfer.made.append(self)
+    def connect(self, client: FanOut, workers: int) -> Any:
+        client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 1 + workers})
+        self.client = client
+        self.broadcasts.append(0)
+        return self
 
-    def send(self, payload: WeightPayload) -> None:
-        self.control.start_weight_update()
-        self.control.update_weights([name for name, _ in payload.named])
-        self.control.finish_weight_update()
-        self.broadcasts += 1
-
-
-def group_of_pairs() -> EngineGroup:
-    """A group of engines of two GPUs each."""
-    Transfer.made.clear()
-    create: Any = Transfer
-    return EngineGroup(create, lambda weights: WeightPayload((*weights.items(),)), 2, shared=True)
+    def send_weights(self) -> None:
+        self.client.start_weight_update()
+        self.client.update_weights([name for name, _ in self._source.payload.named])
+        self.client.finish_weight_update()
+        self.broadcasts[-1] += 1
 
 
 WEIGHTS = {"w": torch.zeros(3)}
@@ -59,11 +58,10 @@ WEIGHTS = {"w": torch.zeros(3)}
 @pytest.mark.parametrize("count", [1, 4])
 def test_weights_are_broadcast_once_for_all_engines(count: int) -> None:
     engines = [Engine() for _ in range(count)]
-    group = group_of_pairs()
+    group = Group()
     for _ in range(3):
         group.send(engines, WEIGHTS)
-    (transfer,) = Transfer.made
-    assert transfer.broadcasts == 3
+    assert group.broadcasts == [3]
     offsets = sorted(engine.calls[0][1]["init_info"]["rank_offset"] for engine in engines)
     assert offsets == [1 + 2 * i for i in range(count)]  # two GPUs each, after the learner
     for engine in engines:
@@ -74,12 +72,12 @@ def test_weights_are_broadcast_once_for_all_engines(count: int) -> None:
 
 def test_the_group_is_formed_again_after_an_engine_was_restarted_or_lost() -> None:
     engines = [Engine(), Engine()]
-    group = group_of_pairs()
+    group = Group()
     group.send(engines, WEIGHTS)
     engines[1].process = object()
     group.send(engines, WEIGHTS)
     group.send(engines[:1], WEIGHTS)
-    assert [transfer.broadcasts for transfer in Transfer.made] == [1, 1, 1]
+    assert group.broadcasts == [1, 1, 1]
     told = [named["init_info"] for _, named in engines[0].calls if "init_info" in named]
     assert [info["world_size"] for info in told] == [5, 5, 3]
 
@@ -91,7 +89,7 @@ def test_an_engine_that_fails_is_an_error() -> None:
                 raise RolloutError("engine 1 is gone")
 
     with pytest.raises(RolloutError, match="engine 1 is gone"):
-        group_of_pairs().send([Engine(), Fails(), Engine()], WEIGHTS)
+        Group().send([Engine(), Fails(), Engine()], WEIGHTS)
 
 
 def test_engines_that_are_lost_before_a_broadcast_are_left_out() -> None:
@@ -107,7 +105,7 @@ def test_engines_that_are_lost_before_a_broadcast_are_left_out() -> None:
 
     engines: list[Any] = [Loads() for _ in range(3)]
     lost = engines[1]
-    sharded = ShardedEngine(engines, pad_id=0, send=group_of_pairs().send)
+    sharded = ShardedEngine(engines, pad_id=0, send=Group().send)
     sharded.load_weights(WEIGHTS, 1)
     assert [len(engine.calls) for engine in engines] == [4, 0, 4]
     assert sharded.engines == [engines[0], engines[2]]

@@ -19,7 +19,7 @@ from kedge import plugins
 from kedge.config.declare import SECONDS, format_value, option, read_mapping
 from kedge.records.errors import ConfigError, install_command
 
-LOWEST_VLLM = "0.26"  # oldest release that the tests pass with
+LOWEST_VLLM = "0.32"  # oldest release that the tests pass with
 # Arguments that would make vLLM sample from another distribution or model than the policy.
 DECIDED = (
     *("model", "runner", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "generation_config"),

@@ -237,3 +237,28 @@ class ActorHost:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call ``method`` of the object."""
         return getattr(self._object, method)(*args, **kwargs)
+
+
+class SharedArgument:
+    """An argument of several actors, kept in the object store until all ``readers`` have read it.
+
+    An actor that is restarted gets it again, from ``make``.
+    """
+
+    def __init__(self, make: Callable[[], Any], readers: int) -> None:
+        import ray
+
+        self._make, self._left = make, readers
+        self._reference: Any = ray.put(make())
+        self._lock = threading.Lock()
+
+    def reference(self) -> Any:
+        """A ``ray.ObjectRef`` for one actor."""
+        import ray
+
+        with self._lock:
+            self._left -= 1
+            reference = self._reference if self._left >= 0 else ray.put(self._make())
+            if self._left <= 0:
+                self._reference = None
+            return reference

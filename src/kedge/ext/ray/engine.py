@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from kedge.ext.ray.actor import Actor, LostActorError
+from kedge.ext.ray.actor import Actor, LostActorError, SharedArgument
 from kedge.ext.ray.cluster import ActorProcess
-from kedge.ext.ray.pool import ActorResources, SharedArgument, reserve
+from kedge.ext.ray.placement import ActorResources, reserve
 from kedge.ext.vllm.build import build_template
 from kedge.ext.vllm.engine import VLLMEngine
 from kedge.ext.vllm.inprocess import InProcess
 from kedge.ext.vllm.policy_template import Expected, PolicyTemplate, meta_model, on_cpu
-from kedge.ext.vllm.weights import EngineGroup, FanOut, NcclTransfer, buckets, nccl, use_nccl
+from kedge.ext.vllm.weights import NcclGroup, buckets, use_nccl
 from kedge.models.fingerprint import WeightsCopy, as_copy, policy_weights
 from kedge.records.errors import RolloutError, SyncError
 from kedge.records.protocols import EngineInfo, RolloutEngine
@@ -129,7 +129,7 @@ class RayEngine:
         limits: WorkerLimits,
         dtype: torch.dtype | None = None,
         template: PolicyTemplate | None = None,
-        group: EngineGroup | None = None,
+        group: NcclGroup | None = None,
     ) -> None:
         self._limits, self._template, self._group = limits, template, group
         self._dtype = dtype
@@ -257,31 +257,31 @@ class RayEngine:
             actor.once("submit", without_columns(prompts), sampling=sampling, seed=seed)
 
 
-def serve(engine: Any, new: Sequence[Request]) -> tuple[list[int], Rollout | None, int]:
-    """Add rows and sample for a short time; returns complete groups, and ``unfinished``."""
-    for prompts, sampling, seed in new:
-        engine.submit(prompts, sampling=sampling, seed=seed)
-    parts, end = [], time.monotonic() + _SECONDS
-    while engine.unfinished:
-        part = engine.advance()
-        parts += [] if part is None else [part]
-        if time.monotonic() >= end:
-            break
-    if not parts:
-        return [], None, engine.unfinished
-    rollout = Rollout.cat(parts)
-    return rollout.prompts.group.unique_consecutive().tolist(), rollout, engine.unfinished
+class Hosted:
+    """What `RayEngine` calls of the engine in its actor."""
+
+    def serve(self: Any, new: Sequence[Request]) -> tuple[list[int], Rollout | None, int]:
+        """Add rows and sample for a short time; returns complete groups, and ``unfinished``."""
+        for prompts, sampling, seed in new:
+            self.submit(prompts, sampling=sampling, seed=seed)
+        parts, end = [], time.monotonic() + _SECONDS
+        while self.unfinished:
+            part = self.advance()
+            parts += [] if part is None else [part]
+            if time.monotonic() >= end:
+                break
+        if not parts:
+            return [], None, self.unfinished
+        rollout = Rollout.cat(parts)
+        return rollout.prompts.group.unique_consecutive().tolist(), rollout, self.unfinished
+
+    def abilities(self: Any) -> tuple[int, bool]:
+        """``slots`` and ``updates_in_flight`` of its info."""
+        return self.info.slots, self.info.updates_in_flight
 
 
-def abilities(engine: Any) -> tuple[int, bool]:
-    """``slots`` and ``updates_in_flight`` of its info."""
-    return engine.info.slots, engine.info.updates_in_flight
-
-
-class HostedEngine(EmbeddedEngine):
+class HostedEngine(Hosted, EmbeddedEngine):
     """The embedded engine in the actor, on the GPU that Ray assigned to this process, if any."""
-
-    serve, abilities = serve, abilities
 
     def __init__(
         self, meta_model: nn.Module, stored: StoredWeights, settings: Mapping[str, Any]
@@ -296,10 +296,8 @@ class HostedEngine(EmbeddedEngine):
         return self.load_weights(dict(stored.tensors()), version)
 
 
-class HostedVLLM(VLLMEngine):
+class HostedVLLM(Hosted, VLLMEngine):
     """VLLM in the actor; ``settings`` are those of ``VLLMEngine``, and ``service`` builds it."""
-
-    serve, abilities = serve, abilities
 
     def __init__(
         self, template: PolicyTemplate, stored: StoredWeights, settings: Mapping[str, Any]
@@ -365,16 +363,21 @@ def build_vllm(inputs: EngineInputs, args: OnPolicyConfig) -> RolloutEngine:
     resources = reserve("engine", args, gpus_per_engine=each)
     weights = policy_weights(inputs.policy)
     gpus = min(slot.gpus for slot in resources.slots)
-    groups: list[EngineGroup | None] = [None] * len(resources.slots)
+    groups: list[NcclGroup | None] = [None] * len(resources.slots)
     adapter = template.adapter is not None
     if use_nccl(weights, gpus=gpus, adapter=adapter, transfer=args.vllm_transfer):
         arguments |= {"weight_transfer_config": NCCL}
-        device, limit = next(iter(weights.values())).device, args.worker_start_timeout
-        new = partial(_build_group, template, int(gpus), limit, device)
-        if args.rollout_schedule == "in_order":
-            groups = [new(shared=True)] * len(groups)
-        else:
-            groups = [new(shared=False) for _ in groups]
+        shared = args.rollout_schedule == "in_order"
+        new = partial(
+            NcclGroup,
+            template.payload,
+            gpus=int(gpus),
+            address=ActorProcess.current().address,
+            limit=args.worker_start_timeout,
+            device=next(iter(weights.values())).device,
+            shared=shared,
+        )
+        groups = [new()] * len(groups) if shared else [new() for _ in groups]
     settings = {
         "service": partial(InProcess, engine_args=arguments, shares_gpu=gpus < 1),
         "pad_id": inputs.pad_id,
@@ -403,7 +406,7 @@ def _start(
     make_model: Callable[[], Any],
     dtype: torch.dtype | None,
     template: PolicyTemplate | None = None,
-    groups: Sequence[EngineGroup | None] | None = None,
+    groups: Sequence[NcclGroup | None] | None = None,
     **named: Any,
 ) -> ShardedEngine:
     """Start engines in actors; for the other arguments see ``RayEngine``."""
@@ -433,17 +436,3 @@ def _start(
         on_close=resources.release,
         send=groups[0].send if groups[0] is not None and groups[0].shared else None,
     )
-
-
-def _build_group(
-    template: PolicyTemplate, gpus: int, limit: float, device: torch.device, *, shared: bool
-) -> EngineGroup:
-    import ray
-
-    address = ray.util.get_node_ip_address()
-
-    def create(client: FanOut, engines: int) -> NcclTransfer:
-        info = nccl(address=address, workers=engines * gpus)
-        return NcclTransfer(client, info, limit=limit, device=device)
-
-    return EngineGroup(create, template.payload, gpus, shared=shared)

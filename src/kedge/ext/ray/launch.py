@@ -7,20 +7,21 @@ import logging
 import math
 import os
 import pickle
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import psutil
 
 from kedge.ext.ray import cluster
 from kedge.ext.ray.actor import Actor, LostActorError
-from kedge.ext.ray.cluster import ActorProcess
-from kedge.ext.ray.context import INBOX, STOP, DriverMailbox, RankContext
+from kedge.ext.ray.cluster import HEALTH, ActorProcess
 from kedge.ext.ray.placement import Placement, place, plan_bundles
 from kedge.ext.vllm.weights import free_port
 from kedge.loop.shutdown import GracefulShutdown
@@ -37,6 +38,8 @@ _MAILBOX_LOST = (
     " metrics.jsonl"
 )
 _DRAIN = 3.0  # seconds to collect errors of other ranks after a failure
+INBOX: SimpleQueue[Any] = SimpleQueue()  # references that learner 0 has sent to this process
+STOP = threading.Event()  # set in a rank's process once the driver asks it to stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +156,73 @@ class Failure:
         return (2 if follows else 1 if self.died else 0), self.when
 
 
+class DriverMailbox:
+    """Mailbox actor: ranks post metrics and warnings to the driver."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._notes: list[str] = []
+        self._stops = False
+
+    def post(self, row: dict[str, Any]) -> None:
+        """Add a row of metrics."""
+        self._rows.append(row)
+
+    def note(self, text: str) -> None:
+        """Add a warning."""
+        self._notes.append(text)
+
+    def stop(self) -> None:
+        """Note that the last iteration has ended."""
+        self._stops = True
+
+    def take(self) -> tuple[list[dict[str, Any]], list[str], bool, int]:
+        """Rows and warnings since the last call, whether the ranks stop, and the process id."""
+        rows, notes = self._rows, self._notes
+        self._rows, self._notes = [], []
+        return rows, notes, self._stops, os.getpid()
+
+
+@dataclass(slots=True, kw_only=True)
+class RankContext:
+    """A rank's view of the launch."""
+
+    rank: int
+    world_size: int
+    placement: Placement  # placement of all actors
+    mailbox: Any  # handle of the DriverMailbox actor
+    learners: Sequence[Any]  # handles of the actors of all ranks
+
+    def post(self, row: Mapping[str, Any]) -> None:
+        """Send a row of metrics to the driver."""
+        self.mailbox.post.remote(dict(row))
+
+    def note(self, text: str) -> None:
+        """Send a warning to the driver."""
+        self.mailbox.note.remote(f"learner {self.rank}: {text}")
+
+    def stopping(self) -> bool:
+        """Whether the driver asked this rank to stop; called at the end of an iteration."""
+        if STOP.is_set():
+            self.mailbox.stop.remote()
+        return STOP.is_set()
+
+    def send(self, items: list[Any]) -> None:
+        """Store an item for each rank from 1 on, and send the references."""
+        import ray
+
+        references = [ray.put(item) for item in items]
+        for learner, reference in zip(self.learners[1:], references, strict=True):
+            # In a list the reference is not resolved: the learner reads it in its main thread.
+            learner.call.options(concurrency_group=HEALTH).remote("deliver", [reference])
+
+    def receive(self) -> Any:
+        """The next item that learner 0 sent to this rank."""
+        import ray
+
+        return ray.get(INBOX.get())
+
+
 class RankWorker:
     """Runs a job as one rank, in an actor."""
 
@@ -236,7 +306,7 @@ class _LearnerGroup:
     ) -> None:
         self._placement, self._limits, self._on_row = placement, limits, on_row
         self._control_store = control_store
-        self._slots = placement.plan.of("learner")
+        self._slots = placement.of("learner")
         self._ranks: list[Actor] = []
         self._mailbox: Any = None
         self._mailbox_process = 0  # process id; 0: not known yet

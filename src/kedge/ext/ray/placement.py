@@ -1,18 +1,25 @@
-"""Resources of actors on a Ray cluster: a plan of bundles, and their placement."""
+"""Resources of actors on a Ray cluster: bundles, their placement, and the slots of a config."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from kedge.ext.ray import cluster
 from kedge.records.errors import ConfigError
+from kedge.trainers.launch import launch_context
 
 if TYPE_CHECKING:
-    pass
+    from kedge.config.rollout_engines import RolloutArguments
 
 Role = Literal["learner", "engine", "reward", "reference"]
+COUNTS: Mapping[Role, str] = {  # option with the number of actors
+    "engine": "vllm_num_engines",
+    "reward": "ray_reward_workers",
+    "reference": "ray_ref_workers",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +33,13 @@ class BundleSlot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementPlan:
-    """Bundles of resources, each on one node, and the actors in each."""
+class Placement:
+    """Bundles of resources, each on one node, and the actors in each; can be sent to actors."""
 
     bundles: tuple[Mapping[str, float], ...]
     slots: tuple[BundleSlot, ...]
     strategy: Literal["PACK", "SPREAD"] = "PACK"
+    group: Any = None  # ray.util.placement_group.PlacementGroup, once ``place`` has reserved it
 
     def of(self, role: Role) -> list[BundleSlot]:
         """The slots of one role, in order."""
@@ -43,22 +51,46 @@ class PlacementPlan:
         names = sorted({name for bundle in self.bundles for name in bundle})
         return {name: sum(bundle.get(name, 0) for bundle in self.bundles) for name in names}
 
-    def text(self, nodes: Sequence[str] = ()) -> str:
-        """One line per bundle: resources, actors, and the node if it is known."""
-        lines = []
+    def text(self) -> str:
+        """One line per bundle: resources, actors, and the node once it is placed."""
+        lines, nodes = [], _nodes(self.group) if self.group is not None else {}
         for i, bundle in enumerate(self.bundles):
             resources = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
+            actors: dict[str, list[str]] = {}
+            for slot in self.slots:
+                if slot.bundle == i:
+                    actors.setdefault(slot.role, []).append(str(slot.index))
+            roles = "; ".join(f"{role} {', '.join(at)}" for role, at in actors.items())
             node = f"  on {nodes[i]}" if nodes else ""
-            lines.append(f"  bundle {i}: {resources}  {_actors(self.slots, i)}{node}")
+            lines.append(f"  bundle {i}: {resources}  {roles}{node}")
         return "\n".join(lines)
 
+    def options(self, slot: BundleSlot) -> dict[str, Any]:
+        """Ray options of the actor in a slot."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-def _actors(slots: Sequence[BundleSlot], bundle: int) -> str:
-    indices: dict[str, list[int]] = {}
-    for slot in slots:
-        if slot.bundle == bundle:
-            indices.setdefault(slot.role, []).append(slot.index)
-    return "; ".join(f"{role} {', '.join(map(str, i))}" for role, i in indices.items())
+        strategy = PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=slot.bundle
+        )
+        return {"num_cpus": 1, "num_gpus": slot.gpus, "scheduling_strategy": strategy}
+
+    def release(self) -> None:
+        """Release the resources; actors on them are killed."""
+        import ray
+        from ray.util import remove_placement_group
+
+        if ray.is_initialized():
+            remove_placement_group(self.group)
+
+
+def _nodes(group: Any) -> dict[int, str]:
+    """The address of each bundle's node."""
+    import ray
+    from ray.util import placement_group_table
+
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    placed = placement_group_table(group)["bundles_to_node_id"]
+    return {bundle: addresses.get(node, "?") for bundle, node in placed.items()}
 
 
 def plan_bundles(
@@ -72,7 +104,7 @@ def plan_bundles(
     gpus_per_reward: float = 0.0,
     gpus_per_reference: float = 0.0,
     single_gpu_mode: bool = False,
-) -> PlacementPlan:
+) -> Placement:
     """Bundles: one per node of learners, one per engine, one per worker.
 
     The arguments are those of ``launch``, and whether the cluster has ``gpus``.
@@ -114,45 +146,10 @@ def plan_bundles(
     for _ in range(references):
         add("reference", 1, gpus_per_reference)
     strategy: Literal["PACK", "SPREAD"] = "SPREAD" if len(learners) > 1 else "PACK"
-    return PlacementPlan(bundles=tuple(bundles), slots=tuple(slots), strategy=strategy)
+    return Placement(bundles=tuple(bundles), slots=tuple(slots), strategy=strategy)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A plan with reserved resources on the cluster; can be sent to actors."""
-
-    plan: PlacementPlan
-    group: Any  # ray.util.placement_group.PlacementGroup
-
-    def options(self, slot: BundleSlot) -> dict[str, Any]:
-        """Ray options of the actor in a slot."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        strategy = PlacementGroupSchedulingStrategy(
-            self.group, placement_group_bundle_index=slot.bundle
-        )
-        return {"num_cpus": 1, "num_gpus": slot.gpus, "scheduling_strategy": strategy}
-
-    def text(self) -> str:
-        """The plan with the nodes of its bundles."""
-        import ray
-        from ray.util import placement_group_table
-
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        table = placement_group_table(self.group)["bundles_to_node_id"]
-        nodes = [addresses.get(table[i], "?") for i in range(len(self.plan.bundles))]
-        return self.plan.text(nodes)
-
-    def release(self) -> None:
-        """Release the resources; actors on them are killed."""
-        import ray
-        from ray.util import remove_placement_group
-
-        if ray.is_initialized():
-            remove_placement_group(self.group)
-
-
-def place(plan: PlacementPlan, *, wait_seconds: float) -> Placement:
+def place(plan: Placement, *, wait_seconds: float) -> Placement:
     """Reserve the resources of a plan on the cluster; an error lists those that are missing."""
     from ray.util import placement_group, remove_placement_group
 
@@ -164,10 +161,10 @@ def place(plan: PlacementPlan, *, wait_seconds: float) -> Placement:
             f"the Ray cluster could not place within {wait_seconds:g} s (ray_wait_seconds)\n"
             f"{plan.text()}\n{text}\nrequest less, add nodes, or wait longer"
         )
-    return Placement(plan, group)
+    return replace(plan, group=group)
 
 
-def _missing(plan: PlacementPlan) -> str:
+def _missing(plan: Placement) -> str:
     """Requested, total and free amount of each resource."""
     import ray
 
@@ -186,3 +183,46 @@ def _missing(plan: PlacementPlan) -> str:
             lines.append(f"  bundle {i} does not fit on any node; the largest has {sizes}")
             break
     return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class ActorResources:
+    """Slots of one role, and the function that releases them."""
+
+    placement: Placement
+    slots: Sequence[BundleSlot]
+    release: Callable[[], None]
+
+
+def reserve(role: Role, args: RolloutArguments, *, gpus_per_engine: int = 1) -> ActorResources:
+    """Slots for the actors of a config: those of ``launch``, which releases them, or new ones.
+
+    The number of engines is for all ranks together, that of workers for each.  Outside a launch, a
+    new local cluster, if none is configured, gets a CPU for each actor of any role.
+    """
+    option, at = COUNTS[role], cast(Any, launch_context())
+    count = getattr(args, option)
+    if at is not None and (slots := at.placement.of(role)):
+        each = role != "engine"
+        needed = count * at.world_size if each else count
+        if len(slots) != needed:
+            raise ConfigError(
+                f"{option}={count} needs {needed} {role} actors for {at.world_size} learners, but"
+                f" launch(...) reserved {len(slots)}; set both to the same number"
+            )
+        first = at.rank * count if each else 0
+        return ActorResources(at.placement, slots[first : first + count], lambda: None)
+    engines = args.vllm_num_engines if args.rollout_engine == "ray" else 0
+    cpus = engines + args.ray_reward_workers + args.ray_ref_workers
+    cluster.connect(args.ray_address, cpus=cpus)
+    plan = plan_bundles(
+        engines=count if role == "engine" else 0,
+        rewards=count if role == "reward" else 0,
+        references=count if role == "reference" else 0,
+        gpus=cluster.has_gpus(),
+        gpus_per_engine=gpus_per_engine,
+        gpus_per_reward=args.ray_reward_gpus,
+        gpus_per_reference=args.ray_ref_gpus,
+    )
+    placement = place(plan, wait_seconds=args.ray_wait_seconds)
+    return ActorResources(placement, placement.of(role), placement.release)

@@ -7,18 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import torch
-from packaging.version import Version
 from torch import nn
 
 from kedge.config.rollout_engines import engine_args
 from kedge.ext.vllm.engine import Service, VLLMEngine
 from kedge.ext.vllm.inprocess import InProcess
 from kedge.ext.vllm.policy_template import PolicyTemplate, weights_dtype
-from kedge.ext.vllm.remote import Remote, read_json
 from kedge.ext.vllm.server import Server
-from kedge.ext.vllm.service import check_version, scale_out_flags
 from kedge.ext.vllm.weights import WeightFiles
 from kedge.models.fingerprint import policy_weights
 from kedge.records.errors import ConfigError
@@ -126,8 +122,8 @@ def build_servers(inputs: EngineInputs, args: OnPolicyConfig) -> RolloutEngine:
     """One vLLM server or several, each in its own process."""
     template, arguments = build_template(inputs, args)
     gpus = gpus_of_servers(args.vllm_num_engines, int(arguments.get("tensor_parallel_size", 1)))
-    server = partial(
-        Server,
+    start = partial(
+        Server.start,
         template,
         policy_weights(inputs.policy),
         arguments,
@@ -135,26 +131,23 @@ def build_servers(inputs: EngineInputs, args: OnPolicyConfig) -> RolloutEngine:
         files=WeightFiles(len(gpus), args.weight_sync_folder),
         limits=WorkerLimits.of(args),
     )
-    return _build_engines(inputs, args, template, [partial(server, devices=d) for d in gpus])
+    return _build_engines(inputs, args, template, [partial(start, devices=d) for d in gpus])
 
 
 def build_remote(inputs: EngineInputs, args: OnPolicyConfig) -> RolloutEngine:
     """A running vLLM server at ``args.rollout_engine``, with the policy's weights."""
     template, arguments = build_template(inputs, args)
     files, limits = WeightFiles(parent=args.weight_sync_folder), WorkerLimits.of(args)
-    remote = Remote(args.rollout_engine, files=files, limits=limits)
+    server = Server(args.rollout_engine, files=files, limits=limits)
+    adapter = template.adapter is not None
     try:
-        check_server(
-            remote,
-            tied=template.tied is not None and template.adapter is None,
-            precision=str(arguments["dtype"]),
-            adapter=template.adapter is not None,
-        )
-        remote.load(template.payload(policy_weights(inputs.policy)), 0)
+        tied = template.tied is not None and not adapter
+        server.check(tied=tied, precision=str(arguments["dtype"]), adapter=adapter)
+        server.load(template.payload(policy_weights(inputs.policy)), 0)
     except BaseException:
-        remote.close()
+        server.close()
         raise
-    return _build_engines(inputs, args, template, [lambda: remote])
+    return _build_engines(inputs, args, template, [lambda: server])
 
 
 def gpus_of_servers(count: int, each: int) -> list[str | None]:
@@ -177,64 +170,6 @@ def gpus_of_servers(count: int, each: int) -> list[str | None]:
             " rollout_engine='ray' with more machines"
         )
     return [None] * count
-
-
-def check_server(remote: Remote, *, tied: bool, precision: str, adapter: bool = False) -> None:
-    """Check that a running server was started with flags that make it sample from the policy.
-
-    ``tied``: output head and embedding are one weight; ``adapter``: a LoRA adapter is trained.
-    """
-    if not remote.healthy():
-        raise ConfigError(f"no vLLM server responds at {remote.url}; start one, or check the URL")
-    try:
-        version = remote._get("/version")["version"]
-        check_version(version, f"the vLLM server at {remote.url}")
-        if Version(version).release < (0, 32):
-            raise ConfigError(
-                f"the vLLM server at {remote.url} has version {version}: before 0.32, a server does"
-                " not report which weights it has, so that lost weights would not be noticed;"
-                " upgrade it, or use rollout_engine='vllm_server', which starts and watches one"
-            )
-        missing = _missing(remote, tied=tied, precision=precision, adapter=adapter)
-        if _unknown(remote, "/inference/v1/generate"):
-            missing += scale_out_flags(version)
-    except httpx.TransportError as error:
-        raise ConfigError(
-            f"the vLLM server at {remote.url} did not report its configuration: {error!r}"
-        ) from error
-    if missing:
-        raise ConfigError(
-            f"the vLLM server at {remote.url} must be started with {' '.join(missing)};"
-            " otherwise it would not sample from the policy"
-        )
-
-
-def _missing(remote: Remote, *, tied: bool, precision: str, adapter: bool) -> list[str]:
-    """Required flags that the server was not started with."""
-    missing = []
-    info = remote._server_info()
-    if info.status_code == 404:
-        raise ConfigError(
-            f"the vLLM server at {remote.url} cannot load new weights; start it with"
-            " VLLM_SERVER_DEV_MODE=1 in its environment"
-        )
-    model = read_json(info)["vllm_config"]["model_config"]
-    if model["logprobs_mode"] != "processed_logprobs":
-        missing.append("--logprobs-mode processed_logprobs")
-    if precision not in str(model["dtype"]):
-        missing.append(f"--dtype {precision}")
-    hf_config = model.get("hf_config") or {}
-    if tied and (not isinstance(hf_config, dict) or hf_config.get("tie_word_embeddings", True)):
-        missing.append("""--hf-overrides '{"tie_word_embeddings": false}'""")
-    if adapter and _unknown(remote, "/v1/load_lora_adapter"):
-        missing.append("--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
-    return missing
-
-
-def _unknown(remote: Remote, path: str) -> bool:
-    """Whether the server lacks an endpoint, or (vLLM 0.32) forbids it without its flag."""
-    response = remote._client.post(path, json={}, timeout=remote.limits.start)
-    return response.status_code in (403, 404)
 
 
 def engine_of_model(model: nn.Module, *, pad_id: int) -> VLLMEngine:

@@ -15,13 +15,13 @@ from torch import Tensor
 from kedge.background import Stopped, check_stop
 from kedge.ext.vllm.inprocess import InProcess
 from kedge.ext.vllm.policy_template import Expected, PolicyTemplate
-from kedge.ext.vllm.remote import Remote
-from kedge.ext.vllm.service import (
+from kedge.ext.vllm.requests import (
     GenerationRequest,
     GenerationResult,
     build_requests,
     read_responses,
 )
+from kedge.ext.vllm.server import Server
 from kedge.records.errors import RolloutError, SyncError
 from kedge.records.protocols import EngineInfo
 from kedge.records.types import PromptBatch, Receipt, Rollout, Sampling
@@ -29,7 +29,7 @@ from kedge.rollout.embedded.engine import check_prompts
 from kedge.rollout.embedded.sampling import check_sampling
 from kedge.rollout.engines import GroupRequests, build_rollout
 
-Service = InProcess | Remote  # one vLLM; calls come from one thread at a time
+Service = InProcess | Server  # one vLLM; calls come from one thread at a time
 FULL_PRECISION, LOW_PRECISION = 1e-3, 5e-2  # allowed mean gaps, nats per token
 _ROUNDING = 2.5  # allowed multiple of the learner's own rounding error in low precision
 _SCORE: dict[str, Any] = {  # return log-probabilities of the prompt

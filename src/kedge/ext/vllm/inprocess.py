@@ -17,7 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kedge.ext.vllm.policy_template import PolicyTemplate
-from kedge.ext.vllm.service import (
+from kedge.ext.vllm.requests import (
     GenerationRequest,
     GenerationResult,
     allowed_matrix,
@@ -110,7 +110,7 @@ class InProcess:
                     break
                 for out in self._llm.llm_engine.step():
                     if out.finished:
-                        results[self._held.pop(out.request_id)] = _result(out, self._version)
+                        results[self._held.pop(out.request_id)] = _result(out)
                 if self._held and not self._llm.llm_engine.has_unfinished_requests():
                     raise RolloutError(f"vLLM has lost {len(self._held)} requests; resume the run")
         return results
@@ -177,13 +177,7 @@ class InProcess:
         if not self._llm.reset_prefix_cache() and not self._held:
             raise SyncError("vLLM did not reset its prefix cache: requests are still running")
         self._version = version
-        if self._reports_versions:
-            self._llm.llm_engine.set_weight_version(str(version))
-
-    @property
-    def _reports_versions(self) -> bool:
-        """Whether vLLM reports the version of each token, as it does from 0.32 on."""
-        return hasattr(self._llm.llm_engine, "set_weight_version")
+        self._llm.llm_engine.set_weight_version(str(version))
 
     def _add_adapter(self, payload: WeightPayload) -> Any:
         from vllm.lora.request import LoRARequest
@@ -199,9 +193,7 @@ class InProcess:
         return LoRARequest(*name)  # with ``load_inplace``, every step would read the file
 
     def version(self) -> int:
-        """Weights version that vLLM reports; before vLLM 0.32, the version loaded last."""
-        if not self._reports_versions:
-            return self._version
+        """Weights version that vLLM reports."""
         return parse_version(self._llm.llm_engine.get_weight_version())
 
     @property
@@ -212,7 +204,7 @@ class InProcess:
         step with other requests (``bgmv_shrink`` gets the wrong number of rows).
         """
         slots = int(self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
-        return slots, self._adapter is None and self._reports_versions
+        return slots, self._adapter is None
 
     def max_length(self) -> int:
         """Longest prompt and response together, in tokens."""
@@ -331,11 +323,10 @@ def _restore_call(meta_model: torch.nn.Module) -> None:
             kind.do_not_compile = True  # type: ignore[attr-defined]
 
 
-def _result(request: Any, loaded: int) -> GenerationResult:
-    """Convert a ``vllm.RequestOutput``; before 0.32 its version is that of ``loaded`` weights."""
+def _result(request: Any) -> GenerationResult:
+    """Convert a ``vllm.RequestOutput``."""
     output = request.outputs[0]
-    spans = getattr(output, "weight_versions", None) or ()
-    versions = [(parse_version(span.version), span.end - span.start) for span in spans]
+    spans = output.weight_versions
     flat = output.logprobs  # per position: the sampled token, then the most likely ones
     allowed = None
     if len(flat.logprobs) > len(flat.start_indices):
@@ -349,7 +340,7 @@ def _result(request: Any, loaded: int) -> GenerationResult:
         logprobs=np.array(flat.logprobs, np.float32)[np.array(flat.start_indices, np.int64)],
         allowed=allowed,
         stopped=output.finish_reason == "stop",
-        versions=versions or [(loaded, len(output.token_ids))],
+        versions=[(parse_version(span.version), span.end - span.start) for span in spans],
         prompt_logprobs=tuple(
             at[token].logprob for at, token in zip(scored[1:], tokens[1:], strict=True)
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -197,28 +197,33 @@ def _converting_layers(
         x, (narrow, wide) = weights[name], kinds[name]
         return x.to(device, narrow if x.is_floating_point() else None).to(wide)
 
-    def forward_of(prefix: str, layer: nn.Module) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            del layer.forward  # restores the class's forward
-            try:
-                own = {name: convert(f"{prefix}.{name}") for name, _ in layer.named_parameters()}
-                return functional_call(layer, own, args, kwargs)
-            finally:
-                layer.forward = forward
-
-        return forward
-
     layers = {n: x for n, x in model.named_modules() if isinstance(x, GradientCheckpointingLayer)}
     inside = tuple(f"{prefix}." for prefix in layers)
     weights |= {name: convert(name) for name in weights if not name.startswith(inside)}
-    for prefix, layer in layers.items():
-        layer.forward = forward_of(prefix, layer)
-    try:
-        yield
-    finally:
-        for layer in layers.values():
-            del layer.forward
-        weights.clear()  # the functions above form reference cycles with it
+    with contextlib.ExitStack() as hooks:
+        for prefix, layer in layers.items():
+            empty = dict(layer.named_parameters())
+
+            def fill(layer: nn.Module, _: Any, prefix: str = prefix, empty: Any = empty) -> None:
+                _set(layer, {name: convert(f"{prefix}.{name}") for name in empty})
+
+            def drop(layer: nn.Module, *_: Any, empty: Any = empty) -> None:
+                _set(layer, empty)
+
+            hooks.enter_context(layer.register_forward_pre_hook(fill))
+            hooks.enter_context(layer.register_forward_hook(drop, always_call=True))
+        try:
+            yield
+        finally:
+            weights.clear()  # the functions above form reference cycles with it
+
+
+def _set(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Replace parameters of a module, by name."""
+    for name, x in weights.items():
+        owner, _, last = name.rpartition(".")
+        p = x if isinstance(x, nn.Parameter) else nn.Parameter(x, requires_grad=False)
+        setattr(module.get_submodule(owner), last, p)
 
 
 def weights_dtype(policy: nn.Module) -> torch.dtype:

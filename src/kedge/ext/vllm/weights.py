@@ -6,7 +6,6 @@ broadcast, loading layer by layer.  This module decides when, what and how long 
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
@@ -18,17 +17,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from packaging.version import Version
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kedge.background import in_thread
-from kedge.config.rollout_engines import installed_vllm
 from kedge.models.peft import is_quantized
 from kedge.records.errors import ConfigError, RolloutError, SyncError
 from kedge.rollout.liveness import RunningTime
@@ -38,8 +36,6 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM supports
 _PREFIX = "kedge-weights-"
 _NEW = 60.0  # seconds during which a folder counts as new
 T = TypeVar("T")
-NCCL_SINCE = "0.32"  # vLLM
-TransferCall = Callable[..., None]  # calls a method of vLLM's weight transfer by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,93 +226,86 @@ class WeightFiles:
             return folder
 
 
-class NcclTransfer:
-    """Process group of the learner and the workers of vLLMs for sending weights.
+class NcclGroup:
+    """Process group of the learner and the GPUs of engines: weights are broadcast once for all.
 
-    ``client`` is that of the vLLM, or of several (``FanOut``); ``info`` vLLM's ``TrainerInitInfo``
-    for the group's backend, see ``nccl``.  Creating the group, or sending all weights, may take
-    ``limit`` seconds.  Weights in host memory are moved to the learner's ``device`` one at a time.
-    """
-
-    def __init__(self, client: Any, info: Any, *, limit: float, device: torch.device) -> None:
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
-        self._source, self._limit, self._device = Source(device), limit, device
-
-        def connect() -> Any:
-            with self._current_device():
-                return WeightTransferTrainerFactory.trainer_init(
-                    info, client=client, source=self._source
-                )
-
-        what = "connecting to a vLLM for weight transfer"
-        self._engine: Any = run_with_timeout(limit, connect, what)
-
-    def send(self, payload: WeightPayload) -> None:
-        """Send all weights, one at a time in the dtype of the rollout engine."""
-
-        def work() -> None:
-            with self._current_device():
-                if self._device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()  # wait until the weights are computed
-                self._engine.send_weights()
-
-        self._source.payload = payload
-        try:
-            run_with_timeout(self._limit, work, "sending weights to a vLLM")
-        finally:
-            self._source.payload = WeightPayload(())
-
-    def _current_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Context that selects the learner's GPU in a new thread, whose default is the first."""
-        on_gpu = self._device.type == "cuda"
-        return torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext()
-
-
-class EngineGroup:
-    """One process group of the learner and engines: weights are broadcast once for all of them.
-
-    It is formed by ``create`` for the first weights, given the client of the engines and their
-    number, and again after an engine was restarted or lost.  If it is ``shared``, several engines
-    are sent weights together.
+    It is formed for the first weights, and again after an engine was restarted or lost.  ``payload``
+    converts the learner's weights, each engine has ``gpus``, and ``address`` is that of this
+    process as seen from them.  Forming the group, or sending all weights, may take ``limit``
+    seconds.  Weights in host memory are moved to the learner's ``device`` one at a time.  If it
+    is ``shared``, several engines are sent weights together.
     """
 
     def __init__(
         self,
-        create: Callable[[FanOut, int], NcclTransfer],
         payload: Callable[[Mapping[str, Tensor]], WeightPayload],
-        workers: int,
         *,
-        shared: bool,
+        gpus: int,
+        address: str,
+        limit: float,
+        device: torch.device,
+        shared: bool = False,
     ) -> None:
         self.shared = shared
-        self._create, self._payload, self._workers = create, payload, workers
+        self._payload, self._gpus, self._address = payload, gpus, address
+        self._limit, self._device, self._source = limit, device, Source(device)
         self._members: list[Any] = []
-        self._transfer: NcclTransfer | None = None
+        self._trainer: Any = None  # vLLM's side of the learner
 
     def send(self, engines: Sequence[Any], weights: Mapping[str, Tensor]) -> None:
         """Send the weights to these engines, which have a ``process`` and a ``transfer``."""
         members = [engine.process for engine in engines]
-        if self._transfer is None or members != self._members:
-            client = FanOut([engine.transfer for engine in engines], self._workers)
-            self._transfer, self._members = self._create(client, len(engines)), members
-        self._transfer.send(self._payload(weights))
+        if members != self._members:
+            client = FanOut([engine.transfer for engine in engines], self._gpus)
+            connect = partial(self.connect, client, self._gpus * len(engines))
+            self._trainer = self._run(connect, "connecting to a vLLM for weight transfer")
+            self._members = members
+        self._source.payload = self._payload(weights)
+        try:  # one weight at a time, in the dtype of the rollout engine
+            self._run(self._trainer.send_weights, "sending weights to a vLLM")
+        finally:
+            self._source.payload = WeightPayload(())
+
+    def connect(self, client: FanOut, workers: int) -> Any:
+        """Form a group with the ``workers`` (GPUs) that the client controls."""
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        info = self.info(workers)
+        return WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
+
+    def info(self, workers: int) -> Any:
+        """VLLM's description of the group."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        return NCCLTrainerInitInfo(
+            master_address=self._address, master_port=free_port(), world_size=1 + workers, rank=0
+        )
+
+    def _run(self, work: Callable[[], T], what: str) -> T:
+        def on_device() -> T:
+            if self._device.type != "cuda":
+                return work()
+            with torch.cuda.device(self._device):  # a new thread's default is the first GPU
+                torch.cuda.current_stream().synchronize()  # wait until the weights are computed
+                return work()
+
+        return run_with_timeout(self._limit, on_device, what)
 
 
 class FanOut:
     """vLLM's weight transfer client of several engines, which are called concurrently.
 
-    ``calls`` call a method of each engine's transfer with keyword arguments.  Its ``workers``
-    (GPUs) have consecutive ranks in the group.
+    ``calls`` call a method of each engine's transfer with keyword arguments.  Its ``gpus`` have
+    consecutive ranks in the group.
     """
 
-    def __init__(self, calls: Sequence[TransferCall], workers: int) -> None:
-        self._calls, self._workers = calls, workers
+    def __init__(self, calls: Sequence[Callable[..., None]], gpus: int) -> None:
+        self._calls, self._gpus = calls, gpus
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Join the process group of ``init_info``, each engine with its ranks."""
         first = int(init_info["rank_offset"])
-        offsets = [first + i * self._workers for i in range(len(self._calls))]
+        offsets = [first + i * self._gpus for i in range(len(self._calls))]
         infos = [{"init_info": init_info | {"rank_offset": offset}} for offset in offsets]
         self._call_all("init_weight_transfer_engine", infos)
 
@@ -359,15 +348,6 @@ class Source:
         return ((name, x.to(self._device)) for name, x in self.payload.tensors())
 
 
-def nccl(*, address: str, workers: int) -> Any:
-    """A group of this process, at ``address`` as seen from the vLLMs, and of all their GPUs."""
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-    return NCCLTrainerInitInfo(
-        master_address=address, master_port=free_port(), world_size=1 + workers, rank=0
-    )
-
-
 def free_port() -> int:
     """A free TCP port."""
     with socket.socket() as probe:
@@ -386,16 +366,13 @@ def use_nccl(
     """Whether NCCL sends the learner's weights to vLLMs of ``gpus`` GPUs each.
 
     Both need separate GPUs; a vLLM with a fraction of a GPU may share the learner's.
-    Requires vLLM 0.32 or newer.
     """
-    new = Version(installed_vllm() or NCCL_SINCE) >= Version(NCCL_SINCE)
-    can = new and gpus >= 1 and not adapter and all(x.is_cuda for x in weights.values())
+    can = gpus >= 1 and not adapter and all(x.is_cuda for x in weights.values())
     if transfer == "nccl" and not can:
         device = next(iter(weights.values())).device.type
         raise ConfigError(
-            f"vllm_transfer='nccl' needs vLLM {NCCL_SINCE} and GPUs for learner and engines, but"
-            f" the installed vLLM is {installed_vllm() or 'missing'}, the learner's weights are on"
-            f" {device} and each engine has {gpus:g} GPUs"
+            f"vllm_transfer='nccl' needs GPUs for learner and engines, but the learner's weights"
+            f" are on {device} and each engine has {gpus:g} GPUs"
             f"{', and adapters are sent as files' if adapter else ''}; set it to 'auto'"
         )
     return can and transfer != "host"

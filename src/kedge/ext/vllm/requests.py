@@ -55,11 +55,6 @@ def check_version(version: str, where: str) -> None:
         )
 
 
-def scale_out_flags(version: str) -> list[str]:
-    """Flags of a server that takes and returns tokens; vLLM before 0.32 has none and needs none."""
-    return ["--enable-scale-out"] if Version(version).release >= (0, 32) else []
-
-
 def parse_version(text: str | None) -> int:
     """The number in vLLM's name of a weight version; -1 for a name not set by Kedge."""
     return int(text) if text is not None and text.lstrip("-").isdigit() else -1
