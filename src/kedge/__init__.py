@@ -18,10 +18,11 @@ if TYPE_CHECKING:  # for type checkers; at run time a name is imported when it i
     from kedge.algorithms import rloo as rloo
     from kedge.config.grpo import GRPOConfig as GRPOConfig
     from kedge.config.ppo import PPOConfig as PPOConfig
-    from kedge.config.ppo import PPOv2Config as PPOv2Config
     from kedge.config.rloo import RLOOConfig as RLOOConfig
     from kedge.ext.open_instruct.config import AsyncPPOConfig as AsyncPPOConfig
     from kedge.ext.open_instruct.trainer import AsyncPPOTrainer as AsyncPPOTrainer
+    from kedge.ext.trl.ppov2 import PPOv2Config as PPOv2Config
+    from kedge.ext.trl.ppov2 import PPOv2Trainer as PPOv2Trainer
     from kedge.ext.trl.scripts import ModelConfig as ModelConfig
     from kedge.ext.trl.scripts import ScriptArguments as ScriptArguments
     from kedge.ext.trl.scripts import TrlParser as TrlParser
@@ -30,7 +31,6 @@ if TYPE_CHECKING:  # for type checkers; at run time a name is imported when it i
     from kedge.ext.trl.scripts import get_quantization_config as get_quantization_config
     from kedge.trainers.grpo import GRPOTrainer as GRPOTrainer
     from kedge.trainers.ppo import PPOTrainer as PPOTrainer
-    from kedge.trainers.ppo import PPOv2Trainer as PPOv2Trainer
     from kedge.trainers.rloo import RLOOTrainer as RLOOTrainer
 
 _OF_TRL = ("get_kbit_device_map", "get_peft_config", "get_quantization_config")
@@ -38,8 +38,8 @@ _MODULES = {
     **dict.fromkeys(("grpo", "ppo", "reinforce_pp", "remax", "rloo"), "kedge.algorithms"),
     **dict.fromkeys(("ModelConfig", "ScriptArguments", "TrlParser", *_OF_TRL), "kedge.trl_scripts"),
     "Algorithm": "kedge.algorithms",
-    "PPOv2Trainer": "kedge.trainers.ppo",
-    "PPOv2Config": "kedge.config.ppo",
+    "PPOv2Trainer": "kedge.trl.ppov2",
+    "PPOv2Config": "kedge.trl.ppov2",
 }
 for _module, _trainer in (path.split(":") for path, _ in TRAINERS.values()):
     _MODULES[_trainer] = _module

@@ -13,6 +13,7 @@ from types import ModuleType
 FORWARDS = {
     "kedge.classic": "kedge.ext.trl.classic",
     "kedge.compat": "kedge.ext.trl.compat",
+    "kedge.trl": "kedge.ext.trl",
     "kedge.trl_scripts": "kedge.ext.trl.scripts",
     "kedge.judges": "kedge.ext.judge.judges",
     "kedge.environments.games": "kedge.ext.games.games",

@@ -71,6 +71,7 @@ LAZY |= {"gymnasium", "textarena", "openenv", "verifiers", "aiohttp"}
 PENDING = {
     "__init__.py -> kedge.ext.open_instruct.config",
     "__init__.py -> kedge.ext.open_instruct.trainer",
+    "__init__.py -> kedge.ext.trl.ppov2",
     "__init__.py -> kedge.ext.trl.scripts",
     "cli/arguments.py -> kedge.ext.trl.scripts",
     "cli/data.py -> kedge.ext.open_instruct.mixer",
@@ -97,6 +98,7 @@ PENDING = {
     "ops/linear_logprob.py -> kedge.ext.cpu.matmul",
     "rewards/model.py -> kedge.ext.cpu.patch",
     "rollout/embedded/engine.py -> kedge.ext.cpu.patch",
+    "suggestions.py -> kedge.ext.trl",
     "trainers/assembly/models.py -> kedge.ext.ray.placement",
     "trainers/assembly/models.py -> kedge.ext.ray.reference",
     "trainers/assembly/run.py -> kedge.ext.cpu.matmul",

@@ -10,15 +10,10 @@ from transformers import TrainerCallback
 from typing_extensions import Unpack
 
 from kedge.algorithms import ppo
-from kedge.config.ppo import PPOConfig, PPOv2Config
+from kedge.config.ppo import PPOConfig
 from kedge.suggestions import suggest_names
 from kedge.trainers.base import TrainerShell
-from kedge.trainers.spec import SharedArguments, TrainerSpec, rename_arguments
-
-_OLDER_NAMES = {
-    **{"config": "args", "tokenizer": "processing_class"},
-    **{"policy": "model", "ref_policy": "ref_model"},
-}
+from kedge.trainers.spec import SharedArguments, TrainerSpec
 
 
 @suggest_names("argument", config=PPOConfig, also=SharedArguments.__optional_keys__)
@@ -51,9 +46,7 @@ class PPOTrainer(TrainerShell):
         DataError: invalid prompts.
     """
 
-    SPEC = TrainerSpec(
-        name="PPO", config=PPOConfig, algorithm=ppo, flags=PPOv2Config, value_model=True
-    )
+    SPEC = TrainerSpec(name="PPO", config=PPOConfig, algorithm=ppo, value_model=True)
 
     def __init__(  # noqa: PLR0913
         self,
@@ -91,14 +84,3 @@ class PPOTrainer(TrainerShell):
             reward_processing_classes=reward_processing_class,
             **shared,
         )
-
-
-class PPOv2Trainer(PPOTrainer):
-    """``PPOTrainer`` under its older name; also accepts the older argument names.
-
-    ``config``, ``tokenizer``, ``policy`` and ``ref_policy`` mean ``args``, ``processing_class``,
-    ``model`` and ``ref_model``.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **rename_arguments(kwargs, _OLDER_NAMES))

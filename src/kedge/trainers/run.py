@@ -25,7 +25,6 @@ from transformers.utils import logging as transformers_logging
 
 from kedge.checkpoint import checkpoint
 from kedge.config.base import OnPolicyConfig
-from kedge.config.declare import resume_values
 from kedge.data import DatasetPrompts
 from kedge.errors import CheckpointError, ConfigError, way_out
 from kedge.learner.learner import HFLearner
@@ -441,7 +440,7 @@ class Run(Hooks):
     @property
     def _printed_rows(self) -> int:
         """Rows of a table of completions that are shown on screen."""
-        return getattr(self.args, "num_completions_to_print", None) or TABLE_ROWS
+        return self.args.num_completions_to_print or TABLE_ROWS
 
     def evaluate(self, sets: list[EvalSet] | None = None) -> dict[str, float]:
         """Score the evaluation prompts, log metrics and show completions."""
@@ -529,7 +528,7 @@ class Run(Hooks):
     def _show_table(
         self, rows: list[dict[str, object]], name: str, *, most: int | None = None
     ) -> None:
-        unique = getattr(self.args, "log_unique_prompts", False)
+        unique = self.args.log_unique_prompts
         if most is not None or unique:  # prefer new prompts to further answers to the same one
             earlier: Counter[object] = Counter()
             order = []
@@ -645,7 +644,7 @@ class Run(Hooks):
         into other micro-batches.
         """
         engine, sizes = self.engine, self.engine.batch_sizes
-        values = resume_values(self.args) | {
+        values = self.args.resume_values() | {
             "algorithm": engine.algorithm.name,
             "iterations": sizes.iterations,
             "batch_size": sizes.batch_size,

@@ -23,6 +23,4 @@ class AsyncPPOTrainer(PPOTrainer):
         ConfigError, DataError: as ``PPOTrainer``.
     """
 
-    SPEC = replace(
-        PPOTrainer.SPEC, config=AsyncPPOConfig, flags=None, metric_names=log_open_instruct_names
-    )
+    SPEC = replace(PPOTrainer.SPEC, config=AsyncPPOConfig, metric_names=log_open_instruct_names)

@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
     name, *rest = argv
     if name not in TRAINERS:
         raise ConfigError(f"kedge plan {name} must be one of {', '.join(TRAINERS)}")
-    prog, config = f"kedge plan {name}", load_trainer(name).SPEC.command_config
+    prog, config = f"kedge plan {name}", load_trainer(name).SPEC.config
     if parser(prog, config).show_help(rest):
         return
     own = Flags(prog, add_help=False, allow_abbrev=False)
