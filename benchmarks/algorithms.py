@@ -89,7 +89,7 @@ def run(name: str, seed: int) -> dict[str, Any]:
         args: Any = kedge.GRPOConfig(**shared, num_generations=4, beta=0.05)
         trainer: Any = kedge.GRPOTrainer(args=args, reward_funcs=reward, **given)
     elif name == "rloo":
-        args = kedge.RLOOConfig(**shared, rloo_k=4, kl_coef=0.05)
+        args = kedge.RLOOConfig(**shared, num_generations=4, kl_coef=0.05)
         trainer = kedge.RLOOTrainer(args=args, reward_funcs=reward, **given)
     else:
         rule = rules.get(name)

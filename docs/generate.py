@@ -17,15 +17,17 @@ from transformers import TrainingArguments
 
 from kedge.algorithms import BUILTIN
 from kedge.cli.arguments import FIRST
-from kedge.config.base import OnPolicyConfig, foreign
-from kedge.config.compat import TRANSFORMERS4
-from kedge.config.declare import Alias, NoEffect, Unsupported, default_of, status
+from kedge.config.base import OnPolicyConfig
+from kedge.config.declare import NoEffect, Unsupported, default_of, status
+from kedge.config.dialect import Alias
 from kedge.config.grpo import GRPOConfig
 from kedge.config.ppo import PPOConfig
 from kedge.config.rloo import RLOOConfig
 from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.ext.open_instruct.trainer import OPEN_INSTRUCT_NAMES
 from kedge.loop.metrics import NAMES, PREFIXES, TRL_NAMES
+from kedge.ext.trl import options as trl
+from kedge.loop.metrics import NAMES, OPEN_INSTRUCT_NAMES, PREFIXES, TRL_NAMES
 
 Row = tuple[str, ...]  # a name, and the words after the columns
 Cells = dict[str, str]  # trainer -> its cell
@@ -186,11 +188,11 @@ OPTIONS_HEAD = """\
 # Options
 
 Every field of `kedge.PPOConfig`, `AsyncPPOConfig`, `RLOOConfig` and `GRPOConfig`, which are
-`transformers.TrainingArguments` with more fields, and the names of other libraries and releases
-that they accept. A column holds the default in that config; a dash means that the config does not
-have the field. On the command line a field `name` is `--name VALUE`; a yes-or-no field is `--name`
-and `--no_name`. `max_steps`, `logging_steps`, `save_steps`, `eval_steps` and `warmup_steps` count
-iterations: one batch of responses each.
+`transformers.TrainingArguments` with more fields; and the names that only the dialects
+`kedge.trl.RLOOConfig` and `kedge.trl.GRPOConfig` have. A column holds the default in that config; a
+dash means that the config does not have the field. On the command line a field `name` is
+`--name VALUE`; a yes-or-no field is `--name` and `--no_name`. `max_steps`, `logging_steps`,
+`save_steps`, `eval_steps` and `warmup_steps` count iterations: one batch of responses each.
 
 This page is made by `python docs/generate.py`,
 here with transformers {version}.
@@ -203,19 +205,19 @@ IGNORED_TEXT = """\
 These names are accepted, with a line in the log."""
 
 
-# Sections of the page in order, and how ``acts_in`` begins for their fields.
+# Sections of the page in order: those of the fields.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "What most runs set": (),  # the fields that `kedge ppo --help` shows
-    "Learning": ("algorithm", "KL controller", "value model", "learner"),
-    "Batches and length of the run": ("batch sizes",),
-    "Sampling": ("sampling", "rows at a time"),
-    "Rewards and prompts": ("rewards", "prompts"),
-    "Evaluation, logs and checkpoints": (
-        *("evaluation", "schedule", "trackers", "checkpoints", "train()", "hub", "progress bar"),
-    ),
-    "Models": ("models", "loading", "command line and scripts"),
-    "Loop and rollout engine": ("engine", "loop", "rollout engine"),
-    "Process and everything else": ("",),
+    "Learning": ("algorithm", "KL and entropy", "value model", "reference", "learner"),
+    "Batches and length of the run": ("batch sizes and run length",),
+    "Sampling": ("sampling",),
+    "Rewards, prompts and environments": ("rewards", "prompts", "environments"),
+    "Evaluation, logs and checkpoints": ("evaluation and logs", "checkpoints and hub"),
+    "Models": ("models", "command line and scripts"),
+    "Loop and rollout engine": ("engine", "rollout engine"),
+    "Process": ("process",),
+    "Asynchronous PPO": ("asynchronous PPO",),
+    "Options of TRL that become others": ("names of TRL",),
 }
 
 CONFIGS: dict[str, type[OnPolicyConfig]] = {
@@ -223,10 +225,9 @@ CONFIGS: dict[str, type[OnPolicyConfig]] = {
     "async PPO": AsyncPPOConfig,
     "RLOO": RLOOConfig,
     "GRPO": GRPOConfig,
+    "TRL's RLOO": trl.RLOOConfig,
+    "TRL's GRPO": trl.GRPOConfig,
 }
-
-
-# Commands whose flags take seconds to import.
 
 
 def options_page() -> str:
@@ -235,26 +236,22 @@ def options_page() -> str:
     named: dict[type, dict[Row, Cells]] = {kind: {} for kind in (Unsupported, NoEffect, Alias)}
     inherited = {f.name for f in fields(TrainingArguments)}
     for column, config in CONFIGS.items():
-        names: dict[str, Any] = {}
         for field in sorted(fields(config), key=lambda f: f.name in inherited):
-            where = status(config, field.name)
-            if not isinstance(where, str):
-                names[field.name] = where
+            where, name = status(config, field.name), field.name
+            if isinstance(where, str):
+                first = name in FIRST and where != "command line and scripts"
+                title = "What most runs set" if first else _section_reference(where)
+                text = " ".join(str(field.metadata.get("help", "")).split())
+                shown = default_of(field)
+                shown = f"`{getattr(shown, 'value', shown)!r}`"
+                acting[title].setdefault((name, text), {})[column] = shown
                 continue
-            first = field.name in FIRST and not where.startswith("command line")
-            title = "What most runs set" if first else _section_reference(where)
-            text = " ".join(str(field.metadata.get("help", "")).split())
-            shown = default_of(field)
-            shown = f"`{getattr(shown, 'value', shown)!r}`"
-            acting[title].setdefault((field.name, text, where), {})[column] = shown
-        names |= sorted(foreign(config).items(), key=lambda item: item[0] in TRANSFORMERS4)
-        for name, entry in names.items():
-            row = {
-                Alias: lambda x: (f"`{x.target}`",),
-                NoEffect: lambda x: (x.reason,),
-                Unsupported: lambda x: (x.reason, x.way_out),
-            }[type(entry)](entry)
-            named[type(entry)].setdefault((name, *row), {})[column] = "yes"
+            if isinstance(where, Alias):
+                row: Row = (f"`{where.target}`",)
+            else:
+                way_out = (where.way_out,) if isinstance(where, Unsupported) else ()
+                row = (where.reason, *way_out)
+            named[type(where)].setdefault((name, *row), {})[column] = "yes"
     first_rows = acting["What most runs set"]
     acting["What most runs set"] = dict(
         sorted(first_rows.items(), key=lambda item: FIRST.index(item[0][0]))
@@ -266,9 +263,7 @@ def options_page() -> str:
             *(
                 line
                 for title, rows in acting.items()
-                for line in _table_reference(
-                    title, f"| field | {columns} | meaning | acts in |", rows
-                )
+                for line in _table_reference(title, f"| field | {columns} | meaning |", rows)
             ),
             *_table_reference(
                 "Names that are not supported",
@@ -288,7 +283,7 @@ def options_page() -> str:
 
 
 def _section_reference(where: str) -> str:
-    return next(title for title, begins in SECTIONS.items() if where.startswith(begins))
+    return next(title for title, begins in SECTIONS.items() if where in begins)
 
 
 def _table_reference(

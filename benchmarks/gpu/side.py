@@ -96,8 +96,8 @@ def build_kedge(case: Case, clock: Clock) -> Any:
             callbacks=[clock],
         )
     config, trainer = {
-        "rloo": (kedge.RLOOConfig, kedge.RLOOTrainer),
-        "grpo": (kedge.GRPOConfig, kedge.GRPOTrainer),
+        "rloo": (kedge.trl.RLOOConfig, kedge.RLOOTrainer),
+        "grpo": (kedge.trl.GRPOConfig, kedge.GRPOTrainer),
     }[case.method]
     return trainer(
         args=config(

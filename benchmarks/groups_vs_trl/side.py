@@ -61,7 +61,7 @@ def train(side: str, kind: str, case: Any, updates: int, passes: int, clock: Clo
         made.pad_token = made.eos_token
     reward.config.pad_token_id = made.pad_token_id
     if side == "kedge":
-        import kedge as library
+        import kedge.trl as library
     else:
         import trl as library  # type: ignore[no-redef]
     config = getattr(library, f"{kind.upper()}Config")

@@ -20,6 +20,7 @@ from model import load, save_untrained
 from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
 from kedge.cli.tools.generate import generate_completions
 from kedge.config.common import EnvironmentArguments
+from kedge.config.ppo import RECIPES
 from kedge.environments.games import Calculator, TextWorld
 from kedge.environments.success import measure_success
 from kedge.ext.before_rl import sft_command as sft
@@ -110,8 +111,10 @@ VALUE = {
 BY_TOKENS = {"gamma": 0.98 ** (1 / 3)}
 # Rates, warm-up and lambda for this model and 40 tokens an episode: docs/algorithms/sao.md.  Lag
 # counts iterations: those of 16 episodes and one or two steps keep the ratio near 1.
-SAO = BY_TOKENS | {
-    "recipe": "sao",
+SAO = {
+    **RECIPES["sao"],
+    **BY_TOKENS,
+    "lam_alpha": None,
     "rollout_schedule": "in_order",  # rows are sampled together: fewer CPU seconds
     "per_device_train_batch_size": 16,
     "num_mini_batches": 1,
@@ -130,7 +133,7 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "PPO, value model": (PPOTrainer, PPOConfig, VALUE | BY_TOKENS | {"value_source": "copy"}),
     "SAO": (PPOTrainer, PPOConfig, SAO | MASKED),
     "SAO, clipped": (PPOTrainer, PPOConfig, SAO | CLIPPED),
-    "RLOO": (RLOOTrainer, RLOOConfig, {"rloo_k": 4}),
+    "RLOO": (RLOOTrainer, RLOOConfig, {"num_generations": 4}),
     "GRPO": (GRPOTrainer, GRPOConfig, {"num_generations": 8}),
 }
 

@@ -183,7 +183,7 @@ def reinforce(
             output_dir=str(folder),
             per_device_train_batch_size=512,
             num_generations=8,
-            max_completion_length=LENGTH,
+            response_length=LENGTH,
             max_steps=sizes.iterations,
             learning_rate=3e-4,
             warmup_steps=10,

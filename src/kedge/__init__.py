@@ -13,8 +13,8 @@ _MODULES = {
     **dict.fromkeys(("grpo", "ppo", "reinforce_pp", "remax", "rloo"), "kedge.algorithms"),
     **dict.fromkeys(("ModelConfig", "ScriptArguments", "TrlParser", *_OF_TRL), "kedge.trl_scripts"),
     "Algorithm": "kedge.algorithms",
-    "PPOv2Trainer": "kedge.trainers.ppo",
-    "PPOv2Config": "kedge.config.ppo",
+    "PPOv2Trainer": "kedge.trl.ppov2",
+    "PPOv2Config": "kedge.trl.ppov2",
 }
 for _module, _trainer in (path.split(":") for path, _ in TRAINERS.values()):
     _MODULES[_trainer] = _module

@@ -17,6 +17,7 @@ FORWARDS = {
     "kedge.errors": "kedge.records.errors",
     "kedge.classic": "kedge.ext.trl.classic",
     "kedge.compat": "kedge.ext.trl.compat",
+    "kedge.trl": "kedge.ext.trl",
     "kedge.trl_scripts": "kedge.ext.trl.scripts",
     "kedge.judges": "kedge.ext.judge.judges",
     "kedge.environments.games": "kedge.ext.games.games",

@@ -73,6 +73,7 @@ PENDING = {
     "ext/plan/command.py -> kedge.ext.open_instruct",
     "ext/plan/command.py -> kedge.ext.open_instruct.config",
     "ext/plan/command.py -> kedge.ext.trl.scripts",
+    "suggestions.py -> kedge.ext.trl",
 }
 # Folders of ``ext`` that may import another one.
 EXT_RULES = {"open_instruct": {"ray", "vllm"}, "ray": {"vllm"}}

@@ -17,7 +17,7 @@ from docs.generate import metrics_page
 
 from kedge import GRPOConfig, PPOConfig, RLOOConfig
 from kedge.cli import main as cli
-from kedge.config.declare import aliases
+from kedge.ext.trl import GRPOConfig, RLOOConfig, v0_17
 from kedge.loop.metrics import NAMES, PREFIXES
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +33,8 @@ OF_COMMANDS = {  # options of the command line alone
 
 def options() -> set[str]:
     """Fields, and the other names that they are set by."""
-    configs = (PPOConfig, RLOOConfig, GRPOConfig)
-    return {
-        name for config in configs for name in (*(f.name for f in fields(config)), *aliases(config))
-    }
+    configs = (PPOConfig, RLOOConfig, GRPOConfig, v0_17.RLOOConfig)
+    return {f.name for config in configs for f in fields(config)}
 
 
 def own_column(page: Path) -> list[str]:

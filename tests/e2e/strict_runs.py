@@ -48,7 +48,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "num_sample_generations"
 MASKED = {"top_k": 5, "top_p": 0.9}
 SGD = {"optim": "sgd", "learning_rate": 0.1}  # Adam enlarges rounding where gradients are 0
 MICRO = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-TWICE = {"num_iterations": 2}
+TWICE = {"num_ppo_epochs": 2}
 
 
 def policy() -> Any:
@@ -80,7 +80,7 @@ def rloo_older(flags: dict[str, Any], **inputs: Any) -> Any:
     if "peft_config" not in inputs:
         inputs["ref_policy"] = policy()
     return RLOOTrainer(
-        config=RLOOConfig(**sizes | {"rloo_k": 2, "num_ppo_epochs": 2} | flags),
+        config=RLOOConfig(**sizes | {"num_generations": 2, "num_ppo_epochs": 2} | flags),
         processing_class=word_tokenizer(),
         policy=policy(),
         reward_model=neox_reward(),
@@ -90,7 +90,8 @@ def rloo_older(flags: dict[str, Any], **inputs: Any) -> Any:
 
 
 def newer(kind: Any, config: Any, flags: dict[str, Any], inputs: dict[str, Any]) -> Any:
-    sizes = {"max_steps": 2, "per_device_train_batch_size": 4, "max_completion_length": 4}
+    sizes = {"max_steps": 2, "per_device_train_batch_size": 4, "response_length": 4}
+    sizes |= {"num_ppo_epochs": 1}
     return kind(
         args=config(**sizes | {"num_generations": 2} | flags),
         processing_class=word_tokenizer(),

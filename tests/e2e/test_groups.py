@@ -39,7 +39,7 @@ TRAINER = (
 
 def make(trainer: Any, config: Any, **changes: Any) -> Any:
     given = {k: changes.pop(k) for k in tuple(changes) if k in TRAINER}
-    options = {"output_dir": tempfile.mkdtemp(), "max_completion_length": 6, **SIZES} | changes
+    options = {"output_dir": tempfile.mkdtemp(), "response_length": 6, **SIZES} | changes
     parts = {
         "args": config(**options),
         "model": tiny_policy("gpt_neox", vocab_size=VOCAB),
@@ -51,7 +51,8 @@ def make(trainer: Any, config: Any, **changes: Any) -> Any:
 
 
 def rloo(**changes: Any) -> RLOOTrainer:
-    return make(RLOOTrainer, RLOOConfig, **changes)
+    one_pass = {"num_ppo_epochs": 1, "temperature": 1.0}
+    return make(RLOOTrainer, RLOOConfig, **one_pass | changes)
 
 
 def grpo(**changes: Any) -> GRPOTrainer:
@@ -82,19 +83,21 @@ CASES: dict[str, Callable[[], Any]] = {
         token_level_kl=True,
         normalize_reward=True,
         reward_clip_range=1.0,
-        normalize_advantages=True,
+        normalize_advantage=True,
         mask_truncated_completions=True,
-        epsilon_high=0.3,
+        cliprange_high=0.3,
     ),
     "reinforce_pp baseline": lambda: rloo(algorithm=reinforce_pp(baseline=True, beta=0.1)),
     "remax": lambda: rloo(algorithm=remax(), num_generations=1),
-    "grpo with KL": lambda: grpo(beta=0.1, kl_coef=0.05, num_iterations=2),
-    "cispo": lambda: grpo(loss_type="cispo", num_iterations=2),
-    "gspo": lambda: grpo(importance_sampling_level="sequence", epsilon=3e-3, num_iterations=2),
+    "grpo with KL": lambda: grpo(beta=0.1, kl_coef=0.05, num_ppo_epochs=2),
+    "cispo": lambda: grpo(loss_type="cispo", num_ppo_epochs=2),
+    "gspo": lambda: grpo(importance_sampling_level="sequence", epsilon=3e-3, num_ppo_epochs=2),
     "dapo": lambda: grpo(
         epsilon_high=0.28, overlong_buffer=3, mask_truncated_completions=True, delta=4.0
     ),
-    "grpo in parts": lambda: grpo(steps_per_generation=4, per_device_train_batch_size=2),
+    "grpo in parts": lambda: grpo(
+        gradient_accumulation_steps=4, num_mini_batches=4, per_device_train_batch_size=2
+    ),
 }
 
 
@@ -116,7 +119,7 @@ def test_a_reference_only_where_it_is_needed() -> None:
     assert _one_row(grpo(ref_model=tiny_policy("gpt_neox", vocab_size=VOCAB, seed=5)))[
         "objective/kl"
     ] != pytest.approx(0, abs=1e-2)
-    assert "objective/kl" not in _one_row(rloo(beta=0.0))
+    assert "objective/kl" not in _one_row(rloo(kl_coef=0.0))
 
 
 def _one_row(trainer: Any) -> dict[str, Any]:
@@ -134,12 +137,17 @@ def test_older_and_newer_names_train_the_same() -> None:
         return words([p + c for p, c in zip(prompts, completions, strict=True)])
 
     newer = rloo(
-        reward_funcs=same, beta=0.1, epsilon=0.3, num_iterations=2, temperature=0.9, seed=3
+        reward_funcs=same, kl_coef=0.1, cliprange=0.3, num_ppo_epochs=2, temperature=0.9, seed=3
     )
     sizes = {k: v for k, v in SIZES.items() if k != "num_generations"}
     older = RLOOTrainer(
         config=RLOOConfig(
-            **{"output_dir": tempfile.mkdtemp(), "rloo_k": 4, "kl_coef": 0.1, "cliprange": 0.3},
+            **{
+                "output_dir": tempfile.mkdtemp(),
+                "num_generations": 4,
+                "kl_coef": 0.1,
+                "cliprange": 0.3,
+            },
             **{"num_ppo_epochs": 2, "response_length": 6, "temperature": 0.9, "seed": 3},
             **sizes,
         ),
@@ -187,7 +195,7 @@ def test_the_wrong_config_is_named() -> None:
 @pytest.mark.parametrize(
     ("make_it", "name"),
     [
-        (lambda: rloo(algorithm=remax(), num_generations=1, epsilon=0.3), "cliprange=0.3"),
+        (lambda: rloo(algorithm=remax(), num_generations=1, cliprange=0.3), "cliprange=0.3"),
         (lambda: rloo(algorithm=reinforce_pp(), normalize_reward=True), "normalize_reward=True"),
         (lambda: grpo(algorithm=reinforce_pp(), loss_type="grpo"), "loss_type='grpo'"),
         (lambda: grpo(algorithm=reinforce_pp(), beta=0.1), "beta=0.1"),
@@ -215,7 +223,7 @@ def test_the_tokenizer_beside_an_in_memory_model_is_found(tmp_path: Path) -> Non
     trainer = GRPOTrainer(
         loaded,
         length_reward,
-        GRPOConfig(output_dir=tempfile.mkdtemp(), max_completion_length=4, **SIZES),
+        GRPOConfig(output_dir=tempfile.mkdtemp(), response_length=4, **SIZES),
         PROMPTS,
     )
     trainer.train()
@@ -274,9 +282,10 @@ def test_gdpo_refuses_what_it_would_not_compare() -> None:
 @pytest.mark.parametrize("make_trainer", [grpo, rloo])
 def test_the_reference_moves_towards_the_policy(make_trainer: Any, tmp_path: Path) -> None:
     """Every second iteration, as computed in float64, also in a resumed run."""
+    kl = "beta" if make_trainer is grpo else "kl_coef"
     options: dict[str, Any] = {
         "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25,
-        "beta": 0.1, "total_episodes": 40, "output_dir": str(tmp_path), "save_strategy": "steps",
+        kl: 0.1, "total_episodes": 40, "output_dir": str(tmp_path), "save_strategy": "steps",
         "save_steps": 3,
     }  # fmt: skip
     trainer = make_trainer(**options)
@@ -302,7 +311,7 @@ def test_the_reference_moves_towards_the_policy(make_trainer: Any, tmp_path: Pat
     for one, other in zip(again.ref_model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(one, other)
     for wrong, text in (
-        ({"beta": 0.0}, "set beta above 0"),
+        ({kl: 0.0}, "set beta or kl_coef above 0"),
         ({"peft_config": LoraConfig(task_type="CAUSAL_LM")}, "an adapter shares its base"),
     ):
         with pytest.raises(ConfigError, match=text):

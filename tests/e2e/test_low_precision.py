@@ -31,8 +31,8 @@ def history(
     """Metrics of two iterations; the training pass has other shapes than the first pass."""
     options: dict[str, Any] = {
         "use_cpu": True, "per_device_train_batch_size": 1, "num_generations": 2,
-        "max_completion_length": 9, "preflight": False, "learning_rate": 1e-2,
-        "local_rollout_forward_batch_size": 8,
+        "response_length": 9, "preflight": False, "learning_rate": 1e-2,
+        "local_rollout_forward_batch_size": 8, "num_ppo_epochs": 1, "temperature": 1.0,
     }  # fmt: skip
     args = config(
         output_dir=str(folder), bf16=True, report_to="none", seed=3, max_steps=2,
@@ -65,7 +65,7 @@ def test_one_step_has_a_ratio_of_exactly_one(kind: Any, config: Any, tmp_path: P
 
 
 def test_the_second_step_has_a_ratio_to_the_first_policy(tmp_path: Path) -> None:
-    rows = history(GRPOTrainer, GRPOConfig, tmp_path, num_iterations=2)
+    rows = history(GRPOTrainer, GRPOConfig, tmp_path, num_ppo_epochs=2)
     assert all(row["policy/approxkl_avg"] > 0 for row in rows)
 
 

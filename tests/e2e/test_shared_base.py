@@ -85,7 +85,8 @@ def test_trains_evaluates_resumes_exactly_and_exports(tmp_path, reward):
 
 
 def test_reward_adapter_in_other_trainers_and_next_to_functions(tmp_path, reward):
-    sizes = {"max_steps": 2, "per_device_train_batch_size": 4, "max_completion_length": 4}
+    sizes = {"max_steps": 2, "per_device_train_batch_size": 4, "response_length": 4}
+    sizes |= {"num_ppo_epochs": 1}
     run = RLOOTrainer(
         args=RLOOConfig(
             **FLAGS | sizes | {"num_generations": 2, "reward_adapter": reward},

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kedge import GRPOConfig, GRPOTrainer
+from kedge.config.ppo import RECIPES
 from kedge.environments import Response
 from kedge.environments.episode import ENDINGS
 from kedge.records.errors import CheckpointError, ConfigError, RolloutError
@@ -91,7 +92,7 @@ def alternate(completions: list[Any], **_: Any) -> list[float]:
 def test_a_final_answer_that_is_cut_off_is_truncated(tmp_path: Any) -> None:
     found = [
         grpo(
-            tmp_path / str(len(tools)), reward_funcs=[alternate], max_completion_length=6,
+            tmp_path / str(len(tools)), reward_funcs=[alternate], response_length=6,
             mask_truncated_completions=True, missing_eos_penalty=5.0,
             **({"tools": tools} if tools else {}),
         )
@@ -107,7 +108,7 @@ def test_a_final_answer_that_is_cut_off_is_truncated(tmp_path: Any) -> None:
 
 def test_a_scored_failure_is_not_truncated(tmp_path: Any) -> None:
     row = grpo(
-        tmp_path, environment=lambda: Once(fails=True), max_completion_length=20,
+        tmp_path, environment=lambda: Once(fails=True), response_length=20,
         max_turn_tokens=3, on_env_error="score", env_error_score=-1.0,
         mask_truncated_completions=True, missing_eos_penalty=5.0,
     )  # fmt: skip
@@ -267,11 +268,13 @@ def test_a_large_model_is_told_of_the_recipe_which_a_run_then_has(
 ) -> None:
     monkeypatch.setattr("kedge.trainers.assembly.run.LARGE", 1)
     ppo(lambda: Once("w9"))
-    told = [r.getMessage() for r in caplog.records if "recipe='agent'" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "recipe('agent')" in r.getMessage()]
     assert len(told) == 1
     caplog.clear()
-    made = ppo(lambda: Once("w9"), recipe="agent", total_episodes=8, learning_rate=1e-3)
-    assert "recipe='agent'" not in caplog.text
+    made = ppo(
+        lambda: Once("w9"), **{**RECIPES["agent"], "total_episodes": 8, "learning_rate": 1e-3}
+    )
+    assert "recipe('agent')" not in caplog.text
     made.train()
     assert made.engine.learner.optimizer.state_dict()["state"][0]["step"] == 2 * 4
     assert [row["lr"] for row in rows(made)] == [1e-3, 1e-3]
@@ -345,7 +348,7 @@ def test_lengths_and_texts_are_those_of_the_policy(tmp_path: Any) -> None:
     for chat in (True, False):
         row = grpo(
             tmp_path / str(chat), environment=lambda: Loud(" w23", turns=2), reward_funcs=[says],
-            prompts=PROMPTS[:1] if chat else [{"prompt": "w7 w8"}], max_completion_length=40,
+            prompts=PROMPTS[:1] if chat else [{"prompt": "w7 w8"}], response_length=40,
             max_turn_tokens=2, overlong_buffer=20, stop_token="eos",
         )  # fmt: skip
         assert row["completions/max_length"] == 4

@@ -51,8 +51,8 @@ def tooled(trainer: Any, config: Any, **options: Any) -> Any:
     }
     config = config(
         output_dir=options.pop("output_dir"), per_device_train_batch_size=8, num_generations=4,
-        max_steps=options.pop("steps", 1), stop_token="eos", max_completion_length=60,
-        max_turn_tokens=20, **QUIET | options,
+        max_steps=options.pop("steps", 1), stop_token="eos", response_length=60,
+        max_turn_tokens=20, **QUIET | {"num_ppo_epochs": 1, "temperature": 1.0} | options,
     )  # fmt: skip
     return trainer(args=config, **parts | trained)
 

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from kedge import RLOOConfig, RLOOTrainer
+from kedge.ext import trl
 from kedge.testing import ScriptedRollouts
 from tests.e2e.small import QUIET
 from tests.golden.test_ppo_v2 import load, wrong_statistics, wrong_weights
@@ -41,14 +42,15 @@ def train(folder: Path, *, newer: bool = False, **changes: Any) -> tuple[Any, RL
         "stop_token": None,
         **record["config"],
     }
+    config["num_generations"] = config.pop("rloo_k")
     if newer:
-        config |= {"num_generations": config.pop("rloo_k"), "num_iterations": 4}
-        config |= {"max_completion_length": config.pop("response_length"), "temperature": 0.7}
-        config |= {"beta": 0.05, "epsilon": 0.2}
+        config["max_completion_length"] = config.pop("response_length")
+        config |= {"num_iterations": 4, "temperature": 0.7, "beta": 0.05, "epsilon": 0.2}
         names = ("args", "model", "ref_model", "reward_funcs")
     else:
         names = ("config", "policy", "ref_policy", "reward_model")
-    given = (RLOOConfig(**config | changes), *(models[n] for n in ("policy", "ref", "reward")))
+    kind = trl.RLOOConfig if newer else RLOOConfig
+    given = (kind(**config | changes), *(models[n] for n in ("policy", "ref", "reward")))
     trainer = RLOOTrainer(
         **dict(zip(names, given, strict=True)),
         processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer"),
@@ -84,7 +86,7 @@ def test_micro_batches_change_nothing(shared: Path) -> None:
         {"kl_coef": 0.1},
         {"temperature": 0.8},
         {"missing_eos_penalty": 2.0},
-        {"rloo_k": 4},
+        {"num_generations": 4},
         {"normalize_reward": True},
         {"reward_clip_range": 1.0},
         {"normalize_advantage": True},

@@ -24,7 +24,7 @@ def history(kind: Any, config: Any, folder: Path, **changes: Any) -> list[dict[s
     """Metrics of two iterations of a four-layer model in bf16, after preflight."""
     options: dict[str, Any] = {
         "use_cpu": False, "per_device_train_batch_size": 2, "num_generations": 4,
-        "max_completion_length": 33, "preflight": True, "learning_rate": 1e-3,
+        "response_length": 33, "preflight": True, "learning_rate": 1e-3,
         "local_rollout_forward_batch_size": 16,
     }  # fmt: skip
     model = tiny_policy(
@@ -39,7 +39,7 @@ def test_one_step_has_a_ratio_of_exactly_one(kind: Any, config: Any, tmp_path: P
 
 
 def test_the_embedded_engine_agrees_with_the_learner(tmp_path: Path) -> None:
-    rows = history(GRPOTrainer, GRPOConfig, tmp_path, num_iterations=2)
+    rows = history(GRPOTrainer, GRPOConfig, tmp_path, num_ppo_epochs=2)
     gaps = [row["rollout/logprob_gap"] for row in rows if "rollout/logprob_gap" in row]
     assert gaps
     assert max(gaps) < 0.03

@@ -40,7 +40,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def grpo(model: Any, folder: Path, bits: Any = None, **flags: Any) -> Any:
-    sizes = {"max_steps": ITERATIONS, "num_generations": 4, "max_completion_length": 8}
+    sizes = {"max_steps": ITERATIONS, "num_generations": 4, "response_length": 8}
     return GRPOTrainer(
         args=GRPOConfig(**sizes | {"output_dir": str(folder), "beta": 0.1} | FLAGS | flags),
         processing_class=word_tokenizer(),

@@ -25,7 +25,7 @@ FLAGS: dict[str, Any] = {"report_to": "none", "seed": 3, "logging_steps": 1, "di
 FLAGS |= {"save_strategy": "no", "learning_rate": 1e-3, "preflight": True, "bf16": CUDA}
 SMALL = {"kv_cache_memory_bytes": 2**28, "max_model_len": 128}
 EAGER = SMALL | {"enforce_eager": True}
-COLOCATED = {"use_vllm": True, "vllm_mode": "colocate"}
+COLOCATED = {"rollout_engine": "vllm"}
 IN_FLIGHT = {"rollout_schedule": "as_completed", "in_flight_weight_updates": True, "max_lag": 2}
 ITERATIONS = 6
 
@@ -39,7 +39,7 @@ def policy() -> Any:
 def grpo(flags: dict[str, Any], **inputs: Any) -> Any:
     sizes = {"max_steps": ITERATIONS, "per_device_train_batch_size": 16, "num_generations": 4}
     return GRPOTrainer(
-        args=GRPOConfig(**sizes | {"max_completion_length": 24} | FLAGS | flags),
+        args=GRPOConfig(**sizes | {"response_length": 24} | FLAGS | flags),
         processing_class=word_tokenizer(),
         model=policy(),
         reward_funcs=length_reward,

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import HfArgumentParser
 
-from kedge import AsyncPPOConfig, PPOConfig
+from kedge import AsyncPPOConfig, GRPOConfig, PPOConfig
 from kedge.algorithms import ppo
 from kedge.algorithms.transforms import clip_cov, divide_by_length, kl_cov
 from kedge.cli.arguments import parse
@@ -261,71 +260,36 @@ class TestRatioToTheSampler:
 
 
 class TestRecipe:
-    def test_options_that_are_set_win_and_what_goes_with_them(self, tmp_path):
-        given = {"output_dir": str(tmp_path), "recipe": "sao", "use_cpu": True}
-        config = PPOConfig(**given)
-        assert {n: getattr(config, n) for n in RECIPES["sao"]} == RECIPES["sao"]
-        config = PPOConfig(**given, learning_rate=5e-5, cliprange=[0.8, 3.0])
-        assert (config.learning_rate, config.cliprange, config.cliprange_high) == (5e-5, 0.8, 3.0)
-        config = PPOConfig(**given, max_lag=0, num_ppo_epochs=4)
-        assert (config.rollout_schedule, config.num_ppo_epochs) == ("in_order", 4)
-        again = replace(config, seed=3)
-        assert (again.max_lag, again.num_ppo_epochs, again.policy_loss) == (0, 4, "mask")
-        assert PPOConfig(**given, credit="turn").lam_alpha is None
-        config = PPOConfig(**given, value_adapter=True, policy_loss="clip")
-        assert (config.value_source, config.freeze_value_attention) == ("auto", False)
-        assert (config.cliprange, config.cliprange_high) == (0.2, None)
-        with pytest.raises(ConfigError, match=r"dual_clip=3\.0 has no effect with policy_loss"):
-            PPOConfig(**given, dual_clip=3.0)
-
-    def test_parsers_that_pass_every_option_and_files_that_unset_one(self, tmp_path):
-        """An option with the recipe's own value is not a sign of a copied config."""
-        flags = ["--recipe", "sao", "--output_dir", str(tmp_path), "--use_cpu", "True"]
-        parser = HfArgumentParser(PPOConfig)
-        own = ["--max_lag", "1", "--num_ppo_epochs", "1"]
-        (config,) = parser.parse_args_into_dataclasses([*flags, *own])
-        assert {n: getattr(config, n) for n in RECIPES["sao"]} == RECIPES["sao"]
-        (config,) = parser.parse_args_into_dataclasses([*flags, "--lam", "0.9"])
-        assert config.lam_alpha is None
-        file = tmp_path / "sao.yaml"
-        file.write_text("lam_alpha: null\nlam_value: null\nnum_value_epochs: 1\nkl_coef: 0.05\n")
-        more = ["--config", str(file), "--value_model", "runs/critic"]
-        options = parse([*flags, *more], prog="kedge ppo")
-        config = options.config
-        assert options.script.value_model_path == "runs/critic"
-        found = config.lam_alpha, config.lam_value, config.num_value_epochs, config.kl_coef
-        assert (*found, config.value_source) == (None, None, 1, 0.05, "copy")
-
-    def test_agent_in_keywords_parsers_copies_and_asynchronous_configs(self, tmp_path):
-        today = RECIPES["agent"]
-        given = {"output_dir": str(tmp_path), "recipe": "agent", "use_cpu": True}
-        flags = ["--recipe", "agent", "--output_dir", str(tmp_path), "--use_cpu", "True"]
-
-        def parsed(*more, config=PPOConfig):
-            return HfArgumentParser(config).parse_args_into_dataclasses([*flags, *more])[0]
-
-        here = {"rollout_engine": "embedded"}
-        flags += ["--rollout_engine", "embedded"]
-        config = AsyncPPOConfig(**given, **here)
-        configs = [PPOConfig(**given), parsed(), parsed("--dual_clip", "3"), config]
-        configs += [replace(parsed(), seed=3), replace(config, seed=3)]
-        configs += [parse(flags, prog="kedge ppo").config, parsed(config=AsyncPPOConfig)]
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_it_sets_options_that_changes_override(self, tmp_path, name):
+        given = {"output_dir": str(tmp_path), "use_cpu": True, "rollout_engine": "embedded"}
+        flags = ["--recipe", name, "--output_dir", str(tmp_path), "--use_cpu", "True"]
+        here = ["--rollout_engine", "embedded"]
+        configs = [kind.recipe(name, **given) for kind in (PPOConfig, AsyncPPOConfig)]
+        configs += [parse([*flags, *here], prog="kedge ppo").config]
+        configs += [replace(configs[0], seed=3)]
         for config in configs:
-            assert {n: getattr(config, n) for n in today} == today
-        own = {"lam": 0.97, "learning_rate": 2e-6, "lr_scheduler_type": "cosine"}
-        words = [word for name, x in own.items() for word in (f"--{name}", str(x))]
-        for config in PPOConfig(**given, **own), parsed(*words), replace(parsed(*words), seed=3):
-            assert {n: getattr(config, n) for n in today} == today | own
-        # What goes with an option that is set: the other loss, the other bound, sizes, an adapter.
-        for config in PPOConfig(**given, policy_loss="mask"), parsed("--policy_loss", "mask"):
-            assert (config.cliprange, config.cliprange_high, config.dual_clip) == (0.2, None, None)
-        config = PPOConfig(**given, policy_loss="clip", cliprange=0.1, value_adapter=True)
-        assert (config.cliprange, config.cliprange_high, config.dual_clip) == (0.1, None, 3.0)
-        assert config.value_source == "auto"
-        assert PPOConfig(**given, policy_loss="clip").cliprange_high == 0.28
-        config = AsyncPPOConfig(**given, **here, local_mini_batch_size=32)
-        assert (config.num_mini_batches, config.local_mini_batch_size) == (2, 32)
-        assert parse([*flags, "--dual_clip", "none"], prog="kedge ppo").config.dual_clip is None
+            assert {n: getattr(config, n) for n in RECIPES[name]} == RECIPES[name]
+        changed = parse([*flags, "--kl_coef", "0.3"], prog="kedge ppo").config
+        for config in changed, PPOConfig.recipe(name, **given, kl_coef=0.3):
+            own = {n: getattr(config, n) for n in RECIPES[name]}
+            assert own == {**RECIPES[name], "kl_coef": 0.3}
+
+    def test_a_file_may_unset_an_option(self, tmp_path):
+        file = tmp_path / "sao.yaml"
+        file.write_text("recipe: sao\nlam_alpha: null\nnum_value_epochs: 1\nkl_coef: 0.05\n")
+        config = parse(["--config", str(file), "--use_cpu"], prog="kedge ppo").config
+        found = config.lam_alpha, config.num_value_epochs, config.kl_coef, config.value_source
+        assert found == (None, 1, 0.05, "copy")
+
+    def test_what_does_not_go_with_it_is_refused(self, tmp_path):
+        given = {"output_dir": str(tmp_path), "use_cpu": True}
+        with pytest.raises(ConfigError, match=r"dual_clip=3\.0 has no effect with policy_loss"):
+            PPOConfig.recipe("sao", **given, dual_clip=3.0)
+        with pytest.raises(ConfigError, match="recipe='soa' must be one of 'sao', 'agent'"):
+            PPOConfig.recipe("soa", **given)
+        with pytest.raises(ConfigError, match="--recipe sao is for PPO: it sets "):
+            parse(["--recipe", "sao"], prog="kedge grpo", config=GRPOConfig)
 
     def test_a_bad_pair(self, tmp_path):
         with pytest.raises(ConfigError, match=r"entropy_coef_min=2\.0 must be at most"):
@@ -333,14 +297,13 @@ class TestRecipe:
                 output_dir=str(tmp_path), use_adaptive_entropy=True, entropy_coef_min=2.0,
                 use_cpu=True,
             )  # fmt: skip
-        with pytest.raises(ConfigError, match=r"cliprange=\[0.1\] must be one number or low, high"):
-            PPOConfig(output_dir=str(tmp_path), cliprange=[0.1], use_cpu=True)
 
     def test_as_completed_the_critic_trains_first(self):
         """Lag and schedule of the recipe itself: no row older than 1, no step of the policy."""
         scores = {"reward_funcs": lambda completions, **_: [float(len(c)) for c in completions]}
         trainer = small(
-            recipe="sao", value_warmup_steps=2, total_episodes=24, reward_model=None, **scores
+            **{**RECIPES["sao"], "value_warmup_steps": 2, "total_episodes": 24, **scores},
+            reward_model=None,
         )
         trainer.train()
         log = rows(trainer)
@@ -351,7 +314,7 @@ class TestRecipe:
 
     def test_at_lag_0_it_is_the_same_options_bit_for_bit(self, tmp_path):
         """The sampler's log-probabilities are the learner's, so the ratio starts at 1."""
-        sao = {"recipe": "sao", "max_lag": 0, "rollout_schedule": "in_order"}
+        sao = {**RECIPES["sao"], "max_lag": 0, "rollout_schedule": "in_order"}
         sao |= {"value_warmup_steps": 1, "total_episodes": 16, "reward_model": None}
         sao |= {"reward_funcs": lambda completions, **_: [float(len(c)) for c in completions]}
         first, again = (small(**sao, output_dir=str(tmp_path / n)) for n in "ab")

@@ -289,7 +289,7 @@ def grouped(**options: Any) -> GRPOTrainer:
     kept = ("output_dir", "gradient_checkpointing", "use_cpu", "disable_tqdm")
     made = {name: getattr(plain, name) for name in kept} | DESCENT
     del made["kl_coef"], made["num_ppo_epochs"]
-    made |= {"num_generations": 4, "max_completion_length": 6, "save_strategy": "no"}
+    made |= {"num_generations": 4, "response_length": 6, "save_strategy": "no"}
     parts = {} if "beta" not in options else {"ref_model": other()}
     parts |= {"model": tiny_policy("gpt_neox", vocab_size=VOCAB)}
     parts |= {name: options.pop(name) for name in ("model", "rollout_engine") if name in options}

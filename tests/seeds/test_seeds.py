@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import yaml
 
-from kedge.config.base import foreign
-from kedge.config.declare import aliases
 from tests.e2e.small import small
 from tests.e2e.test_async_ppo import trainer as async_ppo
 from tests.e2e.test_groups import rloo
@@ -53,7 +51,7 @@ def test_scripts_of_evaluation_have_the_flags(script: str, flags: str) -> None:
 def test_options_exist(config: str, names: str) -> None:
     module, _, name = config.rpartition(".")
     kind = resolve_name(f"{module}:{name}")
-    known = {f.name for f in fields(kind)} | {*foreign(kind)} | {*aliases(kind)}
+    known = {f.name for f in fields(kind)}
     assert {*names.split()} - known == set()
 
 
@@ -64,7 +62,7 @@ def test_printed_defaults_are_listed(config: str, file: list[Any]) -> None:
     printed = json.loads((ROOT / path).read_text())
     module, _, name = config.rpartition(".")
     kind = resolve_name(f"{module}:{name}")
-    known = {f.name for f in fields(kind)} | {*foreign(kind)}
+    known = {f.name for f in fields(kind)}
     assert len(printed) == count
     assert printed.keys() - known == set()
 

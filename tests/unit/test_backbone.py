@@ -23,7 +23,6 @@ from transformers import (
 
 from kedge.algorithms import ppo
 from kedge.cli.arguments import parse
-from kedge.config.ppo import PPOv2Config
 from kedge.ext.plan.command import plan
 from kedge.learner.learner import HFLearner
 from kedge.learner.reference import AdapterReference, frozen_copy
@@ -362,7 +361,7 @@ def test_the_plan_counts_what_trains(tmp_path):
     flags += ["--reward_funcs", "tests/e2e/small.py:length_reward", "--output_dir", str(tmp_path)]
 
     def models(*more):
-        return plan(parse([*flags, *more], prog="kedge plan", config=PPOv2Config))[2]
+        return plan(parse([*flags, *more], prog="kedge plan"))[2]
 
     (whole, reference, *_), (top, small_reference, *_) = models(), models("--train_layers", "1")
     total = whole.total

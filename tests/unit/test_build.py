@@ -171,7 +171,7 @@ def test_every_parameter_of_an_algorithm_is_set_by_its_trainer(
     module, real = sys.modules[spec.algorithm.__module__], getattr(algorithms, kind)
     seen: set[str] = set()
     monkeypatch.setattr(module, kind, lambda **options: seen.update(options) or real(**options))
-    spec.build_algorithm(spec.command_config(output_dir="unused", use_cpu=True))
+    spec.build_algorithm(spec.config(output_dir="unused", use_cpu=True))
     assert seen == {*inspect.signature(real).parameters}
 
 
@@ -242,7 +242,8 @@ def lora() -> Any:
 )
 def test_model_init_kwargs_reach_the_model(make: Any, folder: str, given: Any) -> None:
     assert make(model=folder).model.config._attn_implementation == "kedge"
-    made = make(model=folder, ref_model=folder, beta=0.1, model_init_kwargs=given)
+    kl = {"kl_coef" if make is rloo else "beta": 0.1}
+    made = make(model=folder, ref_model=folder, **kl, model_init_kwargs=given)
     assert made.model.config._attn_implementation == "eager"
     assert made.engine.learner.reference.model.config._attn_implementation == "eager"
     made.train()
@@ -383,14 +384,14 @@ def test_large_models_in_environments_are_told_of_the_recipe():
     found = re.findall(r"(\w+)=([\w.-]+), ", text)
     other = RECIPES["agent"].keys() - {"value_source", "cliprange", "gamma"}
     assert dict(found) == {n: str(RECIPES["agent"][n]) for n in other}
-    assert "kl_coef=0.0, temperature=1.0, which recipe='agent' sets" in text
+    assert "kl_coef=0.0, temperature=1.0, which PPOConfig.recipe('agent')" in text
     text = given(AsyncPPOConfig, plays=True, rollout_engine="embedded")
     assert " lam=1.0" in text
     assert " learning_rate" not in text  # 1e-6 is its default
     most = {"learning_rate": 3e-5, "kl_coef": 0.01, "temperature": 0.9, "num_ppo_epochs": 2}
     assert "num_mini_batches=4, value_learning_rate=1e-05" in given(PPOConfig, plays=True, **most)
     assert "is high for 300 million" in given(PPOConfig, plays=True, lam=0.9, **most)
-    assert given(PPOConfig, plays=True, recipe="agent") == ""
+    assert given(PPOConfig, plays=True, **RECIPES["agent"]) == ""
     assert given(PPOConfig, plays=True, trained=LARGE - 1, num_ppo_epochs=1) == ""
     assert given(GRPOConfig, plays=True) == ""
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-import kedge.ext.trl.classic
+from kedge.ext.trl import classic
 from kedge.ext.trl.classic import (
     PPOConfig,
     PPOTrainer,
@@ -117,7 +117,7 @@ OLDER = {"forward_batch_size", "optimize_cuda_cache"}
 
 
 def test_every_field_is_read_somewhere() -> None:
-    folder = Path(kedge.classic.__file__).parent
+    folder = Path(classic.__file__).parent
     source = "".join(p.read_text() for p in folder.glob("*.py") if p.name != "config.py")
     told = PPOConfig().to_dict()
     for field in fields(PPOConfig):

@@ -207,7 +207,6 @@ def test_flags(flags, name, value):
         (["stray"], "'stray'"),
         (["--config"], "argument --config: expected one argument"),
         (["--config", "none.yaml"], "--config none.yaml: there is no such file"),
-        (["--dataset_streaming"], "dataset_streaming=True is not supported"),
         (["--load_in_4bit"], "need --use_peft"),
         (["--lora_r", "4"], "lora_r needs --use_peft"),
         (["--use_peft", "--lora_dropout", "0.1"], "lora_dropout=0.1 must be 0"),

@@ -11,14 +11,16 @@ import pytest
 
 from kedge import GRPOConfig, RLOOConfig
 from kedge.config.ppo import PPOConfig
-from kedge.config.rloo import DEFAULTS, PAIRS, reward_bounds
+from kedge.config.rloo import reward_bounds
+from kedge.ext.trl import options as trl
+from kedge.ext.trl import v0_17
 from kedge.models.compatibility import check_length
 from kedge.records.errors import ConfigError
 from kedge.testing import tiny_policy
 from kedge.trainers import grpo as grpo_trainer
 from kedge.trainers import rloo as rloo_trainer
 
-CONFIGS = [RLOOConfig, GRPOConfig]
+CONFIGS = [trl.RLOOConfig, trl.GRPOConfig]
 
 
 @pytest.fixture
@@ -26,36 +28,19 @@ def out(tmp_path: Path) -> dict[str, Any]:
     return {"output_dir": str(tmp_path), "use_cpu": True}
 
 
-# -- RLOO: two spellings --------------------------------------------------------------------------
+# -- RLOO -----------------------------------------------------------------------------------------
 
 
-def test_unset_options_have_the_defaults_of_the_spelling(out: dict[str, Any]) -> None:
-    for given, column in (
-        ({}, 0),
-        ({"rloo_k": 2}, 0),
-        ({"num_iterations": 1}, 1),
-        ({"beta": 0}, 1),
-    ):
-        made = RLOOConfig(**out, **given)
-        for name, defaults in DEFAULTS.items():
-            want = 0 if name == "kl_coef" and "beta" in given else defaults[column]
-            assert getattr(made, name) == want, (given, name)
-
-
-@pytest.mark.parametrize(("older", "newer"), PAIRS)
-def test_both_names_of_one_thing_are_refused(older: str, newer: str, out: dict[str, Any]) -> None:
-    value = True if older == "normalize_advantage" else 2
-    with pytest.raises(ConfigError, match=f"{older}={value} is a name .* {newer}={value} one of"):
-        RLOOConfig(**out, **{older: value, newer: value})
-    way_out = "replace rloo_k by num_generations, or beta by kl_coef"
-    with pytest.raises(ConfigError, match=way_out):
-        RLOOConfig(**out, rloo_k=4, beta=0.1)
-
-
-def test_names_of_no_spelling_go_with_either(out: dict[str, Any]) -> None:
-    shared = {"temperature": 0.5, "missing_eos_penalty": 1.0, "num_generations": 4}
-    assert RLOOConfig(**out, **shared, kl_coef=0.1).num_ppo_epochs == 4
-    assert RLOOConfig(**out, **shared, beta=0.1).num_ppo_epochs == 1
+def test_defaults_are_those_of_the_dialect(out: dict[str, Any]) -> None:
+    older = {"num_ppo_epochs": 4, "response_length": 53, "temperature": 0.7, "learning_rate": 5e-5}
+    newer = {"num_ppo_epochs": 1, "response_length": 512, "temperature": 1, "learning_rate": 1e-6}
+    kinds = ((RLOOConfig, older), (v0_17.RLOOConfig, older), (trl.RLOOConfig, newer))
+    for kind, defaults in kinds:
+        made = kind(**out)
+        assert {name: getattr(made, name) for name in defaults} == defaults
+        assert (made.num_generations, made.kl_coef, made.cliprange) == (2, 0.05, 0.2)
+    made = v0_17.RLOOConfig(**out, rloo_k=4)
+    assert (made.rloo_k, made.num_generations) == (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +83,7 @@ def test_sizes_of_a_generation(config: Any, given: dict[str, Any], out: dict[str
 )
 def test_sizes_that_do_not_fit(given: dict[str, Any], words: str, out: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=words):
-        GRPOConfig(**out, per_device_train_batch_size=8, **given)
+        trl.GRPOConfig(**out, per_device_train_batch_size=8, **given)
 
 
 # -- GRPO -----------------------------------------------------------------------------------------
@@ -128,12 +113,12 @@ def test_a_vllm_that_is_too_old_is_refused_at_the_start(out, monkeypatch) -> Non
 
 
 def test_options_reach_the_algorithms(out: dict[str, Any]) -> None:
-    made: Any = RLOOConfig(**out, epsilon=0.1, epsilon_high=0.3, normalize_advantages=True)
+    made: Any = trl.RLOOConfig(**out, epsilon=0.1, epsilon_high=0.3, normalize_advantages=True)
     with patch.object(rloo_trainer, "rloo") as rloo:
         rloo_trainer.build_rloo(made)
     assert rloo.call_args.kwargs["cliprange"] == (0.1, 0.3, None)
     assert rloo.call_args.kwargs["normalize_advantage"] is True
-    made = GRPOConfig(**out, scale_rewards=False, max_completion_length=64)
+    made = trl.GRPOConfig(**out, scale_rewards=False, max_completion_length=64)
     with patch.object(grpo_trainer, "grpo") as grpo:
         grpo_trainer.build_grpo(made)
     found = grpo.call_args.kwargs
@@ -160,10 +145,10 @@ def test_grpo_options_that_cannot_work(
     given: dict[str, Any], words: str, out: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
-        GRPOConfig(**out, **given)
+        trl.GRPOConfig(**out, **given)
 
 
-@pytest.mark.parametrize("config", [RLOOConfig, GRPOConfig])
+@pytest.mark.parametrize("config", CONFIGS)
 def test_vllm_in_the_names_of_trl(config, tmp_path, monkeypatch):
     monkeypatch.setattr("kedge.config.rollout_engines.installed", lambda name: True)
     here = config(output_dir=str(tmp_path), use_vllm=True, vllm_max_model_length=99)
@@ -177,21 +162,11 @@ def test_vllm_in_the_names_of_trl(config, tmp_path, monkeypatch):
         config(output_dir=str(tmp_path), use_vllm=True, rollout_engine="vllm")
 
 
-@pytest.mark.parametrize(
-    ("config", "given", "option"),
-    [
-        (PPOConfig, {}, "response_length"),
-        (GRPOConfig, {}, "max_completion_length"),
-        (GRPOConfig, {"response_length": 9}, "max_completion_length"),
-        (RLOOConfig, {}, "response_length"),
-        (RLOOConfig, {"rloo_k": 2}, "response_length"),
-        (RLOOConfig, {"max_completion_length": 9}, "max_completion_length"),
-    ],
-)
-def test_messages_call_the_length_what_the_user_does(
-    out: dict[str, Any], config: Any, given: dict[str, Any], option: str
-) -> None:
-    assert config(**out, **given).length_option == option
+def test_messages_call_the_length_what_the_user_does(out: dict[str, Any]) -> None:
+    for config in (PPOConfig, GRPOConfig, RLOOConfig, v0_17.RLOOConfig):
+        assert config(**out).length_option == "response_length"
+    for config in CONFIGS:
+        assert config(**out).length_option == "max_completion_length"
 
 
 @pytest.mark.parametrize(

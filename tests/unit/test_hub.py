@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import TrainingArguments
 
-from kedge import GRPOConfig, PPOConfig
+from kedge import PPOConfig
 from kedge.records.errors import ConfigError, HubError
 from kedge.reporting.hub import Hub, PushOnSave, build_hub
 from kedge.reporting.run_info import model_card
@@ -366,5 +366,3 @@ def test_a_wrong_token_is_found_before_training_and_public_is_said(hub):
 def test_a_repository_that_would_stay_empty_is_refused():
     with pytest.raises(ConfigError, match="needs tables of completions"):
         PPOConfig(log_completions_hub_repo="said", num_sample_generations=0, use_cpu=True)
-    with pytest.raises(ConfigError, match="not log_completions=False"):
-        GRPOConfig(log_completions_hub_repo="said", log_completions=False, use_cpu=True)

@@ -12,7 +12,7 @@ import torch
 from kedge import GRPOConfig, TrlParser
 from kedge.algorithms import ppo
 from kedge.config.rollout_engines import find_engine
-from kedge.ext.trl.compat import trl_trainers
+from kedge.ext.trl import options as options_of_trl
 from kedge.math.ratios import Correction
 from kedge.records.errors import ConfigError, RolloutError
 from kedge.records.types import RewardOutput, Rollout, Sampling
@@ -94,9 +94,8 @@ IN_FLIGHT = {"rollout_schedule": "as_completed", "in_flight_weight_updates": Tru
 
 def run_of(kind: str, folder: Any, **options: Any) -> Any:
     make = {"ppo": small, "rloo": rloo, "grpo": grpo}[kind]
-    own = {"max_completion_length": 4, "num_generations": 2}
-    if kind == "ppo":
-        own = {"response_length": 4, "reward_model": None}
+    own = {"response_length": 4}
+    own |= {"reward_model": None} if kind == "ppo" else {"num_generations": 2}
     plain = {
         "model": tiny_policy(vocab_size=32),
         "reward_funcs": [lambda completions, **_: [float(len(c)) for c in completions]],
@@ -155,11 +154,10 @@ def correction_of(args: Any) -> Correction | None:
 @pytest.mark.parametrize(
     ("options", "want"),
     [
-        ({}, ("truncate", "token", 2.0, 0.0)),
-        ({"vllm_importance_sampling_mode": "sequence_mask"}, ("mask", "sequence", 3.0, 0.0)),
+        ({}, ("mask", "sequence", 3.0, 0.0)),
         ({"vllm_importance_sampling_mode": "token_truncate"}, ("truncate", "token", 3.0, 0.0)),
-        ({"vllm_importance_sampling_clip_min": 0.5}, ("truncate", "token", 2.0, 0.5)),
-        ({"vllm_importance_sampling_cap": 2.5}, ("truncate", "token", 2.5, 0.0)),
+        ({"vllm_importance_sampling_clip_min": 0.5}, ("mask", "sequence", 3.0, 0.5)),
+        ({"vllm_importance_sampling_cap": 2.5}, ("mask", "sequence", 2.5, 0.0)),
         (UNBOUNDED, ("mask", "sequence", math.inf, 0.0)),
         ({"vllm_importance_sampling_correction": False}, None),
         ({"sampler_correction": "off"}, None),
@@ -170,7 +168,9 @@ def correction_of(args: Any) -> Correction | None:
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
 def test_with_vllm_what_is_set_acts_at_every_lag(options, want, max_lag, tmp_path, caplog) -> None:
     lag = {"max_lag": max_lag}
-    found = correction_of(GRPOConfig(output_dir=str(tmp_path), **VLLM, **lag, **options))
+    found = correction_of(
+        options_of_trl.GRPOConfig(output_dir=str(tmp_path), **VLLM, **lag, **options)
+    )
     if want is None:
         assert found is None
     else:
@@ -178,7 +178,7 @@ def test_with_vllm_what_is_set_acts_at_every_lag(options, want, max_lag, tmp_pat
         assert (found.kind, found.level, found.high, found.low) == want
     caplog.clear()
     without = {k: v for k, v in options.items() if k.startswith("vllm")}
-    found = correction_of(GRPOConfig(output_dir=str(tmp_path), **lag, **without))
+    found = correction_of(options_of_trl.GRPOConfig(output_dir=str(tmp_path), **lag, **without))
     assert found == (Correction() if max_lag == 2 else None)
     assert ("has no effect: vLLM does not sample" in caplog.text) == bool(without)
 
@@ -186,19 +186,19 @@ def test_with_vllm_what_is_set_acts_at_every_lag(options, want, max_lag, tmp_pat
 def test_a_script_of_trl_keeps_the_weights_of_trl(tmp_path: Any) -> None:
     options = {"output_dir": str(tmp_path), "use_vllm": True, "vllm_mode": "server"}
     flags = ["--use_vllm", "True", "--vllm_mode", "server", "--output_dir", str(tmp_path)]
-    (parsed,) = TrlParser(trl_trainers.GRPOConfig).parse_args_and_config(flags)
-    for args in (trl_trainers.GRPOConfig(**options), parsed):
+    (parsed,) = TrlParser(options_of_trl.GRPOConfig).parse_args_and_config(flags)
+    for args in (options_of_trl.GRPOConfig(**options), parsed):
         assert correction_of(args) == Correction(kind="mask", level="sequence", high=3.0)
-    found = correction_of(trl_trainers.GRPOConfig(sampler_correction_high=3.0, **options))
+    found = correction_of(options_of_trl.GRPOConfig(sampler_correction_high=3.0, **options))
     assert found == Correction(high=3.0)
-    assert correction_of(GRPOConfig(**options)) == Correction()
+    assert correction_of(GRPOConfig(output_dir=str(tmp_path), **VLLM)) == Correction()
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"mode": "tokens"}, "mode='tokens' must be one of 'token_truncate'"),
-        ({"clip_min": 3.0}, "clip_min=3 must be less than vllm_importance_sampling_clip_max=2"),
+        ({"clip_min": 3.0}, "correction_low=3 must be less than sampler_correction_high=3"),
         ({"mode": "token_truncate", "clip_max": math.inf}, "needs a bound"),
         ({"clip_max": float("nan")}, "clip_max=nan must be"),
     ],
@@ -206,7 +206,7 @@ def test_a_script_of_trl_keeps_the_weights_of_trl(tmp_path: Any) -> None:
 def test_weights_of_trl_that_cannot_be(options, words, tmp_path) -> None:
     given = {f"vllm_importance_sampling_{k}": v for k, v in options.items()}
     with pytest.raises(ConfigError, match=words):
-        correction_of(GRPOConfig(output_dir=str(tmp_path), **VLLM, **given))
+        correction_of(options_of_trl.GRPOConfig(output_dir=str(tmp_path), **VLLM, **given))
 
 
 def test_what_cannot_be_weighed_is_refused(tmp_path: Any) -> None:
@@ -217,7 +217,7 @@ def test_what_cannot_be_weighed_is_refused(tmp_path: Any) -> None:
         with_metrics(rollout, judged, learner, ppo(), 0.0, Correction())
     both = {"sampler_correction": "mask", "vllm_importance_sampling_mode": "token_mask"}
     with pytest.raises(ConfigError, match="both set the importance weights"):
-        run_of("grpo", tmp_path, **both)
+        options_of_trl.GRPOConfig(output_dir=str(tmp_path), **VLLM, **both)
 
 
 def test_what_an_engine_of_ones_own_records_is_checked_and_not_believed(tmp_path: Any) -> None:

@@ -171,7 +171,7 @@ def test_runs_without_a_value_model_are_planned(tiny, kind, roles):
             "--dummy_reward",
         ],
         prog="kedge plan",
-        config=load_trainer(kind).SPEC.command_config,
+        config=load_trainer(kind).SPEC.config,
     )
     batches, _, models = plan(made)
     assert batches.group == 4

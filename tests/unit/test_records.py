@@ -342,7 +342,7 @@ def test_a_run_trains_on_groups_that_differ(tmp_path, lag) -> None:
             reward_funcs=rare,
             train_dataset=[{"prompt": f"w{i} w{i + 1}"} for i in range(3, 25)],
             per_device_train_batch_size=16,
-            max_completion_length=4,
+            response_length=4,
             total_episodes=None,
             max_steps=4,
             learning_rate=1e-3,

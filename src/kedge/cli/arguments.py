@@ -1,4 +1,4 @@
-"""Parses flags and YAML files into dataclasses."""
+"""Parses flags and YAML files into dataclasses, with ``HfArgumentParser``."""
 
 # ruff: noqa: RUF009  (option() returns dataclasses.field)
 
@@ -9,16 +9,16 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, Literal, NoReturn, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_type_hints
 
+from annotated_types import Interval
+from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from kedge.cli.flags import Flags, Help
-from kedge.config.base import ConfigType, OnPolicyConfig
-from kedge.config.compat import REMOVED
-from kedge.config.declare import Alias, Foreign, Unsupported, option, status
-from kedge.config.parser import ConfigParser
-from kedge.config.ppo import RECIPES, PPOv2Config
+from kedge.config.base import OnPolicyConfig
+from kedge.config.declare import NoEffect, check_fields, option, status
+from kedge.config.ppo import RECIPES, PPOConfig, find_recipe
 from kedge.ext.trl.scripts import ModelConfig, read_yaml
 from kedge.records.errors import ConfigError
 from kedge.suggestions import hint
@@ -28,7 +28,7 @@ _LIBRARIES_DROPOUT = 0.05  # default lora_dropout in TRL and open-instruct
 
 
 @dataclass
-class ScriptArguments(metaclass=ConfigType):
+class ScriptArguments:
     """Datasets, reward sources and algorithm, by name."""
 
     dataset_name: str | None = option(
@@ -71,22 +71,19 @@ class ScriptArguments(metaclass=ConfigType):
         None, 'Options of algorithm as JSON, such as {"baseline": true}.'
     )
 
-    FOREIGN: ClassVar[Mapping[str, Foreign]] = {
-        "value_model": Alias("value_model_path"),
-        "dataset_streaming": Unsupported(
-            "a resumed run must see the same prompts", "leave it unset", default=False
-        ),
-        "ignore_bias_buffers": Unsupported(
-            "it is for DistributedDataParallel, which is not used", "leave it unset", default=False
-        ),
-    }
+    recipe: Literal["sao", "agent"] | None = option(
+        None, "Defaults that were published together, for PPO; see docs/recipes.md."
+    )
+    base_model: str | None = option(None, "Folder or hub name of the tokenizer.")
+    sanity_check: bool = option(False, "Use only the first 100 rows of the dataset.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass
-class ModelArguments(ModelConfig, metaclass=ConfigType):
+class ModelArguments(ModelConfig):
     """Options for loading the policy and its adapter."""
-
-    FOREIGN: ClassVar[Mapping[str, Foreign]] = {"torch_dtype": Alias("dtype")}
 
     model_name_or_path: str | None = option(
         None, "Folder or hub name of the policy, unless sft_model_path is given."
@@ -94,15 +91,14 @@ class ModelArguments(ModelConfig, metaclass=ConfigType):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = option(
         None, "Type of the policy's weights; unset: float32, with autocast under bf16."
     )
-    trust_remote_code: bool = option(False, "Run code from model repositories.")
-    lora_dropout: float = option(0.0, "Must be 0: PPO trains without dropout.", ge=0, lt=1)
+    lora_dropout: Annotated[float, Interval(ge=0, lt=1)] = option(
+        0.0, "Must be 0: PPO trains without dropout."
+    )
+    trust_remote_code: bool = field(default=False, init=False)  # the config has the option
 
-
-@dataclass
-class ModelArgumentsWithoutTrust(ModelArguments):
-    """``ModelArguments`` for a config that has its own ``trust_remote_code``."""
-
-    trust_remote_code: bool = field(default=False, init=False)
+    def __post_init__(self) -> None:
+        check_fields(self)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,31 +121,35 @@ _FIRST = """
 FIRST = _FIRST.split()
 
 
-class Parser(ConfigParser):
-    """A ConfigParser without abbreviations, with model loading, that raises ConfigErrors."""
+class Parser(HfArgumentParser):
+    """An ``HfArgumentParser`` without abbreviations, with model loading, that raises ConfigErrors.
+
+    ``none`` as the value of a flag in ``nullable`` means None.
+    """
 
     def __init__(self, kinds: tuple[Any, Any], **options: Any) -> None:
-        has_trust = any(f.name == "trust_remote_code" for f in fields(kinds[1]))
-        model = ModelArgumentsWithoutTrust if has_trust else ModelArguments
-        super().__init__((*kinds, model), allow_abbrev=False, formatter_class=Help, **options)
-        self.nullable = nullable((*kinds, model))
+        kinds = (*kinds, ModelArguments)
+        super().__init__(kinds, allow_abbrev=False, formatter_class=Help, **options)
+        self.nullable = nullable(kinds)
         idle = {
             f.name
             for kind in kinds
-            if hasattr(kind, "INHERITED")
+            if hasattr(kind, "STATUS")
             for f in fields(kind)
-            if not isinstance(status(kind, f.name), str)
+            if isinstance(status(kind, f.name), NoEffect)
         }
+        for name in sorted(switches(kinds)):  # the others have it from HfArgumentParser
+            no = (f"--no_{name}", f"--no-{name.replace('_', '-')}")
+            hidden = {"action": "store_false", "help": argparse.SUPPRESS}
+            self.add_argument(*no, dest=name, default=argparse.SUPPRESS, **hidden)
         for action in self._actions:
-            if action.dest in self.nullable:
-                _take_none(action)
-            if action.type is string_to_bool and action.nargs is None:
-                action.nargs, action.const = "?", True  # --bf16 alone means True
             if action.dest in ("sft_model_path", "reward_model_path"):
                 action.default = None  # absent unless the flag is set
+            if action.type is string_to_bool and action.nargs is None:
+                action.nargs, action.const = "?", True  # --tf32 alone means True
             if action.dest == "resume_from_checkpoint":
                 action.nargs, action.const = "?", "True"  # the flag alone: the newest checkpoint
-            if action.dest in idle or action.dest in REMOVED:  # accepted, but not listed
+            if action.dest in idle:  # accepted, but not listed
                 action.help = argparse.SUPPRESS
 
     def show_help(self, argv: Sequence[str]) -> bool:
@@ -174,10 +174,20 @@ class Parser(ConfigParser):
         raise ConfigError(message)
 
 
-def nullable(kinds: Iterable[Any]) -> frozenset[str]:
-    """Fields that accept None: it may be the default, but not that of a recipe.
+def switches(kinds: Iterable[Any]) -> set[str]:
+    """Fields of True or False, unless they are True by default."""
+    return {
+        f.name
+        for kind in kinds
+        for f in fields(kind)
+        if f.init and f.default is not True and get_type_hints(kind)[f.name] in (bool, bool | None)
+    }
 
-    String fields are excluded: ``none`` may be meant as text.
+
+def nullable(kinds: Iterable[Any]) -> frozenset[str]:
+    """Fields that accept None, where that is not the default, or not that of a recipe.
+
+    Strings are excluded: ``none`` may be meant as text.
     """
     names, in_recipes = set(), {name for recipe in RECIPES.values() for name in recipe}
     for kind in kinds:
@@ -190,21 +200,7 @@ def nullable(kinds: Iterable[Any]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _take_none(action: argparse.Action) -> None:
-    """Accept ``none`` (or ``null``) as the value of a flag."""
-    convert: Any = action.type
-
-    def converted(text: str) -> Any:
-        return None if text.lower() in ("none", "null") else convert(text)
-
-    converted.__name__ = getattr(convert, "__name__", "value")  # for error messages
-    action.type = converted
-    if action.choices is not None:
-        action.choices = [*action.choices, None]
-        action.metavar = "{" + ",".join(str(c or "none") for c in action.choices) + "}"
-
-
-def parser(prog: str, config: type[OnPolicyConfig] = PPOv2Config) -> Parser:
+def parser(prog: str, config: type[OnPolicyConfig] = PPOConfig) -> Parser:
     """The parser of a command that trains."""
     return Parser(
         (ScriptArguments, config),
@@ -220,12 +216,10 @@ def parse(
     *,
     prog: str,
     defaults: Mapping[str, Any] | None = None,
-    config: type[OnPolicyConfig] = PPOv2Config,
+    config: type[OnPolicyConfig] = PPOConfig,
 ) -> Options:
     """Parse flags and the files given by ``--config``; ``defaults`` hold for names not set."""
     (script, settings, model), given = read(parser(prog, config), argv, defaults)
-    if isinstance(model, ModelArgumentsWithoutTrust):
-        model.trust_remote_code = settings.trust_remote_code
     _check(model)
     return Options(script=script, config=settings, model=model, given=given)
 
@@ -239,7 +233,8 @@ def read(
         action.default = argparse.SUPPRESS  # keeps unset flags out of the namespace
 
     def values(tokens: Sequence[str]) -> dict[str, Any]:
-        namespace, extra = parser.parse_known_args(tokens)
+        none, words = _take_none(tokens, parser.nullable)
+        namespace, extra = parser.parse_known_args(words)
         if extra:
             name = extra[0].lstrip("-").partition("=")[0].replace("-", "_")
             raise ConfigError(
@@ -247,7 +242,7 @@ def read(
                 if extra[0].startswith("-")
                 else f"{extra[0]!r} does not belong to a flag; flags look like --learning_rate 1e-5"
             )
-        return vars(namespace)
+        return vars(namespace) | none
 
     files = Flags(parser.prog, add_help=False, allow_abbrev=False)
     files.add_argument("--config", action="append", default=[], metavar="FILE")
@@ -261,7 +256,34 @@ def read(
         tokens += _tokens(content, parser)
     given = values([*tokens, *argv])
     before = values(_tokens(defaults or {}, parser))
-    return parser.build(before | given), frozenset(given)
+    recipe = find_recipe(given["recipe"]) if given.get("recipe") else {}
+    if unknown := sorted(recipe.keys() - known):
+        raise ConfigError(f"--recipe {given['recipe']} is for PPO: it sets {unknown[0]}")
+    script, settings, model = parser.parse_dict({**before, **recipe, **given})
+    model.trust_remote_code = settings.trust_remote_code
+    return (script, settings, model), frozenset(given)
+
+
+def _take_none(
+    tokens: Sequence[str], nullable: frozenset[str]
+) -> tuple[dict[str, None], list[str]]:
+    """Flags of ``nullable`` whose value is ``none`` or ``null``, and the other words."""
+    none: dict[str, None] = {}
+    words: list[str] = []
+    waiting = [*tokens]
+    while waiting:
+        word = waiting.pop(0)
+        flag, equals, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name in nullable:
+            none.pop(name, None)  # the last one counts
+            value = value if equals else (waiting or [""])[0]
+            if value.lower() in ("none", "null"):
+                none[name] = None
+                waiting = waiting if equals else waiting[1:]
+                continue
+        words.append(word)
+    return none, words
 
 
 def _tokens(values: Mapping[str, Any], parser: Parser) -> list[str]:

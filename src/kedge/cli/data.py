@@ -202,7 +202,6 @@ def _select_prompts(rows: Any, options: Options) -> Any:
         rows = rows if column == "prompt" else rows.rename_column(column, "prompt")
     elif rows.column_names == ["text"]:
         rows = rows.rename_column("text", "prompt")
-    config = options.config
-    if getattr(config, "sanity_check", False):
+    if options.script.sanity_check:
         rows = rows.select(range(min(SANITY_ROWS, len(rows))))
     return rows

@@ -1,48 +1,37 @@
-"""Base class of the configs: translates names of other libraries and checks values.
-
-Names are translated and values checked and converted before the dataclass is built, so a config is
-not changed once it exists.
-"""
+"""Base class of the configs: ``transformers.TrainingArguments`` with more fields and checks."""
 
 # ruff: noqa: RUF009  (option() returns dataclasses.field)
 
 from __future__ import annotations
 
 import copy
-import functools
+import difflib
 import inspect
-import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, fields
-from types import MappingProxyType, SimpleNamespace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_cuda_available
 
+from kedge.config import inherited
 from kedge.config.common import IN_FLIGHT_LAG, CommonArguments
-from kedge.config.compat import INHERITED, TRL
 from kedge.config.declare import (
-    Alias,
-    Foreign,
-    Inherited,
-    Unsupported,
-    aliases,
-    check_option,
+    check_fields,
     default_of,
-    flags,
     format_value,
+    log_without_effect,
     option,
     status,
+    switch,
 )
 from kedge.config.rollout_engines import check_rollout
 from kedge.records.errors import ConfigError, OptionError
 from kedge.redaction import redact
 from kedge.suggestions import TRAINER_ARGUMENTS, hint
 
-logger = logging.getLogger(__name__)
 Config = TypeVar("Config", bound="OnPolicyConfig")
 # Prefixes of options that need hooks in layers, or a switch before every evaluation.
 UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
@@ -51,131 +40,46 @@ _NEED_END = (
     *("missing_eos_penalty", "non_eos_penalty"),
     *("mask_truncated_completions", "overlong_buffer"),
 )
-
-
-class ConfigType(type):
-    """Metaclass of the configs: checks and translates keyword arguments before ``__init__``.
-
-    A metaclass, because ``@dataclass`` gives each subclass a new ``__init__``.
-    """
-
-    def __call__(cls, *args: Any, **options: Any) -> Any:
-        """Build a config."""
-        options |= dict(zip(fields_of(cls), args, strict=False))
-        known = {**fields_of(cls), **foreign(cls)}
-        extra = {}  # arguments of a subclass's own __init__, which are not options
-        if not options.keys() <= known.keys():
-            own = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-            extra = {n: options.pop(n) for n in [*options] if n in own and n not in known}
-        config = cls.__new__(cls)  # type: ignore[call-overload]
-        config.__init__(**extra, **translate(cls, options))
-        # From here on, assignments are checked.
-        config.given = frozenset(getattr(known[name], "target", name) for name in options)
-        return config
-
-    @property
-    def __signature__(cls) -> inspect.Signature:
-        """Signature of the fields; tools would otherwise show that of ``__call__``."""
-        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
-        return signature.replace(parameters=[*signature.parameters.values()][1:])
-
-
-@functools.cache
-def fields_of(cls: type) -> Mapping[str, Field[Any]]:
-    """The fields that are options, by name."""
-    return {f.name: f for f in fields(cls) if f.init}
-
-
-@functools.cache
-def foreign(cls: type) -> Mapping[str, Foreign]:
-    """The names that a config accepts in addition to its fields."""
-    table: Mapping[str, Foreign] = getattr(cls, "FOREIGN", {})
-    return {**table, **aliases(cls)} if table else {}
-
-
-def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate keyword arguments to names of fields; checks and converts their values."""
-    defaults = {name: default_of(f) for name, f in fields_of(cls).items()}
-    values: dict[str, Any] = {}
-    for name in sorted(options, key=lambda name: name not in defaults):  # aliases come last
-        target, value = translate_option(cls, name, options[name])
-        if target is None or (target != name and same(options[name], foreign(cls)[name].default)):
-            continue
-        present = values.get(target, defaults[target])
-        if target != name and present not in (defaults[target], value):
-            raise ConfigError(
-                f"{name}={format_value(value)} is another name of {target}, but"
-                f" {target}={format_value(present)} is set; set only {target}"
-            )
-        values[target] = value
-    draft = SimpleNamespace(**(defaults | values))
-    if hasattr(cls, "convert"):
-        cls.convert(draft, options)
-    return {n: v for n, v in vars(draft).items() if n in values or v is not defaults[n]}
-
-
-def translate_option(cls: type, name: str, value: Any) -> tuple[str | None, Any]:
-    """The field that a name stands for, and the checked value; None if there is no field."""
-    own = fields_of(cls)
-    entry: Any = status(cls, name) if name in own else foreign(cls).get(name)
-    if name in own and isinstance(entry, str | None):
-        return name, check_option(cls, name, value)
-    if entry is None:
-        problem = hint(name, {*own, *foreign(cls)})
-        if name in TRAINER_ARGUMENTS:
-            problem = "; it is an argument of the trainer"
-        raise OptionError(f"{cls.__name__} has no option {name!r}{problem}")
-    default = default_of(own[name]) if name in own else entry.default
-    if isinstance(entry, Alias):
-        value = value if same(value, default) else check_option(cls, name, value, entry)
-        return entry.target, value if entry.convert is None else entry.convert(value)
-    if not any(same(value, x) for x in (default, *entry.also)):
-        if isinstance(entry, Unsupported):
-            raise ConfigError(
-                f"{name}={format_value(value)} is not supported: {entry.reason}; {entry.way_out}"
-            )
-        logger.warning("%s=%s has no effect: %s", name, format_value(value), entry.reason)
-    return name if name in own else None, value
-
-
-def same(value: Any, other: Any) -> bool:
-    """Equality that tells True from 1 and never raises."""
-    if value is other:
-        return True
-    try:
-        return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
-    except Exception:  # an unknown object's __eq__ may raise anything
-        return False
+# What a resumed run may change: options of these sections, except _SAME, and others by name.
+_FREE_SECTIONS = {
+    *("batch sizes and run length", "evaluation and logs", "checkpoints and hub", "process"),
+    "command line and scripts",
+}
+_SAME = {"seed", "tf32"}
+_FREE = {
+    *("dataset_num_proc", "cache_trunk", "model_init_kwargs", "trust_remote_code"),
+    *("reward_timeout", "environment_timeout", "environment_concurrency", "preflight"),
+    *("save_rollouts", "replay_rollouts", "vllm_tolerance", "ray_address", "ray_wait_seconds"),
+    *("vllm_python", "weight_sync_folder", "worker_start_timeout", "worker_heartbeat"),
+    *("worker_timeout", "rollout_timeout"),
+}
 
 
 @dataclass(repr=False)
-class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
+class OnPolicyConfig(CommonArguments, TrainingArguments):
     """The options of ``transformers.TrainingArguments`` and those common to all algorithms.
 
     ``max_steps``, ``logging_steps``, ``save_steps``, ``eval_steps`` and ``warmup_steps`` count
     iterations: one batch of responses, trained on for ``num_ppo_epochs`` x ``num_mini_batches``
-    optimizer steps.  Names of other libraries are accepted as keywords (``FOREIGN``), and plain
-    aliases can also be read and set.
+    optimizer steps.  Values are checked on construction, and again on the copy that a trainer
+    makes.
 
     Raises:
         ConfigError: a value or a combination that cannot work.
     """
 
-    INHERITED: ClassVar[Mapping[str, Inherited]] = INHERITED
-    FOREIGN: ClassVar[Mapping[str, Foreign]] = TRL
-    UNSET: ClassVar[Mapping[str, Any]] = {}  # values of unset fields that differ from the default
-    ON_CONSTRUCTION: ClassVar[Sequence[str]] = ()  # options converted to other options
-    given: ClassVar[frozenset[str]] = frozenset()  # on an instance: the options that were set
-    changed: ClassVar[bool] = False  # on an instance: options were set since they were checked
+    STATUS: ClassVar[Mapping[str, Any]] = inherited.STATUS
+    TYPES: ClassVar[Mapping[str, Any]] = inherited.TYPES
+    length_option: ClassVar[str] = "response_length"  # its name in messages
 
     # Fields of TrainingArguments with other defaults.
     logging_steps: float = option(
-        10, "Iterations between log rows; below 1, a fraction of the run.", ge=0
+        10, "Iterations between log rows; below 1, a fraction of the run."
     )
     gradient_checkpointing: bool | None = option(
         True, "Recompute activations in the backward pass: less memory, about a third slower."
     )
-    bf16: bool | None = option(  # type: ignore[assignment]
+    bf16: bool | None = switch(  # type: ignore[assignment]
         None, "Autocast to bfloat16 over float32 weights. Unset: on if the GPU supports it."
     )
     report_to: None | str | list[str] = option(  # noqa: RUF036  (HfArgumentParser reads this order)
@@ -187,8 +91,21 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
     )
     run_name: str | None = option(None, "Name of the run in trackers. Unset: exp_name, if given.")
 
+    def __new__(cls, *args: Any, **options: Any) -> OnPolicyConfig:
+        """Refuse unknown names with a suggestion."""
+        known = {f.name for f in fields(cls) if f.init}
+        unknown = options.keys() - known  # perhaps arguments of a subclass's own __init__
+        for name in unknown and unknown - {*inspect.signature(cls.__init__).parameters}:
+            problem = hint(name, known, config=cls.__name__)
+            if name in TRAINER_ARGUMENTS:
+                problem = "; it is an argument of the trainer"
+            raise OptionError(f"{cls.__name__} has no option {name!r}{problem}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         redact({f.name: getattr(self, f.name) for f in fields(self)})  # registers secrets
+        check_fields(self)
+        log_without_effect(self)
         self._resolve_precision()
         self._fill_defaults()
         self._check()
@@ -251,58 +168,34 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
     __repr__ = __str__
 
     @property
-    def length_option(self) -> str:
-        """The name of ``response_length`` to use in messages."""
-        return "response_length"
-
-    @property
     def loss_kl_coef(self) -> float:
         """Weight of the KL in the loss, in addition to ``kl_coef`` in the reward."""
         return 0.0
 
-    def __getattr__(self, name: str) -> Any:
-        entry = foreign(type(self)).get(name)
-        if isinstance(entry, Alias) and entry.convert is None:
-            return getattr(self, entry.target)
-        if isinstance(entry, Unsupported):
-            return entry.default
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        cls = type(self)
-        # Attributes that transformers or a subclass uses for something other than an option.
-        other = name.startswith("_") or name in vars(self) or hasattr(cls, name)
-        built = "given" in vars(self)  # values before that come from `translate` or transformers
-        if not built or (other and name not in fields_of(cls)):
-            super().__setattr__(name, value)
-            return
-        target, checked = translate_option(cls, name, value)
-        if target is None:
-            return
-        if target in self.ON_CONSTRUCTION and checked != getattr(self, target):
-            raise ConfigError(
-                f"{name}={format_value(value)} is only read on construction of the config; pass it"
-                " to the constructor"
-            )
-        super().__setattr__(target, checked)
-        vars(self)["changed"] = True
-
-    @classmethod
-    def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
-        """Convert options whose meaning depends on others, before the config is built.
-
-        ``c`` has all options under the names of the fields, ``given`` those that were given under
-        the names that the caller used.
-        """
-
     def checked(self: Config) -> Config:
-        """A copy for a trainer; combinations are checked again if an option was set since."""
+        """A copy for a trainer, checked again: options may have been set since construction."""
         config = copy.copy(self)
-        if self.changed:
-            config._fill_defaults()
-            config._check()
-            vars(config)["changed"] = False
+        names = {f.name for f in fields(self)}
+        for name in vars(self).keys() - names:
+            if near := difflib.get_close_matches(name, names, n=1, cutoff=0.85):
+                raise OptionError(
+                    f"{type(self).__name__} has no option {name!r}; the nearest is {near[0]}"
+                )
+        check_fields(config)
+        config._fill_defaults()
+        config._check()
         return config
+
+    def resume_values(self) -> dict[str, Any]:
+        """The options that a resumed run must share with its checkpoint, by name."""
+        sections = {f.name: status(type(self), f.name) for f in fields(self)}
+        return {
+            name: getattr(self, name)
+            for name, section in sections.items()
+            if isinstance(section, str)
+            and (section not in _FREE_SECTIONS or name in _SAME)
+            and name not in _FREE
+        }
 
     def _check(self) -> None:
         """Check values and combinations, on construction and when a trainer gets the config."""
@@ -327,8 +220,6 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
             self.activation_checkpointing = self.gradient_checkpointing
         if getattr(self, "activation_checkpointing_kwargs", False) is None:
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
-        if self.min_p is None:
-            self.min_p = 0.0
         if self.max_lag is None:
             self.max_lag = IN_FLIGHT_LAG if self.in_flight_weight_updates else 0
         if self.report_to is None:
@@ -343,14 +234,6 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
 
 def _has_gpu() -> bool:
     return is_torch_cuda_available() or is_torch_bf16_gpu_available()
-
-
-# Make ``HfArgumentParser`` accept plain aliases of inherited fields as flags.
-for _name, _entry in TRL.items():
-    if isinstance(_entry, Alias) and _entry.convert is None:
-        _fields = OnPolicyConfig.__dataclass_fields__
-        _field = _fields[_entry.target] = copy.copy(_fields[_entry.target])
-        _field.metadata = MappingProxyType({**_field.metadata, "aliases": flags(_name)})
 
 
 def _check_responses(c: Any) -> None:
@@ -419,7 +302,7 @@ def _check_schedule(c: Any) -> None:
     if c.log_completions_hub_repo and not (c.num_sample_generations or evaluates):
         raise ConfigError(
             f"log_completions_hub_repo={c.log_completions_hub_repo!r} needs tables of completions;"
-            " set num_sample_generations above 0 (and not log_completions=False), or leave it out"
+            " set num_sample_generations above 0, or leave it out"
         )
     if c.replay_rollouts is None:
         return

@@ -1,28 +1,29 @@
-"""Declares options and checks their values with pydantic.
+"""Declares options, and checks their values with pydantic.
 
-``option`` declares a field: default, help text, where it acts and its range; the type is annotated.
-``check_option`` checks a value against annotation and range.  Fields inherited from
-``transformers.TrainingArguments`` are described by the class's ``INHERITED`` table, names that are
-not fields by its ``FOREIGN`` table.
+An option is a dataclass field: its type holds the range (``typing.Annotated``), and its metadata
+the help text, as ``HfArgumentParser`` reads them.  The class that declares a field first names the
+part of a run that reads it (``SECTION``); the table ``STATUS`` of a config does so for the fields
+of ``transformers.TrainingArguments``, and says which are refused or have no effect.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
+import inspect
 import json
+import logging
 import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Interval
+from annotated_types import Ge, Gt, Interval, Le, Lt
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -35,13 +36,22 @@ from pydantic import (
 from kedge.records.errors import ConfigError
 from kedge.redaction import redact
 
+logger = logging.getLogger(__name__)
 FINITE = 1e30  # larger numbers soon overflow float32
 LARGEST = 2**31 - 1  # for sizes, counts and token ids
 MOST = 2**53  # for responses and iterations of a run; exact in float64
 SECONDS = 1e9  # more than 30 years: longer waits overflow Python's timers
+
+Count: TypeAlias = Annotated[int, Ge(1)]
+Natural: TypeAlias = Annotated[int, Ge(0)]
+NonNegative: TypeAlias = Annotated[float, Ge(0)]
+Positive: TypeAlias = Annotated[float, Gt(0)]
+Probability: TypeAlias = Annotated[float, Interval(ge=0, le=1)]
+Seconds: TypeAlias = Annotated[float, Interval(gt=0, le=SECONDS)]
+Bound: TypeAlias = Annotated[float, Interval(gt=0, le=math.inf)]
+
 _MAX_CHOICES = 400  # characters of choices that an error message lists
 _MAX_VALUE = 100  # characters of a value in an error message
-_LEAVE = "leave it at its default"
 _SECRET = ("hub_token", "push_to_hub_token")
 _WORDS = {  # replacements for pydantic's messages
     "Input should be ": "",
@@ -55,33 +65,10 @@ _WORDS = {  # replacements for pydantic's messages
 
 
 @dataclass(frozen=True, slots=True)
-class ActsIn:
-    """Where an option acts and what it accepts; None: inherit from the parent class."""
+class Accepts:
+    """In ``Annotated``: another type of values in Python; argument parsers do not see it."""
 
-    acts_in: str | None  # component that reads it
-    limits: Interval | None = None
-    accepts: Any = None  # type of the values in Python code, if wider than the annotation
-    resume: bool | None = None  # whether a resumed run must have the same value
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """Another name of the option ``target``."""
-
-    target: str
-    convert: Callable[[Any], Any] | None = None  # None: pass the value on unchanged
-    default: Any = None  # value at which the name counts as not set
-    limits: Interval | None = None  # if narrower than the target's
-
-
-@dataclass(frozen=True, slots=True)
-class Unsupported:
-    """A name that is refused unless it has its default."""
-
-    reason: str
-    way_out: str = _LEAVE
-    default: Any = None  # of a name that is not a field
-    also: tuple[Any, ...] = ()  # values that are equivalent to the default
+    kind: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,74 +76,37 @@ class NoEffect:
     """A name that cannot change what is trained: accepted, with a line in the log."""
 
     reason: str
-    default: Any = None  # of a name that is not a field
-    also: tuple[Any, ...] = ()  # values without a line in the log
+    default: Any = None  # of a name that is not a field of transformers
+    also: tuple[Any, ...] = ()  # values that are equivalent to the default
+
+    def acts(self, value: Any, default: Any) -> bool:
+        """Whether the value asks for something."""
+        return not any(same(value, x) for x in (default, *self.also))
 
 
-Inherited = ActsIn | Unsupported | NoEffect
-Foreign = Alias | Unsupported | NoEffect
+@dataclass(frozen=True, slots=True)
+class Unsupported(NoEffect):
+    """A name that is refused unless it has its default."""
+
+    way_out: str = "leave it at its default"
+
+
+_BOUNDS = (Ge, Gt, Le, Lt, Interval, Accepts)
 UNKNOWN = Unsupported("this version of Kedge does not know this option")
 
 
-def unsupported(reason: str, way_out: str = _LEAVE, /, **defaults: Any) -> dict[str, Foreign]:
-    """Rows for unsupported names that are not fields, with the defaults they accept."""
-    return {name: Unsupported(reason, way_out, default) for name, default in defaults.items()}
+def option(default: Any, text: str = "") -> Any:
+    """Declare an option; ``text`` is one sentence of help, with the unit.
 
-
-def no_effect(reason: str, **defaults: Any) -> dict[str, Foreign]:
-    """Rows for names without effect that are not fields, with the defaults that log nothing."""
-    return {name: NoEffect(reason, default) for name, default in defaults.items()}
-
-
-class Option(Field[Any]):
-    """A dataclass field that also holds where the option acts, and its alias.
-
-    Not in ``metadata``, since ``HfArgumentParser`` passes all of it to argparse.
+    Bounds in the type hold for each number of a list, and infinity is allowed only if it is the
+    bound ``le``.
     """
-
-    __slots__ = ("alias", "declared")
-
-    def __init__(self, default: Any, metadata: Any, declared: ActsIn, alias: str | None) -> None:
-        plain: Any = field(default=default, metadata=metadata)
-        for name in Field.__slots__:
-            setattr(self, name, getattr(plain, name))
-        self.declared, self.alias = declared, alias
+    return field(default=default, metadata={"help": text})
 
 
-def option(
-    default: Any,
-    text: str = "",
-    *,
-    acts_in: str | None = None,
-    alias: str | None = None,
-    resume: bool | None = None,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    accepts: Any = None,
-    alias_action: type[argparse.Action] | None = None,
-) -> Any:
-    """Declare an option: a dataclass field with help, range and where it acts.
-
-    A field that overrides another inherits what is not given here, apart from ``alias``, a name of
-    another library or release.  See ``ActsIn``; ``text`` is one sentence of help, with the unit.
-    Bounds hold for each number of a list, and infinity is allowed only if it is the bound ``le``.
-    ``alias_action`` stores the value in a ``HfArgumentParser``, given the flag that was used.
-    """
-    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-    limits = None if set(bounds.values()) == {None} else Interval(**bounds)
-    metadata: dict[str, Any] = {"help": text}
-    if alias is not None:
-        metadata["aliases"] = flags(alias)
-        if alias_action is not None:
-            metadata["action"] = alias_action
-    return Option(default, metadata, ActsIn(acts_in, limits, accepts, resume), alias)
-
-
-def flags(name: str) -> list[str]:
-    """The flag of an option, with underscores and with hyphens."""
-    return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
+def switch(default: bool | None, text: str) -> Any:
+    """Declare an option that the flag alone sets to True."""
+    return field(default=default, metadata={"help": text, "nargs": "?", "const": True})
 
 
 def default_of(field: Field[Any]) -> Any:
@@ -164,84 +114,91 @@ def default_of(field: Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
-def _declared(cls: type, name: str, key: str) -> Any:
-    """The value of ``key`` in the declaration of an option, from the nearest class that has one."""
-    options = [vars(base).get("__dataclass_fields__", {}).get(name) for base in cls.__mro__]
-    declarations = [getattr(field, "declared", None) for field in options]
-    declarations.append(getattr(cls, "INHERITED", {}).get(name))
-    values = (getattr(declaration, key, None) for declaration in declarations)
-    return next((value for value in values if value is not None), None)
+def status(cls: type, name: str) -> Any:
+    """The section of a config's field, or why it does not act.
+
+    None: a subclass added it for its own use.
+    """
+    table: Mapping[str, Any] = getattr(cls, "STATUS", {})
+    if name in table:
+        return table[name]
+    owner = _owners(cls, name)[-1]
+    return vars(owner).get("SECTION", UNKNOWN if owner.__module__[:13] == "transformers." else None)
 
 
-def status(cls: type, name: str) -> str | Unsupported | NoEffect | None:
-    """Where a field acts, or why it does not; None: a subclass added it for its own use."""
-    where: str | None = _declared(cls, name, "acts_in")
-    if where is not None:
-        return where
-    inherited: Mapping[str, Any] = getattr(cls, "INHERITED", {})
-    owners = [b for b in cls.__mro__ if name in vars(b).get("__dataclass_fields__", {})]
-    added = owners and not owners[-1].__module__.startswith("transformers.")
-    return inherited.get(name, None if added else UNKNOWN)
-
-
-def aliases(cls: type) -> Mapping[str, Alias]:
-    """Other names of a config's own options."""
-    return {
-        alias: Alias(f.name, default=False if default_of(f) is False else None)
-        for f in fields(cls)
-        if (alias := getattr(f, "alias", None)) is not None
-    }
-
-
-def resume_values(config: Any) -> dict[str, Any]:
-    """The options that a resumed run must share with its checkpoint, by name."""
-    names = (f.name for f in fields(config))
-    return {n: getattr(config, n) for n in names if _declared(type(config), n, "resume")}
+@functools.cache
+def _owners(cls: type, name: str) -> list[type]:
+    """The classes that declare a field, the nearest first."""
+    return [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
 
 
 def check_fields(config: Any) -> None:
-    """Check the type and range of every field that acts."""
+    """Check and convert the value of every option, and refuse those that are not supported."""
+    cls = type(config)
+    plain = not hasattr(cls, "STATUS")  # every field is an option
+    for f in fields(cls):
+        entry = "" if plain else status(cls, f.name)
+        value, default = getattr(config, f.name), default_of(f)
+        if isinstance(entry, str):
+            setattr(config, f.name, check_option(cls, f.name, value))
+        elif isinstance(entry, Unsupported) and entry.acts(value, default):
+            raise ConfigError(
+                f"{f.name}={format_value(value)} is not supported: {entry.reason}; {entry.way_out}"
+            )
+
+
+def log_without_effect(config: Any) -> None:
+    """A line in the log for each option that is set, but has no effect."""
     for f in fields(config):
-        setattr(config, f.name, check_option(type(config), f.name, getattr(config, f.name)))
+        entry, value = status(type(config), f.name), getattr(config, f.name)
+        if isinstance(entry, NoEffect) and entry.acts(value, default_of(f)):
+            logger.warning("%s=%s has no effect: %s", f.name, format_value(value), entry.reason)
 
 
-def check_option(cls: type, name: str, value: Any, alias: Alias | None = None) -> Any:
-    """Check and convert the value of a field or alias; fields that do not act accept any value."""
-    target = name if alias is None else alias.target
-    if hasattr(cls, "INHERITED") and not isinstance(status(cls, target), str):
-        return value  # only the default, or a value without effect, is accepted
-    default, hint, adapter = _type_of(cls, target)
-    if alias is not None and (alias.convert is not None or alias.limits is not None):
-        hint = type(alias.default)
-        adapter = TypeAdapter(checked_type(hint, alias.limits, empty=False))
+def same(value: Any, other: Any) -> bool:
+    """Equality that tells True from 1 and never raises."""
+    if value is other:
+        return True
+    try:
+        return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+    except Exception:  # an unknown object's __eq__ may raise anything
+        return False
+
+
+def check_option(cls: type, name: str, value: Any) -> Any:
+    """Check and convert the value of a field."""
+    default, optional, adapter = _type_of(cls, name)
     if value is default:
         return value
     try:  # convert tuples to lists, paths to str, and NumPy numbers to Python's
         converted = adapter.validate_python(value)
     except ValidationError as error:
         text = f"<{type(value).__name__}>" if name in _SECRET else format_value(redact(value))
-        problem = describe_problem(error, value, optional=NoneType in get_args(hint))
+        problem = describe_problem(error, value, optional=optional)
         raise ConfigError(f"{name}={text} must be {problem}") from None
     # torch fails on integers beyond int64
     return value if type(value) is int and abs(value) <= MOST else converted
 
 
 @functools.cache
-def _type_of(cls: type, name: str) -> tuple[Any, Any, TypeAdapter[Any]]:
-    """A field's default, the type of its values, and the adapter that checks them."""
+def _type_of(cls: type, name: str) -> tuple[Any, bool, TypeAdapter[Any]]:
+    """A field's default, whether it may be None, and the adapter that checks its values.
+
+    A subclass that changes the default of a field keeps its range.
+    """
     (f,) = (f for f in fields(cls) if f.name == name)
-    hint = _declared(cls, name, "accepts")
-    if hint is None:
-        hint = _hints(cls)[name]
-        if choices := f.metadata.get("choices"):  # argument parsers receive the choices
-            named = Literal[tuple(choices)]  # type: ignore[valid-type]
-            hint = named | None if NoneType in get_args(hint) else named
+    hints = [_hints(owner)[name] for owner in _owners(cls, name)]
+    hint = next((hint for hint in hints if "Annotated" in repr(hint)), None)
+    hint = hint or getattr(cls, "TYPES", {}).get(name, hints[0])
+    if choices := f.metadata.get("choices"):  # argument parsers receive the choices
+        named = Literal[tuple(choices)]  # type: ignore[valid-type]
+        hint = named | None if NoneType in get_args(hint) else named
     default = default_of(f)
-    checked = checked_type(hint, _declared(cls, name, "limits"), empty=default == "")
-    return default, hint, TypeAdapter(checked)
+    optional = "None" in repr(hint)
+    return default, optional, TypeAdapter(checked_type(hint, None, empty=default == ""))
 
 
-_hints = functools.cache(get_type_hints)
+_hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
 def format_value(value: Any) -> str:
@@ -305,6 +262,12 @@ def checked_type(hint: Any, limits: Interval | None, *, empty: bool) -> Any:
 
     ``limits`` bound numbers in lists, too; ``empty`` accepts the empty string.
     """
+    if get_origin(hint) is Annotated and isinstance(get_args(hint)[1], _BOUNDS):
+        hint, *extras = get_args(hint)
+        for extra in extras:
+            hint = hint | extra.kind if isinstance(extra, Accepts) else hint
+            limits = limits if isinstance(extra, Accepts) else extra
+        return checked_type(hint, limits, empty=empty)
 
     def inner(part: Any) -> Any:
         return checked_type(part, limits, empty=empty)

@@ -5,110 +5,76 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Gt
 
 from kedge.config.base import OnPolicyConfig
-from kedge.config.common import KLEstimator
-from kedge.config.compat import CONVERTED, TRL_GRPO, NewerArguments, convert_newer
-from kedge.config.declare import Foreign, option
+from kedge.config.common import GroupArguments, KLEstimator
+from kedge.config.declare import Bound, Natural, NonNegative, option
 from kedge.records.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_grpo = partial(option, acts_in="algorithm: kedge.algorithms.grpo", resume=True)
-_vllm_weights = partial(
-    option, acts_in="engine: importance weights of the learner against vLLM", resume=True
-)
-
 
 @dataclass(repr=False)
-class GRPOConfig(NewerArguments, OnPolicyConfig):
-    """Options of ``kedge.GRPOTrainer``, with the names and defaults of TRL 1.16.
-
-    ``steps_per_generation`` and ``generation_batch_size`` become ``num_mini_batches`` and
-    ``gradient_accumulation_steps``.
+class GRPOConfig(GroupArguments, OnPolicyConfig):
+    """Options of ``kedge.GRPOTrainer``, with the defaults of TRL 1.16.
 
     Raises:
         ConfigError: a value or a combination that cannot work.
     """
 
-    ON_CONSTRUCTION: ClassVar[Sequence[str]] = CONVERTED
-    FOREIGN: ClassVar[Mapping[str, Foreign]] = TRL_GRPO
-    length_option = "max_completion_length"
+    SECTION: ClassVar[str] = "algorithm"
 
     exp_name: str = option("grpo_config", "Name of the experiment.")
     learning_rate: float = option(1e-6, "Learning rate.")
-    num_ppo_epochs: int = option(1, "Passes over each batch of responses.", alias="num_iterations")
+    num_ppo_epochs: int = option(1, "Passes over each batch of responses.")
     num_generations: int = option(8, "Responses per prompt, at least 2.")
-    response_length: int = option(
-        512, "Maximum length of a response, in tokens.", alias="max_completion_length"
-    )
+    response_length: int = option(512, "Maximum length of a response, in tokens.")
     temperature: float = option(1.0, "Sampling temperature; divides the logits in training too.")
     kl_coef: float = option(0.0, "Weight of a KL penalty (k1) in the reward, in addition to beta.")
 
     # GRPO.
-    epsilon: float = _grpo(
-        0.2, "Lower clip: the probability ratio is at least 1 - epsilon.", gt=0, le=math.inf
-    )
-    epsilon_high: float | None = _grpo(
+    epsilon: Bound = option(0.2, "Lower clip: the probability ratio is at least 1 - epsilon.")
+    epsilon_high: Bound | None = option(
         None,
         "Upper clip: the ratio is at most 1 + this. Unset: epsilon. With cispo the largest weight; "
         "unset: 5.",
-        gt=0,
-        le=math.inf,
     )
-    delta: float | None = _grpo(None, "Largest ratio of tokens with negative advantage.", gt=1)
-    beta: float = _grpo(0.0, "Weight of the KL in the loss; above 0 needs a reference.", ge=0)
-    kl_estimator: KLEstimator = _grpo("k3", "Estimator of the KL in the loss: k1, k2, k3, abs.")
-    use_bias_correction_kl: bool = _grpo(True, "Multiply the KL in the loss by the ratio.")
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo"] = _grpo(
+    delta: Annotated[float | None, Gt(1)] = option(
+        None, "Largest ratio of tokens with negative advantage."
+    )
+    beta: NonNegative = option(0.0, "Weight of the KL in the loss; above 0 needs a reference.")
+    kl_estimator: KLEstimator = option("k3", "Estimator of the KL in the loss: k1, k2, k3, abs.")
+    use_bias_correction_kl: bool = option(True, "Multiply the KL in the loss by the ratio.")
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo"] = option(
         "dapo", "How the loss averages tokens, or cispo; see kedge.algorithms.grpo."
     )
-    scale_rewards: Literal["group", "batch", "none"] = _grpo(
+    scale_rewards: Literal["group", "batch", "none"] = option(
         "group",
         "Divide advantages by the standard deviation of the scores of the group or the batch.",
-        accepts=Literal["group", "batch", "none"] | bool,
     )
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = _grpo(
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
         "sum_then_normalize",
         "With several rewards: normalize their weighted sum, or each of them in its group (GDPO).",
     )
-    importance_sampling_level: Literal["token", "sequence"] = _grpo(
+    importance_sampling_level: Literal["token", "sequence"] = option(
         "token", "Ratio per token, or per sequence (GSPO): the geometric mean over the response."
     )
-    mask_truncated_completions: bool = _grpo(
+    mask_truncated_completions: bool = option(
         False, "Exclude responses that were truncated at the length limit from the loss."
     )
-    credit: Literal["token", "turn"] = _grpo(
+    credit: Literal["token", "turn"] = option(
         "token", "What is compared in a group: whole responses, or turn by turn."
     )
-    drop_uniform_groups: bool = _grpo(False, "Exclude groups with equal scores from the loss.")
-    dynamic_sampling: int = _grpo(
-        0, "Most rounds of replacing groups with equal scores by new prompts (DAPO).", ge=0
+    drop_uniform_groups: bool = option(False, "Exclude groups with equal scores from the loss.")
+    dynamic_sampling: Natural = option(
+        0, "Most rounds of replacing groups with equal scores by new prompts (DAPO)."
     )
-    overlong_buffer: int = _grpo(
-        0, "Tokens before response_length over which the score drops by up to 1 (DAPO).", ge=0
-    )
-    vllm_importance_sampling_correction: bool = _vllm_weights(
-        True, "With vLLM: importance weights of the learner against vLLM."
-    )
-    vllm_importance_sampling_mode: (
-        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
-    ) = _vllm_weights(
-        None, "Level of the weights, and the bound. Unset: token_truncate (in TRL sequence_mask)."
-    )
-    vllm_importance_sampling_clip_max: float | None = _vllm_weights(
-        None,
-        "Weights above this are truncated or masked; inf: no bound. Unset: 2, or 3 with a mode.",
-        ge=0,
-        le=math.inf,
-    )
-    vllm_importance_sampling_clip_min: float | None = _vllm_weights(
-        None, "Weights below this are raised or masked. Unset: no bound.", ge=0
+    overlong_buffer: Natural = option(
+        0, "Tokens before response_length over which the score drops by up to 1 (DAPO)."
     )
 
     def __post_init__(self) -> None:
@@ -120,20 +86,10 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
                 self.loss_type,
             )
 
-    @classmethod
-    def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
-        """Convert options of TRL whose meaning depends on others."""
-        convert_newer(c)
-
     @property
     def loss_kl_coef(self) -> float:
         """Weight of the KL in the loss, in addition to ``kl_coef`` in the reward."""
         return self.beta
-
-    def _fill_defaults(self) -> None:
-        super()._fill_defaults()
-        if isinstance(self.scale_rewards, bool):
-            self.scale_rewards = "group" if self.scale_rewards else "none"
 
     def _check(self) -> None:
         super()._check()
@@ -145,7 +101,7 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
         if self.overlong_buffer > self.response_length:
             raise ConfigError(
                 f"overlong_buffer={self.overlong_buffer} must be at most"
-                f" max_completion_length={self.response_length}"
+                f" {self.length_option}={self.response_length}"
             )
         if self.multi_objective_aggregation == "normalize_then_sum":
             others = {

@@ -10,13 +10,21 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from kedge import plugins
-from kedge.config.declare import SECONDS, format_value, option, read_mapping
+from kedge.config.declare import (
+    Count,
+    Natural,
+    NonNegative,
+    Positive,
+    Seconds,
+    format_value,
+    option,
+    read_mapping,
+)
 from kedge.records.errors import ConfigError, install_command
 
 LOWEST_VLLM = "0.32"  # oldest release that the tests pass with
@@ -78,104 +86,80 @@ EMBEDDED = RolloutEngineSpec(
     build="kedge.rollout.embedded.engine:build_embedded", copies_weights=False
 )
 
-_rollout = partial(option, acts_in="rollout engine", resume=True)
-
 
 @dataclass
 class RolloutArguments:
     """Options of every config for rollout engines, and for workers on Ray."""
 
-    ray_engine: Literal["vllm", "embedded"] = _rollout(
+    SECTION: ClassVar[str] = "rollout engine"
+
+    ray_engine: Literal["vllm", "embedded"] = option(
         "vllm", "Rollout engine in each actor, with rollout_engine=ray: vllm or embedded."
     )
-    ray_address: str | None = _rollout(
-        None,
-        "Address of a running Ray cluster. Unset: RAY_ADDRESS, or a new local cluster.",
-        resume=False,
+    ray_address: str | None = option(
+        None, "Address of a running Ray cluster. Unset: RAY_ADDRESS, or a new local cluster."
     )
-    ray_reward_workers: int = _rollout(
-        0, "Actors per learner that score responses; 0 scores in the learner's process.", ge=0
+    ray_reward_workers: Natural = option(
+        0, "Actors per learner that score responses; 0 scores in the learner's process."
     )
-    ray_reward_gpus: float = _rollout(
-        0.0, "GPUs per reward worker, for reward models; may be a fraction.", ge=0
+    ray_reward_gpus: NonNegative = option(
+        0.0, "GPUs per reward worker, for reward models; may be a fraction."
     )
-    ray_ref_workers: int = _rollout(
+    ray_ref_workers: Natural = option(
         0,
         "Actors per learner that compute the reference's log-probabilities; 0 computes them in the"
         " learner's process.",
-        ge=0,
     )
-    ray_ref_gpus: float = _rollout(0.0, "GPUs per reference worker; may be a fraction.", ge=0)
-    ray_wait_seconds: float = _rollout(
-        300.0,
-        "Seconds to wait until the Ray cluster can place all actors.",
-        gt=0,
-        le=SECONDS,
-        resume=False,
+    ray_ref_gpus: NonNegative = option(0.0, "GPUs per reference worker; may be a fraction.")
+    ray_wait_seconds: Seconds = option(
+        300.0, "Seconds to wait until the Ray cluster can place all actors."
     )
-    rollout_engine: str = _rollout(
+    rollout_engine: str = option(
         "embedded",
         "Rollout engine: embedded (torch only), vllm (in the process of each rank), vllm_server (a "
         "separate process), ray (actors), or the http:// address of a running vLLM server.",
     )
-    vllm_engine_args: dict[str, Any] | str | None = _rollout(
+    vllm_engine_args: dict[str, Any] | str | None = option(
         None, "Engine arguments of vLLM by name; JSON on the command line."
     )
-    vllm_num_engines: int = _rollout(
-        1, "Rollout engines that share each batch; for ray and vllm_server.", ge=1
+    vllm_num_engines: Count = option(
+        1, "Rollout engines that share each batch; for ray and vllm_server."
     )
-    vllm_tensor_parallel_size: int = _rollout(1, "GPUs per vLLM engine.", ge=1)
-    vllm_python: str | None = _rollout(
-        None, "Python interpreter with vLLM, for vllm_server. Unset: the current one.", resume=False
+    vllm_tensor_parallel_size: Count = option(1, "GPUs per vLLM engine.")
+    vllm_python: str | None = option(
+        None, "Python interpreter with vLLM, for vllm_server. Unset: the current one."
     )
-    weight_sync_folder: str | None = _rollout(
+    weight_sync_folder: str | None = option(
         None,
         "Folder for sending weights to a server, which must see it at the same path. Unset: this"
         " machine's shared memory.",
-        resume=False,
     )
-    vllm_transfer: Literal["auto", "nccl", "host"] = _rollout(
+    vllm_transfer: Literal["auto", "nccl", "host"] = option(
         "auto",
         "Weight transfer to engines on Ray: nccl (GPU to GPU), host (through host memory), or auto:"
         " nccl if learner and engines have separate GPUs.",
     )
-    worker_start_timeout: float = _rollout(
-        600.0,
-        "Seconds that a server or actor may take to start or to exchange weights.",
-        gt=0,
-        le=SECONDS,
-        resume=False,
+    worker_start_timeout: Seconds = option(
+        600.0, "Seconds that a server or actor may take to start or to exchange weights."
     )
-    worker_heartbeat: float = _rollout(
-        5.0,
-        "Seconds between health checks of a server or actor while it generates.",
-        gt=0,
-        le=SECONDS,
-        resume=False,
+    worker_heartbeat: Seconds = option(
+        5.0, "Seconds between health checks of a server or actor while it generates."
     )
-    worker_timeout: float = _rollout(
+    worker_timeout: Seconds = option(
         60.0,
         "Seconds without a response to health checks after which a server or actor counts as hung.",
-        gt=0,
-        le=SECONDS,
-        resume=False,
     )
-    rollout_timeout: float = _rollout(
+    rollout_timeout: Seconds = option(
         3600.0,
         "Seconds that sampling one batch may take, on Ray or with several ranks; after that the"
         " engine counts as hung.",
-        gt=0,
-        le=SECONDS,
-        resume=False,
     )
-    vllm_sleep: bool = _rollout(False, "Free vLLM's GPU memory while it does not sample.")
-    vllm_tolerance: float | None = _rollout(
+    vllm_sleep: bool = option(False, "Free vLLM's GPU memory while it does not sample.")
+    vllm_tolerance: Positive | None = option(
         None,
         "Largest mean log-probability gap between vLLM and the learner after a weight sync, in nats"
         " per token. Unset: 1e-3 in float32; in bfloat16 and float16 5e-2, or 2.5 times what that"
         " precision changes in the learner.",
-        gt=0,
-        resume=False,
     )
 
 
@@ -216,9 +200,9 @@ def check_rollout(config: Any) -> None:
     reads |= {"ray_reward_gpus"} if rewards else set()
     reads |= {"ray_ref_gpus"} if references else set()
     reads |= {*WORKER_OPTIONS, *RAY_OPTIONS} if rewards or references else set()
-    for name, field in RolloutArguments.__dataclass_fields__.items():
-        value = getattr(config, name)
-        if name not in reads and value != field.default:
+    for f in fields(RolloutArguments):
+        name, value = f.name, getattr(config, f.name)
+        if name not in reads and value != f.default:
             engine = f" and ray_engine={config.ray_engine!r}" if spec.actors else ""
             ray = ", ray_reward_workers=0 and ray_ref_workers=0" if name.startswith("ray_") else ""
             raise ConfigError(

@@ -46,14 +46,11 @@ METRICS = {
 
 def write_run_info(origin: Mapping[str, Any], args: Any, *, device: str) -> None:
     """Write ``run.json`` into ``output_dir`` when training begins, without access tokens."""
-    from kedge.config.declare import status  # imports torch, which `kedge report` does not need
+    from kedge.config.declare import default_of, status  # `kedge report` needs no torch
 
     values = args.to_dict()
-    options = {
-        f.name: values[f.name]
-        for f in fields(args)
-        if f.name in values and isinstance(status(type(args), f.name), str)
-    }
+    acting = {f.name: f for f in fields(args) if isinstance(status(type(args), f.name), str)}
+    options = {name: values[name] for name in acting if name in values}
     about = {
         **origin,
         "command": command(),
@@ -62,7 +59,7 @@ def write_run_info(origin: Mapping[str, Any], args: Any, *, device: str) -> None
         "machine": f"{platform.system()}, Python {platform.python_version()}",
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "versions": versions(),
-        "changed": [name for name in options if name in args.given],
+        "changed": [n for n in options if getattr(args, n) != default_of(acting[n])],
         "options": options,
     }
     _write(args.output_dir, about)

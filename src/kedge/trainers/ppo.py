@@ -13,17 +13,12 @@ from typing_extensions import Unpack
 
 from kedge.algorithms import Algorithm, ppo
 from kedge.algorithms.transforms import clip_cov, divide_by_length, kl_cov
-from kedge.config.ppo import PPOConfig, PPOv2Config
+from kedge.config.ppo import PPOConfig
 from kedge.math.advantage import length_adaptive_lambda
 from kedge.math.losses import Clip, RatioMask
 from kedge.suggestions import suggest_names
 from kedge.trainers.base import TrainerShell
-from kedge.trainers.spec import SharedArguments, TrainerSpec, filter_responses, rename_arguments
-
-_OLDER_NAMES = {
-    **{"config": "args", "tokenizer": "processing_class"},
-    **{"policy": "model", "ref_policy": "ref_model"},
-}
+from kedge.trainers.spec import SharedArguments, TrainerSpec, filter_responses
 
 
 def build_ppo(args: PPOConfig, reward_weights: Sequence[float] | None = None) -> Algorithm:
@@ -93,9 +88,7 @@ class PPOTrainer(TrainerShell):
         DataError: invalid prompts.
     """
 
-    SPEC = TrainerSpec(
-        name="PPO", config=PPOConfig, algorithm=build_ppo, flags=PPOv2Config, value_model=True
-    )
+    SPEC = TrainerSpec(name="PPO", config=PPOConfig, algorithm=build_ppo, value_model=True)
 
     def __init__(  # noqa: PLR0913
         self,
@@ -133,14 +126,3 @@ class PPOTrainer(TrainerShell):
             reward_processing_classes=reward_processing_class,
             **shared,
         )
-
-
-class PPOv2Trainer(PPOTrainer):
-    """``PPOTrainer`` under its older name; also accepts the older argument names.
-
-    ``config``, ``tokenizer``, ``policy`` and ``ref_policy`` mean ``args``, ``processing_class``,
-    ``model`` and ``ref_model``.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **rename_arguments(kwargs, _OLDER_NAMES))

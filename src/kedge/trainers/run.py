@@ -26,7 +26,6 @@ from transformers.utils import logging as transformers_logging
 from kedge import plugins
 from kedge.checkpoint import checkpoint
 from kedge.config.base import OnPolicyConfig
-from kedge.config.declare import resume_values
 from kedge.data import DatasetPrompts
 from kedge.learner.learner import HFLearner
 from kedge.loop.evaluation import Evaluation, evaluate, solve_rates, win_rate
@@ -445,7 +444,7 @@ class Run(Hooks):
     @property
     def _printed_rows(self) -> int:
         """Rows of a table of completions that are shown on screen."""
-        return getattr(self.args, "num_completions_to_print", None) or TABLE_ROWS
+        return self.args.num_completions_to_print or TABLE_ROWS
 
     def evaluate(self, sets: list[EvalSet] | None = None) -> dict[str, float]:
         """Score the evaluation prompts, log metrics and show completions."""
@@ -533,7 +532,7 @@ class Run(Hooks):
     def _show_table(
         self, rows: list[dict[str, object]], name: str, *, most: int | None = None
     ) -> None:
-        unique = getattr(self.args, "log_unique_prompts", False)
+        unique = self.args.log_unique_prompts
         if most is not None or unique:  # prefer new prompts to further answers to the same one
             earlier: Counter[object] = Counter()
             order = []
@@ -649,7 +648,7 @@ class Run(Hooks):
         into other micro-batches.
         """
         engine, sizes = self.engine, self.engine.batch_sizes
-        values = resume_values(self.args) | {
+        values = self.args.resume_values() | {
             "algorithm": engine.algorithm.name,
             "iterations": sizes.iterations,
             "batch_size": sizes.batch_size,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kedge.loop.loop import Engine
 
 MetricNames = Callable[[Mapping[str, float]], dict[str, float]]
-_ALGORITHM, _VALUE = "algorithm: ", "value model"  # readers of options
+_ALGORITHM, _VALUE = "algorithm", "value model"  # sections of options
 
 
 def size_options(args: OnPolicyConfig) -> dict[str, Any]:
@@ -79,14 +79,8 @@ class TrainerSpec:
     config: type[OnPolicyConfig]
     algorithm: Callable[[Any, Sequence[float] | None], Algorithm]
     metric_names: Callable[[Any, Engine], MetricNames] = lambda args, engine: lambda row: {}
-    flags: type[OnPolicyConfig] | None = None  # of the command, if it has more names than `config`
     value_model: bool = False  # takes `value_model`, or `reward_model` to start it
     equal_vocabulary: bool = False  # reward models must have the policy's
-
-    @property
-    def command_config(self) -> type[OnPolicyConfig]:
-        """Class of the config that the command's flags are parsed into."""
-        return self.flags or self.config
 
     def checked_args(self, args: Any) -> OnPolicyConfig:
         """A checked copy of the config, or of the default one for None."""
@@ -134,8 +128,7 @@ def _check_custom(args: OnPolicyConfig, algorithm: Any, value_model: Any) -> Non
     unread = (_ALGORITHM,) if algorithm.needs_values else (_ALGORITHM, _VALUE)
     for f in fields(args):
         where, value, default = status(type(args), f.name), getattr(args, f.name), default_of(f)
-        reads = isinstance(where, str) and where.startswith(unread)
-        if reads and value not in (default, args.UNSET.get(f.name, default)):
+        if isinstance(where, str) and where in unread and value != default:
             raise ConfigError(
                 f"{f.name}={value!r} is an option of the trainer's built-in algorithm and has no"
                 f" effect with algorithm={name}; leave it out, and pass options to {name} itself"

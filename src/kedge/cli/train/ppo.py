@@ -26,13 +26,13 @@ from kedge.trainers import find_trainer, load_trainer
 
 def parser(command: str = "ppo") -> Any:
     """The flags of a name in ``kedge.trainers.TRAINERS``."""
-    return build_parser(f"kedge {command}", load_trainer(command).SPEC.command_config)
+    return build_parser(f"kedge {command}", load_trainer(command).SPEC.config)
 
 
 def main(argv: Sequence[str], *, command: str = "ppo") -> None:
     """Train with the given flags; ``command`` is a name in ``kedge.trainers.TRAINERS``."""
     if not parser(command).show_help(argv):
-        config = load_trainer(command).SPEC.command_config
+        config = load_trainer(command).SPEC.config
         train(parse(argv, prog=f"kedge {command}", config=config))
 
 
@@ -162,7 +162,7 @@ def model_names(options: Options) -> ModelPaths:
     policy = config.sft_model_path if "sft_model_path" in given else main_name
     if policy is None:
         raise ConfigError("--model_name_or_path is required: a folder or a hub name")
-    tokenizer = config.base_model if "base_model" in given else main_name or policy
+    tokenizer = script.base_model or main_name or policy
     reward = find_reward(options, policy)
     return ModelPaths(policy=policy, tokenizer=tokenizer, reward=reward)
 

@@ -1,5 +1,7 @@
 """``kedge reward``: trains a reward model on preferences."""
 
+# ruff: noqa: RUF009  (option() returns dataclasses.field)
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ from typing import Any
 
 from kedge.cli.data import Splits
 from kedge.cli.train.ppo import load_options, load_tokenizer
-from kedge.config.declare import option
+from kedge.config.declare import Count, Natural, option
 from kedge.ext.before_rl.sft_command import BeforeArguments, build_parser, load_rows, read_step
 from kedge.ext.trl.scripts import get_peft_config
 from kedge.output import lock_output_dir, share_weights
@@ -28,14 +30,13 @@ class RewardArguments(BeforeArguments):
         "chosen",
         "After training, shift scores so that this column has mean score 0; none: no shift.",
     )
-    num_references: int = option(
-        1000, "Rows of reference_column that are scored to find the shift.", ge=1
+    num_references: Count = option(
+        1000, "Rows of reference_column that are scored to find the shift."
     )
-    num_held_out: int = option(
+    num_held_out: Natural = option(
         500,
         "Pairs that check the trained model: of dataset_test_split, or the last of the training"
         " split, at most a tenth, which are then not trained on; 0: no check.",
-        ge=0,
     )
 
 

@@ -6,32 +6,34 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from kedge.config.compat import TRL
+from annotated_types import Ge, Interval
+
+from kedge.config import ppo
 from kedge.config.declare import (
-    SECONDS,
-    Alias,
-    Foreign,
+    Count,
+    Natural,
+    NoEffect,
+    Seconds,
     Unsupported,
-    no_effect,
     option,
-    unsupported,
 )
-from kedge.config.ppo import PPOConfig
+from kedge.config.dialect import Alias, Dialect
 from kedge.config.rollout_engines import engine_args, find_engine
 from kedge.records.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_script = partial(option, acts_in="kedge async-ppo")
-_place = partial(option, acts_in="kedge async-ppo: placement of processes")
-_converted = partial(
-    option, acts_in="kedge.ext.open_instruct.config: converted to options of PPOConfig"
-)
+
+def _unsupported(reason: str, way_out: str = "leave it at its default", /, **defaults: Any) -> Any:
+    return {n: Unsupported(reason, default, way_out=way_out) for n, default in defaults.items()}
+
+
+def _no_effect(reason: str, **defaults: Any) -> Any:
+    return {name: NoEffect(reason, default) for name, default in defaults.items()}
 
 
 def _read_count(text: str) -> int:
@@ -48,9 +50,10 @@ def _read_count(text: str) -> int:
 # Other names in open-instruct.
 _CODE = "code runs in Kedge's sandbox, without a server"
 _CODE_URL = os.environ.get("CODE_API_URL", "http://localhost:1234") + "/test_program"
-OPEN_INSTRUCT: dict[str, Foreign] = {
+OPEN_INSTRUCT: dict[str, Any] = {
     "episodes": Alias("total_episodes", _read_count, default=""),
     "num_epochs": Alias("num_ppo_epochs"),
+    "non_stop_penalty": Alias("non_eos_penalty", default=False),
     "beta": Alias("kl_coef"),
     "eps": Alias("adam_epsilon"),
     "number_samples_per_prompt": Alias("num_generations"),
@@ -58,47 +61,47 @@ OPEN_INSTRUCT: dict[str, Foreign] = {
     "min_response_length": Alias("min_new_tokens"),
     "hf_repo_revision": Alias("hub_revision"),
     "tokenizer_name": Alias("tokenizer_name_or_path"),
-    **unsupported("transformers 5 only has fast tokenizers", use_fast=True),
+    **_unsupported("transformers 5 only has fast tokenizers", use_fast=True),
     "get_tokenizer_fn": Unsupported(
         "the tokenizer is loaded as it was saved, and padding needs no extra token",
-        "save a tokenizer with the changes that you need, and set tokenizer_name_or_path",
+        way_out="save a tokenizer with the changes that you need, and set tokenizer_name_or_path",
         default="get_tokenizer_tulu_v2_2",
         also=("get_tokenizer_tulu_v2_1", "get_tokenizer_tulu_v1", "get_tokenizer_simple_v1"),
     ),
-    **unsupported(
+    **_unsupported(
         "prompts are always tokenized and filtered by length",
         "transform the dataset beforehand",
         dataset_transform_fn=["rlvr_tokenize_v1", "rlvr_filter_v1"],
     ),
-    **unsupported("num_evals sets the interval", "set num_evals", local_eval_freq=None),
-    **unsupported(
+    **_unsupported("num_evals sets the interval", "set num_evals", local_eval_freq=None),
+    **_unsupported(
         "it is derived from the other sizes",
         "leave it unset",
         **{"rollout_batch_size": None, "local_total_prompts": None, "num_training_steps": None},
         **{"local_dataloader_batch_size": None, "hf_repo_url": None, "tokenizer_files_hash": None},
     ),
-    **unsupported(_CODE, code_pass_rate_reward_threshold=0.0, code_apply_perf_penalty=False),
-    **no_effect(_CODE, code_api_url=_CODE_URL, code_max_execution_time=1.0),
-    **no_effect(
+    **_unsupported(_CODE, code_pass_rate_reward_threshold=0.0, code_apply_perf_penalty=False),
+    **_no_effect(_CODE, code_api_url=_CODE_URL, code_max_execution_time=1.0),
+    **_no_effect(
         "prompts are tokenized at startup and not cached",
         **{"dataset_cache_mode": "local", "dataset_local_cache_dir": "local_dataset_cache"},
         **{"dataset_config_hash": None, "dataset_config_eval_hash": None},
         dataset_skip_cache=False,
     ),
-    **no_effect(
+    **_no_effect(
         "LLM judges are not available during training",
         **{"llm_judge_model": "azure/gpt-4o-mini-standard", "llm_judge_max_tokens": 2048},
         **{"llm_judge_max_context_length": 8192, "llm_judge_temperature": 1.0},
         llm_judge_timeout=60,
     ),
-    **no_effect(
+    **_no_effect(
         "open-instruct does not read it either",
         use_slow_tokenizer=False,
         checkpoint_output_dir=None,
     ),
-    **no_effect("weights are gathered tensor by tensor", gather_whole_model=True),
-    **no_effect("the value model is always saved in value_model/", save_value_model=False),
-    **no_effect(
+    **_no_effect("weights are gathered tensor by tensor", gather_whole_model=True),
+    **_no_effect("the value model is always saved in value_model/", save_value_model=False),
+    **_no_effect(
         "it is specific to Ai2's cluster",
         **{"try_launch_beaker_eval_jobs": True, "try_launch_beaker_eval_jobs_on_weka": False},
         **{"try_auto_save_to_beaker": True, "gs_bucket_path": None, "oe_eval_tasks": None},
@@ -108,7 +111,7 @@ OPEN_INSTRUCT: dict[str, Foreign] = {
 
 
 @dataclass(repr=False)
-class AsyncPPOConfig(PPOConfig):
+class AsyncPPOConfig(Dialect, ppo.PPOConfig):
     """Options of ``kedge.AsyncPPOTrainer``: rollout engines sample while the learners train.
 
     Has the names and defaults of open-instruct's asynchronous PPO in addition to those of
@@ -119,12 +122,8 @@ class AsyncPPOConfig(PPOConfig):
         ConfigError: a value or a combination that cannot work.
     """
 
-    ON_CONSTRUCTION: ClassVar[Sequence[str]] = (
-        *("local_rollout_batch_size", "max_token_length", "async_mode", "num_evals", "save_freq"),
-        *("vllm_enforce_eager", "vllm_gpu_memory_utilization", "enable_prefix_caching"),
-        *("vllm_sync_backend", "with_tracking", "hf_entity", "hf_repo_id", "warm_up_steps"),
-    )
-    FOREIGN: ClassVar[Mapping[str, Foreign]] = {**TRL, **OPEN_INSTRUCT}
+    NAMES: ClassVar[Mapping[str, Any]] = OPEN_INSTRUCT
+    SECTION: ClassVar[str] = "asynchronous PPO"
 
     exp_name: str = option("async_ppo", "Name of the experiment.")
     output_dir: str | None = option("output", "Output folder of the run.")
@@ -146,141 +145,123 @@ class AsyncPPOConfig(PPOConfig):
         256, "Longest prompt, in tokens; longer ones are dropped."
     )
     rollout_engine: str = option("ray", "Rollout engine; see PPOConfig.")
-    stop_token: Literal["eos", "period"] | None = option(  # type: ignore[assignment]
+    stop_token: Literal["eos", "period"] | None = option(
         "eos",
         "eos: end responses at the tokenizer's EOS token and every eos_token_id of the model's "
         "generation_config; period: at a period; None (none on the command line): at neither.",
     )
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "full", "kl1", "kl2", "kl3"] = option(  # type: ignore[assignment]
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "full", "kl1", "kl2", "kl3"] = option(
         "k1", "Estimator of the KL per token; kl1 is the same as k1, and so on."
     )
 
-    warm_up_steps: int = _converted(
-        0, "Optimizer steps of learning-rate warmup, rounded up to whole iterations.", ge=0
+    warm_up_steps: Natural = option(
+        0, "Optimizer steps of learning-rate warmup, rounded up to whole iterations."
     )
-    vllm_num_engines: int = option(
-        1, "Number of rollout engines on Ray; 0 samples in the learner's process.", ge=0
+    vllm_num_engines: Natural = option(
+        1, "Number of rollout engines on Ray; 0 samples in the learner's process."
     )
 
     # Sizes.
-    local_rollout_batch_size: int = _converted(64, "Prompts per rank in one iteration.", ge=1)
+    local_rollout_batch_size: Count = option(64, "Prompts per rank in one iteration.")
     local_mini_batch_size: int | None = option(
         64, "Responses per rank in one optimizer step; capped at those of an iteration."
     )
-    max_token_length: int = _converted(512, "Upper bound of max_prompt_length, in tokens.", ge=1)
-    async_mode: bool = _converted(True, "False is max_lag=0: sample and train alternately.")
-    num_evals: int = _converted(4, "Evaluations over the run, given evaluation prompts.", ge=1)
-    save_freq: int = _converted(200, "Iterations between checkpoints; -1 for none.", ge=-1)
+    max_token_length: Count = option(512, "Upper bound of max_prompt_length, in tokens.")
+    async_mode: bool = option(True, "False is max_lag=0: sample and train alternately.")
+    num_evals: Count = option(4, "Evaluations over the run, given evaluation prompts.")
+    save_freq: Annotated[int, Ge(-1)] = option(200, "Iterations between checkpoints; -1 for none.")
 
     # Data, read by the command line.
-    dataset_mixer_list_splits: list[str] | None = _script(
+    dataset_mixer_list_splits: list[str] | None = option(
         None, "Split of each dataset of dataset_mixer_list, or one for all. Unset: train."
     )
-    dataset_mixer_eval_list: list[str] | None = _script(
+    dataset_mixer_eval_list: list[str] | None = option(
         None, "Evaluation prompts: dataset names and amounts, alternating."
     )
-    dataset_mixer_eval_list_splits: list[str] | None = _script(
+    dataset_mixer_eval_list_splits: list[str] | None = option(
         None, "Split of each evaluation dataset. Unset: test."
     )
-    cache_dataset_only: bool = _script(False, "Read and tokenize the prompts, then exit.")
-    sft_messages_key: str = _script("messages", "Column with chats; the last answer is removed.")
-    ground_truths_key: str = _script(
-        "ground_truth", "Column with the answers that verifiers check."
-    )
-    dataset_source_key: str = _script("dataset", "Column with the name of the verifier.")
-    remap_verifier: str | None = _script(
-        None, "old=new: send rows of verifier old to verifier new."
-    )
-    chat_template_name: str | None = _script(
+    cache_dataset_only: bool = option(False, "Read and tokenize the prompts, then exit.")
+    sft_messages_key: str = option("messages", "Column with chats; the last answer is removed.")
+    ground_truths_key: str = option("ground_truth", "Column with the answers that verifiers check.")
+    dataset_source_key: str = option("dataset", "Column with the name of the verifier.")
+    remap_verifier: str | None = option(None, "old=new: send rows of verifier old to verifier new.")
+    chat_template_name: str | None = option(
         None,
         "tulu, zephyr, simple_chat, simple_concat_with_space, simple_concat_with_new_line, or"
         " a file with a Jinja template. Unset: the tokenizer's.",
     )
-    add_bos: bool = _script(False, "Start the chat template with the tokenizer's BOS token.")
-    tokenizer_name_or_path: str | None = _script(None, "Tokenizer. Unset: the model's.")
-    tokenizer_revision: str | None = _script(
+    add_bos: bool = option(False, "Start the chat template with the tokenizer's BOS token.")
+    tokenizer_name_or_path: str | None = option(None, "Tokenizer. Unset: the model's.")
+    tokenizer_revision: str | None = option(
         None, "Branch, tag or commit of the tokenizer. Unset: model_revision."
     )
-    reward_model_revision: str | None = _script(
+    reward_model_revision: str | None = option(
         None, "Branch, tag or commit of reward_model_path, if it is on the hub."
     )
-    init_value_from_scratch: bool = _script(
+    init_value_from_scratch: bool = option(
         False, "Initialize the value model randomly with the reward model's architecture."
     )
 
     # Placement.
-    actor_num_gpus_per_node: list[int] | None = _place(
-        None, "Learners on each machine, one per GPU (without GPUs: per core). Unset: 1.", ge=1
+    actor_num_gpus_per_node: Annotated[list[int] | None, Ge(1)] = option(
+        None, "Learners on each machine, one per GPU (without GPUs: per core). Unset: 1."
     )
-    single_gpu_mode: bool = _place(False, "Learner and rollout engine share one GPU.")
-    max_failures: int = _place(
-        0, "Restarts from the newest checkpoint after a learner or its node is lost.", ge=0
+    single_gpu_mode: bool = option(False, "Learner and rollout engine share one GPU.")
+    max_failures: Natural = option(
+        0, "Restarts from the newest checkpoint after a learner or its node is lost."
     )
-    worker_stop_timeout: float = _place(
+    worker_stop_timeout: Seconds = option(
         3600.0,
         "Seconds from the end of the iteration after which a signal stops the run until all "
         "learners on Ray have written a checkpoint and ended.",
-        gt=0,
-        le=SECONDS,
-        resume=False,
     )
-    deepspeed_stage: int = _place(
-        0,
-        "Sharding over ranks: 1 and 2 gradients and optimizer state, 3 also weights (FSDP2).",
-        ge=0,
-        le=3,
+    deepspeed_stage: Annotated[int, Interval(ge=0, le=3)] = option(
+        0, "Sharding over ranks: 1 and 2 gradients and optimizer state, 3 also weights (FSDP2)."
     )
-    vllm_enforce_eager: bool = _converted(False, "enforce_eager of vllm_engine_args.")
-    vllm_gpu_memory_utilization: float | None = _converted(
-        None,
-        "gpu_memory_utilization of vllm_engine_args. Unset: 0.9, 0.3 in single_gpu_mode.",
-        gt=0,
-        le=1,
+    vllm_enforce_eager: bool = option(False, "enforce_eager of vllm_engine_args.")
+    vllm_gpu_memory_utilization: Annotated[float | None, Interval(gt=0, le=1)] = option(
+        None, "gpu_memory_utilization of vllm_engine_args. Unset: 0.9, 0.3 in single_gpu_mode."
     )
-    enable_prefix_caching: bool = _converted(False, "enable_prefix_caching of vllm_engine_args.")
-    vllm_sync_backend: Literal["nccl", "gloo"] = _place(
+    enable_prefix_caching: bool = option(False, "enable_prefix_caching of vllm_engine_args.")
+    vllm_sync_backend: Literal["nccl", "gloo"] = option(
         "nccl", "nccl is vllm_transfer=auto: from GPU to GPU if possible; gloo is host."
     )
 
     # Tracking.
-    with_tracking: bool = _converted(False, "report_to=wandb.")
-    wandb_project_name: str = _script("kedge", "Weights & Biases project.")
-    wandb_entity: str | None = _script(None, "Weights & Biases entity.")
-    hf_entity: str | None = _converted(None, "Owner of the repository on the Hub.")
-    hf_repo_id: str | None = _converted(
-        None, "Name of the repository; with hf_entity, hub_model_id."
-    )
-
-    @classmethod
-    def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
-        """Convert options that are not plain aliases to those of ``PPOConfig``."""
-        super().convert(c, given)
-        _convert_sizes(c)
-        if c.warm_up_steps:
-            steps = c.num_ppo_epochs * c.num_mini_batches
-            _assign(c, "warm_up_steps", "warmup_steps", -(-c.warm_up_steps // steps), unset=0)
-        if c.vllm_num_engines == 0:
-            _assign(c, "vllm_num_engines", "rollout_engine", "embedded", unset="ray")
-            c.vllm_num_engines = 1
-        if not c.async_mode:
-            _assign(c, "async_mode", "max_lag", 0, unset=None)
-        elif c.max_lag is None and not c.in_flight_weight_updates:
-            c.max_lag = 1
-        if c.max_prompt_length is None or c.max_prompt_length > c.max_token_length:
-            c.max_prompt_length = c.max_token_length
-        _convert_schedule(c)
-        _convert_engine_args(c)
-        if c.with_tracking:
-            _assign(c, "with_tracking", "report_to", "wandb", unset=None)
-        if c.hf_repo_id is not None:
-            repo = c.hf_repo_id if c.hf_entity is None else f"{c.hf_entity}/{c.hf_repo_id}"
-            _assign(c, "hf_repo_id", "hub_model_id", repo, unset=None)
+    with_tracking: bool = option(False, "report_to=wandb.")
+    wandb_project_name: str = option("kedge", "Weights & Biases project.")
+    wandb_entity: str | None = option(None, "Weights & Biases entity.")
+    hf_entity: str | None = option(None, "Owner of the repository on the Hub.")
+    hf_repo_id: str | None = option(None, "Name of the repository; with hf_entity, hub_model_id.")
 
     def _fill_defaults(self) -> None:
-        super()._fill_defaults()
+        """Convert options that are not plain aliases to those of ``PPOConfig``."""
+        _convert_sizes(self)
+        if self.warm_up_steps:
+            steps = self.num_ppo_epochs * self.num_mini_batches
+            _assign(self, "warm_up_steps", "warmup_steps", -(-self.warm_up_steps // steps), unset=0)
+        if self.vllm_num_engines == 0:
+            _assign(self, "vllm_num_engines", "rollout_engine", "embedded", unset="ray")
+            self.vllm_num_engines = 1
+        if not self.async_mode:
+            _assign(self, "async_mode", "max_lag", 0, unset=None)
+        elif self.max_lag is None and not self.in_flight_weight_updates:
+            self.max_lag = 1
+        if self.max_prompt_length is None or self.max_prompt_length > self.max_token_length:
+            self.max_prompt_length = self.max_token_length
+        _convert_schedule(self)
+        _convert_engine_args(self)
+        if self.with_tracking and self.report_to != ["wandb"]:
+            _assign(self, "with_tracking", "report_to", "wandb", unset=None)
+        if self.hf_repo_id is not None:
+            entity = "" if self.hf_entity is None else f"{self.hf_entity}/"
+            repo = f"{entity}{self.hf_repo_id}"
+            _assign(self, "hf_repo_id", "hub_model_id", repo, unset=None)
         self.kl_estimator = self.kl_estimator.replace("kl", "k")  # type: ignore[assignment]
         if self.stop_token == "period":
             self.stop_token, self.stop_strings = None, [*(self.stop_strings or []), "."]
+        super()._fill_defaults()
 
 
 def _assign(c: Any, name: str, target: str, value: Any, *, unset: Any) -> None:

@@ -68,7 +68,6 @@ class AsyncPPOTrainer(PPOTrainer):
     SPEC = replace(
         PPOTrainer.SPEC,
         config=AsyncPPOConfig,
-        flags=None,
         metric_names=log_open_instruct_names,
         equal_vocabulary=True,
     )

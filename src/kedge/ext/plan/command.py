@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
     name, *rest = argv
     if name not in trainer_commands():
         raise ConfigError(f"kedge plan {name} must be one of {', '.join(trainer_commands())}")
-    prog, config = f"kedge plan {name}", load_trainer(name).SPEC.command_config
+    prog, config = f"kedge plan {name}", load_trainer(name).SPEC.config
     if parser(prog, config).show_help(rest):
         return
     own = Flags(prog, add_help=False, allow_abbrev=False)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import PartialState
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import string_to_bool
 
-from kedge.config.declare import option
-from kedge.config.parser import ConfigParser
+from kedge.config.declare import Count, option
 from kedge.records.errors import ConfigError, install_command
 
 MOST_YAML_VALUES = 100_000
@@ -60,8 +60,8 @@ class ModelConfig:
         None, "Attention implementation: sdpa, eager, flash_attention_2, ..."
     )
     use_peft: bool = option(False, "Train a LoRA adapter instead of the weights.")
-    lora_r: int = option(16, "Rank of the adapter.", ge=1)
-    lora_alpha: int = option(32, "LoRA alpha: scale of the adapter.", ge=1)
+    lora_r: Count = option(16, "Rank of the adapter.")
+    lora_alpha: Count = option(32, "LoRA alpha: scale of the adapter.")
     lora_dropout: float = option(0.05, "Dropout of the adapter; Kedge's trainers disable dropout.")
     lora_target_modules: list[str] | None = option(None, "Layers that get an adapter.")
     lora_target_parameters: list[str] | None = option(None, "Parameters that get an adapter.")
@@ -142,7 +142,49 @@ def get_kbit_device_map() -> dict[str, int] | None:
     return {"": PartialState().local_process_index} if torch.cuda.is_available() else None
 
 
-class TrlParser(ConfigParser):
+class ScriptParser(HfArgumentParser):
+    """``HfArgumentParser`` in which the dataclasses of a program may repeat fields of a config.
+
+    Such a flag belongs to the program's dataclass; the config keeps its default.
+    """
+
+    def __init__(self, dataclass_types: Any = None, **options: Any) -> None:
+        kinds = dataclass_types if isinstance(dataclass_types, Iterable) else [dataclass_types]
+        self.kinds: list[Any] = [kind for kind in kinds if kind is not None]
+        own = [kind for kind in self.kinds if not issubclass(kind, TrainingArguments)]
+        ceded = {f.name for kind in own for f in fields(kind) if f.init}
+        self.ceded = ceded - {f.name for f in fields(TrainingArguments)}
+        # The last dataclass that declares a flag decides how it is read.
+        order = [*(kind for kind in self.kinds if kind not in own), *own]
+        super().__init__(order, conflict_handler="resolve", **options)
+        for action in self._actions:
+            if action.type is string_to_bool and action.nargs is None:
+                action.nargs, action.const = "?", True  # --tf32 alone means True
+
+    def parse_args_into_dataclasses(  # type: ignore[override]
+        self, args: Any = None, return_remaining_strings: bool = False, **options: Any
+    ) -> tuple[Any, ...]:
+        """One object per dataclass, followed by unknown flags if requested."""
+        namespace, rest = self.parse_known_args(args)
+        if rest and not return_remaining_strings:
+            raise ValueError(f"these arguments are not flags of a dataclass: {rest}")
+        parsed = self.parse_dict(vars(namespace))
+        return (*parsed, rest) if return_remaining_strings else parsed
+
+    def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """One object per dataclass from values by name."""
+        parsed, unknown = [], {*args}
+        for kind in self.kinds:
+            names = {f.name for f in fields(kind) if f.init}
+            names -= self.ceded if issubclass(kind, TrainingArguments) else set()
+            parsed.append(kind(**{name: args[name] for name in names if name in args}))
+            unknown -= names
+        if unknown and not allow_extra_keys:
+            raise ValueError(f"these names are not options of a dataclass: {sorted(unknown)}")
+        return tuple(parsed)
+
+
+class TrlParser(ScriptParser):
     """Parses flags, and a YAML file named by ``--config``, into dataclasses.
 
     Values in the file become the defaults of flags; its ``env`` mapping sets environment variables.

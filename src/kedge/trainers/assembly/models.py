@@ -189,7 +189,9 @@ class ModelStage:
         remote = self.setup.args.ray_ref_workers > 0
         if getattr(self.setup.args, "sync_ref_model", False):
             problems = {
-                "there is none; set beta above 0": not self.setup.algorithm.needs_reference,
+                "there is none; set beta or kl_coef above 0": (
+                    not self.setup.algorithm.needs_reference
+                ),
                 "ray_ref_workers have it; set ray_ref_workers=0": remote,
                 "an adapter shares its base with it": hasattr(policy, "peft_config"),
             }

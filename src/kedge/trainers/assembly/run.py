@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from kedge.config.base import OnPolicyConfig, fields_of
+from kedge.config.base import OnPolicyConfig
 from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import default_of, read_mapping
-from kedge.config.ppo import RECIPES
+from kedge.config.ppo import RECIPES, PPOConfig
 from kedge.config.rollout_engines import load_workers
 from kedge.data import DatasetPrompts
 from kedge.learner.distributed import sharding_strategy
@@ -62,14 +62,6 @@ Kind = Literal["truncate", "mask"]
 Level = Literal["token", "sequence", "sequence_mean"]
 
 HIGH: dict[Level, float] = {"token": 2.0, "sequence": 5.0, "sequence_mean": 1.01}
-_TRL = "vllm_importance_sampling_"
-# Values of vllm_importance_sampling_mode in TRL.
-MODES: dict[str, tuple[Level, Kind]] = {
-    "token_truncate": ("token", "truncate"),
-    "token_mask": ("token", "mask"),
-    "sequence_truncate": ("sequence", "truncate"),
-    "sequence_mask": ("sequence", "mask"),
-}
 
 
 def assemble_run(inputs: TrainerInputs) -> Run:
@@ -81,10 +73,10 @@ def assemble_run(inputs: TrainerInputs) -> Run:
         from kedge.trainers.assembly import environments
 
         inputs, make_environment = environments.find_environments(inputs)
-    for name, field in EnvironmentArguments.__dataclass_fields__.items():
-        if make_environment is None and getattr(args, name) != field.default:
+    for f in fields(EnvironmentArguments):
+        if make_environment is None and getattr(args, f.name) != f.default:
             raise ConfigError(
-                f"{name}={getattr(args, name)!r} has no effect without an environment; leave it"
+                f"{f.name}={getattr(args, f.name)!r} has no effect without an environment; leave it"
                 " out, or pass environment, tools or environment_factory"
             )
     setup = build_setup(inputs)
@@ -218,20 +210,20 @@ def advise(
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     rate, large = args.learning_rate, trained >= LARGE  # adapters take larger learning rates
     high = rate >= HIGH_RATE if large else rate > HIGH_RATE and trained >= MEDIUM
-    today, own = RECIPES["agent"], fields_of(type(args))
+    today, own = RECIPES["agent"], {f.name: default_of(f) for f in fields(args)}
     # value_source="auto" suits environments.
     names = [n for n in today if n in own and n != "value_source"]
-    unset = [n for n in names if getattr(args, n) == default_of(own[n]) != today[n]]
+    unset = [n for n in names if getattr(args, n) == own[n] != today[n]]
     if args.learning_rate > HIGHEST_RATE:
         yield (
             f"learning_rate={args.learning_rate:g} is far too high for a language model, which"
             " diverges; typical: 1e-6 to 5e-5 for all weights, 1e-4 for adapters"
         )
-    elif plays and large and getattr(args, "recipe", "") is None and 2 * len(unset) > len(today):
+    elif plays and large and isinstance(args, PPOConfig) and 2 * len(unset) > len(today):
         yield (
             "defaults suit single responses rather than episodes; recommended:"
-            f" {', '.join(f'{n}={today[n]}' for n in unset)}, which recipe='agent' sets where"
-            " options are not set; docs/recipes.md has the sources"
+            f" {', '.join(f'{n}={today[n]}' for n in unset)}, which PPOConfig.recipe('agent') and"
+            " --recipe agent set; docs/recipes.md has the sources"
         )
     elif high and args.num_ppo_epochs > 1:
         yield (
@@ -478,12 +470,11 @@ def build_correction(
 ) -> Correction | None:
     """The correction that a run uses, or None; logged if it is on by default.
 
-    Explicit options act at every lag: ``sampler_correction*``, or TRL's
-    ``vllm_importance_sampling_*`` where vLLM samples.  Unset, weights per token truncated at 2 are
-    on with vLLM, from ``max_lag=2``, and in flight.  ``engine`` is a name for messages, and
+    ``sampler_correction*`` acts at every lag.  Unset, weights per token truncated at 2 are on with
+    vLLM, from ``max_lag=2``, and in flight.  ``engine`` is a name for messages, and
     ``logprobs`` its ``RolloutEngine.logprob_kind``, with these ``sampling`` parameters.
     """
-    asked, correction = _asked_correction(args, vllm=vllm)
+    asked, correction = _asked_correction(args)
     recorded = logprobs != "none"
     in_flight = args.in_flight_weight_updates  # tokens may be older than max_lag
     needed = correction is not None or args.max_lag > 0 or in_flight
@@ -518,21 +509,12 @@ def build_correction(
     return correction
 
 
-def _asked_correction(args: Any, *, vllm: bool) -> tuple[list[str], Correction | None]:
+def _asked_correction(args: Any) -> tuple[list[str], Correction | None]:
     """The correction options that are set, and the correction they describe."""
     mode = args.sampler_correction or "off"
-    own = _set_options(args, [f"sampler_correction_{x}" for x in ("level", "low", "high")])
+    names = [f"sampler_correction_{x}" for x in ("level", "low", "high")]
+    own = [name for name in names if getattr(args, name) is not None]
     asked = own if mode == "auto" else ["sampler_correction", *own]
-    trl = _set_options(args, [f"{_TRL}{name}" for name in ("mode", "clip_max", "clip_min")])
-    on = not hasattr(args, f"{_TRL}correction") or args.vllm_importance_sampling_correction
-    trl = trl if on else [f"{_TRL}correction", *trl]
-    if asked and trl:
-        one, other = (f"{name}={getattr(args, name)!r}" for name in (asked[0], trl[0]))
-        raise ConfigError(f"{one} and {other} both set the importance weights; leave out one")
-    if trl and vllm:
-        return trl, _trl_correction(args) if on else None
-    if trl:
-        logger.warning("%s has no effect: vLLM does not sample", ", ".join(trl))
     if mode in ("off", "ratio") and own:
         raise ConfigError(
             f"{own[0]}={getattr(args, own[0])!r} has no effect with sampler_correction={mode!r};"
@@ -550,26 +532,6 @@ def _asked_correction(args: Any, *, vllm: bool) -> tuple[list[str], Correction |
         low = 1 / high
     _check_order("sampler_correction_low", low, "sampler_correction_high", high)
     return asked, Correction(kind=kind, level=level, high=high, low=low or 0.0)
-
-
-def _set_options(args: Any, names: list[str]) -> list[str]:
-    return [name for name in names if getattr(args, name, None) is not None]
-
-
-def _trl_correction(args: Any) -> Correction:
-    """The correction set by TRL's options."""
-    mode = args.vllm_importance_sampling_mode
-    high, low = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
-    level, kind = MODES[mode or "token_truncate"]
-    if high is None:  # TRL's default is 3
-        high = 2.0 if mode is None else 3.0
-    _check_order(f"{_TRL}clip_min", low, f"{_TRL}clip_max", high)
-    if kind == "truncate" and high == math.inf and low is None:
-        raise ConfigError(
-            f"{_TRL}mode={mode!r} needs a bound: set {_TRL}clip_max or {_TRL}clip_min, or"
-            f" {_TRL}correction=False"
-        )
-    return Correction(kind=kind, level=level, high=high, low=low or 0.0)
 
 
 def _check_order(low_name: str, low: float | None, high_name: str, high: float) -> None:

@@ -176,7 +176,7 @@ def build_sampling(config: Any, eos_token_ids: Sequence[int]) -> Sampling:
 
 def trusts_remote_code(config: OnPolicyConfig) -> bool:
     """Whether code from model repositories may run."""
-    return getattr(config, "trust_remote_code", False)
+    return config.trust_remote_code
 
 
 def find_tokenizer(processing_class: Any, model: Any, args: OnPolicyConfig) -> Any:
@@ -204,7 +204,7 @@ def pick_tokenizer(processing_class: Any, tokenizer: Any) -> Any:
 
 def init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
     """``model_init_kwargs``, with ``torch_dtype`` renamed to ``dtype``."""
-    kwargs = read_mapping(getattr(config, _INIT_KWARGS, None))
+    kwargs = read_mapping(config.model_init_kwargs)
     for name, reason in _REFUSED_INIT_KWARGS.items():
         if kwargs.get(name) is not None:
             raise ConfigError(f"{_INIT_KWARGS} sets {name}={kwargs[name]!r}: {reason}")

@@ -8,11 +8,21 @@ import warnings
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from accelerate.utils import LoggerType
+from annotated_types import Interval
 
-from kedge.config.declare import check_fields, format_value, option, read_mapping
+from kedge.config.declare import (
+    Bound,
+    Count,
+    NonNegative,
+    Positive,
+    Probability,
+    check_fields,
+    format_value,
+    read_mapping,
+)
 from kedge.loop.control import AdaptiveKL, FixedKL
 from kedge.records.errors import ConfigError
 from kedge.suggestions import suggest_names
@@ -102,7 +112,7 @@ class PPOConfig:
     """
 
     exp_name: str = field(default_factory=_script)
-    seed: int = option(0, ge=0, le=2**32 - 1)
+    seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] = 0
     log_with: str | None = None
     task_name: str | None = None
     model_name: str | None = "gpt2"
@@ -114,42 +124,42 @@ class PPOConfig:
     project_kwargs: JSON = field(default_factory=dict)
     tracker_project_name: str = "trl"
     push_to_hub_if_best_kwargs: JSON = field(default_factory=dict)
-    steps: int = option(20000, ge=1)
-    learning_rate: float = option(1.41e-5, ge=0)
+    steps: Count = 20000
+    learning_rate: NonNegative = 1.41e-5
     adap_kl_ctrl: bool = True
-    init_kl_coef: float = option(0.2, ge=0)
+    init_kl_coef: NonNegative = 0.2
     kl_penalty: Literal["kl", "abs", "mse", "full"] = "kl"
-    target: float = option(6.0, gt=0)
-    horizon: float = option(10000.0, gt=0)
-    gamma: float = option(1.0, ge=0, le=1)
-    lam: float = option(0.95, ge=0, le=1)
-    cliprange: float = option(0.2, gt=0, le=math.inf)
-    cliprange_value: float = option(0.2, gt=0, le=math.inf)
-    vf_coef: float = option(0.1, ge=0)
-    batch_size: int = option(128, ge=1)
-    forward_batch_size: int | None = option(None, ge=1)
-    mini_batch_size: int = option(128, ge=1)
-    gradient_accumulation_steps: int = option(1, ge=1)
-    world_size: int | None = option(None, ge=1)
-    ppo_epochs: int = option(4, ge=1)
-    max_grad_norm: float | None = option(None, gt=0, le=math.inf)
+    target: Positive = 6.0
+    horizon: Positive = 10000.0
+    gamma: Probability = 1.0
+    lam: Probability = 0.95
+    cliprange: Bound = 0.2
+    cliprange_value: Bound = 0.2
+    vf_coef: NonNegative = 0.1
+    batch_size: Count = 128
+    forward_batch_size: Count | None = None
+    mini_batch_size: Count = 128
+    gradient_accumulation_steps: Count = 1
+    world_size: Count | None = None
+    ppo_epochs: Count = 4
+    max_grad_norm: Bound | None = None
     optimize_cuda_cache: bool | None = None
     optimize_device_cache: bool = False
     early_stopping: bool = False
-    target_kl: float = option(1.0, gt=0, le=math.inf)
-    compare_steps: int = option(1, ge=1)
-    ratio_threshold: float = option(10.0, gt=0, le=math.inf)
+    target_kl: Bound = 1.0
+    compare_steps: Count = 1
+    ratio_threshold: Bound = 10.0
     use_score_scaling: bool = False
     use_score_norm: bool = False
-    score_clip: float | None = option(None, gt=0, le=math.inf)
+    score_clip: Bound | None = None
     whiten_rewards: bool = False
     gradient_checkpointing: bool = False
     is_encoder_decoder: bool | None = None
     is_peft_model: bool | None = None
-    backward_batch_size: int | None = option(None, ge=1)
-    global_backward_batch_size: int | None = option(None, ge=1)
-    global_batch_size: int | None = option(None, ge=1)
-    dataset_num_proc: int | None = option(None, ge=1)
+    backward_batch_size: Count | None = None
+    global_backward_batch_size: Count | None = None
+    global_batch_size: Count | None = None
+    dataset_num_proc: Count | None = None
     early_stopping_keeps_step: bool = False
 
     def __post_init__(self) -> None:

@@ -29,6 +29,7 @@ from transformers import hf_argparser
 
 from kedge.config.parser import ConfigParser
 from kedge.ext.trl.compat import older_transformers
+from kedge.ext.trl.scripts import ScriptParser
 from kedge.records.errors import ConfigError
 
 __all__ = ["APIS", "install", "uninstall"]
@@ -44,9 +45,10 @@ _TARGETS = {
 _TARGETS["OnlineTrainerState"] = "kedge.trainers.hf_callbacks:RunState"
 
 
-def _modules(config: str, trainer: str, tables: Names) -> Modules:
-    """The modules of an API; the given modules hold its ``PPOConfig`` and ``PPOTrainer``."""
+def _modules(config: str, trainer: str, tables: Names, groups: str = "kedge.trl") -> Modules:
+    """The modules of an API; the given ones hold ``PPOConfig``, ``PPOTrainer``, ``RLOOConfig``."""
     targets = _TARGETS | {"PPOConfig": f"{config}:PPOConfig", "PPOTrainer": f"{trainer}:PPOTrainer"}
+    targets["RLOOConfig"] = f"{groups}:RLOOConfig"
     modules = {}
     for module, text in (_DATA["shared"] | tables).items():
         while "$" in text:
@@ -55,18 +57,22 @@ def _modules(config: str, trainer: str, tables: Names) -> Modules:
     return modules
 
 
+_OLDER, _TRAINERS = "kedge.trl.v0_17", "kedge.compat.trl_trainers"
 _SWIFT = _modules("kedge.compat.hf_trainer", "kedge.compat.hf_trainer", _DATA["trainers"])
 for _names in _SWIFT.values():  # ms-swift's class derives from TRL's and overrides its loop
     _names.pop("GRPOConfig", None)
     _names.pop("GRPOTrainer", None)
 APIS = MappingProxyType(
     {
-        "trl-0.11": _modules("kedge.classic", "kedge.classic", _DATA["steps"]),
-        "trl-1.12": _modules("kedge", "kedge.compat.trl_trainers", _DATA["trainers"]),
+        "trl-0.11": _modules("kedge.classic", "kedge.classic", _DATA["steps"], _OLDER),
+        "trl-0.21": _modules("kedge.trl", _TRAINERS, _DATA["trainers"], _OLDER),
+        "trl-1.12": _modules("kedge.trl", _TRAINERS, _DATA["trainers"]),
         "ms-swift": _SWIFT,
     }
 )
-VERSIONS = MappingProxyType({"trl-0.11": "0.11.4", "trl-1.12": "1.12.0", "ms-swift": "1.12.0"})
+VERSIONS = MappingProxyType(
+    {"trl-0.11": "0.11.4", "trl-0.21": "0.21.0", "trl-1.12": "1.12.0", "ms-swift": "1.12.0"}
+)
 
 
 def install(
@@ -85,8 +91,9 @@ def install(
 
     Args:
         api: "trl-0.11" (``generate`` and ``step``, 0.4 to 0.11), "trl-1.12" (the trainer with
-            ``train``, 0.12 to 1.12, also ``trl.experimental.ppo``), or "ms-swift" (the same, with
-            a trainer that derives from ``transformers.Trainer``).
+            ``train``, 0.12 to 1.12, also ``trl.experimental.ppo``), "trl-0.21" (the same, with
+            RLOO's names and defaults before 0.22), or "ms-swift" (as "trl-1.12", with a trainer
+            that derives from ``transformers.Trainer``).
         replace: use Kedge's class where the installed TRL has one of the same name.
         report_version: version of TRL that programs see; None: the installed one, or
             the newest of the API where it is not installed.
@@ -110,7 +117,7 @@ def install(
         older_transformers.restore()
     if transformers4:
         older_transformers.restore_template_ids()
-    _use_parser(ConfigParser)
+    _use_parser(ScriptParser)
     sys.meta_path.insert(0, finder)
     for name in APIS[api]:
         if name in sys.modules:

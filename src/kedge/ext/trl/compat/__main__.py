@@ -16,6 +16,7 @@ from kedge.records.errors import OptionError
 
 logger = logging.getLogger(__name__)
 _MOST_FILES = 500  # that are read to find the API
+_OLDER_MARKS = ("rloo_k", "ref_policy=")
 _STEP_MARKS = ("WithValueHead", "trl.core", "PPOv2", ".rloo_trainer", "BestOfNSampler")
 
 
@@ -30,8 +31,9 @@ def detect_api(script: Path) -> str:
             texts[file] = file.read_text(encoding="utf-8", errors="replace")
             waiting += _imported(file, texts[file], folders)
     text = "\n".join(texts.values())
-    modern = "trl.experimental" in text
-    return "trl-0.11" if not modern and any(x in text for x in _STEP_MARKS) else "trl-1.12"
+    if "trl.experimental" not in text and any(x in text for x in _STEP_MARKS):
+        return "trl-0.11"
+    return "trl-0.21" if any(x in text for x in _OLDER_MARKS) else "trl-1.12"
 
 
 def _imported(file: Path, text: str, folders: Sequence[Path]) -> Iterator[Path]:

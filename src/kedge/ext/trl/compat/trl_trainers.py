@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import kedge
+from kedge.ext.trl import ppov2
 
 if TYPE_CHECKING:
     from kedge import PPOTrainer as Trainer  # base class of the mixins below
@@ -70,7 +70,7 @@ class PPOTrainer(_WrapsModels, kedge.PPOTrainer):
     """``kedge.PPOTrainer``; ``model`` has ``policy`` and ``value_model``."""
 
 
-class PPOv2Trainer(_WrapsModels, kedge.PPOv2Trainer):
+class PPOv2Trainer(_WrapsModels, ppov2.PPOv2Trainer):
     """``kedge.PPOv2Trainer``; ``model`` has ``policy`` and ``value_model``."""
 
 
@@ -80,38 +80,6 @@ class RLOOTrainer(_StartsOver, kedge.RLOOTrainer):
 
 class GRPOTrainer(_StartsOver, kedge.GRPOTrainer):
     """``kedge.GRPOTrainer``, which starts over in a folder with checkpoints."""
-
-
-def _keep_last_tokens(c: Any) -> None:
-    """Cut prompts above ``max_prompt_length`` as TRL does, instead of dropping them."""
-    if c.overlong_prompts == "drop":
-        c.overlong_prompts = "truncate"
-
-
-class RLOOConfig(kedge.RLOOConfig):
-    """``kedge.RLOOConfig``; long prompts keep their last tokens."""
-
-    @classmethod
-    def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
-        """As in ``kedge.RLOOConfig``."""
-        _keep_last_tokens(c)
-        super().convert(c, given)
-
-
-class GRPOConfig(kedge.GRPOConfig):
-    """``kedge.GRPOConfig`` with TRL's importance weights for vLLM as default.
-
-    Long prompts keep their last tokens.
-    """
-
-    @classmethod
-    def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
-        """As in ``kedge.GRPOConfig``."""
-        _keep_last_tokens(c)
-        bounds = (c.sampler_correction_level, c.sampler_correction_high, c.sampler_correction_low)
-        if c.use_vllm and c.sampler_correction == "auto" and bounds == (None, None, None):
-            c.vllm_importance_sampling_mode = c.vllm_importance_sampling_mode or "sequence_mask"
-        super().convert(c, given)
 
 
 def put_aside(root: Path) -> None:

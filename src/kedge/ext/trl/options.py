@@ -1,0 +1,358 @@
+"""Configs with the names and defaults of TRL 0.22 and later; ``v0_17`` has those before.
+
+Each is a config of ours in which an option also has TRL's name: ``kedge.trl.GRPOConfig(beta=0.1,
+max_completion_length=64)`` may be passed to any trainer of Kedge.
+"""
+
+# ruff: noqa: RUF009  (option() returns dataclasses.field)
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Interval
+from transformers import TrainingArguments
+
+from kedge.config import grpo, ppo, rloo
+from kedge.config.declare import (
+    Accepts,
+    Count,
+    NoEffect,
+    Seconds,
+    Unsupported,
+    default_of,
+    format_value,
+    option,
+    read_mapping,
+    switch,
+)
+from kedge.config.dialect import Alias, Dialect
+from kedge.config.rollout_engines import engine_args, find_engine
+from kedge.records.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+_IMPORTANCE = "vllm_importance_sampling_"
+Names = dict[str, Any]
+
+
+def unsupported(reason: str, way_out: str = "leave it at its default", /, **defaults: Any) -> Names:
+    """Rows for names that are refused unless they have these defaults."""
+    return {n: Unsupported(reason, default, way_out=way_out) for n, default in defaults.items()}
+
+
+def no_effect(reason: str, **defaults: Any) -> Names:
+    """Rows for names without effect, with the defaults that log nothing."""
+    return {name: NoEffect(reason, default) for name, default in defaults.items()}
+
+
+def _warmup(share: Any) -> Any:
+    if not isinstance(share, int | float) or not 0 <= share < 1:
+        raise ConfigError(f"warmup_ratio={format_value(share)} must be at least 0 and below 1")
+    return share
+
+
+# Names before transformers 5.
+_REMOVED: Names = {
+    "per_gpu_train_batch_size": Alias("per_device_train_batch_size"),
+    "per_gpu_eval_batch_size": Alias("per_device_eval_batch_size"),
+    "warmup_ratio": Alias("warmup_steps", _warmup, 0.0),
+    "no_cuda": Alias("use_cpu", default=False),
+    "adafactor": Alias("optim", lambda on: "adafactor" if on else "adamw_torch_fused", False),
+    "push_to_hub_model_id": Alias("hub_model_id"),
+    "push_to_hub_token": Alias("hub_token"),
+    "torchdynamo": Alias("torch_compile_backend"),
+    **unsupported(
+        "apex is not supported; mixed precision uses torch autocast",
+        "set bf16=True or fp16=True",
+        **{"fp16_opt_level": "O1", "half_precision_backend": "auto", "fp16_backend": "auto"},
+    ),
+    **unsupported("loading pickled weights can run code", save_safetensors=True),
+    **unsupported(
+        "it moved into fsdp_config",
+        "set it there",
+        **{"fsdp_min_num_params": 0, "fsdp_transformer_layer_cls_to_wrap": None},
+    ),
+    **unsupported("rows are packed without padding instead", group_by_length=False),
+    **unsupported(
+        "it is part of the repository name",
+        'set hub_model_id="organization/name"',
+        push_to_hub_organization=None,
+    ),
+    **unsupported(
+        "transformers 5 removed it, and Kedge does not have it",
+        **{"use_mps_device": False, "jit_mode_eval": False, "tpu_num_cores": None},
+        **{"tpu_metrics_debug": False, "use_legacy_prediction_loop": False, "past_index": -1},
+        **{"include_inputs_for_metrics": False, "mp_parameters": "", "ray_scope": "last"},
+    ),
+    "include_tokens_per_second": NoEffect("tokens per second are always logged", False, (True,)),
+}
+_STILL_FIELDS = {f.name for f in fields(TrainingArguments)}  # in the installed release
+TRANSFORMERS4 = {name: entry for name, entry in _REMOVED.items() if name not in _STILL_FIELDS}
+# Names that every trainer of TRL has or had.
+TRL: Names = {
+    **TRANSFORMERS4,
+    "keep_sampling_mask": NoEffect(
+        "training is always over the tokens that top_k, top_p and min_p allowed", False, (True,)
+    ),
+    **no_effect("responses are always sampled with full weights", ds3_gather_for_generation=True),
+}
+# Names of RLOOTrainer and GRPOTrainer from TRL 0.22 on.
+GROUPS: Names = {
+    **TRL,
+    "num_iterations": Alias("num_ppo_epochs"),
+    "max_completion_length": Alias("response_length"),
+    **unsupported("dropout would make the probability ratio random", disable_dropout=True),
+    **unsupported(
+        "there is no load-balancing loss for mixtures of experts", router_aux_loss_coef=None
+    ),
+    **unsupported(
+        "sampling would use another distribution than training",
+        **{"repetition_penalty": 1.0, "vllm_structured_outputs_regex": None},
+    ),
+    **no_effect("rows are packed without padding", pad_to_multiple_of="auto"),
+    **no_effect(
+        "transformers does not sample here; Kedge's rollout engine or vLLM does",
+        **{"cache_implementation": None, "use_transformers_continuous_batching": False},
+        **{"transformers_continuous_batching_config": None, "use_transformers_paged": False},
+    ),
+    **no_effect(
+        "weights are sent to a server as files (weight_sync_folder)", vllm_group_port=51216
+    ),
+    **no_effect("prompts are text only", log_multimodal=True),
+}
+
+
+@dataclass(repr=False)
+class PPOConfig(Dialect, ppo.PPOConfig):
+    """Options of ``PPOTrainer``, in the names of TRL 0.12 and later."""
+
+    NAMES: ClassVar[Mapping[str, Any]] = TRL
+
+
+@dataclass(repr=False)
+class GroupNames:
+    """Options of TRL 0.22 and later that become others when the config is made."""
+
+    SECTION: ClassVar[str] = "names of TRL"
+
+    steps_per_generation: Count | None = option(
+        None,
+        "Micro-batches per rank in one iteration: per_device_train_batch_size x this responses, in "
+        "this / gradient_accumulation_steps mini-batches.",
+    )
+    generation_batch_size: Count | None = option(
+        None, "Responses per iteration over all ranks; replaces steps_per_generation."
+    )
+    log_completions: bool | None = switch(
+        None, "False: no tables of completions. Otherwise num_sample_generations of them."
+    )
+    generation_kwargs: dict[str, Any] | str | None = option(
+        None, "Only {'stop': strings}, which means stop_strings."
+    )
+    use_vllm: bool = option(False, "Sample with vLLM; see vllm_mode.")
+    vllm_mode: Literal["colocate", "server"] = option(
+        "colocate", "colocate: vLLM in this process; server: a running vLLM server."
+    )
+    vllm_model_impl: str = option("vllm", "model_impl of vllm_engine_args.")
+    vllm_enable_sleep_mode: bool = option(False, "Newer name of vllm_sleep.")
+    vllm_server_base_url: str | None = option(None, "URL of a running vllm serve.")
+    vllm_server_host: str = option("0.0.0.0", "Host of vllm serve, if no URL is set.")
+    vllm_server_port: Annotated[int, Interval(ge=1, le=65535)] = option(
+        8000, "Port of vllm serve, if no URL is set."
+    )
+    vllm_server_timeout: Seconds = option(240.0, "Newer name of worker_start_timeout.")
+    vllm_gpu_memory_utilization: Annotated[float, Interval(gt=0, le=1)] = option(
+        0.3, "gpu_memory_utilization of vllm_engine_args."
+    )
+    vllm_max_model_length: Count | None = option(None, "max_model_len of vllm_engine_args.")
+
+    min_p: Annotated[float, Interval(ge=0, lt=1)] | None = option(
+        None, "Exclude tokens less likely than this fraction of the top probability. Unset: off."
+    )
+    overlong_prompts: Literal["drop", "truncate"] = option(
+        "truncate", "Prompts above max_prompt_length keep their last tokens, or are dropped."
+    )
+    length_option: ClassVar[str] = "max_completion_length"
+
+    def _fill_defaults(self) -> None:
+        _convert_sizes(self)
+        _convert_vllm(self)
+        self.min_p = self.min_p or 0.0
+        if self.log_completions is False:
+            self.num_sample_generations = 0
+        kwargs = read_mapping(self.generation_kwargs)
+        stop = kwargs.pop("stop", None)
+        if kwargs:
+            raise ConfigError(
+                f"generation_kwargs={format_value(kwargs)}: sampling would use another"
+                " distribution than training; only stop is supported, leave the rest out"
+            )
+        if stop is not None:
+            self.stop_strings = [stop] if isinstance(stop, str) else list(stop)
+        self.generation_kwargs = None
+        super()._fill_defaults()  # type: ignore[misc]
+
+
+@dataclass(repr=False)
+class RLOOConfig(Dialect, GroupNames, rloo.RLOOConfig):
+    """Options of ``RLOOTrainer``, in the names and with the defaults of TRL 0.22 and later."""
+
+    NAMES: ClassVar[Mapping[str, Any]] = {
+        **GROUPS,
+        "beta": Alias("kl_coef"),
+        "epsilon": Alias("cliprange"),
+        "epsilon_high": Alias("cliprange_high"),
+        "normalize_advantages": Alias("normalize_advantage", default=False),
+        "whiten_rewards": Unsupported(
+            "RLOO has one reward per response", False, way_out="set normalize_reward=True"
+        ),
+    }
+
+    learning_rate: float = option(1e-6, "Learning rate.")
+    num_ppo_epochs: int = option(1, "Passes over each batch of responses.")
+    response_length: int = option(512, "Maximum length of a response, in tokens.")
+    temperature: float = option(1.0, "Sampling temperature; divides the logits in training too.")
+
+
+@dataclass(repr=False)
+class GRPOConfig(Dialect, GroupNames, grpo.GRPOConfig):
+    """Options of ``GRPOTrainer``, in the names and with the defaults of TRL 1.16."""
+
+    NAMES: ClassVar[Mapping[str, Any]] = {
+        **GROUPS,
+        "vllm_importance_sampling_cap": Alias("vllm_importance_sampling_clip_max"),
+        "cast_lm_head_to_fp32": NoEffect("training logits are always float32", False, (True,)),
+        **unsupported("the loss always covers every token", top_entropy_quantile=1.0),
+        **unsupported(
+            "sampler_correction handles off-policy responses",
+            "set sampler_correction instead",
+            off_policy_mask_threshold=None,
+        ),
+        **unsupported(
+            "this loss is not implemented",
+            **{"sapo_temperature_neg": 1.05, "sapo_temperature_pos": 1.0, "vespo_k_pos": 2.0},
+            **{"vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
+        ),
+    }
+
+    SECTION: ClassVar[str] = GroupNames.SECTION
+
+    scale_rewards: Annotated[Literal["group", "batch", "none"], Accepts(bool)] = option(
+        "group",
+        "Divide advantages by the standard deviation of the scores of the group or the batch.",
+    )
+    vllm_importance_sampling_correction: bool = option(
+        True, "With vLLM: importance weights of the learner against vLLM."
+    )
+    vllm_importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = option("sequence_mask", "Level of the weights, and what happens at the bound.")
+    vllm_importance_sampling_clip_max: Annotated[float, Interval(ge=0, le=math.inf)] = option(
+        3.0, "Weights above this are truncated or masked; inf: no bound."
+    )
+    vllm_importance_sampling_clip_min: Annotated[float, Ge(0)] | None = option(
+        None, "Weights below this are raised or masked. Unset: no bound."
+    )
+
+    def _fill_defaults(self) -> None:
+        super()._fill_defaults()
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+        _convert_importance(self)
+
+
+_VLLM = {
+    f.name: default_of(f) for f in fields(GroupNames) if f.name.startswith(("use_vllm", "vllm_"))
+}
+
+
+def _convert_sizes(c: Any) -> None:
+    steps, rows = c.steps_per_generation, c.generation_batch_size
+    if steps is None and rows is None:
+        return
+    if steps is not None and rows is not None:
+        raise ConfigError(
+            f"steps_per_generation={steps} and generation_batch_size={rows} both set the size of"
+            " a batch; set one of them"
+        )
+    name = "steps_per_generation" if rows is None else "generation_batch_size"
+    accumulation, micro = c.gradient_accumulation_steps, 1
+    if rows is not None:
+        micro = c.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
+    whole = steps if rows is None else rows
+    if whole % (micro * accumulation):
+        size = "" if rows is None else f"per_device_train_batch_size x world size = {micro}, x "
+        raise ConfigError(
+            f"{name}={whole} must be a multiple of {size}gradient_accumulation_steps={accumulation}"
+        )
+    c.gradient_accumulation_steps = whole // micro
+    c.num_mini_batches = c.gradient_accumulation_steps // accumulation
+    c.steps_per_generation = c.generation_batch_size = None
+
+
+def _convert_vllm(c: Any) -> None:
+    if not c.use_vllm:
+        unread = [f"{n}={x!r}" for n, default in _VLLM.items() if (x := getattr(c, n)) != default]
+        if unread:
+            logger.warning("%s has no effect without use_vllm=True", ", ".join(unread))
+        vars(c).update(_VLLM)
+        return
+    if c.rollout_engine != "embedded":
+        raise ConfigError(
+            f"use_vllm=True and rollout_engine={c.rollout_engine!r} are both set; set one of them"
+        )
+    if c.vllm_mode == "server":
+        address = f"http://{c.vllm_server_host}:{c.vllm_server_port}"
+        c.rollout_engine = c.vllm_server_base_url or address
+        c.worker_start_timeout = c.vllm_server_timeout
+    else:
+        c.rollout_engine = "vllm"
+        c.vllm_sleep = c.vllm_enable_sleep_mode
+        from_trl = {
+            "gpu_memory_utilization": c.vllm_gpu_memory_utilization,
+            "max_model_len": c.vllm_max_model_length,
+            "model_impl": None if c.vllm_model_impl == "vllm" else c.vllm_model_impl,
+        }
+        given = engine_args(c.vllm_engine_args)
+        c.vllm_engine_args = {k: v for k, v in from_trl.items() if v is not None} | dict(given)
+    vars(c).update(_VLLM)
+
+
+def _convert_importance(c: Any) -> None:
+    """Set ``sampler_correction`` where vLLM samples."""
+    defaults = {
+        f.name: default_of(f)
+        for f in fields(c)
+        if f.name.startswith(_IMPORTANCE) and f.name not in c.NAMES
+    }
+    given = {name: x for name in defaults if (x := getattr(c, name)) != defaults[name]}
+    own = (c.sampler_correction_level, c.sampler_correction_high, c.sampler_correction_low)
+    if not find_engine(c).vllm:
+        if given:
+            logger.warning("%s has no effect: vLLM does not sample", ", ".join(given))
+    elif c.sampler_correction != "auto" or own != (None, None, None):
+        if given:
+            name, value = next(iter(given.items()))
+            raise ConfigError(
+                f"sampler_correction={c.sampler_correction!r} and {name}={value!r} both set the"
+                " importance weights; leave out one"
+            )
+    elif not c.vllm_importance_sampling_correction:
+        c.sampler_correction = "off"
+    else:
+        level, kind = c.vllm_importance_sampling_mode.split("_")
+        high, low = c.vllm_importance_sampling_clip_max, c.vllm_importance_sampling_clip_min
+        if kind == "truncate" and high == math.inf and low is None:
+            raise ConfigError(
+                f"vllm_importance_sampling_mode={c.vllm_importance_sampling_mode!r} needs a bound:"
+                f" set {_IMPORTANCE}clip_max or {_IMPORTANCE}clip_min, or"
+                f" {_IMPORTANCE}correction=False"
+            )
+        c.sampler_correction, c.sampler_correction_level = kind, level
+        c.sampler_correction_high, c.sampler_correction_low = high, low or 0.0
+    vars(c).update(defaults)
