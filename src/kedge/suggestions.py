@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
+from kedge import plugins
 from kedge.records.errors import OptionError
 
 # Arguments of the trainers, which might be taken for options of their config.
@@ -26,13 +27,13 @@ def hint(name: str, known: Collection[str], *, dashes: str = "", config: str = "
 
     ``config`` is the name of a config whose options are ``known``.
     """
-    try:
-        from kedge.ext.trl import names
-    except ImportError:  # without kedge.ext nobody knows what others call an option
-        group, theirs = (), ""
-    else:
-        group = next((group for group in names.ALIASES if name in group), ())
-        theirs = names.advice(config, name)
+    group: Collection[str] = ()
+    theirs = ""
+    for dialect in plugins.find("kedge.dialects"):
+        if (suggest := plugins.load("kedge.dialects", dialect)) is not None and not (
+            group or theirs
+        ):
+            group, theirs = suggest(config, name)
     ours = [alias for alias in group if alias in known]
     if ours or theirs:
         return f"; it is called {dashes}{ours[0]} here{theirs}" if ours else theirs

@@ -18,7 +18,7 @@ KEDGE_RULES = {
     "redaction": set(),
     "records": {"redaction"},
     "chat_template": {"records"},
-    "suggestions": {"records"},
+    "suggestions": {"records", "plugins"},
     "http_client": {"background", "redaction"},
     "output": {"records"},
     "background": set(),
@@ -73,7 +73,6 @@ PENDING = {
     "ext/plan/command.py -> kedge.ext.open_instruct",
     "ext/plan/command.py -> kedge.ext.open_instruct.config",
     "ext/plan/command.py -> kedge.ext.trl.scripts",
-    "suggestions.py -> kedge.ext.trl",
 }
 # Folders of ``ext`` that may import another one.
 EXT_RULES = {"open_instruct": {"ray", "vllm"}, "ray": {"vllm"}}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from docs.generate import metrics_page
 
-from kedge import GRPOConfig, PPOConfig, RLOOConfig
+from kedge import PPOConfig
 from kedge.cli import main as cli
 from kedge.ext.trl import GRPOConfig, RLOOConfig, v0_17
 from kedge.loop.metrics import NAMES, PREFIXES

@@ -23,8 +23,8 @@ TRAINERS = {
 
 
 def trainer_commands() -> list[str]:
-    """The commands that train: the core's, and those of dialects."""
-    return [*TRAINERS, *(name for name in plugins.find("kedge.dialects") if name not in TRAINERS)]
+    """The commands that train: the core's, and those of entry points."""
+    return [*TRAINERS, *(name for name in plugins.find("kedge.trainers") if name not in TRAINERS)]
 
 
 def load_trainer(command: str) -> type[TrainerShell]:
@@ -32,7 +32,7 @@ def load_trainer(command: str) -> type[TrainerShell]:
     trainer: type[TrainerShell] | None = (
         resolve_name(TRAINERS[command][0])
         if command in TRAINERS
-        else plugins.load("kedge.dialects", command)
+        else plugins.load("kedge.trainers", command)
     )
     if trainer is None:
         raise ConfigError(f"no trainer {command!r} (trainers: {', '.join(trainer_commands())})")

@@ -52,3 +52,8 @@ def advice(config: str, name: str) -> str:
     theirs = getattr(options, config, None)
     known = theirs is not None and name in {f.name for f in fields(theirs)}
     return "; kedge.trl takes TRL's names" if known else ""
+
+
+def suggest(config: str, name: str) -> tuple[tuple[str, ...], str]:
+    """All names of the option that ``name`` is one of, and where a config takes it."""
+    return next((group for group in ALIASES if name in group), ()), advice(config, name)

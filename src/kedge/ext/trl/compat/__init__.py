@@ -27,7 +27,6 @@ import transformers
 import yaml
 from transformers import hf_argparser
 
-from kedge.config.parser import ConfigParser
 from kedge.ext.trl.compat import older_transformers
 from kedge.ext.trl.scripts import ScriptParser
 from kedge.records.errors import ConfigError
