@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from kedge.errors import OptionError
@@ -26,11 +27,11 @@ def hint(name: str, known: Collection[str], *, dashes: str = "", config: str = "
 
     ``config`` is the name of a config whose options are ``known``.
     """
-    try:
+    group: Collection[str] = ()
+    theirs = ""
+    with suppress(ImportError):  # without kedge.ext nobody knows what others call an option
         from kedge.ext.trl import names
-    except ImportError:  # without kedge.ext nobody knows what others call an option
-        group, theirs = (), ""
-    else:
+
         group = next((group for group in names.ALIASES if name in group), ())
         theirs = names.advice(config, name)
     ours = [alias for alias in group if alias in known]
