@@ -128,7 +128,7 @@ class Parser(HfArgumentParser):
     """
 
     def __init__(self, kinds: tuple[Any, Any], **options: Any) -> None:
-        every = (*kinds, ModelArguments)
+        every: list[Any] = [*kinds, ModelArguments]
         super().__init__(every, allow_abbrev=False, formatter_class=Help, **options)
         self.nullable = nullable(every)
         idle = {
