@@ -30,9 +30,8 @@ def hint(name: str, known: Collection[str], *, dashes: str = "", config: str = "
     group: Collection[str] = ()
     theirs = ""
     for dialect in plugins.find("kedge.dialects"):
-        if (suggest := plugins.load("kedge.dialects", dialect)) is not None and not (
-            group or theirs
-        ):
+        suggest = plugins.load("kedge.dialects", dialect)
+        if suggest is not None and not (group or theirs):
             group, theirs = suggest(config, name)
     ours = [alias for alias in group if alias in known]
     if ours or theirs:

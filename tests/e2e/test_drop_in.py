@@ -15,6 +15,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from kedge import AsyncPPOTrainer, GRPOConfig, GRPOTrainer, PPOTrainer, RLOOConfig, RLOOTrainer
+from kedge.ext import trl
+from kedge.ext.trl import GRPOConfig, RLOOConfig, v0_17
 from kedge.ext.trl.compat import trl_trainers
 from kedge.records.errors import ConfigError
 from kedge.testing import tiny_policy
@@ -119,7 +121,7 @@ def test_an_override_that_nothing_calls_is_refused(kind: Any, method: str, way_o
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
 def test_long_prompts_keep_their_last_tokens_in_programs_of_trl(name: str, tmp_path: Path) -> None:
-    config = getattr(trl_trainers, f"{name}Config")(
+    config = getattr(trl, f"{name}Config")(
         output_dir=str(tmp_path), max_prompt_length=3, per_device_train_batch_size=4,
         num_generations=2, max_completion_length=4, use_cpu=True, max_steps=1,
     )  # fmt: skip
@@ -153,7 +155,7 @@ def test_a_subclass_with_its_own_loop_finds_what_trl_had(tmp_path: Path) -> None
         "policy": tiny_policy("gpt_neox", vocab_size=VOCAB), "reward_model": reward,
         "ref_policy": tiny_policy("gpt_neox", vocab_size=VOCAB), "tokenizer": word_tokenizer(),
         "train_dataset": Dataset.from_dict({"input_ids": [[5, 6], [7, 8, 9], [5, 9], [6, 7]]}),
-        "config": RLOOConfig(
+        "config": v0_17.RLOOConfig(
             output_dir=str(tmp_path), per_device_train_batch_size=4, rloo_k=2, use_cpu=True,
             response_length=4, kl_coef=0.1, max_steps=2, stop_token="eos", seed=3,
         ),

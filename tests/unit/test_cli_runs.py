@@ -312,7 +312,7 @@ def test_the_usual_mixture_of_rewards(folders, tmp_path, command):
         *(*SMALL, "--max_steps", "1", "--per_device_train_batch_size", "16", *group),
         *("--reward_model_path", str(folders / "reward"), "--reward_model_multiplier", "0.5"),
         *("--apply_verifiable_reward", "--verification_reward", "3"),
-        *("--add_r1_style_format_reward", "--non_stop_penalty", "--penalty_reward_value", "-7"),
+        *("--add_r1_style_format_reward", "--non_eos_penalty", "--penalty_reward_value", "-7"),
         *("--stop_token", "eos", "--temperature", "1", "--save_rollouts", str(tmp_path / "rows")),
     ]
     assert main(made) == 0

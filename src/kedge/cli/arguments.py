@@ -128,20 +128,20 @@ class Parser(HfArgumentParser):
     """
 
     def __init__(self, kinds: tuple[Any, Any], **options: Any) -> None:
-        kinds = (*kinds, ModelArguments)
-        super().__init__(kinds, allow_abbrev=False, formatter_class=Help, **options)
-        self.nullable = nullable(kinds)
+        every: list[Any] = [*kinds, ModelArguments]
+        super().__init__(every, allow_abbrev=False, formatter_class=Help, **options)
+        self.nullable = nullable(every)
         idle = {
             f.name
-            for kind in kinds
+            for kind in every
             if hasattr(kind, "STATUS")
             for f in fields(kind)
             if isinstance(status(kind, f.name), NoEffect)
         }
-        for name in sorted(switches(kinds)):  # the others have it from HfArgumentParser
+        for name in sorted(switches(every)):  # the others have it from HfArgumentParser
             no = (f"--no_{name}", f"--no-{name.replace('_', '-')}")
-            hidden = {"action": "store_false", "help": argparse.SUPPRESS}
-            self.add_argument(*no, dest=name, default=argparse.SUPPRESS, **hidden)
+            default, text = argparse.SUPPRESS, argparse.SUPPRESS
+            self.add_argument(*no, dest=name, action="store_false", default=default, help=text)
         for action in self._actions:
             if action.dest in ("sft_model_path", "reward_model_path"):
                 action.default = None  # absent unless the flag is set

@@ -194,7 +194,8 @@ def _type_of(cls: type, name: str) -> tuple[Any, bool, TypeAdapter[Any]]:
         named = Literal[tuple(choices)]  # type: ignore[valid-type]
         hint = named | None if NoneType in get_args(hint) else named
     default = default_of(f)
-    optional = "None" in repr(hint)
+    kinds = get_args(hint)
+    optional = bool({NoneType, Accepts(None)} & {*kinds, *get_args(kinds[0] if kinds else None)})
     return default, optional, TypeAdapter(checked_type(hint, None, empty=default == ""))
 
 

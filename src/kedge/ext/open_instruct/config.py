@@ -145,12 +145,12 @@ class AsyncPPOConfig(Dialect, ppo.PPOConfig):
         256, "Longest prompt, in tokens; longer ones are dropped."
     )
     rollout_engine: str = option("ray", "Rollout engine; see PPOConfig.")
-    stop_token: Literal["eos", "period"] | None = option(
+    stop_token: Literal["eos", "period"] | None = option(  # type: ignore[assignment]
         "eos",
         "eos: end responses at the tokenizer's EOS token and every eos_token_id of the model's "
         "generation_config; period: at a period; None (none on the command line): at neither.",
     )
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "full", "kl1", "kl2", "kl3"] = option(
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "full", "kl1", "kl2", "kl3"] = option(  # type: ignore[assignment]
         "k1", "Estimator of the KL per token; kl1 is the same as k1, and so on."
     )
 

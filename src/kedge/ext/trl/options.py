@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge, Interval
 from transformers import TrainingArguments
@@ -38,6 +38,7 @@ from kedge.records.errors import ConfigError
 logger = logging.getLogger(__name__)
 _IMPORTANCE = "vllm_importance_sampling_"
 Names = dict[str, Any]
+MinP: TypeAlias = Annotated[float, Interval(ge=0, lt=1)] | None
 
 
 def unsupported(reason: str, way_out: str = "leave it at its default", /, **defaults: Any) -> Names:
@@ -171,18 +172,16 @@ class GroupNames:
     )
     vllm_max_model_length: Count | None = option(None, "max_model_len of vllm_engine_args.")
 
-    min_p: Annotated[float, Interval(ge=0, lt=1)] | None = option(
-        None, "Exclude tokens less likely than this fraction of the top probability. Unset: off."
-    )
     overlong_prompts: Literal["drop", "truncate"] = option(
         "truncate", "Prompts above max_prompt_length keep their last tokens, or are dropped."
     )
     length_option: ClassVar[str] = "max_completion_length"
 
     def _fill_defaults(self) -> None:
+        config: Any = self
         _convert_sizes(self)
         _convert_vllm(self)
-        self.min_p = self.min_p or 0.0
+        config.min_p = config.min_p or 0.0
         if self.log_completions is False:
             self.num_sample_generations = 0
         kwargs = read_mapping(self.generation_kwargs)
@@ -193,7 +192,7 @@ class GroupNames:
                 " distribution than training; only stop is supported, leave the rest out"
             )
         if stop is not None:
-            self.stop_strings = [stop] if isinstance(stop, str) else list(stop)
+            config.stop_strings = [stop] if isinstance(stop, str) else list(stop)
         self.generation_kwargs = None
         super()._fill_defaults()  # type: ignore[misc]
 
@@ -213,6 +212,7 @@ class RLOOConfig(Dialect, GroupNames, rloo.RLOOConfig):
         ),
     }
 
+    min_p: MinP = option(None, "Excludes tokens below this fraction of the top probability.")  # type: ignore[assignment]
     learning_rate: float = option(1e-6, "Learning rate.")
     num_ppo_epochs: int = option(1, "Passes over each batch of responses.")
     response_length: int = option(512, "Maximum length of a response, in tokens.")
@@ -242,6 +242,7 @@ class GRPOConfig(Dialect, GroupNames, grpo.GRPOConfig):
 
     SECTION: ClassVar[str] = GroupNames.SECTION
 
+    min_p: MinP = option(None, "Excludes tokens below this fraction of the top probability.")  # type: ignore[assignment]
     scale_rewards: Annotated[Literal["group", "batch", "none"], Accepts(bool)] = option(
         "group",
         "Divide advantages by the standard deviation of the scores of the group or the batch.",

@@ -415,7 +415,7 @@ class LearnerStage:
             entropy_grad=bool(args.entropy_coef) or args.use_adaptive_entropy,
             cache_trunk=args.cache_trunk,
             reference_sync_steps=getattr(args, "sync_ref_model", False)
-            and args.ref_model_sync_steps,
+            and getattr(args, "ref_model_sync_steps", 512),
             reference_mixup=getattr(args, "ref_model_mixup_alpha", 0.6),
         )
 

@@ -244,10 +244,10 @@ def advise(
             f"an iteration has {batch_size} responses, which makes gradients noisy; recommended:"
             f" 512, by a larger gradient_accumulation_steps {N_PLUS}"
         )
-    level = getattr(args, "importance_sampling_level", "token")
-    if level == "sequence" and args.epsilon >= WIDE_CLIP:
+    level, epsilon = getattr(args, "importance_sampling_level", ""), getattr(args, "epsilon", 0.0)
+    if level == "sequence" and epsilon >= WIDE_CLIP:
         yield (
-            f"epsilon={args.epsilon:g} with importance_sampling_level='sequence' hardly ever clips,"
+            f"epsilon={epsilon:g} with importance_sampling_level='sequence' hardly ever clips,"
             " since the ratio is a mean over the response; recommended: epsilon=3e-4,"
             " epsilon_high=4e-4 (Zheng et al. 2025, arXiv:2507.18071)"
         )
