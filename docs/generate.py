@@ -25,9 +25,8 @@ from kedge.config.ppo import PPOConfig
 from kedge.config.rloo import RLOOConfig
 from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.ext.open_instruct.trainer import OPEN_INSTRUCT_NAMES
-from kedge.loop.metrics import NAMES, PREFIXES, TRL_NAMES
 from kedge.ext.trl import options as trl
-from kedge.loop.metrics import NAMES, OPEN_INSTRUCT_NAMES, PREFIXES, TRL_NAMES
+from kedge.loop.metrics import NAMES, PREFIXES, TRL_NAMES
 
 Row = tuple[str, ...]  # a name, and the words after the columns
 Cells = dict[str, str]  # trainer -> its cell

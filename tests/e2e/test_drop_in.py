@@ -14,7 +14,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from kedge import AsyncPPOTrainer, GRPOConfig, GRPOTrainer, PPOTrainer, RLOOConfig, RLOOTrainer
+from kedge import AsyncPPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer
 from kedge.ext import trl
 from kedge.ext.trl import GRPOConfig, RLOOConfig, v0_17
 from kedge.ext.trl.compat import trl_trainers
