@@ -109,7 +109,7 @@ def test_other_names_hand_their_values_over(given: dict[str, Any], becomes: dict
         ({"num_evals": 0}, "num_evals=0 must be at least 1"),
         ({"local_eval_freq": 3}, "num_evals sets the interval"),
         ({"vllm_sync_backend": "mpi"}, "must be one of 'nccl' or 'gloo'"),
-        ({"episodes": "many"}, "episodes=many must be an integer such as"),
+        ({"episodes": "many"}, "episodes='many' must be an integer such as"),
         ({"use_fast": False}, "only has fast tokenizers"),
         ({"warm_up_steps": 8, "warmup_steps": 1}, "warmup_steps=1 is set; set only one"),
         ({"dataset_transform_fn": ["sft_filter_v1"]}, "always tokenized and filtered"),

@@ -405,6 +405,8 @@ def judged(cls: type, base: dict[str, Any], field: Field[Any], hint: Any, value:
     entry = status(cls, field.name) if hasattr(cls, "STATUS") else None
     if isinstance(entry, NoEffect) and not isinstance(entry, Unsupported):
         return None  # without effect, and a warning says so
+    if isinstance(entry, Unsupported) and not entry.acts(value, field.default):
+        return None  # the default
     if isinstance(entry, Alias) and (entry.convert or value is False):
         return None  # False may be how the name is left out
     beside = BESIDE.get(field.name, Literal["no such"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,6 +20,7 @@ from kedge.config.declare import (
     NoEffect,
     Seconds,
     Unsupported,
+    format_value,
     option,
 )
 from kedge.config.dialect import Alias, Dialect
@@ -36,15 +38,14 @@ def _no_effect(reason: str, **defaults: Any) -> Any:
     return {name: NoEffect(reason, default) for name, default in defaults.items()}
 
 
-def _read_count(text: str) -> int:
+def _read_count(text: Any) -> int:
     """An integer, which may end in k or m: thousands or millions."""
-    number, factor = text.lower(), 1
-    for suffix, value in (("k", 1_000), ("m", 1_000_000)):
-        if number.endswith(suffix):
-            number, factor = number[:-1], value
-    if not number.isdigit():
-        raise ConfigError(f"episodes={text} must be an integer such as 100000 or 100k")
-    return int(number) * factor
+    number = re.fullmatch(r"([0-9]+)([km]?)", text.lower()) if isinstance(text, str) else None
+    if number is None:
+        raise ConfigError(
+            f"episodes={format_value(text)} must be an integer such as '100000' or '100k'"
+        )
+    return int(number[1]) * {"": 1, "k": 1_000, "m": 1_000_000}[number[2]]
 
 
 # Other names in open-instruct.
