@@ -276,14 +276,14 @@ def test_a_base_in_bfloat16_is_sampled_in_bfloat16():
     assert weights_dtype(policy()) == torch.float32
 
 
-def test_rows_without_a_version_have_the_one_that_was_sent():
+def test_samples_of_other_weights_than_those_that_were_sent_are_an_error():
     model = policy()
     spec = PolicyTemplate.of(model)
     engine = VLLMEngine(Sleeper(spec, trained(model)), spec, pad_id=0)
     engine.load_weights(trained(model), 4)
-    engine.service.said = -1
-    rollout = engine.generate(prompts(), sampling=Sampling(max_new_tokens=1), seed=0)
-    assert rollout.policy_version.tolist() == [4] * 6
+    engine.service.said = -1  # the name that another client has given them
+    with pytest.raises(SyncError, match="sampled with version -1 instead of 4"):
+        engine.generate(prompts(), sampling=Sampling(max_new_tokens=1), seed=0)
 
 
 class Rounded(Ours):

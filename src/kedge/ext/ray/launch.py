@@ -69,7 +69,6 @@ def launch(  # noqa: PLR0913
     environment: Mapping[str, str] | None = None,
     limits: LaunchLimits | None = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
-    say: Callable[[str], None] | None = None,
 ) -> T:
     """Run a job on every rank, and return the result of rank 0.
 
@@ -92,7 +91,6 @@ def launch(  # noqa: PLR0913
         limits: timeouts.
         on_row: called with every row of metrics that rank 0 logs; warnings of all ranks are always
             logged in this process.
-        say: called with the placement as text; None: print it.
 
     Raises:
         ConfigError: the cluster lacks resources, which are listed.
@@ -109,16 +107,16 @@ def launch(  # noqa: PLR0913
         plan = plan_bundles(
             learners=learners,
             engines=engines,
-            rewards=rewards * ranks,
-            references=references * ranks,
             gpus=cluster.has_gpus(),
             gpus_per_engine=gpus_per_engine,
-            gpus_per_reward=gpus_per_reward,
-            gpus_per_reference=gpus_per_reference,
             single_gpu_mode=single_gpu_mode,
+            workers={
+                "reward": (rewards * ranks, gpus_per_reward),
+                "reference": (references * ranks, gpus_per_reference),
+            },
         )
         placement = place(plan, wait_seconds=limits.placement)
-        (say or partial(print, flush=True))(f"on Ray:\n{placement.text()}")
+        print(f"on Ray:\n{placement.text()}", flush=True)
         store = cluster.ControlStore(limits.heartbeat)
         group = _LearnerGroup(placement, limits, on_row, store)
         try:

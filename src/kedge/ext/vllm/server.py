@@ -29,7 +29,7 @@ import numpy as np
 from torch import Tensor
 
 from kedge.ext.vllm import process_guard
-from kedge.ext.vllm.inprocess import device_args, fixed_args
+from kedge.ext.vllm.inprocess import ENVIRONMENT, device_args, fixed_args
 from kedge.ext.vllm.policy_template import PolicyTemplate
 from kedge.ext.vllm.requests import (
     GenerationRequest,
@@ -56,13 +56,6 @@ _PAUSE = 0.5  # seconds
 # A server closes idle connections, vLLM after 5 s, and a request at that moment would be lost.
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+)$", re.M)
-_ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # enables endpoints that load weights
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 _GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 _MAX_RESTARTS = 3  # in a row, without a result
 
@@ -164,13 +157,11 @@ class Server:
 
     # -- Service ---------------------------------------------------------------------------------
 
-    @property
-    def abilities(self) -> tuple[int, bool]:
-        """Number of concurrent requests, and whether ``load`` may be called while some run."""
+    def slots(self) -> int:
+        """Number of concurrent requests."""
         info = self._retry(lambda: self._request(self._server_info))
         with _reading("/server_info"):
-            slots = int(info["vllm_config"]["scheduler_config"]["max_num_seqs"])
-        return slots, self._adapter is None
+            return int(info["vllm_config"]["scheduler_config"]["max_num_seqs"])
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
         """Add requests by key, and wait briefly; returns results by key."""
@@ -620,7 +611,12 @@ class Process:
     ) -> None:
         self._command = [sys.executable, process_guard.__file__, str(_GRACE), *command]
         self._log, self._home = log, home
-        self._environment = {**_ENVIRONMENT, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        self._environment = {
+            **ENVIRONMENT,
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            **os.environ,
+            "VLLM_SERVER_DEV_MODE": "1",  # enables endpoints that load weights
+        }
         if eager:
             self._environment["TORCHDYNAMO_DISABLE"] = "1"
         if devices is not None:
